@@ -14,8 +14,14 @@ use std::path::{Path, PathBuf};
 use syn::{Attribute, Expr, Fields, GenericArgument, Generics, Ident, Item, Lit, Meta, PathArguments, Token, Type};
 
 /// Folders with the types of what is written.
-const FOLDERS: [&str; 6] =
-    ["allocators/device", "allocators/policies", "allocators/histories", "trainer", "experiments/doctor", "experiments/study"];
+const FOLDERS: [&str; 6] = [
+    "allocators/device",
+    "allocators/policies",
+    "allocators/histories",
+    "trainer",
+    "experiments/doctor",
+    "experiments/study",
+];
 
 /// Types and functions that write themselves, and what they write.
 const WRITTEN: [(&str, &str); 12] = [
@@ -101,7 +107,13 @@ impl Types {
             [one] => Some(one),
             several => {
                 let named: Vec<_> = several.iter().copied().filter(module).collect();
-                assert_eq!(named.len(), 1, "{}: which {name}? {:?}", file.display(), several.iter().map(|d| &d.file).collect::<Vec<_>>());
+                assert_eq!(
+                    named.len(),
+                    1,
+                    "{}: which {name}? {:?}",
+                    file.display(),
+                    several.iter().map(|d| &d.file).collect::<Vec<_>>()
+                );
                 Some(named[0])
             }
         }
@@ -109,7 +121,7 @@ impl Types {
 }
 
 fn root() -> PathBuf {
-    Path::new(option_env!("SCHEMA_ROOT_TRAINER").unwrap_or(env!("CARGO_MANIFEST_DIR"))).parent().unwrap().to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
 
 fn attributes(item: &Item) -> &[Attribute] {
@@ -137,7 +149,11 @@ fn serde(attributes: &[Attribute]) -> BTreeMap<String, String> {
     for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("serde")) {
         attribute
             .parse_nested_meta(|meta| {
-                let value = if meta.input.peek(Token![=]) { meta.value()?.parse::<syn::LitStr>()?.value() } else { String::new() };
+                let value = if meta.input.peek(Token![=]) {
+                    meta.value()?.parse::<syn::LitStr>()?.value()
+                } else {
+                    String::new()
+                };
                 out.insert(meta.path.get_ident().unwrap().to_string(), value);
                 Ok(())
             })
@@ -162,7 +178,8 @@ fn documentation(attributes: &[Attribute]) -> String {
     // What is left of `[text](Self::item)` where the text was code.
     let mut out = String::new();
     for (number, part) in text.split("`(").enumerate() {
-        let code = part.split_once(')').filter(|(code, _)| number > 0 && (code.contains("::") || code.contains("crate")));
+        let code =
+            part.split_once(')').filter(|(code, _)| number > 0 && (code.contains("::") || code.contains("crate")));
         match (number, code) {
             (0, _) => out.push_str(part),
             (_, Some((_, rest))) => out.push_str(&format!("`{rest}")),
@@ -229,8 +246,6 @@ struct Document<'a> {
     tables: BTreeMap<(PathBuf, String), String>,
     /// Types that are being spread out.
     open: RefCell<Vec<String>>,
-    /// What has no documentation.
-    silent: RefCell<Vec<String>>,
 }
 
 impl Document<'_> {
@@ -248,24 +263,51 @@ impl Document<'_> {
                 if attributes.contains_key("skip") {
                     continue;
                 }
-                let kind = attributes.get("serialize_with").map_or_else(|| field.ty.clone(), |name| syn::parse_str(name).unwrap());
+                let kind = attributes
+                    .get("serialize_with")
+                    .map_or_else(|| field.ty.clone(), |name| syn::parse_str(name).unwrap());
                 if attributes.contains_key("flatten") || field.ident.is_none() {
                     let (inner, arguments) = self.inner(&kind, arguments);
+                    // A parameter, in the table of a generic type.
+                    let Some(declared) = self.types.find(&inner, &declared.file) else { continue };
                     let from = rows.len();
-                    self.fields(self.types.find(&inner, &declared.file).unwrap(), &arguments, before, rows);
+                    if let Some(link) = self.link(declared, "these keys") {
+                        let meaning = documentation(&field.attrs);
+                        rows.push(Row { key: below(before, "…"), kind: link, optional: false, meaning });
+                        self.of_parameters(&arguments, &declared.file, before, rows);
+                    } else {
+                        self.fields(declared, &arguments, before, rows);
+                    }
                     let optional = one_of || attributes.contains_key("skip_serializing_if");
                     rows[from..].iter_mut().for_each(|row| row.optional |= optional);
                     continue;
                 }
-                let name = attributes.get("rename").cloned().unwrap_or_else(|| field.ident.as_ref().unwrap().to_string());
+                let name =
+                    attributes.get("rename").cloned().unwrap_or_else(|| field.ident.as_ref().unwrap().to_string());
                 let meaning = documentation(&field.attrs);
-                if meaning.is_empty() && !one_of {
-                    self.silent.borrow_mut().push(format!("{}: {name}", declared.file.display()));
-                }
                 let optional = one_of || attributes.contains_key("skip_serializing_if");
-                let key = if before.is_empty() { name } else { format!("{before}.{name}") };
+                let key = below(before, &name);
                 self.row(&kind, arguments, Row { key, kind: String::new(), optional, meaning }, &declared.file, rows);
             }
+        }
+    }
+
+    /// A link to the table of a type, if it has one.
+    fn link(&self, declared: &Declared, text: &str) -> Option<String> {
+        let name = match &declared.item {
+            Item::Struct(item) => &item.ident,
+            Item::Enum(item) => &item.ident,
+            _ => return None,
+        };
+        let heading = self.tables.get(&(declared.file.clone(), name.to_string()))?;
+        Some(format!("[{text}](#{})", anchor(heading)))
+    }
+
+    /// What the parameters of a generic type add to the keys in its table.
+    fn of_parameters(&self, arguments: &Arguments, file: &Path, before: &str, rows: &mut Vec<Row>) {
+        for kind in arguments.values() {
+            let (name, arguments) = self.inner(kind, &Arguments::new());
+            self.fields(self.types.find(&name, file).unwrap(), &arguments, before, rows);
         }
     }
 
@@ -281,7 +323,9 @@ impl Document<'_> {
         if name == "Option" {
             return self.inner(&given[0], arguments);
         }
-        let of = |generics: &Generics| generics.type_params().map(|parameter| parameter.ident.to_string()).collect::<Vec<_>>();
+        let of = |generics: &Generics| {
+            generics.type_params().map(|parameter| parameter.ident.to_string()).collect::<Vec<_>>()
+        };
         let names = self.types.0.get(&name).into_iter().flatten().find_map(|declared| match &declared.item {
             Item::Struct(item) => Some(of(&item.generics)),
             _ => None,
@@ -291,11 +335,11 @@ impl Document<'_> {
 
     /// The row of a key, and those of what it holds.
     fn row(&self, kind: &Type, arguments: &Arguments, mut row: Row, file: &Path, rows: &mut Vec<Row>) {
-        let below = |row: Row, suffix: &str| Row { key: row.key + suffix, ..row };
+        let with = |row: Row, suffix: &str| Row { key: row.key + suffix, ..row };
         let path = match kind {
             Type::Reference(reference) => return self.row(&reference.elem, arguments, row, file, rows),
-            Type::Slice(slice) => return self.row(&slice.elem, arguments, below(row, "[]"), file, rows),
-            Type::Array(array) => return self.row(&array.elem, arguments, below(row, "[]"), file, rows),
+            Type::Slice(slice) => return self.row(&slice.elem, arguments, with(row, "[]"), file, rows),
+            Type::Array(array) => return self.row(&array.elem, arguments, with(row, "[]"), file, rows),
             Type::Tuple(tuple) => {
                 let parts: Vec<String> = tuple.elems.iter().map(|part| self.name(part, file)).collect();
                 row.kind = format!("[{}]", parts.join(", "));
@@ -311,7 +355,7 @@ impl Document<'_> {
             return self.row(argument, &Arguments::new(), row, file, rows);
         }
         match name.as_str() {
-            "Vec" => self.row(&given[0], arguments, below(row, "[]"), file, rows),
+            "Vec" => self.row(&given[0], arguments, with(row, "[]"), file, rows),
             "Option" => {
                 let (at, optional) = (rows.len(), row.optional);
                 self.row(&given[0], arguments, row, file, rows);
@@ -319,8 +363,10 @@ impl Document<'_> {
                     rows[at].kind += " or null";
                 }
             }
-            "BTreeMap" => self.row(&given[1], arguments, below(row, ".<name>"), file, rows),
-            "CallCounts" => self.row(&syn::parse_str("CallTotals").unwrap(), arguments, below(row, ".<call>"), file, rows),
+            "BTreeMap" => self.row(&given[1], arguments, with(row, ".<name>"), file, rows),
+            "CallCounts" => {
+                self.row(&syn::parse_str("CallTotals").unwrap(), arguments, with(row, ".<call>"), file, rows)
+            }
             _ => {
                 row.kind = self.name(kind, file);
                 let declared = self.types.find(&name, file).filter(|_| row.kind == "object");
@@ -335,8 +381,13 @@ impl Document<'_> {
                     }
                     return;
                 };
-                match self.tables.get(&(declared.file.clone(), name.clone())) {
-                    Some(heading) => rows[at].kind = format!("[object](#{})", anchor(heading)),
+                match self.link(declared, "object") {
+                    Some(link) => {
+                        let key = rows[at].key.clone();
+                        rows[at].kind = link;
+                        let (_, arguments) = self.inner(kind, arguments);
+                        self.of_parameters(&arguments, &declared.file, &key, rows);
+                    }
                     // Objects within such objects.
                     None if self.open.borrow().contains(&name) => {}
                     None => {
@@ -353,9 +404,8 @@ impl Document<'_> {
 
     /// Names the values of an enumeration that has no table, if the meaning does not.
     fn list_values(&self, declared: &Declared, row: &mut Row) {
-        let Item::Enum(item) = &declared.item else { return };
-        if let Some(heading) = self.tables.get(&(declared.file.clone(), item.ident.to_string())) {
-            row.kind = format!("[string](#{})", anchor(heading));
+        if let Some(link) = self.link(declared, "string") {
+            row.kind = link;
             return;
         }
         let names: Vec<String> = values(&declared.item).into_iter().map(|(name, _)| format!("`{name}`")).collect();
@@ -382,7 +432,11 @@ impl Document<'_> {
             "u8" | "u16" | "u32" | "u64" | "usize" | "i32" | "i64" => "integer",
             "f32" | "f64" => "number",
             _ => match self.types.find(&name, file).map(|declared| &declared.item) {
-                Some(Item::Enum(item)) if item.variants.iter().all(|variant| matches!(variant.fields, Fields::Unit)) => "string",
+                Some(Item::Enum(item))
+                    if item.variants.iter().all(|variant| matches!(variant.fields, Fields::Unit)) =>
+                {
+                    "string"
+                }
                 Some(_) => "object",
                 None => panic!("{}: what does {name} write?", file.display()),
             },
@@ -395,9 +449,6 @@ impl Document<'_> {
         if what == "values" {
             out.push_str("value | meaning\n--- | ---\n");
             for (name, meaning) in values(&declared.item) {
-                if meaning.is_empty() {
-                    self.silent.borrow_mut().push(format!("{}: {name}", declared.file.display()));
-                }
                 out.push_str(&format!("`{name}` | {meaning}\n"));
             }
             return out;
@@ -405,12 +456,26 @@ impl Document<'_> {
         let mut rows = Vec::new();
         self.fields(declared, &Arguments::new(), "", &mut rows);
         out.push_str("key | type | meaning\n--- | --- | ---\n");
-        for Row { key, kind, optional, meaning } in rows {
-            let optional = if optional { ", optional" } else { "" };
-            out.push_str(&format!("`{key}` | {kind}{optional} | {meaning}\n"));
+        // Keys whose names say all stand in one row.
+        let alike = |one: &Row, next: &Row| {
+            (&one.kind, one.optional) == (&next.kind, next.optional)
+                && one.meaning.is_empty()
+                && next.meaning.is_empty()
+        };
+        for rows in rows.chunk_by(alike) {
+            let keys: Vec<String> = rows.iter().map(|row| format!("`{}`", row.key)).collect();
+            let optional = if rows[0].optional { ", optional" } else { "" };
+            let row = format!("{} | {}{optional} | {}", keys.join(", "), rows[0].kind, rows[0].meaning);
+            out.push_str(row.trim_end());
+            out.push('\n');
         }
         out
     }
+}
+
+/// The path of a key of the object at `before`.
+fn below(before: &str, key: &str) -> String {
+    if before.is_empty() { key.to_owned() } else { format!("{before}.{key}") }
 }
 
 fn parameters(arguments: &PathArguments) -> Vec<Type> {
@@ -447,7 +512,7 @@ fn its_tables_are_those_of_the_types() {
             tables.insert((file.to_owned(), name.to_owned()), heading.to_owned());
         }
     }
-    let document = Document { types: &types, tables, open: RefCell::default(), silent: RefCell::default() };
+    let document = Document { types: &types, tables, open: RefCell::default() };
     let mut out = String::new();
     let mut lines = text.lines().peekable();
     while let Some(line) = lines.next() {
@@ -465,8 +530,6 @@ fn its_tables_are_those_of_the_types() {
             out.push('\n');
         }
     }
-    let silent = document.silent.borrow();
-    assert!(silent.is_empty(), "what is written has documentation; not so\n  {}", silent.join("\n  "));
     if std::env::var_os("UPDATE_SCHEMA").is_some() {
         std::fs::write(&path, out).unwrap();
     } else if let Some((old, new)) = text.lines().zip(out.lines()).find(|(old, new)| old != new) {

@@ -61,11 +61,8 @@ pub(crate) struct AdviseArgs {
 /// What is said of one history; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Advice {
-    /// The file, as it was given.
     trace: String,
-    /// Events in the history.
     events: u64,
-    /// Allocations in it.
     allocations: u64,
     /// Streams that allocate.
     streams: usize,
@@ -105,9 +102,7 @@ struct Advice {
 struct AsItRan {
     /// Its settings; empty: PyTorch's defaults.
     conf: Conf,
-    /// Most bytes that it held from the device.
     peak_reserved_bytes: Option<u64>,
-    /// Most bytes that it asked for.
     peak_requested_bytes: Option<u64>,
     /// The replay under the same settings.
     replayed: Outcome<Of>,

@@ -45,13 +45,11 @@ pub(crate) struct CapacityArgs {
 /// One allocator; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Row {
-    /// The file, as it was given.
     trace: String,
     /// Name in the list of `trainer allocators`.
     allocator: &'static str,
     /// As `--alloc` names it.
     alloc: Selection,
-    /// Kind of device.
     device: DeviceKind,
     /// Steps in which sizes were tried.
     granularity_bytes: u64,
@@ -71,7 +69,6 @@ struct Row {
 
 #[derive(Debug, Serialize)]
 struct Tried {
-    /// Memory for clients.
     bytes: u64,
     /// Whether every allocation succeeded.
     runs: bool,

@@ -45,7 +45,6 @@ pub(crate) struct PlanArgs {
 /// What was found; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Found {
-    /// The file, as it was given.
     trace: String,
     /// Blocks that were placed.
     allocations: usize,
@@ -66,7 +65,6 @@ struct Found {
     stitchable_requests: u64,
     /// Steps of the search.
     steps: u64,
-    /// `--seed`.
     seed: u64,
     /// Whether memory changes streams only where the history shows the order, so that streams do not wait.
     known_order: bool,

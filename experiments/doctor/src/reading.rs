@@ -54,7 +54,6 @@ pub(crate) fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
 /// One of several histories that cannot be read.
 #[derive(Debug, Serialize)]
 pub(crate) struct Unread {
-    /// The file, as it was given.
     pub(crate) trace: String,
     /// What is wrong with it.
     pub(crate) error: String,

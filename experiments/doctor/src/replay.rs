@@ -90,13 +90,11 @@ enum Completion {
 /// One file under one allocator; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Row {
-    /// The file, as it was given.
     trace: String,
     /// Name in the list of `trainer allocators`.
     allocator: &'static str,
     /// As `--alloc` names it, with the settings that were chosen.
     alloc: Selection,
-    /// Kind of device.
     device: DeviceKind,
     /// Name of the GPU, or of the simulated device's profile.
     device_name: String,
@@ -109,9 +107,7 @@ struct Row {
     against: Option<String>,
     /// The allocator's own `memory_limit`, else `--limit`, or the limit that the history names.
     limit_bytes: Option<u64>,
-    /// Settings in effect.
     allocator_settings: serde_json::Value,
-    /// Events that were read.
     events: u64,
     /// Allocations, frees, announced uses and trims that were replayed.
     operations: u64,
@@ -145,7 +141,6 @@ struct Row {
     deferred_frees: u64,
     /// Allocations that failed for lack of memory; the rest of the history goes on without them.
     failed_allocations: u64,
-    /// The first of them.
     #[serde(skip_serializing_if = "Option::is_none")]
     first_failure: Option<Failure>,
     /// Blocks at another address than the recorded one, or with `--against` in another block of the device or at
@@ -160,7 +155,6 @@ struct Row {
     segment_mismatches: Option<u64>,
     /// Device allocations tried again after the whole cache was released.
     num_alloc_retries: u64,
-    /// Most bytes held from the device.
     peak_reserved_bytes: u64,
     /// Most bytes in blocks that are held, or freed and still used by a stream.
     peak_active_bytes: u64,
@@ -200,7 +194,6 @@ struct Row {
 /// Requests that were served in one way.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct ByPath {
-    /// Number of requests.
     count: u64,
     /// Driver calls inside them.
     driver_calls: u64,
@@ -215,7 +208,6 @@ struct Moved {
     num_steals: u64,
     /// Pages that were taken so.
     num_stolen_pages: u64,
-    /// Bytes in them.
     num_stolen_bytes: u64,
 }
 

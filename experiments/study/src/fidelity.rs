@@ -80,7 +80,6 @@ struct Row {
     difference: f64,
     /// Share of the last epoch, validation included, for which the host was blocked.
     measured_blocked_share: f64,
-    /// On the simulated device.
     simulated_blocked_share: f64,
     /// Sum over kinds of call of the smaller of the two shares of the blocked time; `null` where at most 5 % of the
     /// epoch is waiting on both.
@@ -98,11 +97,8 @@ struct Row {
 /// One kind of call in one cell, a batch.
 #[derive(Debug, Serialize)]
 struct CallRow {
-    /// Kind of call.
     call: String,
-    /// On the GPU.
     measured: Call,
-    /// On the simulated device.
     simulated: Call,
 }
 

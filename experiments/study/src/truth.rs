@@ -59,11 +59,9 @@ struct Pair {
     predicted_peak_reserved_bytes: u64,
     /// The difference in percent of the real one, where memory did not run out.
     off_percent: Option<f64>,
-    /// Whether memory ran out.
     real_out_of_memory: bool,
     /// Whether it does in the replay.
     predicted_out_of_memory: bool,
-    /// Releases of the cache after which the device was asked again.
     real_retries: u64,
     /// Those of the replay.
     predicted_retries: u64,

@@ -61,9 +61,7 @@ pub(super) struct Outcome<T> {
     /// The request that is refused; the replay ends there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) first_failure: Option<Failure>,
-    /// Releases of the cache after which the device was asked again.
     pub(super) num_alloc_retries: u64,
-    /// Driver calls of each kind.
     pub(super) driver_calls: BTreeMap<&'static str, u64>,
     /// Time in driver calls on a simulated H200.
     pub(super) simulated_s: Option<f64>,

@@ -23,7 +23,6 @@ const SHOWN: usize = 8;
 pub(super) struct Ranks {
     /// The histories: those in which memory ran out first, then by how far their peak is from the median.
     ranks: Vec<Rank>,
-    /// Files that could not be read.
     unread: Vec<Unread>,
     /// Each setting with the largest figures of all histories.
     settings: Vec<ForAll>,
@@ -34,7 +33,6 @@ pub(super) struct Ranks {
 /// One history.
 #[derive(Debug, Serialize)]
 struct Rank {
-    /// The file, as it was given.
     trace: String,
     /// Most bytes that the recording program held from the device.
     recorded_peak_reserved_bytes: Option<u64>,
@@ -65,7 +63,6 @@ struct ForAll {
     conf: Conf,
     /// The line of a shell that sets it.
     export: String,
-    /// Most that a history reserves.
     peak_reserved_bytes: u64,
     /// The least limit under which every history runs.
     smallest_memory_bytes: Option<u64>,

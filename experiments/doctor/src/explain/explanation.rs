@@ -5,7 +5,6 @@ use serde::Serialize;
 /// One history explained; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Explanation {
-    /// The file, as it was given.
     pub(crate) trace: String,
     /// How it was read.
     pub(crate) format: &'static str,
@@ -14,9 +13,7 @@ pub(crate) struct Explanation {
     /// Events of other GPUs that stand before the first in the file.
     #[serde(skip)]
     pub(crate) skipped: u64,
-    /// Events that were read.
     pub(crate) events: u64,
-    /// Allocations among them.
     pub(crate) allocations: u64,
     /// Whether any event has stack frames.
     pub(crate) frames: bool,
@@ -34,7 +31,6 @@ pub(crate) struct Explanation {
     pub(crate) peak_active: Moment,
     /// After the request that took reserved memory to its peak.
     pub(crate) peak_reserved: Moment,
-    /// After the last event.
     pub(crate) end: Moment,
     /// Requests that were refused, of more than a hundred the last.
     pub(crate) out_of_memory: Vec<Refused>,
@@ -69,7 +65,6 @@ pub(crate) struct Moment {
     pub(crate) event: u64,
     /// Since the first event; `null` in logs without times.
     pub(crate) time_ns: Option<u64>,
-    /// In segments.
     pub(crate) reserved_bytes: u64,
     /// In blocks that are in use or wait for other streams, as the allocator rounded them.
     pub(crate) active_bytes: u64,
@@ -88,9 +83,7 @@ pub(crate) struct Moment {
 /// A request that was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Refused {
-    /// Bytes asked for.
     pub(crate) asked_bytes: u64,
-    /// Stream of the request.
     pub(crate) stream: u64,
     /// Free on the device, where the log says it.
     pub(crate) device_free_bytes: Option<u64>,
@@ -156,7 +149,6 @@ impl Cause {
 pub(crate) struct Who {
     /// `peak_active`, `peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
-    /// The moment.
     pub(crate) moment: Moment,
     /// By line, the largest first.
     pub(crate) lines: Vec<Share>,
@@ -179,9 +171,7 @@ pub(crate) struct Share {
     pub(crate) inside: Option<String>,
     /// Whether the block has no frames, as those of the backward pass: the line is then the last one before it.
     pub(crate) nearby: bool,
-    /// Bytes in its blocks.
     pub(crate) bytes: u64,
-    /// Number of its blocks.
     pub(crate) blocks: u64,
     /// Events since the oldest of them was allocated.
     pub(crate) oldest_events: u64,
@@ -190,11 +180,8 @@ pub(crate) struct Share {
 /// A call and what it holds, the calls inside it included.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Node {
-    /// The call.
     pub(crate) name: String,
-    /// Bytes of the blocks below it.
     pub(crate) bytes: u64,
-    /// Number of these blocks.
     pub(crate) blocks: u64,
     /// The calls inside it.
     pub(crate) children: Vec<Node>,
@@ -203,31 +190,23 @@ pub(crate) struct Node {
 /// Blocks of one size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct SizeShare {
-    /// Size that was asked for.
     pub(crate) requested_bytes: u64,
-    /// Number of blocks.
     pub(crate) blocks: u64,
-    /// Bytes in them.
     pub(crate) bytes: u64,
 }
 
 /// Bytes under a name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Named {
-    /// The name.
     pub(crate) name: String,
-    /// Bytes in its blocks.
     pub(crate) bytes: u64,
-    /// Number of its blocks.
     pub(crate) blocks: u64,
 }
 
 /// What grew between two moments.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Grew {
-    /// The first moment.
     pub(crate) from: Moment,
-    /// The second.
     pub(crate) to: Moment,
     /// As `--between` named them; empty where they were chosen.
     pub(crate) named: Vec<String>,
@@ -238,19 +217,12 @@ pub(crate) struct Grew {
 /// How much more a line holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Growth {
-    /// As in `who`.
     pub(crate) line: String,
-    /// As in `who`.
     pub(crate) inside: Option<String>,
-    /// As in `who`.
     pub(crate) nearby: bool,
-    /// Bytes at the first moment.
     pub(crate) before_bytes: u64,
-    /// Bytes at the second.
     pub(crate) after_bytes: u64,
-    /// Blocks at the first moment.
     pub(crate) before_blocks: u64,
-    /// Blocks at the second.
     pub(crate) after_blocks: u64,
 }
 
@@ -259,7 +231,6 @@ pub(crate) struct Growth {
 pub(crate) struct WhereItWent {
     /// `peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
-    /// The moment.
     pub(crate) moment: Moment,
     /// Stream of the request for which memory is looked at.
     pub(crate) stream: u64,
@@ -284,22 +255,17 @@ pub(crate) struct WhereItWent {
 pub(crate) struct Part {
     /// `requested`, `internal`, `soft`, `hard`, `stream` or `pending`.
     pub(crate) name: &'static str,
-    /// Its bytes.
     pub(crate) bytes: u64,
-    /// What it is.
     pub(crate) sentence: String,
 }
 
 /// What a stream has in one pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct StreamUse {
-    /// The stream.
     pub(crate) stream: u64,
     /// `small` or `large`.
     pub(crate) pool: &'static str,
-    /// Number of segments.
     pub(crate) segments: u64,
-    /// In segments.
     pub(crate) reserved_bytes: u64,
     /// In blocks that are in use or wait for other streams.
     pub(crate) active_bytes: u64,
@@ -316,7 +282,6 @@ pub(crate) struct StreamUse {
 /// Memory that no allocation can use any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Stranded {
-    /// The stream.
     pub(crate) stream: u64,
     /// Free bytes in its segments.
     pub(crate) free_bytes: u64,
@@ -331,7 +296,6 @@ pub(crate) struct Stranded {
 /// Frees that wait for other streams.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Pending {
-    /// Number of such frees.
     pub(crate) deferred_frees: u64,
     /// Most bytes that waited at once.
     pub(crate) peak_bytes: u64,
@@ -350,9 +314,7 @@ pub(crate) struct Pending {
 /// Pending frees of one stream's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct PendingStream {
-    /// The stream.
     pub(crate) stream: u64,
-    /// Number of such frees.
     pub(crate) deferred_frees: u64,
     /// Most bytes that waited at once.
     pub(crate) peak_bytes: u64,
@@ -365,13 +327,9 @@ pub(crate) struct PendingStream {
 /// A segment that is mostly free, and what keeps it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Pinned {
-    /// First address.
     pub(crate) address: u64,
-    /// Size of the segment.
     pub(crate) bytes: u64,
-    /// Free bytes in it.
     pub(crate) free_bytes: u64,
-    /// Its stream.
     pub(crate) stream: u64,
     /// `small` or `large`.
     pub(crate) pool: &'static str,
@@ -384,13 +342,10 @@ pub(crate) struct Pinned {
 /// A block that keeps a segment.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Keeper {
-    /// First address.
     pub(crate) address: u64,
-    /// Size of the block.
     pub(crate) bytes: u64,
     /// The line that allocated it.
     pub(crate) line: String,
-    /// As in `who`.
     pub(crate) nearby: bool,
     /// Whether it was freed, and waits.
     pub(crate) pending: bool,
@@ -403,13 +358,9 @@ pub(crate) struct Keeper {
 /// A request during which memory went back to the device.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Retry {
-    /// Bytes asked for.
     pub(crate) asked_bytes: u64,
-    /// Stream of the request.
     pub(crate) stream: u64,
-    /// Bytes that went back.
     pub(crate) released_bytes: u64,
-    /// Segments that went back.
     pub(crate) released_segments: u64,
     /// `retry`, `empty_cache`, `garbage_collection`, or `retry_or_empty_cache` where the log does not tell.
     pub(crate) kind: &'static str,
@@ -426,9 +377,7 @@ pub(crate) struct Retry {
 pub(crate) struct Point {
     /// Number of the event at which most was active in its stretch.
     pub(crate) event: u64,
-    /// Since the first event.
     pub(crate) time_ns: u64,
-    /// In segments.
     pub(crate) reserved_bytes: u64,
     /// In blocks that are in use or wait for other streams.
     pub(crate) active_bytes: u64,
@@ -441,11 +390,9 @@ pub(crate) struct Point {
 /// Requests of one size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Shape {
-    /// Size that was asked for.
     pub(crate) requested_bytes: u64,
     /// As the allocator rounds it.
     pub(crate) rounded_bytes: u64,
-    /// Number of requests.
     pub(crate) requests: u64,
     /// Requests for which memory was taken from the device.
     pub(crate) misses: u64,

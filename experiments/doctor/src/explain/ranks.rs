@@ -15,11 +15,8 @@ use vramlab::Bytes;
 /// What is kept of each history.
 #[derive(Clone, Debug, Serialize)]
 struct Rank {
-    /// The file, as it was given.
     trace: String,
-    /// Events that were read.
     events: u64,
-    /// Most bytes in segments.
     peak_reserved_bytes: u64,
     /// Most bytes in blocks that are in use or wait for other streams.
     peak_active_bytes: u64,
@@ -29,7 +26,6 @@ struct Rank {
     pending_peak_bytes: u64,
     /// Requests during which memory went back to the device.
     num_retries: u64,
-    /// Requests that were refused.
     refused: u64,
     /// How far the reserved peak is from that of the middle rank, in parts of that.
     off: f64,
@@ -41,9 +37,7 @@ struct Rank {
 
 #[derive(Debug, Serialize)]
 struct Ranks {
-    /// The histories.
     ranks: Vec<Rank>,
-    /// Files that could not be read.
     unread: Vec<Unread>,
     /// The first of the histories, in full.
     worst: Explanation,

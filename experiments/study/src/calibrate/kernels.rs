@@ -18,7 +18,6 @@ const REPEATS: usize = 7;
 /// Device time of one kernel at one shape. The keys up to `median_ns` are those that `fit-kernels` reads.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct KernelRate {
-    /// Name of the kernel.
     pub(crate) kernel: &'static str,
     /// Its shape in words.
     pub(crate) shape: String,
@@ -30,7 +29,6 @@ pub(crate) struct KernelRate {
     pub(crate) bytes: u64,
     /// Median device time of one launch among others, queued behind a long kernel.
     pub(crate) median_ns: f64,
-    /// Shortest.
     pub(crate) min_ns: f64,
     /// `bytes` over `median_ns`.
     pub(crate) gb_per_s: f64,

@@ -73,17 +73,11 @@ pub(crate) struct Measurement {
     /// Size, if the call has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) bytes: Option<u64>,
-    /// Number of calls.
     pub(crate) samples: usize,
-    /// Shortest.
     pub(crate) min_ns: u64,
-    /// Median.
     pub(crate) p50_ns: u64,
-    /// 90th percentile.
     pub(crate) p90_ns: u64,
-    /// 99th percentile.
     pub(crate) p99_ns: u64,
-    /// Longest.
     pub(crate) max_ns: u64,
 }
 

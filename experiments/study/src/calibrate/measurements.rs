@@ -13,13 +13,10 @@ use vramlab::{Bytes, DeviceDescription};
 /// Measurements of one device; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 pub(crate) struct Measurements {
-    /// 1.
     pub(crate) schema_version: u32,
-    /// Version of the program.
     pub(crate) code_version: &'static str,
     /// Where the profile's figures come from, in words.
     pub(crate) source: String,
-    /// When it was begun, UTC.
     pub(crate) started_at: String,
     /// The device that was measured.
     pub(crate) device: DeviceDescription,

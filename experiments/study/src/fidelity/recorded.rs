@@ -13,7 +13,6 @@ use vramlab::input::TABLE;
 /// Calls of one kind, a batch.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Call {
-    /// Number of calls.
     pub(crate) count: f64,
     /// Host time in them.
     pub(crate) total_s: f64,

@@ -11,13 +11,11 @@ use std::path::Path;
 /// The manifest.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Manifest {
-    /// 1.
     pub(super) schema_version: u64,
     /// Version of the program that packed it.
     pub(super) packed_by: String,
     /// `experiment.json` without the planned runs, which are rows of the table.
     pub(super) experiment: Value,
-    /// Numbers of runs.
     pub(super) runs: Counts,
     /// Seeds of the runs.
     pub(super) seeds: Vec<u64>,
@@ -37,24 +35,18 @@ pub(super) struct Manifest {
 /// Runs by how they ended.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Counts {
-    /// All runs.
     pub(super) planned: usize,
-    /// Runs that are done.
     pub(super) done: usize,
-    /// Runs that failed.
     pub(super) failed: usize,
-    /// Runs that could not run.
     pub(super) skipped: usize,
 }
 
 /// A table's file.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Table {
-    /// Name of the file.
     pub(super) name: String,
     /// Runs, or tables of runs.
     pub(super) rows: usize,
-    /// Its size.
     pub(super) bytes: u64,
     /// Its SHA-256 in lowercase hex.
     pub(super) sha256: String,

@@ -28,7 +28,6 @@ pub(super) enum From {
 /// One table of one run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Line {
-    /// Id of the run.
     pub(super) run: String,
     /// A pointer, as `summary/epochs`, or a file, as `steps.csv`.
     pub(super) table: String,

@@ -28,11 +28,9 @@ pub(crate) struct Lock {
 /// Who holds a lock, as its file tells.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Holder {
-    /// Number of the process.
     pub(crate) process: u32,
     /// Host, as in a record's provenance.
     pub(crate) host_hash: Option<String>,
-    /// When it began, UTC.
     pub(crate) started_at: String,
     /// The job of Slurm, if it is in one.
     pub(crate) job: Option<Job>,

@@ -22,9 +22,7 @@ pub(crate) struct Run {
     pub(crate) id: String,
     /// Number of the combination of arm and options; its repeats share it.
     pub(crate) cell: usize,
-    /// Name of the arm; `trainer` where the spec names none.
     pub(crate) arm: String,
-    /// What it runs.
     pub(crate) program: Program,
     /// The program's long options and its allocator's settings, axes included, with their values for the device.
     #[serde(serialize_with = "as_map")]

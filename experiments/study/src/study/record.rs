@@ -32,7 +32,6 @@ const PLAIN_BYTES: u64 = 16 << 10;
 pub(crate) struct ExperimentRecord<'a> {
     /// Version of this file and of `run.json`: 1.
     pub(crate) schema_version: u64,
-    /// The spec's name.
     pub(crate) name: &'a str,
     /// The question that it answers.
     pub(crate) question: &'a str,
@@ -44,7 +43,6 @@ pub(crate) struct ExperimentRecord<'a> {
     pub(crate) device: String,
     /// The runner's arguments that decide what is run; shards share it.
     pub(crate) command: Vec<String>,
-    /// Version of the program.
     pub(crate) code_version: &'a str,
     /// Of the runner that began it.
     pub(crate) provenance: Provenance,
@@ -96,28 +94,20 @@ pub(crate) enum RunStatus {
 /// One run.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunRecord<'a> {
-    /// 1.
     pub(crate) schema_version: u64,
-    /// The spec's name.
     pub(crate) experiment: &'a str,
     /// As in `experiment.json`.
     pub(crate) spec_sha256: &'a str,
-    /// As in the plan.
     pub(crate) id: &'a str,
-    /// As in the plan.
     pub(crate) cell: usize,
-    /// As in the plan.
     pub(crate) arm: &'a str,
-    /// As in the plan.
     pub(crate) program: Program,
     /// As in the plan; what the program was not told is in its own record.
     #[serde(serialize_with = "as_map")]
     pub(crate) options: Options,
     /// As in `experiment.json`. On `sim`, PyTorch runs on the CPU and `bench` on the device without costs.
     pub(crate) device: String,
-    /// As in the plan.
     pub(crate) repeat: u32,
-    /// As in the plan.
     pub(crate) position: usize,
     /// The runner's shard, as `2/4`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -127,19 +117,15 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) jobs: usize,
     /// What was started, without folders; empty if skipped.
     pub(crate) command: Vec<String>,
-    /// When it was started, UTC.
     pub(crate) started_at: String,
     /// Real time of the process, start-up included; 0 if skipped.
     pub(crate) wall_s: f64,
-    /// How it ended.
     pub(crate) status: RunStatus,
     /// Of the process; `null` if a signal ended it, or if skipped.
     pub(crate) exit_code: Option<i32>,
     /// The line that the program ended with, or why it was skipped.
     pub(crate) error: Option<String>,
-    /// What it ran on.
     pub(crate) machine: Machine,
-    /// Where the record comes from.
     pub(crate) provenance: Provenance,
     /// Files beside this one.
     pub(crate) files: Vec<String>,

@@ -14,7 +14,6 @@ use vramlab::Bytes;
 /// One cell of the matrix, over its repeats.
 #[derive(Debug, Serialize)]
 pub(crate) struct Cell {
-    /// The spec's name.
     pub(crate) experiment: String,
     /// Number of the combination of arm and options.
     pub(crate) cell: usize,
@@ -23,17 +22,12 @@ pub(crate) struct Cell {
     /// What the label's words are.
     #[serde(skip)]
     pub(crate) title: String,
-    /// What it runs.
     pub(crate) program: &'static str,
     /// Options and allocator's settings.
     pub(crate) options: serde_json::Map<String, serde_json::Value>,
-    /// Planned runs.
     pub(crate) planned: usize,
-    /// Runs that are done.
     pub(crate) done: usize,
-    /// Runs that failed.
     pub(crate) failed: usize,
-    /// Runs that cannot run here.
     pub(crate) skipped: usize,
     /// What the main figure is: `step_time` or `simulated_time` in seconds, `operation_time` in seconds an operation,
     /// `capacity` in bytes.
@@ -47,11 +41,9 @@ pub(crate) struct Cell {
     pub(crate) blocked_share: Option<f64>,
     /// Driver calls a batch of that epoch; of a history: all.
     pub(crate) driver_calls: Option<f64>,
-    /// Most bytes held from the device.
     pub(crate) peak_reserved_bytes: Option<f64>,
     /// Peak of active over peak of reserved.
     pub(crate) utilisation: Option<f64>,
-    /// Loss of the last epoch.
     pub(crate) train_loss: Option<f64>,
     /// Runs more than five spreads and 10 % away.
     pub(crate) outliers: Vec<String>,

@@ -62,16 +62,13 @@ impl Program {
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Overrides {
-    /// Runs of each cell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) repeats: Option<u32>,
     /// Runs of each cell that are not kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) warm_up: Option<u32>,
-    /// Options with one value each.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) options: Entries,
-    /// Options with lists of values.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) matrix: Entries,
 }
@@ -86,7 +83,6 @@ impl Overrides {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arm {
-    /// Name of the arm.
     pub(crate) name: String,
     /// What it runs, by default `trainer`.
     #[serde(default)]
@@ -94,7 +90,6 @@ pub(crate) struct Arm {
     /// Where it makes sense; for `pytorch` `cuda` unless said otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) devices: Option<Vec<DeviceKind>>,
-    /// Its own options.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) options: Entries,
     /// Its own matrix, crossed with the shared one.
@@ -125,7 +120,7 @@ pub(crate) struct Spec {
     /// Seed of the order, by default 1.
     #[serde(default = "one")]
     pub(crate) seed: u64,
-    /// Where it makes sense: `cuda`, `sim`.
+    /// Where it makes sense.
     pub(crate) devices: Vec<DeviceKind>,
     /// Files of a run that are kept, by default `summary.json`, `steps.csv` and `latency.hlog`.
     #[serde(default = "usual_files")]

@@ -35,9 +35,7 @@ enum State {
 
 #[derive(Debug, Serialize)]
 struct Run {
-    /// The run.
     id: String,
-    /// How far it is.
     state: State,
     /// Why it failed or was skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,15 +47,10 @@ struct Run {
 /// Runs in each state.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Counts {
-    /// All runs.
     planned: usize,
-    /// Runs that are done.
     done: usize,
-    /// Runs under way.
     running: usize,
-    /// Runs that failed.
     failed: usize,
-    /// Runs that cannot run here.
     skipped: usize,
     /// Runs to do.
     left: usize,
@@ -113,7 +106,6 @@ struct Part {
 
 #[derive(Debug, Serialize)]
 struct Status {
-    /// The spec's name.
     experiment: String,
     /// As in `experiment.json`.
     device: String,
@@ -123,7 +115,6 @@ struct Status {
     locks: bool,
     /// Each shard, or the runner of all runs.
     runners: Vec<Part>,
-    /// The planned runs.
     runs: Vec<Run>,
     #[serde(skip)]
     command: String,
