@@ -63,24 +63,34 @@ struct Advice {
     trace: String,
     events: u64,
     allocations: u64,
+    /// Streams that allocate.
     streams: usize,
-    /// Where the file was cut short, if it was.
+    /// What is missing of a file that was cut short.
     cut: Option<String>,
     #[serde(skip)]
     settings_known: bool,
+    /// What the recording program had.
     recorded: AsItRan,
+    /// Most bytes that may be reserved in all that follows.
     limit_bytes: Option<u64>,
+    /// How that is known.
     limit_source: Option<LimitSource>,
+    /// What is to be done.
     verdict: Verdict,
     /// Least memory in which any setting runs.
     needed_bytes: Option<u64>,
+    /// The best settings of each kind, or those of `--conf`, best first; those that run out of memory come last. The
+    /// expected peak decides, and within 0.5 % of it the fewer changes to what ran and the fewer driver calls.
     settings: Vec<Setting>,
+    /// What else was tried.
     also_tried: Vec<Outcome<Of>>,
+    /// Allocators that no setting of PyTorch's selects, for comparison.
     other_allocators: Vec<Outcome<Other>>,
     /// Most bytes asked for at once, what was refused included.
     live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
+    /// What no replay can tell.
     unknown: Unknown,
     #[serde(skip)]
     happened: String,
@@ -89,14 +99,16 @@ struct Advice {
 /// What the recording program had.
 #[derive(Debug, Serialize)]
 struct AsItRan {
+    /// Its settings; empty: PyTorch's defaults.
     conf: Conf,
     peak_reserved_bytes: Option<u64>,
     peak_requested_bytes: Option<u64>,
     /// The replay under the same settings.
     replayed: Outcome<Of>,
-    /// How far that is from what was recorded, in percent of it: how far the other figures can be trusted. Absent where the
+    /// How far the peak of that is from the recorded one: how far the other figures can be trusted. `null` where the
     /// limit is another one or not known.
     replayed_off_percent: Option<f64>,
+    /// The last request that was refused.
     out_of_memory: Option<OutOfMemory>,
 }
 
@@ -117,19 +129,22 @@ enum Verdict {
 struct Unknown {
     /// Frees that waited for other streams: when these were done depends on timing.
     deferred_frees: u64,
-    /// What was held before the first event.
+    /// Blocks that were in use before the first event.
     prologue_allocations: u64,
+    /// Bytes of segments that were held before the first event.
     prologue_reserved_bytes: u64,
+    /// Blocks from before the first event whose size the history does not tell.
     undetermined_blocks: u64,
     /// Bytes free on the device when memory ran out.
     device_free_bytes: Option<u64>,
-    /// There was a memory limit, which the history does not tell.
+    /// Whether garbage was collected under a memory limit that the history does not tell.
     limit: bool,
 }
 
 /// An allocator other than PyTorch's.
 #[derive(Clone, Debug, Serialize)]
 struct Other {
+    /// As `--alloc` of `replay` names it.
     alloc: Selection,
 }
 

@@ -45,23 +45,31 @@ pub(crate) struct CapacityArgs {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
+    /// Name in the list of `trainer allocators`.
     allocator: &'static str,
     /// As `--alloc` names it.
     alloc: Selection,
     device: DeviceKind,
+    /// Steps in which sizes were tried.
     granularity_bytes: u64,
+    /// Most bytes that the client held at once; no allocator can do with less.
     max_live_bytes: u64,
+    /// The size that was found.
     capacity_bytes: u64,
-    /// Capacity over the lower bound; absent where nothing lives.
+    /// `capacity_bytes / max_live_bytes`; `null` where nothing lives.
     ratio: Option<f64>,
+    /// Most bytes held from a device of that size.
     peak_reserved_bytes: u64,
+    /// Releases of the cache on a device of that size.
     num_alloc_retries: u64,
+    /// Every size that was tried, in order.
     probes: Vec<Tried>,
 }
 
 #[derive(Debug, Serialize)]
 struct Tried {
     bytes: u64,
+    /// Whether every allocation succeeded.
     runs: bool,
 }
 

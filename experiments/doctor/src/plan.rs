@@ -45,15 +45,27 @@ pub(crate) struct PlanArgs {
 #[derive(Debug, Serialize)]
 struct Found {
     trace: String,
+    /// Blocks that were placed.
     allocations: usize,
+    /// Most bytes that were in use at once.
     lower_bound_bytes: u64,
+    /// Bytes that are enough by the plan.
     plan_bytes: u64,
+    /// `plan_bytes / lower_bound_bytes - 1`.
     gap: f64,
+    /// What an allocator would reserve that makes each block above 1 MiB of any free pages of 2 MiB of its stream
+    /// (GMLake at its best); smaller blocks lie in pages of their own, by best fit.
     stitched_bytes: u64,
+    /// Requests above 1 MiB for which PyTorch's native policy, with its default settings, takes a segment from the
+    /// device.
     segment_requests: u64,
+    /// Those of them for which the wholly free pages of 2 MiB in large segments of the stream would have sufficed; each
+    /// is looked at by itself.
     stitchable_requests: u64,
+    /// Steps of the search.
     steps: u64,
     seed: u64,
+    /// Whether memory changes streams only where the history shows the order, so that streams do not wait.
     known_order: bool,
 }
 

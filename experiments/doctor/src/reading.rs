@@ -66,6 +66,7 @@ fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
 #[derive(Debug, Serialize)]
 pub(crate) struct Unread {
     pub(crate) trace: String,
+    /// What is wrong with it.
     pub(crate) error: String,
 }
 

@@ -67,8 +67,11 @@ pub(crate) struct ReplayArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum AddressChoice {
+    /// Segments lie where the device puts them.
     Own,
+    /// Where they lay.
     Recorded,
+    /// Each where the next recorded one of its size lay, others below.
     Near,
     /// What an allocator got whose placements a file names.
     #[value(skip)]
@@ -78,7 +81,9 @@ enum AddressChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Completion {
+    /// Frees that waited for other streams complete when they did.
     Recorded,
+    /// Every free completes at once.
     Instant,
 }
 
@@ -86,61 +91,103 @@ enum Completion {
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,
+    /// Name in the list of `trainer allocators`.
     allocator: &'static str,
-    /// As `--alloc` names it.
+    /// As `--alloc` names it, with the settings that were chosen.
     alloc: Selection,
     device: DeviceKind,
+    /// Name of the GPU, or of the simulated device's profile.
     device_name: String,
+    /// Where segments lie.
     addresses: AddressChoice,
+    /// When frees complete that waited for other streams.
     completion: Completion,
+    /// The file with the placements that it is compared with, as it was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<String>,
+    /// The allocator's own `memory_limit`, else `--limit`, or the limit that the history names.
     limit_bytes: Option<u64>,
     allocator_settings: serde_json::Value,
     events: u64,
+    /// Allocations, frees, announced uses and trims that were replayed.
     operations: u64,
+    /// Allocations that were tried, and blocks from before the first event.
     allocations: u64,
+    /// Blocks that were in use before the first event.
     prologue_allocations: u64,
+    /// Segments that were held before the first event; 0 where they are not known.
     prologue_segments: u64,
+    /// Their bytes.
     prologue_reserved_bytes: u64,
+    /// Why they are not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     prologue_problem: Option<String>,
+    /// Blocks from before the first event whose size the history does not tell; each may be larger by up to 1 MiB.
     undetermined_blocks: u64,
+    /// Private pools of the program (CUDA graphs, `MemPool`), as far as the history tells.
     private_pools: u64,
+    /// Whether the allocator kept them apart.
     private_pools_kept: bool,
+    /// Allocations from private pools.
     private_pool_allocations: u64,
+    /// Allocations whose pool the history does not tell; they are replayed in the likeliest.
     undetermined_pool_allocations: u64,
+    /// Requests that the recorded allocator refused.
     refused_allocations: u64,
+    /// What was held when these were refused, of more than a hundred the last.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     out_of_memory: Vec<OutOfMemory>,
+    /// Frees that the history shows to complete late, or never.
     deferred_frees: u64,
+    /// Allocations that failed for lack of memory; the rest of the history goes on without them.
     failed_allocations: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     first_failure: Option<Failure>,
+    /// Blocks at another address than the recorded one, or with `--against` in another block of the device or at
+    /// another offset; failed allocations included. `null` if `addresses` is `own` or `near`.
     address_mismatches: Option<u64>,
+    /// Segments that were obtained; `null` for `stream-ordered`.
     segment_allocs: Option<u64>,
+    /// Segments that were given back.
     segment_frees: Option<u64>,
+    /// Segments that were obtained or given back in another order, or with another address or size, than inside the
+    /// same operation of the history (with `--against`: than the file's header has), and those that were not.
     segment_mismatches: Option<u64>,
+    /// Device allocations tried again after the whole cache was released.
     num_alloc_retries: u64,
     peak_reserved_bytes: u64,
+    /// Most bytes in blocks that are held, or freed and still used by a stream.
     peak_active_bytes: u64,
+    /// Most bytes in blocks that are held.
     peak_allocated_bytes: u64,
+    /// Most bytes asked for in active blocks, before rounding.
     peak_requested_bytes: u64,
+    /// Most bytes that the client held at once, as it asked for them. No allocator can do with less.
     max_live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
+    /// `peak_active_bytes / peak_reserved_bytes`.
     utilisation: Option<f64>,
+    /// Allocations that were served where a plan says.
     #[serde(skip_serializing_if = "Option::is_none")]
     planned_allocations: Option<u64>,
+    /// Allocations that were served elsewhere.
     #[serde(skip_serializing_if = "Option::is_none")]
     unplanned_allocations: Option<u64>,
+    /// Where reserved minus requested went when reserved was highest.
     ledger: Ledger,
+    /// Calls of each kind, from the first operation to the last.
     driver_calls: BTreeMap<&'static str, u64>,
+    /// The host's time in those calls by the device's clock, waits included; `null` on the device `null`.
     driver_s: Option<f64>,
+    /// Requests by how they were served; those from before the first event are left out.
     requests: BTreeMap<&'static str, ByPath>,
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     steals: Option<Moved>,
+    /// Virtual time that the calls took, waits included; `null` unless `device` is `sim`.
     simulated_s: Option<f64>,
+    /// Real time for the whole list of operations over their number, reading the file left out; of `--repeats` the
+    /// median.
     host_ns_per_op: Option<f64>,
 }
 
@@ -148,14 +195,18 @@ struct Row {
 #[derive(Clone, Copy, Debug, Serialize)]
 struct ByPath {
     count: u64,
+    /// Driver calls inside them.
     driver_calls: u64,
+    /// The host's time in these calls.
     driver_s: Option<f64>,
 }
 
 /// Free pages that were mapped elsewhere.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Moved {
+    /// Requests for which free pages were mapped elsewhere.
     num_steals: u64,
+    /// Pages that were taken so.
     num_stolen_pages: u64,
     num_stolen_bytes: u64,
 }
@@ -163,8 +214,9 @@ struct Moved {
 /// A refused request.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Failure {
-    /// From 1.
+    /// Its number among the allocations, from 1.
     pub(crate) allocation: u64,
+    /// The allocator's words.
     pub(crate) error: String,
 }
 

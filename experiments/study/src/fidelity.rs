@@ -71,20 +71,27 @@ impl FromStr for Percent {
 /// One cell on both devices.
 #[derive(Debug, Serialize)]
 struct Row {
+    /// Values of the `axes`, in their order.
     cell: String,
+    /// Time of a training step on the GPU: median over the epochs but the first, then over repeats.
     measured_step_s: f64,
+    /// Time of a training step on the simulated device.
     simulated_step_s: f64,
     /// Simulated over measured, less one.
     difference: f64,
-    /// Share of the last epoch for which the host was blocked.
+    /// Share of the last epoch, validation included, for which the host was blocked.
     measured_blocked_share: f64,
     simulated_blocked_share: f64,
-    /// Share of the blocked time that lies in the same calls; absent where the host is hardly blocked on either device.
+    /// Sum over kinds of call of the smaller of the two shares of the blocked time; `null` where at most 5 % of the
+    /// epoch is waiting on both.
     same_calls: Option<f64>,
-    /// Steps that both made, and how many of them made another number of driver allocations.
+    /// Training steps that both made.
     steps: u64,
+    /// Those of them with another number of driver allocations.
     steps_with_other_allocations: u64,
+    /// Whether `difference` is within the tolerance, and `same_calls` at least a half.
     within: bool,
+    /// Driver calls of the last epoch over its batches, those of the validation included.
     calls: Vec<CallRow>,
 }
 
@@ -98,10 +105,15 @@ struct CallRow {
 
 #[derive(Debug, Serialize)]
 struct Report {
+    /// Options in which the runs differ, sorted.
     axes: Vec<String>,
+    /// `--tolerance` as a fraction.
     tolerance: f64,
+    /// Largest difference of a cell.
     worst: f64,
+    /// Whether every cell is within the tolerance.
     within: bool,
+    /// Each cell on both devices.
     cells: Vec<Row>,
 }
 

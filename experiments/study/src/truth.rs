@@ -43,18 +43,29 @@ struct Run {
 /// One pair of program and setting; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Pair {
+    /// What ran.
     program: String,
+    /// The program's history under PyTorch's defaults and without a limit, from which it is predicted.
     history: String,
+    /// Its frees that waited for other streams; timing decides then.
     deferred_frees: u64,
+    /// Limit under which it ran.
     limit_bytes: Option<u64>,
+    /// Setting under which it ran.
     conf: String,
+    /// PyTorch's own statistic; where memory ran out, of then.
     real_peak_reserved_bytes: u64,
+    /// The replay's.
     predicted_peak_reserved_bytes: u64,
+    /// The difference in percent of the real one, where memory did not run out.
     off_percent: Option<f64>,
     real_out_of_memory: bool,
+    /// Whether it does in the replay.
     predicted_out_of_memory: bool,
     real_retries: u64,
+    /// Those of the replay.
     predicted_retries: u64,
+    /// Place of the setting among those of the same program and limit, as `advise` ranks them, from 1.
     rank: usize,
 }
 

@@ -46,19 +46,22 @@ pub(super) struct Outcome<T> {
     pub(super) of: T,
     /// Under the limit, if there is one.
     pub(super) peak_reserved_bytes: u64,
-    /// The mean of that and the peaks with other streams at another pace.
+    /// Mean of that and of the peaks if other streams took 0.5, 0.75, 1.5 and 2 times as long to be done with what was
+    /// freed. Settings are ranked by it.
     pub(super) expected_peak_reserved_bytes: u64,
+    /// Most bytes in blocks that are held, or freed and still used by a stream.
     pub(super) peak_active_bytes: u64,
+    /// Whether a request is refused under the limit.
     pub(super) out_of_memory: bool,
-    /// More is reserved than the limit that was given, as expandable segments can: a request is checked by its own size, and pages are mapped
-    /// whole.
+    /// Whether more is reserved than the limit that was given, as expandable segments can: a request is checked by its
+    /// own size, and pages are mapped whole.
     pub(super) over_limit: bool,
     /// The request that is refused; the replay ends there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) first_failure: Option<Failure>,
     pub(super) num_alloc_retries: u64,
     pub(super) driver_calls: BTreeMap<&'static str, u64>,
-    /// Time in driver calls, as they take on an H200.
+    /// Time in driver calls on a simulated H200.
     pub(super) simulated_s: Option<f64>,
 }
 
@@ -92,19 +95,23 @@ impl<T> Outcome<T> {
 /// A setting that was looked at closely.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Setting {
+    /// From 1.
     pub(super) rank: usize,
     #[serde(flatten)]
     pub(super) outcome: Outcome<Of>,
-    /// The least limit under which every request is served and no more is reserved; `None` when none was found.
+    /// The least limit under which every request is served and no more is reserved, in steps of 2 MiB; `null` when none
+    /// was found.
     pub(super) smallest_memory_bytes: Option<u64>,
-    /// Peak reserved if every free completed at once.
+    /// Peak reserved if every free completed at once. What a program reserves lies between the two.
     pub(super) instant_peak_reserved_bytes: u64,
+    /// The line of a shell that sets it.
     pub(super) export: String,
 }
 
 /// Names a setting in JSON.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Of {
+    /// What `PYTORCH_ALLOC_CONF` is set to.
     pub(super) conf: Conf,
 }
 

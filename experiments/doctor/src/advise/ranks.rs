@@ -21,12 +21,12 @@ const SHOWN: usize = 8;
 /// What is said of all; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 pub(super) struct Ranks {
-    /// The ranks least like the others first.
+    /// The histories: those in which memory ran out first, then by how far their peak is from the median.
     ranks: Vec<Rank>,
-    /// Those that could not be read.
     unread: Vec<Unread>,
+    /// Each setting with the largest figures of all histories.
     settings: Vec<ForAll>,
-    /// The rank that needs most, in full.
+    /// The history that needs most, in full.
     worst: Advice,
 }
 
@@ -34,9 +34,13 @@ pub(super) struct Ranks {
 #[derive(Debug, Serialize)]
 struct Rank {
     trace: String,
+    /// Most bytes that the recording program held from the device.
     recorded_peak_reserved_bytes: Option<u64>,
+    /// Most bytes asked for at once.
     live_bytes: u64,
+    /// Whether a request was refused when it was recorded.
     ran_out_of_memory: bool,
+    /// Most bytes that may be reserved.
     limit_bytes: Option<u64>,
     /// The settings for all, in their order.
     settings: Vec<Setting>,
@@ -53,11 +57,16 @@ impl Rank {
 /// A setting under which all ranks run: the worst of their figures.
 #[derive(Debug, Serialize)]
 struct ForAll {
+    /// From 1.
     rank: usize,
+    /// What `PYTORCH_ALLOC_CONF` is set to.
     conf: Conf,
+    /// The line of a shell that sets it.
     export: String,
     peak_reserved_bytes: u64,
+    /// The least limit under which every history runs.
     smallest_memory_bytes: Option<u64>,
+    /// Whether a request of any history is refused.
     out_of_memory: bool,
     /// On some rank more is reserved than the limit that was given.
     over_limit: bool,

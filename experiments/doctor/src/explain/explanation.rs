@@ -8,7 +8,9 @@ use std::collections::VecDeque;
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Explanation {
     pub(crate) trace: String,
+    /// How it was read.
     pub(crate) format: &'static str,
+    /// Number of the GPU whose events these are.
     pub(crate) gpu: u16,
     /// Events of other GPUs that stand before the first in the file.
     #[serde(skip)]
@@ -17,30 +19,44 @@ pub(crate) struct Explanation {
     pub(crate) allocations: u64,
     /// Whether any event has stack frames.
     pub(crate) frames: bool,
+    /// Ranges that the program had named.
     pub(crate) annotations: u64,
     /// What is missing of a file that was cut short.
     pub(crate) cut: Option<String>,
-    /// Blocks and segments from before the first event.
+    /// Blocks from before the first event, as far as the history tells.
     pub(crate) blocks_before: u64,
+    /// Segments from before the first event.
     pub(crate) segments_before: u64,
+    /// `--limit`, or the limit that the history names.
     pub(crate) limit_bytes: Option<u64>,
+    /// When most was active.
     pub(crate) peak_active: Moment,
+    /// After the request that took reserved memory to its peak.
     pub(crate) peak_reserved: Moment,
     pub(crate) end: Moment,
-    /// Requests that were refused, the last hundred.
+    /// Requests that were refused, of more than a hundred the last.
     pub(crate) out_of_memory: VecDeque<Refused>,
-    /// All of them.
+    /// Number of all of them.
     pub(crate) refused: u64,
+    /// What held memory at the peak of active, and at the peak of reserved and when memory ran out where these are
+    /// other moments.
     pub(crate) who: Vec<Who>,
+    /// What grew between two moments: those that `--between` names, else the lowest points of the second and of the
+    /// last quarter.
     pub(crate) grew: Option<Grew>,
+    /// Where reserved memory went when memory ran out last, else at the peak of reserved.
     pub(crate) reserved: WhereItWent,
+    /// Peaks of active memory, the highest first; between two of them it fell below four fifths.
     pub(crate) peaks: Vec<Moment>,
-    /// The last hundred.
+    /// Requests during which memory went back to the device, of more than a hundred the last.
     pub(crate) retries: VecDeque<Retry>,
-    /// Requests during which memory went back to the device, and all other occasions on which it did.
+    /// Number of all of them.
     pub(crate) num_retries: u64,
+    /// Other occasions on which memory went back.
     pub(crate) num_releases: u64,
+    /// At most 512 points of the curves.
     pub(crate) timeline: Vec<Point>,
+    /// Sizes for which memory was taken from the device, the largest sum first.
     pub(crate) shapes: Vec<Shape>,
 }
 
@@ -49,7 +65,7 @@ pub(crate) struct Explanation {
 pub(crate) struct Moment {
     /// Number of the event in the file, from 1; 0 for what was there before.
     pub(crate) event: u64,
-    /// Since the first event; `None` in logs without times.
+    /// Since the first event; `null` in logs without times.
     pub(crate) time_ns: Option<u64>,
     pub(crate) reserved_bytes: u64,
     /// In blocks that are in use or wait for other streams, as the allocator rounded them.
@@ -60,9 +76,9 @@ pub(crate) struct Moment {
     pub(crate) pending_bytes: u64,
     /// Largest request for the large pool of the stream of the event that is served without a call of the driver.
     pub(crate) largest_hole_bytes: u64,
-    /// The innermost range that the program had named.
+    /// Innermost range that the program had named.
     pub(crate) annotation: Option<String>,
-    /// The line that ran.
+    /// Last line of the user's code that is known.
     pub(crate) line: Option<String>,
 }
 
@@ -93,22 +109,24 @@ pub(crate) struct Who {
     pub(crate) tree: Node,
     /// By bytes asked for, the largest sum first.
     pub(crate) sizes: Vec<SizeShare>,
-    /// By PyTorch's category and by the program's own notes, where there are some.
+    /// By PyTorch's category, where there are some.
     pub(crate) categories: Vec<Named>,
+    /// By what the program said with `_set_memory_metadata`, where it said something.
     pub(crate) notes: Vec<Named>,
 }
 
 /// What a line holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Share {
+    /// Innermost frame of the user's code.
     pub(crate) line: String,
-    /// The innermost place in a library that the line went through.
+    /// Innermost frame of a library below it.
     pub(crate) inside: Option<String>,
-    /// Whether the line is not the block's own but the last one before it: the block has no frames.
+    /// Whether the block has no frames, as those of the backward pass: the line is then the last one before it.
     pub(crate) nearby: bool,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
-    /// Events since the oldest of them came.
+    /// Events since the oldest of them was allocated.
     pub(crate) oldest_events: u64,
 }
 
@@ -118,6 +136,7 @@ pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
+    /// The calls inside it.
     pub(crate) children: Vec<Node>,
 }
 
@@ -144,6 +163,7 @@ pub(crate) struct Grew {
     pub(crate) to: Moment,
     /// As `--between` named them; empty where they were chosen.
     pub(crate) named: Vec<String>,
+    /// By line, the one that grew most first.
     pub(crate) lines: Vec<Growth>,
 }
 
@@ -165,21 +185,28 @@ pub(crate) struct WhereItWent {
     /// `peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
     pub(crate) moment: Moment,
+    /// Stream of the request for which memory is looked at.
     pub(crate) stream: u64,
+    /// Parts of the ledger; they add up to the reserved bytes.
     pub(crate) parts: Vec<Part>,
+    /// By stream and pool.
     pub(crate) streams: Vec<StreamUse>,
-    /// Free memory of streams that nothing is asked for on any more.
+    /// Free memory of streams on which nothing more is asked for, for a tenth of the history at least.
     pub(crate) stranded: Vec<Stranded>,
+    /// Frees that waited for other streams.
     pub(crate) pending: Pending,
-    /// Segments that are mostly free and cannot go back, the one with most free bytes first.
+    /// Segments that are more than half free and cannot go back, the one with most free bytes first.
     pub(crate) pinned: Vec<Pinned>,
+    /// Number of all such segments.
     pub(crate) pinned_segments: u64,
+    /// What is free in them.
     pub(crate) pinned_free_bytes: u64,
 }
 
 /// A part of the reserved bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Part {
+    /// `requested`, `internal`, `soft`, `hard`, `stream` or `pending`.
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
     pub(crate) sentence: String,
@@ -189,14 +216,19 @@ pub(crate) struct Part {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct StreamUse {
     pub(crate) stream: u64,
+    /// `small` or `large`.
     pub(crate) pool: &'static str,
     pub(crate) segments: u64,
     pub(crate) reserved_bytes: u64,
+    /// In blocks that are in use or wait for other streams.
     pub(crate) active_bytes: u64,
+    /// Of these: freed, and waiting.
     pub(crate) pending_bytes: u64,
-    /// In segments that are wholly free, and in those that are not.
+    /// Free, in segments that are wholly free.
     pub(crate) soft_bytes: u64,
+    /// Free, in other segments.
     pub(crate) hard_bytes: u64,
+    /// Largest request that is served without a call of the driver.
     pub(crate) largest_hole_bytes: u64,
 }
 
@@ -204,11 +236,13 @@ pub(crate) struct StreamUse {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Stranded {
     pub(crate) stream: u64,
+    /// Free bytes in its segments.
     pub(crate) free_bytes: u64,
-    /// Of those, what would go back to the device if the cache were emptied.
+    /// Of those, what `empty_cache` would give back.
     pub(crate) returnable_bytes: u64,
-    /// The event of the last request.
+    /// Event of the last request.
     pub(crate) last_request: u64,
+    /// The line that made it.
     pub(crate) line: Option<String>,
 }
 
@@ -216,13 +250,17 @@ pub(crate) struct Stranded {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Pending {
     pub(crate) deferred_frees: u64,
+    /// Most bytes that waited at once.
     pub(crate) peak_bytes: u64,
+    /// Event at which these did.
     pub(crate) peak_event: u64,
+    /// By the stream of the blocks.
     pub(crate) streams: Vec<PendingStream>,
     /// Peak of active bytes if no free waited.
     pub(crate) peak_active_instant_bytes: u64,
-    /// What the same policy reserves at its peak when frees complete as recorded, and when they complete at once.
+    /// What the same policy reserves at its peak in a replay with frees as recorded; `null` where no free waited.
     pub(crate) replayed_reserved_bytes: Option<u64>,
+    /// What it reserves when frees complete at once.
     pub(crate) replayed_instant_reserved_bytes: Option<u64>,
 }
 
@@ -231,7 +269,9 @@ pub(crate) struct Pending {
 pub(crate) struct PendingStream {
     pub(crate) stream: u64,
     pub(crate) deferred_frees: u64,
+    /// Most bytes that waited at once.
     pub(crate) peak_bytes: u64,
+    /// Events for which the longest waited.
     pub(crate) longest_events: u64,
     /// The line that allocated most of the bytes.
     pub(crate) line: Option<String>,
@@ -244,9 +284,11 @@ pub(crate) struct Pinned {
     pub(crate) bytes: u64,
     pub(crate) free_bytes: u64,
     pub(crate) stream: u64,
+    /// `small` or `large`.
     pub(crate) pool: &'static str,
+    /// Blocks that keep it.
     pub(crate) blocks: u64,
-    /// The largest first.
+    /// These blocks, the largest first.
     pub(crate) keepers: Vec<Keeper>,
 }
 
@@ -255,11 +297,14 @@ pub(crate) struct Pinned {
 pub(crate) struct Keeper {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+    /// The line that allocated it.
     pub(crate) line: String,
     pub(crate) nearby: bool,
+    /// Whether it was freed, and waits.
     pub(crate) pending: bool,
-    /// Since it was allocated; `None` for what was there before the first event.
+    /// Events since it was allocated; `null` for what was there before the first event.
     pub(crate) age_events: Option<u64>,
+    /// Time since it was allocated.
     pub(crate) age_ns: Option<u64>,
 }
 
@@ -272,7 +317,9 @@ pub(crate) struct Retry {
     pub(crate) released_segments: u64,
     /// `retry`, `empty_cache`, `garbage_collection`, or `retry_or_empty_cache` where the log does not tell.
     pub(crate) kind: &'static str,
+    /// Why nothing that was free would do.
     pub(crate) cause: Cause,
+    /// Whether the request was served then.
     pub(crate) succeeded: bool,
     #[serde(flatten)]
     pub(crate) moment: Moment,
@@ -281,10 +328,13 @@ pub(crate) struct Retry {
 /// A point of the curves; a stretch of events is drawn by the one at which most was active.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Point {
+    /// Number of the event at which most was active in its stretch.
     pub(crate) event: u64,
     pub(crate) time_ns: u64,
     pub(crate) reserved_bytes: u64,
+    /// In blocks that are in use or wait for other streams.
     pub(crate) active_bytes: u64,
+    /// Asked for in the blocks that the program holds.
     pub(crate) requested_bytes: u64,
     /// Smallest over the stretch.
     pub(crate) largest_hole_bytes: u64,
@@ -301,8 +351,9 @@ pub(crate) struct Shape {
     pub(crate) misses: u64,
     /// Bytes that were taken.
     pub(crate) taken_bytes: u64,
-    /// The most frequent cause, and all of them.
+    /// The most frequent cause.
     pub(crate) cause: Cause,
+    /// All causes, with the number of each.
     pub(crate) causes: Vec<(Cause, u64)>,
     /// The line that asks most often.
     pub(crate) line: Option<String>,

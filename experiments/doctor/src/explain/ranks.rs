@@ -15,15 +15,20 @@ struct Rank {
     trace: String,
     events: u64,
     peak_reserved_bytes: u64,
+    /// Most bytes in blocks that are in use or wait for other streams.
     peak_active_bytes: u64,
     /// Reserved less active at the peak of reserved.
     unused_bytes: u64,
+    /// Most bytes that waited for other streams at once.
     pending_peak_bytes: u64,
+    /// Requests during which memory went back to the device.
     num_retries: u64,
     refused: u64,
     /// How far the reserved peak is from that of the middle rank, in parts of that.
     off: f64,
+    /// The line that holds most at the peak of active.
     line: Option<String>,
+    /// What is missing of a file that was cut short.
     cut: Option<String>,
 }
 
@@ -31,7 +36,7 @@ struct Rank {
 struct Ranks {
     ranks: Vec<Rank>,
     unread: Vec<Unread>,
-    /// The first of the table.
+    /// The first of the histories, in full.
     worst: Explanation,
 }
 

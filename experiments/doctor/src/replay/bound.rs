@@ -17,9 +17,17 @@ pub(crate) enum PlanChoice {
 /// The bounds of a history; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Bounds {
+    /// Most bytes that were in use at once: each block in multiples of 512, from its allocation to the completion of
+    /// its free; memory of a private pool of CUDA graphs until the pool is released. No allocator with that rounding
+    /// can reserve less.
     pub(crate) lower_bound_bytes: u64,
+    /// Bytes that are enough by a plan that knows the whole history and lets streams wait for one another; `null` with
+    /// `--plan off`. The search is bounded, so less may be enough, too.
     pub(crate) plan_bytes: Option<u64>,
+    /// The lower bound where streams do not wait: memory that one stream freed goes to another only when the history
+    /// shows that the host knew the work to be over.
     pub(crate) ordered_lower_bound_bytes: u64,
+    /// Bytes that are enough then.
     pub(crate) ordered_plan_bytes: Option<u64>,
 }
 

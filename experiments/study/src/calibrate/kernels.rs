@@ -19,16 +19,20 @@ const REPEATS: usize = 7;
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct KernelRate {
     pub(crate) kernel: &'static str,
+    /// Its shape in words.
     pub(crate) shape: String,
+    /// Blocks of threads.
     pub(crate) blocks: u64,
+    /// Work of a block, as the simulated device takes it.
     pub(crate) iterations: u64,
     /// Bytes that it has to move.
     pub(crate) bytes: u64,
-    /// Of one launch among others, queued behind a long kernel.
+    /// Median device time of one launch among others, queued behind a long kernel.
     pub(crate) median_ns: f64,
     pub(crate) min_ns: f64,
+    /// `bytes` over `median_ns`.
     pub(crate) gb_per_s: f64,
-    /// Additions and multiplications, for products.
+    /// Additions and multiplications over `median_ns`, for products.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) gflop_per_s: Option<f64>,
 }

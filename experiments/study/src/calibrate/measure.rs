@@ -65,8 +65,9 @@ impl Condition {
 /// Host time of one kind of call.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Measurement {
-    /// As in the run record's driver calls.
+    /// Kind of call; `copy_to_device_async` is from page-locked memory.
     pub(crate) call: &'static str,
+    /// How it was timed.
     pub(crate) condition: Condition,
     /// Size, if the call has one.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -15,8 +15,10 @@ use vramlab::{Bytes, DeviceDescription};
 pub(crate) struct Measurements {
     pub(crate) schema_version: u32,
     pub(crate) code_version: &'static str,
+    /// Where the profile's figures come from, in words.
     pub(crate) source: String,
     pub(crate) started_at: String,
+    /// The device that was measured.
     pub(crate) device: DeviceDescription,
     /// `virtual` or `monotonic`, as in the run record.
     pub(crate) clock: &'static str,

@@ -14,7 +14,9 @@ use vramlab::input::TABLE;
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Call {
     pub(crate) count: f64,
+    /// Host time in them.
     pub(crate) total_s: f64,
+    /// Part of it that the host waited.
     pub(crate) blocked_s: f64,
 }
 

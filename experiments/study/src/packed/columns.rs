@@ -15,12 +15,13 @@ const WORTH_DIFFERENCES: u64 = 1 << 20;
 /// The columns of a table.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Columns {
-    /// Columns in which null means that the row does not have the key.
+    /// Columns in which null is a key that the row did not have.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent: Vec<String>,
-    /// Columns whose values are the differences to the row before; the first is itself.
+    /// Columns that hold differences to the row before: a running sum gives the values.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     differences: Vec<String>,
+    /// A list for each column, all of one length; nested keys are pointers.
     columns: Map<String, Value>,
 }
 

@@ -13,7 +13,7 @@ pub(super) struct Manifest {
     pub(super) schema_version: u64,
     /// Version of the program that packed it.
     pub(super) packed_by: String,
-    /// `experiment.json` as it was recorded, without the planned runs, which are rows of the table.
+    /// `experiment.json` without the planned runs, which are rows of the table.
     pub(super) experiment: Value,
     pub(super) runs: Counts,
     /// Seeds of the runs.
@@ -21,12 +21,13 @@ pub(super) struct Manifest {
     /// When the first and the last run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) started_at: Option<[String; 2]>,
-    /// Files and keys of the runs that were recorded and are not here.
+    /// What was recorded and is not kept.
     pub(super) left_out: Vec<String>,
     /// Keys of a planned run.
     pub(super) plan_keys: Vec<String>,
-    /// What all runs say alike, by document: what else they say is in the tables.
+    /// What all runs say alike, under `run`, `summary` and `result`; it is not in the tables.
     pub(super) same_in_all: Value,
+    /// The other files, which readers check.
     pub(super) tables: Vec<Table>,
 }
 
@@ -46,6 +47,7 @@ pub(super) struct Table {
     /// Runs, or tables of runs.
     pub(super) rows: usize,
     pub(super) bytes: u64,
+    /// Its SHA-256 in lowercase hex.
     pub(super) sha256: String,
 }
 

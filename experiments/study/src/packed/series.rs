@@ -29,8 +29,10 @@ pub(super) enum From {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Line {
     pub(super) run: String,
-    /// A file's name, or the pointer to a place in the run's documents.
+    /// A pointer, as `summary/epochs`, or a file, as `steps.csv`.
     pub(super) table: String,
+    /// What it was: `array` of objects; `object` of objects, whose keys are the column `key`; any other `list`, as the
+    /// column `value`; `csv`; `lines` of JSON; `text`.
     pub(super) from: From,
     #[serde(flatten)]
     pub(super) content: Content,

@@ -29,8 +29,10 @@ pub(crate) struct Lock {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Holder {
     pub(crate) process: u32,
+    /// Host, as in a record's provenance.
     pub(crate) host_hash: Option<String>,
     pub(crate) started_at: String,
+    /// The job of Slurm, if it is in one.
     pub(crate) job: Option<Job>,
 }
 

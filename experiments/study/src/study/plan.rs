@@ -17,17 +17,20 @@ pub(crate) type Options = Vec<(String, OptionValue)>;
 /// One run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Run {
-    /// Its name, which is that of its folder.
+    /// Number in the plan, arm and values of the axes, repeat: `03-naive-784-r1`. The arm is left out where the spec
+    /// names none.
     pub(crate) id: String,
-    /// Number of the combination of arm and options that it repeats.
+    /// Number of the combination of arm and options; its repeats share it.
     pub(crate) cell: usize,
     pub(crate) arm: String,
     pub(crate) program: Program,
+    /// The program's long options and its allocator's settings, axes included, with their values for the device.
     #[serde(serialize_with = "as_map")]
     pub(crate) options: Options,
     /// From 0.
     pub(crate) repeat: u32,
-    /// When its turn comes, from 0, all shards counted.
+    /// Its turn in the seeded order of all runs, from 0, all shards counted. Each repeat is a pass over all cells in an
+    /// order of its own.
     pub(crate) position: usize,
     /// Names of the options that are axes.
     #[serde(skip)]

@@ -30,17 +30,25 @@ const PLAIN_BYTES: u64 = 16 << 10;
 /// The experiment as a whole.
 #[derive(Debug, Serialize)]
 pub(crate) struct ExperimentRecord<'a> {
+    /// Version of this file and of `run.json`: 1.
     pub(crate) schema_version: u64,
     pub(crate) name: &'a str,
+    /// The question that it answers.
     pub(crate) question: &'a str,
+    /// The whole spec as JSON, defaults filled in.
     pub(crate) spec: &'a Spec,
+    /// SHA-256 of `spec` as compact JSON, in lowercase hex. A folder takes runs of one value only.
     pub(crate) spec_sha256: &'a str,
+    /// `cuda`, `cuda:N`, `sim`, or `sim:` and a profile's name.
     pub(crate) device: String,
+    /// The runner's arguments that decide what is run; shards share it.
     pub(crate) command: Vec<String>,
     pub(crate) code_version: &'a str,
     /// Of the runner that began it.
     pub(crate) provenance: Provenance,
+    /// When the experiment was begun, UTC.
     pub(crate) started_at: String,
+    /// Planned runs in the order of the spec, of all shards.
     pub(crate) runs: &'a [Run],
 }
 
@@ -75,8 +83,11 @@ impl Machine {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RunStatus {
+    /// It did what it was asked.
     Done,
+    /// See `error`.
     Failed,
+    /// It cannot run here.
     Skipped,
 }
 
@@ -85,27 +96,38 @@ pub(crate) enum RunStatus {
 pub(crate) struct RunRecord<'a> {
     pub(crate) schema_version: u64,
     pub(crate) experiment: &'a str,
+    /// As in `experiment.json`.
     pub(crate) spec_sha256: &'a str,
     pub(crate) id: &'a str,
     pub(crate) cell: usize,
     pub(crate) arm: &'a str,
     pub(crate) program: Program,
+    /// As in the plan; what the program was not told is in its own record.
     #[serde(serialize_with = "as_map")]
     pub(crate) options: Options,
+    /// As in `experiment.json`. On `sim`, PyTorch runs on the CPU and `bench` on the device without costs.
     pub(crate) device: String,
     pub(crate) repeat: u32,
     pub(crate) position: usize,
+    /// The runner's shard, as `2/4`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) shard: Option<String>,
+    /// Most runs at the same time, `--jobs`. Above 1, real times are those of a busy machine; runs of `bench` and
+    /// `pytorch` are alone all the same.
     pub(crate) jobs: usize,
+    /// What was started, without folders; empty if skipped.
     pub(crate) command: Vec<String>,
     pub(crate) started_at: String,
+    /// Real time of the process, start-up included; 0 if skipped.
     pub(crate) wall_s: f64,
     pub(crate) status: RunStatus,
+    /// Of the process; `null` if a signal ended it, or if skipped.
     pub(crate) exit_code: Option<i32>,
+    /// The line that the program ended with, or why it was skipped.
     pub(crate) error: Option<String>,
     pub(crate) machine: Machine,
     pub(crate) provenance: Provenance,
+    /// Files beside this one.
     pub(crate) files: Vec<String>,
 }
 

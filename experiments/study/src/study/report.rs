@@ -15,27 +15,37 @@ use vramlab::Bytes;
 #[derive(Debug, Serialize)]
 pub(crate) struct Cell {
     pub(crate) experiment: String,
+    /// Number of the combination of arm and options.
     pub(crate) cell: usize,
+    /// What tells it from the others.
     pub(crate) label: String,
     /// What the label's words are.
     #[serde(skip)]
     pub(crate) title: String,
     pub(crate) program: &'static str,
+    /// Options and allocator's settings.
     pub(crate) options: serde_json::Map<String, serde_json::Value>,
     pub(crate) planned: usize,
     pub(crate) done: usize,
     pub(crate) failed: usize,
     pub(crate) skipped: usize,
+    /// What the main figure is: `step_time` or `simulated_time` in seconds, `operation_time` in seconds an operation,
+    /// `capacity` in bytes.
     pub(crate) measure: Option<Measure>,
-    /// Median over the repeats of each figure.
+    /// Median of the main figure over the repeats, as are those that follow.
     pub(crate) median: Option<f64>,
+    /// Deviation of the repeats over their median: 1.4826 times the median distance from the median, half of the range
+    /// for two or three.
     pub(crate) spread: Option<f64>,
+    /// Share of the last epoch's time, validation included, for which the host was blocked.
     pub(crate) blocked_share: Option<f64>,
+    /// Driver calls a batch of that epoch; of a history: all.
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
+    /// Peak of active over peak of reserved.
     pub(crate) utilisation: Option<f64>,
     pub(crate) train_loss: Option<f64>,
-    /// Runs whose main figure stands out.
+    /// Runs more than five spreads and 10 % away.
     pub(crate) outliers: Vec<String>,
 }
 

@@ -64,6 +64,7 @@ impl Program {
 pub(crate) struct Overrides {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) repeats: Option<u32>,
+    /// Runs of each cell that are not kept.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) warm_up: Option<u32>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
@@ -83,16 +84,21 @@ impl Overrides {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arm {
     pub(crate) name: String,
+    /// What it runs, by default `trainer`.
     #[serde(default)]
     pub(crate) program: Program,
+    /// Where it makes sense; for `pytorch` `cuda` unless said otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) devices: Option<Vec<DeviceKind>>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) options: Entries,
+    /// Its own matrix, crossed with the shared one.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) matrix: Entries,
+    /// What counts on the simulated GPU, over the shared.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) sim: Overrides,
+    /// What counts on a GPU, over the shared.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) cuda: Overrides,
 }
@@ -101,28 +107,41 @@ pub(crate) struct Arm {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Spec {
+    /// The file's name.
     pub(crate) name: String,
+    /// The question that it answers.
     pub(crate) question: String,
+    /// Runs of each cell, by default 3.
     #[serde(default = "three")]
     pub(crate) repeats: u32,
+    /// Runs of each cell before them that are not kept, by default 0.
     #[serde(default)]
     pub(crate) warm_up: u32,
+    /// Seed of the order, by default 1.
     #[serde(default = "one")]
     pub(crate) seed: u64,
+    /// Where it makes sense.
     pub(crate) devices: Vec<DeviceKind>,
+    /// Files of a run that are kept, by default `summary.json`, `steps.csv` and `latency.hlog`.
     #[serde(default = "usual_files")]
     pub(crate) keep: Vec<String>,
-    /// Whether arms of PyTorch begin with the trainer's weights and batches, from a file.
+    /// Whether PyTorch begins with the trainer's weights and batches (`trainer start`, made with the run's options).
     #[serde(default)]
     pub(crate) start: bool,
+    /// The program's long options with one value each, for every arm; a switch is `true`. Settings of allocators,
+    /// written with `-` or `_`, go behind the names in `--alloc` of those that have them.
     #[serde(default)]
     pub(crate) options: Entries,
+    /// Options with lists of values, crossed, the first one slowest.
     #[serde(default)]
     pub(crate) matrix: Entries,
+    /// Several programs in one experiment, each crossed with the matrix.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) arms: Vec<Arm>,
+    /// What counts on the simulated GPU, over what is said elsewhere.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) sim: Overrides,
+    /// What counts on a GPU, over what is said elsewhere.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) cuda: Overrides,
 }

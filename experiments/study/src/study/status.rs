@@ -37,6 +37,7 @@ enum State {
 struct Run {
     id: String,
     state: State,
+    /// Why it failed or was skipped.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     /// Whether a killed runner left it unfinished.
@@ -51,6 +52,7 @@ struct Counts {
     running: usize,
     failed: usize,
     skipped: usize,
+    /// Runs to do.
     left: usize,
 }
 
@@ -93,7 +95,9 @@ struct Part {
     /// Absent for a runner of all runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     shard: Option<String>,
+    /// What the runner does.
     runner: Runner,
+    /// As in the lock's file.
     #[serde(skip_serializing_if = "Option::is_none")]
     holder: Option<Holder>,
     #[serde(flatten)]
@@ -103,11 +107,13 @@ struct Part {
 #[derive(Debug, Serialize)]
 struct Status {
     experiment: String,
+    /// As in `experiment.json`.
     device: String,
     #[serde(flatten)]
     counts: Counts,
     /// Whether the file system tells who is at work.
     locks: bool,
+    /// Each shard, or the runner of all runs.
     runners: Vec<Part>,
     runs: Vec<Run>,
     #[serde(skip)]
