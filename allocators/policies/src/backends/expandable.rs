@@ -84,7 +84,7 @@ pub static BACKEND: Backend = Backend {
 };
 
 vramlab_device::settings! {
-    /// Settings under PyTorch's names, and switches for its faults. `garbage_collection_threshold` does nothing, as in PyTorch.
+    /// Settings under PyTorch's names, and switches for its faults.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct ExpandableSettings extends torch: PyTorchSettings {
         /// Unmap what a request got when the memory does not suffice for all of it. PyTorch does not.

@@ -7,11 +7,12 @@ vramlab_device::settings! {
     /// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct PyTorchSettings {
-        /// Blocks of at least this size are never split, and smaller requests never take them.
+        /// Blocks of at least this size are not split, unless their segment is expandable, and smaller requests never take them.
         pub max_split_size: Option<u64> = None, bytes().at_least(LARGE_SEGMENT).or("none");
         /// How much larger than the request an unsplittable block may be.
         pub max_non_split_rounding: u64 = 20 << 20, bytes();
         /// Fraction of `memory_limit` above which idle segments are released before new ones are taken; 0 turns it off.
+        /// Expandable segments are left alone.
         pub garbage_collection_threshold: f64 = 0.0, fraction();
         /// Rounding to equal steps between powers of two.
         pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
