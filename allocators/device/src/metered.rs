@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+// `experiments calibrate` on an H200 with driver 580.159: about 1 us in a page that is held, 33 us where pages move.
 /// Pages in which drivers pack plain memory.
 const PAGE: u64 = 2 << 20;
 /// A call counts as waiting when it took this many times its idle cost and `SLACK_NS` more, so that the scatter of
