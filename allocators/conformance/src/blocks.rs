@@ -1,12 +1,13 @@
 //! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
 
 use super::subject::Subject;
-use super::support::{GIB, KIB, MIB, Random, check_nothing_held, check_stats, read, write};
+use super::support::{
+    GIB, KIB, MIB, Random, check_ledger, check_nothing_held, check_snapshot, check_stats, read, write,
+};
 use super::{Bench, Device};
 use vramlab_device::StreamId;
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
 use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};
-use vramlab_policies::instruments::{assert_layout, assert_tiled};
 
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
@@ -319,7 +320,7 @@ pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     let mut highest = 0;
     churn(&allocator, &bench.streams::<3>(), 500, |_| {
         let ledger = allocator.ledger_at_peak();
-        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
+        check_ledger(&ledger);
         assert!(ledger.reserved >= highest, "a peak does not fall");
         highest = ledger.reserved;
     });
@@ -351,11 +352,7 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
         let Some(snapshot) = allocator.snapshot() else {
             return assert!(!bench.capabilities().snapshot, "a snapshot is missing");
         };
-        if bench.capabilities().coalesces {
-            assert_layout(&snapshot)
-        } else {
-            assert_tiled(&snapshot)
-        };
+        check_snapshot(&snapshot, bench.capabilities().coalesces, streams[0]);
         let stats = allocator.stats();
         let reserved: u64 = snapshot.segments.iter().map(|segment| segment.bytes).sum();
         assert_eq!(reserved, stats.reserved_bytes.all.current);
@@ -366,8 +363,6 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
             assert!(found.len() == 1 && found[0].bytes == block.bytes(), "{block:?} is not in the snapshot");
             assert_eq!((found[0].requested, found[0].state), (block.requested(), BlockState::Allocated));
         }
-        let ledger = snapshot.ledger(streams[0]);
-        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
     });
 }
 
