@@ -9,6 +9,12 @@ use vramlab_device::StreamId;
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
 use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};
 
+/// In place of all other checks, on a device that lacks what the backend needs.
+pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
+    let error = bench.selection.build(&bench.driver).unwrap_err();
+    assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
+}
+
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let error = allocator.try_take(0, stream).unwrap_err();

@@ -297,7 +297,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     allocator.check_all_returns();
 }
 
-/// Of backends that say so.
+/// For backends that say so in their capabilities.
 pub(super) fn captures_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let error = allocator.capture_begin(stream).unwrap_err();

@@ -128,7 +128,7 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.pool_trim(other).map(|_| ()), "not been released");
 }
 
-/// Of backends that say so.
+/// For backends that say so in their capabilities.
 pub(super) fn private_pools_are_refused(bench: &Bench) {
     let error = bench.build().pool_create().unwrap_err();
     assert!(matches!(error, AllocError::Incapable { .. }), "{error}");

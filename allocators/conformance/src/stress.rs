@@ -162,7 +162,7 @@ fn with_the_checker(selection: &Selection, limit: Option<u64>) {
     assert!(!recycles || report.verified_bytes > 0, "nothing that was freed came back");
 }
 
-/// As fast as it goes.
+/// At full speed: on the null device, and without a look at contents.
 fn at_full_speed(selection: &Selection, limit: Option<u64>) {
     let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);

@@ -2,9 +2,8 @@
 
 use super::{DriverResult, GraphId, StreamId};
 
-/// The device's account of memory that graphs allocate for themselves, in bytes. There is one for the whole device, whichever
-/// program made
-/// the graphs. Plain memory that captured kernels use is not in it.
+/// The device's account of memory that graphs allocate for themselves, in bytes. It covers the graphs of all programs on the
+/// device. Plain memory that captured kernels use is not in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphMemory {
     /// Belongs to graphs.

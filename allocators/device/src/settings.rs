@@ -112,7 +112,9 @@ pub trait Settings: Any + fmt::Debug + Send + Sync {
     fn set(&mut self, name: &str, value: &str) -> Result<(), SettingError>;
 
     /// The value of one as text that [`set`](Self::set) takes.
-    fn get(&self, name: &str) -> Option<String>;
+    fn get(&self, name: &str) -> Option<String> {
+        self.list().into_iter().find(|setting| setting.name == name).map(|setting| setting.value)
+    }
 
     /// All of them as a JSON object.
     fn json(&self) -> serde_json::Value;
@@ -214,13 +216,6 @@ macro_rules! settings {
                         name: name.to_owned(),
                         among: $crate::settings::Settings::list(self).iter().map(|setting| setting.name).collect(),
                     }),
-                }
-            }
-
-            fn get(&self, name: &str) -> Option<String> {
-                match name {
-                    $(stringify!($field) => Some($crate::settings::Kind::<$type>::from($kind).write(&self.$field)),)*
-                    _ => None$(.or_else(|| $crate::settings::Settings::get(&self.$base, name)))?,
                 }
             }
 

@@ -48,7 +48,7 @@ impl L2 {
         (bytes > 0).then(|| (addr / SECTOR, addr.saturating_add(bytes - 1) / SECTOR))
     }
 
-    /// Bytes of a range that are not in the cache. Who reads more than the cache holds finds nothing of it: the end
+    /// Bytes of a range that are not in the cache. A launch that reads more than the cache holds finds nothing of it: the end
     /// pushes out the beginning before it is read again.
     fn missing(&self, addr: u64, bytes: u64) -> u64 {
         let Some((first, last)) = Self::sectors(addr, bytes) else { return 0 };
