@@ -228,7 +228,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let first = allocator.trim(keep).unwrap();
     let middle = allocator.reserved();
     assert_eq!(before - middle, first, "trim should say what went");
-    // A driver's pool keeps at least what it is told to, in whole granules.
+    // A driver's pool keeps at least as much as it is asked to, in whole granules.
     let granule = if bench.capabilities().segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(in_use.unwrap_or(2 * MIB)) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
@@ -286,7 +286,7 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
         other => panic!("a foreign block was taken: {other:?}"),
     }
     assert_eq!(mine.stats(), before, "a refusal should change nothing");
-    // Another device hands out the same addresses: only the token tells. There may be one GPU.
+    // Another device hands out the same addresses: only the token tells them apart. There may be one GPU.
     if bench.device != Device::Cuda {
         let elsewhere = Bench::open(bench.selection.clone(), bench.device, GIB);
         let (theirs, there) = (elsewhere.build(), elsewhere.stream());

@@ -135,7 +135,7 @@ fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocE
     run.errors
 }
 
-/// A graph, with blocks of its own and ones from before that are freed in it, some of them used on another stream.
+/// A graph that allocates blocks, and frees earlier ones, some of them used on another stream.
 fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocError> {
     let (memory, mut errors) = (Memory::new(Arc::clone(allocator)), Vec::new());
     let [owner, user] = rig.streams;

@@ -77,7 +77,7 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     let blocks = forty(&allocator, stream, 3);
     assert_apart(&blocks, &kept);
     free_all(&allocator, blocks, stream);
-    // With a block held it can be released; the block is freed as ever.
+    // A pool can be released while a block is held, which is then freed as any other.
     let held = forty_of(&allocator, second, stream, 4);
     allocator.pool_release(second).unwrap();
     check_stats(&allocator.stats());

@@ -28,7 +28,7 @@ pub(super) fn sim(free: u64, memory: SimMemory) -> Arc<SimDriver> {
 
 /// Checks an allocator that was built on `driver`.
 pub(super) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Checker {
-    // SAFETY: as the sentence above says.
+    // SAFETY: callers give the driver that the allocator was built on.
     unsafe { Checker::new(inner, driver) }
 }
 

@@ -122,7 +122,7 @@ pub struct DeviceDescription {
 /// - an address range from [`mem_alloc`](Self::mem_alloc), [`PoolDriver::mem_alloc_async`] or
 ///   [`VmmDriver::address_reserve`] is given to no other caller until it is freed;
 /// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for
-///   whatever arguments: handles of another driver and of things that are gone included.
+///   all arguments, also handles of another driver and of things that are gone.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// What this device is.
     fn describe(&self) -> DeviceDescription;
@@ -130,7 +130,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// The clock by which this device's time passes.
     fn clock(&self) -> Arc<dyn Clock>;
 
-    /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device cannot tell.
+    /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device does not report it.
     fn blocked_ns(&self) -> Option<u64>;
 
     /// Free and total memory.

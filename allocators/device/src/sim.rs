@@ -189,7 +189,7 @@ impl SimDriver {
         lock(&self.state)
     }
 
-    /// Locks the state for a call that costs the host `ns` whatever it meets.
+    /// Locks the state for a call that costs the host `ns`, also when it fails.
     fn charge(&self, ns: u64) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         state.time.spend(ns);

@@ -38,7 +38,7 @@ impl<T> Kind<T> {
         &self.takes
     }
 
-    /// The value that a text stands for; `None` for what is no such value.
+    /// The value that a text stands for; `None` where it stands for none.
     #[must_use]
     pub fn read(&self, text: &str) -> Option<T> {
         (self.read)(text)

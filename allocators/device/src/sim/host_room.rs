@@ -47,7 +47,7 @@ impl fmt::Display for HostRoom {
 }
 
 impl HostRoom {
-    /// What the process may still take at this moment; `None` where the system does not tell. Reads a few small files.
+    /// What the process may still take at this moment; `None` where the system does not show it. Reads a few small files.
     #[must_use]
     pub fn now() -> Option<Self> {
         Self::of(0, &|path| std::fs::read_to_string(path).ok())
@@ -127,7 +127,7 @@ pub(super) struct Allowance {
 }
 
 impl Allowance {
-    /// At most `limit` bytes at a time, whatever the system has.
+    /// At most `limit` bytes at a time, even where the system has more.
     pub(super) fn limited(limit: u64) -> Self {
         Self { limit: Some(limit), ..Self::default() }
     }

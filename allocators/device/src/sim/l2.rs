@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-/// What the model tells apart: fine enough for layers of some hundred KiB, and a layer of 16 MiB is 256 of them.
+/// The unit of the model: fine enough for layers of some hundred KiB, and a layer of 16 MiB is 256 of them.
 pub(super) const SECTOR: u64 = 64 << 10;
 
 /// The sectors in the cache, by age.

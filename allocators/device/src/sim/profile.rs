@@ -133,7 +133,7 @@ pub struct Queues {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GraphCosts {
-    /// Host cost of a launch, whatever the number of nodes.
+    /// Host cost of a launch, which does not depend on the number of nodes.
     pub launch_ns: u64,
     /// Device time between two nodes of a launch that follow one another, beyond their own.
     pub node_gap_ns: u64,
@@ -367,7 +367,7 @@ impl Profile {
     }
 }
 
-/// What is wrong with the first cost that cannot be. Costs are the fields whose name says nanoseconds.
+/// What is wrong with the first invalid cost. A cost is a field in nanoseconds, by its name.
 fn wrong_cost(path: &str, value: &Value) -> Option<String> {
     // A quarter of an hour for one call is a mistake, and far from overflowing a clock.
     let too_long = |ns: &Value| ns.as_u64().is_some_and(|ns| ns > 1_000_000_000_000);
