@@ -1,12 +1,19 @@
 //! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
 
 use super::subject::Subject;
-use super::support::{GIB, KIB, MIB, Random, check_nothing_held, check_stats, read, write};
+use super::support::{
+    GIB, KIB, MIB, Random, check_ledger, check_nothing_held, check_snapshot, check_stats, read, write,
+};
 use super::{Bench, Device};
 use vramlab_device::StreamId;
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
 use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};
-use vramlab_policies::instruments::{assert_layout, assert_tiled};
+
+/// In place of all other checks, on a device that lacks what the backend needs.
+pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
+    let error = bench.selection.build(&bench.driver).unwrap_err();
+    assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
+}
 
 pub(super) fn zero_bytes_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
@@ -221,7 +228,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let first = allocator.trim(keep).unwrap();
     let middle = allocator.reserved();
     assert_eq!(before - middle, first, "trim should say what went");
-    // A driver's pool keeps at least what it is told to, in whole granules.
+    // A driver's pool keeps at least as much as it is asked to, in whole granules.
     let granule = if bench.capabilities().segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     assert!(middle <= keep.max(in_use.unwrap_or(2 * MIB)) + granule, "{middle} of {before} stayed");
     let second = allocator.trim(0).unwrap();
@@ -279,7 +286,7 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
         other => panic!("a foreign block was taken: {other:?}"),
     }
     assert_eq!(mine.stats(), before, "a refusal should change nothing");
-    // Another device hands out the same addresses: only the token tells. There may be one GPU.
+    // Another device hands out the same addresses: only the token tells them apart. There may be one GPU.
     if bench.device != Device::Cuda {
         let elsewhere = Bench::open(bench.selection.clone(), bench.device, GIB);
         let (theirs, there) = (elsewhere.build(), elsewhere.stream());
@@ -319,7 +326,7 @@ pub(super) fn the_peak_ledger_sums_to_what_is_not_in_use(bench: &Bench) {
     let mut highest = 0;
     churn(&allocator, &bench.streams::<3>(), 500, |_| {
         let ledger = allocator.ledger_at_peak();
-        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
+        check_ledger(&ledger);
         assert!(ledger.reserved >= highest, "a peak does not fall");
         highest = ledger.reserved;
     });
@@ -351,11 +358,7 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
         let Some(snapshot) = allocator.snapshot() else {
             return assert!(!bench.capabilities().snapshot, "a snapshot is missing");
         };
-        if bench.capabilities().coalesces {
-            assert_layout(&snapshot)
-        } else {
-            assert_tiled(&snapshot)
-        };
+        check_snapshot(&snapshot, bench.capabilities().coalesces, streams[0]);
         let stats = allocator.stats();
         let reserved: u64 = snapshot.segments.iter().map(|segment| segment.bytes).sum();
         assert_eq!(reserved, stats.reserved_bytes.all.current);
@@ -366,8 +369,6 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
             assert!(found.len() == 1 && found[0].bytes == block.bytes(), "{block:?} is not in the snapshot");
             assert_eq!((found[0].requested, found[0].state), (block.requested(), BlockState::Allocated));
         }
-        let ledger = snapshot.ledger(streams[0]);
-        assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
     });
 }
 

@@ -97,7 +97,7 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         assert_eq!(path == Path::Deferred, !bench.capabilities().caches, "{path}");
     }
     match bench.capabilities().graph_capture {
-        // Where a GPU's driver puts what it captures is its own affair.
+        // A GPU's driver decides where captured allocations lie.
         GraphCapture::DriverNodes if bench.device == Device::Cuda => assert!(!seen.is_empty()),
         _ => assert_eq!(seen.len(), 1),
     }
@@ -174,14 +174,14 @@ pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Ben
     }
     allocator.give_all(captured, stream);
     let graph = end(&allocator, id, stream);
-    // The one that the other stream was announced to use waits for that, as ever.
+    // The block with a recorded use on the other stream waits for that stream, as outside of captures.
     driver.device_synchronize().unwrap();
     allocator.give_all(outside, other);
     allocator.trim(0).unwrap();
     check_nothing_held_but_pinned(&allocator);
     run_out(&allocator, (id, graph), stream);
     check_nothing_held(&allocator.stats());
-    // The stream's blocks are free as ever.
+    // After the release a free is no longer deferred.
     let block = allocator.take(1000, stream);
     assert_ne!(allocator.give(block, stream), Path::Deferred);
 }
@@ -297,7 +297,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     allocator.check_all_returns();
 }
 
-/// Of backends that say so.
+/// For backends that say so in their capabilities.
 pub(super) fn captures_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let error = allocator.capture_begin(stream).unwrap_err();

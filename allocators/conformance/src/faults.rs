@@ -20,6 +20,9 @@ struct Rig {
     faulty: Arc<FaultyDriver>,
     driver: Arc<dyn Driver>,
     calls: Arc<Mutex<Vec<(CallKind, bool)>>>,
+    streams: [StreamId; 2],
+    /// Free bytes of the device at first.
+    room: u64,
 }
 
 impl Rig {
@@ -30,7 +33,8 @@ impl Rig {
         let seen = Arc::clone(&calls);
         let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push((event.kind, event.ok)));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&faulty) as _, None, Some(observer)));
-        Self { sim, faulty, driver, calls }
+        let (streams, room) = ([0, 1].map(|_| sim.stream_create().unwrap()), free_bytes(sim.as_ref()));
+        Self { sim, faulty, driver, calls, streams, room }
     }
 
     fn count(&self, kind: CallKind) -> usize {
@@ -93,8 +97,8 @@ impl Run<'_> {
 }
 
 /// Small and large blocks, uses on another stream, pending frees, trims, and a full device.
-fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId; 2]) -> Vec<AllocError> {
-    let [owner, user] = streams;
+fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocError> {
+    let (allocator, sim, [owner, user]) = (allocator.as_ref(), rig.sim.as_ref(), rig.streams);
     let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
     for bytes in [100, MIB / 2, 3 * MIB, 12 * MIB] {
         run.allocate(bytes, owner);
@@ -131,10 +135,10 @@ fn workload(allocator: &dyn DeviceAllocator, sim: &SimDriver, streams: [StreamId
     run.errors
 }
 
-/// A graph, with blocks of its own and ones from before that are freed in it, some of them used on another stream.
-fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
+/// A graph that allocates blocks, and frees earlier ones, some of them used on another stream.
+fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocError> {
     let (memory, mut errors) = (Memory::new(Arc::clone(allocator)), Vec::new());
-    let [owner, user] = streams;
+    let [owner, user] = rig.streams;
     for _ in 0..2 {
         let mut note = |buffer: Result<DeviceBuffer, AllocError>| buffer.map_err(|error| errors.push(error)).ok();
         let before = [100, 3 * MIB, 12 * MIB].map(|bytes| note(memory.allocate(bytes, owner)));
@@ -173,11 +177,7 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [
 }
 
 /// What a run does.
-type Workload = fn(&Rig, &Arc<dyn DeviceAllocator>, [StreamId; 2]) -> Vec<AllocError>;
-
-fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>, streams: [StreamId; 2]) -> Vec<AllocError> {
-    workload(allocator.as_ref(), &rig.sim, streams)
-}
+type Workload = fn(&Rig, &Arc<dyn DeviceAllocator>) -> Vec<AllocError>;
 
 /// Whether the contract lets a failure of this call pass without an error of the allocator's.
 fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
@@ -204,8 +204,6 @@ fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
 /// One run in which call number `skip` of `kind` fails; false when there is no such call.
 fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
     let rig = Rig::new();
-    let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
-    let start = free_bytes(rig.sim.as_ref());
     let what = format!("{selection}: {kind} number {skip} with code {code}");
     rig.faulty.fail(kind, skip, code);
     match selection.build(&rig.driver) {
@@ -214,7 +212,7 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
             assert!(error.to_string().contains("injected fault"), "{what}: {error}");
         }
         Ok(allocator) => {
-            let errors = work(&rig, &allocator, streams);
+            let errors = work(&rig, &allocator);
             let hit = rig.faulty.injected() == 1;
             let reported = errors.iter().any(|error| match error {
                 AllocError::Driver(error) => error.call == kind && error.code == code,
@@ -227,7 +225,7 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
                 "{what} went unreported: {errors:?}"
             );
             // The allocator still works, and everything comes back.
-            for stream in streams {
+            for stream in rig.streams {
                 rig.sim.device_synchronize().unwrap();
                 let again = allocate(allocator.as_ref(), 8 * MIB, stream);
                 if hit {
@@ -249,7 +247,7 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
     let hit = rig.faulty.injected() == 1;
     let captured = rig.count(CallKind::CaptureBegin) > 0;
     if hit {
-        assert_eq!(free_bytes(rig.sim.as_ref()), start, "{what}: device memory leaked");
+        assert_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}: device memory leaked");
         let mut leaks = rig.leaks();
         // What the driver refuses to destroy stays.
         leaks.retain(|(made, _)| !(kind == CallKind::EventDestroy && *made == CallKind::EventCreate));
@@ -263,9 +261,8 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
 /// `fits` says whether the device has room for the whole workload.
 fn every_call_fails_once(selection: &Selection, work: Workload, fits: bool) {
     let rig = Rig::new();
-    let streams = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
     let allocator = selection.build(&rig.driver).unwrap();
-    let errors = work(&rig, &allocator, streams);
+    let errors = work(&rig, &allocator);
     assert_eq!(errors.is_empty(), fits, "{selection}: {errors:?}");
     drop(allocator);
     assert_eq!(rig.leaks(), []);
@@ -289,36 +286,32 @@ pub(super) fn every_driver_call_may_fail_once_around_a_capture(bench: &Bench) {
 }
 
 pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
-    let selection = &bench.selection;
-    {
-        for kind in [
-            CallKind::MemFree,
-            CallKind::MemUnmap,
-            CallKind::MemRelease,
-            CallKind::MemAddressFree,
-            CallKind::StreamSynchronize,
-            CallKind::EventSynchronize,
-            CallKind::EventRecord,
-            CallKind::DeviceSynchronize,
-            CallKind::PoolDestroy,
-        ] {
-            for skip in 0..4 {
-                let rig = Rig::new();
-                let [owner, user] = [rig.sim.stream_create().unwrap(), rig.sim.stream_create().unwrap()];
-                let start = free_bytes(rig.sim.as_ref());
-                let allocator = selection.build(&rig.driver).unwrap();
-                let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocate(allocator.as_ref(), bytes, owner).unwrap());
-                work(&rig.sim, user, 900_000);
-                for block in blocks {
-                    allocator.record_use(&block, user).unwrap();
-                    free(allocator.as_ref(), block, owner).unwrap();
-                }
-                rig.faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
-                drop(allocator);
-                rig.faulty.clear();
-                assert_eq!(free_bytes(rig.sim.as_ref()), start, "{selection}: {kind} number {skip} in drop");
-                assert_eq!(rig.leaks(), [], "{selection}: {kind} number {skip} in drop");
-            }
+    let kinds = [
+        CallKind::MemFree,
+        CallKind::MemUnmap,
+        CallKind::MemRelease,
+        CallKind::MemAddressFree,
+        CallKind::StreamSynchronize,
+        CallKind::EventSynchronize,
+        CallKind::EventRecord,
+        CallKind::DeviceSynchronize,
+        CallKind::PoolDestroy,
+    ];
+    for (kind, skip) in kinds.into_iter().flat_map(|kind| (0..4).map(move |skip| (kind, skip))) {
+        let rig = Rig::new();
+        let [owner, user] = rig.streams;
+        let allocator = bench.selection.build(&rig.driver).unwrap();
+        let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocate(allocator.as_ref(), bytes, owner).unwrap());
+        work(&rig.sim, user, 900_000);
+        for block in blocks {
+            allocator.record_use(&block, user).unwrap();
+            free(allocator.as_ref(), block, owner).unwrap();
         }
+        rig.faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
+        drop(allocator);
+        rig.faulty.clear();
+        let what = format!("{}: {kind} number {skip} in drop", bench.selection);
+        assert_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}");
+        assert_eq!(rig.leaks(), [], "{what}");
     }
 }

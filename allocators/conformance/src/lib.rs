@@ -32,7 +32,6 @@ use subject::Subject;
 use support::{GIB, MIB};
 use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};
-use vramlab_policies::contract::AllocError;
 
 /// A device that checks run on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -162,7 +161,7 @@ macro_rules! entries {
     ($room:expr => $($file:ident::$body:ident)+) => { &[$((stringify!($body), $room, $file::$body as fn(&Bench))),+] };
 }
 
-/// Of every backend, on every device.
+/// Checks of every backend, on every device.
 const ALWAYS: &[Entry] = entries! { 64 * GIB =>
     blocks::zero_bytes_are_refused
     blocks::a_huge_request_is_refused_and_the_allocator_stays_usable
@@ -184,9 +183,9 @@ const ALWAYS: &[Entry] = entries! { 64 * GIB =>
     threads::threads_on_streams_of_their_own
     threads::a_block_may_be_freed_on_another_thread
 };
-/// Of every backend, on a device that is soon full.
+/// Checks of every backend, on a device that is soon full.
 const WHEN_FULL: &[Entry] = entries! { 64 * MIB => blocks::out_of_memory_is_reported_and_passes };
-/// Of backends that serve requests in captures.
+/// Checks of backends that serve requests in captures.
 const CAPTURES: &[Entry] = entries! { 64 * GIB =>
     captures::captured_memory_is_apart_and_pinned_until_release
     captures::memory_freed_in_a_capture_serves_that_capture
@@ -198,18 +197,18 @@ const CAPTURES: &[Entry] = entries! { 64 * GIB =>
     captures::captures_out_of_order_are_refused
 };
 const CAPTURES_WHEN_FULL: &[Entry] = entries! { 64 * MIB => captures::a_capture_that_runs_out_of_memory_loses_nothing };
-/// Of backends that do not.
+/// Checks of backends that refuse captures.
 const NO_CAPTURES: &[Entry] = entries! { 64 * GIB => captures::captures_are_refused };
-/// Of backends with private pools.
+/// Checks of backends with private pools.
 const POOLS: &[Entry] = entries! { 64 * GIB =>
     private_pools::a_private_pool_shares_no_memory
     private_pools::memory_of_a_private_pool_stays_until_it_is_released
     private_pools::a_recorded_use_delays_the_reuse_in_a_private_pool
     private_pools::private_pools_out_of_order_are_refused
 };
-/// Of backends without.
+/// Checks of backends that refuse private pools.
 const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
-/// Where calls can be made to fail.
+/// Checks on a device whose calls can be made to fail.
 const FAULTS: &[Entry] = entries! { 0 =>
     faults::every_driver_call_may_fail_once
     faults::a_fault_while_dropping_leaks_nothing
@@ -220,16 +219,7 @@ const STRESS_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_with_the_c
 const SPEED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed };
 const SPEED_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed_under_a_limit };
 /// In place of all others, on a device that lacks what the backend needs.
-const LACKING: &[Entry] = entries! { GIB => lacking::a_device_that_lacks_what_is_needed_is_refused };
-
-mod lacking {
-    use super::{AllocError, Bench};
-
-    pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
-        let error = bench.selection.build(&bench.driver).unwrap_err();
-        assert!(matches!(error, AllocError::Unsupported { .. }), "{error}");
-    }
-}
+const LACKING: &[Entry] = entries! { GIB => blocks::a_device_that_lacks_what_is_needed_is_refused };
 
 /// Whether a device has what a backend needs. A GPU that is not there has everything: its checks cannot run anyway.
 fn has(device: Device, needs: Needs) -> bool {

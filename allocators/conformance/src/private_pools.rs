@@ -77,7 +77,7 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     let blocks = forty(&allocator, stream, 3);
     assert_apart(&blocks, &kept);
     free_all(&allocator, blocks, stream);
-    // With a block held it can be released; the block is freed as ever.
+    // A pool can be released while a block is held, which is then freed as any other.
     let held = forty_of(&allocator, second, stream, 4);
     allocator.pool_release(second).unwrap();
     check_stats(&allocator.stats());
@@ -128,7 +128,7 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.pool_trim(other).map(|_| ()), "not been released");
 }
 
-/// Of backends that say so.
+/// For backends that say so in their capabilities.
 pub(super) fn private_pools_are_refused(bench: &Bench) {
     let error = bench.build().pool_create().unwrap_err();
     assert!(matches!(error, AllocError::Incapable { .. }), "{error}");

@@ -2,14 +2,15 @@
 //! statistics all the while. `STRESS_OPERATIONS` sets the operations of each thread.
 
 use super::Bench;
-use super::support::{GIB, MIB, Random, allocate, check_nothing_held, check_stats, checker, free, sim};
+use super::support::{
+    GIB, MIB, Random, allocate, check_ledger, check_nothing_held, check_snapshot, check_stats, checker, free, sim,
+};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use vramlab_device::{Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, Selection};
 use vramlab_policies::contract::{Block, DeviceAllocator};
-use vramlab_policies::instruments::{assert_layout, assert_tiled};
 use vramlab_policies::restless;
 
 const THREADS: usize = 16;
@@ -117,16 +118,9 @@ impl Rig {
             let highest = stats.reserved_bytes.all.peak;
             assert!(limit.is_none_or(|limit| highest <= limit + self.over_limit), "the limit was passed");
             if let Some(snapshot) = allocator.snapshot() {
-                if self.coalesces {
-                    assert_layout(&snapshot)
-                } else {
-                    assert_tiled(&snapshot)
-                };
-                let ledger = snapshot.ledger(self.streams[0]);
-                assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
+                check_snapshot(&snapshot, self.coalesces, self.streams[0]);
             }
-            let ledger = allocator.ledger_at_peak();
-            assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
+            check_ledger(&allocator.ledger_at_peak());
             if looks % 8 == 7 {
                 allocator.reset_peaks();
             }
@@ -168,7 +162,7 @@ fn with_the_checker(selection: &Selection, limit: Option<u64>) {
     assert!(!recycles || report.verified_bytes > 0, "nothing that was freed came back");
 }
 
-/// As fast as it goes.
+/// At full speed: on the null device, and without a look at contents.
 fn at_full_speed(selection: &Selection, limit: Option<u64>) {
     let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);

@@ -5,8 +5,10 @@ use std::sync::Arc;
 use vramlab_device::{
     DeviceAddr, Driver, DriverError, GraphDriver, GraphId, Profile, SimDriver, StreamId, sim::SimMemory,
 };
-use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Gauge, Path, PooledGauge, Request, Stats};
-use vramlab_policies::instruments::Checker;
+use vramlab_policies::contract::{
+    AllocError, Block, DeviceAllocator, Gauge, Ledger, Path, PooledGauge, Request, Snapshot, Stats,
+};
+use vramlab_policies::instruments::{Checker, assert_layout, assert_tiled};
 
 pub(super) const KIB: u64 = 1 << 10;
 pub(super) const MIB: u64 = 1 << 20;
@@ -26,7 +28,7 @@ pub(super) fn sim(free: u64, memory: SimMemory) -> Arc<SimDriver> {
 
 /// Checks an allocator that was built on `driver`.
 pub(super) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Checker {
-    // SAFETY: as the sentence above says.
+    // SAFETY: callers give the driver that the allocator was built on.
     unsafe { Checker::new(inner, driver) }
 }
 
@@ -146,6 +148,20 @@ pub fn check_stats(stats: &Stats) {
     if let Some(inactive) = &stats.inactive_split_bytes {
         assert!(inactive.all.current + stats.active_bytes.all.current <= stats.reserved_bytes.all.current);
     }
+}
+
+/// What holds of a snapshot, and of its ledger, at every moment.
+pub(super) fn check_snapshot(snapshot: &Snapshot, coalesces: bool, stream: StreamId) {
+    if coalesces {
+        assert_layout(snapshot)
+    } else {
+        assert_tiled(snapshot)
+    };
+    check_ledger(&snapshot.ledger(stream));
+}
+
+pub(super) fn check_ledger(ledger: &Ledger) {
+    assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
 }
 
 /// What holds once every block is back and no free is pending.

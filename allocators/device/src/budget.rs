@@ -4,9 +4,9 @@
 //! end. Whatever a reader keeps for longer than a few hundred kilobytes is therefore claimed from a [`Budget`] *before*
 //! the memory is taken, and a claim that exceeds it ends the reading with one line.
 
-mod list;
+mod long_list;
 
-pub use list::LongList;
+pub use long_list::LongList;
 
 use crate::bytes::Bytes;
 use std::sync::Arc;

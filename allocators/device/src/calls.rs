@@ -182,7 +182,7 @@ struct Cell {
 impl SharedCounts {
     pub(super) fn add(&self, kind: CallKind, total_ns: u64, blocked_ns: u64) {
         let cell = &self.cells[kind as usize];
-        // Relaxed: the three figures are statistics; no other memory hangs on them.
+        // Relaxed: the three figures are statistics; no other memory depends on them.
         cell.count.fetch_add(1, Relaxed);
         cell.total_ns.fetch_add(total_ns, Relaxed);
         cell.blocked_ns.fetch_add(blocked_ns, Relaxed);

@@ -2,8 +2,8 @@
 //!
 //! The machine's clock is the processor's time-stamp counter where that can be trusted, because reading it takes half
 //! as long as asking the system. A read waits until the work before it is done (`lfence`), as the system's own does:
-//! an unfenced one, which libraries offer, may be taken while an earlier lock is still being waited for, and then two
-//! threads' times no longer tell who came first.
+//! an unfenced one, which libraries offer, may be taken while an earlier lock is still being waited for, and then
+//! the times of two threads no longer tell which came first.
 
 use std::fmt;
 use std::sync::Arc;
@@ -77,7 +77,7 @@ impl Clock for MonotonicClock {
     }
 
     fn orders_threads(&self) -> bool {
-        // A line passes between processors in tens of nanoseconds, a tick of the counter is below one. The system's
+        // A cache line passes between processors in tens of nanoseconds, a tick of the counter is below one. The system's
         // clock may tick in microseconds.
         !matches!(self.0, Source::System(_))
     }
@@ -98,13 +98,13 @@ impl Scale {
     /// Ticks are nanoseconds.
     pub const NANOSECONDS: Self = Self { per_tick: 0 };
 
-    /// So many ticks in nanoseconds.
+    /// Converts ticks to nanoseconds.
     #[inline(always)]
     pub fn nanoseconds(self, ticks: u64) -> u64 {
         if self.per_tick == 0 { ticks } else { nanoseconds(ticks, self.per_tick) }
     }
 
-    /// So many nanoseconds in ticks.
+    /// Converts nanoseconds to ticks, at most [`u64::MAX`].
     pub fn ticks(self, ns: u64) -> u64 {
         let ticks = (u128::from(ns) << 64).checked_div(u128::from(self.per_tick)).unwrap_or(u128::from(ns));
         u64::try_from(ticks).unwrap_or(u64::MAX)
@@ -141,13 +141,13 @@ impl Reader {
         }
     }
 
-    /// What its ticks are.
+    /// How long its ticks are.
     pub fn scale(&self) -> Scale {
         self.scale
     }
 
     /// Ticks since some fixed point, read while instructions before may be in flight: to wait for them would take as long
-    /// as a cached allocation does. So an interval is off by a few nanoseconds.
+    /// as a cached allocation does. An interval is off by the time of what was in flight.
     #[inline(always)]
     pub fn read(&self) -> u64 {
         match &self.other {
@@ -165,7 +165,7 @@ impl Reader {
         self.read().saturating_sub(self.start)
     }
 
-    /// Apart, so that it takes no registers where the counter is read.
+    /// Kept out of line, so that it takes no registers where the counter is read.
     #[cold]
     #[inline(never)]
     fn read_other(clock: &dyn Clock) -> u64 {
@@ -208,8 +208,8 @@ mod counter {
         *SCALE.get_or_init(|| trusted().then(calibrate).flatten())
     }
 
-    /// The processor's word on the rate, and the system's on the agreement between processors: it takes the counter off
-    /// this list when it has seen them differ.
+    /// Whether the processor promises a constant rate and Linux lists the counter. Linux takes it off its list when it has
+    /// seen that processors differ.
     fn trusted() -> bool {
         let list = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/available_clocksource");
         list.is_ok_and(|list| list.split_whitespace().any(|name| name == "tsc")) && invariant()

@@ -4,12 +4,12 @@
 //! comments build on them:
 //! - **the library is there**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never
 //!   unloads the library;
-//! - **the context is current**: each call goes through `CudaDriver::call`, which first makes this device's primary context
-//!   the calling thread's;
+//! - **the context is current**: each call goes through `CudaDriver::call`, or comes after `bind`, which makes this device's
+//!   primary context the calling thread's;
 //! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
 //!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
 //!   and did not destroy, and an id that is not in it is an error. The caller that destroys something promises that no other
-//!   call uses it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` with no promise of ours; the API itself
+//!   call uses it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` without an `unsafe impl`; the API itself
 //!   may be called from any thread.
 //!
 //! The raw layer is used, not cudarc's safe one, because that one records events around every argument and decides by
@@ -62,7 +62,7 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// The GPUs of this machine. Never panics, whatever is missing.
+    /// The GPUs of this machine. Never panics, also where the driver or the library is missing.
     ///
     /// # Errors
     /// [`CudaUnavailable`] says why there is none to work on; with `Ok` there is at least one.

@@ -45,7 +45,7 @@ impl DriverError {
     /// `CUDA_ERROR_CAPTURED_EVENT`.
     pub const CAPTURED_EVENT: u32 = 907;
 
-    /// An error of a device of ours (simulated, null, fault-injecting), under CUDA's code and name.
+    /// An error of the simulated, null or fault-injecting device, under CUDA's code and name.
     #[must_use]
     pub fn new(call: CallKind, code: u32, context: impl Into<String>) -> Self {
         let name = match code {

@@ -2,9 +2,8 @@
 
 use super::{DriverResult, GraphId, StreamId};
 
-/// The device's account of memory that graphs allocate for themselves, in bytes. There is one for the whole device, whichever
-/// program made
-/// the graphs. Plain memory that captured kernels use is not in it.
+/// The device's account of memory that graphs allocate for themselves, in bytes. It covers the graphs of all programs on the
+/// device. Plain memory that captured kernels use is not in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphMemory {
     /// Belongs to graphs.
@@ -23,7 +22,7 @@ pub struct GraphMemory {
 /// Between [`capture_begin`](Self::capture_begin) and [`capture_end`](Self::capture_end) work that is queued on the
 /// stream is noted and not run: kernels, fills, copies from page-locked memory, stream-ordered allocations and frees. A
 /// stream that waits for an event recorded in the capture joins it; the first stream has to wait for the work of the
-/// joined ones before the end. Plain memory is allocated and freed at once, as ever (CUDA's relaxed mode).
+/// joined ones before the end. Plain memory is allocated and freed at once, as outside of a capture (CUDA's relaxed mode).
 ///
 /// Waiting for a capturing stream, for the device or for a captured event, and asking after them, fails with
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` or `CUDA_ERROR_CAPTURED_EVENT`; so does what waits by itself, such as a copy to
@@ -41,7 +40,7 @@ pub trait GraphDriver {
     /// Ends the capture, also one that has become invalid, and throws away what was captured.
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// Queues everything that was captured: one call, whatever the number of kernels. Launches of one graph run one after
+    /// Queues everything that was captured: one call for any number of kernels. Launches of one graph run one after
     /// another, also on different streams.
     ///
     /// A graph that was destroyed, or that another driver made, is `CUDA_ERROR_INVALID_HANDLE`.

@@ -59,8 +59,8 @@ macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})
 only_success!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
 only_success!(GraphId, GraphMemory);
 
-/// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so that a wrapper
-/// is its own few lines: each method here has a default that changes nothing.
+/// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so a wrapper
+/// overrides only what it changes.
 ///
 /// # Safety
 /// The driver that results keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
@@ -71,13 +71,13 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
     /// What the hook remembers from before a call until after it.
     type Before;
 
-    /// Comes before each call, and may refuse it.
+    /// Runs before each call, and may refuse it.
     ///
     /// # Errors
-    /// One that the hook makes up: the call is not made, and [`after`](Self::after) does not come.
+    /// The hook's own refusal: the call is not made, and [`after`](Self::after) does not run.
     fn before(&self, inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<Self::Before>;
 
-    /// Comes after each call that was made.
+    /// Runs after each call that was made.
     fn after(
         &self,
         _inner: &dyn Driver,

@@ -54,7 +54,8 @@ macro_rules! handles {
     ($($(#[doc = $doc:literal])+ #[derive($($more:ident),*)] $name:ident;)+) => {$(
         $(#[doc = $doc])+
         ///
-        /// A driver makes it. Other code cannot make one without `unsafe`, so what holds one to itself knows who uses it:
+        /// A driver makes it. Other code cannot make one without `unsafe`, so code that keeps a handle private knows every
+        /// use of it:
         ///
         /// ```compile_fail,E0423
         #[doc = concat!("let forged = vramlab_device::", stringify!($name), "(7);")]

@@ -1,7 +1,7 @@
 //! Small files that a user names, such as profiles, specs and records: read as a whole, and never without bound.
 //!
 //! What a name stands for may be a device or a pipe that never ends, and a compressed file unpacks to a thousand times
-//! its size. A caller says how long its files can sensibly be, and what is longer is refused in one line. Histories are
+//! its size. A caller gives the longest that its files can sensibly be, and a longer file is refused in one line. Histories are
 //! streamed instead, within a [budget](crate::budget).
 
 use crate::bytes::Bytes;

@@ -12,7 +12,6 @@ pub mod budget;
 mod bytes;
 mod calls;
 pub mod clock;
-mod cost;
 mod cuda;
 mod error;
 mod faulty;
@@ -20,12 +19,13 @@ mod graph;
 mod hooked;
 mod ids;
 pub mod input;
+mod instrument_cost;
 mod mappings;
 mod metered;
 mod name;
 mod null;
 pub mod output;
-mod plain;
+mod plain_range;
 pub mod ranges;
 pub mod settings;
 pub mod sim;
@@ -33,13 +33,13 @@ pub mod sim;
 pub use bytes::{Bytes, ParseBytesError};
 pub use calls::{CallCounts, CallKind, CallTotals};
 pub use clock::{Clock, MonotonicClock};
-pub use cost::InstrumentCost;
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use error::DriverError;
 pub use faulty::FaultyDriver;
 pub use graph::{GraphDriver, GraphMemory};
 pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
+pub use instrument_cost::InstrumentCost;
 pub use metered::{CallEvent, CallObserver, IdleCosts, MeteredDriver};
 pub use name::{DeviceName, DeviceNameError};
 pub use null::NullDriver;
@@ -100,7 +100,7 @@ pub struct DeviceDescription {
 
 /// What a device can do.
 ///
-/// No method has a default: a device says of each what it does, and the one wrapper ([`HookedDriver`]) cannot forget one.
+/// No method has a default, so the one wrapper ([`HookedDriver`]) cannot forget to forward one.
 ///
 /// # Streams
 /// Calls that take a stream are queued on it and return at once unless they say otherwise. Streams are
@@ -122,7 +122,7 @@ pub struct DeviceDescription {
 /// - an address range from [`mem_alloc`](Self::mem_alloc), [`PoolDriver::mem_alloc_async`] or
 ///   [`VmmDriver::address_reserve`] is given to no other caller until it is freed;
 /// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for
-///   whatever arguments: handles of another driver and of things that are gone included.
+///   all arguments, also handles of another driver and of things that are gone.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// What this device is.
     fn describe(&self) -> DeviceDescription;
@@ -130,7 +130,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// The clock by which this device's time passes.
     fn clock(&self) -> Arc<dyn Clock>;
 
-    /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device cannot tell.
+    /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device does not report it.
     fn blocked_ns(&self) -> Option<u64>;
 
     /// Free and total memory.

@@ -1,6 +1,6 @@
 //! The account of driver calls: how many, how long, and how much of that the host spent waiting.
 //!
-//! The simulated device knows exactly how long a call waited. A GPU does not tell, so there the wait is what a
+//! The simulated device knows exactly how long a call waited. CUDA does not report it, so there the wait is what a
 //! call took *beyond the same call's cost on an idle device*, which [`IdleCosts::measure`] takes at the start
 //! of the run. Plain memory has two such costs, because the driver packs small blocks into 2 MiB pages: a low one when the
 //! block's page is held already, and one about thirty times as high when pages are taken or given back. The meter follows
@@ -15,6 +15,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+// `experiments calibrate` on an H200 with driver 580.159: about 1 us in a page that is held, 33 us where pages move.
 /// Pages in which drivers pack plain memory.
 const PAGE: u64 = 2 << 20;
 /// A call counts as waiting when it took this many times its idle cost and `SLACK_NS` more, so that the scatter of
@@ -180,7 +181,7 @@ impl fmt::Debug for Meter {
 }
 
 impl Meter {
-    /// What the device has waited so far, where it can tell, and the time.
+    /// How long the host has waited so far, where the device knows, and the time.
     fn now(&self, inner: &dyn Driver) -> (Option<u64>, u64) {
         (inner.blocked_ns(), self.clock.now_ns())
     }
@@ -319,7 +320,7 @@ impl MeteredDriver {
     }
 }
 
-/// What a launch took beyond its cost into an empty queue. Where the queue is full a launch waits for one kernel to
+/// Time that a launch took beyond its cost into an empty queue. Where the queue is full a launch waits for one kernel to
 /// end, which may be a few microseconds, so the slack is narrower than for memory calls.
 fn beyond_launch(idle: u64, total: u64) -> u64 {
     if total > idle + idle / 3 + 500 { total - idle } else { 0 }

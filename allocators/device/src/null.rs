@@ -1,17 +1,16 @@
 //! A device whose calls cost nothing: addresses only, for benchmarks of bookkeeping.
 
-mod graphs;
-mod vmm;
+mod captures;
 
-use super::plain::PlainRange;
+use super::plain_range::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
-    PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::DriverError;
 use crate::mappings::Mappings;
 use crate::{Clock, MonotonicClock};
-use graphs::Graphs;
+use captures::Graphs;
 use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -106,6 +105,15 @@ impl NullDriver {
         let (bytes, pool) = block.ok_or_else(|| DriverError::no_block(call, addr))?;
         self.used.fetch_sub(bytes, Relaxed);
         Ok((bytes, pool))
+    }
+
+    /// Makes a change that may let memory go, which then no longer counts as used.
+    fn shrink<T>(&self, with: impl FnOnce(&mut Mappings<(), ()>) -> DriverResult<T>) -> DriverResult<T> {
+        let mut vmm = lock(&self.vmm);
+        let before = vmm.created_bytes();
+        let result = with(&mut vmm);
+        self.used.fetch_sub(before - vmm.created_bytes(), Relaxed);
+        result
     }
 
     fn with_pool<T>(
@@ -315,5 +323,47 @@ impl PoolDriver for NullDriver {
             counters.reserved = counters.used;
         }
         Ok(())
+    }
+}
+
+fn need_pages(call: CallKind, bytes: u64) -> DriverResult<()> {
+    let whole = bytes > 0 && bytes.is_multiple_of(PAGE);
+    if whole { Ok(()) } else { Err(DriverError::invalid_value(call, "ranges and handles are whole pages")) }
+}
+
+impl VmmDriver for NullDriver {
+    fn granularity(&self) -> DriverResult<u64> {
+        Ok(PAGE)
+    }
+
+    fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
+        need_pages(CallKind::MemAddressReserve, bytes)?;
+        lock(&self.vmm).reserve(bytes, ())
+    }
+
+    unsafe fn address_free(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        lock(&self.vmm).free_reservation(addr.get(), bytes)
+    }
+
+    fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
+        need_pages(CallKind::MemCreate, bytes)?;
+        self.claim(CallKind::MemCreate, bytes)?;
+        Ok(lock(&self.vmm).create(bytes, ()))
+    }
+
+    unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
+        lock(&self.vmm).map(addr.get(), bytes, handle, |(), _, ()| true)
+    }
+
+    unsafe fn set_access(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        lock(&self.vmm).set_access(addr.get(), bytes)
+    }
+
+    unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
+        self.shrink(|vmm| vmm.unmap(addr.get(), bytes))
+    }
+
+    unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
+        self.shrink(|vmm| vmm.release(handle)).map(|_| ())
     }
 }

@@ -51,7 +51,7 @@ pub enum Existing {
 pub struct OutputError {
     /// The file, as the caller named it.
     pub path: PathBuf,
-    /// What is wrong. Part of the message, so not a source of its own.
+    /// What is wrong. The message contains it, so it is not an error source.
     pub problem: OutputProblem,
 }
 
@@ -130,7 +130,7 @@ impl OutputFile {
     /// Begins a file that will be at `path`.
     ///
     /// # Errors
-    /// A refusal where there can be no such file; then nothing was made.
+    /// A refusal where no such file can be made; nothing is left then.
     pub fn create(path: &Path, existing: Existing) -> Result<Self, OutputError> {
         let fails = |problem| OutputError { path: path.to_owned(), problem };
         let there = examine(path, existing).map_err(fails)?;
@@ -155,12 +155,12 @@ impl OutputFile {
         self.expected = Some(bytes);
         match FileExt::allocate(self.out.get_ref().as_file(), bytes) {
             Err(error) if room::is_full(&error) => Err(self.failed(error)),
-            // Some file systems cannot take room ahead; writing will tell.
+            // Some file systems cannot reserve room; there a full disk shows when the file is written.
             _ => Ok(()),
         }
     }
 
-    /// The error of this file for what a write to it returned. A full disk is told with what is needed.
+    /// The error of this file for what a write to it returned. For a full disk it says how much room is needed.
     #[must_use]
     pub fn failed(&self, error: io::Error) -> OutputError {
         let (needed, whole) = self.expected.map_or((self.written, false), |bytes| (bytes, true));
@@ -321,7 +321,7 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<Metadata>, OutputPr
     }
     match existing {
         Existing::Refuse => Err(OutputProblem::Exists),
-        // A user who may write to the folder may replace a file that must not be written to; only opening it tells.
+        // A user who may write to the folder may replace a file that must not be written to; only opening it shows that.
         Existing::Replace => match OpenOptions::new().write(true).open(path) {
             Ok(_) => Ok(Some(there)),
             Err(error) => Err(OutputProblem::Denied(error)),

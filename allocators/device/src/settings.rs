@@ -112,7 +112,9 @@ pub trait Settings: Any + fmt::Debug + Send + Sync {
     fn set(&mut self, name: &str, value: &str) -> Result<(), SettingError>;
 
     /// The value of one as text that [`set`](Self::set) takes.
-    fn get(&self, name: &str) -> Option<String>;
+    fn get(&self, name: &str) -> Option<String> {
+        self.list().into_iter().find(|setting| setting.name == name).map(|setting| setting.value)
+    }
 
     /// All of them as a JSON object.
     fn json(&self) -> serde_json::Value;
@@ -150,8 +152,8 @@ pub fn one_line(comment: &str) -> String {
 
 /// Reads a value, or says what is expected.
 #[doc(hidden)]
-pub fn read<T>(name: &'static str, kind: &impl Kind<T>, text: &str) -> Result<T, SettingError> {
-    let wrong = || SettingError::Value { name, takes: kind.takes(), found: text.to_owned() };
+pub fn read<T>(name: &'static str, kind: &Kind<T>, text: &str) -> Result<T, SettingError> {
+    let wrong = || SettingError::Value { name, takes: kind.takes().to_owned(), found: text.to_owned() };
     kind.read(text).ok_or_else(wrong)
 }
 
@@ -192,8 +194,8 @@ macro_rules! settings {
             fn list(&self) -> Vec<$crate::settings::Setting> {
                 let own: Vec<$crate::settings::Setting> = vec![$($crate::settings::Setting {
                     name: stringify!($field),
-                    value: $crate::settings::Kind::<$type>::write(&$kind, &self.$field),
-                    takes: $crate::settings::Kind::<$type>::takes(&$kind),
+                    value: $crate::settings::Kind::<$type>::from($kind).write(&self.$field),
+                    takes: $crate::settings::Kind::<$type>::from($kind).takes().to_owned(),
                     help: $crate::settings::one_line(concat!($($help, "\n"),+)),
                 },)*];
                 $(let own = [$crate::settings::Settings::list(&self.$base), own].concat();)?
@@ -204,7 +206,7 @@ macro_rules! settings {
             fn set(&mut self, name: &str, value: &str) -> Result<(), $crate::settings::SettingError> {
                 match name {
                     $(stringify!($field) => {
-                        self.$field = $crate::settings::read::<$type>(stringify!($field), &$kind, value)?;
+                        self.$field = $crate::settings::read(stringify!($field), &$crate::settings::Kind::<$type>::from($kind), value)?;
                         Ok(())
                     })*
                     $(_ if $crate::settings::Settings::get(&self.$base, name).is_some() => {
@@ -214,13 +216,6 @@ macro_rules! settings {
                         name: name.to_owned(),
                         among: $crate::settings::Settings::list(self).iter().map(|setting| setting.name).collect(),
                     }),
-                }
-            }
-
-            fn get(&self, name: &str) -> Option<String> {
-                match name {
-                    $(stringify!($field) => Some($crate::settings::Kind::<$type>::write(&$kind, &self.$field)),)*
-                    _ => None$(.or_else(|| $crate::settings::Settings::get(&self.$base, name)))?,
                 }
             }
 

@@ -13,21 +13,21 @@
 mod backing;
 mod graphs;
 mod heap;
-mod host;
+mod host_memory;
+mod host_room;
 mod l2;
-mod memory;
 mod pools;
 mod profile;
 mod timeline;
 mod vmm;
 
-pub use host::{HostBound, HostRoom};
+pub use host_room::{HostBound, HostRoom};
 pub use profile::{
     Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
     VirtualMemory,
 };
 
-use super::plain::PlainRange;
+use super::plain_range::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
@@ -37,8 +37,8 @@ use crate::DriverError;
 use crate::bytes::Bytes;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
+use host_memory::{HostMemoryMap, NoRoom};
 use l2::L2;
-use memory::{HostMemoryMap, NoRoom};
 use pools::Pool;
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -172,8 +172,7 @@ impl SimDriver {
     }
 
     /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the
-    /// system
-    /// what it has left before it takes more.
+    /// system what it has left before it takes more.
     #[must_use]
     pub fn with_host_limit(self, bytes: u64) -> Self {
         self.lock().host = HostMemoryMap::limited(bytes);
@@ -190,7 +189,7 @@ impl SimDriver {
         lock(&self.state)
     }
 
-    /// Locks the state for a call that costs the host `ns` whatever it meets.
+    /// Locks the state for a call that costs the host `ns`, also when it fails.
     fn charge(&self, ns: u64) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         state.time.spend(ns);

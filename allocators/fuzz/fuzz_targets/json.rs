@@ -6,7 +6,7 @@ use vramlab::histories::trace::{Format, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
-    // By its content, and as what it is meant to be.
+    // In each format by name, and in the one that the content shows.
     let formats: &[Format] = &[Format::SnapshotJson, Format::Jsonl];
     for format in formats.iter().copied().map(Some).chain([None]) {
         let options = ReadOptions { format, budget: Budget::new(1 << 26) };

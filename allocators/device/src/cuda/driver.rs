@@ -32,7 +32,7 @@ unsafe impl Driver for CudaDriver {
     }
 
     fn blocked_ns(&self) -> Option<u64> {
-        // CUDA does not tell; the meter estimates it.
+        // CUDA does not report it; the meter estimates it.
         None
     }
 

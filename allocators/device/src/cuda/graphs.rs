@@ -1,8 +1,7 @@
 //! Stream capture and graphs on CUDA.
 //!
 //! A [`GraphId`] stands for an instance (`CUgraphExec`) and is never used again, so that a launch of a graph that is gone is an
-//! error. The graph that it is made from is destroyed as soon as it is
-//! made, as NVIDIA's sample `graphMemoryNodes` does.
+//! error. The captured graph is destroyed as soon as its instance is made, as NVIDIA's sample `graphMemoryNodes` does.
 
 use super::{CudaDriver, check, refusal};
 use crate::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};

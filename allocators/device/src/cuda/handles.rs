@@ -1,4 +1,4 @@
-//! Which handles are this driver's. CUDA trusts the handles that it is given, so none reaches it that was not made here and
+//! The handles that a driver has made. CUDA trusts the handles that it is given, so none reaches it that was not made here and
 //! is still live: a forged one, one of another driver and one from before this driver was opened are errors.
 //!
 //! A look-up is one in a table behind a lock. Only calls to the driver make one, never a hit in a cache.

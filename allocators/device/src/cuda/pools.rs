@@ -1,7 +1,7 @@
 //! Stream-ordered pools on CUDA.
 //!
 //! Each pool is made here and is our own: the device's default pool belongs to the whole process, and a threshold set
-//! on x.
+//! on it would change the measurements of all other code in it.
 
 use super::{CudaDriver, size};
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};

@@ -96,8 +96,6 @@ pub struct CudaDeviceInfo {
     pub multiprocessors: u32,
     /// Size of the L2 cache in bytes.
     pub l2_bytes: u64,
-    /// Shared memory that one block may ask for, in bytes.
-    pub shared_bytes_per_block: u64,
     /// Whether it reads the host's pageable memory by itself, through the host's page tables (Grace and its like).
     pub host_page_tables: bool,
 }
@@ -162,7 +160,6 @@ pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDevi
         vmm: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,
         multiprocessors: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         l2_bytes: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.into(),
-        shared_bytes_per_block: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.into(),
         host_page_tables: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)?
             != 0,
     };

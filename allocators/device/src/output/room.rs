@@ -1,4 +1,4 @@
-//! Room on the disk: how much there is, how much is wanted, and some that is kept.
+//! Room on the disk: an error that says how much is missing, and room that is reserved.
 
 use crate::bytes::Bytes;
 use fs4::FileExt;
@@ -14,14 +14,14 @@ pub struct NoRoom {
     pub needed: u64,
     /// Whether it needs exactly these; otherwise more would have followed.
     pub whole: bool,
-    /// Bytes that there is room for, where the file system says it and they are fewer.
+    /// Bytes that there is room for, where that is known and fewer than are needed.
     pub room: Option<u64>,
-    /// What the operating system said.
+    /// The operating system's error.
     pub error: io::Error,
 }
 
 impl NoRoom {
-    /// Of an error, if it says so; otherwise the error again. `held` bytes will come free.
+    /// From an error that reports a full disk; any other error is returned. `held` bytes will come free.
     pub(super) fn of(folder: &Path, needed: u64, whole: bool, held: u64, error: io::Error) -> Result<Self, io::Error> {
         if !is_full(&error) {
             return Err(error);

@@ -1,53 +1,107 @@
 //! What values a setting takes: how they are written, read and described.
 
 use crate::bytes::Bytes;
-use serde::Serialize;
-use std::fmt::Display;
-use std::marker::PhantomData;
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
+type Read<T> = Box<dyn Fn(&str) -> Option<T>>;
+type Write<T> = Box<dyn Fn(&T) -> String>;
+
 /// What values a setting of type `T` takes.
-pub trait Kind<T> {
-    /// What it takes, in a few words, as it stands behind "takes".
-    fn takes(&self) -> String;
+pub struct Kind<T> {
+    takes: String,
+    read: Read<T>,
+    write: Write<T>,
+}
 
-    /// The value that a text stands for; `None` for what is no such value.
-    fn read(&self, text: &str) -> Option<T>;
+impl<T> fmt::Debug for Kind<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kind").field("takes", &self.takes).finish_non_exhaustive()
+    }
+}
 
-    /// A value as text that [`read`](Self::read) gives back to the bit.
-    fn write(&self, value: &T) -> String;
+impl<T> Kind<T> {
+    /// A kind of values, described in a few words as they stand behind "takes". `read` gives back what `write` wrote, to the
+    /// bit.
+    pub fn new(
+        takes: impl Into<String>,
+        read: impl Fn(&str) -> Option<T> + 'static,
+        write: impl Fn(&T) -> String + 'static,
+    ) -> Self {
+        Self { takes: takes.into(), read: Box::new(read), write: Box::new(write) }
+    }
+
+    /// What it takes.
+    #[must_use]
+    pub fn takes(&self) -> &str {
+        &self.takes
+    }
+
+    /// The value that a text stands for; `None` where it stands for none.
+    #[must_use]
+    pub fn read(&self, text: &str) -> Option<T> {
+        (self.read)(text)
+    }
+
+    /// A value as text.
+    #[must_use]
+    pub fn write(&self, value: &T) -> String {
+        (self.write)(value)
+    }
 }
 
 /// Bytes, with units or without. See [`bytes`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct ByteCount {
-    range: RangeInclusive<u64>,
+    least: u64,
+    most: u64,
+    unbounded: Option<&'static str>,
 }
 
 /// A number of bytes: `512M`, `1.5GiB`, `4096`.
 #[must_use]
 pub fn bytes() -> ByteCount {
-    ByteCount { range: 0..=u64::MAX }
+    ByteCount { least: 0, most: u64::MAX, unbounded: None }
 }
 
 impl ByteCount {
     /// No fewer than these.
     #[must_use]
     pub fn at_least(self, least: u64) -> Self {
-        Self { range: least..=*self.range.end() }
+        Self { least, ..self }
     }
 
     /// No more than these.
     #[must_use]
     pub fn at_most(self, most: u64) -> Self {
-        Self { range: *self.range.start()..=most }
+        Self { most, ..self }
     }
 
     /// Also `word`, for a bound that is not there: [`None`] where the type is an option, else [`u64::MAX`].
     #[must_use]
-    pub fn or(self, word: &'static str) -> Or<Self> {
-        Or { kind: self, word }
+    pub fn or(self, word: &'static str) -> Self {
+        Self { unbounded: Some(word), ..self }
+    }
+
+    fn takes(self) -> String {
+        let least = if self.least > 0 { format!(", at least {}", exact(self.least)) } else { String::new() };
+        let most = if self.most < u64::MAX { format!(", at most {}", exact(self.most)) } else { String::new() };
+        let word = self.unbounded.map(|word| format!(", or {word}")).unwrap_or_default();
+        format!("bytes, such as 512M{least}{most}{word}")
+    }
+
+    /// Bytes, or none where the text is the word for no bound.
+    fn read(self, text: &str) -> Option<Option<u64>> {
+        if self.unbounded == Some(text) {
+            return Some(None);
+        }
+        let bytes = text.parse::<Bytes>().ok()?.0;
+        (self.least..=self.most).contains(&bytes).then_some(Some(bytes))
+    }
+
+    fn write(self, value: Option<u64>) -> String {
+        value.map_or_else(|| self.unbounded.unwrap_or_default().to_owned(), exact)
     }
 }
 
@@ -60,136 +114,43 @@ fn exact(bytes: u64) -> String {
     }
 }
 
-impl Kind<u64> for ByteCount {
-    fn takes(&self) -> String {
-        let mut out = "bytes, such as 512M".to_owned();
-        if *self.range.start() > 0 {
-            out = format!("{out}, at least {}", exact(*self.range.start()));
-        }
-        if *self.range.end() < u64::MAX {
-            out = format!("{out}, at most {}", exact(*self.range.end()));
-        }
-        out
-    }
-
-    fn read(&self, text: &str) -> Option<u64> {
-        text.parse::<Bytes>().ok().map(|bytes| bytes.0).filter(|bytes| self.range.contains(bytes))
-    }
-
-    fn write(&self, value: &u64) -> String {
-        exact(*value)
+impl From<ByteCount> for Kind<Option<u64>> {
+    fn from(count: ByteCount) -> Self {
+        Self::new(count.takes(), move |text| count.read(text), move |value| count.write(*value))
     }
 }
 
-/// A kind, or a word for what has no bound.
-#[derive(Clone, Debug)]
-pub struct Or<K> {
-    kind: K,
-    word: &'static str,
-}
-
-impl Kind<Option<u64>> for Or<ByteCount> {
-    fn takes(&self) -> String {
-        format!("{}, or {}", self.kind.takes(), self.word)
-    }
-
-    fn read(&self, text: &str) -> Option<Option<u64>> {
-        if text == self.word { Some(None) } else { self.kind.read(text).map(Some) }
-    }
-
-    fn write(&self, value: &Option<u64>) -> String {
-        value.map_or_else(|| self.word.to_owned(), |value| self.kind.write(&value))
+impl From<ByteCount> for Kind<u64> {
+    fn from(count: ByteCount) -> Self {
+        let bounded = move |value: u64| Some(value).filter(|value| count.unbounded.is_none() || *value < u64::MAX);
+        let read = move |text: &str| Some(count.read(text)?.unwrap_or(u64::MAX));
+        Self::new(count.takes(), read, move |value| count.write(bounded(*value)))
     }
 }
-
-impl Kind<u64> for Or<ByteCount> {
-    fn takes(&self) -> String {
-        format!("{}, or {}", self.kind.takes(), self.word)
-    }
-
-    fn read(&self, text: &str) -> Option<u64> {
-        if text == self.word { Some(u64::MAX) } else { self.kind.read(text) }
-    }
-
-    fn write(&self, value: &u64) -> String {
-        if *value == u64::MAX { self.word.to_owned() } else { self.kind.write(value) }
-    }
-}
-
-/// A whole number. See [`number`].
-#[derive(Clone, Debug)]
-pub struct Number<T>(RangeInclusive<T>);
 
 /// A whole number in a range.
 #[must_use]
-pub fn number<T>(range: RangeInclusive<T>) -> Number<T> {
-    Number(range)
+pub fn number<T: FromStr + fmt::Display + PartialOrd + 'static>(range: RangeInclusive<T>) -> Kind<T> {
+    let takes = format!("a whole number from {} to {}", range.start(), range.end());
+    Kind::new(takes, move |text| text.parse().ok().filter(|value| range.contains(value)), T::to_string)
 }
-
-impl<T: FromStr + Display + PartialOrd> Kind<T> for Number<T> {
-    fn takes(&self) -> String {
-        format!("a whole number from {} to {}", self.0.start(), self.0.end())
-    }
-
-    fn read(&self, text: &str) -> Option<T> {
-        text.parse().ok().filter(|value| self.0.contains(value))
-    }
-
-    fn write(&self, value: &T) -> String {
-        value.to_string()
-    }
-}
-
-/// A fraction. See [`fraction`].
-#[derive(Clone, Debug)]
-pub struct Fraction(());
 
 /// A number from 0 to 1.
 #[must_use]
-pub fn fraction() -> Fraction {
-    Fraction(())
+pub fn fraction() -> Kind<f64> {
+    let read = |text: &str| text.parse().ok().filter(|value| (0.0..=1.0).contains(value));
+    Kind::new("a number from 0 to 1", read, f64::to_string)
 }
-
-impl Kind<f64> for Fraction {
-    fn takes(&self) -> String {
-        "a number from 0 to 1".to_owned()
-    }
-
-    fn read(&self, text: &str) -> Option<f64> {
-        text.parse().ok().filter(|value| (0.0..=1.0).contains(value))
-    }
-
-    fn write(&self, value: &f64) -> String {
-        value.to_string()
-    }
-}
-
-/// On or off. See [`switch`].
-#[derive(Clone, Debug)]
-pub struct Switch(());
 
 /// `on` or `off`; `true` and `false`, as PyTorch writes them in small letters or not, are read as well.
 #[must_use]
-pub fn switch() -> Switch {
-    Switch(())
-}
-
-impl Kind<bool> for Switch {
-    fn takes(&self) -> String {
-        "on or off".to_owned()
-    }
-
-    fn read(&self, text: &str) -> Option<bool> {
-        match text {
-            "on" | "true" | "True" => Some(true),
-            "off" | "false" | "False" => Some(false),
-            _ => None,
-        }
-    }
-
-    fn write(&self, value: &bool) -> String {
-        if *value { "on" } else { "off" }.to_owned()
-    }
+pub fn switch() -> Kind<bool> {
+    let read = |text: &str| match text {
+        "on" | "true" | "True" => Some(true),
+        "off" | "false" | "False" => Some(false),
+        _ => None,
+    };
+    Kind::new("on or off", read, |on| if *on { "on" } else { "off" }.to_owned())
 }
 
 /// One of the values that a setting can have.
@@ -207,54 +168,21 @@ pub trait Choices: Copy + PartialEq + 'static {
     const ALL: &'static [Choice<Self>];
 }
 
-/// One of a few names. See [`choice`].
-#[derive(Clone, Debug)]
-pub struct OneOf<T>(PhantomData<T>);
-
 /// One of the names of a type's values.
 #[must_use]
-pub fn choice<T: Choices>() -> OneOf<T> {
-    OneOf(PhantomData)
+pub fn choice<T: Choices>() -> Kind<T> {
+    let names: Vec<&str> = T::ALL.iter().map(|choice| choice.name).collect();
+    let takes = match names.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => names.concat(),
+    };
+    let read = |text: &str| T::ALL.iter().find(|choice| choice.name == text).map(|choice| choice.value);
+    let write = |value: &T| T::ALL.iter().find(|choice| choice.value == *value).map_or("", |choice| choice.name);
+    Kind::new(takes, read, move |value| write(value).to_owned())
 }
-
-impl<T: Choices> Kind<T> for OneOf<T> {
-    fn takes(&self) -> String {
-        let names: Vec<&str> = T::ALL.iter().map(|choice| choice.name).collect();
-        match names.split_last() {
-            Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
-            _ => names.concat(),
-        }
-    }
-
-    fn read(&self, text: &str) -> Option<T> {
-        T::ALL.iter().find(|choice| choice.name == text).map(|choice| choice.value)
-    }
-
-    fn write(&self, value: &T) -> String {
-        T::ALL.iter().find(|choice| choice.value == *value).map(|choice| choice.name.to_owned()).unwrap_or_default()
-    }
-}
-
-/// A text of the setting's own. See [`text`].
-#[derive(Clone, Debug)]
-pub struct Text(&'static str);
 
 /// What a type reads from text, described in a few words. A value with commas is written in brackets: `[1:4,>:8]`.
 #[must_use]
-pub fn text(takes: &'static str) -> Text {
-    Text(takes)
-}
-
-impl<T: FromStr + Display + Serialize> Kind<T> for Text {
-    fn takes(&self) -> String {
-        self.0.to_owned()
-    }
-
-    fn read(&self, text: &str) -> Option<T> {
-        text.parse().ok()
-    }
-
-    fn write(&self, value: &T) -> String {
-        value.to_string()
-    }
+pub fn text<T: FromStr + fmt::Display + 'static>(takes: &'static str) -> Kind<T> {
+    Kind::new(takes, |text| text.parse().ok(), T::to_string)
 }

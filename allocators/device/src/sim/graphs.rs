@@ -272,7 +272,7 @@ impl SimDriver {
             return;
         }
         let duration = self.node_ns(state, &node);
-        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, duration, 0);
         state.note_use(stream, &node.buffers);
     }
 
@@ -347,7 +347,7 @@ impl GraphDriver for SimDriver {
         }
         let work_ns = launched.nodes.iter().map(|node| self.node_ns(state, node)).sum();
         let gaps_ns = launched.nodes.len() as u64 * self.profile.graphs.node_gap_ns;
-        state.time.enqueue_with_gaps(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
+        state.time.enqueue(stream.get(), self.profile.queues.start_latency_ns, work_ns, gaps_ns);
         launched.last = Some(state.time.mark(stream.get()));
         for node in &launched.nodes {
             state.note_use(stream, &node.buffers);

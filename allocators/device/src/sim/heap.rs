@@ -7,7 +7,7 @@
 use super::timeline::{Mark, Order};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Why memory is not available yet: the point of a stream at which its last owner freed it.
+/// The point of a stream at which memory was freed, while other streams may have to wait for it.
 type FreedAt = Option<Mark>;
 
 /// A range of addresses, cut into free ranges and blocks. Offsets are relative to `base`.
@@ -221,7 +221,7 @@ impl Heap {
         self.add_range(start, len, freed);
     }
 
-    /// Forgets by whom ranges were freed once those points have passed, so that they join.
+    /// Forgets which stream freed a range once that point has passed, so that neighbours join.
     pub(super) fn settle(&mut self, passed: impl Fn(Mark) -> bool) {
         if self.marked == 0 || self.free.values().all(|(_, freed)| freed.is_none_or(|mark| !passed(mark))) {
             return;

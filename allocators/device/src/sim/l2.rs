@@ -9,7 +9,7 @@
 
 use std::collections::BTreeMap;
 
-/// What the model tells apart: fine enough for layers of some hundred KiB, and a layer of 16 MiB is 256 of them.
+/// The unit of the model: fine enough for layers of some hundred KiB, and a layer of 16 MiB is 256 of them.
 pub(super) const SECTOR: u64 = 64 << 10;
 
 /// The sectors in the cache, by age.
@@ -48,7 +48,7 @@ impl L2 {
         (bytes > 0).then(|| (addr / SECTOR, addr.saturating_add(bytes - 1) / SECTOR))
     }
 
-    /// Bytes of a range that are not in the cache. Who reads more than the cache holds finds nothing of it: the end
+    /// Bytes of a range that are not in the cache. A launch that reads more than the cache holds finds nothing of it: the end
     /// pushes out the beginning before it is read again.
     fn missing(&self, addr: u64, bytes: u64) -> u64 {
         let Some((first, last)) = Self::sectors(addr, bytes) else { return 0 };

@@ -107,14 +107,9 @@ impl Timeline {
         self.streams.get_mut(&stream).expect("the driver should have checked the stream")
     }
 
-    /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest. Blocks the host while
-    /// the queue is full, as a launch does.
-    pub(super) fn enqueue(&mut self, stream: u64, latency_ns: u64, duration_ns: u64) {
-        self.enqueue_with_gaps(stream, latency_ns, duration_ns, 0);
-    }
-
-    /// Queues work in several pieces with `gaps_ns` between them, in which the device does nothing.
-    pub(super) fn enqueue_with_gaps(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
+    /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest, in pieces with `gaps_ns` in all
+    /// between them, in which the device does nothing. Blocks the host while the queue is full, as a launch does.
+    pub(super) fn enqueue(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
         let (now, depth) = (self.now_ns, self.depth);
         let state = self.stream(stream);
         while state.queue.front().is_some_and(|&end| end <= now) {
@@ -213,7 +208,7 @@ mod tests {
         let stream = time.create_stream();
         for _ in 0..3 {
             time.spend(2);
-            time.enqueue(stream, 1, 10);
+            time.enqueue(stream, 1, 10, 0);
         }
         assert_eq!((time.now_ns(), time.mark(stream).time_ns), (6, 33));
         time.synchronize_stream(stream);
@@ -225,7 +220,7 @@ mod tests {
         let mut time = Timeline::new(2);
         let stream = time.create_stream();
         for _ in 0..3 {
-            time.enqueue(stream, 0, 10);
+            time.enqueue(stream, 0, 10, 0);
         }
         // The third had to wait for the first.
         assert_eq!(time.now_ns(), 10);
@@ -235,7 +230,7 @@ mod tests {
     fn events_order_streams_transitively() {
         let mut time = Timeline::new(100);
         let (a, b, c) = (time.create_stream(), time.create_stream(), time.create_stream());
-        time.enqueue(a, 0, 50);
+        time.enqueue(a, 0, 50, 0);
         let freed = time.step(a);
         let event = time.record(a);
         assert!(!time.is_ordered_after(b, freed));

@@ -2,9 +2,9 @@
 //!
 //! Each block that the simulated driver hands out has host memory of its own, so an access outside of a block
 //! is found instead of reading a neighbour. Memory is recycled without clearing it: like a GPU's, it holds
-//! whatever its last owner left. (Fresh memory is zero.)
+//! what its last owner left. (Fresh memory is zero.)
 
-use super::host::{Allowance, HostRoom};
+use super::host_room::{Allowance, HostRoom};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
@@ -61,7 +61,7 @@ pub(super) struct HostMemoryMap {
     allowance: Allowance,
 }
 
-/// The host has no memory for a block: what it has left, if it told; it may also have refused without a word.
+/// The host has no memory for a block. Holds what the host has left, where that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NoRoom(pub(super) Option<HostRoom>);
 

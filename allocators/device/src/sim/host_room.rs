@@ -1,6 +1,7 @@
 //! How much memory this process may still take: of the machine, of its control groups, and of its address space.
 //!
-//! Linux grants memory that it does not have and kills who uses it. So who is about to take much asks first.
+//! Linux grants memory that it does not have, and kills a process that then uses it. The simulated device therefore asks
+//! before it takes memory.
 #![forbid(unsafe_code)]
 
 use crate::bytes::Bytes;
@@ -46,16 +47,14 @@ impl fmt::Display for HostRoom {
 }
 
 impl HostRoom {
-    /// What the process may still take at this moment; `None` where the system does not tell. Reads a few small files, which
-    /// takes some tens of microseconds.
+    /// What the process may still take at this moment; `None` where the system does not show it. Reads a few small files.
     #[must_use]
     pub fn now() -> Option<Self> {
         Self::of(0, &|path| std::fs::read_to_string(path).ok())
     }
 
-    /// Finds the room with `promised` bytes taken already that the system does not count before they are written. `read` gives
-    /// the
-    /// text of a file.
+    /// Finds the room with `promised` bytes taken already that the system does not count before they are written. `read`
+    /// gives the text of a file.
     fn of(promised: u64, read: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
         let physical = [(machine(read), HostBound::Machine), (control_groups(read), HostBound::ControlGroup)];
         let physical = physical.map(|(bytes, bound)| (bytes.map(|bytes| bytes.saturating_sub(promised)), bound));
@@ -117,7 +116,7 @@ fn room_of(read: &dyn Fn(&str) -> Option<String>, group: &str, files: [&str; 4])
 /// Bytes that may be taken between two looks at what there is.
 const STEP: u64 = 64 << 20;
 
-/// Who takes memory and asks before.
+/// Memory that a device has taken, and how much more it may take without another look at the system.
 #[derive(Debug, Default)]
 pub(super) struct Allowance {
     /// A limit on all that is taken.
@@ -128,7 +127,7 @@ pub(super) struct Allowance {
 }
 
 impl Allowance {
-    /// At most `limit` bytes at a time, whatever the system has.
+    /// At most `limit` bytes at a time, even where the system has more.
     pub(super) fn limited(limit: u64) -> Self {
         Self { limit: Some(limit), ..Self::default() }
     }

@@ -1,4 +1,4 @@
-//! What watching costs.
+//! What an instrument itself costs.
 
 use serde::{Deserialize, Serialize};
 
