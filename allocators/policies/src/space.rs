@@ -26,7 +26,6 @@ mod account;
 mod arena;
 mod block;
 mod mapping;
-mod parts;
 mod view;
 
 pub use account::Account;
@@ -67,6 +66,11 @@ pub struct Space {
     vacant_segments: Vec<u32>,
     /// Searches so far, by which free blocks age.
     searches: u64,
+}
+
+/// What a free block adds to the count and bytes of blocks that are parts of their segments.
+fn counted(split: bool, bytes: u64) -> (i64, i64) {
+    if split { (1, bytes.cast_signed()) } else { (0, 0) }
 }
 
 impl Index<BlockId> for Space {
@@ -311,20 +315,39 @@ impl Space {
     /// # Panics
     /// When the block is not free or too small.
     pub fn take(&mut self, block: BlockId, bytes: u64, requested: u64) -> Option<BlockId> {
-        let Record { state, bytes: size, list, segment, .. } = self[block];
-        assert!(state == State::Free && bytes <= size, "a block should be free and large enough to be taken");
-        let was_split = self[block].is_split();
-        let rest = (bytes < size).then(|| self.cut(block, bytes));
-        if !self[segment].expandable {
-            match (was_split, rest) {
-                (true, Some(_)) => self.account.split_changed(list, 0, -bytes.cast_signed()),
-                (true, None) => self.account.split_changed(list, -1, -size.cast_signed()),
-                (false, Some(_)) => self.account.split_changed(list, 1, (size - bytes).cast_signed()),
-                (false, None) => {}
-            }
-        }
+        let rest = self.cut_free(block, bytes, bytes);
         self.hold(block, requested);
         rest
+    }
+
+    /// Hands the last `bytes` of a free block to the client, who asked for `requested` bytes; what lies in front of them stays
+    /// free. Returns the block that is held.
+    ///
+    /// # Panics
+    /// When the block is not free or too small.
+    pub fn take_end(&mut self, block: BlockId, bytes: u64, requested: u64) -> BlockId {
+        let held = self.cut_free(block, bytes, self[block].bytes.saturating_sub(bytes)).unwrap_or(block);
+        self.hold(held, requested);
+        held
+    }
+
+    /// Cuts a free block at an offset, of which `bytes` will be taken: the rest of them is counted as free, if there is one.
+    /// Returns what lies behind the cut.
+    fn cut_free(&mut self, block: BlockId, bytes: u64, at: u64) -> Option<BlockId> {
+        let Record { state, bytes: size, .. } = self[block];
+        assert!(state == State::Free && bytes <= size, "a block should be free and large enough to be taken");
+        let before = counted(self[block].is_split(), size);
+        let behind = (bytes < size).then(|| self.cut(block, at));
+        self.recount(block, before, counted(behind.is_some(), size - bytes));
+        behind
+    }
+
+    /// Counts a change of the free blocks of a segment from `before` to `after`.
+    fn recount(&mut self, block: BlockId, before: (i64, i64), after: (i64, i64)) {
+        let Record { segment, list, .. } = self[block];
+        if !self[segment].expandable {
+            self.account.split_changed(list, after.0 - before.0, after.1 - before.1);
+        }
     }
 
     /// Lets a held block belong to another owner from now on, who took it over.
@@ -339,17 +362,13 @@ impl Space {
     /// # Panics
     /// When the block is not free.
     pub fn give(&mut self, block: BlockId, owner: Owner) -> Joined {
-        let Record { state, bytes, segment, .. } = self[block];
+        let Record { state, bytes, .. } = self[block];
         assert_eq!(state, State::Free, "only a free block can be given away");
-        let counted = |split: bool, bytes: u64| if split { (1, bytes.cast_signed()) } else { (0, 0) };
         let before = counted(self[block].is_split(), bytes);
         self.record(block).list.owner = owner;
         let (joined, count, size) = self.join_around(block);
         let after = counted(self[joined.block.id].is_split(), joined.block.bytes);
-        if !self[segment].expandable {
-            let list = joined.block.list;
-            self.account.split_changed(list, count + after.0 - before.0, size + after.1 - before.1);
-        }
+        self.recount(joined.block.id, before, (count + after.0, size + after.1));
         joined
     }
 

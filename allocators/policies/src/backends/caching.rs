@@ -59,11 +59,11 @@ use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse
 use super::{foreign, not_held, pytorch};
 use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::blocks::{BlockIndex, State};
-use crate::contract::AllocError;
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, PrivatePool, Request};
-use crate::contract::{Gauge, PoolKind, Stats, Token};
-use crate::contract::{Ledger, Snapshot};
-use crate::policy::grow::release_cached;
+use crate::contract::{
+    AllocError, Block, CaptureId, DeviceAllocator, Gauge, Ledger, Path, PoolKind, PrivatePool, Request, Snapshot,
+    Stats, Token,
+};
+use crate::policy::grow::{release_cached, release_private};
 use crate::policy::size::torch::{pool_of, round_size};
 use crate::policy::split::Split;
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, lock};
@@ -73,7 +73,7 @@ use pending::Pending;
 use pool::Pools;
 use shard::{Shard, ShardTable};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use totals::Totals;
 use vramlab_device::settings::Settings as _;
 use vramlab_device::{DeviceAddr, Driver, StreamId};
@@ -325,7 +325,7 @@ impl DeviceAllocator for Caching {
     }
 
     fn pool_create(&self) -> Result<PrivatePool, AllocError> {
-        Ok(self.create_pool())
+        Ok(lock(&self.pools).known.create())
     }
 
     fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
@@ -333,7 +333,9 @@ impl DeviceAllocator for Caching {
     }
 
     fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
-        self.end_pool(stream)
+        lock(&self.pools).known.end(self.name(), stream)?;
+        self.waiting.fetch_sub(1, Release);
+        Ok(())
     }
 
     fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
@@ -341,7 +343,9 @@ impl DeviceAllocator for Caching {
     }
 
     fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
-        self.trim_pool(pool)
+        lock(&self.pools).known.need_released(self.name(), pool)?;
+        self.wait_and_process_events()?;
+        Ok(release_private(&mut self.grown(), pool.id())?)
     }
 }
 

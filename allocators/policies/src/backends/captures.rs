@@ -1,7 +1,6 @@
 //! The captures of an allocator: which streams are in one, and what each keeps. Every backend has such a list.
 
-use crate::contract::AllocError;
-use crate::contract::CaptureId;
+use crate::contract::{AllocError, CaptureId};
 use std::collections::BTreeMap;
 use vramlab_device::{Driver, StreamId};
 

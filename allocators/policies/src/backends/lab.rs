@@ -40,7 +40,7 @@ use crate::policy::size::Size;
 use crate::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::{BFC_LARGEST_REST, Split};
-use crate::policy::stream::{LastFrees, Stream};
+use crate::policy::stream::Stream;
 use crate::space::{Account, FreeList, Space};
 use serde::Serialize;
 use std::sync::Arc;
@@ -111,13 +111,6 @@ kinds! {
         /// Never.
         Never "never",
     }
-    /// When free neighbours become one block, see [`Join`].
-    JoinKind {
-        /// At once.
-        AtFree "at-free",
-        /// When no free block fits.
-        OnMiss "on-miss",
-    }
     /// Whose blocks a stream may take, see [`Stream`].
     StreamKind {
         /// Its own.
@@ -145,6 +138,11 @@ kinds! {
     }
 }
 
+impl Choices for Join {
+    const ALL: &'static [Choice<Self>] =
+        &[Choice { name: "at-free", value: Self::AtFree }, Choice { name: "on-miss", value: Self::OnMiss }];
+}
+
 vramlab_device::settings! {
     /// A kind of each part, and what some of the kinds want to know.
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -156,7 +154,7 @@ vramlab_device::settings! {
         /// Whether what is left of a block is cut off.
         pub split: SplitKind = SplitKind::Torch, choice();
         /// When free neighbours are joined.
-        pub join: JoinKind = JoinKind::AtFree, choice();
+        pub join: Join = Join::AtFree, choice();
         /// Whose free blocks a stream may take.
         pub stream: StreamKind = StreamKind::Own, choice();
         /// What happens when no free block fits.
@@ -172,7 +170,7 @@ vramlab_device::settings! {
 impl LabSettings {
     fn consistent(&self) -> Result<(), String> {
         let goes = self.stream == StreamKind::Own
-            && self.join == JoinKind::AtFree
+            && self.join == Join::AtFree
             && matches!(self.grow, GrowKind::Torch | GrowKind::Exact);
         if self.source == SourceKind::Plain || goes {
             return Ok(());
@@ -200,7 +198,7 @@ impl LabSettings {
         let parts = (size, fit, split, grow, source);
         let are_torch = parts == (SizeKind::Torch, FitKind::Best, SplitKind::Torch, GrowKind::Torch, SourceKind::Plain);
         // Free neighbours that other streams may still use wait to be joined.
-        let coalesces = join == JoinKind::AtFree && stream == StreamKind::Own;
+        let coalesces = join == Join::AtFree && stream == StreamKind::Own;
         let of_parts = Capabilities {
             streams: if stream == StreamKind::Steal { StreamUse::Any } else { torch.streams },
             coalesces,
@@ -287,16 +285,9 @@ impl Lab {
             SizeKind::Torch => Account::with_pools(settings.torch.max_split()),
             _ => Account::new(),
         };
-        let stream = match settings.stream {
-            StreamKind::Own => Stream::Own,
-            StreamKind::Steal => Stream::Steal(LastFrees::default()),
-        };
         let source = settings.source(driver)?;
-        let join = match settings.join {
-            JoinKind::AtFree => Join::AtFree,
-            JoinKind::OnMiss => Join::OnMiss,
-        };
-        let heap = Heap::new(Space::new(account), settings.fit(), stream, source).with_join(join);
+        let heap = Heap::new(Space::new(account), settings.fit(), Stream::Own, source).with_join(settings.join);
+        let heap = if settings.stream == StreamKind::Steal { heap.with_steals() } else { heap };
         let (name, size, split, ladder) = (BACKEND.name, settings.size(), settings.split(), settings.ladder());
         let rules = Rules { name, settings: settings.json(), size, split, ladder };
         let torch = ExpandableSettings { torch: settings.torch, ..ExpandableSettings::default() };

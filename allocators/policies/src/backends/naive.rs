@@ -3,7 +3,7 @@
 //! *Policy.* Each request is one `cuMemAlloc` of exactly the bytes asked for, each free one `cuMemFree`.
 //! Nothing is kept.
 //!
-//! *Cost.* Allocate: one driver call (1 us on an H200 in a page that is held, 33 us for a new page; `experiments calibrate`, 2026-11-21). Free: one driver call that
+//! *Cost.* Allocate: one driver call (1 us on an H200 in a page that is held, 33 us for a new page; `experiments calibrate`). Free: one driver call that
 //! waits until the whole device is idle, so its cost is the work that is still queued.
 //!
 //! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
@@ -19,15 +19,14 @@
 use super::captures::{Captures, need_graphs};
 use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, With};
 use super::{foreign, not_held};
-use crate::contract::{AllocError, OomReport};
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
-use crate::contract::{PoolKind, PooledGauge, Stats, Tokens};
+use crate::contract::{
+    AllocError, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, Ledger, OomReport, Path, PoolKind,
+    PooledGauge, Request, SegmentInfo, Snapshot, Stats, Tokens,
+};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab_device::DriverError;
 use vramlab_device::settings::NoSettings;
-use vramlab_device::{DeviceAddr, Driver, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -83,27 +82,12 @@ struct Kept {
 const ANY: PoolKind = PoolKind::Large;
 
 impl State {
-    /// What moves with the client's hold on a block: a count and bytes.
-    fn held(&mut self) -> (&mut PooledGauge, &mut PooledGauge) {
-        (&mut self.stats.allocation, &mut self.stats.allocated_bytes)
-    }
-
-    /// What moves with the driver's: a block is a segment and nothing is rounded.
-    fn taken(&mut self) -> ([&mut PooledGauge; 2], [&mut PooledGauge; 3]) {
-        let stats = &mut self.stats;
-        let segment = stats.segment.get_or_insert_with(PooledGauge::default);
-        let counts = [&mut stats.active, segment];
-        (counts, [&mut stats.reserved_bytes, &mut stats.active_bytes, &mut stats.requested_bytes])
-    }
-
     fn ledger(&self) -> Ledger {
         let reserved = self.stats.reserved_bytes.all.current;
         let pending = self.gone().map(|(_, (bytes, _))| bytes).sum();
         Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
     }
-}
 
-impl State {
     /// Blocks that are gone from the client's side and still held from the device.
     fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
         let kept = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
@@ -138,9 +122,7 @@ impl State {
         kept.own.insert(addr);
         self.live.insert(addr, (bytes, stream));
         // It was held from the driver all the time; only the client's side moves.
-        let (count, size) = self.held();
-        count.increase(ANY, 1);
-        size.increase(ANY, bytes);
+        self.stats.count_held(ANY, bytes);
         Some(addr)
     }
 }
@@ -168,10 +150,9 @@ impl Naive {
             state.refused.insert(addr, (bytes, owner));
             return freed;
         }
-        state.stats.num_device_free += 1;
-        let (counts, sizes) = state.taken();
-        counts.into_iter().for_each(|gauge| gauge.decrease(ANY, 1));
-        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
+        // A block is a segment, and nothing is rounded.
+        state.stats.count_reusable(ANY, bytes, bytes);
+        state.stats.count_segment_gone(ANY, bytes, u64::MAX);
         Ok(())
     }
 
@@ -223,9 +204,8 @@ impl DeviceAllocator for Naive {
                     active_bytes: state.stats.active_bytes.all.current,
                     largest_free_bytes: Some(0),
                     other_streams_free_bytes: Some(0),
-                    limit_bytes: None,
                     device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-                    against_fragmentation: None,
+                    ..OomReport::default()
                 })));
             }
             Err(error) => return Err(error.into()),
@@ -235,13 +215,8 @@ impl DeviceAllocator for Naive {
         if let Some(kept) = state.captures.open_on(stream) {
             kept.own.insert(addr);
         }
-        state.stats.num_device_alloc += 1;
-        let (count, size) = state.held();
-        count.increase(ANY, 1);
-        size.increase(ANY, bytes);
-        let (counts, sizes) = state.taken();
-        counts.into_iter().for_each(|gauge| gauge.increase(ANY, 1));
-        sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        state.stats.count_segment(ANY, bytes, u64::MAX);
+        state.stats.count_taken(ANY, bytes, bytes);
         if state.stats.reserved_bytes.all.current > state.peak.reserved {
             state.peak = state.ledger();
         }
@@ -257,9 +232,7 @@ impl DeviceAllocator for Naive {
         // The record goes before the memory: once the driver has it back, another thread may be given the address.
         let mut state = self.lock();
         let Some((bytes, owner)) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
-        let (count, size) = state.held();
-        count.decrease(ANY, 1);
-        size.decrease(ANY, bytes);
+        state.stats.count_let_go(ANY, bytes);
         if state.keep(addr, (bytes, owner)) {
             return Ok(Path::Deferred);
         }

@@ -62,6 +62,7 @@ const DEFAULT: &Backend = &super::caching::BACKEND;
 static REGISTERED: RwLock<Vec<&'static Backend>> = RwLock::new(Vec::new());
 
 /// What an entry of the list says about a backend.
+#[derive(Debug)]
 pub struct Backend {
     /// Name on command lines and in records: lower-case letters, digits, `-` and `_`. The allocator's
     /// [`name`](DeviceAllocator::name) is the same.
@@ -99,15 +100,6 @@ impl PartialEq for Backend {
 
 impl Eq for Backend {}
 
-impl fmt::Debug for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, summary, capabilities, compared, constructor } = self;
-        let mut out = f.debug_struct("Backend");
-        out.field("name", name).field("summary", summary).field("capabilities", capabilities);
-        out.field("compared", compared).field("settings", &constructor.settings()).finish()
-    }
-}
-
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name)
@@ -122,7 +114,7 @@ impl Serialize for Backend {
 }
 
 /// Makes an allocator from settings. [`With`] and [`Varying`] are the ones to use.
-pub trait Constructor: Sync {
+pub trait Constructor: fmt::Debug + Sync {
     /// The default settings.
     fn settings(&self) -> Box<dyn Settings>;
 

@@ -6,7 +6,7 @@
 //!
 //! *Cost.* Allocate and free: one driver call each, 0.4 us on an H200 while the pool has room; 29 us more for each 32 MiB
 //! that it has to take from the device. With a low threshold each synchronise gives free memory back, at 36 us for 32 MiB
-//! (`experiments calibrate`, 2026-11-21).
+//! (`experiments calibrate`).
 //!
 //! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory is not the pool's: it
 //! belongs to the graph, and the device accounts for it ([`Stats::graph_memory`]). Reserved bytes and the ledger do not
@@ -24,16 +24,15 @@ mod frees;
 use super::captures::{Captures, need_graphs};
 use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, With};
 use super::{foreign, not_held};
-use crate::contract::{AllocError, OomReport};
-use crate::contract::{Attribution, Ledger, Snapshot};
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Tokens};
+use crate::contract::{
+    AllocError, Attribution, Block, CaptureId, DeviceAllocator, Gauge, Ledger, OomReport, Path, PeakKind, PoolKind,
+    Request, Snapshot, Stats, Tokens,
+};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab_device::DriverError;
 use vramlab_device::ranges::Ranges;
 use vramlab_device::{
-    DeviceAddr, Driver, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+    DeviceAddr, Driver, DriverError, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
 
 /// The entry in the [list of backends](super::registry).
@@ -129,17 +128,6 @@ const MOST_RANGES: usize = 4_096;
 const ANY: PoolKind = PoolKind::Large;
 
 impl State {
-    /// What moves with the client's hold on a block: a count and bytes.
-    fn held(&mut self) -> (&mut PooledGauge, &mut PooledGauge) {
-        (&mut self.stats.allocation, &mut self.stats.allocated_bytes)
-    }
-
-    /// What moves with the pool's: a count and bytes. Its rounding is not visible, so active bytes are what was
-    /// requested.
-    fn taken(&mut self) -> (&mut PooledGauge, [&mut PooledGauge; 2]) {
-        (&mut self.stats.active, [&mut self.stats.active_bytes, &mut self.stats.requested_bytes])
-    }
-
     /// A block is in no list from here on, until its free has been queued or refused.
     fn leave(&mut self, bytes: u64) {
         self.leaving.blocks += 1;
@@ -184,13 +172,6 @@ impl State {
             attribution: Attribution::PoolCounters,
             ..Ledger::default()
         }
-    }
-
-    /// Accounts for a block that the client no longer holds.
-    fn forget(&mut self, bytes: u64) {
-        let (count, sizes) = self.taken();
-        count.decrease(ANY, 1);
-        sizes.into_iter().for_each(|gauge| gauge.decrease(ANY, bytes));
     }
 
     /// Whose a block is that is freed now; a capture's is its own no longer.
@@ -278,11 +259,8 @@ impl StreamOrdered {
             needed_bytes: bytes,
             reserved_bytes: counters.reserved,
             active_bytes: state.stats.active_bytes.all.current - state.leaving.bytes,
-            largest_free_bytes: None,
-            other_streams_free_bytes: None,
-            limit_bytes: None,
             device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-            against_fragmentation: None,
+            ..OomReport::default()
         }))
     }
 
@@ -348,12 +326,8 @@ impl DeviceAllocator for StreamOrdered {
         let captured = state.captures.open_on(stream).map(|kept| kept.own.insert(addr)).is_some();
         state.captured += if captured { bytes } else { 0 };
         state.stats.num_device_alloc += 1;
-        let (count, size) = state.held();
-        count.increase(ANY, 1);
-        size.increase(ANY, bytes);
-        let (count, sizes) = state.taken();
-        count.increase(ANY, 1);
-        sizes.into_iter().for_each(|gauge| gauge.increase(ANY, bytes));
+        // The pool's rounding is not visible, so active bytes are what was requested.
+        state.stats.count_taken(ANY, bytes, bytes);
         if !captured {
             self.watch_growth(&mut state, addr, bytes);
         }
@@ -369,12 +343,10 @@ impl DeviceAllocator for StreamOrdered {
         }
         let mut state = self.lock();
         let Some(live) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
-        let (count, size) = state.held();
-        count.decrease(ANY, 1);
-        size.decrease(ANY, live.bytes);
+        state.stats.count_let_go(ANY, live.bytes);
         let owner = if state.captures.is_empty() { Owner::Pool } else { state.owner_of(addr, live.bytes) };
         if matches!(owner, Owner::Graph) {
-            state.forget(live.bytes);
+            state.stats.count_reusable(ANY, live.bytes, live.bytes);
             return Ok(Path::Pool);
         }
         let nothing_captured = state.captures.all_ended();
@@ -486,10 +458,8 @@ impl DeviceAllocator for StreamOrdered {
         let gone: Vec<LiveBlock> = kept.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
         for block in gone {
             state.captured -= block.bytes;
-            let (count, size) = state.held();
-            count.decrease(ANY, 1);
-            size.decrease(ANY, block.bytes);
-            state.forget(block.bytes);
+            state.stats.count_let_go(ANY, block.bytes);
+            state.stats.count_reusable(ANY, block.bytes, block.bytes);
         }
         Ok(())
     }

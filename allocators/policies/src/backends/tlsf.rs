@@ -1,9 +1,9 @@
 //! # `tlsf`: two-level segregated fit
 //!
-//! The allocator of real-time systems: a request and a free take the same few steps however many blocks there are.
+//! The allocator of real-time systems: a request and a free look at one class, however many blocks there are. (The original
+//! finds it in two bitmaps; here it is found in an ordered map.)
 //!
-//! *Idea.* Free blocks stand in lists by size class, each a power of two cut into 32 parts, and bitmaps say which lists have
-//! any. A request goes to the first list in which *every* block is large enough, so it never has to look at a second one.
+//! *Idea.* Free blocks stand in lists by size class, each a power of two cut into 32 parts. A request goes to the first list in which *every* block is large enough, so it never has to look at a second one.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 512 bytes.
@@ -22,7 +22,7 @@
 //!
 //! *Good at* even times. *Bad at* memory that is nearly full: what is missed, up to 3 % below each size, counts then.
 //!
-//! *Cost.* One look into two bitmaps and a step into a search tree for a request and for a free.
+//! *Cost.* O(log n) in the classes that have a block, of which there are at most some hundreds, and in the blocks of one.
 //!
 //! *Source.* M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
 //! <https://github.com/mattconte/tlsf>. The classes are in [`fit::tlsf`](crate::policy::fit::tlsf).

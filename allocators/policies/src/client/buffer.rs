@@ -1,13 +1,11 @@
 //! Owners of memory: what the trainer sees.
 
-use crate::contract::AllocError;
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
+use crate::contract::{AllocError, Block, DeviceAllocator, Path, Request};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab_device::DriverError;
-use vramlab_device::{DeviceAddr, Driver, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
 /// An allocator, and the place where errors from dropped buffers wait for the next fallible call.
 #[derive(Debug)]
@@ -79,32 +77,6 @@ impl Memory {
         self.check()?;
         let block = self.allocator.allocate(Request::new(bytes), stream)?;
         Ok(DeviceBuffer { block: Some(block), stream, memory: Arc::clone(self) })
-    }
-
-    /// Lets buffers of `stream` come from memory of a new capture, up to [`capture_end`](Self::capture_end). A
-    /// [`Graph`](crate::Graph) makes these calls, and the driver's, in the right order.
-    ///
-    /// # Errors
-    /// Those of [`DeviceAllocator::capture_begin`], and the first error that an earlier drop left behind.
-    pub fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
-        self.check()?;
-        self.allocator.capture_begin(stream)
-    }
-
-    /// Ends a capture; its buffers have been dropped.
-    ///
-    /// # Errors
-    /// Those of [`DeviceAllocator::capture_end`].
-    pub fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
-        self.allocator.capture_end(capture)
-    }
-
-    /// Gives up the memory of a capture whose graph is gone.
-    ///
-    /// # Errors
-    /// Those of [`DeviceAllocator::capture_release`].
-    pub fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
-        self.allocator.capture_release(capture)
     }
 
     /// Does `work`, and hands over the buffers that were dropped meanwhile on this thread or others: they are not freed

@@ -1,8 +1,7 @@
 //! Graphs with the memory that their kernels use: the trainer's side of graph capture.
 
 use crate::client::Memory;
-use crate::contract::AllocError;
-use crate::contract::CaptureId;
+use crate::contract::{AllocError, CaptureId};
 use std::sync::Arc;
 use vramlab_device::{CallKind, Driver, DriverError, GraphDriver, GraphId, StreamId};
 
@@ -71,7 +70,8 @@ impl Capture {
     /// [`DeviceAllocator::capture_begin`](crate::DeviceAllocator::capture_begin), and
     /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
     pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
-        let id = memory.capture_begin(stream)?;
+        memory.check()?;
+        let id = memory.allocator().capture_begin(stream)?;
         let mut capture =
             Self { memory: Arc::clone(memory), driver: Arc::clone(driver), stream, id: Some(id), made: Vec::new() };
         let begun = driver.graphs().map(|graphs| graphs.capture_begin(stream)).transpose();
@@ -125,7 +125,7 @@ impl Capture {
         if made.is_err() {
             self.abort();
         }
-        let ended = self.memory.capture_end(id);
+        let ended = self.memory.allocator().capture_end(id);
         let whole = match (made, ended) {
             (Ok(graph), ended) => {
                 self.made.push(graph);
@@ -138,7 +138,7 @@ impl Capture {
         };
         if let Err(error) = whole {
             self.destroy();
-            self.note(self.memory.capture_release(id));
+            self.note(self.memory.allocator().capture_release(id));
             return Err(error);
         }
         let (memory, driver) = (Arc::clone(&self.memory), Arc::clone(&self.driver));
@@ -166,9 +166,9 @@ impl Capture {
     /// Gives up the allocator's side of a capture that came to nothing.
     fn give_up(&mut self, id: CaptureId) {
         self.id = None;
-        self.note(self.memory.capture_end(id));
+        self.note(self.memory.allocator().capture_end(id));
         self.destroy();
-        self.note(self.memory.capture_release(id));
+        self.note(self.memory.allocator().capture_release(id));
     }
 
     /// Keeps an error for the next fallible call. Buffers that are left of a capture that comes to nothing are none: the
@@ -247,7 +247,7 @@ impl Graph {
         }
         let capture = *capture;
         self.held = None;
-        self.memory.capture_release(capture)
+        self.memory.allocator().capture_release(capture)
     }
 }
 

@@ -1,8 +1,6 @@
 //! The upper seam: what every backend and every instrument implements.
 
-use crate::contract::Stats;
-use crate::contract::{AllocError, PrivatePool, Token};
-use crate::contract::{Ledger, Snapshot};
+use crate::contract::{AllocError, Ledger, PrivatePool, Snapshot, Stats, Token};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vramlab_device::{DeviceAddr, StreamId};
@@ -112,20 +110,21 @@ impl Path {
     /// Name in reports and records.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Path::Hit => "hit",
-            Path::Split => "split",
-            Path::Coalesce => "coalesce",
-            Path::Deferred => "deferred",
-            Path::WaitInserted => "wait_inserted",
-            Path::Pool => "pool",
-            Path::DriverAlloc => "driver_alloc",
-            Path::DriverFree => "driver_free",
-            Path::Collect => "collect",
-            Path::Steal => "steal",
-            Path::Retry => "retry",
-            Path::Failed => "failed",
-        }
+        const NAMES: [&str; Path::COUNT] = [
+            "hit",
+            "split",
+            "coalesce",
+            "deferred",
+            "wait_inserted",
+            "pool",
+            "driver_alloc",
+            "driver_free",
+            "collect",
+            "steal",
+            "retry",
+            "failed",
+        ];
+        NAMES[self as usize]
     }
 }
 

@@ -3,8 +3,7 @@
 use crate::contract::Block;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use vramlab_device::Bytes;
-use vramlab_device::DriverError;
+use vramlab_device::{Bytes, DriverError};
 
 /// What was known when an allocation could not be served.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

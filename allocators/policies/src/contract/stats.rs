@@ -217,6 +217,59 @@ impl Stats {
         }
     }
 
+    /// Counts a block of `bytes` that the client takes, who asked for `requested`.
+    pub(crate) fn count_taken(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        self.count_held(pool, bytes);
+        self.active.increase(pool, 1);
+        self.active_bytes.increase(pool, bytes);
+        self.requested_bytes.increase(pool, requested);
+    }
+
+    /// Counts a block that the client takes, where it was counted as active all the time.
+    pub(crate) fn count_held(&mut self, pool: PoolKind, bytes: u64) {
+        self.allocation.increase(pool, 1);
+        self.allocated_bytes.increase(pool, bytes);
+    }
+
+    /// Counts a block that the client gives back. Until it [is reusable](Self::count_reusable) it is active.
+    pub(crate) fn count_let_go(&mut self, pool: PoolKind, bytes: u64) {
+        self.allocation.decrease(pool, 1);
+        self.allocated_bytes.decrease(pool, bytes);
+    }
+
+    /// Counts a block that was given back and is used by no stream any more.
+    pub(crate) fn count_reusable(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
+        self.active.decrease(pool, 1);
+        self.active_bytes.decrease(pool, bytes);
+        self.requested_bytes.decrease(pool, requested);
+    }
+
+    /// Counts memory that came from the device.
+    pub(crate) fn count_reserved(&mut self, pool: PoolKind, bytes: u64) {
+        self.num_device_alloc += 1;
+        self.reserved_bytes.increase(pool, bytes);
+    }
+
+    /// Counts memory that went back to the device.
+    pub(crate) fn count_released(&mut self, pool: PoolKind, bytes: u64) {
+        self.num_device_free += 1;
+        self.reserved_bytes.decrease(pool, bytes);
+    }
+
+    /// Counts a segment that came; from `oversize` bytes on it is counted as oversize, too.
+    pub(crate) fn count_segment(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
+        self.count_reserved(pool, bytes);
+        self.segment.iter_mut().for_each(|gauge| gauge.increase(pool, 1));
+        self.oversize_segments.iter_mut().filter(|_| bytes >= oversize).for_each(|gauge| gauge.increase(1));
+    }
+
+    /// Counts a segment that went, see [`count_segment`](Self::count_segment).
+    pub(crate) fn count_segment_gone(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
+        self.count_released(pool, bytes);
+        self.segment.iter_mut().for_each(|gauge| gauge.decrease(pool, 1));
+        self.oversize_segments.iter_mut().filter(|_| bytes >= oversize).for_each(|gauge| gauge.decrease(1));
+    }
+
     /// Lets every peak start again from its current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peaks(&mut self) {
         self.pooled_mut().into_iter().flatten().for_each(PooledGauge::reset_peak);

@@ -8,10 +8,9 @@
 //! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
 //! capture is never filled. There addresses alone are checked: no other block may have them until the capture is released.
 
-use crate::contract::AllocError;
-use crate::contract::Stats;
-use crate::contract::{Block, CaptureId, DeviceAllocator, Path, Request};
-use crate::contract::{BlockState, Ledger, Snapshot, Token};
+use crate::contract::{
+    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats, Token,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,8 +1,7 @@
 //! What instruments themselves cost.
 
 use crate::backends::{Caching, CachingSettings};
-use crate::contract::AllocError;
-use crate::contract::{DeviceAllocator, Request};
+use crate::contract::{AllocError, DeviceAllocator, Request};
 use std::sync::Arc;
 use vramlab_device::{Driver, InstrumentCost, NullDriver, StreamId};
 

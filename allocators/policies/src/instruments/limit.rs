@@ -1,9 +1,6 @@
 //! A byte limit on what the client holds, the same for every backend.
 
-use crate::contract::{AllocError, OomReport};
-use crate::contract::{Block, DeviceAllocator, Path, Request};
-use crate::contract::{Ledger, Snapshot};
-use crate::contract::{Stats, Token};
+use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, Request, Snapshot, Stats, Token};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, StreamId};
@@ -58,11 +55,8 @@ impl Limit {
             needed_bytes: bytes,
             reserved_bytes: stats.reserved_bytes.all.current,
             active_bytes: stats.active_bytes.all.current,
-            largest_free_bytes: None,
-            other_streams_free_bytes: None,
             limit_bytes: Some(self.limit),
-            device_bytes: None,
-            against_fragmentation: None,
+            ..OomReport::default()
         }))
     }
 }

@@ -5,15 +5,11 @@
 
 mod stream_names;
 
-use crate::contract::AllocError;
-use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Path, Request};
-use crate::contract::{Ledger, Snapshot};
+use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
-use vramlab_device::Bytes;
-use vramlab_device::StreamId;
+use vramlab_device::{Bytes, StreamId};
 
 /// Whether ranges are emitted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

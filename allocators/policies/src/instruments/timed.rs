@@ -1,16 +1,12 @@
 //! Latency histograms by operation and path.
 
-use crate::contract::AllocError;
-use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Path, Request};
-use crate::contract::{Ledger, Snapshot};
+use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
 use crate::instruments::per_thread::PerThread;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use vramlab_device::Clock;
-use vramlab_device::StreamId;
 use vramlab_device::clock::Reader;
+use vramlab_device::{Clock, StreamId};
 
 /// An operation of the upper seam.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -7,9 +7,8 @@ use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
-use vramlab_device::Clock;
 use vramlab_device::clock::Reader;
-use vramlab_device::{DeviceAddr, StreamId};
+use vramlab_device::{Clock, DeviceAddr, StreamId};
 
 /// An event, and how it was served. Written as a line of `trace.jsonl` (`analysis/schema.md`), which histories are read from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

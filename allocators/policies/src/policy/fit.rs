@@ -6,154 +6,106 @@
 
 mod best;
 pub mod lowest;
+mod next;
 mod oldest;
 pub mod tlsf;
 
 use crate::space::{BlockId, FreeBlock, FreeList};
-use best::Best;
-use lowest::Lowest;
-use oldest::Oldest;
-use std::collections::BTreeMap;
-use std::ops::Bound::{Excluded, Included};
-use tlsf::Tlsf;
+use std::fmt;
 
-/// The free blocks, with a rule for choosing one.
-#[derive(Clone, Debug)]
-pub enum Fit {
-    /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
-    /// and search take O(log n).
-    Best(Best),
-    /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
-    Oldest(Oldest),
-    /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
-    /// at those of its own that lie in front of what it finds.
-    First(Lowest<FreeList, BlockId>),
-    /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. A search takes a few instructions
-    /// and one look into a tree.
-    Tlsf(Tlsf),
-    /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
-    /// reached. A search looks at the blocks in between.
-    Next {
-        /// The free blocks.
-        blocks: ByAddress,
-        /// Address of the block that was chosen last, by list.
-        last: BTreeMap<FreeList, u64>,
-    },
+/// An index of free blocks, with a rule for choosing one.
+trait FreeBlocks: fmt::Debug + Send {
+    /// A block was just made: it came from the device, or a cut left it.
+    fn made(&mut self, _block: BlockId) {}
+
+    /// Adds a block that became free.
+    fn insert(&mut self, block: FreeBlock);
+
+    /// Takes out a block that is no longer free, or no longer of this size; false when it is not there.
+    fn remove(&mut self, block: FreeBlock) -> bool;
+
+    /// A block of a list that has at least `bytes` and at most `largest`, which is no less.
+    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId>;
+
+    /// The block that comes after one of its list in the order of best fit.
+    fn next_larger(&self, _block: FreeBlock) -> Option<BlockId> {
+        None
+    }
+
+    /// The blocks of a list.
+    fn of(&self, list: FreeList) -> Vec<FreeBlock>;
 }
 
-/// Free blocks by list and address: their sizes and names.
-pub type ByAddress = BTreeMap<(FreeList, u64), (u64, BlockId)>;
+/// The free blocks, with a rule for choosing one.
+#[derive(Debug)]
+pub struct Fit(Box<dyn FreeBlocks>);
 
 impl Fit {
-    /// Best fit, with no free block yet.
+    /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
+    /// and search take O(log n).
     #[must_use]
     pub fn best() -> Self {
-        Self::Best(Best::default())
+        Self(Box::<best::Best>::default())
     }
 
-    /// First fit, with no free block yet.
+    /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
+    /// at those of its own that lie in front of what it finds.
     #[must_use]
     pub fn first() -> Self {
-        Self::First(Lowest::default())
+        Self(Box::<lowest::Lowest<FreeList, BlockId>>::default())
     }
 
-    /// Best fit, the oldest of equal blocks, with no free block yet.
+    /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
     #[must_use]
     pub fn oldest() -> Self {
-        Self::Oldest(Oldest::default())
+        Self(Box::<oldest::Oldest>::default())
     }
 
-    /// Two-level segregated fit, with no free block yet.
+    /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. O(log n).
     #[must_use]
     pub fn tlsf() -> Self {
-        Self::Tlsf(Tlsf::default())
+        Self(Box::<tlsf::Tlsf>::default())
     }
 
-    /// Next fit, with no free block yet.
+    /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
+    /// reached. A search looks at the blocks in between.
     #[must_use]
     pub fn next() -> Self {
-        Self::Next { blocks: BTreeMap::new(), last: BTreeMap::new() }
+        Self(Box::<next::Next>::default())
     }
 
     /// Adds a block that was just made: it came from the device, or a cut left it.
     pub fn insert_new(&mut self, block: FreeBlock) {
-        if let Self::Oldest(blocks) = self {
-            blocks.made(block.id);
-        }
+        self.0.made(block.id);
         self.insert(block);
     }
 
     /// Adds a block that became free.
     pub fn insert(&mut self, block: FreeBlock) {
-        let FreeBlock { list, addr, bytes, id } = block;
-        match self {
-            Self::Best(blocks) => blocks.insert(block),
-            Self::Oldest(blocks) => blocks.insert(block),
-            Self::First(blocks) => blocks.insert(list, addr, bytes, id),
-            Self::Tlsf(blocks) => blocks.insert(block),
-            Self::Next { blocks, .. } => {
-                blocks.insert((list, addr), (bytes, id));
-            }
-        }
+        self.0.insert(block);
     }
 
     /// Takes out a block that is no longer free, or no longer of this size.
     pub fn remove(&mut self, block: FreeBlock) {
-        let FreeBlock { list, addr, bytes, id } = block;
-        let known = match self {
-            Self::Best(blocks) => blocks.remove(block),
-            Self::Oldest(blocks) => blocks.remove(block),
-            Self::First(blocks) => blocks.remove(list, addr, bytes, id),
-            Self::Tlsf(blocks) => blocks.remove(block),
-            Self::Next { blocks, .. } => blocks.remove(&(list, addr)).is_some_and(|known| known == (bytes, id)),
-        };
+        let known = self.0.remove(block);
         debug_assert!(known, "{block:?} should be in the index");
     }
 
     /// A block of a list that has at least `bytes` and at most `largest`.
     pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        if bytes > largest {
-            return None;
-        }
-        let fits = |(_, (size, _)): &(&(FreeList, u64), &(u64, BlockId))| (bytes..=largest).contains(size);
-        match self {
-            Self::Best(blocks) => blocks.find(list, bytes).filter(|(size, _)| *size <= largest).map(|(_, id)| id),
-            Self::Oldest(blocks) => blocks.find(list, bytes, largest),
-            Self::First(blocks) => blocks.find(list, bytes, largest).map(|(_, id)| id),
-            Self::Tlsf(blocks) => blocks.find(list, bytes, largest),
-            Self::Next { blocks, last } => {
-                let at = last.get(&list).copied().unwrap_or(0);
-                let behind = blocks.range((Excluded((list, at)), Included((list, u64::MAX))));
-                let before = blocks.range((Included((list, 0)), Included((list, at))));
-                let (&(_, addr), &(_, id)) = behind.chain(before).find(fits)?;
-                last.insert(list, addr);
-                Some(id)
-            }
-        }
+        if bytes > largest { None } else { self.0.find(list, bytes, largest) }
     }
 
     /// The block that comes after a free one of its list in the order of best fit: the next in size, then in address.
-    /// `None` after the last, and for other kinds.
+    /// `None` after the last, and for other rules.
     #[must_use]
     pub fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
-        let Self::Best(blocks) = self else { return None };
-        blocks.after(block)
+        self.0.next_larger(block)
     }
 
     /// Takes out every block of a list; they are returned in the order of the index.
     pub fn drain(&mut self, list: FreeList) -> Vec<FreeBlock> {
-        let blocks: Vec<FreeBlock> = match self {
-            Self::Best(blocks) => blocks.of(list),
-            Self::Oldest(blocks) => blocks.of(list),
-            Self::First(blocks) => {
-                blocks.of(list).map(|(addr, bytes, id)| FreeBlock { list, addr, bytes, id }).collect()
-            }
-            Self::Tlsf(blocks) => blocks.of(list),
-            Self::Next { blocks, .. } => {
-                let own = blocks.range((Included((list, 0)), Included((list, u64::MAX))));
-                own.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
-            }
-        };
+        let blocks = self.0.of(list);
         blocks.iter().for_each(|block| self.remove(*block));
         blocks
     }

@@ -1,8 +1,11 @@
 //! Part `join`: when free neighbours become one block.
 #![forbid(unsafe_code)]
 
+use serde::Serialize;
+
 /// When free neighbours are joined.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Join {
     /// As soon as one of them becomes free (PyTorch, RMM's pool, BFC): a free costs more, and a search finds the largest
     /// blocks that there are.

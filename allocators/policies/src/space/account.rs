@@ -144,59 +144,31 @@ impl Account {
         self.by_stream.entry(segment.owner.stream).or_default()
     }
 
-    /// A gauge that is there from the start, because [`Account::of`] is given nothing else.
-    fn known<T>(gauge: &mut Option<T>) -> &mut T {
-        gauge.as_mut().expect("an account should have been made with this gauge")
-    }
-
-    fn oversize(gauge: &mut Option<Gauge>, change: impl Fn(&mut Gauge)) {
-        gauge.iter_mut().for_each(change);
-    }
-
-    /// Memory came from the device.
-    fn reserve(&mut self, list: FreeList, bytes: u64) {
-        self.stats.reserved_bytes.increase(pool(list), bytes);
-        self.stats.num_device_alloc += 1;
-        self.sums(list).reserved += bytes;
-    }
-
-    fn give_back(&mut self, list: FreeList, bytes: u64) {
-        self.stats.reserved_bytes.decrease(pool(list), bytes);
-        self.stats.num_device_free += 1;
-        self.sums(list).reserved -= bytes;
-    }
-
     pub(super) fn segment_added(&mut self, list: FreeList, bytes: u64) {
-        self.reserve(list, bytes);
-        self.sums(list).idle += bytes;
-        Self::known(&mut self.stats.segment).increase(pool(list), 1);
-        if bytes >= self.oversize {
-            Self::oversize(&mut self.stats.oversize_segments, |gauge| gauge.increase(1));
-        }
+        self.stats.count_segment(pool(list), bytes, self.oversize);
+        let sums = self.sums(list);
+        (sums.reserved, sums.idle) = (sums.reserved + bytes, sums.idle + bytes);
     }
 
     pub(super) fn segment_removed(&mut self, list: FreeList, bytes: u64) {
-        self.give_back(list, bytes);
-        self.sums(list).idle -= bytes;
-        Self::known(&mut self.stats.segment).decrease(pool(list), 1);
-        if bytes >= self.oversize {
-            Self::oversize(&mut self.stats.oversize_segments, |gauge| gauge.decrease(1));
-        }
+        self.stats.count_segment_gone(pool(list), bytes, self.oversize);
+        let sums = self.sums(list);
+        (sums.reserved, sums.idle) = (sums.reserved - bytes, sums.idle - bytes);
     }
 
     /// Memory came behind a part of an expandable segment that is in use, or not, as `busy` says.
     pub(super) fn mapped(&mut self, list: FreeList, bytes: u64, busy: bool) {
-        self.reserve(list, bytes);
-        if !busy {
-            self.sums(list).idle += bytes;
-        }
+        self.stats.count_reserved(pool(list), bytes);
+        let sums = self.sums(list);
+        sums.reserved += bytes;
+        sums.idle += if busy { 0 } else { bytes };
     }
 
     pub(super) fn unmapped_part(&mut self, list: FreeList, bytes: u64, busy: bool) {
-        self.give_back(list, bytes);
-        if !busy {
-            self.sums(list).idle -= bytes;
-        }
+        self.stats.count_released(pool(list), bytes);
+        let sums = self.sums(list);
+        sums.reserved -= bytes;
+        sums.idle -= if busy { 0 } else { bytes };
     }
 
     /// What was still mapped of an expandable segment that goes.
@@ -218,44 +190,36 @@ impl Account {
 
     /// The client takes a block.
     pub(super) fn taken(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
-        let (stats, pool) = (&mut self.stats, pool(list));
-        stats.allocation.increase(pool, 1);
-        stats.allocated_bytes.increase(pool, bytes);
-        stats.active.increase(pool, 1);
-        stats.active_bytes.increase(pool, bytes);
-        stats.requested_bytes.increase(pool, requested);
-        if bytes >= self.oversize {
-            Self::oversize(&mut stats.oversize_allocations, |gauge| gauge.increase(1));
-        }
+        self.stats.count_taken(pool(list), bytes, requested);
+        self.oversize(bytes).for_each(|gauge| gauge.increase(1));
         let sums = self.sums(segment);
         (sums.held, sums.requested) = (sums.held + bytes, sums.requested + requested);
     }
 
     /// The client gives a block back, which is pending now.
     pub(super) fn let_go(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
-        let (stats, pool) = (&mut self.stats, pool(list));
-        stats.allocation.decrease(pool, 1);
-        stats.allocated_bytes.decrease(pool, bytes);
-        if bytes >= self.oversize {
-            Self::oversize(&mut stats.oversize_allocations, |gauge| gauge.decrease(1));
-        }
+        self.stats.count_let_go(pool(list), bytes);
+        self.oversize(bytes).for_each(|gauge| gauge.decrease(1));
         let sums = self.sums(segment);
         (sums.held, sums.requested) = (sums.held - bytes, sums.requested - requested);
         sums.pending += bytes;
     }
 
+    /// The gauge of blocks of at least so many bytes, where a block is one.
+    fn oversize(&mut self, bytes: u64) -> impl Iterator<Item = &mut Gauge> {
+        let oversize = self.oversize;
+        self.stats.oversize_allocations.iter_mut().filter(move |_| bytes >= oversize)
+    }
+
     /// A pending block is reusable.
     pub(super) fn freed(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
-        let (stats, pool) = (&mut self.stats, pool(list));
-        stats.active.decrease(pool, 1);
-        stats.active_bytes.decrease(pool, bytes);
-        stats.requested_bytes.decrease(pool, requested);
+        self.stats.count_reusable(pool(list), bytes, requested);
         self.sums(segment).pending -= bytes;
     }
 
     /// The number and bytes of free blocks that are parts of segments change by this much in all.
     pub(super) fn split_changed(&mut self, list: FreeList, blocks: i64, bytes: i64) {
-        Self::known(&mut self.stats.inactive_split).change(pool(list), blocks);
-        Self::known(&mut self.stats.inactive_split_bytes).change(pool(list), bytes);
+        self.stats.inactive_split.iter_mut().for_each(|gauge| gauge.change(pool(list), blocks));
+        self.stats.inactive_split_bytes.iter_mut().for_each(|gauge| gauge.change(pool(list), bytes));
     }
 }

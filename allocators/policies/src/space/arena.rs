@@ -1,6 +1,6 @@
 //! Blocks at chosen places of a segment.
 
-use super::{BlockId, Space, State};
+use super::{BlockId, Record, Space, State, counted};
 
 impl Space {
     /// Cuts the front of `bytes` off a free block; both stay free. Returns the rest.
@@ -8,12 +8,11 @@ impl Space {
     /// # Panics
     /// When the block is not free, or nothing is left on one side.
     pub fn split(&mut self, block: BlockId, bytes: u64) -> BlockId {
-        let (state, size, list, was_split) =
-            (self[block].state, self[block].bytes, self[block].list, self[block].is_split());
+        let Record { state, bytes: size, .. } = self[block];
         assert!(state == State::Free && 0 < bytes && bytes < size, "a free block should be split into two");
+        let before = counted(self[block].is_split(), size);
         let rest = self.cut(block, bytes);
-        let (count, new) = if was_split { (1, 0) } else { (2, size.cast_signed()) };
-        self.account.split_changed(list, count, new);
+        self.recount(block, before, (2, size.cast_signed()));
         rest
     }
 

@@ -143,13 +143,7 @@ impl Grown<'_> {
     pub(super) unsafe fn give_back(&mut self, segment: &BlockRecord) -> Result<(), DriverError> {
         // SAFETY: the caller promises it, and the call itself waits for queued work.
         unsafe { self.caching.driver.mem_free(DeviceAddr::handed_out(segment.addr)) }?;
-        let stats = &mut self.growth.stats;
-        stats.num_device_free += 1;
-        stats.reserved_bytes.decrease(segment.pool, segment.bytes);
-        stats.segment.iter_mut().for_each(|gauge| gauge.decrease(segment.pool, 1));
-        if segment.bytes >= self.caching.max_split {
-            stats.oversize_segments.iter_mut().for_each(|gauge| gauge.decrease(1));
-        }
+        self.growth.stats.count_segment_gone(segment.pool, segment.bytes, self.caching.max_split);
         Ok(())
     }
 }
@@ -179,13 +173,8 @@ impl<'a> Segments for Grown<'a> {
             Err(error) if error.is_out_of_memory() => return Ok(None),
             Err(error) => return Err(error),
         };
-        let (pool, stats) = (list.pool.unwrap_or(PoolKind::Large), &mut self.growth.stats);
-        stats.num_device_alloc += 1;
-        stats.reserved_bytes.increase(pool, bytes);
-        stats.segment.iter_mut().for_each(|gauge| gauge.increase(pool, 1));
-        if bytes >= self.caching.max_split {
-            stats.oversize_segments.iter_mut().for_each(|gauge| gauge.increase(1));
-        }
+        let pool = list.pool.unwrap_or(PoolKind::Large);
+        self.growth.stats.count_segment(pool, bytes, self.caching.max_split);
         Ok(Some(Found::New(BlockRecord::segment(addr, bytes, pool))))
     }
 

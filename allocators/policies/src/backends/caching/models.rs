@@ -6,8 +6,7 @@
 //! Bounding*, 2007); `LOOM_MAX_PREEMPTIONS` sets another bound.
 
 use super::{Caching, CachingSettings};
-use crate::contract::Stats;
-use crate::contract::{Block, DeviceAllocator, Request};
+use crate::contract::{Block, DeviceAllocator, Request, Stats};
 use crate::instruments::assert_layout;
 use crate::sync::SpinLock;
 use loom::sync::Arc;

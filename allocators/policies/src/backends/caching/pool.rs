@@ -6,7 +6,6 @@ use super::Caching;
 use super::shard::Shard;
 use crate::backends::private_pools::PrivatePools;
 use crate::contract::{AllocError, DeviceAllocator, PrivatePool};
-use crate::policy::grow::release_private;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Release;
@@ -15,49 +14,35 @@ use vramlab_device::StreamId;
 /// The pools, and the number of the shard of each stream that asked one for memory.
 #[derive(Debug, Default)]
 pub(super) struct Pools {
-    pools: PrivatePools,
+    pub(super) known: PrivatePools,
     shards: BTreeMap<(PrivatePool, StreamId), u32>,
 }
 
 impl Caching {
-    pub(super) fn create_pool(&self) -> PrivatePool {
-        lock(&self.pools).pools.create()
-    }
-
+    /// Lets requests of a stream go to a pool.
     pub(super) fn begin_pool(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
         let pools = &mut *lock(&self.pools);
-        pools.pools.begin(self.name(), pool, stream)?;
+        pools.known.begin(self.name(), pool, stream)?;
         pools.shards.entry((pool, stream)).or_insert_with(|| self.private_shard(stream, pool.id()).id);
         self.waiting.fetch_add(1, Release);
-        Ok(())
-    }
-
-    pub(super) fn end_pool(&self, stream: StreamId) -> Result<(), AllocError> {
-        lock(&self.pools).pools.end(self.name(), stream)?;
-        self.waiting.fetch_sub(1, Release);
         Ok(())
     }
 
     /// The shard of the private pool that a stream is in.
     pub(super) fn shard_in_pool(&self, stream: StreamId) -> Option<&Shard> {
         let pools = &*lock(&self.pools);
-        let pool = pools.pools.of(stream)?;
+        let pool = pools.known.of(stream)?;
         pools.shards.get(&(pool, stream)).and_then(|shard| self.shards.by_id(*shard))
     }
 
+    /// Lets the segments of a pool go back.
     pub(super) fn release_pool(&self, pool: PrivatePool) -> Result<(), AllocError> {
         let pools = &mut *lock(&self.pools);
-        pools.pools.release(self.name(), pool)?;
+        pools.known.release(self.name(), pool)?;
         pools.shards.retain(|(of, _), shard| {
             let shard = self.shards.by_id(*shard).filter(|_| *of == pool);
             shard.inspect(|shard| shard.lock().unpin()).is_none()
         });
         Ok(())
-    }
-
-    pub(super) fn trim_pool(&self, pool: PrivatePool) -> Result<u64, AllocError> {
-        lock(&self.pools).pools.need_released(self.name(), pool)?;
-        self.wait_and_process_events()?;
-        Ok(release_private(&mut self.grown(), pool.id())?)
     }
 }

@@ -1,8 +1,7 @@
 //! What one stream's blocks add up to: how many and how many bytes are held, requested, and free in parts of segments.
 #![forbid(unsafe_code)]
 
-use crate::contract::Ledger;
-use crate::contract::PoolKind;
+use crate::contract::{Ledger, PoolKind};
 
 /// What is counted, of the blocks that the client holds and of the free blocks that cannot go back to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

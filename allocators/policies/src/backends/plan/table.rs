@@ -4,8 +4,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use vramlab_device::StreamId;
-use vramlab_device::input;
+use vramlab_device::{StreamId, input};
 
 /// What a file begins with.
 const FORMAT: &str = "vramlab-plan-1";

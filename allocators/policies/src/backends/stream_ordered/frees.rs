@@ -1,9 +1,8 @@
 //! Frees: in stream order, behind uses on other streams, in captures, and again where the driver refused.
 
-use super::{LiveBlock, State, StreamOrdered};
+use super::{ANY, LiveBlock, State, StreamOrdered};
 use crate::contract::Path;
-use vramlab_device::DriverError;
-use vramlab_device::{DeviceAddr, StreamId};
+use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
 impl State {
     /// Keeps a block whose free the driver refused.
@@ -61,7 +60,7 @@ impl StreamOrdered {
         let mut state = self.lock();
         state.decided(bytes);
         state.stats.num_device_free += 1;
-        state.forget(bytes);
+        state.stats.count_reusable(ANY, bytes, bytes);
     }
 
     /// Queues the free of a block that is in no list, or puts it among the refused ones.
@@ -117,7 +116,7 @@ impl StreamOrdered {
         let mut state = self.lock();
         state.decided(block.bytes);
         // A block that could not be freed in its graph goes with it, or with the next launch.
-        state.forget(block.bytes);
+        state.stats.count_reusable(ANY, block.bytes, block.bytes);
         state.stats.num_device_free += u64::from(freed.is_ok());
         freed.map(|()| Path::Pool)
     }

@@ -5,6 +5,7 @@
 //! instead: with it `pytorch` and `pytorch-expandable` take more than half of their instructions for the index alone
 //! (callgrind, PyTorch's GPT-2 under expandable segments).
 
+use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 
 /// Blocks of a piece; a full one is cut into halves.
@@ -15,7 +16,7 @@ type Key = (u64, u64);
 
 /// The free blocks of every list.
 #[derive(Clone, Debug, Default)]
-pub struct Best {
+pub(super) struct Best {
     /// In the order of lists.
     lists: Vec<(FreeList, Sorted)>,
 }
@@ -90,8 +91,10 @@ impl Best {
         let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).ok()?;
         Some(&self.lists[at].1)
     }
+}
 
-    pub(super) fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
+impl FreeBlocks for Best {
+    fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
         let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).unwrap_or_else(|at| {
             self.lists.insert(at, (list, Sorted::default()));
             at
@@ -99,8 +102,7 @@ impl Best {
         self.lists[at].1.insert((bytes, addr), id);
     }
 
-    /// False when it is not there.
-    pub(super) fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
+    fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
         let Ok(at) = self.lists.binary_search_by_key(&list, |(list, _)| *list) else { return false };
         let blocks = &mut self.lists[at].1;
         let known = blocks.remove((bytes, addr), id);
@@ -111,20 +113,18 @@ impl Best {
         known
     }
 
-    /// The first block of at least `bytes` with its size.
-    pub(super) fn find(&self, list: FreeList, bytes: u64) -> Option<(u64, BlockId)> {
+    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
         let blocks = self.of_list(list)?;
-        blocks.at(blocks.seek((bytes, 0))).map(|((bytes, _), id)| (bytes, id))
+        let ((size, _), id) = blocks.at(blocks.seek((bytes, 0)))?;
+        (size <= largest).then_some(id)
     }
 
-    /// The block behind one.
-    pub(super) fn after(&self, block: FreeBlock) -> Option<BlockId> {
+    fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
         let blocks = self.of_list(block.list)?;
         blocks.at(blocks.seek((block.bytes, block.addr + 1))).map(|(_, id)| id)
     }
 
-    /// The blocks of a list.
-    pub(super) fn of(&self, list: FreeList) -> Vec<FreeBlock> {
+    fn of(&self, list: FreeList) -> Vec<FreeBlock> {
         let blocks = self.of_list(list).into_iter().flat_map(|blocks| blocks.pieces.iter().flatten());
         blocks.map(|&((bytes, addr), id)| FreeBlock { list, addr, bytes, id }).collect()
     }
@@ -169,10 +169,10 @@ mod tests {
                 }
             }
             let first = |from: (FreeList, u64, u64)| model.range(from..).next().filter(|(of, ..)| *of == list);
-            let found = first((list, bytes, 0)).map(|(_, bytes, addr)| (*bytes, BlockId::numbered(*addr as u32)));
-            assert_eq!(index.find(list, bytes), found, "step {step}");
+            let found = first((list, bytes, 0)).map(|(_, _, addr)| BlockId::numbered(*addr as u32));
+            assert_eq!(index.find(list, bytes, u64::MAX), found, "step {step}");
             let after = first((list, bytes, addr + 1)).map(|(_, _, addr)| BlockId::numbered(*addr as u32));
-            assert_eq!(index.after(block), after, "step {step}");
+            assert_eq!(index.next_larger(block), after, "step {step}");
         }
         for stream in 1..=12 {
             let all: Vec<(u64, u64)> = index.of(list(stream)).iter().map(|block| (block.bytes, block.addr)).collect();

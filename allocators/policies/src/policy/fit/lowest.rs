@@ -1,5 +1,7 @@
 //! Free ranges in bins by size, so that the lowest one that is large enough is found without passing over all smaller ones.
 
+use super::FreeBlocks;
+use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 
 /// Free ranges by list, then by the power of two below their size, then by address: their sizes, and what is kept of each.
@@ -49,6 +51,24 @@ impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
     pub fn of(&self, list: List) -> impl Iterator<Item = (u64, u64, Kept)> {
         let bins = self.0.range((list, 0)..=(list, u32::MAX)).flat_map(|(_, ranges)| ranges);
         bins.map(|(&addr, &(bytes, kept))| (addr, bytes, kept))
+    }
+}
+
+impl FreeBlocks for Lowest<FreeList, BlockId> {
+    fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
+        Lowest::insert(self, list, addr, bytes, id);
+    }
+
+    fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
+        Lowest::remove(self, list, addr, bytes, id)
+    }
+
+    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
+        Lowest::find(self, list, bytes, largest).map(|(_, id)| id)
+    }
+
+    fn of(&self, list: FreeList) -> Vec<FreeBlock> {
+        Lowest::of(self, list).map(|(addr, bytes, id)| FreeBlock { list, addr, bytes, id }).collect()
     }
 }
 

@@ -1,4 +1,5 @@
-//! Two-level segregated fit: lists of free blocks by size class, of which the first that has a block is found in bitmaps.
+//! Two-level segregated fit: lists of free blocks by size class. The original finds the first class that has a block in bitmaps,
+//! here it is found in an ordered map.
 //!
 //! A class is a power of two, cut into 32 equal parts. A search rounds the size up to the next part, so that any block of a
 //! class that it looks at fits, and takes the one that became free last. A block of exactly the wanted size may so be missed.
@@ -7,6 +8,7 @@
 //! Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
 //! <https://github.com/mattconte/tlsf> `mapping_insert`, `mapping_search`, `search_suitable_block`.
 
+use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 
@@ -17,7 +19,7 @@ pub const UNIT: u64 = 512;
 const PARTS: u32 = 32;
 
 /// The class of a size in units: the power of two and the part of it. Below 32 units each size is a part of the first.
-pub fn class(units: u64) -> (u32, u32) {
+fn class(units: u64) -> (u32, u32) {
     if units < u64::from(PARTS) {
         // CAST: below 32.
         return (0, units as u32);
@@ -29,104 +31,57 @@ pub fn class(units: u64) -> (u32, u32) {
 }
 
 /// The class from which on every block has at least so many units.
-pub fn class_above(units: u64) -> (u32, u32) {
+fn class_above(units: u64) -> (u32, u32) {
     if units < u64::from(PARTS) {
         return class(units);
     }
     class(units.saturating_add((1 << (units.ilog2() - PARTS.ilog2())) - 1))
 }
 
-/// The free blocks of each list.
-#[derive(Clone, Debug, Default)]
-pub struct Tlsf {
-    tables: BTreeMap<FreeList, Table>,
+/// The free blocks.
+#[derive(Debug, Default)]
+pub(super) struct Tlsf {
+    /// By list and class, then by number.
+    classes: BTreeMap<(FreeList, (u32, u32)), BTreeMap<u64, FreeBlock>>,
     /// Counts insertions: the block with the highest number of a class became free last.
     inserted: u64,
     /// The number of each block.
     numbers: BTreeMap<BlockId, u64>,
 }
 
-/// Classes of one list.
-#[derive(Clone, Debug, Default)]
-struct Table {
-    /// Powers of two that have a block: 64 bits are enough for every size.
-    powers: u64,
-    /// By power of two, the parts that have one.
-    parts: Vec<u32>,
-    /// By class, the blocks by number: address and bytes.
-    blocks: BTreeMap<(u32, u32), BTreeMap<u64, FreeBlock>>,
-}
+/// Above every class.
+const ABOVE: (u32, u32) = (u32::MAX, 0);
 
-impl Table {
-    fn mark(&mut self, (power, part): (u32, u32), filled: bool) {
-        let at = power as usize;
-        if self.parts.len() <= at {
-            self.parts.resize(at + 1, 0);
-        }
-        let bit = 1 << part;
-        self.parts[at] = if filled { self.parts[at] | bit } else { self.parts[at] & !bit };
-        let bit = 1 << power;
-        self.powers = if self.parts[at] != 0 { self.powers | bit } else { self.powers & !bit };
-    }
-
-    /// The first class from this one on that has a block.
-    fn first(&self, (power, part): (u32, u32)) -> Option<(u32, u32)> {
-        let here = self.parts.get(power as usize).map_or(0, |parts| parts & (u32::MAX << part));
-        if here != 0 {
-            return Some((power, here.trailing_zeros()));
-        }
-        let above = self.powers & u64::MAX.checked_shl(power + 1).unwrap_or(0);
-        let power = (above != 0).then(|| above.trailing_zeros())?;
-        Some((power, self.parts[power as usize].trailing_zeros()))
-    }
-}
-
-impl Tlsf {
-    pub(super) fn insert(&mut self, block: FreeBlock) {
+impl FreeBlocks for Tlsf {
+    fn insert(&mut self, block: FreeBlock) {
         self.inserted += 1;
         self.numbers.insert(block.id, self.inserted);
-        let (class, table) = (class(block.bytes / UNIT), self.tables.entry(block.list).or_default());
-        table.blocks.entry(class).or_default().insert(self.inserted, block);
-        table.mark(class, true);
+        let class = (block.list, class(block.bytes / UNIT));
+        self.classes.entry(class).or_default().insert(self.inserted, block);
     }
 
-    /// False when it is not there.
-    pub(super) fn remove(&mut self, block: FreeBlock) -> bool {
-        let class = class(block.bytes / UNIT);
-        let (Some(number), Some(table)) = (self.numbers.remove(&block.id), self.tables.get_mut(&block.list)) else {
+    fn remove(&mut self, block: FreeBlock) -> bool {
+        let class = (block.list, class(block.bytes / UNIT));
+        let (Some(number), Some(blocks)) = (self.numbers.remove(&block.id), self.classes.get_mut(&class)) else {
             return false;
         };
-        let Some(blocks) = table.blocks.get_mut(&class) else { return false };
         let known = blocks.remove(&number) == Some(block);
         if blocks.is_empty() {
-            table.blocks.remove(&class);
-            table.mark(class, false);
+            self.classes.remove(&class);
         }
         known
     }
 
     /// The block that became free last, in the lowest class in which all are large enough. Where one may be too large, the next.
-    pub(super) fn find(&self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        let table = self.tables.get(&list)?;
-        let mut from = class_above(bytes.div_ceil(UNIT));
-        loop {
-            let class = table.first(from)?;
-            let mut last_first = table.blocks.get(&class)?.values().rev();
-            if let Some(block) = last_first.find(|block| block.bytes <= largest) {
-                return Some(block.id);
-            }
-            from = if class.1 + 1 < PARTS { (class.0, class.1 + 1) } else { (class.0 + 1, 0) };
-        }
+    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
+        let from = class_above(bytes.div_ceil(UNIT));
+        let mut last_first =
+            self.classes.range((list, from)..(list, ABOVE)).flat_map(|(_, blocks)| blocks.values().rev());
+        last_first.find(|block| block.bytes <= largest).map(|block| block.id)
     }
 
-    /// The blocks of a list.
-    pub(super) fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        self.tables
-            .get(&list)
-            .into_iter()
-            .flat_map(|table| table.blocks.values().flat_map(BTreeMap::values))
-            .copied()
-            .collect()
+    fn of(&self, list: FreeList) -> Vec<FreeBlock> {
+        self.classes.range((list, (0, 0))..(list, ABOVE)).flat_map(|(_, blocks)| blocks.values()).copied().collect()
     }
 }
 
