@@ -97,7 +97,7 @@ impl Arithmetic {
         }
     }
 
-    /// The same, if its parts go together.
+    /// Itself, if its parts go together.
     ///
     /// # Errors
     /// [`TrainError::Input`] that names the options which do not, and what to write instead.

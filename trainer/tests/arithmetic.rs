@@ -34,7 +34,7 @@ fn types(base: &Settings) -> Vec<(String, Settings)> {
     out
 }
 
-/// The same with everything that may be fused.
+/// Types with everything that may be fused.
 fn combinations(base: &Settings) -> Vec<(String, Settings)> {
     let fused = |(name, settings): (String, Settings)| {
         FUSIONS.map(|fuse| (format!("{name} {fuse:?}"), Settings { fuse, ..settings.clone() }))
