@@ -159,7 +159,7 @@ __device__ __forceinline__ Share share_of_row(PlaceOfShare place, u32 rows, u32 
     return {place.row, col, left < COUNT ? static_cast<u32>(left) : COUNT};
 }
 
-// The same for `len` elements in a row.
+// As above, for `len` elements in a row.
 template <u32 COUNT>
 __device__ __forceinline__ Share share_of(u64 len) {
     const u64 col = global_thread() * COUNT;

@@ -57,7 +57,7 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 __device__ __forceinline__ void meet(u32 number, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-// The same, and whether any of them says so.
+// As above, and whether any thread says so.
 __device__ __forceinline__ bool meet_any(u32 number, u32 threads, bool says) {
     u32 any;
     asm volatile(

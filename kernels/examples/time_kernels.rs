@@ -52,7 +52,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// The same, further along in each buffer.
+    /// The operation, further along in each buffer.
     fn moved(&self, bytes: u64) -> Self {
         let &Self { first, second, third, fourth, plug } = self;
         Self { first: first + bytes, second: second + bytes, third: third + bytes, fourth: fourth + bytes, plug }

@@ -184,7 +184,7 @@ impl CudaKernels {
         Ok(loaded)
     }
 
-    /// The same without the kernels that only compute capability 9.0 has: launches take the tiles that every GPU has, and
+    /// Leaves out the kernels that only compute capability 9.0 has: launches take the tiles that every GPU has, and
     /// give the bits that they give there. For comparing; before [`prepare`](Self::prepare).
     #[must_use]
     pub fn without_warpgroups(mut self) -> Self {

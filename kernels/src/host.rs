@@ -14,10 +14,6 @@ pub trait HostMemory {
     fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>>;
 }
 
-/// No operation has more buffers than this.
-const MOST_BUFFERS: usize = 9;
-
-#[derive(Clone, Copy, Debug, Default)]
 struct Claimed {
     addr: u64,
     start: usize,
@@ -30,8 +26,7 @@ struct Claimed {
 pub(crate) struct HostBuffers<'m> {
     memory: &'m dyn HostMemory,
     operation: &'static str,
-    claimed: [Claimed; MOST_BUFFERS],
-    count: usize,
+    claimed: Vec<Claimed>,
 }
 
 impl<'m> HostBuffers<'m> {
@@ -42,7 +37,7 @@ impl<'m> HostBuffers<'m> {
     /// What `memory` translates to is valid for `'m`, and nothing else writes it meanwhile, nor reads what is written through
     /// this.
     pub(crate) unsafe fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
-        Self { memory, operation, claimed: [Claimed::default(); MOST_BUFFERS], count: 0 }
+        Self { memory, operation, claimed: Vec::new() }
     }
 
     /// Name of the operation.
@@ -91,14 +86,13 @@ impl<'m> HostBuffers<'m> {
         // Host addresses, not device addresses, are compared: two device addresses may be mapped to the same memory.
         let start = pointer.as_ptr().addr();
         let new = Claimed { addr, start, end: start + bytes as usize, written };
-        for old in &self.claimed[..self.count] {
+        for old in &self.claimed {
             if (old.written || written) && old.start < new.end && new.start < old.end {
                 let (output, other) = if written { (addr, old.addr) } else { (old.addr, addr) };
                 return Err(KernelError::Overlap { operation, output, other });
             }
         }
-        self.claimed[self.count] = new;
-        self.count += 1;
+        self.claimed.push(new);
         Ok((pointer, count as usize))
     }
 }

@@ -56,8 +56,8 @@
 
 mod cuda;
 mod error;
-mod fused;
 mod host;
+mod multiply_add;
 mod operation;
 mod ops;
 mod plan;

@@ -214,14 +214,6 @@ pub(crate) struct Plan {
     pub(crate) otherwise: Option<Choice>,
 }
 
-/// What was measured as fastest for a shape.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Best {
-    choice: Choice,
-    /// Without warpgroups, if the choice takes them.
-    otherwise: Option<Choice>,
-}
-
 impl Plan {
     /// The measured choice for this shape, or rather the nearest that was measured. Deterministic; a few nanoseconds for a
     /// shape that this thread has asked for before.
@@ -238,16 +230,17 @@ impl Plan {
         KNOWN.with_borrow_mut(|known| match known[slot] {
             Some((found, plan)) if found == key => plan,
             _ => {
-                let plan = Self::best(product, precision, [m, n, k], nearest(product, precision, [m, n, k]));
+                let plan = Self::best(product, precision, [m, n, k]);
                 known[slot] = Some((key, plan));
                 plan
             }
         })
     }
 
-    fn best(product: Product, precision: Precision, shape: [u32; 3], best: Best) -> Self {
-        let plan = Self::with(product, precision, shape, best.choice);
-        let Some(otherwise) = best.otherwise else { return plan };
+    fn best(product: Product, precision: Precision, shape: [u32; 3]) -> Self {
+        let (choice, otherwise) = nearest(product, precision, shape);
+        let plan = Self::with(product, precision, shape, choice);
+        let Some(otherwise) = otherwise else { return plan };
         let other = Self::with(product, precision, shape, otherwise);
         Self {
             otherwise: Some(otherwise),
@@ -257,7 +250,7 @@ impl Plan {
         }
     }
 
-    /// The same product on any GPU.
+    /// The plan for GPUs without warpgroups.
     pub(crate) fn portable(&self, shape: [u32; 3]) -> Self {
         match self.otherwise {
             None => *self,
@@ -438,21 +431,20 @@ fn tables() -> &'static Tables {
     })
 }
 
-fn nearest(product: Product, precision: Precision, shape: [u32; 3]) -> Best {
+/// What was measured as fastest for this shape, and, if that takes warpgroups, what is without them.
+fn nearest(product: Product, precision: Precision, shape: [u32; 3]) -> (Choice, Option<Choice>) {
     let at = logarithms(shape);
     let distance = |measured: &Measured| measured.at.iter().zip(at).map(|(a, b)| (a - b).abs()).sum::<f32>();
     let table = &tables().portable[product as usize][kind(precision)];
-    let best = table.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)));
-    let Some(portable) = best else {
-        return Best { choice: Choice { tile: product.tiles()[1], splits: 1 }, otherwise: None };
+    let Some(portable) = table.iter().min_by(|a, b| distance(a).total_cmp(&distance(b))) else {
+        return (Choice { tile: product.tiles()[1], splits: 1 }, None);
     };
     // The last, so that an update's own line is taken before that of the gradient.
     let fits = |tile: Tile| tile != Tile::Streamed || streams(shape);
     let table = &tables().warpgroup[product as usize][kind(precision)];
-    let warpgroup = table.iter().rev().find(|measured| measured.at == portable.at && fits(measured.choice.tile));
-    match warpgroup {
-        None => Best { choice: portable.choice, otherwise: None },
-        Some(faster) => Best { choice: faster.choice, otherwise: Some(portable.choice) },
+    match table.iter().rev().find(|measured| measured.at == portable.at && fits(measured.choice.tile)) {
+        None => (portable.choice, None),
+        Some(faster) => (faster.choice, Some(portable.choice)),
     }
 }
 
@@ -500,10 +492,10 @@ mod tests {
             let product = Product::ALL.into_iter().find(|one| one.name() == fields[0]).unwrap();
             let precision = Precision::ALL.into_iter().find(|one| one.name() == fields[1]).unwrap();
             let listed = parse(line).unwrap().2.choice;
-            let best = nearest(product, precision, [m, n, k]);
-            assert!([Some(best.choice), best.otherwise].contains(&Some(listed)), "{line}");
+            let (choice, otherwise) = nearest(product, precision, [m, n, k]);
+            assert!([Some(choice), otherwise].contains(&Some(listed)), "{line}");
             let plan = Plan::of(product, precision, m, n, k);
-            assert_eq!(plan.tile, best.choice.tile);
+            assert_eq!(plan.tile, choice.tile);
             let portable = plan.portable([m, n, k]);
             assert!(!portable.tile.needs_warpgroups());
             assert!(plan.workspace_bytes >= portable.workspace_bytes && plan.tickets >= portable.tickets);

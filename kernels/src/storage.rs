@@ -16,7 +16,7 @@ pub(crate) trait Stored: Pod {
     fn load_all(from: &[Self], to: &mut [f32]);
     /// Writes all of `to`, which is as long as `from`.
     fn store_all(from: &[f32], to: &mut [Self]);
-    /// The same values, if this is f32.
+    /// The values as they are, if this is f32.
     fn as_f32(values: &[Self]) -> Option<&[f32]>;
 }
 

@@ -3,11 +3,11 @@
 use crate::error::{Result, TrainError};
 use clap::ValueEnum;
 use kernels::{Element, Precision};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 /// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
 /// of weights are f32 whatever it is.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// IEEE binary32, and as exact in every product.
@@ -22,7 +22,7 @@ pub enum Dtype {
 }
 
 /// Which weights are stepped.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightsMode {
     /// f32 weights, beside which bf16 and f16 keep their roundings for the products.
@@ -33,7 +33,7 @@ pub enum WeightsMode {
 }
 
 /// Matrix product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GemmMode {
     /// Tiles in shared memory.
@@ -43,7 +43,7 @@ pub enum GemmMode {
 }
 
 /// What is fused into one launch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FuseMode {
     /// Nothing: products, biases, ReLU, losses and updates are launches of their own.
@@ -97,7 +97,7 @@ impl Arithmetic {
         }
     }
 
-    /// The same, if its parts go together.
+    /// Itself, if its parts go together.
     ///
     /// # Errors
     /// [`TrainError::Input`] that names the options which do not, and what to write instead.

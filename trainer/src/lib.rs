@@ -4,6 +4,8 @@
 //! a training step computes goes through [`Context`](tensor::Context), which allocates from the allocator under
 //! study and nowhere else.
 
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod allocators;
 pub mod arithmetic;
 pub mod cli;

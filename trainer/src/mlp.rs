@@ -38,7 +38,7 @@ use vramlab::DeviceBuffer;
 pub struct Linear {
     /// `[outputs, inputs]`, as products read them.
     pub weight: Matrix,
-    /// The same in f32 with the same pitch: what is stepped, if it is not the weights themselves.
+    /// The weights in f32 with the same pitch: what is stepped, if it is not `weight` itself.
     pub master: Option<Matrix>,
     /// `[1, outputs]`, f32.
     pub bias: Matrix,

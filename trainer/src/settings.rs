@@ -5,7 +5,7 @@ use crate::data::DatasetName;
 use crate::error::Result;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Serialize, Serializer};
 use std::fmt;
 use std::path::PathBuf;
 use terminal::arguments;
@@ -14,7 +14,7 @@ use vramlab::instruments::NvtxMode;
 use vramlab::{Bytes, DeviceKind, DeviceName, ParseBytesError, Selection};
 
 /// When the host waits for the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SyncMode {
     /// Only where results are read, once an epoch.
@@ -27,7 +27,7 @@ pub enum SyncMode {
 }
 
 /// How batches reach the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoaderMode {
     /// Assembled on the host and copied from pageable memory.
@@ -40,7 +40,7 @@ pub enum LoaderMode {
 }
 
 /// How a training step is launched.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LaunchMode {
     /// Each operation by itself.
@@ -57,7 +57,7 @@ pub const GRAPH_STEPS: std::ops::RangeInclusive<u32> = 1..=64;
 const USUAL_GRAPH_STEPS: u32 = 8;
 
 /// Distribution of the initial weights; biases start at zero.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InitMode {
     /// Normal with standard deviation 0.05, whatever the width.
@@ -109,7 +109,7 @@ impl Serialize for DeviceChoice {
 }
 
 /// Steps of the whole run, counted from 1 on across epochs, both ends included.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ProfileSteps {
     /// First step.
     pub first: u64,

@@ -297,13 +297,9 @@ impl Run {
         self.summary.products = Some(mlp::products(&widths, &arithmetic, rows, context.device.kernels())?);
         capture.training_begins(&context.device)?;
         for epoch in 1..=settings.epochs {
-            let rows = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer }.run(
-                self,
-                (&mut stepper, &mut loaders),
-                &mut left,
-                &mut capture,
-            );
-            let (rows, ended) = rows;
+            let pass = epoch::Pass { epoch, settings, dataset, model: &model, stop, observer };
+            let mut rows = Vec::new();
+            let ended = pass.run(self, (&mut stepper, &mut loaders), &mut left, &mut capture, &mut rows);
             self.last_allocation = LastAllocation::of_epoch(epoch, &rows, ended.as_ref().ok()).or(self.last_allocation);
             self.record.append_steps(&rows)?;
             self.append_history()?;

@@ -27,7 +27,7 @@ const HALF_PLACES: [(Product, Tile); BACKWARD] = [
 ];
 /// The place of that one.
 const BACKWARD: usize = 6;
-/// The same of f32 in memory, where there is no such kernel.
+/// Products and tiles of f32 in memory, where no kernel makes both products.
 const F32_PLACES: [(Product, Tile); 3] =
     [(Product::Forward, Tile::Warpgroup), (Product::Input, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 

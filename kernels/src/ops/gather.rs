@@ -12,8 +12,8 @@ use super::{
 };
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::fused::{scale_bytes, scale_floats};
 use crate::host::{HostBuffers, check_range};
+use crate::multiply_add::{scale_bytes, scale_floats};
 use crate::operation::{Definition, Work};
 use crate::precision::Element;
 use crate::storage::{Stored, with_stored};

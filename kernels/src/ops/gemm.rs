@@ -55,31 +55,25 @@ const TILES_TO_FILL_A_GPU: u64 = 96;
 /// The tile arithmetic of the kernels is in 32 bits.
 const LARGEST: u32 = i32::MAX as u32;
 
-#[derive(Clone, Copy)]
-enum Variant {
-    Tiled,
-    Sliced,
-}
-
 impl Gemm {
     fn tiles(&self) -> u64 {
         u64::from(self.m).div_ceil(TILE) * u64::from(self.n).div_ceil(TILE)
     }
 
-    fn variant(&self) -> Variant {
+    /// Whether 64×64 tiles would fill a GPU.
+    fn is_tiled(&self) -> bool {
         // A side of no more than half a tile would waste half of each block.
-        let thin = u64::from(self.m.min(self.n)) <= TILE / 2;
-        if !thin && self.tiles() >= TILES_TO_FILL_A_GPU { Variant::Tiled } else { Variant::Sliced }
+        u64::from(self.m.min(self.n)) > TILE / 2 && self.tiles() >= TILES_TO_FILL_A_GPU
     }
 
     fn kernel(&self) -> Kernel {
-        match (self.layout, self.variant()) {
-            (GemmLayout::NN, Variant::Tiled) => Kernel::GemmNnTiled,
-            (GemmLayout::NT, Variant::Tiled) => Kernel::GemmNtTiled,
-            (GemmLayout::TN, Variant::Tiled) => Kernel::GemmTnTiled,
-            (GemmLayout::NN, Variant::Sliced) => Kernel::GemmNnSliced,
-            (GemmLayout::NT, Variant::Sliced) => Kernel::GemmNtSliced,
-            (GemmLayout::TN, Variant::Sliced) => Kernel::GemmTnSliced,
+        match (self.layout, self.is_tiled()) {
+            (GemmLayout::NN, true) => Kernel::GemmNnTiled,
+            (GemmLayout::NT, true) => Kernel::GemmNtTiled,
+            (GemmLayout::TN, true) => Kernel::GemmTnTiled,
+            (GemmLayout::NN, false) => Kernel::GemmNnSliced,
+            (GemmLayout::NT, false) => Kernel::GemmNtSliced,
+            (GemmLayout::TN, false) => Kernel::GemmTnSliced,
         }
     }
 }
@@ -101,17 +95,12 @@ impl Definition for Gemm {
 
     fn work(&self) -> Work {
         let k = u64::from(self.k);
-        let (blocks, iterations) = match self.variant() {
-            Variant::Tiled => (self.tiles(), k.div_ceil(TILED_DEPTH)),
-            Variant::Sliced => (
-                u64::from(self.m).div_ceil(PATCH_ROWS) * u64::from(self.n).div_ceil(PATCH_COLS),
-                k.div_ceil(SLICED_DEPTH),
-            ),
-        };
+        let patches = u64::from(self.m).div_ceil(PATCH_ROWS) * u64::from(self.n).div_ceil(PATCH_COLS);
+        let (blocks, depth) = if self.is_tiled() { (self.tiles(), TILED_DEPTH) } else { (patches, SLICED_DEPTH) };
         Work {
             kernel: self.name(),
             blocks,
-            iterations,
+            iterations: k.div_ceil(depth),
             bytes: total([(area(self.m, self.k), F32), (area(self.k, self.n), F32), (area(self.m, self.n), F32)]),
             flops: total([(area(self.m, self.n), 2 * k)]),
         }

@@ -10,14 +10,14 @@ use kernels::{Element, HostMemory, Operation};
 /// What a buffer has to hold after the operation.
 #[derive(Clone, Debug)]
 pub(crate) enum Expected {
-    /// The same bytes as before.
+    /// Its bytes of before.
     Unchanged,
     /// Exactly these bytes.
     Exact(Vec<u8>),
     /// Rows of `cols` elements, each within the second number of the first: if that is zero the same bits, and any NaN
     /// for a NaN. What lies between a row and the next may be anything.
     Rows { element: Element, cols: usize, pitch: usize, values: Vec<(f64, f64)> },
-    /// The same bytes as before but for one f32, at this place, within the second number of the first.
+    /// Its bytes of before but for one f32, at this place, within the second number of the first.
     Slot(usize, (f64, f64)),
     /// Anything: room to work in.
     Anything,

@@ -154,7 +154,7 @@ pub enum DataError {
         file: &'static str,
         /// What each mirror answered.
         problems: String,
-        /// The same in few words, without the mirrors' names.
+        /// What they answered in few words, without their names.
         brief: String,
     },
     /// The cache cannot be written.

@@ -29,14 +29,14 @@ use std::path::PathBuf;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use ring::digest::{Context, SHA256};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 pub use error::DataError;
 pub use idx::{Idx, IdxKind, IdxLimits, parse_idx};
 pub use locate::{Candidate, Download, MnistLocation, Origin, Sources, StandardFile, locate_mnist, locate_mnist_with};
 
 /// Which data set to train on.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum DatasetName {
     /// MNIST if it can be had, else the generated digits.
@@ -70,7 +70,7 @@ pub struct DataRequest {
 }
 
 /// A file that was read or written, and what it holds.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FileChecksum {
     /// Where the file lies, or its name if it is built in.
     pub path: String,

@@ -14,7 +14,7 @@ impl Mlp {
         self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get())
     }
 
-    /// The same for launches on the stream of updates, which may run at the same time as others.
+    /// Address of the tickets for launches on the stream of updates, which may run at the same time as others.
     pub(super) fn update_tickets(&self) -> u64 {
         self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get() + tickets.bytes() / 2)
     }

@@ -55,7 +55,7 @@ fn waited(summary: &Summary) -> String {
     format!("{share:.0} % of the {} in {call} was waiting for the device", duration(totals.total_ns))
 }
 
-/// The same work under every allocator.
+/// The command that does this work under every allocator.
 fn next(summary: &Summary, settings: &Settings) -> String {
     let usual = Settings::default();
     let mut arguments = String::from("compare");

@@ -25,20 +25,8 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// The rows of the steps that were done, losses included, and how the epoch went.
+    /// How the epoch went; `rows` are those of the steps that were done, losses included, whatever ends it.
     pub(super) fn run(
-        &self,
-        run: &mut Run,
-        (stepper, loaders): (&mut Stepper, &mut (Loader, Loader)),
-        left: &mut u64,
-        capture: &mut Capture,
-    ) -> (Vec<StepRow>, Result<EpochRecord>) {
-        let mut rows = Vec::new();
-        let ended = self.train(run, (stepper, loaders), left, capture, &mut rows);
-        (rows, ended)
-    }
-
-    fn train(
         &self,
         run: &mut Run,
         (stepper, loaders): (&mut Stepper, &mut (Loader, Loader)),

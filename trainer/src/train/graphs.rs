@@ -22,8 +22,8 @@ struct Kind {
 pub(super) struct GraphStepper {
     /// One u32.
     pub(super) cursor: DeviceBuffer,
-    /// Of the longest epoch.
-    pub(super) losses: DeviceBuffer,
+    /// Address of the losses of an epoch's steps.
+    losses: u64,
     /// Steps of a full graph.
     full: u64,
     /// Kinds that the run will need and that are not captured yet.
@@ -34,12 +34,7 @@ pub(super) struct GraphStepper {
 
 impl GraphStepper {
     /// For a run with so many steps in all, on so many rows.
-    pub(super) fn new(
-        settings: &Settings,
-        (rows, steps): (usize, u64),
-        cursor: DeviceBuffer,
-        losses: DeviceBuffer,
-    ) -> Self {
+    pub(super) fn new(settings: &Settings, (rows, steps): (usize, u64), cursor: DeviceBuffer, losses: u64) -> Self {
         let full = settings.steps_in_graph().unwrap_or(1).into();
         let planned = kinds(rows, settings.batch as usize, steps, full, settings.profile_steps.is_some());
         Self { cursor, losses, full, planned, captured: Vec::new() }
@@ -84,7 +79,7 @@ impl GraphStepper {
 
     /// Each step allocates and frees as it does by itself, so the next one is served from what it has freed.
     fn capture(&self, context: &Context, loader: &mut Loader, of: &StepOf<'_>, kinds: &[Kind]) -> Result<StepGraphs> {
-        let loss = LossSlot { addr: self.losses.addr().get(), cursor: Some(self.cursor.addr().get()) };
+        let loss = LossSlot { addr: self.losses, cursor: Some(self.cursor.addr().get()) };
         context.device.capture(&context.memory, kinds.len(), |number| {
             let Kind { rows, steps } = kinds[number];
             (0..steps).try_for_each(|_| {

@@ -20,9 +20,11 @@ pub(super) struct StepOf<'a> {
 }
 
 /// Queues steps.
-pub(super) enum Stepper {
-    Eager { losses: Option<DeviceBuffer> },
-    Graph(Box<GraphStepper>),
+pub(super) struct Stepper {
+    /// As graphs, if they are launched so.
+    graphs: Option<GraphStepper>,
+    /// Where the losses of an epoch's steps lie: of the longest epoch for graphs, else of the one under way.
+    losses: Option<DeviceBuffer>,
 }
 
 impl Stepper {
@@ -37,14 +39,15 @@ impl Stepper {
         (rows, steps): (usize, u64),
     ) -> Result<Self> {
         if settings.launch == LaunchMode::Eager {
-            return Ok(Self::Eager { losses: None });
+            return Ok(Self { graphs: None, losses: None });
         }
         let cursor = context.allocate::<u32>(1)?;
         loader.follow(cursor.addr().get());
         // CAST: the steps of an epoch are bounded by the rows of the data set.
         let in_epoch = rows.div_ceil(settings.batch as usize).min(steps as usize);
         let losses = context.allocate::<f32>(in_epoch)?;
-        Ok(Self::Graph(Box::new(GraphStepper::new(settings, (rows, steps), cursor, losses))))
+        let graphs = GraphStepper::new(settings, (rows, steps), cursor, losses.addr().get());
+        Ok(Self { graphs: Some(graphs), losses: Some(losses) })
     }
 
     /// Before the first step of an epoch of so many.
@@ -52,36 +55,28 @@ impl Stepper {
     /// # Errors
     /// Those of the allocator and of the copy.
     pub(super) fn begin_epoch(&mut self, context: &Context, steps: usize) -> Result<()> {
-        match self {
-            Self::Eager { losses } => {
-                *losses = Some(context.allocate::<f32>(steps)?);
-                Ok(())
-            }
-            Self::Graph(graph) => context.write(&graph.cursor, &[0u32]),
+        match &self.graphs {
+            None => self.losses = Some(context.allocate::<f32>(steps)?),
+            Some(graphs) => context.write(&graphs.cursor, &[0u32])?,
         }
+        Ok(())
     }
 
     /// After the last step of an epoch, whose losses were read.
     pub(super) fn end_epoch(&mut self) {
-        if let Self::Eager { losses } = self {
-            *losses = None;
+        if self.graphs.is_none() {
+            self.losses = None;
         }
     }
 
     /// Where the losses of the epoch's steps lie.
     pub(super) fn losses(&self) -> &DeviceBuffer {
-        match self {
-            Self::Eager { losses } => losses.as_ref().expect("an epoch should have begun"),
-            Self::Graph(graph) => &graph.losses,
-        }
+        self.losses.as_ref().expect("an epoch should have begun")
     }
 
     /// Steps that are queued together, when so many with the same number of rows come next.
     pub(super) fn at_once(&self, alike: u64) -> u64 {
-        match self {
-            Self::Eager { .. } => 1,
-            Self::Graph(graphs) => graphs.at_once(alike),
-        }
+        self.graphs.as_ref().map_or(1, |graphs| graphs.at_once(alike))
     }
 
     /// Queues `count` steps of the epoch, the first of which is `step` (from 0 on), on the rows `order[range]`; no more than
@@ -97,14 +92,12 @@ impl Stepper {
         (step, count): (u64, u64),
         range: Range<usize>,
     ) -> Result<()> {
-        let slot = self.losses().addr().get();
-        match self {
-            Self::Eager { .. } => {
-                let batch = loader.batch(context, of.split, of.order, range)?;
-                of.model.step(context, batch, LossSlot::at(slot + 4 * step), of.learning_rate)
-            }
-            Self::Graph(graphs) => graphs.step(context, loader, of, (range.len(), count)),
+        if let Some(graphs) = &mut self.graphs {
+            return graphs.step(context, loader, of, (range.len(), count));
         }
+        let batch = loader.batch(context, of.split, of.order, range)?;
+        let slot = self.losses().addr().get();
+        of.model.step(context, batch, LossSlot::at(slot + 4 * step), of.learning_rate)
     }
 
     /// Gives up the graphs and their memory.
@@ -112,9 +105,6 @@ impl Stepper {
     /// # Errors
     /// Those of the driver and of the allocator.
     pub(super) fn release(self) -> Result<()> {
-        match self {
-            Self::Eager { .. } => Ok(()),
-            Self::Graph(graphs) => graphs.release(),
-        }
+        self.graphs.map_or(Ok(()), GraphStepper::release)
     }
 }

@@ -4,6 +4,7 @@ use crate::escape::{glued, unglued, visible};
 use crate::table::{Comparison, Table};
 use anstream::{AutoStream, ColorChoice};
 use std::io::IsTerminal;
+use terminal_size::{Height, Width, terminal_size_of};
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
 /// The width of a terminal that does not tell.
@@ -27,9 +28,9 @@ impl Screen {
     #[must_use]
     pub fn stdout() -> Self {
         let out = std::io::stdout();
-        let columns = std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok());
-        let width =
-            columns.filter(|width| *width > 0).or_else(|| terminal_width(&out)).map(|width| width.max(NARROWEST));
+        let asked = std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok()).filter(|width| *width > 0);
+        let asked = asked.map(|width: usize| width.max(NARROWEST));
+        let width = asked.or_else(|| terminal_width(&out, terminal_size_of(&out)));
         Self { width, styled: AutoStream::choice(&out) != ColorChoice::Never }
     }
 
@@ -37,21 +38,15 @@ impl Screen {
     /// programs read them.
     #[must_use]
     pub(crate) fn stderr() -> Self {
-        let width = terminal_width(&std::io::stderr()).map(|width| width.max(NARROWEST));
-        Self { width, styled: false }
+        let out = std::io::stderr();
+        Self { width: terminal_width(&out, terminal_size_of(&out)), styled: false }
     }
 }
 
-#[cfg(unix)]
-fn terminal_width<S: IsTerminal + std::os::fd::AsFd>(stream: &S) -> Option<usize> {
-    let told = terminal_size::terminal_size_of(stream).map(|(width, _)| usize::from(width.0));
-    stream.is_terminal().then(|| told.unwrap_or(UNTOLD))
-}
-
-#[cfg(windows)]
-fn terminal_width<S: IsTerminal + std::os::windows::io::AsHandle>(stream: &S) -> Option<usize> {
-    let told = terminal_size::terminal_size_of(stream).map(|(width, _)| usize::from(width.0));
-    stream.is_terminal().then(|| told.unwrap_or(UNTOLD))
+/// Columns of a stream, if it is a terminal; `size` is what the system says of it.
+fn terminal_width(stream: &impl IsTerminal, size: Option<(Width, Height)>) -> Option<usize> {
+    let columns = size.map_or(UNTOLD, |(width, _)| usize::from(width.0));
+    stream.is_terminal().then(|| columns.max(NARROWEST))
 }
 
 /// Lines of at most `width` columns, all but the first indented. Only a word that is longer than a line is broken.

@@ -130,7 +130,7 @@ fn a_reader_that_goes_away_is_no_error() {
     assert_eq!(code, Some(0), "{stdout}");
     assert_eq!(serde_json::from_str::<Value>(&stdout).unwrap()["status"], "finished");
     let (code, _) = with_closed(&[&base[..], &["--lr=-1"]].concat(), false);
-    assert_eq!(code, Some(2), "an error is an error though nobody hears of it");
+    assert_eq!(code, Some(2), "an error is an error though its message has no reader");
 }
 
 #[test]

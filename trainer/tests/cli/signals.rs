@@ -9,7 +9,7 @@ fn recorded(place: &Place) -> Background {
     Background::start(place, &[&LONG[..], &["--out", "record", "--json"]].concat())
 }
 
-/// Whether whoever started these tests had SIGHUP ignored, as `nohup` does. Runs inherit that, and leave it so.
+/// Whether the parent of these tests had SIGHUP ignored, as `nohup` does. Runs inherit that, and leave it so.
 fn hang_up_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap_or("0");

@@ -114,7 +114,7 @@ fn within_rows(element: Element, values: Vec<(f64, f64)>, cols: u32, pitch: u32)
     Buffer { before, after: Expected::Rows { element, cols, pitch, values } }
 }
 
-/// The same with the bits of these values, which the element type holds.
+/// An output with the bits of these values, which the element type holds.
 fn exact_rows(element: Element, values: &[f32], cols: u32, pitch: u32) -> Buffer {
     within_rows(element, values.iter().map(|&value| (value.into(), 0.0)).collect(), cols, pitch)
 }
