@@ -13,24 +13,23 @@
 mod before;
 mod contents;
 mod events;
-mod holes;
 mod levels;
 mod lifetimes;
 mod limit;
+mod pool;
 mod rules;
-mod segment;
 
 pub use before::{Before, BlockBefore, SegmentBefore};
 pub use contents::Contents;
-pub use events::{Events, Iter, Recorded, Walk};
+pub use events::{Events, Recorded};
 pub use levels::{Levels, Peaks};
 pub use lifetimes::{BlockLifetime, Lifetimes, NEVER, SegmentLifetime, SegmentLifetimes};
 pub use limit::LimitBound;
+pub use pool::{Pool, Segment};
 pub use rules::Rules;
-pub use segment::{Pool, Segment};
 
 use crate::formats::{Action, Origin, StackId};
-use holes::Holes;
+use pool::Holes;
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 

@@ -7,7 +7,7 @@ use super::slots::Slots;
 use super::timeline::{Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};
-use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, SegmentEvent};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -137,20 +137,9 @@ impl Transcript {
                 self.complete(event)
             }
             Action::RecordUse => self.record_use(event),
-            Action::SegmentAlloc => {
-                let reserved = self.segments.reserved;
-                let made = self.segments.make(event)?;
-                self.windows.add_segment(made, reserved);
-                Ok(())
+            Action::SegmentAlloc | Action::SegmentMap | Action::SegmentFree | Action::SegmentUnmap => {
+                self.change_segments(event)
             }
-            Action::SegmentMap => {
-                let reserved = self.segments.reserved;
-                let mapped = self.segments.map(event)?;
-                self.windows.add_segment(mapped, reserved);
-                Ok(())
-            }
-            Action::SegmentFree => self.release(Segments::release, event),
-            Action::SegmentUnmap => self.release(Segments::unmap, event),
             Action::Snapshot => {
                 self.close_window(End::Other);
                 Ok(())
@@ -305,17 +294,18 @@ impl Transcript {
         Ok(())
     }
 
-    fn release(
-        &mut self,
-        release: fn(&mut Segments, &Event) -> (SegmentEvent, bool),
-        event: &Event,
-    ) -> Result<(), String> {
+    fn change_segments(&mut self, event: &Event) -> Result<(), String> {
         let reserved = self.segments.reserved;
-        let (released, known) = release(&mut self.segments, event);
+        let (change, known) = match event.action {
+            Action::SegmentAlloc => (self.segments.make(event)?, true),
+            Action::SegmentMap => (self.segments.map(event)?, true),
+            Action::SegmentFree => self.segments.release(event),
+            _ => self.segments.unmap(event),
+        };
         if !known {
             self.outside.get_or_insert(self.number);
         }
-        self.windows.add_segment(released, reserved);
+        self.windows.add_segment(change, reserved);
         Ok(())
     }
 
