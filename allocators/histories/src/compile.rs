@@ -38,7 +38,7 @@ mod windows;
 use self::beginning::LookBack;
 use self::transcript::{Transcript, wrong};
 use crate::formats::{Event, Segment, SegmentBlock};
-use crate::history::{Beginning, History, Kind, Op, ReplayError};
+use crate::history::{Beginning, History, Kind, Op, ReplayError, StartBlock};
 use vramlab_device::budget::Budget;
 use vramlab_policies::backends::CachingSettings;
 
@@ -123,7 +123,8 @@ impl HistoryBuilder {
         transcript.end(breaks_off)?;
         transcript.make_room_to_finish(ending.as_deref())?;
         if let Some(unknown) = transcript.unknown.first().filter(|_| complete) {
-            let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
+            let StartBlock { requested, addr, .. } = unknown.block;
+            let what = format!("free of {requested} bytes at {addr:#x}, which were never allocated");
             return Err(wrong(unknown.number, what));
         }
         // Stage 2: what was held before the first event.

@@ -12,7 +12,7 @@ pub use error::ReplayError;
 pub use op::MAX_STREAMS;
 pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
 pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
-pub(crate) use segment::{SegmentEvent, pool_of_segment};
+pub(crate) use segment::SegmentEvent;
 
 /// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
 pub const MAX_BYTES: u64 = 1 << 48;

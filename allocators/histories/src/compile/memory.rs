@@ -7,7 +7,7 @@ use super::transcript::Transcript;
 use super::windows::ClosedWindow;
 use crate::formats::Origin;
 use crate::history::{Beginning, Kind, SegmentEvent};
-use crate::memory::{BEFORE, Memory, Rules, Segment, Served};
+use crate::memory::{BEFORE, Memory, NewBlock, Rules, Segment};
 use crate::steps;
 use vramlab_device::budget::{Budget, OverBudget};
 use vramlab_policies::backends::CachingSettings;
@@ -23,8 +23,8 @@ pub(super) enum When {
 }
 
 /// A request of the timeline's, or from before it, whose size is known or follows from the rules.
-fn served(requested: u64, size: Option<u64>, at: u32) -> Served {
-    Served { requested, size, stream: 0, at, origin: Origin::default() }
+fn new_block(requested: u64, size: Option<u64>, at: u32) -> NewBlock {
+    NewBlock { requested, size, stream: 0, at, origin: Origin::default() }
 }
 
 fn change(memory: &mut Memory, event: &SegmentEvent) -> Result<(), OverBudget> {
@@ -55,7 +55,7 @@ pub(super) fn follow(
     }
     let mut slots: Vec<Option<u64>> = vec![None; timeline.slots as usize];
     for block in &beginning.blocks {
-        memory.place(block.addr, served(block.requested, block.bytes, BEFORE))?;
+        memory.place(block.addr, new_block(block.requested, block.bytes, BEFORE))?;
         if block.freed.is_some() {
             memory.request_free(block.addr, BEFORE);
         } else {
@@ -64,7 +64,7 @@ pub(super) fn follow(
     }
     // Those that are not a part of the beginning yet.
     for pending in &timeline.pending {
-        memory.place(pending.addr, served(pending.bytes, pending.size, BEFORE))?;
+        memory.place(pending.addr, new_block(pending.bytes, pending.size, BEFORE))?;
         memory.request_free(pending.addr, BEFORE);
     }
     let mut addresses = timeline.addresses.iter();
@@ -86,7 +86,7 @@ pub(super) fn follow(
         match op.kind() {
             Kind::Alloc => {
                 if let Some(addr) = addresses.next() {
-                    memory.place(*addr, served(op.value, None, at))?;
+                    memory.place(*addr, new_block(op.value, None, at))?;
                     slots[op.slot as usize] = Some(*addr);
                 }
             }

@@ -11,14 +11,6 @@ use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{GUARANTEED_ALIGN, PoolKind};
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// A segment that the history released without having made it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Departed {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u64,
-}
-
 /// Segments and parts of expandable segments, event by event.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
@@ -30,7 +22,7 @@ pub(super) struct Segments {
     /// Where the history made segments.
     made: Ranges,
     /// Segments that the history released without having made them.
-    pub(super) departed: Vec<Departed>,
+    pub(super) departed: Vec<SegmentEvent>,
     /// Where those lay.
     left: Ranges,
     /// Bytes reserved beyond those before the first event; below zero it wraps.
@@ -94,13 +86,14 @@ impl Segments {
         let (held, end) = (self.held.remove(&addr), addr + bytes);
         let known = |ranges: &Ranges| ranges.overlaps(addr, end);
         let departed = held.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
+        let event = SegmentEvent::made(addr, bytes, stream).released();
         if departed {
             self.left.insert(addr, end);
-            self.departed.push(Departed { addr, bytes, stream });
+            self.departed.push(event);
         }
         // What went is what had come, whatever the event says; of what was never there nothing goes.
         self.shrink(held.unwrap_or(if departed { bytes } else { 0 }));
-        (SegmentEvent::made(addr, bytes, stream).released(), held.is_some())
+        (event, held.is_some())
     }
 
     /// A part was unmapped. Whether the history had mapped it.

@@ -7,17 +7,14 @@ use super::slots::Slots;
 use super::timeline::{Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};
-use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// A block that the client had before the first event and freed after it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unknown {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u32,
-    pub(super) slot: u32,
+    pub(super) block: StartBlock,
     /// The operation that frees it.
     pub(super) op: u32,
     /// The event that frees it.
@@ -224,7 +221,8 @@ impl Transcript {
         self.slots.note_used(addr, bytes);
         let stream = self.slots.stream(event.stream)?;
         let (slot, op) = (self.timeline.fresh_slot(), self.timeline.next_op());
-        self.unknown.push(Unknown { addr, bytes, stream, slot, op, number: self.number });
+        let block = StartBlock { addr, requested: bytes, bytes: None, stream, slot, freed: None };
+        self.unknown.push(Unknown { block, op, number: self.number });
         self.count(bytes)?;
         self.requested.live -= bytes.cast_signed();
         self.timeline.ops.push(free_op(stream, slot));

@@ -88,7 +88,7 @@ pub struct Origins {
 }
 
 /// Something in a table with numbers: its hash, and its place there. Both sizes are held for a moment when it doubles.
-const ENTRY: usize = 8 * size_of::<usize>();
+const ENTRY: usize = 4 * size_of::<(u64, usize)>();
 /// What the system's allocator adds to a text or a stack, and its pointer.
 const BOX_COST: usize = 64;
 /// A block's origin in its tree.

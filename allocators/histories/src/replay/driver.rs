@@ -107,6 +107,12 @@ impl Segments {
         refuses
     }
 
+    /// The backend made or released something else than what is due. That counts as done if it is of the same kind.
+    fn differs(&mut self, due: Option<SegmentEvent>, released: bool) {
+        self.mismatches += 1;
+        self.next += usize::from(due.is_some_and(|due| due.released == released));
+    }
+
     fn mem_alloc(&mut self, inner: &dyn Driver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
         if self.refuses(op) {
             return Err(refused(CallKind::MemAlloc));
@@ -124,8 +130,7 @@ impl Segments {
                 due.addr
             }
             due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| !due.released));
+                self.differs(due, false);
                 self.fresh(bytes)
             }
         };
@@ -138,10 +143,7 @@ impl Segments {
         self.refused_in = None;
         match self.due(op) {
             Some(due) if due.released && due.addr == addr.get() => self.next += 1,
-            due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| due.released));
-            }
+            due => self.differs(due, true),
         }
         Ok(())
     }
@@ -174,10 +176,7 @@ impl Segments {
     fn part_mapped(&mut self, op: u32, addr: u64, bytes: u64) {
         match self.due(op) {
             Some(due) if !due.released && (due.addr, due.bytes) == (addr, bytes) => self.next += 1,
-            due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| !due.released));
-            }
+            due => self.differs(due, false),
         }
     }
 
@@ -193,8 +192,7 @@ impl Segments {
             }
             due => {
                 if addr != self.strange_end {
-                    self.mismatches += 1;
-                    self.next += usize::from(due.is_some_and(|due| due.released));
+                    self.differs(due, true);
                 }
                 (self.strange_end, self.unmapped) = (addr + bytes, 0);
             }
