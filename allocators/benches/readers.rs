@@ -10,8 +10,8 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use std::time::Duration;
 use vramlab::backends::CachingSettings;
+use vramlab::histories::formats::{Action, Event, ReadOptions, read_from};
 use vramlab::histories::replay::{History, HistoryBuilder};
-use vramlab::histories::trace::{Action, Event, ReadOptions, read_from};
 
 const MANY: usize = 1_000_000;
 const KIB: u64 = 1 << 10;

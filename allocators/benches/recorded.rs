@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 use vramlab::backends::{Caching, CachingSettings};
+use vramlab::histories::formats::{ReadError, ReadOptions, read};
 use vramlab::histories::replay::HistoryBuilder;
-use vramlab::histories::trace::{ReadError, ReadOptions, read};
 use vramlab::histories::workload::{Recorded, Sequence, Slots};
 use vramlab::{DeviceAllocator, Driver, NullDriver, StreamId};
 

@@ -9,8 +9,8 @@ use mutate::{mutations, seeds};
 use std::path::Path;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
+use vramlab::histories::formats::{Format, ReadError, ReadOptions, read_from};
 use vramlab::histories::replay::HistoryBuilder;
-use vramlab::histories::trace::{Format, ReadError, ReadOptions, read_from};
 
 /// Mutations of each seed.
 const ROUNDS: u64 = 1500;

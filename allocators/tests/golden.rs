@@ -14,10 +14,10 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use vramlab::backends::{self, Backend, CachingSettings, caching, expandable};
+use vramlab::histories::formats::{Action, Event, ReadError, ReadOptions, read};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay, smallest_memory,
 };
-use vramlab::histories::trace::{Action, Event, ReadError, ReadOptions, read};
 use vramlab::{Driver, NullDriver, Profile, Selection, SimDriver, SimMemory};
 
 const MIB: u64 = 1 << 20;

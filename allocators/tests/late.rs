@@ -17,8 +17,8 @@ use proptest::sample::Index;
 use recorder::Recorder;
 use std::sync::Arc;
 use vramlab::backends::{self, Backend, CachingSettings, caching, lab, pytorch};
+use vramlab::histories::formats::{Action, Event};
 use vramlab::histories::replay::{Addresses, History, ReplayReport, ReplaySettings, replay, smallest_memory};
-use vramlab::histories::trace::{Action, Event};
 use vramlab::{Driver, NullDriver, Selection};
 
 fn run(history: &History, caching: CachingSettings, addresses: Addresses) -> ReplayReport {

@@ -4,9 +4,9 @@
 use proptest::prelude::*;
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, pytorch};
+use vramlab::histories::formats::{Action, Event};
 use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, lower_bound, plan};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplaySettings, replay};
-use vramlab::histories::trace::{Action, Event};
 use vramlab::{Driver, NullDriver, Selection};
 
 fn cases(cases: u32) -> ProptestConfig {

@@ -16,10 +16,10 @@ use recorder::Recorder;
 use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, caching, pytorch};
+use vramlab::histories::formats::{Action, Event, ReadError, ReadOptions, read};
 use vramlab::histories::replay::{
     Addresses, History, HistoryBuilder, ReplayReport, ReplaySettings, recorded_settings, replay,
 };
-use vramlab::histories::trace::{Action, Event, ReadError, ReadOptions, read};
 use vramlab::{Driver, NullDriver, Selection};
 
 const STREAMS: usize = 3;

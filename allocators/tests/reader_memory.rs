@@ -6,8 +6,8 @@ use std::cell::Cell;
 use std::io::Read;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
+use vramlab::histories::formats::{Action, Event, Problem, ReadError, ReadOptions, Summary, read_from};
 use vramlab::histories::replay::{HistoryBuilder, ReplayError};
-use vramlab::histories::trace::{Action, Event, Problem, ReadError, ReadOptions, Summary, read_from};
 
 std::thread_local! {
     static HELD: Cell<i64> = const { Cell::new(0) };

@@ -14,11 +14,11 @@ use trials::trial;
 use vramlab::backends::{CachingSettings, parse_list};
 use vramlab::budget::Budget;
 use vramlab::contract::BlockState;
+use vramlab::histories::formats::{Action, Event, Origins, ReadError, ReadOptions, Segment, Summary, read_origins};
 use vramlab::histories::memory::{Before, Events, Levels, Memory, Pool, Recorded, Rules, Totals};
 use vramlab::histories::replay::{
     Addresses, HistoryBuilder, ReplaySettings, Watched, recorded_settings, replay_watched,
 };
-use vramlab::histories::trace::{Action, Event, Origins, ReadError, ReadOptions, Segment, Summary, read_origins};
 use vramlab::{Driver, NullDriver};
 
 /// Folders beside the checkout, which are not there everywhere.

@@ -17,10 +17,10 @@ use recorder::Recorder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab::backends::{self, CachingSettings, caching, expandable, naive, stream_ordered};
+use vramlab::histories::formats::{Action, Event};
 use vramlab::histories::replay::{
     Addresses, Held, History, HistoryBuilder, ReplayError, ReplayReport, ReplaySettings, StreamHeld, replay,
 };
-use vramlab::histories::trace::{Action, Event};
 use vramlab::{Backend, BlockState, Driver, NullDriver, Selection, SimMemory};
 
 const STREAMS: usize = 3;

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use vramlab::backends::{RmmArena, RmmArenaSettings, RmmPool, RmmPoolSettings};
 use vramlab::budget::Budget;
+use vramlab::histories::formats::{Placements, ReadError, ReadOptions, read};
 use vramlab::histories::replay::{
     History, HistoryBuilder, ReplayError, ReplaySettings, recorded_settings, replay_against,
 };
-use vramlab::histories::trace::{Placements, ReadError, ReadOptions, read};
 use vramlab::{
     Block, CallKind, DeviceAllocator, Driver, DriverError, FaultyDriver, NullDriver, Profile, Request, Selection,
     SimDriver, SimMemory, StreamId,

@@ -4,7 +4,7 @@
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
 use vramlab::histories::replay::HistoryBuilder;
-use vramlab::histories::trace::{ReadError, ReadOptions, read_from};
+use vramlab::histories::formats::{ReadError, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

@@ -2,7 +2,7 @@
 #![no_main]
 
 use vramlab::budget::Budget;
-use vramlab::histories::trace::{Format, ReadOptions, read_from};
+use vramlab::histories::formats::{Format, ReadOptions, read_from};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {

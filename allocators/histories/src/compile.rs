@@ -6,7 +6,7 @@
 //! |---|---|---|---|
 //! | 1 | `transcript`, with `slots`, `frees`, `segments`, `windows` | events, one at a time | operations, and windows of what the allocator did between them |
 //! | 2 | `beginning` | the transcript, and what was held at the end | what was held before the first event |
-//! | 3 | `held_up` | the windows, the recorded memory | how large the blocks were whose frees were held up |
+//! | 3 | `memory` | the windows, the recorded memory | how large the blocks were whose frees were held up |
 //! | 4 | `causes` | the windows and the settings | why segments went back, and when frees completed |
 //! | 5 | `streams` | frees that did not complete at once | the stream that held up each |
 //! | 6 | `sizes`, `ages` | what was held before, and the placements | sizes of its blocks, ages of its segments |
@@ -22,7 +22,6 @@ mod beginning;
 mod causes;
 mod frees;
 mod gaps;
-mod held_up;
 mod memory;
 mod out_of_memory;
 mod pools;
@@ -39,7 +38,7 @@ mod windows;
 use self::beginning::LookBack;
 use self::transcript::{Transcript, wrong};
 use crate::formats::{Event, Segment, SegmentBlock};
-use crate::history::{Beginning, History, Kind, Op, ReplayError};
+use crate::history::{Beginning, History, Kind, Op, ReplayError, StartBlock};
 use vramlab_device::budget::Budget;
 use vramlab_policies::backends::CachingSettings;
 
@@ -124,14 +123,15 @@ impl HistoryBuilder {
         transcript.end(breaks_off)?;
         transcript.make_room_to_finish(ending.as_deref())?;
         if let Some(unknown) = transcript.unknown.first().filter(|_| complete) {
-            let what = format!("free of {} bytes at {:#x}, which were never allocated", unknown.bytes, unknown.addr);
+            let StartBlock { requested, addr, .. } = unknown.block;
+            let what = format!("free of {requested} bytes at {addr:#x}, which were never allocated");
             return Err(wrong(unknown.number, what));
         }
         // Stage 2: what was held before the first event.
         let LookBack { mut beginning, names, unseen } = LookBack::of(&mut transcript, ending)?;
         let names = names.as_deref();
         // Stages 3 and 4: why segments went back, and when frees completed.
-        held_up::find_sizes(&mut transcript, &beginning, settings)?;
+        memory::find_held_up_sizes(&mut transcript, &beginning, settings)?;
         let before = beginning.reserved();
         let refused_from = transcript.refusals.refused_from(settings, before, transcript.segments.most_reserved);
         let windows = std::mem::take(&mut transcript.windows.closed);

@@ -5,7 +5,6 @@ mod error;
 mod op;
 mod out_of_memory;
 mod pace;
-mod private_pools;
 mod segment;
 
 pub(crate) use beginning::{Beginning, StartBlock, StartSegment};
@@ -13,8 +12,7 @@ pub use error::ReplayError;
 pub use op::MAX_STREAMS;
 pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
 pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
-pub(crate) use private_pools::PrivatePools;
-pub(crate) use segment::{SegmentEvent, pool_of_segment};
+pub(crate) use segment::SegmentEvent;
 
 /// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
 pub const MAX_BYTES: u64 = 1 << 48;
@@ -45,6 +43,22 @@ pub struct History {
     pub(crate) pools: PrivatePools,
     /// Why addresses cannot be compared.
     pub(crate) not_comparable: Option<String>,
+}
+
+/// What is known of the private pools of a history.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PrivatePools {
+    /// How many there are. Operations name them by number, from 1.
+    pub(crate) count: u32,
+    /// From which operation on each that was released is asked for no more memory, in order.
+    pub(crate) released: Vec<(u32, u32)>,
+    /// In which operation which of them gives back by itself what is idle, in order. An operation with the number of a pool empties
+    /// no other cache.
+    pub(crate) trimmed: Vec<(u32, u32)>,
+    /// Allocations from them.
+    pub(crate) allocations: u64,
+    /// Allocations whose pool the history does not tell.
+    pub(crate) undetermined: u64,
 }
 
 /// One call of a recorded history.

@@ -13,24 +13,23 @@
 mod before;
 mod contents;
 mod events;
-mod holes;
 mod levels;
 mod lifetimes;
 mod limit;
+mod pool;
 mod rules;
-mod segment;
 
 pub use before::{Before, BlockBefore, SegmentBefore};
 pub use contents::Contents;
-pub use events::{Events, Iter, Recorded, Walk};
+pub use events::{Events, Recorded};
 pub use levels::{Levels, Peaks};
 pub use lifetimes::{BlockLifetime, Lifetimes, NEVER, SegmentLifetime, SegmentLifetimes};
 pub use limit::LimitBound;
+pub use pool::{Pool, Segment};
 pub use rules::Rules;
-pub use segment::{Pool, Segment};
 
 use crate::formats::{Action, Origin, StackId};
-use holes::Holes;
+use pool::Holes;
 use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -58,9 +57,9 @@ pub struct Block {
     inside: bool,
 }
 
-/// A request that was served at an address.
+/// A block that comes: what was asked for and what is known of it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Served {
+pub(crate) struct NewBlock {
     /// What was asked for.
     pub(crate) requested: u64,
     /// Size of the block, where it is known; otherwise the rules tell it.
@@ -156,7 +155,7 @@ impl Memory {
             let size = block.bytes.unwrap_or_else(|| out.rules.rounded(block.requested));
             let next = out.blocks.range(block.addr..).next().map_or(u64::MAX, |(at, _)| at - block.addr);
             let (requested, size, origin) = (block.requested, Some(size.min(next)), block.origin);
-            out.place(block.addr, Served { requested, size, stream: block.stream, at: BEFORE, origin })?;
+            out.place(block.addr, NewBlock { requested, size, stream: block.stream, at: BEFORE, origin })?;
             if block.pending {
                 out.request_free(block.addr, BEFORE);
             }
@@ -199,7 +198,7 @@ impl Memory {
         }
         match event.action {
             Action::Alloc if bytes > 0 => {
-                self.place(addr, Served { requested: bytes, size: None, stream, at: index, origin })?;
+                self.place(addr, NewBlock { requested: bytes, size: None, stream, at: index, origin })?;
             }
             Action::FreeRequested if at_once => self.free(addr),
             Action::FreeCompleted if at_once => {}
@@ -277,13 +276,13 @@ impl Memory {
         self.totals.reserved -= to - from;
     }
 
-    /// A request is served.
+    /// A request is served by a block at an address.
     ///
     /// # Errors
     /// [`OverBudget`] when there is no room for another block.
-    pub(crate) fn place(&mut self, addr: u64, served: Served) -> Result<(), OverBudget> {
+    pub(crate) fn place(&mut self, addr: u64, new: NewBlock) -> Result<(), OverBudget> {
         self.make_room()?;
-        let Served { requested, size, stream, at, origin } = served;
+        let NewBlock { requested, size, stream, at, origin } = new;
         let mut gap = self.gap_at(addr);
         if gap.is_none() && self.blocks.contains_key(&addr) {
             // The history lacks the completion of the free before.

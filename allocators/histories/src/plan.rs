@@ -54,20 +54,16 @@ mod bound;
 mod conflicts;
 mod lifetime;
 mod lifetimes;
-mod misses;
 mod occupied;
 mod online;
-mod overlap;
 mod placed;
 mod search;
 mod stitched;
 
 pub use bound::lower_bound;
 pub use lifetime::{CrossStream, Lifetime, NEVER, PlanSettings};
-pub use misses::{Misses, misses};
-pub use overlap::Overlap;
-pub use placed::Plan;
-pub use stitched::stitched;
+pub use placed::{Overlap, Plan};
+pub use stitched::{Misses, misses, stitched};
 
 use search::Search;
 

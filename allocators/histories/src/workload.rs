@@ -157,46 +157,36 @@ impl Recorded {
         // CAST: widening.
         let mut live: Vec<Option<Block>> = (0..self.slots as usize).map(|_| None).collect();
         for _ in 0..passes {
-            let mut done = 0;
-            let result = self.pass(allocator, streams, &mut live, &mut done);
-            if result.is_err() {
+            if let Err((done, error)) = self.pass(allocator, streams, &mut live) {
                 self.give_back(allocator, streams, &mut live, done);
-                return result;
+                return Err(error);
             }
         }
         Ok(())
     }
 
-    /// Makes the calls once; `done` counts them.
+    /// Makes the calls once. An error comes with the number of calls before it.
     #[inline(never)]
     fn pass(
         &self,
         allocator: &dyn DeviceAllocator,
         streams: &[StreamId],
         live: &mut [Option<Block>],
-        done: &mut usize,
-    ) -> Result<(), AllocError> {
+    ) -> Result<(), (usize, AllocError)> {
         for (at, call) in self.calls.iter().enumerate() {
             // CAST: widening, both.
             let (slot, stream) = (&mut live[call.slot as usize], streams[call.stream as usize]);
             if call.bytes == 0 {
                 if let Some(block) = slot.take() {
                     // SAFETY: nothing uses the block.
-                    let freed = unsafe { allocator.deallocate(block, stream) };
-                    if let Err(error) = freed {
-                        *done = at;
-                        return Err(error);
-                    }
+                    unsafe { allocator.deallocate(block, stream) }.map_err(|error| (at, error))?;
                 }
                 continue;
             }
             // Not by `?`, as above.
             match allocator.allocate(Request::new(call.bytes), stream) {
                 Ok(block) => *slot = Some(block),
-                Err(error) => {
-                    *done = at;
-                    return Err(error);
-                }
+                Err(error) => return Err((at, error)),
             }
         }
         Ok(())

@@ -4,8 +4,8 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
+use vramlab::histories::formats::{Action, Event, ReadOptions, Segment, read};
 use vramlab::histories::replay::{History, HistoryBuilder, recorded_settings};
-use vramlab::histories::trace::{Action, Event, ReadOptions, Segment, read};
 
 const MIB: u64 = 1 << 20;
 

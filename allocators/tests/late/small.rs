@@ -4,8 +4,8 @@ use super::{run, run_on};
 use vramlab::BlockState;
 use vramlab::PoolKind;
 use vramlab::backends::{CachingSettings, caching, pytorch};
+use vramlab::histories::formats::{Action, Event, Segment, SegmentBlock};
 use vramlab::histories::replay::{Addresses, History, HistoryBuilder};
-use vramlab::histories::trace::{Action, Event, Segment, SegmentBlock};
 
 const MIB: u64 = 1 << 20;
 /// Where the segment of the tests begins.

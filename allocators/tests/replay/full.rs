@@ -5,8 +5,8 @@ use super::recorder::Recorder;
 use super::{STREAMS, Step, cases, check_faithful, compile, play, run, steps};
 use proptest::prelude::*;
 use vramlab::backends::{CachingSettings, caching};
+use vramlab::histories::formats::{Action, Event};
 use vramlab::histories::replay::Addresses;
-use vramlab::histories::trace::{Action, Event};
 
 /// The device is full and no limit is set, of which PyTorch's logs say nothing: requests that were refused tell.
 #[test]

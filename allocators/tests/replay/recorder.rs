@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use vramlab::backends::{CachingSettings, caching};
 use vramlab::device::{CallArguments, CallOutcome, Hook, HookedDriver};
-use vramlab::histories::trace::{Action, Event, Segment};
+use vramlab::histories::formats::{Action, Event, Segment};
 use vramlab::{
     Block, CallKind, DeviceAddr, DeviceAllocator, Driver, DriverResult, EventId, PrivatePool, Selection, SimDriver,
     SimMemory, Snapshot, StreamId, VmmDriver,

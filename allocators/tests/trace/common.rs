@@ -1,6 +1,6 @@
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
-use vramlab::histories::trace::{Event, ReadError, ReadOptions, Summary, read, read_from};
+use vramlab::histories::formats::{Event, ReadError, ReadOptions, Summary, read, read_from};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)

@@ -2,7 +2,7 @@
 
 use crate::common::{fixture, message, read_bytes};
 use vramlab::budget::Budget;
-use vramlab::histories::trace::{Problem, ReadOptions, read_from};
+use vramlab::histories::formats::{Problem, ReadOptions, read_from};
 
 #[test]
 fn a_pickle_cut_anywhere_is_read_as_far_as_it_is_whole() {

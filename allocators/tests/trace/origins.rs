@@ -4,7 +4,7 @@ use crate::common::fixture;
 use serde_json::Value;
 use std::path::Path;
 use vramlab::budget::Budget;
-use vramlab::histories::trace::{
+use vramlab::histories::formats::{
     Ending, Event, Export, Origin, Origins, ReadOptions, StackId, read_origins, read_origins_from,
 };
 
@@ -178,7 +178,7 @@ fn frames_categories_notes_and_annotations_survive_being_written() {
     std::fs::write(&told, SNAPSHOT).unwrap();
     for path in [fixture("small.p4.pickle"), told] {
         let (events, origins) = read(&path);
-        let summary = vramlab::histories::trace::read(&path, &ReadOptions::default(), &mut |_| Ok(())).unwrap();
+        let summary = vramlab::histories::formats::read(&path, &ReadOptions::default(), &mut |_| Ok(())).unwrap();
         for export in [Export::Snapshot, Export::SnapshotJson] {
             let out = folder.path().join(export.file_name());
             let mut writer = export.create(&out).unwrap();

@@ -4,7 +4,7 @@
 use crate::common::fixture;
 use std::collections::BTreeMap;
 use std::io::{Cursor, Read};
-use vramlab::histories::trace::{Event, Format, Frame, Origin, ReadOptions, StackId, TextId, read_origins_from};
+use vramlab::histories::formats::{Event, Format, Frame, Origin, ReadOptions, StackId, TextId, read_origins_from};
 
 /// Gives one byte at a time.
 struct Bytewise<'a>(&'a [u8]);

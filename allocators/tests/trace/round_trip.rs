@@ -5,7 +5,7 @@ use crate::snapshots::recorded;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
-use vramlab::histories::trace::{Action, Ending, Event, Export, Format, Summary, WriteProblem};
+use vramlab::histories::formats::{Action, Ending, Event, Export, Format, Summary, WriteProblem};
 
 fn write(export: Export, path: &Path, events: &[Event], summary: &Summary) {
     let mut writer = export.create(path).unwrap();
@@ -236,7 +236,7 @@ fn the_timeline_adds_up() {
         assert_eq!(instants, count(Action::SegmentAlloc) + count(Action::SegmentFree) + count(Action::Oom));
         // The last counters are what the segments say.
         let last = &phase("C").last().copied().unwrap()["args"];
-        let held = |state: &dyn Fn(&vramlab::histories::trace::Segment) -> u64| {
+        let held = |state: &dyn Fn(&vramlab::histories::formats::Segment) -> u64| {
             summary.segments.iter().map(state).sum::<u64>()
         };
         assert_eq!(last["reserved"], held(&|segment| segment.total_size));

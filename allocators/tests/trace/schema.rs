@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use vramlab::BlockState;
 use vramlab::PoolKind;
-use vramlab::histories::trace::{Action, Ending, Event, Export};
+use vramlab::histories::formats::{Action, Ending, Event, Export};
 
 fn schema() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../analysis/schema/memory_snapshot.schema.json");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use vramlab::BlockState;
 use vramlab::PoolKind;
-use vramlab::histories::trace::{Action, Event, Format};
+use vramlab::histories::formats::{Action, Event, Format};
 
 /// Snapshots recorded on an H200, with their numbers of events: the repository's, and those that may lie beside the checkout.
 pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {

@@ -2,7 +2,7 @@
 
 use crate::common::{fixture, message, read_all, read_bytes};
 use vramlab::budget::Budget;
-use vramlab::histories::trace::{Action, Event, Format, Place, Problem, ReadError, ReadOptions, read_from};
+use vramlab::histories::formats::{Action, Event, Format, Place, Problem, ReadError, ReadOptions, read_from};
 
 fn event(action: Action, addr: u64, bytes: u64, stream: u64, time_ns: u64) -> Event {
     Event { action, device: 0, addr, bytes, stream, time_ns }
@@ -261,7 +261,7 @@ fn what_is_no_file_and_what_the_sink_says_are_told() {
     assert!(read_all(&path).unwrap_err().to_string().ends_with("is empty; record the history again"));
     for name in ["small.p4.pickle", "small.json"] {
         let mut left = 3;
-        let error = vramlab::histories::trace::read(&fixture(name), &ReadOptions::default(), &mut |_| {
+        let error = vramlab::histories::formats::read(&fixture(name), &ReadOptions::default(), &mut |_| {
             left -= 1;
             if left == 0 { Err(ReadError::stop("enough")) } else { Ok(()) }
         })

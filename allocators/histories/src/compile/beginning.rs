@@ -5,12 +5,12 @@
 //! before, and so was what is held at the end and was not made by the history.
 
 use super::pools::NamedRange;
-use super::segments::Departed;
 use super::timeline::Pending;
 use super::transcript::{Transcript, wrong};
 use super::{ages, sizes};
-use crate::formats::Segment;
-use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment, pool_of_segment};
+use crate::formats::{Origin, Segment};
+use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment};
+use crate::memory::BlockBefore;
 use std::collections::HashMap;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN};
@@ -36,17 +36,10 @@ impl LookBack {
             ending.sort_by_key(|segment| segment.address);
             ending
         });
-        beginning.blocks.extend(transcript.unknown.iter().map(|unknown| StartBlock {
-            addr: unknown.addr,
-            requested: unknown.bytes,
-            bytes: None,
-            stream: unknown.stream,
-            slot: unknown.slot,
-            freed: None,
-        }));
-        for Departed { addr, bytes, stream } in std::mem::take(&mut transcript.segments.departed) {
-            let pool = pool_of_segment(bytes);
-            let stream = number_of(transcript, stream)?;
+        beginning.blocks.extend(transcript.unknown.iter().map(|unknown| unknown.block));
+        for gone in std::mem::take(&mut transcript.segments.departed) {
+            let stream = transcript.slots.stream(gone.stream).map_err(|what| wrong(transcript.number, what))?;
+            let (addr, bytes, pool) = (gone.addr, gone.bytes, gone.pool());
             beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private: 0 });
         }
         let names = ending.as_deref().and_then(NamedRange::of);
@@ -70,10 +63,6 @@ impl LookBack {
     }
 }
 
-fn number_of(transcript: &mut Transcript, handle: u64) -> Result<u32, ReplayError> {
-    transcript.slots.stream(handle).map_err(|what| wrong(transcript.number, what))
-}
-
 /// Adds what was held at the end and was not made by the history.
 fn add_ending(
     transcript: &mut Transcript,
@@ -87,13 +76,12 @@ fn add_ending(
         let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
         beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
     }
-    for &(addr, requested, bytes, handle) in &found.blocks {
-        let (stream, slot) = (transcript.slots.stream(handle)?, transcript.timeline.fresh_slot());
-        let bytes = Some(bytes);
+    for &BlockBefore { addr, requested, bytes, stream, .. } in found.blocks.iter().filter(|block| !block.pending) {
+        let (stream, slot) = (transcript.slots.stream(stream)?, transcript.timeline.fresh_slot());
         beginning.blocks.push(StartBlock { addr, requested, bytes, stream, slot, freed: None });
     }
-    for &(addr, requested, bytes, handle) in &found.pending {
-        let free = transcript.add_pending(addr, requested, Some(bytes), handle)?;
+    for block in found.blocks.iter().filter(|block| block.pending) {
+        let free = transcript.add_pending(block.addr, block.requested, block.bytes, block.stream)?;
         transcript.frees.deferred.push(free);
     }
     let waiting: HashMap<u32, u64> = found.waiting.iter().copied().collect();
@@ -142,10 +130,8 @@ pub(super) fn complete(
 #[derive(Debug, Default)]
 struct Ending<'a> {
     segments: Vec<&'a Segment>,
-    /// Address, bytes asked for, size, and handle of the stream.
-    blocks: Vec<(u64, u64, u64, u64)>,
-    /// Those whose free was pending all the time.
-    pending: Vec<(u64, u64, u64, u64)>,
+    /// Those that are pending were so all the time.
+    blocks: Vec<BlockBefore>,
     /// Operation that requested the free of a block that is pending, and the block's size.
     waiting: Vec<(u32, u64)>,
 }
@@ -183,16 +169,16 @@ impl<'a> Ending<'a> {
                     return Err(CONTRADICTION);
                 }
                 at = stop;
-                let requested = if block.requested_size == 0 { block.size } else { block.requested_size };
-                let (addr, stream) = (block.address, segment.stream);
+                let held = BlockBefore::at_end(block, segment.stream, Origin::default());
+                let BlockBefore { addr, requested, .. } = held;
                 let unseen = requested > 0 && !history.slots.was_used(addr, requested);
                 match block.state {
                     BlockState::Free => {}
                     BlockState::Allocated if history.slots.at(addr).is_some() => allocated += 1,
-                    BlockState::Allocated if unseen => found.blocks.push((addr, requested, block.size, stream)),
+                    BlockState::Allocated if unseen => found.blocks.push(held),
                     BlockState::PendingFree => match history.frees.waiting_at(addr) {
                         Some(free) => found.waiting.push((free, block.size)),
-                        None if unseen => found.pending.push((addr, requested, block.size, stream)),
+                        None if unseen => found.blocks.push(held),
                         None => return Err(CONTRADICTION),
                     },
                     BlockState::Allocated => return Err(CONTRADICTION),

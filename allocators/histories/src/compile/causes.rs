@@ -8,8 +8,7 @@ use crate::memory::Rules;
 use crate::steps;
 use std::collections::BTreeSet;
 use vramlab_policies::backends::CachingSettings;
-use vramlab_policies::contract::PoolKind;
-use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size, segment_size};
+use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, segment_size};
 
 /// Decides in each closed window why segments went back; `reserved` bytes were held before the first event, and `refused_from`
 /// says how many the device refused, if refused requests tell. Writes what follows into the timeline, adds frees that were held up
@@ -145,23 +144,26 @@ impl Window {
     /// Whether a free part of a segment that went back would have fitted a request, when the blocks that were held up
     /// count as in use or as free.
     fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64, in_use: bool) -> bool {
-        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
-        let rounded = round(bytes);
-        let small = pool_of(rounded) == PoolKind::Small;
         let rules = Rules::pytorch(settings);
+        let rounded = rules.rounded(bytes);
         // Blocks that were held up lay between the free parts of segments. One that may have been counts among them: if
         // nothing else served the request, a retry does what the client would have done, whether that block was free
         // or not.
-        let held_up = self.completions.iter().chain(&self.before).filter(|_| in_use);
-        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(round(done.bytes)))));
+        let gaps = if in_use { self.between_held_up(&rules) } else { Gaps::between(std::iter::empty()) };
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             steps::count(1);
             let room = gaps.largest_in(segment.addr, segment.addr + segment.bytes);
             segment.stream == stream
-                && (segment.bytes == SMALL_SEGMENT) == small
+                && segment.pool() == pool_of(rounded)
                 // Oversize blocks serve only requests of about their size.
                 && rules.serves(room, rounded)
         })
+    }
+
+    /// The room between blocks whose frees were held up, or may have been.
+    fn between_held_up(&self, rules: &Rules) -> Gaps {
+        let held_up = self.completions.iter().chain(&self.before);
+        Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(rules.rounded(done.bytes)))))
     }
 
     /// Whether an address lies in a segment that went back.
@@ -178,14 +180,14 @@ impl Window {
         stream: u64,
         mut asked: impl FnMut(&Completion) -> bool,
     ) -> bool {
-        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
-        let rounded = round(bytes);
+        let rules = Rules::pytorch(settings);
+        let rounded = rules.rounded(bytes);
         self.completions.iter().any(|done| {
             steps::count(1);
-            let size = done.size.unwrap_or(round(done.bytes));
+            let size = done.size.unwrap_or(rules.rounded(done.bytes));
             asked(done)
                 && done.stream == stream
-                && pool_of(round(done.bytes)) == pool_of(rounded)
+                && pool_of(rules.rounded(done.bytes)) == pool_of(rounded)
                 && size >= rounded
                 && settings.max_split_size.is_none_or(|bound| size < bound)
         })
@@ -202,11 +204,10 @@ impl Window {
         if !self.segments[0].released {
             return Cause::Device;
         }
-        let round = |bytes: u64| round_size(bytes, &settings.roundup_power2_divisions);
-        let rounded = round(bytes);
+        let rules = Rules::pytorch(settings);
+        let rounded = rules.rounded(bytes);
         // Blocks whose frees were held up lay between what was free.
-        let held_up = self.completions.iter().chain(&self.before);
-        let gaps = Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(round(done.bytes)))));
+        let gaps = self.between_held_up(&rules);
         let fits = |part: &SegmentEvent| {
             part.released
                 && part.stream == stream
@@ -235,6 +236,7 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramlab_policies::contract::PoolKind;
 
     const MIB: u64 = 1 << 20;
     /// A request that no segment of the tests' windows could have served.

@@ -1,10 +1,13 @@
-//! The recorded memory along a timeline.
+//! The recorded memory along a timeline. Third stage: how large the blocks were whose frees were held up, where that says why
+//! segments went back.
 
 use super::frees::Frees;
 use super::timeline::Timeline;
+use super::transcript::Transcript;
+use super::windows::ClosedWindow;
 use crate::formats::Origin;
 use crate::history::{Beginning, Kind, SegmentEvent};
-use crate::memory::{BEFORE, Memory, Rules, Segment, Served};
+use crate::memory::{BEFORE, Memory, NewBlock, Rules, Segment};
 use crate::steps;
 use vramlab_device::budget::{Budget, OverBudget};
 use vramlab_policies::backends::CachingSettings;
@@ -20,8 +23,8 @@ pub(super) enum When {
 }
 
 /// A request of the timeline's, or from before it, whose size is known or follows from the rules.
-fn served(requested: u64, size: Option<u64>, at: u32) -> Served {
-    Served { requested, size, stream: 0, at, origin: Origin::default() }
+fn new_block(requested: u64, size: Option<u64>, at: u32) -> NewBlock {
+    NewBlock { requested, size, stream: 0, at, origin: Origin::default() }
 }
 
 fn change(memory: &mut Memory, event: &SegmentEvent) -> Result<(), OverBudget> {
@@ -52,7 +55,7 @@ pub(super) fn follow(
     }
     let mut slots: Vec<Option<u64>> = vec![None; timeline.slots as usize];
     for block in &beginning.blocks {
-        memory.place(block.addr, served(block.requested, block.bytes, BEFORE))?;
+        memory.place(block.addr, new_block(block.requested, block.bytes, BEFORE))?;
         if block.freed.is_some() {
             memory.request_free(block.addr, BEFORE);
         } else {
@@ -61,7 +64,7 @@ pub(super) fn follow(
     }
     // Those that are not a part of the beginning yet.
     for pending in &timeline.pending {
-        memory.place(pending.addr, served(pending.bytes, pending.size, BEFORE))?;
+        memory.place(pending.addr, new_block(pending.bytes, pending.size, BEFORE))?;
         memory.request_free(pending.addr, BEFORE);
     }
     let mut addresses = timeline.addresses.iter();
@@ -83,7 +86,7 @@ pub(super) fn follow(
         match op.kind() {
             Kind::Alloc => {
                 if let Some(addr) = addresses.next() {
-                    memory.place(*addr, served(op.value, None, at))?;
+                    memory.place(*addr, new_block(op.value, None, at))?;
                     slots[op.slot as usize] = Some(*addr);
                 }
             }
@@ -98,5 +101,47 @@ pub(super) fn follow(
             Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
         }
     }
+    Ok(())
+}
+
+/// Fills in the sizes in the closed windows that ask for them.
+///
+/// # Errors
+/// [`OverBudget`] when following the memory takes more than there is.
+pub(super) fn find_held_up_sizes(
+    transcript: &mut Transcript,
+    beginning: &Beginning,
+    settings: &CachingSettings,
+) -> Result<(), OverBudget> {
+    fn asking(closed: &&mut ClosedWindow) -> bool {
+        closed.window.asks_for_sizes(closed.end)
+    }
+    let mut closed = std::mem::take(&mut transcript.windows.closed);
+    if let Some(last) = closed.iter_mut().rev().find(asking).map(|closed| closed.placeholder) {
+        // Only sizes are asked for, so any stream will do.
+        let streams = vec![0; transcript.slots.stream_count()];
+        let mut windows = closed.iter_mut().filter(asking).peekable();
+        let Transcript { timeline, frees, budget, .. } = &*transcript;
+        follow((timeline, frees), (beginning, &streams), (settings, budget), last, |at, when, memory| {
+            if when == When::After {
+                return;
+            }
+            let Some(next) = windows.peek_mut() else { return };
+            let arrived = next.placeholder == at;
+            // The block that was freed right before is still there when the operation comes that frees it; one from
+            // before the first event is pending until its window.
+            if let Some(before) = next.window.before.as_mut().filter(|before| before.op == at || arrived) {
+                before.size = before.size.or(memory.size_of(before.addr));
+            }
+            if arrived {
+                for held_up in &mut next.window.completions {
+                    steps::count(1);
+                    held_up.size = memory.size_of(held_up.addr);
+                }
+                windows.next();
+            }
+        })?;
+    }
+    transcript.windows.closed = closed;
     Ok(())
 }

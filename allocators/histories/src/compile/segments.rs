@@ -11,26 +11,18 @@ use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{GUARANTEED_ALIGN, PoolKind};
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// A segment that the history released without having made it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Departed {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u64,
-}
-
 /// Segments and parts of expandable segments, event by event.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
     /// Segments that the history made, by address.
     held: BTreeMap<u64, u64>,
     /// Parts of expandable segments that are mapped, and the pool of each that ever was.
-    mapped: Mapped,
+    mapped: Ranges,
     pools: BTreeMap<u64, PoolKind>,
     /// Where the history made segments.
     made: Ranges,
     /// Segments that the history released without having made them.
-    pub(super) departed: Vec<Departed>,
+    pub(super) departed: Vec<SegmentEvent>,
     /// Where those lay.
     left: Ranges,
     /// Bytes reserved beyond those before the first event; below zero it wraps.
@@ -39,47 +31,6 @@ pub(super) struct Segments {
     pub(super) most_reserved: i64,
     /// Whether parts came or went.
     pub(super) expandable: bool,
-}
-
-/// The parts that are mapped, joined where they touch: end by first address.
-#[derive(Debug, Default)]
-pub(super) struct Mapped(BTreeMap<u64, u64>);
-
-impl Mapped {
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether all of `start..end` is mapped.
-    pub(super) fn contains(&self, start: u64, end: u64) -> bool {
-        self.0.range(..=start).next_back().is_some_and(|(_, last)| *last >= end)
-    }
-
-    fn overlaps(&self, start: u64, end: u64) -> bool {
-        self.0.range(..end).next_back().is_some_and(|(_, last)| *last > start)
-    }
-
-    fn insert(&mut self, mut start: u64, mut end: u64) {
-        if let Some((&before, _)) = self.0.range(..start).next_back().filter(|(_, last)| **last == start) {
-            start = before;
-        }
-        if let Some(last) = self.0.remove(&end) {
-            end = last;
-        }
-        self.0.insert(start, end);
-    }
-
-    /// Takes out what is mapped as a whole.
-    fn remove(&mut self, start: u64, end: u64) {
-        let Some((&first, &last)) = self.0.range(..=start).next_back() else { return };
-        self.0.remove(&first);
-        if first < start {
-            self.0.insert(first, start);
-        }
-        if end < last {
-            self.0.insert(end, last);
-        }
-    }
 }
 
 /// The pool of a part.
@@ -135,13 +86,14 @@ impl Segments {
         let (held, end) = (self.held.remove(&addr), addr + bytes);
         let known = |ranges: &Ranges| ranges.overlaps(addr, end);
         let departed = held.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
+        let event = SegmentEvent::made(addr, bytes, stream).released();
         if departed {
             self.left.insert(addr, end);
-            self.departed.push(Departed { addr, bytes, stream });
+            self.departed.push(event);
         }
         // What went is what had come, whatever the event says; of what was never there nothing goes.
         self.shrink(held.unwrap_or(if departed { bytes } else { 0 }));
-        (SegmentEvent::made(addr, bytes, stream).released(), held.is_some())
+        (event, held.is_some())
     }
 
     /// A part was unmapped. Whether the history had mapped it.
@@ -202,27 +154,5 @@ impl Segments {
         });
         let first = strange.map(|segment| segment.address).min()?;
         Some(format!("the history is incomplete: it does not show how the memory at {first:#x} was mapped"))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_join_where_they_touch_and_come_apart_again() {
-        let mut mapped = Mapped::default();
-        for (start, end) in [(10, 20), (30, 40), (20, 30)] {
-            assert!(!mapped.overlaps(start, end));
-            mapped.insert(start, end);
-        }
-        assert!(mapped.contains(10, 40) && mapped.len() == 1);
-        mapped.remove(15, 25);
-        assert!(
-            mapped.contains(10, 15) && mapped.contains(25, 40) && !mapped.contains(10, 16) && mapped.overlaps(24, 26)
-        );
-        mapped.remove(10, 15);
-        mapped.remove(30, 40);
-        assert_eq!(mapped.0.into_iter().collect::<Vec<_>>(), [(25, 30)]);
     }
 }

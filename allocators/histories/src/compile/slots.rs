@@ -2,7 +2,8 @@
 
 use super::timeline::Timeline;
 use crate::history::{MAX_STREAMS, NO_STREAM};
-use std::collections::{BTreeMap, HashMap};
+use indexmap::IndexSet;
+use std::collections::BTreeMap;
 use vramlab_device::ranges::Ranges;
 
 /// A block that the client holds.
@@ -19,7 +20,7 @@ pub(super) struct Live {
 #[derive(Debug)]
 pub(super) struct Slots {
     /// Recorded handles in the order of appearance.
-    streams: HashMap<u64, u32>,
+    streams: IndexSet<u64>,
     live: BTreeMap<u64, Live>,
     /// Where blocks have been.
     seen: Ranges,
@@ -28,26 +29,21 @@ pub(super) struct Slots {
 
 impl Slots {
     pub(super) fn new() -> Self {
-        Self { streams: HashMap::new(), live: BTreeMap::new(), seen: Ranges::default(), spare: Vec::new() }
+        Self { streams: IndexSet::new(), live: BTreeMap::new(), seen: Ranges::default(), spare: Vec::new() }
     }
 
     /// The number of a stream.
     pub(super) fn stream(&mut self, handle: u64) -> Result<u32, String> {
-        // CAST: at most `MAX_STREAMS`.
-        let next = self.streams.len() as u32;
-        if let Some(&known) = self.streams.get(&handle) {
-            return Ok(known);
-        }
-        if self.streams.len() == MAX_STREAMS {
+        if self.streams.len() == MAX_STREAMS && !self.streams.contains(&handle) {
             return Err(format!("the history has more than {MAX_STREAMS} streams"));
         }
-        self.streams.insert(handle, next);
-        Ok(next)
+        // CAST: at most `MAX_STREAMS`.
+        Ok(self.streams.insert_full(handle).0 as u32)
     }
 
     /// Handles of streams and their numbers, by handle.
     pub(super) fn streams(&self) -> Vec<(u64, u32)> {
-        let mut handles: Vec<(u64, u32)> = self.streams.iter().map(|(handle, number)| (*handle, *number)).collect();
+        let mut handles: Vec<(u64, u32)> = self.streams.iter().copied().zip(0..).collect();
         handles.sort_unstable();
         handles
     }

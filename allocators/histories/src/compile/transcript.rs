@@ -7,17 +7,14 @@ use super::slots::Slots;
 use super::timeline::{Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};
-use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, SegmentEvent};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// A block that the client had before the first event and freed after it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unknown {
-    pub(super) addr: u64,
-    pub(super) bytes: u64,
-    pub(super) stream: u32,
-    pub(super) slot: u32,
+    pub(super) block: StartBlock,
     /// The operation that frees it.
     pub(super) op: u32,
     /// The event that frees it.
@@ -137,20 +134,9 @@ impl Transcript {
                 self.complete(event)
             }
             Action::RecordUse => self.record_use(event),
-            Action::SegmentAlloc => {
-                let reserved = self.segments.reserved;
-                let made = self.segments.make(event)?;
-                self.windows.add_segment(made, reserved);
-                Ok(())
+            Action::SegmentAlloc | Action::SegmentMap | Action::SegmentFree | Action::SegmentUnmap => {
+                self.change_segments(event)
             }
-            Action::SegmentMap => {
-                let reserved = self.segments.reserved;
-                let mapped = self.segments.map(event)?;
-                self.windows.add_segment(mapped, reserved);
-                Ok(())
-            }
-            Action::SegmentFree => self.release(Segments::release, event),
-            Action::SegmentUnmap => self.release(Segments::unmap, event),
             Action::Snapshot => {
                 self.close_window(End::Other);
                 Ok(())
@@ -235,7 +221,8 @@ impl Transcript {
         self.slots.note_used(addr, bytes);
         let stream = self.slots.stream(event.stream)?;
         let (slot, op) = (self.timeline.fresh_slot(), self.timeline.next_op());
-        self.unknown.push(Unknown { addr, bytes, stream, slot, op, number: self.number });
+        let block = StartBlock { addr, requested: bytes, bytes: None, stream, slot, freed: None };
+        self.unknown.push(Unknown { block, op, number: self.number });
         self.count(bytes)?;
         self.requested.live -= bytes.cast_signed();
         self.timeline.ops.push(free_op(stream, slot));
@@ -305,17 +292,18 @@ impl Transcript {
         Ok(())
     }
 
-    fn release(
-        &mut self,
-        release: fn(&mut Segments, &Event) -> (SegmentEvent, bool),
-        event: &Event,
-    ) -> Result<(), String> {
+    fn change_segments(&mut self, event: &Event) -> Result<(), String> {
         let reserved = self.segments.reserved;
-        let (released, known) = release(&mut self.segments, event);
+        let (change, known) = match event.action {
+            Action::SegmentAlloc => (self.segments.make(event)?, true),
+            Action::SegmentMap => (self.segments.map(event)?, true),
+            Action::SegmentFree => self.segments.release(event),
+            _ => self.segments.unmap(event),
+        };
         if !known {
             self.outside.get_or_insert(self.number);
         }
-        self.windows.add_segment(released, reserved);
+        self.windows.add_segment(change, reserved);
         Ok(())
     }
 

@@ -26,40 +26,33 @@ impl Export {
     pub const ALL: [Export; 5] =
         [Export::Snapshot, Export::SnapshotJson, Export::Perfetto, Export::Rmm, Export::Minimalloc];
 
+    /// Name on the command line, name of the file in a run record, and one line of help.
+    fn texts(self) -> [&'static str; 3] {
+        match self {
+            Export::Snapshot => ["snapshot", "snapshot.pickle", "pickle for pytorch.org/memory_viz"],
+            Export::SnapshotJson => ["snapshot-json", "snapshot.json", "the same as JSON"],
+            Export::Perfetto => ["perfetto", "perfetto.json", "timeline for ui.perfetto.dev"],
+            Export::Rmm => ["rmm", "rmm.csv", "log for RMM's replay"],
+            Export::Minimalloc => ["minimalloc", "minimalloc.csv", "buffers and their lives for minimalloc"],
+        }
+    }
+
     /// Name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Export::Snapshot => "snapshot",
-            Export::SnapshotJson => "snapshot-json",
-            Export::Perfetto => "perfetto",
-            Export::Rmm => "rmm",
-            Export::Minimalloc => "minimalloc",
-        }
+        self.texts()[0]
     }
 
     /// Name of the file in a run record.
     #[must_use]
     pub fn file_name(self) -> &'static str {
-        match self {
-            Export::Snapshot => "snapshot.pickle",
-            Export::SnapshotJson => "snapshot.json",
-            Export::Perfetto => "perfetto.json",
-            Export::Rmm => "rmm.csv",
-            Export::Minimalloc => "minimalloc.csv",
-        }
+        self.texts()[1]
     }
 
     /// One line of help.
     #[must_use]
     pub fn summary(self) -> &'static str {
-        match self {
-            Export::Snapshot => "pickle for pytorch.org/memory_viz",
-            Export::SnapshotJson => "the same as JSON",
-            Export::Perfetto => "timeline for ui.perfetto.dev",
-            Export::Rmm => "log for RMM's replay",
-            Export::Minimalloc => "buffers and their lives for minimalloc",
-        }
+        self.texts()[2]
     }
 
     /// Whether the format has a place for such events; writers pass over the others.

@@ -122,11 +122,7 @@ pub(super) fn fields<const N: usize>(line: &str, columns: [usize; N]) -> Option<
             }
         }
     }
-    let mut whole = [""; N];
-    for (slot, field) in whole.iter_mut().zip(out) {
-        *slot = field?;
-    }
-    Some(whole)
+    out.iter().all(Option::is_some).then(|| out.map(Option::unwrap_or_default))
 }
 
 /// As much of a text as an error should show.

@@ -3,9 +3,8 @@
 //! A snapshot repeats the same few thousand stacks in millions of events. Texts, frames and stacks are numbered by what
 //! they say, and an event's [`Origin`] is three numbers.
 
-use crate::steps;
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasher, RandomState};
+use indexmap::IndexSet;
+use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// Number of a text in [`Origins`]; 0 is the empty text.
@@ -78,81 +77,36 @@ pub struct Annotation {
 /// Memory is claimed from the budget of the reading and stays claimed.
 #[derive(Debug)]
 pub struct Origins {
-    texts: Vec<Box<str>>,
-    text_ids: Index,
-    frames: Vec<Frame>,
-    frame_ids: HashMap<Frame, u32>,
-    /// Frames of all stacks, one after the other.
-    in_stacks: Vec<u32>,
-    /// End of each stack in that list.
-    ends: Vec<u32>,
-    stack_ids: Index,
+    texts: IndexSet<Box<str>>,
+    frames: IndexSet<Frame>,
+    /// Numbers of the frames of each stack.
+    stacks: IndexSet<Box<[u32]>>,
     annotations: Vec<Annotation>,
     blocks: BTreeMap<(u16, u64), Origin>,
     segments: BTreeMap<(u16, u64), Origin>,
     claim: Claim,
 }
 
-/// Numbers by hash; those of one hash are a chain.
-#[derive(Debug, Default)]
-struct Index {
-    first: HashMap<u64, u32>,
-    /// For each number, the one before it with the same hash.
-    next: Vec<u32>,
-    state: RandomState,
-}
-
-const NONE: u32 = u32::MAX;
-/// An entry in a table of numbers, which holds both sizes for a moment when it doubles at seven eighths.
-const ENTRY: usize = 4 * (size_of::<(u64, u32)>() + 1);
-/// Beside a text: its pointer in a list that doubles, and what the system's allocator adds.
-const TEXT_COST: usize = 48;
+/// Something in a table with numbers: its hash, and its place there. Both sizes are held for a moment when it doubles.
+const ENTRY: usize = 4 * size_of::<(u64, usize)>();
+/// What the system's allocator adds to a text or a stack, and its pointer.
+const BOX_COST: usize = 64;
 /// A block's origin in its tree.
 const BLOCK_COST: usize = 64;
-
-impl Index {
-    fn find(&self, hash: u64, is_it: impl Fn(u32) -> bool) -> Option<u32> {
-        let mut at = self.first.get(&hash).copied()?;
-        loop {
-            steps::count(1);
-            if is_it(at) {
-                return Some(at);
-            }
-            at = self.next[at as usize];
-            if at == NONE {
-                return None;
-            }
-        }
-    }
-
-    /// Enters the number that comes next.
-    fn enter(&mut self, hash: u64, number: u32) {
-        let before = self.first.insert(hash, number);
-        self.next.push(before.unwrap_or(NONE));
-    }
-}
 
 impl Origins {
     /// None yet, to be kept within a budget.
     #[must_use]
     pub fn new(budget: &Budget) -> Self {
-        let mut out = Self {
-            texts: vec!["".into()],
-            text_ids: Index::default(),
-            frames: Vec::new(),
-            frame_ids: HashMap::new(),
-            in_stacks: Vec::new(),
-            ends: vec![0],
-            stack_ids: Index::default(),
+        Self {
+            texts: IndexSet::from(["".into()]),
+            frames: IndexSet::new(),
+            stacks: IndexSet::from([Box::default()]),
             annotations: Vec::new(),
             blocks: BTreeMap::new(),
             segments: BTreeMap::new(),
             claim: budget.claim(),
-        };
-        let (text, stack) = (out.text_ids.state.hash_one(""), out.stack_ids.state.hash_one([0_u32; 0].as_slice()));
-        out.text_ids.enter(text, 0);
-        out.stack_ids.enter(stack, 0);
-        out
+        }
     }
 
     /// The number of a text.
@@ -160,17 +114,13 @@ impl Origins {
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
     pub fn text(&mut self, text: &str) -> Result<TextId, OverBudget> {
-        if text.is_empty() {
-            return Ok(TextId::default());
+        if let Some(known) = self.texts.get_index_of(text) {
+            // CAST: it was numbered in 32 bits.
+            return Ok(TextId(known as u32));
         }
-        let hash = self.text_ids.state.hash_one(text);
-        if let Some(known) = self.text_ids.find(hash, |at| &*self.texts[at as usize] == text) {
-            return Ok(TextId(known));
-        }
-        self.claim.add(text.len() + TEXT_COST + ENTRY)?;
+        self.claim.add(text.len() + BOX_COST + ENTRY)?;
         let number = self.next_number(self.texts.len())?;
-        self.texts.push(text.into());
-        self.text_ids.enter(hash, number);
+        self.texts.insert(text.into());
         Ok(TextId(number))
     }
 
@@ -179,13 +129,13 @@ impl Origins {
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
     pub fn frame(&mut self, frame: Frame) -> Result<u32, OverBudget> {
-        if let Some(&known) = self.frame_ids.get(&frame) {
-            return Ok(known);
+        if let Some(known) = self.frames.get_index_of(&frame) {
+            // CAST: as above.
+            return Ok(known as u32);
         }
-        self.claim.add(ENTRY + size_of::<Frame>())?;
+        self.claim.add(ENTRY + 4 * size_of::<Frame>())?;
         let number = self.next_number(self.frames.len())?;
-        self.claim.push(&mut self.frames, frame)?;
-        self.frame_ids.insert(frame, number);
+        self.frames.insert(frame);
         Ok(number)
     }
 
@@ -194,29 +144,19 @@ impl Origins {
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
     pub fn stack(&mut self, frames: &[u32]) -> Result<StackId, OverBudget> {
-        let hash = self.stack_ids.state.hash_one(frames);
-        if let Some(known) = self.stack_ids.find(hash, |at| self.stack_numbers(at) == frames) {
-            return Ok(StackId(known));
+        if let Some(known) = self.stacks.get_index_of(frames) {
+            // CAST: as above.
+            return Ok(StackId(known as u32));
         }
-        self.claim.add(ENTRY)?;
-        let number = self.next_number(self.ends.len())?;
-        self.claim.reserve(&mut self.in_stacks, frames.len())?;
-        let end = self.next_number(self.in_stacks.len() + frames.len())?;
-        self.claim.push(&mut self.ends, end)?;
-        self.in_stacks.extend_from_slice(frames);
-        self.stack_ids.enter(hash, number);
+        self.claim.add(size_of_val(frames) + BOX_COST + ENTRY)?;
+        let number = self.next_number(self.stacks.len())?;
+        self.stacks.insert(frames.into());
         Ok(StackId(number))
     }
 
     /// More than can be named is more than any budget has room for.
     fn next_number(&self, count: usize) -> Result<u32, OverBudget> {
-        u32::try_from(count).ok().filter(|number| *number < NONE).ok_or_else(|| self.claim.refuse())
-    }
-
-    fn stack_numbers(&self, stack: u32) -> &[u32] {
-        let at = stack as usize;
-        let start = if at == 0 { 0 } else { self.ends[at - 1] };
-        &self.in_stacks[start as usize..self.ends[at] as usize]
+        u32::try_from(count).map_err(|_| self.claim.refuse())
     }
 
     /// Adds an annotation.
@@ -254,29 +194,29 @@ impl Origins {
     /// What a text says.
     #[must_use]
     pub fn spelt(&self, text: TextId) -> &str {
-        self.texts.get(text.0 as usize).map_or("", |text| text)
+        self.texts.get_index(text.0 as usize).map_or("", |text| text)
     }
 
     /// The frames of a stack, the innermost first.
     pub fn frames(&self, stack: StackId) -> impl DoubleEndedIterator<Item = Frame> + '_ {
-        self.stack_numbers(stack.0).iter().map(|frame| self.frames[*frame as usize])
+        self.frame_numbers(stack).iter().map(|frame| self.frames[*frame as usize])
     }
 
     /// The numbers of the frames of a stack.
     pub(super) fn frame_numbers(&self, stack: StackId) -> &[u32] {
-        self.stack_numbers(stack.0)
+        &self.stacks[stack.index()]
     }
 
     /// Number of different stacks, the empty one included.
     #[must_use]
     pub fn stacks(&self) -> usize {
-        self.ends.len()
+        self.stacks.len()
     }
 
     /// Whether any event or block has a frame.
     #[must_use]
     pub fn has_frames(&self) -> bool {
-        self.ends.len() > 1
+        self.stacks.len() > 1
     }
 
     /// Annotations in the order of the file.

@@ -11,19 +11,19 @@
 //! `torch/csrc/cuda/Module.cpp`, whose two writers (Python's pickler and PyTorch's own) are both understood.
 
 mod ahead;
+mod allocator_settings;
 mod cut;
 mod frames;
 mod machine;
 mod memo;
-mod outcome;
-mod settings;
 mod snapshot;
-mod stacks;
 mod store;
 
 use super::input::Input;
+use super::kept_settings::Room;
 use super::receiver::Receiver;
-use super::{ReadError, ReadOptions, Summary};
+use super::{Format, Origin, ReadError, ReadOptions, Summary};
+use vramlab_device::budget::{Budget, Claim};
 
 /// Reads a snapshot.
 pub(super) fn read(
@@ -32,4 +32,29 @@ pub(super) fn read(
     receiver: &mut Receiver<'_>,
 ) -> Result<Summary, ReadError> {
     machine::Machine::new(input, options, receiver).run()
+}
+
+/// What was understood, and the receiver of the events.
+struct Outcome<'r, 's> {
+    receiver: &'r mut Receiver<'s>,
+    summary: Summary,
+    /// For the summary.
+    claim: Claim,
+    /// What the settings may still take.
+    room: Room,
+    /// Where the blocks of the segment under way came from, by address. No more than its list of blocks has.
+    block_origins: Vec<(u64, Origin)>,
+}
+
+impl<'r, 's> Outcome<'r, 's> {
+    fn new(receiver: &'r mut Receiver<'s>, budget: &Budget) -> Self {
+        let summary = Summary::new(Format::SnapshotPickle);
+        Self { receiver, summary, claim: budget.claim(), room: Room::default(), block_origins: Vec::new() }
+    }
+
+    /// The summary, which stays claimed.
+    fn into_summary(self) -> Summary {
+        self.claim.keep();
+        self.summary
+    }
 }

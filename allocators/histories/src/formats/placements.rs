@@ -18,6 +18,7 @@ use std::io::Read;
 use std::path::Path;
 use vramlab_device::Bytes;
 use vramlab_device::budget::Budget;
+use vramlab_policies::contract::Path as Served;
 
 /// The lowest address of the file lies here, because no segment lies at zero. A multiple of every alignment that matters.
 const BASE: u64 = 1 << 30;
@@ -38,6 +39,17 @@ pub struct Placements {
     pub(crate) upstream: Vec<(u64, u64)>,
     /// Calls in order.
     pub(crate) calls: Vec<Placed>,
+}
+
+/// Where a block was put.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPlace {
+    /// First address; 0 if the request failed.
+    pub addr: u64,
+    /// Size of the block, after rounding; 0 if the request failed.
+    pub bytes: u64,
+    /// How the request was served. `None` for a block that was held before the first event and not asked for again.
+    pub path: Option<Served>,
 }
 
 /// A call with its outcome.

@@ -2,8 +2,7 @@
 //!
 //! Files are written by [`output`](vramlab_device::output), so that nothing half-written looks whole.
 
-use super::{Event, Origin, Origins, Segment};
-use crate::replay::BlockPlace;
+use super::{BlockPlace, Event, Origin, Origins, Segment};
 use std::path::PathBuf;
 use vramlab_device::output::{OutputError, OutputFile, OutputProblem};
 

@@ -13,11 +13,11 @@
 //! Times are microseconds with decimals from the first event. Memory is taken for all blocks of the history, some 50 bytes each.
 //! Source: the Trace Event Format document of Chromium.
 
-mod lanes;
+mod tracks;
 
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
-use super::{Action, Event};
-use crate::replay::BlockPlace;
+use super::{Action, BlockPlace, Event};
+use indexmap::IndexSet;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use vramlab_device::Bytes;
@@ -28,7 +28,7 @@ const MOST_TRACKS: usize = 50;
 /// Most streams that have a thread of their own; those of a device that come later share one.
 const MOST_STREAMS: usize = 16;
 /// Most tracks for blocks of a device.
-const MOST_LANES: usize = 24;
+const MOST_BLOCK_TRACKS: usize = 24;
 /// Counters of a device.
 const COUNTERS: usize = 3;
 
@@ -44,7 +44,7 @@ struct Life {
     thread: u32,
     device: u16,
     requested: bool,
-    /// Number of what was said of it, 0 for nothing.
+    /// Number of what was said of it, from 1; 0 for nothing.
     said: u32,
 }
 
@@ -80,8 +80,7 @@ pub struct PerfettoWriter {
     tracks: BTreeMap<String, u64>,
     /// What is said of the next block, and all that was said.
     next_said: u32,
-    said: Vec<Said>,
-    numbers: HashMap<Said, u32>,
+    said: IndexSet<Said>,
     /// How each allocation of a device was served.
     served: BTreeMap<u16, Vec<BlockPlace>>,
 }
@@ -107,8 +106,7 @@ impl PerfettoWriter {
             thread_count: 0,
             tracks: BTreeMap::new(),
             next_said: 0,
-            said: Vec::new(),
-            numbers: HashMap::new(),
+            said: IndexSet::new(),
             served: BTreeMap::new(),
         })
     }
@@ -163,7 +161,8 @@ impl PerfettoWriter {
         let micros = |time: u64| Micros(i128::from(time) - i128::from(base));
         let nothing = (String::new(), Vec::new());
         let said = std::mem::take(&mut self.said);
-        let (name, arguments) = (life.said as usize).checked_sub(1).and_then(|at| said.get(at)).unwrap_or(&nothing);
+        let (name, arguments) =
+            (life.said as usize).checked_sub(1).and_then(|at| said.get_index(at)).unwrap_or(&nothing);
         let size = Bytes(life.bytes).to_string();
         let name = if name.is_empty() { size } else { format!("{name} ({size})") };
         let put = self.put(|out| {
@@ -197,26 +196,26 @@ impl PerfettoWriter {
     }
 
     /// Tracks for blocks that each device can have beside all that is there.
-    fn lanes(&self) -> usize {
+    fn block_tracks(&self) -> usize {
         // CAST: a number of threads.
         let used = self.tracks.len() + self.thread_count as usize + COUNTERS * self.levels.len();
         let left = MOST_TRACKS.saturating_sub(used) / self.levels.len().max(1);
-        left.min(MOST_LANES)
+        left.min(MOST_BLOCK_TRACKS)
     }
 
     /// Writes the blocks, the largest on tracks of their own.
     fn blocks(&mut self) -> Result<(), WriteError> {
-        let most = self.lanes();
+        let most = self.block_tracks();
         let lives = std::mem::take(&mut self.lives);
-        let spans: Vec<lanes::Span> = lives.iter().map(|life| lanes::Span::of(life, self.latest_ns)).collect();
-        let found = lanes::assign(&spans, most);
+        let spans: Vec<tracks::Span> = lives.iter().map(|life| tracks::Span::of(life, self.latest_ns)).collect();
+        let found = tracks::assign(&spans, most);
         let mut named: BTreeMap<(u16, usize), u64> = BTreeMap::new();
         let mut numbers: BTreeMap<u16, usize> = BTreeMap::new();
-        for (life, lane) in lives.iter().zip(found) {
+        for (life, track) in lives.iter().zip(found) {
             let number = numbers.entry(life.device).or_default();
             let place = self.served.get(&life.device).and_then(|places| places.get(*number)).copied();
             *number += 1;
-            let track = match lane.map(|lane| (life.device, lane)) {
+            let track = match track.map(|track| (life.device, track)) {
                 None => None,
                 Some(key) => Some(match named.get(&key) {
                     Some(thread) => *thread,
@@ -364,16 +363,8 @@ impl TraceWriter for PerfettoWriter {
 
     fn say(&mut self, name: &str, arguments: &[(&'static str, &str)]) {
         let said: Said = (name.to_owned(), arguments.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
-        self.next_said = match self.numbers.get(&said) {
-            Some(number) => *number,
-            None => {
-                self.said.push(said.clone());
-                // CAST: what can be said of fewer than 2^32 blocks.
-                let number = self.said.len() as u32;
-                self.numbers.insert(said, number);
-                number
-            }
-        };
+        // CAST: what can be said of fewer than 2^32 blocks.
+        self.next_said = self.said.insert_full(said).0 as u32 + 1;
     }
 
     fn served(&mut self, device: u16, places: Vec<BlockPlace>) {

@@ -13,9 +13,7 @@ const BATCH: u32 = 1000;
 #[derive(Debug)]
 enum Form {
     /// Protocol 4, with the instructions that PyTorch's viewer knows. What recurs is memoized.
-    Pickle {
-        memo: HashMap<Recurring, u32>,
-    },
+    Pickle(HashMap<Recurring, u32>),
     Json,
 }
 
@@ -40,7 +38,7 @@ pub(super) struct Plain {
 impl Plain {
     pub(super) fn pickle(mut file: HistoryFile) -> Result<Self, WriteError> {
         file.put(|out| out.write_all(b"\x80\x04"))?;
-        Ok(Self { file, form: Form::Pickle { memo: HashMap::new() }, open: Vec::new() })
+        Ok(Self { file, form: Form::Pickle(HashMap::new()), open: Vec::new() })
     }
 
     pub(super) fn json(file: HistoryFile) -> Self {
@@ -48,30 +46,35 @@ impl Plain {
     }
 
     fn is_pickle(&self) -> bool {
-        matches!(self.form, Form::Pickle { .. })
+        matches!(self.form, Form::Pickle(_))
     }
 
     fn bytes(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
         self.file.put(|out| out.write_all(bytes))
     }
 
+    /// Writes what the form has for something.
+    fn either(&mut self, pickle: &[u8], json: &[u8]) -> Result<(), WriteError> {
+        let bytes = if self.is_pickle() { pickle } else { json };
+        self.bytes(bytes)
+    }
+
     pub(super) fn begin_dict(&mut self) -> Result<(), WriteError> {
         self.open.push(0);
-        let start: &[u8] = if self.is_pickle() { b"}(" } else { b"{" };
-        self.bytes(start)
+        self.either(b"}(", b"{")
     }
 
     pub(super) fn end_dict(&mut self) -> Result<(), WriteError> {
         self.open.pop();
-        let end: &[u8] = if self.is_pickle() { b"u" } else { b"}" };
-        self.bytes(end)
+        self.either(b"u", b"}")
     }
 
     /// A key of the open dictionary; its value comes next.
-    pub(super) fn key(&mut self, key: &'static str) -> Result<(), WriteError> {
+    pub(super) fn key(&mut self, key: &'static str) -> Result<&mut Self, WriteError> {
         self.separate()?;
         self.word(key)?;
-        if self.is_pickle() { Ok(()) } else { self.bytes(b":") }
+        self.either(b"", b":")?;
+        Ok(self)
     }
 
     fn separate(&mut self) -> Result<(), WriteError> {
@@ -83,29 +86,24 @@ impl Plain {
 
     pub(super) fn begin_list(&mut self) -> Result<(), WriteError> {
         self.open.push(0);
-        let start: &[u8] = if self.is_pickle() { b"](" } else { b"[" };
-        self.bytes(start)
+        self.either(b"](", b"[")
     }
 
-    /// Announces an item of the open list.
-    pub(super) fn item(&mut self) -> Result<(), WriteError> {
-        if self.is_pickle() {
-            if let Some(count) = self.open.last_mut() {
-                *count += 1;
-                if *count > BATCH {
-                    *count = 1;
-                    return self.bytes(b"e(");
-                }
-            }
-            return Ok(());
+    /// Announces an item of the open list, which comes next.
+    pub(super) fn item(&mut self) -> Result<&mut Self, WriteError> {
+        let full = self.is_pickle() && self.open.last() == Some(&BATCH);
+        if full {
+            self.open.pop();
+            self.open.push(0);
+            self.bytes(b"e(")?;
         }
-        self.separate()
+        self.separate()?;
+        Ok(self)
     }
 
     pub(super) fn end_list(&mut self) -> Result<(), WriteError> {
         self.open.pop();
-        let end: &[u8] = if self.is_pickle() { b"e" } else { b"]" };
-        self.bytes(end)
+        self.either(b"e", b"]")
     }
 
     /// A string that recurs.
@@ -119,7 +117,7 @@ impl Plain {
 
     /// Refers to what was written before; false if it was not, or where nothing is referred to.
     pub(super) fn again(&mut self, what: Recurring) -> Result<bool, WriteError> {
-        let Form::Pickle { memo } = &self.form else { return Ok(false) };
+        let Form::Pickle(memo) = &self.form else { return Ok(false) };
         let Some(&index) = memo.get(&what) else { return Ok(false) };
         match u8::try_from(index) {
             Ok(index) => self.bytes(&[b'h', index])?,
@@ -133,7 +131,7 @@ impl Plain {
 
     /// Keeps what was just written, to be referred to.
     pub(super) fn keep(&mut self, what: Recurring) -> Result<(), WriteError> {
-        let Form::Pickle { memo } = &mut self.form else { return Ok(()) };
+        let Form::Pickle(memo) = &mut self.form else { return Ok(()) };
         // CAST: a pickle of more than four billion different things has no room on any disk.
         let next = memo.len() as u32;
         memo.insert(what, next);
@@ -187,13 +185,7 @@ impl Plain {
     }
 
     pub(super) fn bool(&mut self, value: bool) -> Result<(), WriteError> {
-        let text: &[u8] = match (self.is_pickle(), value) {
-            (true, true) => b"\x88",
-            (true, false) => b"\x89",
-            (false, true) => b"true",
-            (false, false) => b"false",
-        };
-        self.bytes(text)
+        if value { self.either(b"\x88", b"true") } else { self.either(b"\x89", b"false") }
     }
 
     /// A pair, which JSON has as a list.
@@ -232,8 +224,7 @@ impl Plain {
             Value::Array(items) => {
                 self.begin_list()?;
                 for item in items {
-                    self.item()?;
-                    self.value(item)?;
+                    self.item()?.value(item)?;
                 }
                 self.end_list()
             }
@@ -250,8 +241,7 @@ impl Plain {
 
     /// Completes the file.
     pub(super) fn finish(mut self) -> Result<(), WriteError> {
-        let end: &[u8] = if self.is_pickle() { b"." } else { b"\n" };
-        self.bytes(end)?;
+        self.either(b".", b"\n")?;
         self.file.finish()
     }
 }

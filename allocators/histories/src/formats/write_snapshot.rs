@@ -47,10 +47,8 @@ impl SnapshotWriter {
     fn begin(mut out: Plain) -> Result<Self, WriteError> {
         // The segments are known last, so the events come first; no reader minds the order of keys.
         out.begin_dict()?;
-        out.key("device_traces")?;
-        out.begin_list()?;
-        out.item()?;
-        out.begin_list()?;
+        out.key("device_traces")?.begin_list()?;
+        out.item()?.begin_list()?;
         Ok(Self { out, device: 0 })
     }
 
@@ -59,8 +57,7 @@ impl SnapshotWriter {
         while self.device < device {
             self.device += 1;
             self.out.end_list()?;
-            self.out.item()?;
-            self.out.begin_list()?;
+            self.out.item()?.begin_list()?;
         }
         Ok(())
     }
@@ -85,8 +82,7 @@ impl SnapshotWriter {
                 self.out.key(key)?;
                 self.text(text, origins)?;
             }
-            self.out.key("line")?;
-            self.out.int(i64::from(frame.line))?;
+            self.out.key("line")?.int(i64::from(frame.line))?;
             self.out.end_dict()?;
             self.out.keep(Recurring::Frame(frame))?;
         }
@@ -106,8 +102,7 @@ impl SnapshotWriter {
         let came = origins.map(|origins| origins.segment(segment.device, segment.address)).unwrap_or_default();
         let out = &mut self.out;
         out.begin_dict()?;
-        out.key("device")?;
-        out.int(i64::from(segment.device))?;
+        out.key("device")?.int(i64::from(segment.device))?;
         for (key, value) in [
             ("address", segment.address),
             ("total_size", segment.total_size),
@@ -115,36 +110,27 @@ impl SnapshotWriter {
             ("active_size", segment.active_size()),
             ("requested_size", segment.requested_size()),
         ] {
-            out.key(key)?;
-            out.size(key, value)?;
+            out.key(key)?.size(key, value)?;
         }
-        out.key("stream")?;
         // CAST: a handle's 64 bits; PyTorch writes them as signed.
-        out.int(segment.stream as i64)?;
-        out.key("segment_type")?;
-        out.word(pool_name(segment.segment_type))?;
-        out.key("segment_pool_id")?;
+        out.key("stream")?.int(segment.stream as i64)?;
+        out.key("segment_type")?.word(pool_name(segment.segment_type))?;
         let (first, second) = segment.pool_id.unwrap_or_default();
         // CAST: as they were read.
-        out.pair(first as i64, second as i64)?;
-        out.key("is_expandable")?;
-        out.bool(segment.is_expandable)?;
+        out.key("segment_pool_id")?.pair(first as i64, second as i64)?;
+        out.key("is_expandable")?.bool(segment.is_expandable)?;
         out.key("frames")?;
         self.frames(came.stack, origins)?;
-        self.out.key("blocks")?;
-        self.out.begin_list()?;
+        self.out.key("blocks")?.begin_list()?;
         for block in &segment.blocks {
             let out = &mut self.out;
-            out.item()?;
-            out.begin_dict()?;
+            out.item()?.begin_dict()?;
             for (key, value) in
                 [("address", block.address), ("size", block.size), ("requested_size", block.requested_size)]
             {
-                out.key(key)?;
-                out.size(key, value)?;
+                out.key(key)?.size(key, value)?;
             }
-            out.key("state")?;
-            out.word(state_name(block.state))?;
+            out.key("state")?.word(state_name(block.state))?;
             out.key("frames")?;
             let held = block.state != BlockState::Free;
             let came = origins.filter(|_| held).map(|origins| origins.block(segment.device, block.address));
@@ -167,22 +153,16 @@ impl SnapshotWriter {
         }
         self.open_device(event.device)?;
         let out = &mut self.out;
-        out.item()?;
-        out.begin_dict()?;
-        out.key("action")?;
-        out.word(event.action.name())?;
+        out.item()?.begin_dict()?;
+        out.key("action")?.word(event.action.name())?;
         let addr = if event.action == Action::Oom { "device_free" } else { "addr" };
         for (key, value) in [(addr, event.addr), ("size", event.bytes)] {
-            out.key(key)?;
-            out.size(key, value)?;
+            out.key(key)?.size(key, value)?;
         }
-        out.key("stream")?;
         // CAST: a handle's 64 bits; PyTorch writes them as signed.
-        out.int(event.stream as i64)?;
-        out.key("time_us")?;
-        out.size("time", event.time_ns / 1000)?;
-        out.key("compile_context")?;
-        out.word("N/A")?;
+        out.key("stream")?.int(event.stream as i64)?;
+        out.key("time_us")?.size("time", event.time_ns / 1000)?;
+        out.key("compile_context")?.word("N/A")?;
         out.key("user_metadata")?;
         match origins.filter(|_| !origin.note.is_empty()) {
             Some(origins) => self.text(origin.note, origins)?,
@@ -216,32 +196,25 @@ impl TraceWriter for SnapshotWriter {
         self.open_device(last.max(ending.devices.saturating_sub(1)))?;
         self.out.end_list()?;
         self.out.end_list()?;
-        self.out.key("segments")?;
-        self.out.begin_list()?;
+        self.out.key("segments")?.begin_list()?;
         for segment in ending.segments {
             self.out.item()?;
             self.segment(segment, ending.origins)?;
         }
         self.out.end_list()?;
-        self.out.key("allocator_settings")?;
         let settings = ending.allocator_settings.cloned().unwrap_or_default();
-        self.out.value(&serde_json::Value::Object(settings))?;
-        self.out.key("external_annotations")?;
-        self.out.begin_list()?;
+        self.out.key("allocator_settings")?.value(&serde_json::Value::Object(settings))?;
+        self.out.key("external_annotations")?.begin_list()?;
         if let Some(origins) = ending.origins {
             for annotation in origins.annotations() {
-                self.out.item()?;
-                self.out.begin_dict()?;
-                self.out.key("stage")?;
-                self.out.word(if annotation.start { "START" } else { "END" })?;
+                self.out.item()?.begin_dict()?;
+                self.out.key("stage")?.word(if annotation.start { "START" } else { "END" })?;
                 self.out.key("name")?;
                 self.text(annotation.name, origins)?;
                 if let Some(device) = annotation.device {
-                    self.out.key("device")?;
-                    self.out.int(i64::from(device))?;
+                    self.out.key("device")?.int(i64::from(device))?;
                 }
-                self.out.key("time_us")?;
-                self.out.size("time", annotation.time_ns / 1000)?;
+                self.out.key("time_us")?.size("time", annotation.time_ns / 1000)?;
                 self.out.end_dict()?;
             }
         }

@@ -3,11 +3,6 @@
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// The pool that PyTorch makes a whole segment of this size for.
-pub(crate) fn pool_of_segment(bytes: u64) -> PoolKind {
-    if bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large }
-}
-
 /// A segment, or a part of an expandable one, that came from the device or went back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentEvent {
@@ -43,9 +38,9 @@ impl SegmentEvent {
         Self { part: Some(pool), ..self }
     }
 
-    /// The pool that it serves.
+    /// The pool that it serves: that of a whole segment follows from its size.
     pub(crate) fn pool(&self) -> PoolKind {
-        self.part.unwrap_or(pool_of_segment(self.bytes))
+        self.part.unwrap_or(if self.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large })
     }
 
     /// The first address behind it.

@@ -3,7 +3,7 @@
 
 use super::events::{Events, Recorded};
 use super::{Rules, Segment};
-use crate::formats::{Action, Origin, Origins, Summary};
+use crate::formats::{Action, Origin, Origins, SegmentBlock, Summary};
 use std::collections::{BTreeSet, HashSet};
 use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{BlockState, PoolKind};
@@ -43,6 +43,21 @@ pub struct BlockBefore {
     pub pending: bool,
     /// Where it came from, where the end tells it.
     pub origin: Origin,
+}
+
+impl BlockBefore {
+    /// One that is held at the end, in a segment of this stream.
+    pub(crate) fn at_end(block: &SegmentBlock, stream: u64, origin: Origin) -> Self {
+        Self {
+            addr: block.address,
+            // Older snapshots do not say what was asked for.
+            requested: if block.requested_size == 0 { block.size } else { block.requested_size },
+            bytes: Some(block.size),
+            stream,
+            pending: block.state == BlockState::PendingFree,
+            origin,
+        }
+    }
 }
 
 impl Before {
@@ -92,15 +107,7 @@ impl Before {
             }
             for block in end.blocks.iter().filter(|block| block.state != BlockState::Free) {
                 if !live.contains(&block.address) && known.insert(block.address) {
-                    out.blocks.push(BlockBefore {
-                        addr: block.address,
-                        // Older snapshots do not say what was asked for.
-                        requested: if block.requested_size == 0 { block.size } else { block.requested_size },
-                        bytes: Some(block.size),
-                        stream: end.stream,
-                        pending: block.state == BlockState::PendingFree,
-                        origin: origins.block(device, block.address),
-                    });
+                    out.blocks.push(BlockBefore::at_end(block, end.stream, origins.block(device, block.address)));
                 }
             }
         }

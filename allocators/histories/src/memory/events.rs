@@ -1,7 +1,7 @@
 //! The events of a history in memory, 32 bytes each.
 
 use crate::formats::{Action, Origin, StackId, TextId};
-use std::collections::HashMap;
+use indexmap::IndexSet;
 use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
 /// An event, and where it came from.
@@ -26,8 +26,7 @@ pub struct Recorded {
 pub struct Events {
     packed: LongList<Packed>,
     /// What most events have in common with others.
-    kinds: Vec<Kind>,
-    numbers: HashMap<Kind, u32>,
+    kinds: IndexSet<Kind>,
     /// The last one of each action.
     last: [u32; Action::ALL.len()],
     /// How many there are of each action.
@@ -55,8 +54,8 @@ struct Kind {
     note: TextId,
 }
 
-/// A kind in the table, which holds both sizes for a moment when it doubles at seven eighths.
-const ENTRY: usize = 4 * (size_of::<(Kind, u32)>() + 1);
+/// A kind in its table, with its hash and its place there. Both sizes are held for a moment when it doubles.
+const ENTRY: usize = 4 * size_of::<(Kind, u64, usize)>();
 
 impl Events {
     /// None yet.
@@ -64,8 +63,7 @@ impl Events {
     pub fn new(budget: &Budget) -> Self {
         Self {
             packed: LongList::new(budget),
-            kinds: Vec::new(),
-            numbers: HashMap::new(),
+            kinds: IndexSet::new(),
             last: [0; Action::ALL.len()],
             counts: [0; Action::ALL.len()],
             waits_at_end: false,
@@ -102,20 +100,15 @@ impl Events {
     fn number(&mut self, kind: Kind) -> Result<u32, OverBudget> {
         // CAST: the number of the action.
         let last = &mut self.last[kind.action as usize];
-        if self.kinds.get(*last as usize) == Some(&kind) {
+        if self.kinds.get_index(*last as usize) == Some(&kind) {
             return Ok(*last);
         }
-        if let Some(&known) = self.numbers.get(&kind) {
-            *last = known;
-            return Ok(known);
+        if !self.kinds.contains(&kind) {
+            self.claim.add(ENTRY)?;
         }
-        self.claim.add(ENTRY)?;
         // CAST: each claims memory, of which no machine has enough for four billion.
-        let number = self.kinds.len() as u32;
-        self.claim.push(&mut self.kinds, kind)?;
-        self.numbers.insert(kind, number);
-        *last = number;
-        Ok(number)
+        *last = self.kinds.insert_full(kind).0 as u32;
+        Ok(*last)
     }
 
     fn unpacked(&self, packed: Packed) -> Recorded {
@@ -155,15 +148,13 @@ impl Events {
     }
 
     /// All of them.
-    #[must_use]
-    pub fn iter(&self) -> Iter<'_> {
+    pub fn iter(&self) -> impl Iterator<Item = Recorded> + Clone + '_ {
         self.iter_from(0)
     }
 
     /// Those from an index on.
-    #[must_use]
-    pub fn iter_from(&self, index: usize) -> Iter<'_> {
-        Iter { events: self, index }
+    pub fn iter_from(&self, index: usize) -> impl Iterator<Item = Recorded> + Clone + '_ {
+        (index..).map_while(|index| self.get(index))
     }
 
     /// Those from an index on, each with its index and whether it belongs to a free that completes at once.
@@ -171,79 +162,32 @@ impl Events {
     /// PyTorch can be told to record only one of a free's two events (`skip_actions`). That one then is the whole free, and
     /// is given as a [`Action::FreeRequested`] that completes at once. So is a completion that is the very first event: the
     /// recording began, or lost its beginning, between the two events of a free.
-    #[must_use]
-    pub fn walk(&self, index: usize) -> Walk<'_> {
-        let mut events = self.iter_from(index);
+    pub fn walk(&self, index: usize) -> impl Iterator<Item = (usize, Recorded, bool)> + Clone + '_ {
         let requests = self.count(Action::FreeRequested) > 0;
         let completions = self.count(Action::FreeCompleted) > 0 || self.waits_at_end;
-        Walk { index, next: events.next(), completes: false, events, requests, completions }
+        // Whether an event completes the free that the event before it requested.
+        let mut completes = false;
+        let mut next = self.get(index);
+        (index..).map_while(move |index| {
+            let (event, completed) = (next.take()?, completes);
+            next = self.get(index + 1);
+            completes = event.action == Action::FreeRequested
+                && next.is_some_and(|next| next.action == Action::FreeCompleted && next.addr == event.addr);
+            let first = index == 0 && event.action == Action::FreeCompleted;
+            let whole = match event.action {
+                Action::FreeRequested => !completions,
+                Action::FreeCompleted => first || !requests,
+                _ => false,
+            };
+            let action = if whole { Action::FreeRequested } else { event.action };
+            Some((index, Recorded { action, ..event }, completes || completed || whole))
+        })
     }
 
     /// Index of the first event that is not before a time, in a history in the order of its times.
     #[must_use]
     pub fn at_time(&self, time_ns: u64) -> usize {
         self.packed.partition_point(|event| event.time_ns < time_ns)
-    }
-}
-
-impl<'a> IntoIterator for &'a Events {
-    type Item = Recorded;
-    type IntoIter = Iter<'a>;
-
-    fn into_iter(self) -> Iter<'a> {
-        self.iter()
-    }
-}
-
-/// Events in their order.
-#[derive(Clone, Debug)]
-pub struct Iter<'a> {
-    events: &'a Events,
-    index: usize,
-}
-
-impl Iterator for Iter<'_> {
-    type Item = Recorded;
-
-    fn next(&mut self) -> Option<Recorded> {
-        let event = self.events.get(self.index)?;
-        self.index += 1;
-        Some(event)
-    }
-}
-
-/// Events in their order, each with its index and whether it belongs to a free that completes at once: to a pair of events
-/// that follow each other, the first of which then does all, or to a free of which one event was recorded.
-#[derive(Clone, Debug)]
-pub struct Walk<'a> {
-    events: Iter<'a>,
-    /// That of `next`.
-    index: usize,
-    next: Option<Recorded>,
-    /// Whether `next` completes the free before it.
-    completes: bool,
-    /// Whether the history has requests of frees, and completions.
-    requests: bool,
-    completions: bool,
-}
-
-impl Iterator for Walk<'_> {
-    type Item = (usize, Recorded, bool);
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let (index, event, completed) = (self.index, self.next.take()?, self.completes);
-        self.next = self.events.next();
-        self.index += 1;
-        self.completes = event.action == Action::FreeRequested
-            && self.next.is_some_and(|next| next.action == Action::FreeCompleted && next.addr == event.addr);
-        let first = index == 0 && event.action == Action::FreeCompleted;
-        let whole = match event.action {
-            Action::FreeRequested => !self.completions,
-            Action::FreeCompleted => first || !self.requests,
-            _ => false,
-        };
-        let action = if whole { Action::FreeRequested } else { event.action };
-        Some((index, Recorded { action, ..event }, self.completes || completed || whole))
     }
 }
 

@@ -1,6 +1,6 @@
 //! From when to when blocks and segments were there, counted in events.
 
-use super::{Before, Events, Recorded};
+use super::{Before, BlockBefore, Events, Recorded};
 use crate::formats::{Action, Origin, Segment};
 use std::collections::{BTreeMap, HashMap};
 use vramlab_policies::contract::PoolKind;
@@ -66,10 +66,33 @@ impl Lifetimes {
     /// Those of a history, at whose end these segments were held. O(n log n).
     #[must_use]
     pub fn of(events: &Events, before: &Before, ending: &[Segment]) -> Self {
-        let mut blocks: Vec<BlockLifetime> = before.blocks.iter().map(BlockLifetime::before).collect();
+        let block_before = |block: &BlockBefore| BlockLifetime {
+            start: 0,
+            freed: if block.pending { 0 } else { NEVER },
+            end: NEVER,
+            addr: block.addr,
+            bytes: block.requested,
+            stream: block.stream,
+            origin: block.origin,
+            before: true,
+        };
+        let mut blocks: Vec<BlockLifetime> = before.blocks.iter().map(block_before).collect();
         let mut live: HashMap<u64, usize> = blocks.iter().enumerate().map(|(at, block)| (block.addr, at)).collect();
         let mut segments = SegmentLifetimes::default();
-        before.segments.iter().for_each(|segment| segments.take(SegmentLifetime::before(segment)));
+        // What a segment from before was for is known only where it is there at the end.
+        before.segments.iter().for_each(|segment| {
+            segments.take(SegmentLifetime {
+                start: 0,
+                end: NEVER,
+                addr: segment.addr,
+                bytes: segment.segment.bytes,
+                stream: Some(segment.segment.stream),
+                small: None,
+                expandable: false,
+                private: None,
+                before: true,
+            });
+        });
         // The block whose free was requested by the event before and completes at once.
         let mut just_freed = None;
         for (index, event, at_once) in events.walk(0) {
@@ -128,23 +151,6 @@ impl Lifetimes {
     #[must_use]
     pub fn blocks_before(&self) -> usize {
         self.blocks.partition_point(|block| block.before)
-    }
-}
-
-impl BlockLifetime {
-    fn before(block: &super::BlockBefore) -> Self {
-        let (addr, bytes, stream, origin) = (block.addr, block.requested, block.stream, block.origin);
-        let freed = if block.pending { 0 } else { NEVER };
-        Self { start: 0, freed, end: NEVER, addr, bytes, stream, origin, before: true }
-    }
-}
-
-impl SegmentLifetime {
-    /// What it was for is known of those only that are there at the end.
-    fn before(segment: &super::SegmentBefore) -> Self {
-        let (addr, bytes, stream) = (segment.addr, segment.segment.bytes, Some(segment.segment.stream));
-        let (start, end, small, expandable, private) = (0, NEVER, None, false, None);
-        Self { start, end, addr, bytes, stream, small, expandable, private, before: true }
     }
 }
 

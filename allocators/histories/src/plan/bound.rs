@@ -1,6 +1,6 @@
 //! Bytes below which there is no plan.
 
-use super::lifetime::Group;
+use super::lifetime::{Ends, Group};
 use super::{CrossStream, Lifetime};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,22 +14,20 @@ use std::collections::{BTreeMap, BTreeSet};
 #[must_use]
 pub fn lower_bound(lifetimes: &[Lifetime], cross: CrossStream) -> u64 {
     let mut groups: BTreeMap<Group, InUse> = BTreeMap::new();
-    // Ends of the blocks that are in use, and until when groups hold what they had.
-    let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
+    let mut ends = Ends::default();
+    // Until when groups hold what they had.
     let mut losses: BTreeSet<(u32, Group)> = BTreeSet::new();
     let (mut held, mut highest) = (0, 0);
     // CAST: a history has fewer than 2^32 allocations.
     for (now, one) in (0u32..).zip(lifetimes) {
         let mut changed = BTreeSet::from([one.group(cross)]);
-        while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
-            ends.pop_first();
+        while let Some(gone) = ends.pop(now) {
             let block = &lifetimes[gone as usize];
             groups.entry(block.group(cross)).or_default().remove(block.bytes(), outside(block, gone, cross));
             changed.insert(block.group(cross));
         }
         groups.entry(one.group(cross)).or_default().add(one.bytes(), outside(one, now, cross));
-        // What is freed before the next allocation has lived all the same.
-        ends.insert((one.end.max(now + 1), now));
+        ends.add(one, now);
         while let Some((_, group)) = losses.first().copied().filter(|(seen, _)| *seen <= now) {
             losses.pop_first();
             changed.insert(group);

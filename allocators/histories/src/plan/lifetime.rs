@@ -1,5 +1,6 @@
 //! How long blocks need their memory, and which blocks can have it then.
 
+use std::collections::BTreeSet;
 use vramlab_policies::backends::plan::UNIT;
 
 /// The end of what is never free again.
@@ -58,6 +59,23 @@ impl Lifetime {
     pub(super) fn end_outside(&self, cross: CrossStream) -> u32 {
         let waits = cross == CrossStream::AfterWait && self.pool == 0;
         if waits { self.end } else { self.end_elsewhere.max(self.end) }
+    }
+}
+
+/// Blocks by the allocation at which they end, while a history is gone through.
+#[derive(Debug, Default)]
+pub(super) struct Ends(BTreeSet<(u32, u32)>);
+
+impl Ends {
+    /// Takes note of allocation `number`. What is freed before the next allocation has lived all the same.
+    pub(super) fn add(&mut self, lifetime: &Lifetime, number: u32) {
+        self.0.insert((lifetime.end.max(number + 1), number));
+    }
+
+    /// The number of a block that ends at allocation `now` or before, once each.
+    pub(super) fn pop(&mut self, now: u32) -> Option<u32> {
+        self.0.first().filter(|(end, _)| *end <= now)?;
+        self.0.pop_first().map(|(_, number)| number)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The plan that every history has: blocks are placed in the order of the history, by best fit.
 
-use super::lifetime::Group;
-use super::{CrossStream, Lifetime, NEVER};
+use super::lifetime::{Ends, Group};
+use super::{CrossStream, Lifetime};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// One space in which free ranges are joined with their neighbours.
@@ -66,20 +66,15 @@ pub(super) fn spaces(
 ) -> (Vec<u64>, BTreeMap<Group, u64>) {
     let mut spaces: BTreeMap<Group, Space> = BTreeMap::new();
     let mut offsets = vec![0; lifetimes.len()];
-    // What ends before the allocation that comes now, by its end.
-    let mut ends: BTreeSet<(u32, u32)> = BTreeSet::new();
+    let mut ends = Ends::default();
     // CAST: a history has fewer than 2^32 allocations.
     for (now, lifetime) in (0u32..).zip(lifetimes).filter(|(_, one)| kind(one)) {
-        while let Some((_, gone)) = ends.first().copied().filter(|(end, _)| *end <= now) {
-            ends.pop_first();
+        while let Some(gone) = ends.pop(now) {
             let block = &lifetimes[gone as usize];
             spaces.entry(block.group(cross)).or_default().give(offsets[gone as usize], block.bytes());
         }
         offsets[now as usize] = spaces.entry(lifetime.group(cross)).or_default().take(lifetime.bytes());
-        if lifetime.end != NEVER {
-            // What is freed before the next allocation is free for that one.
-            ends.insert((lifetime.end.max(now + 1), now));
-        }
+        ends.add(lifetime, now);
     }
     (offsets, spaces.into_iter().map(|(number, space)| (number, space.end)).collect())
 }

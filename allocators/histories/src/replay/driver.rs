@@ -1,8 +1,9 @@
 //! The device of a replay: events complete where the history says so, and segments come at recorded addresses.
 
+use super::handed_out::HandedOut;
 use super::near::Near;
 use crate::history::{BY_DEVICE, NEVER, SegmentEvent};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab_device::{
@@ -36,10 +37,10 @@ struct Segments {
     /// The next one that the backend has to make or release.
     next: usize,
     mismatches: u64,
-    /// Segments that are out: by the address that was handed out, bytes and the device's own address.
-    held: BTreeMap<u64, (u64, DeviceAddr)>,
-    /// Ranges of addresses that are out: by the address that was handed out, bytes and the device's own address.
-    ranges: BTreeMap<u64, (u64, DeviceAddr)>,
+    /// Segments that are out.
+    held: HandedOut,
+    /// Ranges of addresses that are out.
+    ranges: HandedOut,
     /// The next address for a segment that the history does not have.
     fresh: u64,
     /// Bytes of the part that is due which have been unmapped, and the end of one that was not due.
@@ -69,8 +70,8 @@ impl Segments {
             recorded,
             next: 0,
             mismatches: 0,
-            held: BTreeMap::new(),
-            ranges: BTreeMap::new(),
+            held: HandedOut::default(),
+            ranges: HandedOut::default(),
             unmapped: 0,
             strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),
@@ -93,12 +94,6 @@ impl Segments {
         self.recorded.get(self.next).filter(|segment| segment.op == op).copied()
     }
 
-    /// Whether a segment is out at the addresses of a recorded one, because the backend kept what the history released.
-    fn overlaps(&self, due: SegmentEvent) -> bool {
-        let below = self.held.range(..due.addr + due.bytes).next_back();
-        below.is_some_and(|(start, (bytes, _))| start + bytes > due.addr)
-    }
-
     /// Whether the recorded device refused memory here.
     fn refuses(&mut self, op: u32) -> bool {
         let due = self.due(op);
@@ -112,6 +107,12 @@ impl Segments {
         refuses
     }
 
+    /// The backend made or released something else than what is due. That counts as done if it is of the same kind.
+    fn differs(&mut self, due: Option<SegmentEvent>, released: bool) {
+        self.mismatches += 1;
+        self.next += usize::from(due.is_some_and(|due| due.released == released));
+    }
+
     fn mem_alloc(&mut self, inner: &dyn Driver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
         if self.refuses(op) {
             return Err(refused(CallKind::MemAlloc));
@@ -119,37 +120,30 @@ impl Segments {
         let due = self.due(op);
         let own = inner.mem_alloc(bytes)?;
         let addr = match due {
-            Some(due) if !due.released && due.part.is_none() && due.bytes == bytes && !self.overlaps(due) => {
+            Some(due)
+                if !due.released
+                    && due.part.is_none()
+                    && due.bytes == bytes
+                    && self.held.is_free(due.addr, due.bytes) =>
+            {
                 self.next += 1;
                 due.addr
             }
             due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| !due.released));
-                let addr = self.fresh;
-                self.fresh = addr.saturating_add(bytes.next_multiple_of(PAGE));
-                addr
+                self.differs(due, false);
+                self.fresh(bytes)
             }
         };
-        self.held.insert(addr, (bytes, own));
+        self.held.add(addr, bytes, own);
         Ok(DeviceAddr::new(addr).expect("recorded segments do not start at zero"))
     }
 
     fn mem_free(&mut self, inner: &dyn Driver, op: u32, addr: DeviceAddr) -> DriverResult<()> {
-        let Some(&(_, own)) = self.held.get(&addr.get()) else {
-            let text = format!("no segment at {:#x}", addr.get());
-            return Err(DriverError::new(CallKind::MemFree, DriverError::INVALID_VALUE, text));
-        };
-        // SAFETY: the device handed this address out for the segment, which is freed once: it is removed below.
-        unsafe { inner.mem_free(own) }?;
-        self.held.remove(&addr.get());
+        self.held.mem_free(inner, addr)?;
         self.refused_in = None;
         match self.due(op) {
             Some(due) if due.released && due.addr == addr.get() => self.next += 1,
-            due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| due.released));
-            }
+            due => self.differs(due, true),
         }
         Ok(())
     }
@@ -160,25 +154,21 @@ impl Segments {
         self.due(op);
         let now = self.recorded[self.next..].iter().take_while(|event| event.op == op);
         let mut first = now.filter(|event| !event.released && event.part.is_some()).map(|event| event.addr);
-        let known = first.find(|addr| !self.ranges.contains_key(addr));
-        let addr = known.unwrap_or_else(|| {
-            let addr = self.fresh;
-            self.fresh = addr.saturating_add(bytes.next_multiple_of(PAGE));
-            addr
-        });
-        self.ranges.insert(addr, (bytes, own));
+        let known = first.find(|addr| self.ranges.get(*addr).is_none());
+        let addr = known.unwrap_or_else(|| self.fresh(bytes));
+        self.ranges.add(addr, bytes, own);
         Ok(DeviceAddr::new(addr).expect("recorded parts do not start at zero"))
     }
 
     fn address_free(&mut self, inner: &dyn VmmDriver, addr: DeviceAddr) -> DriverResult<()> {
-        let Some(&(bytes, own)) = self.ranges.get(&addr.get()) else {
+        let Some((bytes, own)) = self.ranges.get(addr.get()) else {
             let text = format!("no range at {:#x}", addr.get());
             return Err(DriverError::new(CallKind::MemAddressFree, DriverError::INVALID_VALUE, text));
         };
         // SAFETY: the device handed this address out for the range. The caller promises that nothing is mapped in it, and it is
         // given back once: it is removed below.
         unsafe { inner.address_free(own, bytes) }?;
-        self.ranges.remove(&addr.get());
+        self.ranges.remove(addr);
         Ok(())
     }
 
@@ -186,10 +176,7 @@ impl Segments {
     fn part_mapped(&mut self, op: u32, addr: u64, bytes: u64) {
         match self.due(op) {
             Some(due) if !due.released && (due.addr, due.bytes) == (addr, bytes) => self.next += 1,
-            due => {
-                self.mismatches += 1;
-                self.next += usize::from(due.is_some_and(|due| !due.released));
-            }
+            due => self.differs(due, false),
         }
     }
 
@@ -205,8 +192,7 @@ impl Segments {
             }
             due => {
                 if addr != self.strange_end {
-                    self.mismatches += 1;
-                    self.next += usize::from(due.is_some_and(|due| due.released));
+                    self.differs(due, true);
                 }
                 (self.strange_end, self.unmapped) = (addr + bytes, 0);
             }
@@ -215,13 +201,13 @@ impl Segments {
 
     /// The device's own address for one that was handed out.
     fn own(&self, addr: DeviceAddr) -> DeviceAddr {
-        for out in [&self.held, &self.ranges] {
-            if let Some((start, (bytes, own))) = out.range(..=addr.get()).next_back()
-                && addr.get() < start + bytes
-            {
-                return own.offset(addr.get() - start);
-            }
-        }
+        self.held.own(addr).or_else(|| self.ranges.own(addr)).unwrap_or(addr)
+    }
+
+    /// An address for what the history does not have.
+    fn fresh(&mut self, bytes: u64) -> u64 {
+        let addr = self.fresh;
+        self.fresh = addr.saturating_add(bytes.next_multiple_of(PAGE));
         addr
     }
 }
@@ -340,7 +326,7 @@ unsafe impl Hook for Replaying {
     unsafe fn mem_free(&self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
         match (&self.segments, &self.near) {
             (Some(segments), _) => lock(segments).mem_free(inner, self.position.load(Relaxed), addr),
-            (None, Some(near)) => lock(near).mem_free(inner, addr),
+            (None, Some(near)) => lock(near).held.mem_free(inner, addr),
             // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no
             // recorded segments.
             (None, None) => unsafe { inner.mem_free(addr) },
@@ -380,7 +366,7 @@ unsafe impl Hook for Replaying {
     fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
         match (&self.segments, &self.near) {
             (Some(segments), _) => lock(segments).own(addr),
-            (None, Some(near)) => lock(near).own(addr),
+            (None, Some(near)) => lock(near).held.own(addr).unwrap_or(addr),
             (None, None) => addr,
         }
     }

@@ -5,8 +5,9 @@
 //! history shows what they left. A segment comes where the recorded program's next one of that size was. Further ones come
 //! below all of these, as the driver fills the range from the top downwards, in the order of the device's own addresses.
 
+use super::handed_out::HandedOut;
 use crate::history::SegmentEvent;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use vramlab_device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
 
 /// Distances between addresses are kept in multiples of this.
@@ -21,13 +22,13 @@ pub(super) struct Near {
     lowest: u64,
     /// How far the device's own addresses are moved down to lie below the recorded ones.
     down: Option<u64>,
-    /// By the address that was handed out: bytes and the device's own address.
-    held: BTreeMap<u64, (u64, DeviceAddr)>,
+    /// Segments that are out.
+    pub(super) held: HandedOut,
 }
 
 impl Near {
     pub(super) fn new(segments: impl Iterator<Item = SegmentEvent>) -> Self {
-        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: BTreeMap::new() };
+        let mut near = Self { recorded: HashMap::new(), lowest: u64::MAX, down: None, held: HandedOut::default() };
         for segment in segments.filter(|segment| !segment.released && segment.part.is_none()) {
             near.recorded.entry(segment.bytes).or_default().push_back(segment.addr);
             near.lowest = near.lowest.min(segment.addr);
@@ -35,55 +36,30 @@ impl Near {
         near
     }
 
-    /// Whether nothing is out in a range of addresses.
-    fn is_free(&self, addr: u64, bytes: u64) -> bool {
-        let below = self.held.range(..addr.saturating_add(bytes)).next_back();
-        below.is_none_or(|(start, (held, _))| start + held <= addr)
-    }
-
     /// Below the recorded ones, or the device's own address where there is no room.
     fn below(&mut self, own: DeviceAddr, bytes: u64) -> u64 {
         let end = own.get().saturating_add(bytes).next_multiple_of(GRANULE);
         let down = *self.down.get_or_insert(end.saturating_sub(self.lowest / GRANULE * GRANULE));
-        own.get().checked_sub(down).filter(|addr| *addr > 0 && self.is_free(*addr, bytes)).unwrap_or(own.get())
+        own.get().checked_sub(down).filter(|addr| *addr > 0 && self.held.is_free(*addr, bytes)).unwrap_or(own.get())
     }
 
     pub(super) fn mem_alloc(&mut self, inner: &dyn Driver, bytes: u64) -> DriverResult<DeviceAddr> {
         let own = inner.mem_alloc(bytes)?;
         let mut next = None;
         while let Some(addr) = self.recorded.get_mut(&bytes).and_then(VecDeque::pop_front) {
-            if self.is_free(addr, bytes) {
+            if self.held.is_free(addr, bytes) {
                 next = Some(addr);
                 break;
             }
         }
         let addr = next.unwrap_or_else(|| self.below(own, bytes));
-        let Some(handed) = DeviceAddr::new(addr).filter(|_| self.is_free(addr, bytes)) else {
+        let Some(handed) = DeviceAddr::new(addr).filter(|_| self.held.is_free(addr, bytes)) else {
             // SAFETY: it was handed out above and given to no caller.
             unsafe { inner.mem_free(own) }?;
             let text = format!("no address for {bytes} bytes beside the recorded ones");
             return Err(DriverError::new(CallKind::MemAlloc, DriverError::INVALID_VALUE, text));
         };
-        self.held.insert(addr, (bytes, own));
+        self.held.add(addr, bytes, own);
         Ok(handed)
-    }
-
-    pub(super) fn mem_free(&mut self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
-        let Some(&(_, own)) = self.held.get(&addr.get()) else {
-            let text = format!("no segment at {:#x}", addr.get());
-            return Err(DriverError::new(CallKind::MemFree, DriverError::INVALID_VALUE, text));
-        };
-        // SAFETY: the device handed this address out for the segment, which is freed once: it is removed below.
-        unsafe { inner.mem_free(own) }?;
-        self.held.remove(&addr.get());
-        Ok(())
-    }
-
-    /// The device's own address for one that was handed out.
-    pub(super) fn own(&self, addr: DeviceAddr) -> DeviceAddr {
-        match self.held.range(..=addr.get()).next_back() {
-            Some((start, (bytes, own))) if addr.get() < start + bytes => own.offset(addr.get() - start),
-            _ => addr,
-        }
     }
 }

@@ -365,13 +365,16 @@ impl Run<'_> {
 
     /// Makes a stream known to the allocator before any other.
     fn come(&self, stream: StreamId) -> Result<(), ReplayError> {
-        match self.allocator.allocate(Request::new(1), stream) {
+        self.ask(1, stream)?.filter(|error| !error.is_out_of_memory()).map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Makes a request whose block goes back at once; why it was refused, if it was.
+    fn ask(&self, bytes: u64, stream: StreamId) -> Result<Option<AllocError>, AllocError> {
+        match self.allocator.allocate(Request::new(bytes), stream) {
             // SAFETY: the block was not handed on, so no work uses it.
-            Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
-            Err(error) if error.is_out_of_memory() => {}
-            Err(error) => return Err(error.into()),
+            Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| None),
+            Err(error) => Ok(Some(error)),
         }
-        Ok(())
     }
 
     fn hold(&mut self, start: &StartBlock, block: Block, path: Option<Path>, touched: bool) -> Result<(), ReplayError> {
@@ -554,15 +557,11 @@ impl Run<'_> {
     /// A request that was refused. What it made the allocator release is a part of the history; should it succeed
     /// now, its block goes back at once.
     fn refused(&mut self, op: Op) -> Result<(), ReplayError> {
-        let stream = self.streams[op.stream() as usize];
-        match self.allocator.allocate(Request::new(op.value), stream) {
-            // SAFETY: the block was not handed on, so no work uses it.
-            Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| ())?,
-            Err(error) if self.ask_again => self.failed(error)?,
-            Err(error) if error.is_out_of_memory() => {}
-            Err(error) => return Err(error.into()),
+        match self.ask(op.value, self.streams[op.stream() as usize])? {
+            Some(error) if self.ask_again => self.failed(error),
+            Some(error) if !error.is_out_of_memory() => Err(error.into()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Gives back what the history leaves live.

@@ -1,21 +1,11 @@
 //! What a replay says on the way: where each block lay, which memory was held from the device, and how the ledger went.
 
+use crate::formats::BlockPlace;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use vramlab_device::{CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverResult, Hook, StreamId};
 use vramlab_policies::contract::{Block, DeviceAllocator, Ledger, Path};
-
-/// Where a replay put a block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockPlace {
-    /// First address; 0 if the request failed.
-    pub addr: u64,
-    /// Size of the block, after rounding; 0 if the request failed.
-    pub bytes: u64,
-    /// How the request was served. `None` for a block that was held before the first event and not asked for again.
-    pub path: Option<Path>,
-}
 
 /// Memory that an allocator took from the device, or gave back to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! The stack machine.
 
+use super::Outcome;
+use super::frames::Stacks;
 use super::memo::Memo;
-use super::outcome::Outcome;
-use super::stacks::Stacks;
 use super::store::{Store, Value};
 use crate::formats::input::Input;
 use crate::formats::receiver::Receiver;
@@ -128,10 +128,10 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             }
             b'}' => self.push_container(Store::dict),
             b']' => self.push_container(Store::list),
-            b'u' => self.from_mark(Self::set_items),
-            b'e' => self.from_mark(Self::append),
-            b'a' => self.from_top(1, Self::append),
-            b's' => self.from_top(2, Self::set_items),
+            b'u' => self.with_marked(Self::set_items),
+            b'e' => self.with_marked(Self::append),
+            b'a' => self.with_top(1, Self::append),
+            b's' => self.with_top(2, Self::set_items),
             0x8c => self.text::<1>("SHORT_BINUNICODE"),
             b'X' => self.text::<4>("BINUNICODE"),
             0x8d => self.text::<8>("BINUNICODE8"),
@@ -147,10 +147,10 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
                 self.push(Value::Float(value))
             }
             b')' => self.push(Value::Opaque),
-            0x85..=0x87 => self.from_top(usize::from(opcode - 0x84), Self::tuple),
-            b't' => self.from_mark(Self::tuple),
-            b'l' => self.from_mark(Self::collect_list),
-            b'd' => self.from_mark(Self::collect_dict),
+            0x85..=0x87 => self.with_top(usize::from(opcode - 0x84), Self::tuple),
+            b't' => self.with_marked(Self::tuple),
+            b'l' => self.with_marked(Self::collect_list),
+            b'd' => self.with_marked(Self::collect_dict),
             0x8b => {
                 let length = i32::from_le_bytes(self.take("LONG4")?);
                 let length = u64::try_from(length).map_err(|_| self.content("LONG4 has a negative length"))?;
@@ -259,13 +259,13 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     }
 
     /// Does something with the values above the last MARK.
-    fn from_mark(&mut self, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
+    fn with_marked(&mut self, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
         let mark = self.marks.pop();
         act(self, mark.ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))?)
     }
 
     /// Does something with the `count` uppermost values.
-    fn from_top(&mut self, count: usize, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
+    fn with_top(&mut self, count: usize, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
         act(self, self.below(count)?)
     }
 

@@ -5,8 +5,7 @@
 
 use super::machine::{Machine, Part};
 use super::store::{Object, Pairs, Value};
-use crate::formats::raw_event::RawEvent;
-use crate::formats::words::Word;
+use crate::formats::words::{RawEvent, Word};
 use crate::formats::{Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;

@@ -2,7 +2,7 @@
 
 use crate::formats::SegmentBlock;
 use crate::formats::words::Word;
-use std::collections::HashMap;
+use indexmap::IndexSet;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// A value. Containers are referred to, so that the memo shares them as Python does.
@@ -102,8 +102,7 @@ pub(super) struct Store {
     slots: Vec<Slot>,
     free: Vec<u32>,
     spare: Vec<Pairs>,
-    texts: Vec<Box<str>>,
-    by_text: HashMap<Box<str>, u32>,
+    texts: IndexSet<Box<str>>,
     /// The last string of each [`place`]: some keys have the same value in every event, written out each time.
     recent: [Value; RECENT],
     text_bytes: usize,
@@ -126,9 +125,8 @@ fn place(bytes: &[u8]) -> usize {
 const MOST_TEXT: usize = 1 << 20;
 /// Most bytes of strings that are kept where names of functions and files are wanted.
 const MOST_NAMES: usize = 1 << 26;
-/// Beside a string that is kept twice: its places in the list and in the table, both of which double, and what the
-/// system's allocator adds.
-const TEXT_COST: usize = 192;
+/// Beside a string: its places in the list and in the table, both of which double, and what the system's allocator adds.
+const TEXT_COST: usize = 160;
 /// A list behind its pointer, with what the system's allocator adds.
 const LIST_COST: usize = size_of::<List>() + 16;
 /// Dictionaries that are kept for the next ones: as many as Python's pickler puts on the stack before it appends them.
@@ -142,8 +140,7 @@ impl Store {
             slots: Vec::new(),
             free: Vec::new(),
             spare: Vec::with_capacity(SPARE),
-            texts: Vec::new(),
-            by_text: HashMap::new(),
+            texts: IndexSet::new(),
             recent: [Value::None; RECENT],
             text_bytes: 0,
             most_text: if names { MOST_NAMES } else { MOST_TEXT },
@@ -307,27 +304,24 @@ impl Store {
 
     /// A string without a meaning.
     fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
-        if let Some(known) = self.by_text.get(text) {
-            return Ok(Value::Text(*known));
+        // CAST: below MOST_NAMES, and so below.
+        if let Some(known) = self.texts.get_index_of(text) {
+            return Ok(Value::Text(known as u32));
         }
         let cost = text.len() + 32;
         if self.text_bytes + cost > self.most_text {
             return Ok(Value::LostText);
         }
-        self.claim.add(2 * text.len() + TEXT_COST)?;
+        self.claim.add(text.len() + TEXT_COST)?;
         self.text_bytes += cost;
-        // CAST: below MOST_NAMES.
-        let number = self.texts.len() as u32;
-        self.texts.push(text.into());
-        self.by_text.insert(text.into(), number);
-        Ok(Value::Text(number))
+        Ok(Value::Text(self.texts.insert_full(text.into()).0 as u32))
     }
 
     /// What a string says, if that was kept.
     pub(super) fn spelling(&self, value: Value) -> Option<&str> {
         match value {
             Value::Word(word) => Some(word.text()),
-            Value::Text(number) => self.texts.get(number as usize).map(|text| &**text),
+            Value::Text(number) => self.texts.get_index(number as usize).map(|text| &**text),
             _ => None,
         }
     }

@@ -34,16 +34,16 @@ pub(super) fn assign(spans: &[Span], most: usize) -> Vec<Option<usize>> {
             // One that takes no time lies there for a moment all the same.
             track.range(..end.max(start + 1)).next_back().is_none_or(|(other, last)| *last <= start && *other < start)
         };
-        let lane = match own.iter().position(free) {
-            Some(lane) => lane,
+        let track = match own.iter().position(free) {
+            Some(track) => track,
             None if own.len() < most => {
                 own.push(BTreeMap::new());
                 own.len() - 1
             }
             None => continue,
         };
-        own[lane].insert(start, end);
-        out[at] = Some(lane);
+        own[track].insert(start, end);
+        out[at] = Some(track);
     }
     out
 }
