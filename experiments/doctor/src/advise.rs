@@ -4,12 +4,12 @@ mod conf;
 mod evaluate;
 mod ranks;
 mod recorded_run;
-mod screen;
 mod search;
+mod sentences;
 
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
-use crate::replay::{Bounds, PlanChoice};
+use crate::replay::{Bounds, Search};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
@@ -153,8 +153,8 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
             if args.json {
                 return terminal::print_json(&advice);
             }
-            screen::report(&advice, args.all, &mut page);
-            screen::end(&advice, &mut page);
+            sentences::report(&advice, args.all, &mut page);
+            sentences::end(&advice, &mut page);
         }
         (files, _) => {
             let found = ranks::of(files, args, limit, &confs)?;
@@ -175,9 +175,9 @@ pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> 
     let happened = RecordedRun::of(limit, |own| recording.compiled(own))?;
     let advice = advice(file, &happened, &[], false)?;
     let mut out = serde_json::to_value(&advice)?;
-    out["happened"] = screen::happened(&advice).into();
-    out["bound"] = screen::least(&advice).into();
-    out["not_known"] = screen::unknown(&advice).into();
+    out["happened"] = sentences::happened(&advice).into();
+    out["bound"] = sentences::least(&advice).into();
+    out["not_known"] = sentences::unknown(&advice).into();
     Ok(out)
 }
 
@@ -250,7 +250,7 @@ fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Res
     let trial = happened.trial(file)?;
     let recorded = &happened.conf;
     let (bounds, found) = std::thread::scope(|scope| {
-        let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
+        let bounds = scope.spawn(|| Bounds::of(history, Search::On, |_| {}));
         let found = compare(&trial, recorded, given, all);
         (bounds.join(), found)
     });

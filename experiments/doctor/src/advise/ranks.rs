@@ -3,7 +3,7 @@
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, bound};
 use super::recorded_run::RecordedRun;
-use super::screen::at_least;
+use super::sentences::at_least;
 use super::{Advice, AdviseArgs, search};
 use crate::reading::{Unread, each};
 use crate::words::size;
@@ -228,8 +228,8 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
             ),
         );
     }
-    super::screen::report(&found.worst, all, page);
-    super::screen::end(&found.worst, page);
+    super::sentences::report(&found.worst, all, page);
+    super::sentences::end(&found.worst, page);
 }
 
 #[cfg(test)]
