@@ -222,7 +222,7 @@ pub struct Predicted {
 pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
     let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
     // As under a limit of PyTorch's, which expandable segments may pass.
-    let trial = Trial::new(file, &happened.history, limit, false)?;
+    let trial = Trial::new(file, &happened.recorded.history, limit, false)?;
     let confs = self::confs(confs)?;
     let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
     search::rank(&mut outcomes, &happened.conf);
@@ -232,7 +232,7 @@ pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec
         out_of_memory: outcome.out_of_memory,
         num_alloc_retries: outcome.num_alloc_retries,
     });
-    Ok((predicted.collect(), happened.history.deferred_frees()))
+    Ok((predicted.collect(), happened.recorded.history.deferred_frees()))
 }
 
 /// Reads one history and says everything of it.
@@ -246,7 +246,7 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
 
 /// Says everything of one history.
 fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Result<Advice> {
-    let history = &happened.history;
+    let history = &happened.recorded.history;
     let trial = happened.trial(file)?;
     let recorded = &happened.conf;
     let (bounds, found) = std::thread::scope(|scope| {
@@ -268,13 +268,13 @@ fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Res
         events: history.events(),
         allocations: history.allocations(),
         streams: history.streams().len(),
-        cut: happened.cut.map(|cut| cut.to_string()),
-        settings_known: happened.cut.is_none_or(|cut| cut.settings_known),
+        cut: happened.recorded.cut.map(|cut| cut.to_string()),
+        settings_known: happened.recorded.cut.is_none_or(|cut| cut.settings_known),
         recorded: AsItRan {
             conf: recorded.clone(),
-            peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
-            peak_requested_bytes: happened.as_recorded.map(|told| told.requested),
-            replayed_off_percent: happened.as_recorded.filter(|_| happened.repeats).map(|told| {
+            peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
+            peak_requested_bytes: happened.recorded.as_recorded.map(|told| told.requested),
+            replayed_off_percent: happened.recorded.as_recorded.filter(|_| happened.repeats).map(|told| {
                 // CAST: bytes of a device, below 2^53.
                 100.0 * (replayed.peak_reserved_bytes as f64 / told.reserved.max(1) as f64 - 1.0)
             }),

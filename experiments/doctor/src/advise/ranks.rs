@@ -98,8 +98,8 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         };
         Ok(Rank {
             trace: file.display().to_string(),
-            recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
-            live_bytes: bound(&happened.history),
+            recorded_peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
+            live_bytes: bound(&happened.recorded.history),
             ran_out_of_memory: happened.out_of_memory().is_some(),
             limit_bytes: happened.limit.map(|(limit, _)| limit),
             settings: chosen.iter().enumerate().map(closely).collect::<Result<_>>()?,

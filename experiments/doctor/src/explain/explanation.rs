@@ -2,7 +2,6 @@
 
 use super::causes::Cause;
 use serde::Serialize;
-use std::collections::VecDeque;
 
 /// One history explained; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -28,15 +27,14 @@ pub(crate) struct Explanation {
     pub(crate) peak_reserved: Moment,
     pub(crate) end: Moment,
     /// Requests that were refused, the last hundred.
-    pub(crate) out_of_memory: VecDeque<Refused>,
-    /// All of them.
+    pub(crate) out_of_memory: Vec<Refused>,
     pub(crate) refused: u64,
     pub(crate) who: Vec<Who>,
     pub(crate) grew: Option<Grew>,
     pub(crate) reserved: WhereItWent,
     pub(crate) peaks: Vec<Moment>,
     /// The last hundred.
-    pub(crate) retries: VecDeque<Retry>,
+    pub(crate) retries: Vec<Retry>,
     /// Requests during which memory went back to the device, and all other occasions on which it did.
     pub(crate) num_retries: u64,
     pub(crate) num_releases: u64,

@@ -137,12 +137,8 @@ enum Kind {
 
 impl Kind {
     fn of(file: &str) -> Self {
-        let packages = ["site-packages/", "dist-packages/"];
-        if let Some(package) =
-            packages.iter().find_map(|folder| file.rfind(folder).map(|at| &file[at + folder.len()..]))
-        {
-            let plumbing =
-                ["torch/", "triton/", "functorch/", "torchgen/"].iter().any(|name| package.starts_with(name));
+        if let Some(path) = in_packages(file) {
+            let plumbing = ["torch/", "triton/", "functorch/", "torchgen/"].iter().any(|name| path.starts_with(name));
             return if plumbing { Self::PyTorch } else { Self::Library };
         }
         let native = [".cpp", ".cc", ".c", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".so", ".inc"];
@@ -155,12 +151,15 @@ impl Kind {
     }
 }
 
+/// The path of a library's file from its package on.
+fn in_packages(file: &str) -> Option<&str> {
+    let folders = ["site-packages/", "dist-packages/"];
+    folders.iter().find_map(|folder| file.rsplit_once(folder)).map(|(_, path)| path)
+}
+
 /// The end of a path that tells files apart: of a library from its package on, else the last two parts.
 fn short(file: &str) -> &str {
-    let file = ["site-packages/", "dist-packages/"]
-        .iter()
-        .find_map(|folder| file.rfind(folder).map(|at| &file[at + folder.len()..]))
-        .unwrap_or(file);
+    let file = in_packages(file).unwrap_or(file);
     let mut parts = file.rmatch_indices(['/', '\\']);
     parts.nth(1).map_or(file, |(at, _)| &file[at + 1..])
 }

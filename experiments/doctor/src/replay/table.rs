@@ -199,7 +199,7 @@ fn pools(rows: &[Row]) -> Vec<String> {
     notes
 }
 
-/// Who needed the least memory and the fewest calls for the last history, and how to find out how little would do.
+/// Which allocator needed the least memory and which the fewest calls for the last history, and how to find out how little would do.
 pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
     let whole = || rows.iter().filter(|row| row.failed_allocations == 0);
