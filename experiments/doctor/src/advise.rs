@@ -4,12 +4,12 @@ mod conf;
 mod evaluate;
 mod ranks;
 mod recorded_run;
-mod screen;
 mod search;
+mod sentences;
 
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
-use crate::replay::{Bounds, PlanChoice};
+use crate::replay::{Bounds, Search};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
@@ -168,8 +168,8 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
             if args.json {
                 return terminal::print_json(&advice);
             }
-            screen::report(&advice, args.all, &mut page);
-            screen::end(&advice, &mut page);
+            sentences::report(&advice, args.all, &mut page);
+            sentences::end(&advice, &mut page);
         }
         (files, _) => {
             let found = ranks::of(files, args, limit, &confs)?;
@@ -190,9 +190,9 @@ pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> 
     let happened = RecordedRun::of(limit, |own| recording.compiled(own))?;
     let advice = advice(file, &happened, &[], false)?;
     let mut out = serde_json::to_value(&advice)?;
-    out["happened"] = screen::happened(&advice).into();
-    out["bound"] = screen::least(&advice).into();
-    out["not_known"] = screen::unknown(&advice).into();
+    out["happened"] = sentences::happened(&advice).into();
+    out["bound"] = sentences::least(&advice).into();
+    out["not_known"] = sentences::unknown(&advice).into();
     Ok(out)
 }
 
@@ -237,7 +237,7 @@ pub struct Predicted {
 pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
     let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
     // As under a limit of PyTorch's, which expandable segments may pass.
-    let trial = Trial::new(file, &happened.history, limit, false)?;
+    let trial = Trial::new(file, &happened.recorded.history, limit, false)?;
     let confs = self::confs(confs)?;
     let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
     search::rank(&mut outcomes, &happened.conf);
@@ -247,7 +247,7 @@ pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec
         out_of_memory: outcome.out_of_memory,
         num_alloc_retries: outcome.num_alloc_retries,
     });
-    Ok((predicted.collect(), happened.history.deferred_frees()))
+    Ok((predicted.collect(), happened.recorded.history.deferred_frees()))
 }
 
 /// Reads one history and says everything of it.
@@ -261,11 +261,11 @@ fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Res
 
 /// Says everything of one history.
 fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Result<Advice> {
-    let history = &happened.history;
+    let history = &happened.recorded.history;
     let trial = happened.trial(file)?;
     let recorded = &happened.conf;
     let (bounds, found) = std::thread::scope(|scope| {
-        let bounds = scope.spawn(|| Bounds::of(history, PlanChoice::On, |_| {}));
+        let bounds = scope.spawn(|| Bounds::of(history, Search::On, |_| {}));
         let found = compare(&trial, recorded, given, all);
         (bounds.join(), found)
     });
@@ -283,13 +283,13 @@ fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Res
         events: history.events(),
         allocations: history.allocations(),
         streams: history.streams().len(),
-        cut: happened.cut.map(|cut| cut.to_string()),
-        settings_known: happened.cut.is_none_or(|cut| cut.settings_known),
+        cut: happened.recorded.cut.map(|cut| cut.to_string()),
+        settings_known: happened.recorded.cut.is_none_or(|cut| cut.settings_known),
         recorded: AsItRan {
             conf: recorded.clone(),
-            peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
-            peak_requested_bytes: happened.as_recorded.map(|told| told.requested),
-            replayed_off_percent: happened.as_recorded.filter(|_| happened.repeats).map(|told| {
+            peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
+            peak_requested_bytes: happened.recorded.as_recorded.map(|told| told.requested),
+            replayed_off_percent: happened.recorded.as_recorded.filter(|_| happened.repeats).map(|told| {
                 // CAST: bytes of a device, below 2^53.
                 100.0 * (replayed.peak_reserved_bytes as f64 / told.reserved.max(1) as f64 - 1.0)
             }),

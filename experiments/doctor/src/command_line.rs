@@ -1,4 +1,4 @@
-//! The command line of `vramlab`, for those who come with a snapshot of PyTorch's allocator and a question.
+//! The command line of `vramlab`, for users who come with a snapshot of PyTorch's allocator and a question.
 
 use crate::{advise, capacity, convert, explain, plan, python, replay, report};
 use clap::{CommandFactory, Parser, Subcommand};

@@ -103,11 +103,13 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
         if args.to == Export::Perfetto && event.action == Action::Alloc {
             named.say(writer.as_mut(), origin, origins);
         }
-        let taken = tally.take(args, writer.as_mut(), event, origin, origins);
-        taken.map_err(|refused| ReadError::stop(Box::new(refused) as Box<dyn std::error::Error + Send + Sync>))
+        tally.take(args, writer.as_mut(), event, origin, origins)
     };
-    let (mut summary, origins) =
-        read_origins_from(Box::new(source), &options, &mut sink).map_err(|error| stopped(args, error))?;
+    let read = read_origins_from(Box::new(source), &options, &mut sink);
+    if let Some(error) = tally.unwritten.take() {
+        return Err(unwritten(error));
+    }
+    let (mut summary, origins) = read.map_err(|error| ReadError { path: args.from.clone(), ..error })?;
     summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
     // A snapshot taken without a history still says what was held.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
@@ -217,30 +219,6 @@ fn write_ranges(writer: &mut dyn TraceWriter, origins: &Origins, gpu: Option<u16
     Ok(written)
 }
 
-/// Why an event went no further.
-#[derive(Debug, thiserror::Error)]
-enum Refused {
-    #[error(transparent)]
-    Write(#[from] WriteError),
-    #[error("{0}")]
-    Devices(String),
-    #[error(transparent)]
-    History(#[from] ReplayError),
-}
-
-/// The reason that a sink gave for stopping, or the reader's own.
-fn stopped(args: &ConvertArgs, error: ReadError) -> anyhow::Error {
-    let error = ReadError { path: args.from.clone(), ..error };
-    let ReadError { problem: Problem::Stopped(reason), path, place } = error else { return error.into() };
-    match reason.downcast::<Refused>() {
-        Ok(refused) => match *refused {
-            Refused::Write(error) => unwritten(error),
-            refused => ReadError { path, place, problem: Problem::Stopped(Box::new(refused)) }.into(),
-        },
-        Err(reason) => ReadError { path, place, problem: Problem::Stopped(reason) }.into(),
-    }
-}
-
 /// Exit code 2 where the history does not fit the format, 1 where the operating system failed.
 fn unwritten(error: WriteError) -> anyhow::Error {
     match error.problem {
@@ -266,6 +244,8 @@ struct Tally {
     stood_in: u64,
     /// Annotations that the output holds.
     ranges: u64,
+    /// Why an event could not be written, which ends the reading.
+    unwritten: Option<WriteError>,
     /// What reading and checking may hold.
     budget: Budget,
 }
@@ -278,7 +258,7 @@ impl Tally {
         event: Event,
         origin: Origin,
         origins: &Origins,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ReadError> {
         self.number += 1;
         if args.gpu.is_some_and(|gpu| gpu != event.device) {
             return Ok(());
@@ -289,17 +269,20 @@ impl Tally {
             && first != event.device
         {
             let (second, format) = (event.device, args.to.name());
-            return Err(Refused::Devices(format!(
+            return Err(ReadError::stop(format!(
                 "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
             )));
         }
         let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(Some(event.device), &self.budget));
         checks.take(&event).map_err(|error| match error {
             // Counted as the file has them and as a replay does.
-            ReplayError::Event { what, .. } => ReplayError::Event { number: self.number, what },
-            error => error,
+            ReplayError::Event { what, .. } => ReadError::stop(ReplayError::Event { number: self.number, what }),
+            error => ReadError::stop(error),
         })?;
-        Ok(writer.event_from(&event, origin, origins)?)
+        writer.event_from(&event, origin, origins).map_err(|error| {
+            self.unwritten = Some(error);
+            ReadError::stop("it cannot be written")
+        })
     }
 
     /// What only the whole history tells.

@@ -107,7 +107,7 @@ impl Recording {
     pub(crate) fn check_followable(&self) -> Result<()> {
         if lacks_allocs(&self.events) {
             return Err(anyhow!(
-                "{}: the history frees blocks and has no alloc events, without which nobody can tell what was in use; record \
+                "{}: the history frees blocks and has no alloc events, without which it does not show what was in use; record \
                  it again without skip_actions=[\"alloc\"]",
                 self.path.display()
             ));

@@ -8,7 +8,7 @@ use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
 use against::Compared;
 use anyhow::Result;
-pub(crate) use bound::{Bounds, PlanChoice};
+pub(crate) use bound::{Bounds, Search};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ pub(crate) struct ReplayArgs {
     /// Search for a plan, the least memory that is known to be enough for the history: about a second for 10,000
     /// allocations
     #[arg(long, default_value = "on")]
-    plan: PlanChoice,
+    plan: Search,
     /// Replays of each pair; host time is their median, everything else is the first's
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeats: u32,

@@ -18,10 +18,10 @@ mod timeline;
 use crate::history::{Devices, PYTORCH};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
-use crate::replay::{Bounds, PlanChoice};
+use crate::replay::{Bounds, Search};
 use crate::words::counted;
 use anyhow::{Context, Result};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use data::{Answers, HistoryData, PageData};
 use maps::Replayed;
 use page::Numbers;
@@ -62,19 +62,12 @@ pub(crate) struct ReportArgs {
     gpu: Option<u16>,
     /// Search for a plan, the least memory that is known to be enough: about a second for 10,000 allocations
     #[arg(long, default_value = "on")]
-    plan: PlanChoice,
+    plan: Search,
     /// Search for the setting of PyTorch that mends each snapshot, as `advise` does: seconds for 40,000 events
     #[arg(long, default_value = "on")]
-    advise: Switch,
+    advise: Search,
     #[command(flatten)]
     read: ReadArgs,
-}
-
-/// Whether something is done that takes time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
 }
 
 /// Makes the page.
@@ -141,7 +134,7 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
 /// What the commands for questions say of an input.
 fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
     // PyTorch's settings say nothing of a run that had another allocator.
-    let advise = (input.run.is_none() && args.advise == Switch::On)
+    let advise = (input.run.is_none() && args.advise == Search::On)
         .then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
     let explain = Some(crate::explain::answer(&input.file, recording).into());
     Answers { advise, explain }

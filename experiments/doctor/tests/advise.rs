@@ -139,7 +139,7 @@ fn collections_tell_the_limit() {
     let told = place.run(&["advise", &file]).ok().stdout;
     let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(told.contains("Garbage was collected, which PyTorch does under a memory limit only: "), "{told}");
-    // Where the segments of the end do not add up with the events, nobody knows how much was reserved.
+    // Where the segments of the end do not add up with the events, the file does not tell how much was reserved.
     let cut = place.run(&["advise", &collected(&place, false), "--json"]).ok().json();
     assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
     let told = place.run(&["advise", &collected(&place, false)]).ok().stdout;

@@ -6,7 +6,7 @@
 mod common;
 
 use common::Place;
-use common::explain::{agrees, explain, found, part};
+use common::explained::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -6,7 +6,7 @@
 mod common;
 
 use common::Place;
-use common::explain::{agrees, explain, found};
+use common::explained::{agrees, explain, found};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

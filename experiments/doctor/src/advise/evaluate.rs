@@ -66,22 +66,6 @@ pub(super) struct Outcome<T> {
 }
 
 impl<T> Outcome<T> {
-    fn new(of: T, report: ReplayReport) -> Self {
-        Self {
-            of,
-            peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
-            expected_peak_reserved_bytes: report.stats.reserved_bytes.all.peak,
-            peak_active_bytes: report.stats.active_bytes.all.peak,
-            out_of_memory: report.failed_allocations > 0,
-            over_limit: false,
-            first_failure: Failure::of(&report),
-            num_alloc_retries: report.stats.num_alloc_retries,
-            driver_calls: report.driver_calls,
-            // CAST: nanoseconds far below 2^53.
-            simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
-        }
-    }
-
     /// Whether it runs in the memory that there is.
     pub(super) fn runs(&self) -> bool {
         !self.out_of_memory && !self.over_limit
@@ -151,15 +135,27 @@ impl<'a> Trial<'a> {
     /// Replays under a backend and its settings, up to the first request that is refused: there programs end.
     pub(super) fn under<T>(&self, of: T, selection: &Selection) -> Result<Outcome<T>> {
         let replayed = |history| self.replay(history, selection, self.limit).map_err(|error| failed(self.path, error));
-        let mut outcome = Outcome::new(of, replayed(self.history)?);
-        let limit = self.limit.filter(|_| self.of_device && !outcome.out_of_memory);
-        outcome.over_limit = limit.is_some_and(|limit| outcome.peak_reserved_bytes > limit);
-        let mut sum = outcome.peak_reserved_bytes;
+        let report = replayed(self.history)?;
+        let peak = report.stats.reserved_bytes.all.peak;
+        let out_of_memory = report.failed_allocations > 0;
+        let limit = self.limit.filter(|_| self.of_device && !out_of_memory);
+        let mut sum = peak;
         for other in &self.otherwise {
             sum += replayed(other)?.stats.reserved_bytes.all.peak;
         }
-        outcome.expected_peak_reserved_bytes = sum / (1 + self.otherwise.len() as u64);
-        Ok(outcome)
+        Ok(Outcome {
+            of,
+            peak_reserved_bytes: peak,
+            expected_peak_reserved_bytes: sum / (1 + self.otherwise.len() as u64),
+            peak_active_bytes: report.stats.active_bytes.all.peak,
+            out_of_memory,
+            over_limit: limit.is_some_and(|limit| peak > limit),
+            first_failure: Failure::of(&report),
+            num_alloc_retries: report.stats.num_alloc_retries,
+            driver_calls: report.driver_calls,
+            // CAST: nanoseconds far below 2^53.
+            simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
+        })
     }
 
     /// Replays under PyTorch's settings.

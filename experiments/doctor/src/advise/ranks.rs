@@ -3,7 +3,7 @@
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, bound};
 use super::recorded_run::RecordedRun;
-use super::screen::at_least;
+use super::sentences::at_least;
 use super::{Advice, AdviseArgs, search};
 use crate::reading::{Unread, each};
 use crate::words::size;
@@ -107,8 +107,8 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         };
         Ok(Rank {
             trace: file.display().to_string(),
-            recorded_peak_reserved_bytes: happened.as_recorded.map(|told| told.reserved),
-            live_bytes: bound(&happened.history),
+            recorded_peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
+            live_bytes: bound(&happened.recorded.history),
             ran_out_of_memory: happened.out_of_memory().is_some(),
             limit_bytes: happened.limit.map(|(limit, _)| limit),
             settings: chosen.iter().enumerate().map(closely).collect::<Result<_>>()?,
@@ -237,8 +237,8 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
             ),
         );
     }
-    super::screen::report(&found.worst, all, page);
-    super::screen::end(&found.worst, page);
+    super::sentences::report(&found.worst, all, page);
+    super::sentences::end(&found.worst, page);
 }
 
 #[cfg(test)]

@@ -10,8 +10,7 @@ use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
 use vramlab::histories::memory::{LimitBound, Peaks};
-use vramlab::histories::replay::{History, OutOfMemory};
-use vramlab::histories::trace::Cut;
+use vramlab::histories::replay::OutOfMemory;
 use vramlab::policy::size::Size;
 
 /// How the limit is known under which settings are compared.
@@ -29,19 +28,14 @@ pub(super) enum LimitSource {
 }
 
 /// A history and what it says.
-#[derive(Debug)]
 pub(super) struct RecordedRun {
-    pub(super) history: History,
+    pub(super) recorded: Compiled,
     pub(super) conf: Conf,
-    pub(super) as_recorded: Option<Peaks>,
     pub(super) limit: Option<(u64, LimitSource)>,
     /// Whether a replay under the same settings and that limit should do what the history shows.
     pub(super) repeats: bool,
     /// Whether there was a limit that is not known.
     pub(super) limit_missing: bool,
-    pub(super) cut: Option<Cut>,
-    /// What was reserved at the peak, as far as the events alone show it.
-    seen_reserved: u64,
 }
 
 impl RecordedRun {
@@ -85,24 +79,24 @@ impl RecordedRun {
             (None, None) => inferred.filter(|_| !limit_missing),
         };
         let conf = Conf::recorded(&recorded.allocator_settings)?;
-        let Compiled { history, as_recorded, cut, seen_reserved, .. } = recorded;
+        let as_recorded = recorded.as_recorded;
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded | LimitSource::Collections)) => true,
             Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
-        Ok(Self { history, conf, as_recorded, limit, repeats, limit_missing, cut, seen_reserved })
+        Ok(Self { recorded, conf, limit, repeats, limit_missing })
     }
 
     /// What replays it in the memory that there is to be.
     pub(super) fn trial<'a>(&'a self, path: &'a Path) -> Result<Trial<'a>> {
         let of_device = self.limit.is_some_and(|(_, source)| source == LimitSource::Given);
-        Trial::new(path, &self.history, self.limit.map(|(limit, _)| limit), of_device)
+        Trial::new(path, &self.recorded.history, self.limit.map(|(limit, _)| limit), of_device)
     }
 
     /// The last request that was refused when the history was recorded.
     pub(super) fn out_of_memory(&self) -> Option<&OutOfMemory> {
-        self.history.out_of_memory().last()
+        self.recorded.history.out_of_memory().last()
     }
 }
 
@@ -122,7 +116,8 @@ fn inferred_limit(recorded: &Compiled) -> Option<u64> {
 impl fmt::Display for RecordedRun {
     /// One or two sentences.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let events = self.history.events();
+        let Compiled { history, as_recorded, seen_reserved, .. } = &self.recorded;
+        let events = history.events();
         if let Some(last) = self.out_of_memory() {
             write!(f, "Out of memory at event {} of {events}: {} asked for", last.event, Bytes(last.requested_bytes))?;
             if let Some(held) = &last.held {
@@ -147,13 +142,13 @@ impl fmt::Display for RecordedRun {
                 write!(f, " while {} were live", Bytes(last.live_bytes))?;
             }
             f.write_str(".")?;
-            if let before @ 1.. = self.history.refused_allocations() - 1 {
+            if let before @ 1.. = history.refused_allocations() - 1 {
                 let times = if before == 1 { "once".to_owned() } else { format!("{before} times") };
                 write!(f, " It was refused {times} before.")?;
             }
             return Ok(());
         }
-        match &self.as_recorded {
+        match as_recorded {
             Some(told) => {
                 let (reserved, requested) = (told.reserved, told.requested);
                 // CAST: bytes of a device, below 2^53.
@@ -161,17 +156,17 @@ impl fmt::Display for RecordedRun {
                 let (reserved, requested) = (Bytes(reserved), Bytes(requested));
                 write!(f, "Memory did not run out. At most {reserved} were reserved, ")?;
                 write!(f, "{above:.1} % more than the {requested} ")?;
-                f.write_str(match self.history.deferred_frees() {
+                f.write_str(match history.deferred_frees() {
                     0 => "that were asked for at most.",
                     _ => "asked for at most, frees that waited included.",
                 })
             }
             None => {
                 f.write_str("Memory did not run out. ")?;
-                if self.seen_reserved > 0 {
-                    write!(f, "At least {} were reserved. ", Bytes(self.seen_reserved))?;
+                if *seen_reserved > 0 {
+                    write!(f, "At least {} were reserved. ", Bytes(*seen_reserved))?;
                 }
-                write!(f, "At most {} were live.", Bytes(self.history.max_live_bytes()))
+                write!(f, "At most {} were live.", Bytes(history.max_live_bytes()))
             }
         }
     }

@@ -2,7 +2,6 @@
 
 use super::causes::Cause;
 use serde::Serialize;
-use std::collections::VecDeque;
 
 /// One history explained; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -35,7 +34,7 @@ pub(crate) struct Explanation {
     pub(crate) peak_reserved: Moment,
     pub(crate) end: Moment,
     /// Requests that were refused, of more than a hundred the last.
-    pub(crate) out_of_memory: VecDeque<Refused>,
+    pub(crate) out_of_memory: Vec<Refused>,
     /// Number of all of them.
     pub(crate) refused: u64,
     /// What held memory at the peak of active, and at the peak of reserved and when memory ran out where these are
@@ -49,7 +48,7 @@ pub(crate) struct Explanation {
     /// Peaks of active memory, the highest first; between two of them it fell below four fifths.
     pub(crate) peaks: Vec<Moment>,
     /// Requests during which memory went back to the device, of more than a hundred the last.
-    pub(crate) retries: VecDeque<Retry>,
+    pub(crate) retries: Vec<Retry>,
     /// Number of all of them.
     pub(crate) num_retries: u64,
     /// Other occasions on which memory went back.

@@ -1,7 +1,31 @@
 //! Stacks of frames as a person reads them: the lines of the user's own code, with what lies in libraries folded.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use vramlab::histories::trace::{Frame, Origins, StackId};
+
+/// What comes up, numbered in that order from 1.
+#[derive(Debug, Default)]
+pub(crate) struct Numbered<T> {
+    numbers: HashMap<T, u32>,
+    pub(crate) list: Vec<T>,
+}
+
+impl<T: Clone + Eq + Hash> Numbered<T> {
+    /// The number of what came up, or the next one.
+    pub(crate) fn enter(&mut self, one: T) -> u32 {
+        *self.numbers.entry(one).or_insert_with_key(|one| {
+            self.list.push(one.clone());
+            // CAST: stacks, frames and texts have numbers of 32 bits.
+            self.list.len() as u32
+        })
+    }
+
+    /// The number of what came up, 0 of others.
+    pub(crate) fn number(&self, one: T) -> u64 {
+        self.numbers.get(&one).copied().map_or(0, u64::from)
+    }
+}
 
 /// A place in a program, by its number in [`Lines`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,24 +53,14 @@ pub(super) struct Lines<'r> {
     origins: &'r Origins,
     /// Whether nothing is folded.
     all: bool,
-    ids: HashMap<Frame, LineId>,
-    frames: Vec<Frame>,
+    frames: Numbered<Frame>,
     folded: Vec<Option<Folded>>,
 }
 
 impl<'r> Lines<'r> {
     pub(super) fn new(origins: &'r Origins, all: bool) -> Self {
         let folded = vec![None; origins.stacks()];
-        Self { origins, all, ids: HashMap::new(), frames: Vec::new(), folded }
-    }
-
-    fn id(&mut self, frame: Frame) -> LineId {
-        // CAST: there are no more than frames, which have numbers of 32 bits.
-        let next = LineId(self.frames.len() as u32);
-        *self.ids.entry(frame).or_insert_with(|| {
-            self.frames.push(frame);
-            next
-        })
+        Self { origins, all, frames: Numbered::default(), folded }
     }
 
     /// A stack, folded.
@@ -61,9 +75,9 @@ impl<'r> Lines<'r> {
         for frame in origins.frames(stack) {
             let kind = if self.all { Kind::User } else { Kind::of(origins.spelt(frame.filename)) };
             match kind {
-                Kind::User => folded.path.push(self.id(frame)),
+                Kind::User => folded.path.push(LineId(self.frames.enter(frame))),
                 Kind::Library if folded.path.is_empty() && folded.inside.is_none() => {
-                    folded.inside = Some(self.id(frame));
+                    folded.inside = Some(LineId(self.frames.enter(frame)));
                 }
                 Kind::PyTorch if folded.path.is_empty() && plumbing.is_none() => plumbing = Some(frame),
                 _ => {}
@@ -71,7 +85,7 @@ impl<'r> Lines<'r> {
         }
         folded.path.reverse();
         if folded.inside.is_none() {
-            folded.inside = plumbing.map(|frame| self.id(frame));
+            folded.inside = plumbing.map(|frame| LineId(self.frames.enter(frame)));
         }
         if let Some(slot) = self.folded.get_mut(stack.index()) {
             *slot = Some(folded.clone());
@@ -81,7 +95,7 @@ impl<'r> Lines<'r> {
 
     /// A place in words: `train.py:14 gpt2`.
     pub(super) fn label(&self, line: LineId) -> String {
-        place(self.origins, self.frames[line.0 as usize], short)
+        place(self.origins, self.frames.list[line.0 as usize - 1], short)
     }
 
     /// The user's line of a stack in words.
@@ -123,12 +137,8 @@ enum Kind {
 
 impl Kind {
     fn of(file: &str) -> Self {
-        let packages = ["site-packages/", "dist-packages/"];
-        if let Some(package) =
-            packages.iter().find_map(|folder| file.rfind(folder).map(|at| &file[at + folder.len()..]))
-        {
-            let plumbing =
-                ["torch/", "triton/", "functorch/", "torchgen/"].iter().any(|name| package.starts_with(name));
+        if let Some(path) = in_packages(file) {
+            let plumbing = ["torch/", "triton/", "functorch/", "torchgen/"].iter().any(|name| path.starts_with(name));
             return if plumbing { Self::PyTorch } else { Self::Library };
         }
         let native = [".cpp", ".cc", ".c", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".so", ".inc"];
@@ -141,12 +151,15 @@ impl Kind {
     }
 }
 
+/// The path of a library's file from its package on.
+fn in_packages(file: &str) -> Option<&str> {
+    let folders = ["site-packages/", "dist-packages/"];
+    folders.iter().find_map(|folder| file.rsplit_once(folder)).map(|(_, path)| path)
+}
+
 /// The end of a path that tells files apart: of a library from its package on, else the last two parts.
 fn short(file: &str) -> &str {
-    let file = ["site-packages/", "dist-packages/"]
-        .iter()
-        .find_map(|folder| file.rfind(folder).map(|at| &file[at + folder.len()..]))
-        .unwrap_or(file);
+    let file = in_packages(file).unwrap_or(file);
     let mut parts = file.rmatch_indices(['/', '\\']);
     parts.nth(1).map_or(file, |(at, _)| &file[at + 1..])
 }

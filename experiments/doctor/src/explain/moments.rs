@@ -152,7 +152,7 @@ pub(super) fn grew(from: Held, to: Held, named: Vec<String>, lines: &Lines<'_>) 
     (!rows.is_empty()).then_some(Grew { from: from.moment, to: to.moment, named, lines: rows })
 }
 
-/// Who holds what.
+/// What lines, sizes, categories and notes hold, and the calls.
 pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'static str) -> Who {
     let mut sums: HashMap<Key, Sum> = HashMap::new();
     let mut sizes: HashMap<u64, Sum> = HashMap::new();

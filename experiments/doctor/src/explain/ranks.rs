@@ -58,7 +58,7 @@ impl Rank {
         }
     }
 
-    /// What a row is sorted by: who ran out of memory, who retried, who is far from the others, who has most.
+    /// The order of the rows: first what ran out of memory, then what retried, is far from the others, and holds most.
     fn order(&self, other: &Self) -> std::cmp::Ordering {
         let counts = |rank: &Self| (rank.refused, rank.num_retries);
         counts(other)

@@ -1,4 +1,4 @@
-//! What a person reads: the answer first, then who, where, when and what repeats; the top of each.
+//! What the screen shows: the answer first, then who, where, when and what repeats; the top of each.
 
 mod where_when;
 
@@ -95,7 +95,7 @@ pub(super) fn sentences(found: &Explanation) -> Sentences {
 fn headline(found: &Explanation) -> Vec<String> {
     let (active, reserved) = (&found.peak_active, &found.peak_reserved);
     let mut out = Vec::new();
-    if let Some(last) = found.out_of_memory.back() {
+    if let Some(last) = found.out_of_memory.last() {
         out.push(format!(
             "out of memory at {}: {} asked for on stream {:#x}",
             when(&last.moment),

@@ -8,7 +8,7 @@ use super::peaks::Peaks;
 use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
 use vramlab::histories::trace::{Action, StackId};
@@ -207,11 +207,11 @@ fn shapes(
 }
 
 /// Adds to a list of which the last are kept.
-fn push_last<T>(list: &mut VecDeque<T>, one: T) {
+fn push_last<T>(list: &mut Vec<T>, one: T) {
     if list.len() == MOST {
-        list.pop_front();
+        list.remove(0);
     }
-    list.push_back(one);
+    list.push(one);
 }
 
 /// Draws a stretch of events by the one at which most was active.

@@ -7,9 +7,9 @@ use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, Lifetime, Plan, PlanSettings, lower_bound, plan};
 use vramlab::histories::replay::History;
 
-/// Whether a plan is searched for.
+/// Whether something is searched for that takes time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PlanChoice {
+pub(crate) enum Search {
     On,
     Off,
 }
@@ -33,13 +33,13 @@ pub(crate) struct Bounds {
 
 impl Bounds {
     /// Those of a history. `progress` hears what is known so far.
-    pub(crate) fn of(history: &History, choice: PlanChoice, mut progress: impl FnMut(&str)) -> Self {
+    pub(crate) fn of(history: &History, choice: Search, mut progress: impl FnMut(&str)) -> Self {
         let lifetimes = history.lifetimes();
         let mut search = |cross_stream| {
             let settings = PlanSettings { cross_stream, ..PlanSettings::for_blocks(lifetimes.len()) };
             match choice {
-                PlanChoice::Off => (lower_bound(&lifetimes, cross_stream), None),
-                PlanChoice::On => {
+                Search::Off => (lower_bound(&lifetimes, cross_stream), None),
+                Search::On => {
                     let heard = |_, bytes| progress(&format!("{} are enough", Bytes(bytes)));
                     let Plan { lower_bound, bytes, .. } = plan(&lifetimes, &settings, heard);
                     (lower_bound, Some(bytes))

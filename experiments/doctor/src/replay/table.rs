@@ -19,44 +19,27 @@ impl ByPath {
 /// The metrics of a comparison whose first column is what was recorded, if the file tells that.
 struct Columns<'a> {
     rows: &'a [Row],
-    recorded: Option<&'a Peaks>,
+    recorded: bool,
     table: Comparison,
 }
 
 impl Columns<'_> {
     /// A metric of which less is better; what failed is not ranked. `recorded` is the recording program's.
-    fn ranked(
-        &mut self,
-        name: &str,
-        recorded: impl Fn(&Peaks) -> Option<String>,
-        cell: impl Fn(&Row) -> Option<(String, f64)>,
-    ) {
-        let first = self.recorded.map(|told| (recorded(told).unwrap_or_else(dash), None));
-        let worth = |row: &Row| {
-            cell(row)
-                .map_or_else(|| (dash(), None), |(text, value)| (text, (row.failed_allocations == 0).then_some(value)))
+    fn ranked(&mut self, name: &str, recorded: Option<String>, cell: impl Fn(&Row) -> Option<(String, f64)>) {
+        let dash = || "-".to_owned();
+        let first = self.recorded.then(|| (recorded.unwrap_or_else(dash), None));
+        let worth = |row: &Row| match cell(row) {
+            Some((text, value)) => (text, (row.failed_allocations == 0).then_some(value)),
+            None => (dash(), None),
         };
         self.table.ranked(name, first.into_iter().chain(self.rows.iter().map(worth)).collect::<Vec<_>>());
     }
 
     /// A metric that is not ranked.
-    fn plain(
-        &mut self,
-        name: &str,
-        recorded: impl Fn(&Peaks) -> Option<String>,
-        cell: impl Fn(&Row) -> Option<String>,
-    ) {
-        let first = self.recorded.map(|told| Cell::or_dash(recorded(told)));
+    fn plain(&mut self, name: &str, recorded: Option<String>, cell: impl Fn(&Row) -> Option<String>) {
+        let first = self.recorded.then(|| Cell::or_dash(recorded));
         self.table.metric(name, first.into_iter().chain(self.rows.iter().map(|row| Cell::or_dash(cell(row)))));
     }
-}
-
-fn dash() -> String {
-    "-".to_owned()
-}
-
-fn untold(_: &Peaks) -> Option<String> {
-    None
 }
 
 /// The last request that the recorded allocator refused: it tells why a program ended.
@@ -91,22 +74,23 @@ pub(super) fn report(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
         .into_iter()
         .chain(rows.iter().map(|row| heading(&row.alloc.to_string())));
     let table = Comparison::new("", names);
-    let mut columns = Columns { rows, recorded, table };
+    let mut columns = Columns { rows, recorded: recorded.is_some(), table };
     // CAST: figures for ranking; counts and bytes far below 2^53.
     let calls = |row: &Row| row.driver_calls.values().sum::<u64>();
     let failed = |row: &Row| Some((row.failed_allocations.to_string(), row.failed_allocations as f64));
-    columns.ranked("failed allocations", untold, failed);
-    columns.ranked(
-        "peak reserved",
-        |told| Some(size(told.reserved)),
-        |row| Some((size(row.peak_reserved_bytes), row.peak_reserved_bytes as f64)),
-    );
+    columns.ranked("failed allocations", None, failed);
+    columns.ranked("peak reserved", recorded.map(|told| size(told.reserved)), |row| {
+        Some((size(row.peak_reserved_bytes), row.peak_reserved_bytes as f64))
+    });
     let ratio = |bytes: u64| first.bounds.ratio(bytes);
-    columns.plain("reserved / bound", |told| ratio(told.reserved), |row| ratio(row.peak_reserved_bytes));
-    columns.plain("peak active", untold, |row| Some(size(row.peak_active_bytes)));
-    columns.plain("peak requested", |told| Some(size(told.requested)), |row| Some(size(row.peak_requested_bytes)));
+    columns.plain("reserved / bound", recorded.and_then(|told| ratio(told.reserved)), |row| {
+        ratio(row.peak_reserved_bytes)
+    });
+    columns.plain("peak active", None, |row| Some(size(row.peak_active_bytes)));
+    columns
+        .plain("peak requested", recorded.map(|told| size(told.requested)), |row| Some(size(row.peak_requested_bytes)));
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
-    columns.ranked("utilisation", untold, |row| row.utilisation.map(|share| (percent(share), -share)));
+    columns.ranked("utilisation", None, |row| row.utilisation.map(|share| (percent(share), -share)));
     type Part = fn(&Row) -> u64;
     let parts: [(&str, Part); 6] = [
         ("requested", |row| row.ledger.requested),
@@ -117,19 +101,19 @@ pub(super) fn report(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
         ("pending", |row| row.ledger.pending),
     ];
     for (name, part) in parts {
-        columns.plain(&format!("{name} at peak reserved"), untold, |row| Some(size(part(row))));
+        columns.plain(&format!("{name} at peak reserved"), None, |row| Some(size(part(row))));
     }
     let segments = |(made, freed): (u64, u64)| format!("{made}/{freed}");
     columns.plain(
         "segments +/-",
-        |told| Some(told.segments).filter(|segments| *segments != (0, 0)).map(segments),
+        recorded.map(|told| told.segments).filter(|segments| *segments != (0, 0)).map(segments),
         |row| row.segment_allocs.zip(row.segment_frees).map(segments),
     );
-    columns.plain("retries", untold, |row| Some(row.num_alloc_retries.to_string()));
+    columns.plain("retries", None, |row| Some(row.num_alloc_retries.to_string()));
     if rows.iter().any(|row| row.steals.is_some()) {
         let pages = |moved: &Moved| format!("{} ({})", moved.num_stolen_pages, size(moved.num_stolen_bytes));
-        columns.plain("steals", untold, |row| row.steals.map(|moved| moved.num_steals.to_string()));
-        columns.plain("pages stolen", untold, |row| row.steals.as_ref().map(pages));
+        columns.plain("steals", None, |row| row.steals.map(|moved| moved.num_steals.to_string()));
+        columns.plain("pages stolen", None, |row| row.steals.as_ref().map(pages));
     }
     // What it costs that no free block fits, beside one another.
     for (path, what) in [("driver_alloc", "grows"), ("steal", "steals pages"), ("retry", "tries again")] {
@@ -137,22 +121,22 @@ pub(super) fn report(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
         if rows.iter().any(|row| row.steals.is_some() || row.num_alloc_retries > 0)
             && rows.iter().any(|row| cost(row).is_some())
         {
-            columns.plain(&format!("a request that {what}"), untold, cost);
+            columns.plain(&format!("a request that {what}"), None, cost);
         }
     }
     if rows.iter().any(|row| row.unplanned_allocations.is_some()) {
-        columns.plain("not as planned", untold, |row| row.unplanned_allocations.map(|count| count.to_string()));
+        columns.plain("not as planned", None, |row| row.unplanned_allocations.map(|count| count.to_string()));
     }
-    columns.ranked("driver calls", untold, |row| Some((calls(row).to_string(), calls(row) as f64)));
+    columns.ranked("driver calls", None, |row| Some((calls(row).to_string(), calls(row) as f64)));
     if rows.iter().any(|row| row.simulated_s.is_some()) {
         // CAST: seconds back to nanoseconds, for display.
         let shown = |seconds: f64| (duration((seconds * 1e9).round() as u64), seconds);
-        columns.ranked("simulated time", untold, |row| row.simulated_s.map(shown));
+        columns.ranked("simulated time", None, |row| row.simulated_s.map(shown));
     }
-    columns.ranked("host ns/operation", untold, |row| row.host_ns_per_op.map(|ns| (format!("{ns:.0}"), ns)));
+    columns.ranked("host ns/operation", None, |row| row.host_ns_per_op.map(|ns| (format!("{ns:.0}"), ns)));
     if !matches!(first.addresses, AddressChoice::Own | AddressChoice::Near) {
-        columns.plain("blocks elsewhere", untold, |row| row.address_mismatches.map(|count| count.to_string()));
-        columns.plain("other segments", untold, |row| row.segment_mismatches.map(|count| count.to_string()));
+        columns.plain("blocks elsewhere", None, |row| row.address_mismatches.map(|count| count.to_string()));
+        columns.plain("other segments", None, |row| row.segment_mismatches.map(|count| count.to_string()));
     }
     page.comparison(&columns.table);
     page.note("utilisation: peak active of peak reserved");
@@ -215,7 +199,7 @@ fn pools(rows: &[Row]) -> Vec<String> {
     notes
 }
 
-/// Who needed the least memory and the fewest calls for the last history, and how to find out how little would do.
+/// Which allocator needed the least memory and which the fewest calls for the last history, and how to find out how little would do.
 pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
     let whole = || rows.iter().filter(|row| row.failed_allocations == 0);

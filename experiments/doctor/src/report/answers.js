@@ -16,7 +16,7 @@ const listed = (parent, sentences) => {
   for (const sentence of sentences) make("li", list, {}, sentence[0].toUpperCase() + sentence.slice(1));
 };
 
-// A table of which the first rows are shown, and the others when somebody asks.
+// A table of which the first rows are shown, and the others at the press of a button.
 const FEW = 8;
 const longTable = (parent, head, rows) => {
   const made = table(parent, head, rows), more = [...made.tBodies[0].rows].slice(FEW);

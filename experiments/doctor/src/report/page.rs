@@ -50,7 +50,7 @@ impl Numbers {
         self.push(columns.text()?)
     }
 
-    /// The same, if they have room in the page.
+    /// Adds columns that have room in the page.
     pub(super) fn add_if_small(&mut self, columns: &Columns) -> Result<Option<usize>> {
         let text = columns.text()?;
         if self.bytes + text.len() + REST > LARGEST {

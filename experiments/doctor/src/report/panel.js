@@ -28,7 +28,7 @@ class Axis {
     this.view = { x0: from, x1: from + span };
     this.draw();
   }
-  // The same part of the history, counted the other way.
+  // Shows this part of the history, counted the other way.
   count(byTime) {
     const events = [this.view.x0, this.view.x1].map((x) => Math.max(before(this.xs, x), 0));
     this.byTime = byTime;

@@ -2,35 +2,10 @@
 
 use super::columns::Columns;
 use super::timeline::{Mark, Timeline};
-use crate::explain::lines::{line_of, words};
+use crate::explain::lines::{Numbered, line_of, words};
 use crate::recording::{Range, Recording, ranges};
 use serde::Serialize;
-use std::collections::HashMap;
-use std::hash::Hash;
 use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
-
-/// What comes up, numbered in that order from 1.
-#[derive(Debug, Default)]
-pub(super) struct Numbered<T> {
-    numbers: HashMap<T, u32>,
-    pub(super) list: Vec<T>,
-}
-
-impl<T: Clone + Eq + Hash> Numbered<T> {
-    /// The number of what came up, or the next one.
-    pub(super) fn enter(&mut self, one: T) -> u32 {
-        *self.numbers.entry(one).or_insert_with_key(|one| {
-            self.list.push(one.clone());
-            // CAST: stacks, frames and texts have numbers of 32 bits.
-            self.list.len() as u32
-        })
-    }
-
-    /// The number of what came up, 0 of others.
-    pub(super) fn number(&self, one: T) -> u64 {
-        self.numbers.get(&one).copied().map_or(0, u64::from)
-    }
-}
 
 /// Numbers of stacks and of categories; the empty ones have 0.
 #[derive(Debug, Default)]

@@ -1,6 +1,7 @@
 //! What the page shows of a history: lifetimes of blocks and segments, counted in events.
 
-use super::stacks::{Known, Numbered, annotations};
+use super::stacks::{Known, annotations};
+use crate::explain::lines::Numbered;
 use crate::recording::Recording;
 use serde::Serialize;
 use vramlab::Bytes;

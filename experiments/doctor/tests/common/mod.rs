@@ -2,7 +2,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each test program uses its part")]
 
-pub(crate) mod explain;
+pub(crate) mod explained;
 mod place;
 
 pub(crate) use place::*;

@@ -1,4 +1,4 @@
-//! The answer as a screen: what happened, what would help, what cannot, and what the file does not tell.
+//! The answer in sentences: what happened, what would help, what cannot, and what the file does not tell.
 
 use super::evaluate::{Outcome, Setting};
 use super::{Advice, LimitSource, Other, Verdict};
