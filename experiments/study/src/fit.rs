@@ -46,7 +46,7 @@ pub(crate) struct Fit {
     pub(crate) cost: KernelCost,
     /// Largest of |model / measured - 1|.
     pub(crate) worst: f64,
-    /// The same for the cold timings; absent without them.
+    /// Largest miss of the cold timings; absent without them.
     pub(crate) worst_cold: Option<f64>,
 }
 
@@ -69,24 +69,28 @@ fn error(cost: &KernelCost, timings: &[(&Timing, f64)], missed: f64) -> f64 {
     timings.iter().map(|(timing, ns)| (model(cost, timing, missed) / ns).ln().powi(2)).sum()
 }
 
-/// Coordinate descent in logarithms: `change` multiplies one parameter. Deterministic.
-fn descend<T: Clone>(
-    mut best: T,
-    parameters: usize,
-    change: impl Fn(&mut T, usize, f64),
-    error: impl Fn(&T) -> f64,
-) -> (f64, T) {
-    let mut least = error(&best);
+/// Coordinate descent in logarithms, with no cost below that of `least` and no bandwidth above `fastest`. Deterministic.
+fn descend(
+    mut best: MemoryCost,
+    least: MemoryCost,
+    fastest: f64,
+    error: impl Fn(MemoryCost) -> f64,
+) -> (f64, MemoryCost) {
+    let mut off = error(best);
     let mut step: f64 = 1.0;
     while step > 1e-4 {
         let mut improved = false;
-        for parameter in 0..parameters {
+        for parameter in 0..3 {
             for factor in [step.exp(), (-step).exp()] {
-                let mut next = best.clone();
-                change(&mut next, parameter, factor);
-                let missed = error(&next);
-                if missed < least {
-                    (best, least, improved) = (next, missed, true);
+                let mut next = best;
+                match parameter {
+                    0 => next.fixed_ns = (next.fixed_ns * factor).max(least.fixed_ns),
+                    1 => next.iteration_ns = (next.iteration_ns * factor).max(least.iteration_ns),
+                    _ => next.bytes_per_ns = (next.bytes_per_ns * factor).clamp(least.bytes_per_ns, fastest),
+                }
+                let missed = error(next);
+                if missed < off {
+                    (best, off, improved) = (next, missed, true);
                 }
             }
         }
@@ -94,48 +98,44 @@ fn descend<T: Clone>(
             step /= 2.0;
         }
     }
-    (least, best)
+    (off, best)
 }
 
-fn rounded(value: f64) -> f64 {
-    (value * 10.0).round() / 10.0
+fn rounded(cost: MemoryCost) -> MemoryCost {
+    let tenth = |value: f64| (value * 10.0).round() / 10.0;
+    MemoryCost {
+        fixed_ns: tenth(cost.fixed_ns),
+        iteration_ns: tenth(cost.iteration_ns),
+        bytes_per_ns: tenth(cost.bytes_per_ns).max(0.1),
+    }
 }
 
 /// Fits the costs of data in the cache, from a start for each wave size and bandwidth.
 fn fit(timings: &[Timing]) -> KernelCost {
     let timings: Vec<(&Timing, f64)> = timings.iter().map(|timing| (timing, timing.median_ns)).collect();
     let shortest = timings.iter().map(|(_, ns)| *ns).fold(f64::INFINITY, f64::min);
-    let start = |(blocks_per_wave, bytes_per_ns)| KernelCost {
-        fixed_ns: 0.8 * shortest,
-        iteration_ns: 0.2 * shortest,
+    let cost = |MemoryCost { fixed_ns, iteration_ns, bytes_per_ns }, blocks_per_wave| KernelCost {
+        fixed_ns,
+        iteration_ns,
         blocks_per_wave,
         bytes_per_ns,
         from_memory: None,
     };
-    let change = |cost: &mut KernelCost, parameter: usize, factor: f64| match parameter {
-        0 => cost.fixed_ns *= factor,
-        1 => cost.iteration_ns *= factor,
-        _ => cost.bytes_per_ns = (cost.bytes_per_ns * factor).clamp(1.0, FASTEST),
-    };
-    let starts = WAVES.into_iter().flat_map(|waves| BANDWIDTHS.map(|bandwidth| (waves, bandwidth)));
-    let fits = starts.map(|from| descend(start(from), 3, change, |cost| error(cost, &timings, 0.0)));
-    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
-    KernelCost {
-        fixed_ns: rounded(best.fixed_ns),
-        iteration_ns: rounded(best.iteration_ns),
-        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
-        ..best
-    }
+    let least = MemoryCost { fixed_ns: 0.0, iteration_ns: 0.0, bytes_per_ns: 1.0 };
+    let fits =
+        WAVES.into_iter().flat_map(|waves| BANDWIDTHS.map(|bandwidth| (waves, bandwidth))).map(|(waves, bandwidth)| {
+            let start = MemoryCost { fixed_ns: 0.8 * shortest, iteration_ns: 0.2 * shortest, bytes_per_ns: bandwidth };
+            let (off, best) = descend(start, least, FASTEST, |from| error(&cost(from, waves), &timings, 0.0));
+            (off, best, waves)
+        });
+    let (_, best, waves) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
+    cost(rounded(best), waves)
 }
 
 /// The costs of data in memory, each no better than from the cache.
 fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
     let with = |cold: MemoryCost| KernelCost { from_memory: Some(cold), ..hot.clone() };
-    let change = |cold: &mut MemoryCost, parameter: usize, factor: f64| match parameter {
-        0 => cold.fixed_ns = (cold.fixed_ns * factor).max(hot.fixed_ns),
-        1 => cold.iteration_ns = (cold.iteration_ns * factor).max(hot.iteration_ns),
-        _ => cold.bytes_per_ns = (cold.bytes_per_ns * factor).clamp(0.1, hot.bytes_per_ns),
-    };
+    let least = MemoryCost { fixed_ns: hot.fixed_ns, iteration_ns: hot.iteration_ns, bytes_per_ns: 0.1 };
     let start = |slower: f64| MemoryCost {
         // A kernel without a cost of its own can have one from memory; zero would stay zero.
         fixed_ns: hot.fixed_ns.max(1.0),
@@ -143,13 +143,9 @@ fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
         bytes_per_ns: (hot.bytes_per_ns / slower).max(0.1),
     };
     let starts = [1.0, 1.5, 2.0, 4.0, 8.0].map(start);
-    let fits = starts.into_iter().map(|from| descend(from, 3, change, |cold| error(&with(*cold), timings, 1.0)));
-    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
-    MemoryCost {
-        fixed_ns: rounded(best.fixed_ns),
-        iteration_ns: rounded(best.iteration_ns),
-        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
-    }
+    let fits =
+        starts.into_iter().map(|from| descend(from, least, hot.bytes_per_ns, |cold| error(&with(cold), timings, 1.0)));
+    rounded(fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start").1)
 }
 
 /// Fits every kernel in `timings` and puts its cost into `profile`.

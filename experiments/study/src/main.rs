@@ -12,14 +12,17 @@ mod profile;
 mod program;
 mod repository;
 mod study;
+mod table;
 mod truth;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
+use fit::Fit;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use terminal::{Column, Page, Table, exit};
+use table::{percent, table};
+use terminal::{Cell, Column, Page, exit};
 use vramlab::DeviceName;
 use vramlab::device::sim::MemoryCost;
 use vramlab::output::{self, Existing};
@@ -166,47 +169,37 @@ fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out
     let mut profile = profile::read(base.as_deref())?;
     profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
     let fits = fit::fit_kernels(&mut profile, timings)?;
-    let mut table = Table::new([
-        Column::left("kernel"),
-        Column::right("timings").priority(3),
-        Column::right("fixed ns"),
-        Column::right("iteration ns"),
-        Column::right("blocks per wave").priority(2),
-        Column::right("bytes per ns"),
-        Column::right("worst miss"),
-        Column::right("from memory: fixed ns").priority(6),
-        Column::right("iteration ns").priority(5),
-        Column::right("bytes per ns").priority(4),
-        Column::right("worst miss").priority(1),
-    ]);
-    let (mut count, mut off) = (0, 0.0_f64);
-    for fit in fits {
-        let cold = |of: fn(&MemoryCost) -> f64| {
-            fit.cost.from_memory.as_ref().map_or_else(|| "-".to_owned(), |cold| of(cold).to_string())
-        };
-        count += 1;
-        off = off.max(fit.worst).max(fit.worst_cold.unwrap_or(0.0));
-        table.row([
-            fit.kernel.clone(),
-            fit.timings.to_string(),
-            fit.cost.fixed_ns.to_string(),
-            fit.cost.iteration_ns.to_string(),
-            fit.cost.blocks_per_wave.to_string(),
-            fit.cost.bytes_per_ns.to_string(),
-            format!("{:.0} %", 100.0 * fit.worst),
-            cold(|cold| cold.fixed_ns),
-            cold(|cold| cold.iteration_ns),
-            cold(|cold| cold.bytes_per_ns),
-            fit.worst_cold.map_or_else(|| "-".to_owned(), |worst| format!("{:.0} %", 100.0 * worst)),
-        ]);
-    }
+    let of = |value: f64| Cell::from(value.to_string());
+    let cold = |fit: &Fit, of: fn(&MemoryCost) -> f64| {
+        Cell::or_dash(fit.cost.from_memory.as_ref().map(|cold| of(cold).to_string()))
+    };
+    let table = table(
+        &fits,
+        &[
+            (Column::left("kernel"), &|fit| Cell::from(&fit.kernel)),
+            (Column::right("timings").priority(3), &|fit| Cell::from(fit.timings.to_string())),
+            (Column::right("fixed ns"), &|fit| of(fit.cost.fixed_ns)),
+            (Column::right("iteration ns"), &|fit| of(fit.cost.iteration_ns)),
+            (Column::right("blocks per wave").priority(2), &|fit| Cell::from(fit.cost.blocks_per_wave.to_string())),
+            (Column::right("bytes per ns"), &|fit| of(fit.cost.bytes_per_ns)),
+            (Column::right("worst miss"), &|fit| Cell::from(percent(fit.worst, 0))),
+            (Column::right("from memory: fixed ns").priority(6), &|fit| cold(fit, |cold| cold.fixed_ns)),
+            (Column::right("iteration ns").priority(5), &|fit| cold(fit, |cold| cold.iteration_ns)),
+            (Column::right("bytes per ns").priority(4), &|fit| cold(fit, |cold| cold.bytes_per_ns)),
+            (Column::right("worst miss").priority(1), &|fit| {
+                Cell::or_dash(fit.worst_cold.map(|worst| percent(worst, 0)))
+            }),
+        ],
+    );
+    let off = fits.iter().map(|fit| fit.worst.max(fit.worst_cold.unwrap_or(0.0))).fold(0.0, f64::max);
     profile::write(&profile, out)?;
     let mut page = Page::stdout();
     page.table(&table);
     let found = format!(
-        "The costs of {count} kernels went to {}; the worst misses a timing by {:.0} %.",
+        "The costs of {} kernels went to {}; the worst misses a timing by {}.",
+        fits.len(),
         out.display(),
-        100.0 * off
+        percent(off, 0)
     );
     let next = format!("fidelity --profile {}", terminal::quoted(&out.to_string_lossy()));
     page.end(found, &terminal::command("experiments", &next));

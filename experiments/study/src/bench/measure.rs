@@ -102,42 +102,27 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
         _ => build()?,
     };
     let slow = place.is_slow(&job.alloc);
+    let (allocator, stream) = (backend.as_ref(), place.streams[0]);
     match job.case {
         Case::History { number } => {
             let recorded = &place.histories[number].calls;
             let passes = if slow { 1 } else { HISTORY_ALLOCATIONS.div_ceil(recorded.allocations()) };
-            recorded.run(backend.as_ref(), &place.streams, 1)?;
-            let start = Instant::now();
-            recorded.run(backend.as_ref(), &place.streams, passes)?;
-            Ok(per_operation(start.elapsed(), passes * recorded.allocations()))
+            recorded.run(allocator, &place.streams, 1)?;
+            per_operation(passes * recorded.allocations(), || Ok(recorded.run(allocator, &place.streams, passes)?))
         }
-        Case::Alternate { bytes } => {
-            let pairs = if slow { 1_000 } else { 300_000 };
-            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
-            let start = Instant::now();
-            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs)?;
-            Ok(per_operation(start.elapsed(), pairs))
-        }
-        Case::Pair { bytes } => {
-            let pairs = if slow { 1_000 } else { 300_000 };
-            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
-            let start = Instant::now();
-            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs)?;
-            Ok(per_operation(start.elapsed(), pairs))
-        }
+        Case::Alternate { bytes } => in_pairs(slow, |pairs| Ok(workload::alternate(allocator, stream, bytes, pairs)?)),
+        Case::Pair { bytes } => in_pairs(slow, |pairs| Ok(workload::pair(allocator, stream, bytes, pairs)?)),
         Case::Mixed { live } => {
             let sequence = &place.mixed[&live];
             let pass = if slow { 2_000 } else { MIXED_PASS };
-            let mut slots = Slots::fill(backend.as_ref(), place.streams[0], &sequence.fill)?;
+            let mut slots = Slots::fill(allocator, stream, &sequence.fill)?;
             slots.run(&sequence.steps[..pass])?;
-            let start = Instant::now();
-            slots.run(&sequence.steps[pass..2 * pass])?;
-            let sample = per_operation(start.elapsed(), pass as u64);
+            let sample = per_operation(pass as u64, || Ok(slots.run(&sequence.steps[pass..2 * pass])?))?;
             slots.empty()?;
             Ok(sample)
         }
-        Case::Threads { .. } => throughput(backend.as_ref(), streams, &place.threads),
-        Case::Shared { .. } => throughput(backend.as_ref(), &vec![place.streams[0]; streams.len()], &place.threads),
+        Case::Threads { .. } => throughput(allocator, streams, &place.threads),
+        Case::Shared { .. } => throughput(allocator, &vec![stream; streams.len()], &place.threads),
         Case::Instrument { instrument, threads } => {
             let clock = place.driver.clock();
             let pairs = if slow { 1_000 } else { INSTRUMENT_PAIRS };
@@ -147,20 +132,18 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
                 Instrument::Latency => Arc::new(Timed::new(backend, clock)),
                 Instrument::Trace => Arc::clone(trace.insert(Arc::new(EventTrace::new(backend, clock)))) as _,
             };
-            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
-            for timed in [false, true] {
+            let round = || -> Result<Vec<Duration>> {
                 let times = pairs_in_threads(top.as_ref(), streams, pairs)?;
-                if let Some(trace) = &trace {
-                    all_there(trace, 2 * pairs * u64::from(threads))?;
-                }
-                if timed {
-                    // CAST: nanoseconds and counts far below 2^53.
-                    let calls = (2 * pairs) as f64;
-                    let ns = times.iter().map(|time| time.as_nanos() as f64 / calls).sum::<f64>() / times.len() as f64;
-                    return Ok(Sample { value: ns, operations: 2 * pairs * u64::from(threads) });
-                }
-            }
-            unreachable!("the second round returns")
+                trace.as_ref().map_or(Ok(()), |trace| all_there(trace, 2 * pairs * u64::from(threads)))?;
+                Ok(times)
+            };
+            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
+            round()?;
+            let times = round()?;
+            // CAST: nanoseconds and counts far below 2^53.
+            let calls = (2 * pairs) as f64;
+            let ns = times.iter().map(|time| time.as_nanos() as f64 / calls).sum::<f64>() / times.len() as f64;
+            Ok(Sample { value: ns, operations: 2 * pairs * u64::from(threads) })
         }
         Case::Events { threads } => {
             let trace = EventTrace::new(backend, place.driver.clock());
@@ -176,9 +159,19 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
     }
 }
 
-fn per_operation(time: Duration, operations: u64) -> Sample {
+/// Times a loop of this many operations.
+fn per_operation(operations: u64, work: impl FnOnce() -> Result<()>) -> Result<Sample> {
+    let start = Instant::now();
+    work()?;
     // CAST: nanoseconds and counts far below 2^53.
-    Sample { value: time.as_nanos() as f64 / operations as f64, operations }
+    Ok(Sample { value: start.elapsed().as_nanos() as f64 / operations as f64, operations })
+}
+
+/// Times pairs of an allocation and its free, after a tenth of them that are not timed.
+fn in_pairs(slow: bool, work: impl Fn(u64) -> Result<()>) -> Result<Sample> {
+    let pairs = if slow { 1_000 } else { 300_000 };
+    work(pairs / 10)?;
+    per_operation(pairs, || work(pairs))
 }
 
 fn all_there(trace: &EventTrace, expected: u64) -> Result<()> {
@@ -210,7 +203,7 @@ fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: 
     let work = |at: usize, stream: StreamId| -> Result<(u64, Instant, Instant), AllocError> {
         let sequence = &sequences[at];
         let filled = Slots::fill(allocator, stream, &sequence.fill);
-        // Everybody must arrive, also who has failed.
+        // Every thread must arrive, also one that has failed.
         let warm = filled.and_then(|mut slots| slots.run(&sequence.steps[..1_024]).map(|()| slots));
         ready.wait();
         let (mut slots, mut operations, start) = (warm?, 0, Instant::now());

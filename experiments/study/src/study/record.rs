@@ -51,7 +51,7 @@ pub(crate) struct Machine {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cpu: Option<String>,
     /// Cores that this process may use.
-    pub(crate) cores: usize,
+    pub(crate) cores: u32,
     /// Mean number of processes that wanted to run in the last minute, when the run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load: Option<f64>,
@@ -65,10 +65,15 @@ impl Machine {
         let cpu = cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
         Self {
             cpu: cpu.map(|(_, name)| name.trim().to_owned()),
-            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            cores: cores(),
             load: text("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
         }
     }
+}
+
+/// Cores that this process may use.
+pub(crate) fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
 /// How a run ended.

@@ -1,13 +1,13 @@
 //! `experiments run`: does what specs say, and goes on where it was.
 
-use super::execute::Interrupted;
+use super::execute::{Experiment, Interrupted};
 use super::lock::{Lock, lock};
-use super::plan::{Run, plan_on, share};
+use super::plan::{Planned, plan_on, share};
 use super::programs::{self, Places};
-use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256, status_of};
+use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
-use super::work::{Work, start_of, work};
+use super::work::{start_of, work};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
@@ -57,15 +57,6 @@ pub(crate) struct RunArgs {
     json: bool,
 }
 
-/// A spec that has been checked, with its runs.
-pub(super) struct Planned {
-    pub(super) source: Source,
-    pub(super) runs: Vec<Run>,
-    pub(super) sha256: String,
-    /// `DIR/<name>`, absolute.
-    pub(super) folder: PathBuf,
-}
-
 /// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
 pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName {
     if let Some(device) = named {
@@ -103,23 +94,24 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     signals::record_begins();
     let signals = Signals::listen().context("cannot listen for signals")?;
     let machine = Machine::now();
-    // Simulated time does not mind. CAST: a count of cores.
-    if let Some(load) = machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > machine.cores as f64) {
+    // Simulated time does not mind.
+    if let Some(load) =
+        machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > f64::from(machine.cores))
+    {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
     let mut all: Vec<Cell> = Vec::new();
     let mut failed = Vec::new();
     for planned in &planned {
-        let done = work(&Work {
+        let experiment = Experiment {
             planned,
             device: &device,
             places: &places,
             shard: args.shard,
-            again: args.again,
             jobs: usize::from(args.jobs),
             signals: &signals,
-        });
-        let (cells, failures) = done.map_err(|error| interrupted(error, planned, &signals))?;
+        };
+        let (cells, failures) = work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;
         if !args.json {
             report::table(&planned.source.spec.name, &planned.source.spec.question, &cells).print()?;
         }
@@ -177,16 +169,15 @@ fn prepare(source: Source, device: &DeviceName, places: &Places, out: &Path, aga
     programs::check(&source, device.kind(), Some(&places.histories))?;
     let runs = plan_on(&source, device.kind())?;
     let sha256 = spec_sha256(&source.spec)?;
-    let folder = out.join(&source.spec.name);
+    let planned = Planned { folder: out.join(&source.spec.name), source, runs, sha256 };
+    let folder = &planned.folder;
     if !again {
-        check_folder(&folder, &sha256, device)?;
-        for run in &runs {
-            status_of(&report::folder_of(&folder, run), &sha256)?;
-        }
+        check_folder(folder, &planned.sha256, device)?;
+        planned.runs.iter().try_for_each(|run| planned.status_of(run).map(|_| ()))?;
     } else if folder.exists() && !folder.join(EXPERIMENT).is_file() {
         bail!("{} holds no experiment, so --again will not remove it", folder.display());
     }
-    Ok(Planned { source, runs, sha256, folder })
+    Ok(planned)
 }
 
 /// A folder is new, empty, or holds the same experiment.
@@ -231,11 +222,8 @@ fn dry_run(planned: &[Planned], device: &DeviceName, places: &Places, args: &Run
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
             let command = programs::command_line(run, device, places, start.as_deref());
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
-            let state = match status_of(&report::folder_of(&planned.folder, run), &planned.sha256) {
-                _ if args.again => "to do",
-                Ok(Some(RunStatus::Done)) => "done",
-                _ => "to do",
-            };
+            let done = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
+            let state = if done { "done" } else { "to do" };
             table.row([planned.source.spec.name.clone(), run.id.clone(), state.to_owned(), command]);
         }
     }
