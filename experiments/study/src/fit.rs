@@ -3,17 +3,36 @@
 //! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. Here each
 //! kernel's four parameters are chosen so that the profile's model (see
 //! [`KernelCost`]) misses those times least, by the sum of squared logarithms:
-//! being wrong by a factor counts the same for short and long kernels. What a kernel costs with its data in memory is
+//! being wrong by a factor weighs the same for short and long kernels. What a kernel costs with its data in memory is
 //! fitted to the cold timings in the same way. Timings without cold ones have single launches behind a fill of 1 GiB,
 //! which pushes everything out of the cache: those stand in, less what two events around a launch add.
 
+use crate::profile;
+use crate::table::{percent, table};
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::Profile;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::input::{TABLE, read_text};
+
+#[derive(Debug, Args)]
+pub(crate) struct FitArgs {
+    /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
+    timings: PathBuf,
+    /// Profile whose other costs are kept [default: the built-in H200]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
+    #[arg(long, value_name = "BYTES")]
+    l2_bytes: Option<u64>,
+    /// Where the new profile goes
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+}
 
 /// A line of `time_kernels`; what else it holds does not matter here.
 #[derive(Clone, Debug, Deserialize)]
@@ -40,14 +59,14 @@ impl Timing {
 
 /// How well a kernel's model meets its timings.
 #[derive(Clone, Debug)]
-pub(crate) struct Fit {
-    pub(crate) kernel: String,
-    pub(crate) timings: usize,
-    pub(crate) cost: KernelCost,
+struct Fit {
+    kernel: String,
+    timings: usize,
+    cost: KernelCost,
     /// Largest of |model / measured - 1|.
-    pub(crate) worst: f64,
+    worst: f64,
     /// Largest miss of the cold timings; absent without them.
-    pub(crate) worst_cold: Option<f64>,
+    worst_cold: Option<f64>,
 }
 
 /// Resident blocks that are tried for a wave: from one block for every second multiprocessor of a small GPU to
@@ -149,7 +168,7 @@ fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
 }
 
 /// Fits every kernel in `timings` and puts its cost into `profile`.
-pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
+fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
     let text = read_text(timings, TABLE).with_context(|| format!("cannot read {}", timings.display()))?;
     let mut by_kernel: BTreeMap<String, Vec<Timing>> = BTreeMap::new();
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
@@ -188,6 +207,48 @@ pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<F
         });
     }
     Ok(fits)
+}
+
+/// Fits, writes the profile and says how well each kernel's model meets its timings.
+pub(crate) fn fit_kernels(args: &FitArgs) -> Result<()> {
+    let mut profile = profile::read(args.profile.as_deref())?;
+    profile.l2_bytes = args.l2_bytes.or(profile.l2_bytes);
+    let fits = fit_all(&mut profile, &args.timings)?;
+    let of = |value: f64| Cell::from(value.to_string());
+    let cold = |fit: &Fit, of: fn(&MemoryCost) -> f64| {
+        Cell::or_dash(fit.cost.from_memory.as_ref().map(|cold| of(cold).to_string()))
+    };
+    let table = table(
+        &fits,
+        &[
+            (Column::left("kernel"), &|fit| Cell::from(&fit.kernel)),
+            (Column::right("timings").priority(3), &|fit| Cell::from(fit.timings.to_string())),
+            (Column::right("fixed ns"), &|fit| of(fit.cost.fixed_ns)),
+            (Column::right("iteration ns"), &|fit| of(fit.cost.iteration_ns)),
+            (Column::right("blocks per wave").priority(2), &|fit| Cell::from(fit.cost.blocks_per_wave.to_string())),
+            (Column::right("bytes per ns"), &|fit| of(fit.cost.bytes_per_ns)),
+            (Column::right("worst miss"), &|fit| Cell::from(percent(fit.worst, 0))),
+            (Column::right("from memory: fixed ns").priority(6), &|fit| cold(fit, |cold| cold.fixed_ns)),
+            (Column::right("iteration ns").priority(5), &|fit| cold(fit, |cold| cold.iteration_ns)),
+            (Column::right("bytes per ns").priority(4), &|fit| cold(fit, |cold| cold.bytes_per_ns)),
+            (Column::right("worst miss").priority(1), &|fit| {
+                Cell::or_dash(fit.worst_cold.map(|worst| percent(worst, 0)))
+            }),
+        ],
+    );
+    let off = fits.iter().map(|fit| fit.worst.max(fit.worst_cold.unwrap_or(0.0))).fold(0.0, f64::max);
+    profile::write(&profile, &args.out)?;
+    let mut page = Page::stdout();
+    page.table(&table);
+    let found = format!(
+        "The costs of {} kernels went to {}; the worst misses a timing by {}.",
+        fits.len(),
+        args.out.display(),
+        percent(off, 0)
+    );
+    let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
+    page.end(found, &command("experiments", &next));
+    page.print()
 }
 
 #[cfg(test)]
@@ -272,7 +333,7 @@ mod tests {
         };
         let mut profile = Profile::h200();
         let cold = write(folder.path(), with("cold_median_ns", 0.0));
-        let fits = fit_kernels(&mut profile, &cold).unwrap();
+        let fits = fit_all(&mut profile, &cold).unwrap();
         assert!(fits[0].worst_cold.unwrap() < 0.02, "{fits:?}");
         assert_eq!(profile.kernels["k"], fits[0].cost);
         // Single launches are longer by what events add, which shows at one that reads nothing to speak of.
@@ -280,9 +341,9 @@ mod tests {
         let mut text = std::fs::read_to_string(&single).unwrap();
         text += "\n{\"kernel\":\"empty\",\"blocks\":1,\"iterations\":1,\"bytes\":4,\"median_ns\":900,\"single_median_ns\":2200}";
         std::fs::write(&single, text).unwrap();
-        let fits = fit_kernels(&mut profile, &single).unwrap();
+        let fits = fit_all(&mut profile, &single).unwrap();
         assert!(fits.iter().all(|fit| fit.worst_cold.unwrap() < 0.02), "{fits:?}");
-        let none = fit_kernels(&mut profile, &write(folder.path(), line)).unwrap();
+        let none = fit_all(&mut profile, &write(folder.path(), line)).unwrap();
         assert!(none[0].worst_cold.is_none() && none[0].cost.from_memory.is_none());
     }
 }

@@ -32,7 +32,7 @@ impl Measure {
     }
 }
 
-/// Main figures of a run; what its program does not tell is absent.
+/// Main figures of a run; what its program does not record is absent.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Figures {
     pub(crate) measure: Measure,

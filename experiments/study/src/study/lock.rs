@@ -1,4 +1,4 @@
-//! Who is at work in an experiment's folder: one runner, or one for each shard.
+//! Locks of an experiment's folder: one runner holds it, or one for each shard.
 //!
 //! The locks are the system's, on files beside the folder: they go with the process that holds them, however that ends. A
 //! file is removed at the end; one that a killed runner has left means nothing. A runner holds the folder's gate while it takes a
@@ -26,7 +26,7 @@ pub(crate) struct Lock {
     _file: File,
 }
 
-/// Who holds a lock, as its file tells.
+/// The process that holds a lock, as the lock's file names it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Holder {
     pub(crate) process: u32,
@@ -129,9 +129,9 @@ pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> 
             folder.display()
         );
     }
-    // What killed runners left of shards of this number tells who goes on with them; the rest tells nothing any more.
-    let tells = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
-    for left in found.iter().filter(|found| !tells(found)) {
+    // Files that killed runners left of shards of this number show `status` which shards there are; others are removed.
+    let stays = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
+    for left in found.iter().filter(|found| !stays(found)) {
         // Whether it could be removed shows in the folder only.
         let _ = std::fs::remove_file(&left.path);
     }
@@ -156,7 +156,7 @@ fn file_name(name: &str, shard: Option<Shard>) -> String {
     shard.map_or_else(|| format!(".{name}.lock"), |shard| format!(".{name}.{}-of-{}.lock", shard.number, shard.of))
 }
 
-/// Who of those at work is in the way of a new one; words that follow the folder's name.
+/// Which of the runners at work keep a new one out; words that follow the folder's name.
 fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
     let list = |shards: &[Shard]| shards.iter().map(ToString::to_string).collect::<Vec<String>>().join(", ");
     let shards: Vec<Shard> = held.iter().copied().flatten().collect();
@@ -185,7 +185,7 @@ fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
     Ok(found)
 }
 
-/// All locks of a folder, to be called within its gate; `None` where the file system tells nothing.
+/// All locks of a folder, to be called within its gate; `None` where the file system has no locks.
 fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
     /// Longer than any holder's own words.
     const LONGEST: u64 = 4096;
@@ -220,8 +220,8 @@ fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
     rest.strip_prefix('.')?.replacen("-of-", "/", 1).parse().ok().map(Some)
 }
 
-/// Who is or was at work in an experiment's folder: locks that are held, and files of locks that killed runners left.
-/// `None` where the file system does not tell.
+/// Runners of an experiment's folder: locks that are held, and files of locks that killed runners left.
+/// `None` where the file system has no locks.
 ///
 /// # Errors
 /// The folder cannot be read.

@@ -36,12 +36,12 @@ pub(crate) struct Run {
     pub(crate) axes: Vec<String>,
 }
 
-pub(crate) fn as_map<S: serde::Serializer>(options: &Options, serializer: S) -> Result<S::Ok, S::Error> {
+fn as_map<S: serde::Serializer>(options: &Options, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(options.iter().map(|(name, value)| (name, value)))
 }
 
 impl Run {
-    /// What tells its cell from the others of the spec.
+    /// Name of its cell among those of the spec.
     pub(crate) fn label(&self, named: bool) -> String {
         let values = self.axes.iter().filter_map(|axis| self.option(axis));
         let mut parts: Vec<String> = named.then(|| self.arm.clone()).into_iter().collect();

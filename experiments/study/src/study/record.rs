@@ -1,7 +1,7 @@
 //! `experiment.json` and `run.json`: what an experiment leaves on disk. `analysis/schema.md` describes them.
 
-use super::plan::{Options, Run, as_map};
-use super::spec::{Program, Spec};
+use super::plan::Run;
+use super::spec::Spec;
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -47,7 +47,7 @@ pub(crate) struct ExperimentRecord<'a> {
 /// What ran where.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
-    /// Name of the processor, if the system tells.
+    /// Name of the processor, if the system names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cpu: Option<String>,
     /// Cores that this process may use.
@@ -91,15 +91,9 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) schema_version: u64,
     pub(crate) experiment: &'a str,
     pub(crate) spec_sha256: &'a str,
-    pub(crate) id: &'a str,
-    pub(crate) cell: usize,
-    pub(crate) arm: &'a str,
-    pub(crate) program: Program,
-    #[serde(serialize_with = "as_map")]
-    pub(crate) options: Options,
+    #[serde(flatten)]
+    pub(crate) run: &'a Run,
     pub(crate) device: String,
-    pub(crate) repeat: u32,
-    pub(crate) position: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) shard: Option<String>,
     pub(crate) jobs: usize,

@@ -1,4 +1,4 @@
-//! `experiments status`: how far experiments are, and who is at work on them.
+//! `experiments status`: how far experiments are, and which runners are at work on them.
 
 use super::lock::{self, Holder};
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
@@ -56,18 +56,16 @@ struct Counts {
 
 impl Counts {
     fn of<'a>(runs: impl Iterator<Item = &'a Run>) -> Self {
-        let mut counts = Self::default();
-        for run in runs {
-            counts.planned += 1;
-            *match run.state {
-                State::Done => &mut counts.done,
-                State::Running => &mut counts.running,
-                State::Failed => &mut counts.failed,
-                State::Skipped => &mut counts.skipped,
-                State::Left => &mut counts.left,
-            } += 1;
+        let states: Vec<State> = runs.map(|run| run.state).collect();
+        let of = |state| states.iter().filter(|other| **other == state).count();
+        Self {
+            planned: states.len(),
+            done: of(State::Done),
+            running: of(State::Running),
+            failed: of(State::Failed),
+            skipped: of(State::Skipped),
+            left: of(State::Left),
         }
-        counts
     }
 
     /// Runs that are neither done nor under way.
@@ -106,7 +104,7 @@ struct Status {
     device: String,
     #[serde(flatten)]
     counts: Counts,
-    /// Whether the file system tells who is at work.
+    /// Whether the file system has locks, which show the runners at work.
     locks: bool,
     runners: Vec<Part>,
     runs: Vec<Run>,
@@ -176,7 +174,7 @@ fn of(folder: &Path) -> Result<Status> {
         };
         let of_run = if state == State::Left { Value::Null } else { read_json(&own.join(RUN)).unwrap_or_default() };
         let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned);
-        // Where no lock tells of shards, the records do.
+        // Where no lock names a shard, the records do.
         let shard = of_run["shard"].as_str().and_then(|shard| shard.parse::<Shard>().ok());
         shards.extend(shard.filter(|_| found.is_empty()));
         runs.push(Run {
