@@ -55,20 +55,20 @@ enum Command {
     AdviseTruth(truth::TruthArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
-    Trainer(Other),
+    Trainer(OtherProgram),
     /// Is the program `vramlab`; `run` starts it in a process of its own for each run
     #[command(hide = true)]
-    Vramlab(Other),
+    Vramlab(OtherProgram),
 }
 
 /// The command line of another program.
 #[derive(Debug, clap::Args)]
-struct Other {
+struct OtherProgram {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }
 
-impl Other {
+impl OtherProgram {
     /// Its words, with the program's name before them.
     fn of(self, program: &str) -> Vec<OsString> {
         std::iter::once(OsString::from(program)).chain(self.arguments).collect()

@@ -1,7 +1,7 @@
 //! What was measured, as a table for people and as JSON for machines.
 
 use super::cases::Job;
-use super::measure::{Place, Sample};
+use super::measure::{Sample, Setup};
 use crate::study::record::{Machine, provenance};
 use serde::{Deserialize, Serialize};
 use terminal::arguments::heading;
@@ -45,12 +45,12 @@ pub(crate) struct Row {
 
 impl Row {
     /// A row without figures yet.
-    pub(crate) fn new(job: &Job, place: &Place) -> Self {
+    pub(crate) fn new(job: &Job, setup: &Setup) -> Self {
         Self {
-            case: job.case.name(place.histories()),
+            case: job.case.name(setup.histories()),
             allocator: job.alloc.to_string(),
             program: "experiments".into(),
-            device: place.kind().name().into(),
+            device: setup.kind().name().into(),
             threads: job.case.threads(),
             unit: job.case.unit().into(),
             median: f64::NAN,
@@ -318,8 +318,8 @@ mod tests {
 
     fn row(values: &[f64], case: Case) -> Row {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
-        let place = Place::new(&driver, 1, Vec::new()).unwrap();
-        let mut row = Row::new(&Job { case, alloc: Selection::default() }, &place);
+        let setup = Setup::new(&driver, 1, Vec::new()).unwrap();
+        let mut row = Row::new(&Job { case, alloc: Selection::default() }, &setup);
         for value in values {
             row.add(Sample { value: *value, operations: 10 });
         }

@@ -2,7 +2,7 @@
 
 use super::child::Group;
 use super::plan::{Planned, Run};
-use super::programs::{self, CommandLine, Places, RECORD, command_line};
+use super::programs::{self, CommandLine, Inputs, RECORD, command_line};
 use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
     write_compact, write_json,
@@ -33,7 +33,7 @@ const MOST_SAID: u64 = 64 << 10;
 pub(super) struct Experiment<'a> {
     pub(super) planned: &'a Planned,
     pub(super) device: &'a DeviceName,
-    pub(super) places: &'a Places,
+    pub(super) inputs: &'a Inputs,
     pub(super) shard: Option<Shard>,
     /// Runs at the same time.
     pub(super) jobs: usize,
@@ -66,7 +66,7 @@ impl Experiment<'_> {
     /// Runs it and leaves its folder; how it went, and why it failed.
     pub(super) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
         let part = self.fresh(run)?;
-        let line = command_line(run, self.device, self.places, start)?;
+        let line = command_line(run, self.device, self.inputs, start)?;
         let (machine, started_at) = (Machine::now(), now());
         let outcome = self.process(&line, &part);
         if self.signals.stop().load(SeqCst) {
@@ -109,7 +109,7 @@ impl Experiment<'_> {
     /// Runs it and forgets it.
     pub(super) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
         let part = self.fresh(run)?;
-        let ended = command_line(run, self.device, self.places, start).and_then(|line| self.process(&line, &part));
+        let ended = command_line(run, self.device, self.inputs, start).and_then(|line| self.process(&line, &part));
         remove(&part)?;
         if self.signals.stop().load(SeqCst) {
             return Err(Interrupted.into());
@@ -205,7 +205,7 @@ impl Experiment<'_> {
         command.args(&line.arguments).current_dir(line.folder.as_deref().unwrap_or(part));
         command.stdin(Stdio::null()).stderr(file(&err)?);
         command.stdout(if line.prints { Stdio::from(file(&out)?) } else { Stdio::null() });
-        if let Some(folder) = &self.places.data_dir {
+        if let Some(folder) = &self.inputs.data_dir {
             command.env("MNIST_DIR", folder);
         }
         let started = Instant::now();
@@ -262,9 +262,9 @@ impl Experiment<'_> {
 
     /// Folders of this machine that a record should not name, the longest first.
     fn folders(&self, part: &Path) -> Vec<PathBuf> {
-        let mut folders = vec![part.to_owned(), self.planned.folder.clone(), self.places.histories.clone()];
-        folders.extend(self.places.data_dir.clone());
-        folders.extend(self.places.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
+        let mut folders = vec![part.to_owned(), self.planned.folder.clone(), self.inputs.histories.clone()];
+        folders.extend(self.inputs.data_dir.clone());
+        folders.extend(self.inputs.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
         if let DeviceName::Sim(Some(profile)) = self.device {
             folders.extend(profile.parent().map(Path::to_owned));
         }

@@ -68,9 +68,9 @@ pub(crate) fn shown(device: &DeviceName) -> DeviceName {
     }
 }
 
-/// Where the things lie that runs read.
+/// Where the files are that runs read.
 #[derive(Clone, Debug)]
-pub(crate) struct Places {
+pub(crate) struct Inputs {
     pub(crate) histories: PathBuf,
     pub(crate) data_dir: Option<PathBuf>,
     pub(crate) python: OsString,
@@ -78,7 +78,7 @@ pub(crate) struct Places {
     pub(crate) baseline: Option<PathBuf>,
 }
 
-impl Places {
+impl Inputs {
     /// The named ones, else those of the environment, else those of the sources.
     pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
         let absolute = |path: &Path| {
@@ -221,7 +221,7 @@ fn arguments(run: &Run) -> Vec<String> {
 pub(crate) fn command_line(
     run: &Run,
     device: &DeviceName,
-    places: &Places,
+    inputs: &Inputs,
     start: Option<&str>,
 ) -> Result<CommandLine> {
     let same = |word: &str| (word.to_owned(), word.to_owned());
@@ -231,7 +231,7 @@ pub(crate) fn command_line(
         Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
         Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
         Program::Pytorch => {
-            let file = places.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
+            let file = inputs.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
             let file = file.to_string_lossy().into_owned();
             (Some("python3"), vec![(file, "experiments/baselines/mlp.py".to_owned())])
         }
@@ -250,12 +250,12 @@ pub(crate) fn command_line(
     let (arguments, of_readers): (Vec<String>, Vec<String>) = words.into_iter().unzip();
     Ok(CommandLine {
         program: match run.program {
-            Program::Pytorch => places.python.clone(),
+            Program::Pytorch => inputs.python.clone(),
             _ => repository::this_program()?.into(),
         },
         arguments: arguments.into_iter().map(OsString::from).collect(),
         shown: first.map(str::to_owned).into_iter().chain(of_readers).collect(),
-        folder: takes_history(run.program).then(|| places.histories.clone()),
+        folder: takes_history(run.program).then(|| inputs.histories.clone()),
         prints,
     })
 }
@@ -408,14 +408,14 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
 }
 
 /// Why the PyTorch arms cannot run here, if they cannot.
-pub(crate) fn pytorch_missing(places: &Places, kind: DeviceKind) -> Option<String> {
-    if places.baseline.is_none() {
+pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
+    if inputs.baseline.is_none() {
         return Some(format!("experiments/baselines/{PYTORCH} is not here"));
     }
-    let python = places.python.to_string_lossy().into_owned();
+    let python = inputs.python.to_string_lossy().into_owned();
     let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
                  sys.exit(0 if torch.cuda.is_available() else 4)";
-    let status = Command::new(&places.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+    let status = Command::new(&inputs.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
     match status.map(|status| status.code()) {
         Err(_) => Some(format!("{python} is not on the PATH; install Python 3, or name it with PYTHON")),
         Ok(Some(3)) => Some(format!("{python} has no PyTorch; install the package torch, or name another PYTHON")),

@@ -3,7 +3,7 @@
 use super::execute::{Experiment, Interrupted};
 use super::lock::{Lock, lock};
 use super::plan::{Planned, plan_on, share};
-use super::programs::{self, Places};
+use super::programs::{self, Inputs};
 use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
@@ -71,14 +71,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let sources =
         args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
     let device = choose(args.device.as_ref(), &sources);
-    let places = Places::new(args.histories.as_deref(), args.data_dir.as_deref())?;
+    let inputs = Inputs::new(args.histories.as_deref(), args.data_dir.as_deref())?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind())));
     let out = std::path::absolute(&out).with_context(|| format!("{} is no folder that can be made", out.display()))?;
     // All of them before the first runs: a mistake in the last should not show after an hour.
-    let planned = sources.into_iter().map(|source| prepare(source, &device, &places, &out, args.again));
+    let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
     if args.dry_run {
-        return dry_run(&planned, &device, &places, args);
+        return dry_run(&planned, &device, &inputs, args);
     }
     if device.kind() == DeviceKind::Cuda {
         if args.jobs > 1 {
@@ -106,7 +106,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         let experiment = Experiment {
             planned,
             device: &device,
-            places: &places,
+            inputs: &inputs,
             shard: args.shard,
             jobs: usize::from(args.jobs),
             signals: &signals,
@@ -165,8 +165,8 @@ fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
 }
 
 /// Checks a spec and the folder that it would write to.
-fn prepare(source: Source, device: &DeviceName, places: &Places, out: &Path, again: bool) -> Result<Planned> {
-    programs::check(&source, device.kind(), Some(&places.histories))?;
+fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, again: bool) -> Result<Planned> {
+    programs::check(&source, device.kind(), Some(&inputs.histories))?;
     let runs = plan_on(&source, device.kind())?;
     let sha256 = spec_sha256(&source.spec)?;
     let planned = Planned { folder: out.join(&source.spec.name), source, runs, sha256 };
@@ -214,13 +214,13 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> 
     Ok(())
 }
 
-fn dry_run(planned: &[Planned], device: &DeviceName, places: &Places, args: &RunArgs) -> Result<()> {
+fn dry_run(planned: &[Planned], device: &DeviceName, inputs: &Inputs, args: &RunArgs) -> Result<()> {
     let columns = [Column::left("experiment"), Column::left("run"), Column::left("state"), Column::text("command")];
     let mut table = Table::new(columns);
     for planned in planned {
         for run in share(&planned.runs, args.shard) {
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
-            let command = programs::command_line(run, device, places, start.as_deref());
+            let command = programs::command_line(run, device, inputs, start.as_deref());
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
             let done = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
             let state = if done { "done" } else { "to do" };

@@ -47,7 +47,7 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell
     let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
     let mut failures = Failures::new();
     if left.iter().any(|run| run.program == Program::Pytorch)
-        && let Some(reason) = programs::pytorch_missing(experiment.places, device.kind())
+        && let Some(reason) = programs::pytorch_missing(experiment.inputs, device.kind())
     {
         let (skipped, others): (Vec<&Run>, Vec<&Run>) =
             left.into_iter().partition(|run| run.program == Program::Pytorch);
