@@ -4,17 +4,17 @@
 //! the repeats is quoted with the smallest and the largest. No kernel runs; on a GPU the streams and the memory are
 //! real.
 
-mod apart;
 mod baselines;
 mod cases;
 mod histories;
 mod measure;
+mod per_stream;
 mod report;
 
 use anyhow::{Context, Result, bail};
 use cases::{Case, Job};
 use clap::Args;
-use measure::Place;
+use measure::Setup;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -78,12 +78,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     };
     let most = groups.iter().flatten().map(|job| job.case.threads()).max().unwrap_or(1);
     let mut report = Report::new(driver.as_ref(), args.repeats);
-    let place = Place::new(&driver, most, histories).map_err(failed)?;
-    measure_all(&place, &groups, args.repeats, &mut report).map_err(failed)?;
+    let setup = Setup::new(&driver, most, histories).map_err(failed)?;
+    measure_all(&setup, &groups, args.repeats, &mut report).map_err(failed)?;
     if let Some(folder) = baselines {
         let mut wanted: Vec<Case> = groups.iter().flatten().map(|job| job.case).collect();
         wanted.dedup();
-        baselines::run(&folder, &wanted, place.histories(), args.repeats, &mut report).map_err(failed)?;
+        baselines::run(&folder, &wanted, setup.histories(), args.repeats, &mut report).map_err(failed)?;
     }
     report.warn();
     if args.json { terminal::print_json(&report) } else { report.page().print() }
@@ -94,11 +94,11 @@ fn failed(error: anyhow::Error) -> anyhow::Error {
     RuntimeFailure::new(format!("{error:#}")).into()
 }
 
-fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
+fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Report) -> Result<()> {
     let jobs = groups.iter().map(|group| group.len() as u64).sum::<u64>();
     let bar = Bar::new(jobs * u64::from(repeats), "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut rows: Vec<Vec<Row>> =
-        groups.iter().map(|group| group.iter().map(|job| Row::new(job, place)).collect()).collect();
+        groups.iter().map(|group| group.iter().map(|job| Row::new(job, setup)).collect()).collect();
     let all: Vec<(usize, usize)> =
         groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
     for repeat in 0..repeats {
@@ -107,9 +107,9 @@ fn measure_all(place: &Place, groups: &[Vec<Job>], repeats: u32, report: &mut Re
             // one case alone.
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];
-            let name = job.case.name(place.histories());
+            let name = job.case.name(setup.histories());
             bar.message(format!("{name} {}", job.alloc));
-            let sample = measure::measure(place, job).with_context(|| format!("{name} under '{}'", job.alloc))?;
+            let sample = measure::measure(setup, job).with_context(|| format!("{name} under '{}'", job.alloc))?;
             rows[group][at].add(sample);
             bar.advance(1);
         }

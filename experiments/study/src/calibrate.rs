@@ -11,15 +11,38 @@ mod kernels;
 mod measure;
 mod measurements;
 
+use crate::profile;
 use ::kernels::{CudaKernels, Fill, Operation};
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use measurements::Measurements;
+use std::path::PathBuf;
 use std::sync::Arc;
 use terminal::Bar;
 use vramlab::device::Clock;
+use vramlab::output::{self, Existing};
 use vramlab::{CudaDriver, DeviceAddr, DeviceName, Driver, DriverResult, Profile, SimDriver, SimMemory, StreamId};
 
 const MIB: u64 = 1 << 20;
+
+#[derive(Debug, Args)]
+pub(crate) struct CalibrateArgs {
+    /// cuda, cuda:N, or sim or sim:PROFILE.json to see that calibration gives back the profile it runs on
+    #[arg(long, value_name = "DEVICE", default_value = "cuda")]
+    device: DeviceName,
+    /// Profile whose kernel costs are kept [default: the built-in H200]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Machine and date, for the profile
+    #[arg(long, value_name = "TEXT")]
+    source: String,
+    /// Where the new profile goes
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+    /// Where every call's percentiles and the kernels' rates go, as JSON
+    #[arg(short, long, value_name = "FILE")]
+    measurements: Option<PathBuf>,
+}
 
 /// What launches the work that calls are measured beside.
 enum Engine {
@@ -155,15 +178,26 @@ impl Bench {
 
 /// What calibration gives.
 #[derive(Debug)]
-pub(crate) struct Calibration {
+struct Calibration {
     /// The base profile with this device's costs, those of kernels and of the program excepted.
-    pub(crate) profile: Profile,
+    profile: Profile,
     /// Percentiles of every call, and what kernels reach.
-    pub(crate) measurements: Measurements,
+    measurements: Measurements,
+}
+
+/// Measures a device, writes its profile and prints what was measured.
+pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
+    // Before the minutes that measuring takes.
+    output::check(&args.out, Existing::Replace)?;
+    args.measurements.iter().try_for_each(|path| output::check(path, Existing::Replace))?;
+    let found = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
+    profile::write(&found.profile, &args.out)?;
+    args.measurements.iter().try_for_each(|path| found.measurements.write(path))?;
+    found.measurements.page(&args.out).print()
 }
 
 /// Measures a device; `sim` is the one of the base profile.
-pub(crate) fn calibrate(device: &DeviceName, base: Profile, source: &str) -> Result<Calibration> {
+fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Calibration> {
     let (engine, name) = match device {
         DeviceName::Cuda(number) => {
             let driver = Arc::new(CudaDriver::new(*number)?);
@@ -213,7 +247,7 @@ mod tests {
     fn the_simulated_device_gives_back_its_profile() {
         // The program's own time is in no call, so calibration does not see it and keeps it.
         let base = Profile { program_ns_per_call: 500, ..Profile::h200() };
-        let calibration = calibrate(&DeviceName::Sim(None), base.clone(), "test").unwrap();
+        let calibration = measure_device(&DeviceName::Sim(None), base.clone(), "test").unwrap();
         let found = calibration.profile;
         assert_eq!((found.program_ns_per_call, found.l2_bytes), (500, base.l2_bytes));
         let near = |what: &str, found: u64, truth: u64| {

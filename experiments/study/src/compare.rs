@@ -1,7 +1,9 @@
 //! `experiments compare`: one table for all allocators, from one run of the trainer for each, in processes of their
 //! own (a CUDA context and the allocators' caches belong to a process).
 
-use crate::study::figures::{batches, blocked_share, median, steady_epochs, step_time};
+use crate::repository;
+use crate::study::ended;
+use crate::study::figures::{median, of_summary, steady_epochs, step_time};
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, FromArgMatches};
@@ -10,7 +12,7 @@ use std::ffi::OsString;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
 use terminal::duration;
-use terminal::{Bar, Cell, Comparison, Page, RuntimeFailure, command, quoted};
+use terminal::{Bar, Cell, Comparison, Page, command, quoted};
 use vramlab::Bytes;
 
 /// What is compared unless `--arm` says otherwise.
@@ -107,13 +109,13 @@ struct Row {
     dataset: String,
     /// Median over epochs but the first, and over repeats.
     epoch_s: f64,
-    /// The same for a training step, validation left out.
+    /// Median time of a training step, validation left out.
     step_s: f64,
     steps: u64,
     driver_allocations: u64,
     driver_frees: u64,
     blocked_ns: u64,
-    /// The same over the epoch's time.
+    /// Share of the epoch's time for which the host was blocked.
     blocked_share: f64,
     blocked_in: String,
     /// Of the most frequent path; absent where the simulated device has no cost for it.
@@ -158,8 +160,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
 
 /// One run of the trainer; its record.
 fn run(arm: &str, common: &[OsString]) -> Result<Value> {
-    let program = std::env::current_exe().context("cannot find this program's own file")?;
-    let output = Command::new(program)
+    let output = Command::new(repository::this_program()?)
         .args(["trainer", "--json"])
         .args(arm.split_whitespace())
         .args(common)
@@ -169,10 +170,7 @@ fn run(arm: &str, common: &[OsString]) -> Result<Value> {
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
         let last = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).unwrap_or("it printed no error");
-        // A trainer that a signal ended has no exit code.
-        let code = output.status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-        let text = format!("the trainer failed under '{arm}': {last}");
-        return Err(RuntimeFailure::with_code(code, text).into());
+        return Err(ended(output.status, format!("the trainer failed under '{arm}': {last}")));
     }
     serde_json::from_slice(&output.stdout).context("the trainer printed something other than a run record")
 }
@@ -206,8 +204,7 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         rows.max_by_key(|row| count(row, "/count")).cloned().unwrap_or_default()
     };
     let (allocate, deallocate) = (steady("allocate"), steady("deallocate"));
-    let [active, reserved] =
-        ["active", "reserved"].map(|name| count(record, &format!("/allocator_stats/{name}_bytes.all.peak")));
+    let figures = of_summary(record).context("the run has no step whose time is known")?;
     Ok(Row {
         arm: arm.replace("--alloc ", ""),
         device: text(record, "/device/name"),
@@ -218,20 +215,18 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         driver_allocations: of(&["mem_alloc", "mem_alloc_async", "mem_create"]),
         driver_frees: of(&["mem_free", "mem_free_async", "mem_release"]),
         blocked_ns: calls.values().map(blocked).sum(),
-        blocked_share: blocked_share(&last).unwrap_or(f64::NAN),
+        blocked_share: figures.blocked_share.unwrap_or(f64::NAN),
         blocked_in: most.map_or_else(String::new, |(name, _)| name.clone()),
         allocate_p50_ns: allocate["p50_ns"].as_u64(),
         allocate_p99_ns: allocate["p99_ns"].as_u64(),
         deallocate_p50_ns: deallocate["p50_ns"].as_u64(),
         deallocate_p99_ns: deallocate["p99_ns"].as_u64(),
-        peak_reserved_bytes: reserved,
+        peak_reserved_bytes: count(record, "/allocator_stats/reserved_bytes.all.peak"),
         peak_requested_bytes: count(record, "/allocator_stats/requested_bytes.all.peak"),
-        // CAST: bytes of a device, below 2^53.
-        utilisation: (reserved > 0).then(|| active as f64 / reserved as f64),
+        utilisation: figures.utilisation,
         val_accuracy: number(&last, "/val_accuracy")?,
         final_train_loss: number(&last, "/train_loss")?,
-        driver_calls_per_batch: calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>()
-            / batches(record, &last),
+        driver_calls_per_batch: figures.driver_calls.unwrap_or(f64::NAN),
         driver_calls: last["driver_calls"].clone(),
     })
 }

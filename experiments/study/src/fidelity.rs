@@ -3,7 +3,9 @@
 
 pub(crate) mod recorded;
 
+use crate::study::ended;
 use crate::study::figures::median;
+use crate::table::{percent, table};
 use crate::{packed, repository};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -13,10 +15,9 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::str::FromStr;
 use terminal::RuntimeFailure;
 use terminal::duration;
-use terminal::{Cell, Column, Page, Table, command, say};
+use terminal::{Cell, Column, Page, command, say};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
@@ -43,8 +44,8 @@ pub(crate) struct FidelityArgs {
     #[arg(long, value_name = "DIR")]
     against: Option<PathBuf>,
     /// Most by which a cell's step time may differ
-    #[arg(long, value_name = "PERCENT", default_value = "15%")]
-    tolerance: Percent,
+    #[arg(long, value_name = "PERCENT", default_value = "15%", value_parser = share)]
+    tolerance: f64,
     /// Spec that is run
     #[arg(long, value_name = "SPEC", default_value = "fidelity")]
     spec: String,
@@ -53,18 +54,11 @@ pub(crate) struct FidelityArgs {
     json: bool,
 }
 
-/// A share, written with a percent sign or without.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Percent(f64);
-
-impl FromStr for Percent {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.trim_end_matches('%').trim().parse::<f64>() {
-            Ok(value) if value.is_finite() && value >= 0.0 => Ok(Self(value / 100.0)),
-            _ => Err("write a percentage that is not negative, as 15%".into()),
-        }
+/// Reads a share, written with a percent sign or without.
+fn share(text: &str) -> Result<f64, String> {
+    match text.trim_end_matches('%').trim().parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value / 100.0),
+        _ => Err("write a percentage that is not negative, as 15%".into()),
     }
 }
 
@@ -132,7 +126,7 @@ pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
         None => (folder(args, args.measured.as_deref(), &args.device)?, args.against.clone()),
     };
     let against = folder(args, against.as_deref(), &simulated)?;
-    let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance.0)?;
+    let report = compare(&Recorded::read(&measured)?, &Recorded::read(&against)?, args.tolerance)?;
     if args.json {
         terminal::print_json(&report)?;
     } else {
@@ -194,14 +188,11 @@ fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> 
     }
     let out = args.out.join(device.kind().name());
     // A process of its own, so that Ctrl-C and progress are the runner's.
-    let program = std::env::current_exe().context("cannot find this program's own file")?;
-    let mut command = Command::new(program);
+    let mut command = Command::new(repository::this_program()?);
     command.args(["run", &args.spec, "--device", &device.to_string(), "-o"]).arg(&out).stdout(Stdio::null());
     let status = command.status().context("cannot start the runner")?;
     if !status.success() {
-        // A process that a signal ended has no exit code.
-        let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
-        return Err(RuntimeFailure::with_code(code, format!("the runs on {device} failed, as said above")).into());
+        return Err(ended(status, format!("the runs on {device} failed, as said above")));
     }
     let stem = Path::new(&args.spec).file_stem().unwrap_or_default();
     Ok(out.join(stem))
@@ -287,35 +278,28 @@ fn most(calls: &[CallRow], of: fn(&CallRow) -> &Call) -> String {
 }
 
 fn page(report: &Report) -> Page {
-    let mut table = Table::new([
-        Column::left(report.axes.join(" ")),
-        Column::right("measured step"),
-        Column::right("simulated step"),
-        Column::right("difference"),
-        Column::right("blocked measured").priority(4),
-        Column::right("blocked simulated").priority(3),
-        Column::right("most in, measured").priority(6),
-        Column::right("most in, simulated").priority(5),
-        Column::right("in the same calls").priority(1),
-        Column::right("steps with other allocations").priority(2),
-    ]);
     // CAST: display values.
     let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
-    for row in &report.cells {
-        let texts = [
-            row.cell.clone(),
-            time(row.measured_step_s),
-            time(row.simulated_step_s),
-            format!("{:+.1} %", 100.0 * row.difference),
-            format!("{:.0} %", 100.0 * row.measured_blocked_share),
-            format!("{:.0} %", 100.0 * row.simulated_blocked_share),
-            most(&row.calls, |row| &row.measured),
-            most(&row.calls, |row| &row.simulated),
-            row.same_calls.map_or_else(|| "-".to_owned(), |share| format!("{:.0} %", 100.0 * share)),
-            format!("{} of {}", row.steps_with_other_allocations, row.steps),
-        ];
-        table.row(texts.map(|text| Cell::bold_if(!row.within, text)));
-    }
+    let cell = |row: &Row, text: String| Cell::bold_if(!row.within, text);
+    let table = table(
+        &report.cells,
+        &[
+            (Column::left(report.axes.join(" ")), &|row| cell(row, row.cell.clone())),
+            (Column::right("measured step"), &|row| cell(row, time(row.measured_step_s))),
+            (Column::right("simulated step"), &|row| cell(row, time(row.simulated_step_s))),
+            (Column::right("difference"), &|row| cell(row, format!("{:+.1} %", 100.0 * row.difference))),
+            (Column::right("blocked measured").priority(4), &|row| cell(row, percent(row.measured_blocked_share, 0))),
+            (Column::right("blocked simulated").priority(3), &|row| cell(row, percent(row.simulated_blocked_share, 0))),
+            (Column::right("most in, measured").priority(6), &|row| cell(row, most(&row.calls, |row| &row.measured))),
+            (Column::right("most in, simulated").priority(5), &|row| cell(row, most(&row.calls, |row| &row.simulated))),
+            (Column::right("in the same calls").priority(1), &|row| {
+                cell(row, row.same_calls.map_or_else(|| "-".to_owned(), |share| percent(share, 0)))
+            }),
+            (Column::right("steps with other allocations").priority(2), &|row| {
+                cell(row, format!("{} of {}", row.steps_with_other_allocations, row.steps))
+            }),
+        ],
+    );
     let mut page = Page::stdout();
     page.table(&table);
     page.note("step: a training step, median over epochs without the first and over repeats");
@@ -375,7 +359,7 @@ mod tests {
 
     #[test]
     fn percentages() {
-        assert_eq!(["15%", "15", "0 %"].map(|text| text.parse::<Percent>().unwrap().0), [0.15, 0.15, 0.0]);
-        assert!(["", "-1%", "many", "inf"].iter().all(|text| text.parse::<Percent>().is_err()));
+        assert_eq!(["15%", "15", "0 %"].map(|text| share(text).unwrap()), [0.15, 0.15, 0.0]);
+        assert!(["", "-1%", "many", "inf"].iter().all(|text| share(text).is_err()));
     }
 }

@@ -3,17 +3,36 @@
 //! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. Here each
 //! kernel's four parameters are chosen so that the profile's model (see
 //! [`KernelCost`]) misses those times least, by the sum of squared logarithms:
-//! being wrong by a factor counts the same for short and long kernels. What a kernel costs with its data in memory is
+//! being wrong by a factor weighs the same for short and long kernels. What a kernel costs with its data in memory is
 //! fitted to the cold timings in the same way. Timings without cold ones have single launches behind a fill of 1 GiB,
 //! which pushes everything out of the cache: those stand in, less what two events around a launch add.
 
+use crate::profile;
+use crate::table::{percent, table};
 use anyhow::{Context, Result, bail};
+use clap::Args;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::Profile;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::input::{TABLE, read_text};
+
+#[derive(Debug, Args)]
+pub(crate) struct FitArgs {
+    /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
+    timings: PathBuf,
+    /// Profile whose other costs are kept [default: the built-in H200]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
+    #[arg(long, value_name = "BYTES")]
+    l2_bytes: Option<u64>,
+    /// Where the new profile goes
+    #[arg(short, long, value_name = "FILE")]
+    out: PathBuf,
+}
 
 /// A line of `time_kernels`; what else it holds does not matter here.
 #[derive(Clone, Debug, Deserialize)]
@@ -40,14 +59,14 @@ impl Timing {
 
 /// How well a kernel's model meets its timings.
 #[derive(Clone, Debug)]
-pub(crate) struct Fit {
-    pub(crate) kernel: String,
-    pub(crate) timings: usize,
-    pub(crate) cost: KernelCost,
+struct Fit {
+    kernel: String,
+    timings: usize,
+    cost: KernelCost,
     /// Largest of |model / measured - 1|.
-    pub(crate) worst: f64,
-    /// The same for the cold timings; absent without them.
-    pub(crate) worst_cold: Option<f64>,
+    worst: f64,
+    /// Largest miss of the cold timings; absent without them.
+    worst_cold: Option<f64>,
 }
 
 /// Resident blocks that are tried for a wave: from one block for every second multiprocessor of a small GPU to
@@ -69,24 +88,28 @@ fn error(cost: &KernelCost, timings: &[(&Timing, f64)], missed: f64) -> f64 {
     timings.iter().map(|(timing, ns)| (model(cost, timing, missed) / ns).ln().powi(2)).sum()
 }
 
-/// Coordinate descent in logarithms: `change` multiplies one parameter. Deterministic.
-fn descend<T: Clone>(
-    mut best: T,
-    parameters: usize,
-    change: impl Fn(&mut T, usize, f64),
-    error: impl Fn(&T) -> f64,
-) -> (f64, T) {
-    let mut least = error(&best);
+/// Coordinate descent in logarithms, with no cost below that of `least` and no bandwidth above `fastest`. Deterministic.
+fn descend(
+    mut best: MemoryCost,
+    least: MemoryCost,
+    fastest: f64,
+    error: impl Fn(MemoryCost) -> f64,
+) -> (f64, MemoryCost) {
+    let mut off = error(best);
     let mut step: f64 = 1.0;
     while step > 1e-4 {
         let mut improved = false;
-        for parameter in 0..parameters {
+        for parameter in 0..3 {
             for factor in [step.exp(), (-step).exp()] {
-                let mut next = best.clone();
-                change(&mut next, parameter, factor);
-                let missed = error(&next);
-                if missed < least {
-                    (best, least, improved) = (next, missed, true);
+                let mut next = best;
+                match parameter {
+                    0 => next.fixed_ns = (next.fixed_ns * factor).max(least.fixed_ns),
+                    1 => next.iteration_ns = (next.iteration_ns * factor).max(least.iteration_ns),
+                    _ => next.bytes_per_ns = (next.bytes_per_ns * factor).clamp(least.bytes_per_ns, fastest),
+                }
+                let missed = error(next);
+                if missed < off {
+                    (best, off, improved) = (next, missed, true);
                 }
             }
         }
@@ -94,48 +117,44 @@ fn descend<T: Clone>(
             step /= 2.0;
         }
     }
-    (least, best)
+    (off, best)
 }
 
-fn rounded(value: f64) -> f64 {
-    (value * 10.0).round() / 10.0
+fn rounded(cost: MemoryCost) -> MemoryCost {
+    let tenth = |value: f64| (value * 10.0).round() / 10.0;
+    MemoryCost {
+        fixed_ns: tenth(cost.fixed_ns),
+        iteration_ns: tenth(cost.iteration_ns),
+        bytes_per_ns: tenth(cost.bytes_per_ns).max(0.1),
+    }
 }
 
 /// Fits the costs of data in the cache, from a start for each wave size and bandwidth.
 fn fit(timings: &[Timing]) -> KernelCost {
     let timings: Vec<(&Timing, f64)> = timings.iter().map(|timing| (timing, timing.median_ns)).collect();
     let shortest = timings.iter().map(|(_, ns)| *ns).fold(f64::INFINITY, f64::min);
-    let start = |(blocks_per_wave, bytes_per_ns)| KernelCost {
-        fixed_ns: 0.8 * shortest,
-        iteration_ns: 0.2 * shortest,
+    let cost = |MemoryCost { fixed_ns, iteration_ns, bytes_per_ns }, blocks_per_wave| KernelCost {
+        fixed_ns,
+        iteration_ns,
         blocks_per_wave,
         bytes_per_ns,
         from_memory: None,
     };
-    let change = |cost: &mut KernelCost, parameter: usize, factor: f64| match parameter {
-        0 => cost.fixed_ns *= factor,
-        1 => cost.iteration_ns *= factor,
-        _ => cost.bytes_per_ns = (cost.bytes_per_ns * factor).clamp(1.0, FASTEST),
-    };
-    let starts = WAVES.into_iter().flat_map(|waves| BANDWIDTHS.map(|bandwidth| (waves, bandwidth)));
-    let fits = starts.map(|from| descend(start(from), 3, change, |cost| error(cost, &timings, 0.0)));
-    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
-    KernelCost {
-        fixed_ns: rounded(best.fixed_ns),
-        iteration_ns: rounded(best.iteration_ns),
-        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
-        ..best
-    }
+    let least = MemoryCost { fixed_ns: 0.0, iteration_ns: 0.0, bytes_per_ns: 1.0 };
+    let fits =
+        WAVES.into_iter().flat_map(|waves| BANDWIDTHS.map(|bandwidth| (waves, bandwidth))).map(|(waves, bandwidth)| {
+            let start = MemoryCost { fixed_ns: 0.8 * shortest, iteration_ns: 0.2 * shortest, bytes_per_ns: bandwidth };
+            let (off, best) = descend(start, least, FASTEST, |from| error(&cost(from, waves), &timings, 0.0));
+            (off, best, waves)
+        });
+    let (_, best, waves) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
+    cost(rounded(best), waves)
 }
 
 /// The costs of data in memory, each no better than from the cache.
 fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
     let with = |cold: MemoryCost| KernelCost { from_memory: Some(cold), ..hot.clone() };
-    let change = |cold: &mut MemoryCost, parameter: usize, factor: f64| match parameter {
-        0 => cold.fixed_ns = (cold.fixed_ns * factor).max(hot.fixed_ns),
-        1 => cold.iteration_ns = (cold.iteration_ns * factor).max(hot.iteration_ns),
-        _ => cold.bytes_per_ns = (cold.bytes_per_ns * factor).clamp(0.1, hot.bytes_per_ns),
-    };
+    let least = MemoryCost { fixed_ns: hot.fixed_ns, iteration_ns: hot.iteration_ns, bytes_per_ns: 0.1 };
     let start = |slower: f64| MemoryCost {
         // A kernel without a cost of its own can have one from memory; zero would stay zero.
         fixed_ns: hot.fixed_ns.max(1.0),
@@ -143,17 +162,13 @@ fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
         bytes_per_ns: (hot.bytes_per_ns / slower).max(0.1),
     };
     let starts = [1.0, 1.5, 2.0, 4.0, 8.0].map(start);
-    let fits = starts.into_iter().map(|from| descend(from, 3, change, |cold| error(&with(*cold), timings, 1.0)));
-    let (_, best) = fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start");
-    MemoryCost {
-        fixed_ns: rounded(best.fixed_ns),
-        iteration_ns: rounded(best.iteration_ns),
-        bytes_per_ns: rounded(best.bytes_per_ns).max(0.1),
-    }
+    let fits =
+        starts.into_iter().map(|from| descend(from, least, hot.bytes_per_ns, |cold| error(&with(cold), timings, 1.0)));
+    rounded(fits.min_by(|a, b| a.0.total_cmp(&b.0)).expect("there is at least one start").1)
 }
 
 /// Fits every kernel in `timings` and puts its cost into `profile`.
-pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
+fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
     let text = read_text(timings, TABLE).with_context(|| format!("cannot read {}", timings.display()))?;
     let mut by_kernel: BTreeMap<String, Vec<Timing>> = BTreeMap::new();
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
@@ -192,6 +207,48 @@ pub(crate) fn fit_kernels(profile: &mut Profile, timings: &Path) -> Result<Vec<F
         });
     }
     Ok(fits)
+}
+
+/// Fits, writes the profile and says how well each kernel's model meets its timings.
+pub(crate) fn fit_kernels(args: &FitArgs) -> Result<()> {
+    let mut profile = profile::read(args.profile.as_deref())?;
+    profile.l2_bytes = args.l2_bytes.or(profile.l2_bytes);
+    let fits = fit_all(&mut profile, &args.timings)?;
+    let of = |value: f64| Cell::from(value.to_string());
+    let cold = |fit: &Fit, of: fn(&MemoryCost) -> f64| {
+        Cell::or_dash(fit.cost.from_memory.as_ref().map(|cold| of(cold).to_string()))
+    };
+    let table = table(
+        &fits,
+        &[
+            (Column::left("kernel"), &|fit| Cell::from(&fit.kernel)),
+            (Column::right("timings").priority(3), &|fit| Cell::from(fit.timings.to_string())),
+            (Column::right("fixed ns"), &|fit| of(fit.cost.fixed_ns)),
+            (Column::right("iteration ns"), &|fit| of(fit.cost.iteration_ns)),
+            (Column::right("blocks per wave").priority(2), &|fit| Cell::from(fit.cost.blocks_per_wave.to_string())),
+            (Column::right("bytes per ns"), &|fit| of(fit.cost.bytes_per_ns)),
+            (Column::right("worst miss"), &|fit| Cell::from(percent(fit.worst, 0))),
+            (Column::right("from memory: fixed ns").priority(6), &|fit| cold(fit, |cold| cold.fixed_ns)),
+            (Column::right("iteration ns").priority(5), &|fit| cold(fit, |cold| cold.iteration_ns)),
+            (Column::right("bytes per ns").priority(4), &|fit| cold(fit, |cold| cold.bytes_per_ns)),
+            (Column::right("worst miss").priority(1), &|fit| {
+                Cell::or_dash(fit.worst_cold.map(|worst| percent(worst, 0)))
+            }),
+        ],
+    );
+    let off = fits.iter().map(|fit| fit.worst.max(fit.worst_cold.unwrap_or(0.0))).fold(0.0, f64::max);
+    profile::write(&profile, &args.out)?;
+    let mut page = Page::stdout();
+    page.table(&table);
+    let found = format!(
+        "The costs of {} kernels went to {}; the worst misses a timing by {}.",
+        fits.len(),
+        args.out.display(),
+        percent(off, 0)
+    );
+    let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
+    page.end(found, &command("experiments", &next));
+    page.print()
 }
 
 #[cfg(test)]
@@ -276,7 +333,7 @@ mod tests {
         };
         let mut profile = Profile::h200();
         let cold = write(folder.path(), with("cold_median_ns", 0.0));
-        let fits = fit_kernels(&mut profile, &cold).unwrap();
+        let fits = fit_all(&mut profile, &cold).unwrap();
         assert!(fits[0].worst_cold.unwrap() < 0.02, "{fits:?}");
         assert_eq!(profile.kernels["k"], fits[0].cost);
         // Single launches are longer by what events add, which shows at one that reads nothing to speak of.
@@ -284,9 +341,9 @@ mod tests {
         let mut text = std::fs::read_to_string(&single).unwrap();
         text += "\n{\"kernel\":\"empty\",\"blocks\":1,\"iterations\":1,\"bytes\":4,\"median_ns\":900,\"single_median_ns\":2200}";
         std::fs::write(&single, text).unwrap();
-        let fits = fit_kernels(&mut profile, &single).unwrap();
+        let fits = fit_all(&mut profile, &single).unwrap();
         assert!(fits.iter().all(|fit| fit.worst_cold.unwrap() < 0.02), "{fits:?}");
-        let none = fit_kernels(&mut profile, &write(folder.path(), line)).unwrap();
+        let none = fit_all(&mut profile, &write(folder.path(), line)).unwrap();
         assert!(none[0].worst_cold.is_none() && none[0].cost.from_memory.is_none());
     }
 }

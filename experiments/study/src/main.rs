@@ -12,17 +12,13 @@ mod profile;
 mod program;
 mod repository;
 mod study;
+mod table;
 mod truth;
 
-use anyhow::Result;
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use terminal::{Column, Page, Table, exit};
-use vramlab::DeviceName;
-use vramlab::device::sim::MemoryCost;
-use vramlab::output::{self, Existing};
+use terminal::exit;
 
 #[derive(Debug, Parser)]
 #[command(name = "experiments", version, about)]
@@ -50,57 +46,29 @@ enum Command {
     /// Measures what an allocator call costs, beside other projects' allocators if wanted
     Bench(bench::BenchArgs),
     /// Measures what driver calls cost on a device and writes a profile for the simulated one
-    Calibrate {
-        /// cuda, cuda:N, or sim or sim:PROFILE.json to see that calibration gives back the profile it runs on
-        #[arg(long, value_name = "DEVICE", default_value = "cuda")]
-        device: DeviceName,
-        /// Profile whose kernel costs are kept [default: the built-in H200]
-        #[arg(long, value_name = "FILE")]
-        profile: Option<PathBuf>,
-        /// Machine and date, for the profile
-        #[arg(long, value_name = "TEXT")]
-        source: String,
-        /// Where the new profile goes
-        #[arg(short, long, value_name = "FILE")]
-        out: PathBuf,
-        /// Where every call's percentiles and the kernels' rates go, as JSON
-        #[arg(short, long, value_name = "FILE")]
-        measurements: Option<PathBuf>,
-    },
+    Calibrate(calibrate::CalibrateArgs),
     /// Fits a profile's kernel costs to timings from `time_kernels`
-    FitKernels {
-        /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
-        timings: PathBuf,
-        /// Profile whose other costs are kept [default: the built-in H200]
-        #[arg(long, value_name = "FILE")]
-        profile: Option<PathBuf>,
-        /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
-        #[arg(long, value_name = "BYTES")]
-        l2_bytes: Option<u64>,
-        /// Where the new profile goes
-        #[arg(short, long, value_name = "FILE")]
-        out: PathBuf,
-    },
+    FitKernels(fit::FitArgs),
     /// Takes the program's own host time for each driver call from recorded runs into a profile
     FitProgram(program::ProgramArgs),
     /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
     AdviseTruth(truth::TruthArgs),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
-    Trainer(Other),
+    Trainer(OtherProgram),
     /// Is the program `vramlab`; `run` starts it in a process of its own for each run
     #[command(hide = true)]
-    Vramlab(Other),
+    Vramlab(OtherProgram),
 }
 
 /// The command line of another program.
 #[derive(Debug, clap::Args)]
-struct Other {
+struct OtherProgram {
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }
 
-impl Other {
+impl OtherProgram {
     /// Its words, with the program's name before them.
     fn of(self, program: &str) -> Vec<OsString> {
         std::iter::once(OsString::from(program)).chain(self.arguments).collect()
@@ -127,15 +95,8 @@ fn main() -> ExitCode {
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),
-        Command::Calibrate { device, profile, source, out, measurements } => writable(&out, measurements.as_deref())
-            .and_then(|()| profile::read(profile.as_deref()))
-            .and_then(|base| calibrate::calibrate(&device, base, &source))
-            .and_then(|found| {
-                profile::write(&found.profile, &out)?;
-                measurements.map_or(Ok(()), |path| found.measurements.write(&path))?;
-                found.measurements.page(&out).print()
-            }),
-        Command::FitKernels { timings, profile, l2_bytes, out } => fit_kernels(&timings, profile, l2_bytes, &out),
+        Command::Calibrate(args) => calibrate::calibrate(&args),
+        Command::FitKernels(args) => fit::fit_kernels(&args),
         Command::FitProgram(args) => program::fit_program(&args),
         Command::AdviseTruth(args) => truth::truth(&args),
         Command::Trainer(other) => return trainer::cli::main(other.of("trainer")),
@@ -152,63 +113,7 @@ fn for_vramlab(arguments: &[OsString]) -> Option<String> {
     Some(format!("{name} is a command of vramlab: {}", terminal::command("vramlab", &words.join(" "))))
 }
 
-/// Refuses names of files before the minutes that measuring takes.
-fn writable(out: &Path, measurements: Option<&Path>) -> Result<()> {
-    Ok(std::iter::once(out).chain(measurements).try_for_each(|path| output::check(path, Existing::Replace))?)
-}
-
 /// The grammar of this program's command line.
 fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
-}
-
-fn fit_kernels(timings: &Path, base: Option<PathBuf>, l2_bytes: Option<u64>, out: &Path) -> Result<()> {
-    let mut profile = profile::read(base.as_deref())?;
-    profile.l2_bytes = l2_bytes.or(profile.l2_bytes);
-    let fits = fit::fit_kernels(&mut profile, timings)?;
-    let mut table = Table::new([
-        Column::left("kernel"),
-        Column::right("timings").priority(3),
-        Column::right("fixed ns"),
-        Column::right("iteration ns"),
-        Column::right("blocks per wave").priority(2),
-        Column::right("bytes per ns"),
-        Column::right("worst miss"),
-        Column::right("from memory: fixed ns").priority(6),
-        Column::right("iteration ns").priority(5),
-        Column::right("bytes per ns").priority(4),
-        Column::right("worst miss").priority(1),
-    ]);
-    let (mut count, mut off) = (0, 0.0_f64);
-    for fit in fits {
-        let cold = |of: fn(&MemoryCost) -> f64| {
-            fit.cost.from_memory.as_ref().map_or_else(|| "-".to_owned(), |cold| of(cold).to_string())
-        };
-        count += 1;
-        off = off.max(fit.worst).max(fit.worst_cold.unwrap_or(0.0));
-        table.row([
-            fit.kernel.clone(),
-            fit.timings.to_string(),
-            fit.cost.fixed_ns.to_string(),
-            fit.cost.iteration_ns.to_string(),
-            fit.cost.blocks_per_wave.to_string(),
-            fit.cost.bytes_per_ns.to_string(),
-            format!("{:.0} %", 100.0 * fit.worst),
-            cold(|cold| cold.fixed_ns),
-            cold(|cold| cold.iteration_ns),
-            cold(|cold| cold.bytes_per_ns),
-            fit.worst_cold.map_or_else(|| "-".to_owned(), |worst| format!("{:.0} %", 100.0 * worst)),
-        ]);
-    }
-    profile::write(&profile, out)?;
-    let mut page = Page::stdout();
-    page.table(&table);
-    let found = format!(
-        "The costs of {count} kernels went to {}; the worst misses a timing by {:.0} %.",
-        out.display(),
-        100.0 * off
-    );
-    let next = format!("fidelity --profile {}", terminal::quoted(&out.to_string_lossy()));
-    page.end(found, &terminal::command("experiments", &next));
-    page.print()
 }

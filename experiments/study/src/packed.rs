@@ -14,11 +14,13 @@ mod pack;
 mod series;
 mod unpack;
 
-use crate::study::record::{EXPERIMENT, read_json};
-use anyhow::{Result, bail};
+use crate::study::record::{EXPERIMENT, read_json, remove};
+use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
+use terminal::{Page, command, quoted};
 
 pub(crate) use pack::{PackArgs, pack};
 pub(crate) use unpack::{UnpackArgs, unpack};
@@ -59,6 +61,37 @@ impl Opened {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Makes the folder `out/name`, which appears whole: `fill` writes to another one that takes its name.
+fn publish(out: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let (part, folder) = (out.join(format!(".{name}.part")), out.join(name));
+    remove(&part)?;
+    std::fs::create_dir(&part).with_context(|| format!("cannot make {}", part.display()))?;
+    if let Err(error) = fill(&part) {
+        remove(&part)?;
+        return Err(error);
+    }
+    std::fs::rename(&part, &folder).with_context(|| format!("cannot make {}", folder.display()))
+}
+
+/// Makes the folder `out`, none of whose folders of these names is there yet.
+fn make_room<'a>(out: &Path, names: impl Iterator<Item = &'a String>) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    for name in names {
+        let folder = out.join(name);
+        if !seen.insert(name) || folder.exists() {
+            bail!("{} is there already; choose another folder with -o, or remove it", folder.display());
+        }
+    }
+    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))
+}
+
+/// How many experiments were packed or unpacked, and the next command.
+fn end(page: &mut Page, count: usize, done: &str, out: &Path) {
+    let word = if count == 1 { "experiment" } else { "experiments" };
+    let next = format!("status {}", quoted(&out.to_string_lossy()));
+    page.end(format!("{count} {word} {done} into {}.", out.display()), &command("experiments", &next));
 }
 
 /// The folder itself, or a temporary one with what a packed folder holds.

@@ -9,11 +9,12 @@
 use crate::fidelity::recorded::{Call, Epoch, Measured, Recorded};
 use crate::profile;
 use crate::study::figures::median;
+use crate::table::{percent, table};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use terminal::{Column, Page, Table, command, quoted};
+use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::Profile;
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
@@ -56,7 +57,7 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
     }
     base.program_ns_per_call = mean(&rows);
     profile::write(&base, &args.out)?;
-    let mut page = table(&rows, base.program_ns_per_call);
+    let mut page = page(&rows, base.program_ns_per_call);
     let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
     page.next(&command("experiments", &next));
     page.print()
@@ -108,21 +109,16 @@ fn charged_s(profile: &Profile, name: &str, call: &Call) -> f64 {
     each.map_or(call.total_s, |ns| call.count * ns as f64 / 1e9 + call.blocked_s)
 }
 
-fn table(rows: &[Row], ns: u64) -> Page {
-    let mut table = Table::new([
-        Column::left("host-bound cell"),
-        Column::right("blocked"),
-        Column::right("between calls, ns"),
-        Column::right("beyond the profile, ns"),
-    ]);
-    for row in rows {
-        table.row([
-            row.cell.clone(),
-            format!("{:.0} %", 100.0 * row.blocked_share),
-            format!("{:.0}", row.between),
-            format!("{:.0}", row.beyond),
-        ]);
-    }
+fn page(rows: &[Row], ns: u64) -> Page {
+    let table = table(
+        rows,
+        &[
+            (Column::left("host-bound cell"), &|row| Cell::from(&row.cell)),
+            (Column::right("blocked"), &|row| Cell::from(percent(row.blocked_share, 0))),
+            (Column::right("between calls, ns"), &|row| Cell::from(format!("{:.0}", row.between))),
+            (Column::right("beyond the profile, ns"), &|row| Cell::from(format!("{:.0}", row.beyond))),
+        ],
+    );
     let mut page = Page::stdout();
     page.table(&table);
     page.note("medians over epochs and repeats");

@@ -18,15 +18,28 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.exists())
 }
 
+/// What lies in a folder, sorted.
+pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let cannot = || format!("cannot read {}", folder.display());
+    let entries = fs::read_dir(folder).with_context(cannot)?;
+    let mut paths: Vec<PathBuf> =
+        entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>().with_context(cannot)?;
+    paths.sort();
+    Ok(paths)
+}
+
+/// This program's own file, which is also the trainer and `vramlab`.
+pub(crate) fn this_program() -> Result<PathBuf> {
+    std::env::current_exe().context("cannot find this program's own file")
+}
+
 /// The folder of recorded results, if it is there. Each `LABEL.tar.xz` in it is unpacked to the folder `LABEL` beside it.
 ///
 /// # Errors
 /// An archive cannot be unpacked, or the folder of its name holds something else, which may be new records.
 pub(crate) fn results() -> Result<Option<PathBuf>> {
     let Some(folder) = find("results") else { return Ok(None) };
-    let entries = fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    for entry in entries {
-        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
+    for path in entries(&folder)? {
         if let Some(label) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)) {
             unpack(&path, &folder, label).with_context(|| format!("cannot unpack {}", path.display()))?;
         }

@@ -21,7 +21,17 @@ pub(crate) mod spec;
 mod status;
 mod work;
 
+use std::process::ExitStatus;
+use terminal::RuntimeFailure;
+
 pub(crate) use list::{ListArgs, list};
 pub(crate) use lock::at_work;
 pub(crate) use run::{RunArgs, run};
 pub(crate) use status::{StatusArgs, experiments_in, is_plain, status};
+
+/// The error with which this program ends when a process that it waited for failed.
+pub(crate) fn ended(status: ExitStatus, text: String) -> anyhow::Error {
+    // A process that a signal ended has no exit code.
+    let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+    RuntimeFailure::with_code(code, text).into()
+}

@@ -3,6 +3,7 @@
 //! A program was recorded under several settings, each run with the statistics that PyTorch gave. The history under PyTorch's
 //! defaults, without a limit, is replayed under the settings of the other runs. Nothing of these runs is known to the replay.
 
+use crate::table::table;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use doctor::{Predicted, predict};
@@ -10,7 +11,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use terminal::{Bar, Column, Page, Table};
+use terminal::{Bar, Cell, Column, Page};
 use vramlab::Bytes;
 use vramlab::output::{self, Existing};
 
@@ -137,8 +138,8 @@ fn run_of(path: &Path) -> Result<Option<Run>> {
     // Some name the setting by the run's name only.
     let names_setting = |part: &str| part == config || ["default", "expandable"].contains(&part);
     let program: Vec<&str> = stem.split('.').filter(|part| !names_setting(part)).collect();
-    let told = facts.get("conf").and_then(Value::as_str);
-    let conf = told.unwrap_or(if config.starts_with("expandable") { "expandable_segments:True" } else { "" });
+    let named = facts.get("conf").and_then(Value::as_str);
+    let conf = named.unwrap_or(if config.starts_with("expandable") { "expandable_segments:True" } else { "" });
     // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
     let limit = facts.get("limit_mib").and_then(Value::as_f64).filter(|mib| *mib > 0.0).and_then(|mib| {
         let total = facts.get("total_memory").and_then(Value::as_f64)?;
@@ -198,27 +199,22 @@ fn compare(history: &Path, runs: &[Run], pairs: &mut Vec<Pair>) -> Result<()> {
 }
 
 fn page(pairs: &[Pair]) -> Page {
-    let mut table = Table::new([
-        Column::left("program"),
-        Column::text("setting"),
-        Column::right("limit").priority(2),
-        Column::right("real"),
-        Column::right("predicted"),
-        Column::right("off"),
-        Column::right("rank").priority(1),
-    ]);
-    for pair in pairs {
-        let shown = |bytes: u64, ran_out: bool| if ran_out { "ran out".to_owned() } else { Bytes(bytes).to_string() };
-        table.row([
-            pair.program.clone(),
-            if pair.conf.is_empty() { "defaults".to_owned() } else { pair.conf.clone() },
-            pair.limit_bytes.map_or("-".to_owned(), |limit| Bytes(limit).to_string()),
-            shown(pair.real_peak_reserved_bytes, pair.real_out_of_memory),
-            shown(pair.predicted_peak_reserved_bytes, pair.predicted_out_of_memory),
-            pair.off_percent.map_or("-".to_owned(), |off| format!("{off:.2} %")),
-            pair.rank.to_string(),
-        ]);
-    }
+    let shown =
+        |bytes: u64, ran_out: bool| Cell::from(if ran_out { "ran out".to_owned() } else { Bytes(bytes).to_string() });
+    let table = table(
+        pairs,
+        &[
+            (Column::left("program"), &|pair| Cell::from(&pair.program)),
+            (Column::text("setting"), &|pair| Cell::from(if pair.conf.is_empty() { "defaults" } else { &pair.conf })),
+            (Column::right("limit").priority(2), &|pair| Cell::or_dash(pair.limit_bytes.map(|l| Bytes(l).to_string()))),
+            (Column::right("real"), &|pair| shown(pair.real_peak_reserved_bytes, pair.real_out_of_memory)),
+            (Column::right("predicted"), &|pair| {
+                shown(pair.predicted_peak_reserved_bytes, pair.predicted_out_of_memory)
+            }),
+            (Column::right("off"), &|pair| Cell::or_dash(pair.off_percent.map(|off| format!("{off:.2} %")))),
+            (Column::right("rank").priority(1), &|pair| Cell::from(pair.rank.to_string())),
+        ],
+    );
     let mut page = Page::stdout();
     page.table(&table);
     let within = |percent: f64, waits: bool| {

@@ -242,7 +242,7 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     ] {
         run(&place, more).refused(2, &["another run is at work in", "out/small", words]);
     }
-    // Its run is running, its lock says by whom, and nobody is at the others.
+    // Its run is running, its lock says by whom, and no runner is at the others.
     let told = status(&place);
     assert_eq!(counts(&told), [0, 1, 0, 0, 7]);
     assert_eq!((&told["experiment"], &told["device"], &told["locks"]), (&json!("small"), &json!("sim"), &json!(true)));
@@ -280,7 +280,7 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
     assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
     place.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
     place.run(&["status", "."]).refused(2, &[". holds no experiment.json", "--out"]);
-    // Ids that lead elsewhere are nobody's.
+    // Ids that lead elsewhere are refused.
     let path = place.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     for id in ["../../secret", "", ".hidden", "a/b"] {
@@ -344,7 +344,7 @@ mod ends {
         Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
     }
 
-    /// Whether a process is gone, or has ended and nobody has collected it.
+    /// Whether a process is gone, or has ended and was not collected yet.
     fn is_over(process: u32) -> bool {
         look(process).is_none_or(|(state, _)| state == 'Z')
     }

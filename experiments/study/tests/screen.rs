@@ -107,7 +107,7 @@ fn what_comes_from_outside_moves_no_cursor() {
     std::fs::create_dir(place.at("questions")).unwrap();
     let asked = SPEC.replace("Does a table", written);
     place.write("questions/small.toml", &asked);
-    // A recorded run whose state nobody knows.
+    // A recorded run without a state that is known.
     place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
     let run = place.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
     let text = std::fs::read_to_string(&run).unwrap().replace("\"done\"", &format!("\"{written}\""));

@@ -1,6 +1,7 @@
 //! What is measured: the cases by name.
 
 use super::histories::Named;
+use crate::study::record::cores;
 use anyhow::{Result, bail};
 use vramlab::Selection;
 
@@ -155,11 +156,6 @@ pub(crate) fn groups(
         bail!("no case begins with '{}'; there are {}", patterns.join("' or '"), names.join(", "));
     }
     Ok(groups)
-}
-
-/// Cores that this process may use.
-pub(crate) fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
 #[cfg(test)]

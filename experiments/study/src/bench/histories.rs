@@ -48,10 +48,9 @@ fn name_of(file: &Path) -> String {
 }
 
 fn beside_the_sources() -> Vec<PathBuf> {
-    let entries = repository::find("histories").and_then(|folder| std::fs::read_dir(folder).ok());
-    let mut files: Vec<PathBuf> = entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path())).collect();
+    let entries = repository::find("histories").and_then(|folder| repository::entries(&folder).ok());
+    let mut files = entries.unwrap_or_default();
     files.retain(|file| file.to_string_lossy().ends_with(".pickle.xz"));
-    files.sort();
     files
 }
 

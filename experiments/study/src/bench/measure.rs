@@ -1,8 +1,8 @@
 //! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
 
-use super::apart::Apart;
 use super::cases::{Case, Instrument, Job, THREAD_LIVE};
 use super::histories::Named;
+use super::per_stream::PerStream;
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -40,7 +40,7 @@ pub(crate) struct Sample {
 
 /// The device and a stream for each thread.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct Setup {
     driver: Arc<dyn Driver>,
     streams: Vec<StreamId>,
     kind: DeviceKind,
@@ -50,7 +50,7 @@ pub(crate) struct Place {
     histories: Vec<Named>,
 }
 
-impl Place {
+impl Setup {
     /// Makes the streams and draws the numbers.
     pub(crate) fn new(driver: &Arc<dyn Driver>, threads: u32, histories: Vec<Named>) -> Result<Self> {
         let most = histories.iter().map(|history| history.calls.streams()).max().unwrap_or(0).max(threads);
@@ -82,7 +82,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Setup {
     fn drop(&mut self) {
         for stream in self.streams.drain(..) {
             // The streams go with the process in any case.
@@ -93,53 +93,38 @@ impl Drop for Place {
 }
 
 /// Runs one case once.
-pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
-    let build = || job.alloc.build(&place.driver);
+pub(crate) fn measure(setup: &Setup, job: &Job) -> Result<Sample> {
+    let build = || job.alloc.build(&setup.driver);
     // CAST: a number of threads.
-    let streams = &place.streams[..job.case.threads() as usize];
+    let streams = &setup.streams[..job.case.threads() as usize];
     let backend: Arc<dyn DeviceAllocator> = match job.case {
-        Case::Instrument { .. } | Case::Events { .. } if streams.len() > 1 => Arc::new(Apart::new(streams, build)?),
+        Case::Instrument { .. } | Case::Events { .. } if streams.len() > 1 => Arc::new(PerStream::new(streams, build)?),
         _ => build()?,
     };
-    let slow = place.is_slow(&job.alloc);
+    let slow = setup.is_slow(&job.alloc);
+    let (allocator, stream) = (backend.as_ref(), setup.streams[0]);
     match job.case {
         Case::History { number } => {
-            let recorded = &place.histories[number].calls;
+            let recorded = &setup.histories[number].calls;
             let passes = if slow { 1 } else { HISTORY_ALLOCATIONS.div_ceil(recorded.allocations()) };
-            recorded.run(backend.as_ref(), &place.streams, 1)?;
-            let start = Instant::now();
-            recorded.run(backend.as_ref(), &place.streams, passes)?;
-            Ok(per_operation(start.elapsed(), passes * recorded.allocations()))
+            recorded.run(allocator, &setup.streams, 1)?;
+            per_operation(passes * recorded.allocations(), || Ok(recorded.run(allocator, &setup.streams, passes)?))
         }
-        Case::Alternate { bytes } => {
-            let pairs = if slow { 1_000 } else { 300_000 };
-            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
-            let start = Instant::now();
-            workload::alternate(backend.as_ref(), place.streams[0], bytes, pairs)?;
-            Ok(per_operation(start.elapsed(), pairs))
-        }
-        Case::Pair { bytes } => {
-            let pairs = if slow { 1_000 } else { 300_000 };
-            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs / 10)?;
-            let start = Instant::now();
-            workload::pair(backend.as_ref(), place.streams[0], bytes, pairs)?;
-            Ok(per_operation(start.elapsed(), pairs))
-        }
+        Case::Alternate { bytes } => in_pairs(slow, |pairs| Ok(workload::alternate(allocator, stream, bytes, pairs)?)),
+        Case::Pair { bytes } => in_pairs(slow, |pairs| Ok(workload::pair(allocator, stream, bytes, pairs)?)),
         Case::Mixed { live } => {
-            let sequence = &place.mixed[&live];
+            let sequence = &setup.mixed[&live];
             let pass = if slow { 2_000 } else { MIXED_PASS };
-            let mut slots = Slots::fill(backend.as_ref(), place.streams[0], &sequence.fill)?;
+            let mut slots = Slots::fill(allocator, stream, &sequence.fill)?;
             slots.run(&sequence.steps[..pass])?;
-            let start = Instant::now();
-            slots.run(&sequence.steps[pass..2 * pass])?;
-            let sample = per_operation(start.elapsed(), pass as u64);
+            let sample = per_operation(pass as u64, || Ok(slots.run(&sequence.steps[pass..2 * pass])?))?;
             slots.empty()?;
             Ok(sample)
         }
-        Case::Threads { .. } => throughput(backend.as_ref(), streams, &place.threads),
-        Case::Shared { .. } => throughput(backend.as_ref(), &vec![place.streams[0]; streams.len()], &place.threads),
+        Case::Threads { .. } => throughput(allocator, streams, &setup.threads),
+        Case::Shared { .. } => throughput(allocator, &vec![stream; streams.len()], &setup.threads),
         Case::Instrument { instrument, threads } => {
-            let clock = place.driver.clock();
+            let clock = setup.driver.clock();
             let pairs = if slow { 1_000 } else { INSTRUMENT_PAIRS };
             let mut trace = None;
             let top: Arc<dyn DeviceAllocator> = match instrument {
@@ -147,23 +132,21 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
                 Instrument::Latency => Arc::new(Timed::new(backend, clock)),
                 Instrument::Trace => Arc::clone(trace.insert(Arc::new(EventTrace::new(backend, clock)))) as _,
             };
-            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
-            for timed in [false, true] {
+            let round = || -> Result<Vec<Duration>> {
                 let times = pairs_in_threads(top.as_ref(), streams, pairs)?;
-                if let Some(trace) = &trace {
-                    all_there(trace, 2 * pairs * u64::from(threads))?;
-                }
-                if timed {
-                    // CAST: nanoseconds and counts far below 2^53.
-                    let calls = (2 * pairs) as f64;
-                    let ns = times.iter().map(|time| time.as_nanos() as f64 / calls).sum::<f64>() / times.len() as f64;
-                    return Ok(Sample { value: ns, operations: 2 * pairs * u64::from(threads) });
-                }
-            }
-            unreachable!("the second round returns")
+                trace.as_ref().map_or(Ok(()), |trace| all_there(trace, 2 * pairs * u64::from(threads)))?;
+                Ok(times)
+            };
+            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
+            round()?;
+            let times = round()?;
+            // CAST: nanoseconds and counts far below 2^53.
+            let calls = (2 * pairs) as f64;
+            let ns = times.iter().map(|time| time.as_nanos() as f64 / calls).sum::<f64>() / times.len() as f64;
+            Ok(Sample { value: ns, operations: 2 * pairs * u64::from(threads) })
         }
         Case::Events { threads } => {
-            let trace = EventTrace::new(backend, place.driver.clock());
+            let trace = EventTrace::new(backend, setup.driver.clock());
             let pairs = if slow { 1_000 } else { EVENTS / 2 / u64::from(threads) };
             let start = Instant::now();
             pairs_in_threads(&trace, streams, pairs)?;
@@ -176,9 +159,19 @@ pub(crate) fn measure(place: &Place, job: &Job) -> Result<Sample> {
     }
 }
 
-fn per_operation(time: Duration, operations: u64) -> Sample {
+/// Times a loop of this many operations.
+fn per_operation(operations: u64, work: impl FnOnce() -> Result<()>) -> Result<Sample> {
+    let start = Instant::now();
+    work()?;
     // CAST: nanoseconds and counts far below 2^53.
-    Sample { value: time.as_nanos() as f64 / operations as f64, operations }
+    Ok(Sample { value: start.elapsed().as_nanos() as f64 / operations as f64, operations })
+}
+
+/// Times pairs of an allocation and its free, after a tenth of them that are not timed.
+fn in_pairs(slow: bool, work: impl Fn(u64) -> Result<()>) -> Result<Sample> {
+    let pairs = if slow { 1_000 } else { 300_000 };
+    work(pairs / 10)?;
+    per_operation(pairs, || work(pairs))
 }
 
 fn all_there(trace: &EventTrace, expected: u64) -> Result<()> {
@@ -210,7 +203,7 @@ fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: 
     let work = |at: usize, stream: StreamId| -> Result<(u64, Instant, Instant), AllocError> {
         let sequence = &sequences[at];
         let filled = Slots::fill(allocator, stream, &sequence.fill);
-        // Everybody must arrive, also who has failed.
+        // Every thread must arrive, also one that has failed.
         let warm = filled.and_then(|mut slots| slots.run(&sequence.steps[..1_024]).map(|()| slots));
         ready.wait();
         let (mut slots, mut operations, start) = (warm?, 0, Instant::now());
@@ -272,14 +265,14 @@ mod tests {
     #[test]
     fn streams_and_blocks_go_back() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
-        let place = Place::new(&driver, 2, histories::read(&[]).unwrap()).unwrap();
+        let setup = Setup::new(&driver, 2, histories::read(&[]).unwrap()).unwrap();
         let patterns =
             ["history", "alternate", "pair/512", "threads", "shared", "instrument/trace/1"].map(str::to_owned);
         for job in
-            groups(&terminal::arguments::chosen(&[]), &[2], place.histories(), &patterns).unwrap().into_iter().flatten()
+            groups(&terminal::arguments::chosen(&[]), &[2], setup.histories(), &patterns).unwrap().into_iter().flatten()
         {
-            let sample = measure(&place, &job).unwrap();
-            let name = job.case.name(place.histories());
+            let sample = measure(&setup, &job).unwrap();
+            let name = job.case.name(setup.histories());
             assert!(sample.value.is_finite() && sample.value > 0.0 && sample.operations > 0, "{name}");
             let info = driver.mem_info().unwrap();
             assert_eq!(info.free, info.total, "{name} under {}", job.alloc);

@@ -1,7 +1,8 @@
 //! What was measured, as a table for people and as JSON for machines.
 
-use super::cases::{self, Job};
-use super::measure::{Place, Sample};
+use super::cases::Job;
+use super::measure::{Sample, Setup};
+use crate::study::record::{Machine, provenance};
 use serde::{Deserialize, Serialize};
 use terminal::arguments::heading;
 use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
@@ -44,12 +45,12 @@ pub(crate) struct Row {
 
 impl Row {
     /// A row without figures yet.
-    pub(crate) fn new(job: &Job, place: &Place) -> Self {
+    pub(crate) fn new(job: &Job, setup: &Setup) -> Self {
         Self {
-            case: job.case.name(place.histories()),
+            case: job.case.name(setup.histories()),
             allocator: job.alloc.to_string(),
             program: "experiments".into(),
-            device: place.kind().name().into(),
+            device: setup.kind().name().into(),
             threads: job.case.threads(),
             unit: job.case.unit().into(),
             median: f64::NAN,
@@ -114,14 +115,15 @@ pub(crate) struct Report {
 impl Report {
     /// A report without rows.
     pub(crate) fn new(driver: &dyn Driver, repeats: u32) -> Self {
+        let Machine { cpu, cores, .. } = Machine::now();
         Self {
             schema_version: 1,
             code_version: env!("CARGO_PKG_VERSION"),
-            provenance: Provenance::of(trainer::built!()),
+            provenance: provenance(),
             date: trainer::provenance::now(),
             device: driver.describe(),
-            cpu: cpu(),
-            cores: cases::cores(),
+            cpu,
+            cores,
             repeats,
             included: INCLUDED,
             rows: Vec::new(),
@@ -184,28 +186,21 @@ impl Report {
         page
     }
 
-    /// Who is the quickest, and in how many cases.
+    /// Which allocator is the quickest in the most cases.
     fn found(&self) -> String {
-        let cases: Vec<(&str, u32)> = self.rows.iter().map(|row| (row.case.as_str(), row.threads)).collect();
-        let mut cases = cases;
-        cases.dedup();
-        let mut wins: Vec<(&str, usize)> = Vec::new();
-        let mut compared = 0;
-        for (case, threads) in &cases {
-            let of: Vec<&Row> = self.rows.iter().filter(|row| row.case == *case && row.threads == *threads).collect();
-            let Some(first) = best(&of).filter(|_| of.len() > 1) else { continue };
-            compared += 1;
-            match wins.iter_mut().find(|(name, _)| *name == first.allocator) {
-                Some((_, count)) => *count += 1,
-                None => wins.push((&first.allocator, 1)),
+        let cases = distinct(self.rows.iter().map(|row| (row.case.as_str(), row.threads)));
+        let quickest = |case: &(&str, u32)| {
+            let of: Vec<&Row> = self.rows.iter().filter(|row| (row.case.as_str(), row.threads) == *case).collect();
+            best(&of).filter(|_| of.len() > 1).map(|row| row.allocator.as_str())
+        };
+        let wins: Vec<&str> = cases.iter().filter_map(quickest).collect();
+        let count = |name: &str| wins.iter().filter(|won| **won == name).count();
+        match (distinct(wins.iter().copied()).into_iter().max_by_key(|name| count(name)), self.rows.first()) {
+            (Some(name), _) => format!("{name} is the quickest in {} of {} cases.", count(name), wins.len()),
+            (None, Some(row)) => {
+                format!("{} takes {} {} in '{}'.", row.allocator, digits(row.median), row.unit, row.case)
             }
-        }
-        match wins.iter().max_by_key(|(_, count)| *count) {
-            Some((name, count)) => format!("{name} is the quickest in {count} of {compared} cases."),
-            None => match self.rows.first() {
-                Some(row) => format!("{} takes {} {} in '{}'.", row.allocator, digits(row.median), row.unit, row.case),
-                None => "There was nothing to measure.".to_owned(),
-            },
+            (None, None) => "There was nothing to measure.".to_owned(),
         }
     }
 
@@ -241,6 +236,17 @@ impl Report {
     }
 }
 
+/// Each item once, in the order of their first places.
+fn distinct<T: Copy + PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
+    let mut out = Vec::new();
+    for item in items {
+        if !out.contains(&item) {
+            out.push(item);
+        }
+    }
+    out
+}
+
 /// The best of one case's rows.
 fn best<'a>(rows: &[&'a Row]) -> Option<&'a Row> {
     rows.iter().copied().reduce(|best, row| if best.times_better(row) >= 1.0 { best } else { row })
@@ -249,16 +255,8 @@ fn best<'a>(rows: &[&'a Row]) -> Option<&'a Row> {
 /// Cases down, allocators across, the best of each case in bold; with baselines, how the project's best compares to
 /// theirs. A screen shows four allocators at a time, and the ranges only where there is room for them.
 fn side_by_side(rows: &[&Row], page: &mut Page) {
-    let mut names: Vec<&str> = Vec::new();
-    let mut cases: Vec<&str> = Vec::new();
-    for row in rows {
-        if !names.contains(&row.allocator.as_str()) {
-            names.push(&row.allocator);
-        }
-        if !cases.contains(&row.case.as_str()) {
-            cases.push(&row.case);
-        }
-    }
+    let names = distinct(rows.iter().map(|row| row.allocator.as_str()));
+    let cases = distinct(rows.iter().map(|row| row.case.as_str()));
     let baselines = rows.iter().any(|row| row.program != "experiments");
     for names in names.chunks(SIDE_BY_SIDE) {
         let with_ranges = table(rows, &cases, names, false, figure);
@@ -311,13 +309,6 @@ fn digits(value: f64) -> String {
     }
 }
 
-/// The processor's name, where Linux tells it.
-fn cpu() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim().to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -327,8 +318,8 @@ mod tests {
 
     fn row(values: &[f64], case: Case) -> Row {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
-        let place = Place::new(&driver, 1, Vec::new()).unwrap();
-        let mut row = Row::new(&Job { case, alloc: Selection::default() }, &place);
+        let setup = Setup::new(&driver, 1, Vec::new()).unwrap();
+        let mut row = Row::new(&Job { case, alloc: Selection::default() }, &setup);
         for value in values {
             row.add(Sample { value: *value, operations: 10 });
         }

@@ -2,11 +2,12 @@
 
 use super::kernels::KernelRate;
 use super::measure::{Condition, Measurement};
+use crate::table::table;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::Path;
 use terminal::duration;
-use terminal::{Column, Page, Table, command, quoted};
+use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::output::{self, Existing};
 use vramlab::{Bytes, DeviceDescription};
 
@@ -39,45 +40,34 @@ impl Measurements {
     /// Both tables, what they say, and the run that uses the profile.
     pub(crate) fn page(&self, profile: &Path) -> Page {
         let mut page = Page::stdout();
-        let mut calls = Table::new([
-            Column::left("call"),
-            Column::left("when"),
-            Column::right("size"),
-            Column::right("p50"),
-            Column::right("p90").priority(3),
-            Column::right("p99"),
-            Column::right("max").priority(1),
-            Column::right("samples").priority(2),
-        ]);
-        for row in &self.calls {
-            calls.row([
-                row.call.to_owned(),
-                row.condition.text().to_owned(),
-                row.bytes.map_or_else(String::new, |bytes| Bytes(bytes).to_string()),
-                duration(row.p50_ns),
-                duration(row.p90_ns),
-                duration(row.p99_ns),
-                duration(row.max_ns),
-                row.samples.to_string(),
-            ]);
-        }
-        let mut kernels = Table::new([
-            Column::left("kernel"),
-            Column::left("shape"),
-            Column::right("time"),
-            Column::right("GB/s"),
-            Column::right("GFLOP/s"),
-        ]);
-        for row in &self.kernels {
-            kernels.row([
-                row.kernel.to_owned(),
-                row.shape.clone(),
+        let time = |ns: u64| Cell::from(duration(ns));
+        let calls = table(
+            &self.calls,
+            &[
+                (Column::left("call"), &|row| Cell::from(row.call)),
+                (Column::left("when"), &|row| Cell::from(row.condition.text())),
+                (Column::right("size"), &|row| {
+                    row.bytes.map_or_else(Cell::default, |bytes| Cell::from(Bytes(bytes).to_string()))
+                }),
+                (Column::right("p50"), &|row| time(row.p50_ns)),
+                (Column::right("p90").priority(3), &|row| time(row.p90_ns)),
+                (Column::right("p99"), &|row| time(row.p99_ns)),
+                (Column::right("max").priority(1), &|row| time(row.max_ns)),
+                (Column::right("samples").priority(2), &|row| Cell::from(row.samples.to_string())),
+            ],
+        );
+        let rate = |rate: f64| Cell::from(format!("{rate:.0}"));
+        let kernels = table(
+            &self.kernels,
+            &[
+                (Column::left("kernel"), &|row| Cell::from(row.kernel)),
+                (Column::left("shape"), &|row| Cell::from(&row.shape)),
                 // CAST: a display value.
-                duration(row.median_ns.round() as u64),
-                format!("{:.0}", row.gb_per_s),
-                row.gflop_per_s.map_or_else(String::new, |rate| format!("{rate:.0}")),
-            ]);
-        }
+                (Column::right("time"), &|row| time(row.median_ns.round() as u64)),
+                (Column::right("GB/s"), &|row| rate(row.gb_per_s)),
+                (Column::right("GFLOP/s"), &|row| row.gflop_per_s.map_or_else(Cell::default, rate)),
+            ],
+        );
         let name = &self.device.name;
         page.line(format!("{name}: host time of driver calls"));
         page.table(&calls);

@@ -4,7 +4,7 @@ use crate::packed;
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
 use anyhow::{Context, Result, bail};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -125,21 +125,16 @@ fn allocations(folder: &Path) -> Result<Vec<((u64, u64), u64)>> {
         return Ok(Vec::new());
     }
     let text = read_text(folder, "steps.csv", TABLE)?;
-    let mut lines = text.lines();
-    let header: Vec<&str> = lines.next().unwrap_or_default().split(',').collect();
-    let column = |name: &str| {
-        let at = header.iter().position(|column| *column == name);
-        at.with_context(|| format!("{}: the table of steps has no column {name}", folder.display()))
-    };
-    let columns = [column("epoch")?, column("step")?, column("driver_allocations")?];
-    let mut out = Vec::new();
-    for (number, line) in lines.enumerate() {
-        let cells: Vec<&str> = line.split(',').collect();
-        let [epoch, step, count] = columns.map(|at| cells.get(at).and_then(|cell| cell.parse::<u64>().ok()));
-        let (Some(epoch), Some(step), Some(count)) = (epoch, step, count) else {
-            bail!("{}: line {} of the table of steps cannot be read", folder.display(), number + 2);
-        };
-        out.push(((epoch, step), count));
-    }
-    Ok(out)
+    let step = |row: csv::Result<Step>| row.map(|step| ((step.epoch, step.step), step.driver_allocations));
+    let steps: csv::Result<Vec<((u64, u64), u64)>> =
+        csv::Reader::from_reader(text.as_bytes()).deserialize().map(step).collect();
+    steps.with_context(|| format!("{}: the table of steps cannot be read", folder.display()))
+}
+
+/// What is read of a row of the table of steps.
+#[derive(Deserialize)]
+struct Step {
+    epoch: u64,
+    step: u64,
+    driver_allocations: u64,
 }

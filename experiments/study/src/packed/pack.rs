@@ -4,23 +4,24 @@ use super::flat::{Depth, flatten, insert, is_at_or_below};
 use super::manifest::{Counts, Manifest, Table};
 use super::series::{self, Content, Line};
 use super::{MANIFEST, SERIES, TABLE, cell, compressed};
+use crate::repository;
 use crate::study::figures::read_text;
-use crate::study::record::{EXPERIMENT, RUN, RUNS, SCHEMA_VERSION, read_json, remove};
+use crate::study::record::{EXPERIMENT, RUN, RUNS, SCHEMA_VERSION, read_json};
 use crate::study::{at_work, experiments_in, is_plain};
+use crate::table::table;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
-use std::fs::DirEntry;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use terminal::{Column, Page, Table as Shown, command, quoted};
+use terminal::{Cell, Column, Page};
 use vramlab::input::{DOCUMENT, TABLE as MOST_BYTES};
 use vramlab::output::{self, Existing};
 
 /// Columns that the table has even where all runs have the same.
 const ALWAYS: [&str; 5] = ["id", "arm", "program", "repeat", "status"];
-/// Keys of `run.json` without which a run cannot be told, besides those of the plan.
+/// Keys of `run.json` without which a run cannot be recognised, besides those of the plan.
 const NEEDED: [&str; 4] = ["schema_version", "spec_sha256", "status", "files"];
 /// Documents of a run, and the pointers under which their values are; those of `run.json` are under their own names.
 const DOCUMENTS: [(&str, &str); 3] = [(RUN, ""), ("summary.json", "summary"), ("result.json", "result")];
@@ -45,6 +46,8 @@ pub(crate) struct PackArgs {
 /// A file of the runs, or a part of it, that is not kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct LeftOut {
+    /// As it was written.
+    text: String,
     file: String,
     /// A column, or a pointer into a document.
     part: Option<String>,
@@ -59,18 +62,9 @@ impl FromStr for LeftOut {
             return Err("write a file, as latency.hlog, or a file and a part of it, as steps.csv:host_ns".into());
         }
         if file == RUN && part.as_ref().is_none_or(|part| NEEDED.contains(&part.as_str()) || part == "id") {
-            return Err("without that no run could be told; leave out something else".into());
+            return Err("without that no run could be told from another; leave out something else".into());
         }
-        Ok(Self { file: file.to_owned(), part })
-    }
-}
-
-impl std::fmt::Display for LeftOut {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match &self.part {
-            Some(part) => write!(f, "{}:{part}", self.file),
-            None => f.write_str(&self.file),
-        }
+        Ok(Self { text: text.to_owned(), file: file.to_owned(), part })
     }
 }
 
@@ -126,46 +120,31 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     // All of them are made before the first is written.
     let all = folders.iter().map(|folder| packed(folder, args)).collect::<Result<Vec<Packed>>>()?;
     if let Some(unused) = (0..args.leave_out.len()).find(|at| all.iter().all(|packed| !packed.found.contains(at))) {
-        bail!("--leave-out {}: no run has that", args.leave_out[unused]);
+        bail!("--leave-out {}: no run has that", args.leave_out[unused].text);
     }
-    let mut names = BTreeSet::new();
+    super::make_room(&args.out, all.iter().map(|packed| &packed.name))?;
     for packed in &all {
-        let folder = args.out.join(&packed.name);
-        if !names.insert(&packed.name) || folder.exists() {
-            bail!("{} is there already; choose another folder with -o, or remove it", folder.display());
-        }
+        super::publish(&args.out, &packed.name, |part| {
+            Ok(packed
+                .files
+                .iter()
+                .try_for_each(|(name, bytes)| output::write(&part.join(name), Existing::Refuse, bytes))?)
+        })?;
     }
-    std::fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
-    let mut table = Shown::new([
-        Column::left("experiment"),
-        Column::right("runs"),
-        Column::right("bytes before"),
-        Column::right("bytes packed"),
-    ]);
-    for packed in &all {
-        packed.write(&args.out)?;
-        let after: usize = packed.files.iter().map(|(_, bytes)| bytes.len()).sum();
-        table.row([packed.name.clone(), packed.runs.to_string(), packed.before.to_string(), after.to_string()]);
-    }
+    let after = |packed: &Packed| packed.files.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
+    let table = table(
+        &all,
+        &[
+            (Column::left("experiment"), &|packed| Cell::from(&packed.name)),
+            (Column::right("runs"), &|packed| Cell::from(packed.runs.to_string())),
+            (Column::right("bytes before"), &|packed| Cell::from(packed.before.to_string())),
+            (Column::right("bytes packed"), &|packed| Cell::from(after(packed).to_string())),
+        ],
+    );
     let mut page = Page::stdout();
     page.table(&table);
-    let word = if all.len() == 1 { "experiment" } else { "experiments" };
-    let next = format!("status {}", quoted(&args.out.to_string_lossy()));
-    page.end(format!("{} {word} packed into {}.", all.len(), args.out.display()), &command("experiments", &next));
+    super::end(&mut page, all.len(), "packed", &args.out);
     page.print()
-}
-
-impl Packed {
-    /// Leaves the folder, which appears whole.
-    fn write(&self, out: &Path) -> Result<()> {
-        let (part, folder) = (out.join(format!(".{}.part", self.name)), out.join(&self.name));
-        remove(&part)?;
-        std::fs::create_dir(&part).with_context(|| format!("cannot make {}", part.display()))?;
-        for (name, bytes) in &self.files {
-            output::write(&part.join(name), Existing::Refuse, bytes)?;
-        }
-        std::fs::rename(&part, &folder).with_context(|| format!("cannot make {}", folder.display()))
-    }
 }
 
 fn packed(folder: &Path, args: &PackArgs) -> Result<Packed> {
@@ -216,7 +195,7 @@ fn packed(folder: &Path, args: &PackArgs) -> Result<Packed> {
         runs: counts,
         seeds,
         started_at,
-        left_out: found.iter().map(|at| args.leave_out[*at].to_string()).collect(),
+        left_out: found.iter().map(|at| args.leave_out[*at].text.clone()).collect(),
         plan_keys,
         same_in_all,
         tables: listed,
@@ -294,13 +273,10 @@ fn plain_name(name: &str) -> String {
 
 /// What the record names is there, and nothing else.
 fn check_files(own: &Path, listed: &[String]) -> Result<()> {
-    let entries = std::fs::read_dir(own).with_context(|| format!("cannot read {}", own.display()))?;
-    let names = entries.map(|entry| entry.map(|entry: DirEntry| entry.file_name().to_string_lossy().into_owned()));
-    let names = names
-        .collect::<std::io::Result<BTreeSet<String>>>()
-        .with_context(|| format!("cannot read {}", own.display()))?;
+    let names = repository::entries(own)?;
+    let names = names.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     let there: BTreeSet<String> =
-        names.iter().filter(|name| *name != RUN && !name.starts_with('.')).map(|name| plain_name(name)).collect();
+        names.filter(|name| name != RUN && !name.starts_with('.')).map(|name| plain_name(&name)).collect();
     if let Some(extra) = there.iter().find(|name| !listed.contains(name)) {
         bail!("{} is no file that {RUN} names; move it elsewhere", own.join(extra).display());
     }
@@ -377,7 +353,7 @@ fn tables(rows: &[Row]) -> Result<(Vec<u8>, Vec<Line>)> {
     // By table, within which runs stay in their order: what repeats from run to run is then near.
     lines.sort_by(|one, other| one.table.cmp(&other.table));
     let mut writer = csv::WriterBuilder::new().from_writer(Vec::new());
-    // What tells a run, what else its record says, what its program says.
+    // What names a run, what else its record says, what its program says.
     let others = columns.into_iter().map(|(_, name)| name).filter(|name| !ALWAYS.contains(&name.as_str()));
     let columns: Vec<String> = ALWAYS.iter().map(|name| (*name).to_owned()).chain(others).collect();
     writer.write_record(&columns)?;
@@ -393,9 +369,8 @@ fn bytes_in(folder: &Path, rows: &[Row]) -> Result<u64> {
     let mut sum = 0;
     let runs = rows.iter().filter(|row| row.recorded).map(|row| folder.join(RUNS).join(&row.id));
     for place in runs.chain([folder.to_owned()]) {
-        for entry in std::fs::read_dir(&place).with_context(|| format!("cannot read {}", place.display()))? {
-            let file =
-                entry.and_then(|entry| entry.metadata()).with_context(|| format!("cannot read {}", place.display()))?;
+        for path in repository::entries(&place)? {
+            let file = path.symlink_metadata().with_context(|| format!("cannot read {}", path.display()))?;
             sum += if file.is_file() { file.len() } else { 0 };
         }
     }

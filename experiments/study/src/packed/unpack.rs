@@ -4,14 +4,14 @@ use super::flat::insert;
 use super::manifest::{self, Manifest};
 use super::series::{self, Content, From, Line};
 use super::{PLAIN_TABLE, SERIES, TABLE, cell, compressed};
-use crate::study::record::{EXPERIMENT, RUN, RUNS, compress, remove, write_compact, write_json};
+use crate::study::record::{EXPERIMENT, RUN, RUNS, compress, write_compact, write_json};
 use crate::study::{experiments_in, is_plain};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use terminal::{Page, command, quoted};
+use terminal::Page;
 use vramlab::input::{TABLE as MOST_BYTES, read_bytes};
 use vramlab::output::{self, Existing};
 
@@ -36,29 +36,15 @@ pub(crate) fn unpack(args: &UnpackArgs) -> Result<()> {
             let manifest = manifest::read(&folder)?;
             let name = manifest.experiment["name"].as_str().filter(|name| is_plain(name));
             let name = name.with_context(|| format!("{}: the experiment has no name", folder.display()))?.to_owned();
-            let out = args.out.join(&name);
-            if out.exists() {
-                bail!("{} is there already; choose another folder with -o, or remove it", out.display());
-            }
             all.push((folder, name));
         }
     }
-    std::fs::create_dir_all(&args.out).with_context(|| format!("cannot make {}", args.out.display()))?;
+    super::make_room(&args.out, all.iter().map(|(_, name)| name))?;
     for (folder, name) in &all {
-        let (part, out) = (args.out.join(format!(".{name}.part")), args.out.join(name));
-        remove(&part)?;
-        std::fs::create_dir(&part).with_context(|| format!("cannot make {}", part.display()))?;
-        let done = to_folder(folder, &part);
-        if done.is_err() {
-            remove(&part)?;
-        }
-        done?;
-        std::fs::rename(&part, &out).with_context(|| format!("cannot make {}", out.display()))?;
+        super::publish(&args.out, name, |part| to_folder(folder, part))?;
     }
     let mut page = Page::stdout();
-    let word = if all.len() == 1 { "experiment" } else { "experiments" };
-    let next = format!("status {}", quoted(&args.out.to_string_lossy()));
-    page.end(format!("{} {word} unpacked into {}.", all.len(), args.out.display()), &command("experiments", &next));
+    super::end(&mut page, all.len(), "unpacked", &args.out);
     page.print()
 }
 

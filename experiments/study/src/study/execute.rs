@@ -1,12 +1,13 @@
 //! One run: a process, and a folder that appears whole.
 
 use super::child::Group;
-use super::plan::Run;
-use super::programs::{self, CommandLine, Places, RECORD, command_line};
+use super::plan::{Planned, Run};
+use super::programs::{self, CommandLine, Inputs, RECORD, command_line};
 use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
     write_compact, write_json,
 };
+use crate::repository;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs::File;
@@ -29,24 +30,20 @@ const MOST_SAID: u64 = 64 << 10;
 
 /// What all runs of an experiment share.
 #[derive(Debug)]
-pub(crate) struct Experiment<'a> {
-    pub(crate) name: &'a str,
-    pub(crate) sha256: &'a str,
-    pub(crate) keep: &'a [String],
-    /// `DIR/<name>`, absolute.
-    pub(crate) folder: &'a Path,
-    pub(crate) device: &'a DeviceName,
-    pub(crate) places: &'a Places,
-    pub(crate) shard: Option<Shard>,
+pub(super) struct Experiment<'a> {
+    pub(super) planned: &'a Planned,
+    pub(super) device: &'a DeviceName,
+    pub(super) inputs: &'a Inputs,
+    pub(super) shard: Option<Shard>,
     /// Runs at the same time.
-    pub(crate) jobs: usize,
-    pub(crate) signals: &'a Signals,
+    pub(super) jobs: usize,
+    pub(super) signals: &'a Signals,
 }
 
 /// A signal has asked the program to end.
 #[derive(Debug, thiserror::Error)]
 #[error("interrupted")]
-pub(crate) struct Interrupted;
+pub(super) struct Interrupted;
 
 /// A finished process.
 struct Ended {
@@ -57,24 +54,19 @@ struct Ended {
 }
 
 impl Experiment<'_> {
-    /// Where a run's record lies when it is whole.
-    pub(crate) fn run_folder(&self, run: &Run) -> PathBuf {
-        self.folder.join(RUNS).join(&run.id)
-    }
-
     fn part(&self, run: &Run) -> PathBuf {
-        part_of(&self.folder.join(RUNS), &run.id)
+        part_of(&self.planned.folder.join(RUNS), &run.id)
     }
 
     /// Where a run that is done once more makes room.
     fn old(&self, run: &Run) -> PathBuf {
-        self.folder.join(RUNS).join(format!(".{}.old", run.id))
+        self.planned.folder.join(RUNS).join(format!(".{}.old", run.id))
     }
 
     /// Runs it and leaves its folder; how it went, and why it failed.
-    pub(crate) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
+    pub(super) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
         let part = self.fresh(run)?;
-        let line = command_line(run, self.device, self.places, start)?;
+        let line = command_line(run, self.device, self.inputs, start)?;
         let (machine, started_at) = (Machine::now(), now());
         let outcome = self.process(&line, &part);
         if self.signals.stop().load(SeqCst) {
@@ -107,7 +99,7 @@ impl Experiment<'_> {
     }
 
     /// Leaves the folder of a run that cannot be done here.
-    pub(crate) fn skip(&self, run: &Run, reason: &str) -> Result<()> {
+    pub(super) fn skip(&self, run: &Run, reason: &str) -> Result<()> {
         let part = self.fresh(run)?;
         let reason = self.plain(reason);
         let record = RunRecord { error: Some(reason), ..self.record(run, RunStatus::Skipped, Machine::now()) };
@@ -115,9 +107,9 @@ impl Experiment<'_> {
     }
 
     /// Runs it and forgets it.
-    pub(crate) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
+    pub(super) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
         let part = self.fresh(run)?;
-        let ended = command_line(run, self.device, self.places, start).and_then(|line| self.process(&line, &part));
+        let ended = command_line(run, self.device, self.inputs, start).and_then(|line| self.process(&line, &part));
         remove(&part)?;
         if self.signals.stop().load(SeqCst) {
             return Err(Interrupted.into());
@@ -127,21 +119,20 @@ impl Experiment<'_> {
     }
 
     /// Writes the file with the trainer's weights and batches, if it is not there; how it failed.
-    pub(crate) fn make_start(&self, name: &str, arguments: &[String]) -> Result<Option<String>> {
-        if self.folder.join(name).is_file() {
+    pub(super) fn make_start(&self, name: &str, arguments: &[String]) -> Result<Option<String>> {
+        if self.planned.folder.join(name).is_file() {
             return Ok(None);
         }
         // Several shards may make the same file: each in a folder of its own, and it has its name when it is whole.
         let own =
             self.shard.map_or_else(|| ".part".to_owned(), |shard| format!(".{}-of-{}.part", shard.number, shard.of));
-        let part = self.folder.join("start").join(own);
+        let part = self.planned.folder.join("start").join(own);
         remove(&part)?;
         let fresh = part.join(name);
         let folder = fresh.parent().unwrap_or(&part);
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let program = std::env::current_exe().context("cannot find this program's own file")?;
         let line = CommandLine {
-            program: program.into(),
+            program: repository::this_program()?.into(),
             arguments: arguments.iter().map(Into::into).collect(),
             shown: Vec::new(),
             folder: Some(part.clone()),
@@ -153,7 +144,7 @@ impl Experiment<'_> {
             return Err(Interrupted.into());
         }
         let ended = ended?;
-        let whole = self.folder.join(name);
+        let whole = self.planned.folder.join(name);
         let moved = if ended.status.success() { std::fs::rename(&fresh, &whole) } else { Ok(()) };
         moved.with_context(|| format!("cannot make {}", whole.display()))?;
         remove(&part)?;
@@ -163,16 +154,10 @@ impl Experiment<'_> {
     fn record<'a>(&'a self, run: &'a Run, status: RunStatus, machine: Machine) -> RunRecord<'a> {
         RunRecord {
             schema_version: SCHEMA_VERSION,
-            experiment: self.name,
-            spec_sha256: self.sha256,
-            id: &run.id,
-            cell: run.cell,
-            arm: &run.arm,
-            program: run.program,
-            options: run.options.clone(),
+            experiment: &self.planned.source.spec.name,
+            spec_sha256: &self.planned.sha256,
+            run,
             device: programs::shown(self.device).to_string(),
-            repeat: run.repeat,
-            position: run.position,
             shard: self.shard.map(|shard| shard.to_string()),
             jobs: self.jobs,
             command: Vec::new(),
@@ -188,7 +173,7 @@ impl Experiment<'_> {
     }
 
     /// Removes what a killed runner left behind of a run.
-    pub(crate) fn tidy(&self, run: &Run) -> Result<()> {
+    pub(super) fn tidy(&self, run: &Run) -> Result<()> {
         remove(&self.old(run))?;
         remove(&self.part(run))
     }
@@ -203,7 +188,7 @@ impl Experiment<'_> {
 
     fn publish(&self, run: &Run, part: &Path, record: &RunRecord<'_>) -> Result<()> {
         write_json(&part.join(RUN), record)?;
-        let (folder, old) = (self.run_folder(run), self.old(run));
+        let (folder, old) = (self.planned.run_folder(run), self.old(run));
         // One that failed or was skipped before makes room, as a whole: other shards look at it.
         if folder.exists() {
             std::fs::rename(&folder, &old).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -220,7 +205,7 @@ impl Experiment<'_> {
         command.args(&line.arguments).current_dir(line.folder.as_deref().unwrap_or(part));
         command.stdin(Stdio::null()).stderr(file(&err)?);
         command.stdout(if line.prints { Stdio::from(file(&out)?) } else { Stdio::null() });
-        if let Some(folder) = &self.places.data_dir {
+        if let Some(folder) = &self.inputs.data_dir {
             command.env("MNIST_DIR", folder);
         }
         let started = Instant::now();
@@ -253,7 +238,7 @@ impl Experiment<'_> {
         let kept: Vec<(PathBuf, PathBuf)> = if line.prints {
             vec![(part.join(RESULT), part.join(RESULT))]
         } else {
-            self.keep.iter().map(|name| (record.join(name), part.join(name))).collect()
+            self.planned.source.spec.keep.iter().map(|name| (record.join(name), part.join(name))).collect()
         };
         for (from, to) in kept.iter().filter(|(from, _)| std::fs::metadata(from).is_ok_and(|file| file.len() > 0)) {
             std::fs::rename(from, to).with_context(|| format!("cannot move {}", from.display()))?;
@@ -277,9 +262,9 @@ impl Experiment<'_> {
 
     /// Folders of this machine that a record should not name, the longest first.
     fn folders(&self, part: &Path) -> Vec<PathBuf> {
-        let mut folders = vec![part.to_owned(), self.folder.to_owned(), self.places.histories.clone()];
-        folders.extend(self.places.data_dir.clone());
-        folders.extend(self.places.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
+        let mut folders = vec![part.to_owned(), self.planned.folder.clone(), self.inputs.histories.clone()];
+        folders.extend(self.inputs.data_dir.clone());
+        folders.extend(self.inputs.baseline.as_ref().and_then(|file| Some(file.parent()?.to_owned())));
         if let DeviceName::Sim(Some(profile)) = self.device {
             folders.extend(profile.parent().map(Path::to_owned));
         }
@@ -294,7 +279,7 @@ impl Experiment<'_> {
 
     fn plain(&self, text: &str) -> String {
         let mut value = Value::String(text.to_owned());
-        without_folders(&mut value, &self.folders(self.folder));
+        without_folders(&mut value, &self.folders(&self.planned.folder));
         value.as_str().unwrap_or_default().to_owned()
     }
 }

@@ -32,7 +32,7 @@ impl Measure {
     }
 }
 
-/// Main figures of a run; what its program does not tell is absent.
+/// Main figures of a run; what its program does not record is absent.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Figures {
     pub(crate) measure: Measure,
@@ -107,7 +107,8 @@ pub(crate) fn blocked_share(epoch: &Value) -> Option<f64> {
     epoch["wall_s"].as_f64().filter(|wall| *wall > 0.0).map(|wall| blocked / 1e9 / wall)
 }
 
-fn of_summary(summary: &Value) -> Option<Figures> {
+/// Of the record of a training run.
+pub(crate) fn of_summary(summary: &Value) -> Option<Figures> {
     let last = steady_epochs(summary).last()?;
     let count = |calls: &serde_json::Map<String, Value>| {
         calls.values().filter_map(|totals| totals["count"].as_f64()).sum::<f64>() / batches(summary, last)

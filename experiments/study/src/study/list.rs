@@ -2,11 +2,12 @@
 
 use super::plan::plan;
 use super::spec::{self, Source};
+use crate::table::table;
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use terminal::{Column, Page, Table, command, quoted};
+use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::DeviceKind;
 
 #[derive(Debug, Args)]
@@ -63,16 +64,16 @@ pub(crate) fn list(args: &ListArgs) -> Result<()> {
 }
 
 fn page(rows: &[Row], folder: Option<&Path>) -> Page {
-    let mut table = Table::new([
-        Column::left("spec"),
-        Column::right("cuda runs"),
-        Column::right("sim runs"),
-        Column::text("question"),
-    ]);
-    let or_dash = |count: Option<usize>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
-    for row in rows {
-        table.row([row.name.clone(), or_dash(row.runs_cuda), or_dash(row.runs_sim), row.question.clone()]);
-    }
+    let count = |count: Option<usize>| Cell::or_dash(count.map(|count| count.to_string()));
+    let table = table(
+        rows,
+        &[
+            (Column::left("spec"), &|row| Cell::from(&row.name)),
+            (Column::right("cuda runs"), &|row| count(row.runs_cuda)),
+            (Column::right("sim runs"), &|row| count(row.runs_sim)),
+            (Column::text("question"), &|row| Cell::from(&row.question)),
+        ],
+    );
     let mut page = Page::stdout();
     page.table(&table);
     let on_sim = || rows.iter().filter_map(|row| Some((row.runs_sim?, row)));

@@ -1,9 +1,10 @@
-//! Who is at work in an experiment's folder: one runner, or one for each shard.
+//! Locks of an experiment's folder: one runner holds it, or one for each shard.
 //!
 //! The locks are the system's, on files beside the folder: they go with the process that holds them, however that ends. A
-//! file is removed at the end; one that a killed runner has left means nothing. Who takes a lock or looks at others' holds the
-//! folder's gate meanwhile, so no other runner comes between.
+//! file is removed at the end; one that a killed runner has left means nothing. A runner holds the folder's gate while it takes a
+//! lock or looks at others', so no other runner comes between.
 
+use crate::repository;
 use anyhow::{Context, Result, bail};
 use fs4::{FileExt, TryLockError};
 use serde::{Deserialize, Serialize};
@@ -25,7 +26,7 @@ pub(crate) struct Lock {
     _file: File,
 }
 
-/// Who holds a lock, as its file tells.
+/// The process that holds a lock, as the lock's file names it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Holder {
     pub(crate) process: u32,
@@ -65,9 +66,6 @@ enum Taken {
     Unsupported,
 }
 
-/// The folder's gate: held for as long as it takes to look at the locks.
-struct Gate(Option<Lock>);
-
 /// `DIR` and `<name>` of `DIR/<name>`.
 fn parts(folder: &Path) -> Result<(&Path, String)> {
     match (folder.parent(), folder.file_name()) {
@@ -80,25 +78,9 @@ fn open(path: &Path) -> std::io::Result<File> {
     OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)
 }
 
-/// How a file is locked.
-#[derive(Clone, Copy)]
-enum Way {
-    /// If it is free.
-    Try,
-    /// Once it is free.
-    Wait,
-    /// Beside others who look.
-    Look,
-}
-
 /// Locks an open file. By a trait: the standard library's own way is newer than the oldest Rust that builds this.
-fn take(file: File, path: &Path, way: Way) -> Result<Taken> {
-    let taken = match way {
-        Way::Try => FileExt::try_lock(&file),
-        Way::Wait => FileExt::lock(&file).map_err(TryLockError::Error),
-        Way::Look => FileExt::try_lock_shared(&file),
-    };
-    match taken {
+fn take(file: File, path: &Path, lock: impl Fn(&File) -> Result<(), TryLockError>) -> Result<Taken> {
+    match lock(&file) {
         // The holder before may have removed the file between the two calls; a lock on that one is none.
         Ok(()) if !is_there(&file, path) => Ok(Taken::Gone),
         Ok(()) => Ok(Taken::Ours(file)),
@@ -108,21 +90,20 @@ fn take(file: File, path: &Path, way: Way) -> Result<Taken> {
     }
 }
 
-impl Gate {
-    /// Waits for it. No runner holds it for longer than it takes to look at a folder.
-    fn pass(folder: &Path) -> Result<Self> {
-        let (out, name) = parts(folder)?;
-        let path = out.join(format!(".{name}.gate"));
-        loop {
-            let file = open(&path).with_context(|| format!("cannot write {}", path.display()))?;
-            match take(file, &path, Way::Wait)? {
-                Taken::Ours(file) => return Ok(Self(Some(Lock { path, _file: file }))),
-                Taken::Gone | Taken::Held => {}
-                Taken::Unsupported => {
-                    // Whether it could be removed shows in the folder only.
-                    let _ = std::fs::remove_file(&path);
-                    return Ok(Self(None));
-                }
+/// The folder's gate, once it is free: a runner holds it for as long as it takes to look at the locks. None on a file system
+/// that knows no locks.
+fn gate(folder: &Path) -> Result<Option<Lock>> {
+    let (out, name) = parts(folder)?;
+    let path = out.join(format!(".{name}.gate"));
+    loop {
+        let file = open(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        match take(file, &path, |file| FileExt::lock(file).map_err(TryLockError::Error))? {
+            Taken::Ours(file) => return Ok(Some(Lock { path, _file: file })),
+            Taken::Gone | Taken::Held => {}
+            Taken::Unsupported => {
+                // Whether it could be removed shows in the folder only.
+                let _ = std::fs::remove_file(&path);
+                return Ok(None);
             }
         }
     }
@@ -130,7 +111,7 @@ impl Gate {
 
 /// Does something to an experiment's folder that no other runner should see half done.
 pub(crate) fn alone<T>(folder: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    let _gate = Gate::pass(folder)?;
+    let _gate = gate(folder)?;
     work()
 }
 
@@ -141,10 +122,7 @@ pub(crate) fn alone<T>(folder: &Path, work: impl FnOnce() -> Result<T>) -> Resul
 pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> {
     let (out, name) = parts(folder)?;
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
-    let gate = Gate::pass(folder)?;
-    if gate.0.is_none() {
-        return Ok(None);
-    }
+    let Some(_gate) = gate(folder)? else { return Ok(None) };
     let Some(found) = look(folder)? else { return Ok(None) };
     let held: Vec<Option<Shard>> = found.iter().filter(|found| found.held).map(|found| found.shard).collect();
     if let Some(who) = in_the_way(&held, shard) {
@@ -153,17 +131,17 @@ pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> 
             folder.display()
         );
     }
-    // What killed runners left of shards of this number tells who goes on with them; the rest tells nothing any more.
-    let tells = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
-    for left in found.iter().filter(|found| !tells(found)) {
+    // Files that killed runners left of shards of this number show `status` which shards there are; others are removed.
+    let stays = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
+    for left in found.iter().filter(|found| !stays(found)) {
         // Whether it could be removed shows in the folder only.
         let _ = std::fs::remove_file(&left.path);
     }
     let path = out.join(file_name(&name, shard));
     let fails = || format!("cannot write {}", path.display());
-    // The gate keeps other runners away; who only looks, and may not write, has no gate and is gone at once.
+    // The gate keeps other runners away; `status` where it may not write has no gate and holds the lock for a moment.
     for _ in 0..TRIES {
-        match take(open(&path).with_context(fails)?, &path, Way::Try)? {
+        match take(open(&path).with_context(fails)?, &path, FileExt::try_lock)? {
             Taken::Ours(mut file) => {
                 let text = serde_json::to_string(&Holder::this()).with_context(fails)?;
                 file.set_len(0).and_then(|()| file.write_all(text.as_bytes())).with_context(fails)?;
@@ -180,7 +158,7 @@ fn file_name(name: &str, shard: Option<Shard>) -> String {
     shard.map_or_else(|| format!(".{name}.lock"), |shard| format!(".{name}.{}-of-{}.lock", shard.number, shard.of))
 }
 
-/// Who of those at work is in the way of a new one; words that follow the folder's name.
+/// Which of the runners at work keep a new one out; words that follow the folder's name.
 fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
     let list = |shards: &[Shard]| shards.iter().map(ToString::to_string).collect::<Vec<String>>().join(", ");
     let shards: Vec<Shard> = held.iter().copied().flatten().collect();
@@ -202,22 +180,14 @@ fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
 /// The files of all locks of a folder.
 fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
     let (out, name) = parts(folder)?;
-    let entries = match std::fs::read_dir(out) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.with_context(|| format!("cannot read {}", out.display()))?,
-    };
-    let mut found = Vec::new();
-    for entry in entries {
-        let entry = entry.with_context(|| format!("cannot read {}", out.display()))?;
-        if let Some(shard) = entry.file_name().to_str().and_then(|text| shard_of(text, &name)) {
-            found.push((shard, entry.path()));
-        }
-    }
+    let entries = if out.exists() { repository::entries(out)? } else { Vec::new() };
+    let lock = |path: PathBuf| Some((shard_of(path.file_name()?.to_str()?, &name)?, path));
+    let mut found: Vec<(Option<Shard>, PathBuf)> = entries.into_iter().filter_map(lock).collect();
     found.sort_by_key(|(shard, _)| shard.map(|shard| (shard.of, shard.number)));
     Ok(found)
 }
 
-/// All locks of a folder, to be called within its gate; `None` where the file system tells nothing.
+/// All locks of a folder, to be called within its gate; `None` where the file system has no locks.
 fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
     /// Longer than any holder's own words.
     const LONGEST: u64 = 4096;
@@ -232,7 +202,7 @@ fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
         // One that is being written says nothing yet.
         let holder = read.ok().and_then(|_| serde_json::from_str(&text).ok());
         // Shared, for which a file that may only be read is enough.
-        let held = match take(file, &path, Way::Look)? {
+        let held = match take(file, &path, FileExt::try_lock_shared)? {
             Taken::Gone => continue,
             Taken::Unsupported => return Ok(None),
             Taken::Held => true,
@@ -252,8 +222,8 @@ fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
     rest.strip_prefix('.')?.replacen("-of-", "/", 1).parse().ok().map(Some)
 }
 
-/// Who is or was at work in an experiment's folder: locks that are held, and files of locks that killed runners left.
-/// `None` where the file system does not tell.
+/// Runners of an experiment's folder: locks that are held, and files of locks that killed runners left.
+/// `None` where the file system has no locks.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -262,8 +232,8 @@ pub(crate) fn at_work(folder: &Path) -> Result<Option<Vec<Found>>> {
     if files(folder)?.is_empty() {
         return Ok(Some(Vec::new()));
     }
-    // Who may not write looks without the gate.
-    let _gate = Gate::pass(folder);
+    // A user who may not write looks without the gate.
+    let _gate = gate(folder);
     look(folder)
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn spread(values: &[f64]) -> Option<f64> {
     (middle != 0.0).then(|| deviation / middle.abs())
 }
 
-/// Places of the values that stand out. Fewer than four cannot tell.
+/// Places of the values that stand out. Of fewer than four, none does.
 pub(crate) fn outliers(values: &[f64]) -> Vec<usize> {
     if values.len() < 4 {
         return Vec::new();

@@ -1,8 +1,7 @@
 //! Options of a spec: tables whose keys are a program's long options, each with its place in the file.
 
-use serde::de::{Deserializer, MapAccess, Visitor};
-use serde::ser::{SerializeMap, Serializer};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
+use std::collections::BTreeMap;
 use std::fmt;
 use toml::{Spanned, Value};
 
@@ -72,7 +71,8 @@ impl Entry {
 }
 
 /// A table in the order of the file.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(from = "BTreeMap<Spanned<String>, Value>")]
 pub(crate) struct Entries(pub(crate) Vec<Entry>);
 
 impl Entries {
@@ -81,36 +81,18 @@ impl Entries {
     }
 }
 
-impl<'de> Deserialize<'de> for Entries {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Table;
-        impl<'de> Visitor<'de> for Table {
-            type Value = Entries;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a table of options")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
-                let mut entries = Vec::new();
-                while let Some((key, value)) = map.next_entry::<Spanned<String>, Value>()? {
-                    entries.push(Entry { offset: key.span().start, name: key.into_inner(), value });
-                }
-                // As they stand in the file, whatever order the parser hands them out in.
-                entries.sort_by_key(|entry| entry.offset);
-                Ok(Entries(entries))
-            }
-        }
-        deserializer.deserialize_map(Table)
+impl From<BTreeMap<Spanned<String>, Value>> for Entries {
+    fn from(table: BTreeMap<Spanned<String>, Value>) -> Self {
+        let entry =
+            |(key, value): (Spanned<String>, Value)| Entry { offset: key.span().start, name: key.into_inner(), value };
+        let mut entries: Vec<Entry> = table.into_iter().map(entry).collect();
+        entries.sort_by_key(|entry| entry.offset);
+        Self(entries)
     }
 }
 
 impl Serialize for Entries {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(Some(self.0.len()))?;
-        for entry in &self.0 {
-            map.serialize_entry(&entry.name, &entry.value)?;
-        }
-        map.end()
+        serializer.collect_map(self.0.iter().map(|entry| (&entry.name, &entry.value)))
     }
 }

@@ -1,5 +1,6 @@
 //! The programs that arms run: their command lines, and what can be said about options before anything runs.
 
+use super::options::OptionValue;
 use super::plan::{self, Run};
 use super::spec::{Program, Setting, Source};
 use crate::repository;
@@ -67,9 +68,9 @@ pub(crate) fn shown(device: &DeviceName) -> DeviceName {
     }
 }
 
-/// Where the things lie that runs read.
+/// Where the files are that runs read.
 #[derive(Clone, Debug)]
-pub(crate) struct Places {
+pub(crate) struct Inputs {
     pub(crate) histories: PathBuf,
     pub(crate) data_dir: Option<PathBuf>,
     pub(crate) python: OsString,
@@ -77,7 +78,7 @@ pub(crate) struct Places {
     pub(crate) baseline: Option<PathBuf>,
 }
 
-impl Places {
+impl Inputs {
     /// The named ones, else those of the environment, else those of the sources.
     pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
         let absolute = |path: &Path| {
@@ -103,7 +104,7 @@ impl Places {
 pub(crate) struct CommandLine {
     pub(crate) program: OsString,
     pub(crate) arguments: Vec<OsString>,
-    /// The same for readers, without folders of this machine.
+    /// The command line for readers, without folders of this machine.
     pub(crate) shown: Vec<String>,
     /// Where it must be started, if not in the folder of the run.
     pub(crate) folder: Option<PathBuf>,
@@ -112,10 +113,9 @@ pub(crate) struct CommandLine {
 }
 
 /// An option with its value, as it stands on a command line.
-fn argument(program: Program, name: &str, value: &super::options::OptionValue) -> Option<String> {
-    use super::options::OptionValue::Switch;
+fn argument(program: Program, name: &str, value: &OptionValue) -> Option<String> {
     match (value, is_switch(program, name)) {
-        (Switch(on), Some(true)) => on.then(|| format!("--{name}")),
+        (OptionValue::Switch(on), Some(true)) => on.then(|| format!("--{name}")),
         _ => Some(format!("--{name}={value}")),
     }
 }
@@ -221,66 +221,50 @@ fn arguments(run: &Run) -> Vec<String> {
 pub(crate) fn command_line(
     run: &Run,
     device: &DeviceName,
-    places: &Places,
+    inputs: &Inputs,
     start: Option<&str>,
 ) -> Result<CommandLine> {
-    let own = || std::env::current_exe().context("cannot find this program's own file");
-    let options = arguments(run);
-    let mut line =
-        CommandLine { program: OsString::new(), arguments: Vec::new(), shown: Vec::new(), folder: None, prints: false };
-    let push = |line: &mut CommandLine, text: &str, shown: &str| {
-        line.arguments.push(text.into());
-        line.shown.push(shown.into());
-    };
-    match run.program {
-        Program::Trainer => {
-            line.program = own()?.into();
-            line.shown.push("experiments".into());
-            push(&mut line, "trainer", "trainer");
-            options.iter().for_each(|option| push(&mut line, option, option));
-            push(&mut line, &format!("--device={device}"), &format!("--device={}", shown(device)));
-            push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
-        }
+    let same = |word: &str| (word.to_owned(), word.to_owned());
+    let name = run.program.name();
+    // The first words, of which a reader sees others than the system.
+    let (first, mut words) = match run.program {
+        Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
+        Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
         Program::Pytorch => {
-            let file = places.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
-            line.program.clone_from(&places.python);
-            line.shown.push("python3".into());
-            push(&mut line, &file.to_string_lossy(), "experiments/baselines/mlp.py");
-            options.iter().for_each(|option| push(&mut line, option, option));
-            if let Some(start) = start {
-                // From the folder of the run, which lies two below that of the experiment.
-                let start = format!("--start=../../{start}");
-                push(&mut line, &start, &start);
-            }
-            let device = if device.kind() == DeviceKind::Cuda { device.to_string() } else { "cpu".into() };
-            push(&mut line, &format!("--device={device}"), &format!("--device={device}"));
-            push(&mut line, &format!("--out={RECORD}"), &format!("--out={RECORD}"));
+            let file = inputs.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
+            let file = file.to_string_lossy().into_owned();
+            (Some("python3"), vec![(file, "experiments/baselines/mlp.py".to_owned())])
         }
-        Program::Replay | Program::Capacity | Program::Bench => {
-            line.program = own()?.into();
-            if run.program == Program::Bench {
-                line.shown.push("experiments".into());
-            } else {
-                push(&mut line, "vramlab", "vramlab");
-            }
-            push(&mut line, run.program.name(), run.program.name());
-            options.iter().for_each(|option| push(&mut line, option, option));
-            let null = run.program == Program::Bench && device.kind() == DeviceKind::Sim;
-            let device = if null { &DeviceName::Null } else { device };
-            push(&mut line, &format!("--device={device}"), &format!("--device={}", shown(device)));
-            push(&mut line, "--json", "--json");
-            line.prints = true;
-            line.folder = takes_history(run.program).then(|| places.histories.clone());
-        }
-    }
-    Ok(line)
+    };
+    words.extend(arguments(run).iter().map(|option| same(option)));
+    // From the folder of the run, which lies two below that of the experiment.
+    let start = start.map(|start| format!("--start=../../{start}"));
+    words.extend(start.iter().map(|start| same(start)));
+    words.push(match (run.program, device.kind()) {
+        (Program::Bench, DeviceKind::Sim) => same("--device=null"),
+        (Program::Pytorch, kind) if kind != DeviceKind::Cuda => same("--device=cpu"),
+        _ => (format!("--device={device}"), format!("--device={}", shown(device))),
+    });
+    let prints = matches!(run.program, Program::Replay | Program::Capacity | Program::Bench);
+    words.push(if prints { same("--json") } else { same(&format!("--out={RECORD}")) });
+    let (arguments, of_readers): (Vec<String>, Vec<String>) = words.into_iter().unzip();
+    Ok(CommandLine {
+        program: match run.program {
+            Program::Pytorch => inputs.python.clone(),
+            _ => repository::this_program()?.into(),
+        },
+        arguments: arguments.into_iter().map(OsString::from).collect(),
+        shown: first.map(str::to_owned).into_iter().chain(of_readers).collect(),
+        folder: takes_history(run.program).then(|| inputs.histories.clone()),
+        prints,
+    })
 }
 
 /// How the file with the trainer's weights and batches is made, and its name: runs that agree in what decides them
 /// share one.
 pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
     const DECIDES: [&str; 8] = ["dataset", "hidden", "layers", "batch", "epochs", "steps", "seed", "init"];
-    let chosen: Vec<&(String, super::options::OptionValue)> =
+    let chosen: Vec<&(String, OptionValue)> =
         run.options.iter().filter(|(name, _)| DECIDES.contains(&name.as_str())).collect();
     let name = chosen.iter().map(|(name, value)| format!("{name}-{value}")).collect::<Vec<String>>().join("_");
     let name = format!("start/{}.safetensors", if name.is_empty() { "default".to_owned() } else { name });
@@ -375,7 +359,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
     }
     for value in &setting.values {
         let text = argument(program, name, value);
-        if known == Some(true) && !matches!(value, super::options::OptionValue::Switch(_)) {
+        if known == Some(true) && !matches!(value, OptionValue::Switch(_)) {
             return here(format!("--{name} takes no value; write {name} = true"));
         }
         let mut line: Vec<String> = takes_history(program).then(|| "FILE".to_owned()).into_iter().collect();
@@ -424,14 +408,14 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
 }
 
 /// Why the PyTorch arms cannot run here, if they cannot.
-pub(crate) fn pytorch_missing(places: &Places, kind: DeviceKind) -> Option<String> {
-    if places.baseline.is_none() {
+pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
+    if inputs.baseline.is_none() {
         return Some(format!("experiments/baselines/{PYTORCH} is not here"));
     }
-    let python = places.python.to_string_lossy().into_owned();
+    let python = inputs.python.to_string_lossy().into_owned();
     let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
                  sys.exit(0 if torch.cuda.is_available() else 4)";
-    let status = Command::new(&places.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+    let status = Command::new(&inputs.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
     match status.map(|status| status.code()) {
         Err(_) => Some(format!("{python} is not on the PATH; install Python 3, or name it with PYTHON")),
         Ok(Some(3)) => Some(format!("{python} has no PyTorch; install the package torch, or name another PYTHON")),

@@ -1,7 +1,7 @@
 //! `experiment.json` and `run.json`: what an experiment leaves on disk. `analysis/schema.md` describes them.
 
-use super::plan::{Options, Run, as_map};
-use super::spec::{Program, Spec};
+use super::plan::Run;
+use super::spec::Spec;
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -55,11 +55,11 @@ pub(crate) struct ExperimentRecord<'a> {
 /// What ran where.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
-    /// Name of the processor, if the system tells.
+    /// Name of the processor, if the system names it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cpu: Option<String>,
     /// Cores that this process may use.
-    pub(crate) cores: usize,
+    pub(crate) cores: u32,
     /// Mean number of processes that wanted to run in the last minute, when the run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load: Option<f64>,
@@ -73,10 +73,15 @@ impl Machine {
         let cpu = cpuinfo.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
         Self {
             cpu: cpu.map(|(_, name)| name.trim().to_owned()),
-            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            cores: cores(),
             load: text("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
         }
     }
+}
+
+/// Cores that this process may use.
+pub(crate) fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
 /// How a run ended.
@@ -98,17 +103,10 @@ pub(crate) struct RunRecord<'a> {
     pub(crate) experiment: &'a str,
     /// As in `experiment.json`.
     pub(crate) spec_sha256: &'a str,
-    pub(crate) id: &'a str,
-    pub(crate) cell: usize,
-    pub(crate) arm: &'a str,
-    pub(crate) program: Program,
-    /// As in the plan; what the program was not told is in its own record.
-    #[serde(serialize_with = "as_map")]
-    pub(crate) options: Options,
+    #[serde(flatten)]
+    pub(crate) run: &'a Run,
     /// As in `experiment.json`. On `sim`, PyTorch runs on the CPU and `bench` on the device without costs.
     pub(crate) device: String,
-    pub(crate) repeat: u32,
-    pub(crate) position: usize,
     /// The runner's shard, as `2/4`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) shard: Option<String>,

@@ -2,13 +2,14 @@
 
 use super::figures::{self, Figures, Measure, median};
 use super::noise::{NOISY, outliers, spread};
-use super::plan::Run;
+use super::plan::{Planned, Run};
 use super::record::RunStatus;
+use crate::table::percent;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use terminal::duration;
-use terminal::{Cell as Text, Column, Page, Table, command};
+use terminal::{Cell as Text, Column, Page, command, quoted};
 use vramlab::Bytes;
 
 /// One cell of the matrix, over its repeats.
@@ -50,13 +51,8 @@ pub(crate) struct Cell {
 }
 
 /// Gathers the cells of a plan from the runs that are there.
-pub(crate) fn cells(
-    experiment: &str,
-    named: bool,
-    runs: &[Run],
-    folder: impl Fn(&Run) -> std::path::PathBuf,
-    status: impl Fn(&Run) -> Option<RunStatus>,
-) -> Result<Vec<Cell>> {
+pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus>) -> Result<Vec<Cell>> {
+    let (runs, named) = (&planned.runs, !planned.source.spec.arms.is_empty());
     let count = runs.iter().map(|run| run.cell + 1).max().unwrap_or(0);
     let mut out = Vec::new();
     for cell in 0..count {
@@ -65,7 +61,7 @@ pub(crate) fn cells(
         let with = |wanted: RunStatus| mine.iter().filter(|run| status(run) == Some(wanted)).count();
         let mut found: Vec<(&str, Figures)> = Vec::new();
         for run in mine.iter().filter(|run| status(run) == Some(RunStatus::Done)) {
-            found.extend(figures::of_folder(&folder(run))?.map(|figures| (run.id.as_str(), figures)));
+            found.extend(figures::of_folder(&planned.run_folder(run))?.map(|figures| (run.id.as_str(), figures)));
         }
         let values: Vec<f64> = found.iter().map(|(_, figures)| figures.value).collect();
         let of = |pick: fn(&Figures) -> Option<f64>| {
@@ -73,15 +69,10 @@ pub(crate) fn cells(
             (!all.is_empty()).then(|| median(&all))
         };
         out.push(Cell {
-            experiment: experiment.to_owned(),
+            experiment: planned.source.spec.name.clone(),
             cell,
             label: first.label(named),
-            title: named
-                .then_some("arm")
-                .into_iter()
-                .chain(first.axes.iter().map(String::as_str))
-                .collect::<Vec<_>>()
-                .join(" "),
+            title: [if named { vec!["arm".to_owned()] } else { Vec::new() }, first.axes.clone()].concat().join(" "),
             program: first.program.name(),
             options: first.options_json(),
             planned: mine.len(),
@@ -120,38 +111,33 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> Page {
     let mut labels: Vec<&str> = cells.iter().map(|cell| cell.title.as_str()).collect();
     labels.dedup();
     let label = if let [label] = labels.as_slice() { label } else { "arm" };
-    let mut table = Table::new([
-        Column::left(label),
-        Column::right(title),
-        Column::right("spread").priority(1),
-        Column::right("host blocked").priority(3),
-        Column::right("driver calls").priority(4),
-        Column::right("peak reserved").priority(2),
-        Column::right("utilisation").priority(5),
-        Column::right("runs"),
-    ]);
-    for cell in cells {
-        let main = cell.median.zip(cell.measure).map(|(value, measure)| match measure {
+    let main = |cell: &Cell| {
+        cell.median.zip(cell.measure).map(|(value, measure)| match measure {
             Measure::Capacity => bytes(value),
             _ => seconds(value),
-        });
-        let mut runs = format!("{}/{}", cell.done, cell.planned);
-        for (count, what) in [(cell.failed, "failed"), (cell.skipped, "skipped")] {
-            if count > 0 {
-                runs += &format!(" {count} {what}");
-            }
-        }
-        table.row([
-            Text::from(&cell.label),
-            Text::or_dash(main),
-            Text::or_dash(cell.spread.map(|spread| format!("{:.1} %", 100.0 * spread))),
-            Text::or_dash(cell.blocked_share.map(|share| format!("{:.0} %", 100.0 * share))),
-            Text::or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}"))),
-            Text::or_dash(cell.peak_reserved_bytes.map(bytes)),
-            Text::or_dash(cell.utilisation.map(|share| format!("{:.1} %", 100.0 * share))),
-            Text::from(runs),
-        ]);
-    }
+        })
+    };
+    let runs = |cell: &Cell| {
+        let others = [(cell.failed, "failed"), (cell.skipped, "skipped")].into_iter().filter(|(count, _)| *count > 0);
+        let others: String = others.map(|(count, what)| format!(" {count} {what}")).collect();
+        format!("{}/{}{others}", cell.done, cell.planned)
+    };
+    let share = |share: Option<f64>, digits: usize| Text::or_dash(share.map(|share| percent(share, digits)));
+    let table = crate::table::table(
+        cells,
+        &[
+            (Column::left(label), &|cell| Text::from(&cell.label)),
+            (Column::right(title), &|cell| Text::or_dash(main(cell))),
+            (Column::right("spread").priority(1), &|cell| share(cell.spread, 1)),
+            (Column::right("host blocked").priority(3), &|cell| share(cell.blocked_share, 0)),
+            (Column::right("driver calls").priority(4), &|cell| {
+                Text::or_dash(cell.driver_calls.map(|calls| format!("{calls:.1}")))
+            }),
+            (Column::right("peak reserved").priority(2), &|cell| Text::or_dash(cell.peak_reserved_bytes.map(bytes))),
+            (Column::right("utilisation").priority(5), &|cell| share(cell.utilisation, 1)),
+            (Column::right("runs"), &|cell| Text::from(runs(cell))),
+        ],
+    );
     let mut page = Page::stdout();
     page.line(format!("{name}: {question}"));
     page.table(&table);
@@ -180,11 +166,6 @@ pub(crate) fn warnings(cells: &[Cell]) -> Vec<String> {
     out
 }
 
-/// Where a run lies in an experiment's folder.
-pub(crate) fn folder_of(experiment: &Path, run: &Run) -> std::path::PathBuf {
-    experiment.join(super::record::RUNS).join(&run.id)
-}
-
 /// What ran, where its records are, and the next command.
 pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
     let sum = |of: fn(&Cell) -> usize| cells.iter().map(of).sum::<usize>();
@@ -197,13 +178,8 @@ pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
         [name] => ((*name).to_owned(), out.join(name)),
         names => (format!("{} experiments", names.len()), out.clone()),
     };
-    let mut found = format!("{done} of {planned} runs of {what} are done");
-    for (count, how) in [(failed, "failed"), (skipped, "skipped"), (planned - done - failed - skipped, "left")] {
-        if count > 0 {
-            found += &format!(", {count} {how}");
-        }
-    }
-    found += &format!("; the records are in {}.", folder.display());
+    let open = tally([(failed, "failed"), (skipped, "skipped"), (planned - done - failed - skipped, "left")]);
+    let found = format!("{done} of {planned} runs of {what} are done{open}; the records are in {}.", folder.display());
     let next = if done == planned {
         names.first().map_or_else(String::new, |name| drawing(&out.join(name)))
     } else {
@@ -217,6 +193,11 @@ pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
     page
 }
 
+/// How many runs are what, those that there are: `, 2 failed, 1 left`.
+pub(crate) fn tally<const N: usize>(counts: [(usize, &str); N]) -> String {
+    counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}")).collect()
+}
+
 /// The command that draws an experiment.
 pub(crate) fn drawing(folder: &Path) -> String {
     format!("vramlab report {}", quoted(&folder.to_string_lossy()))
@@ -227,14 +208,4 @@ fn shown(path: &Path) -> PathBuf {
     let here = std::env::current_dir().ok();
     let below = here.and_then(|here| path.strip_prefix(here).ok().map(Path::to_owned));
     below.filter(|below| !below.as_os_str().is_empty()).unwrap_or_else(|| path.to_owned())
-}
-
-/// A word of a command line, as a shell takes it.
-pub(crate) fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@+%".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', "'\\''"))
-    }
 }

@@ -1,13 +1,13 @@
 //! `experiments run`: does what specs say, and goes on where it was.
 
-use super::execute::Interrupted;
+use super::execute::{Experiment, Interrupted};
 use super::lock::{Lock, lock};
-use super::plan::{Run, plan_on, share};
-use super::programs::{self, Places};
-use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256, status_of};
+use super::plan::{Planned, plan_on, share};
+use super::programs::{self, Inputs};
+use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
-use super::work::{Work, start_of, work};
+use super::work::{start_of, work};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
@@ -57,15 +57,6 @@ pub(crate) struct RunArgs {
     json: bool,
 }
 
-/// A spec that has been checked, with its runs.
-pub(super) struct Planned {
-    pub(super) source: Source,
-    pub(super) runs: Vec<Run>,
-    pub(super) sha256: String,
-    /// `DIR/<name>`, absolute.
-    pub(super) folder: PathBuf,
-}
-
 /// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
 pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName {
     if let Some(device) = named {
@@ -80,14 +71,14 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let sources =
         args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
     let device = choose(args.device.as_ref(), &sources);
-    let places = Places::new(args.histories.as_deref(), args.data_dir.as_deref())?;
+    let inputs = Inputs::new(args.histories.as_deref(), args.data_dir.as_deref())?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind())));
     let out = std::path::absolute(&out).with_context(|| format!("{} is no folder that can be made", out.display()))?;
     // All of them before the first runs: a mistake in the last should not show after an hour.
-    let planned = sources.into_iter().map(|source| prepare(source, &device, &places, &out, args.again));
+    let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
     if args.dry_run {
-        return dry_run(&planned, &device, &places, args);
+        return dry_run(&planned, &device, &inputs, args);
     }
     if device.kind() == DeviceKind::Cuda {
         if args.jobs > 1 {
@@ -103,23 +94,24 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     signals::record_begins();
     let signals = Signals::listen().context("cannot listen for signals")?;
     let machine = Machine::now();
-    // Simulated time does not mind. CAST: a count of cores.
-    if let Some(load) = machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > machine.cores as f64) {
+    // Simulated time does not mind.
+    if let Some(load) =
+        machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > f64::from(machine.cores))
+    {
         say(&format!("note: the machine is busy (load {load:.1} on {} cores); times will be noisy", machine.cores));
     }
     let mut all: Vec<Cell> = Vec::new();
     let mut failed = Vec::new();
     for planned in &planned {
-        let done = work(&Work {
+        let experiment = Experiment {
             planned,
             device: &device,
-            places: &places,
+            inputs: &inputs,
             shard: args.shard,
-            again: args.again,
             jobs: usize::from(args.jobs),
             signals: &signals,
-        });
-        let (cells, failures) = done.map_err(|error| interrupted(error, planned, &signals))?;
+        };
+        let (cells, failures) = work(&experiment, args.again).map_err(|error| interrupted(error, planned, &signals))?;
         if !args.json {
             report::table(&planned.source.spec.name, &planned.source.spec.question, &cells).print()?;
         }
@@ -173,20 +165,19 @@ fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
 }
 
 /// Checks a spec and the folder that it would write to.
-fn prepare(source: Source, device: &DeviceName, places: &Places, out: &Path, again: bool) -> Result<Planned> {
-    programs::check(&source, device.kind(), Some(&places.histories))?;
+fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, again: bool) -> Result<Planned> {
+    programs::check(&source, device.kind(), Some(&inputs.histories))?;
     let runs = plan_on(&source, device.kind())?;
     let sha256 = spec_sha256(&source.spec)?;
-    let folder = out.join(&source.spec.name);
+    let planned = Planned { folder: out.join(&source.spec.name), source, runs, sha256 };
+    let folder = &planned.folder;
     if !again {
-        check_folder(&folder, &sha256, device)?;
-        for run in &runs {
-            status_of(&report::folder_of(&folder, run), &sha256)?;
-        }
+        check_folder(folder, &planned.sha256, device)?;
+        planned.runs.iter().try_for_each(|run| planned.status_of(run).map(|_| ()))?;
     } else if folder.exists() && !folder.join(EXPERIMENT).is_file() {
         bail!("{} holds no experiment, so --again will not remove it", folder.display());
     }
-    Ok(Planned { source, runs, sha256, folder })
+    Ok(planned)
 }
 
 /// A folder is new, empty, or holds the same experiment.
@@ -223,19 +214,16 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> 
     Ok(())
 }
 
-fn dry_run(planned: &[Planned], device: &DeviceName, places: &Places, args: &RunArgs) -> Result<()> {
+fn dry_run(planned: &[Planned], device: &DeviceName, inputs: &Inputs, args: &RunArgs) -> Result<()> {
     let columns = [Column::left("experiment"), Column::left("run"), Column::left("state"), Column::text("command")];
     let mut table = Table::new(columns);
     for planned in planned {
         for run in share(&planned.runs, args.shard) {
             let start = start_of(&planned.source.spec, run).map(|(name, _)| name);
-            let command = programs::command_line(run, device, places, start.as_deref());
+            let command = programs::command_line(run, device, inputs, start.as_deref());
             let command = command.map_or_else(|error| format!("skipped: {error}"), |line| line.shown.join(" "));
-            let state = match status_of(&report::folder_of(&planned.folder, run), &planned.sha256) {
-                _ if args.again => "to do",
-                Ok(Some(RunStatus::Done)) => "done",
-                _ => "to do",
-            };
+            let done = !args.again && matches!(planned.status_of(run), Ok(Some(RunStatus::Done)));
+            let state = if done { "done" } else { "to do" };
             table.row([planned.source.spec.name.clone(), run.id.clone(), state.to_owned(), command]);
         }
     }

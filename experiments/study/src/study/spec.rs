@@ -80,7 +80,7 @@ impl Overrides {
 }
 
 /// One program with its options, crossed with the spec's matrix and its own.
-#[derive(Clone, Debug, Deserialize, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arm {
     pub(crate) name: String,
@@ -263,10 +263,7 @@ impl Source {
     pub(crate) fn settings(&self, arm: &Arm, kind: DeviceKind) -> Result<Vec<Setting>> {
         let mut settings: Vec<Setting> = Vec::new();
         let spec = &self.spec;
-        let here = |overrides: (&Overrides, &Overrides)| -> Overrides {
-            if kind == DeviceKind::Sim { overrides.0.clone() } else { overrides.1.clone() }
-        };
-        let (shared, own) = (here((&spec.sim, &spec.cuda)), here((&arm.sim, &arm.cuda)));
+        let (shared, own) = (spec.overrides(kind), arm.overrides(kind));
         let levels = [
             (&spec.options, &spec.matrix),
             (&arm.options, &arm.matrix),
@@ -302,22 +299,24 @@ pub(crate) struct Setting {
     pub(crate) offset: usize,
 }
 
+impl Arm {
+    fn overrides(&self, kind: DeviceKind) -> &Overrides {
+        if kind == DeviceKind::Sim { &self.sim } else { &self.cuda }
+    }
+}
+
 impl Spec {
+    fn overrides(&self, kind: DeviceKind) -> &Overrides {
+        if kind == DeviceKind::Sim { &self.sim } else { &self.cuda }
+    }
+
     /// The arms on a kind of device. A spec without arms has one, of the trainer.
     pub(crate) fn arms_on(&self, kind: DeviceKind) -> Vec<Arm> {
         if !self.devices.contains(&kind) {
             return Vec::new();
         }
         if self.arms.is_empty() {
-            return vec![Arm {
-                name: Program::Trainer.name().into(),
-                program: Program::Trainer,
-                devices: None,
-                options: Entries::default(),
-                matrix: Entries::default(),
-                sim: Overrides::default(),
-                cuda: Overrides::default(),
-            }];
+            return vec![Arm { name: Program::Trainer.name().into(), ..Arm::default() }];
         }
         let runs = |arm: &&Arm| match &arm.devices {
             Some(devices) => devices.contains(&kind),
@@ -329,14 +328,12 @@ impl Spec {
 
     /// Repeats of an arm on a kind of device.
     pub(crate) fn repeats_on(&self, arm: &Arm, kind: DeviceKind) -> u32 {
-        let of = |sim: &Overrides, cuda: &Overrides| if kind == DeviceKind::Sim { sim.repeats } else { cuda.repeats };
-        of(&arm.sim, &arm.cuda).or(of(&self.sim, &self.cuda)).unwrap_or(self.repeats)
+        arm.overrides(kind).repeats.or(self.overrides(kind).repeats).unwrap_or(self.repeats)
     }
 
     /// Runs of each cell that are not kept, on a kind of device.
     pub(crate) fn warm_up_on(&self, kind: DeviceKind) -> u32 {
-        let overrides = if kind == DeviceKind::Sim { &self.sim } else { &self.cuda };
-        overrides.warm_up.unwrap_or(self.warm_up)
+        self.overrides(kind).warm_up.unwrap_or(self.warm_up)
     }
 }
 
@@ -358,14 +355,10 @@ pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
 
 /// Names of all specs in a folder, sorted.
 pub(crate) fn names(folder: &Path) -> Result<Vec<String>> {
-    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    let mut names = Vec::new();
-    for entry in entries {
-        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
-        if path.extension().is_some_and(|extension| extension == "toml") {
-            names.extend(path.file_stem().map(|stem| stem.to_string_lossy().into_owned()));
-        }
-    }
+    let entries = repository::entries(folder)?;
+    let name = |path: &PathBuf| path.file_name()?.to_string_lossy().strip_suffix(".toml").map(str::to_owned);
+    let mut names: Vec<String> = entries.iter().filter_map(name).collect();
+    // A file's ending counts for the order of files.
     names.sort();
     Ok(names)
 }

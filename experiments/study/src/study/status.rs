@@ -1,16 +1,16 @@
-//! `experiments status`: how far experiments are, and who is at work on them.
+//! `experiments status`: how far experiments are, and which runners are at work on them.
 
 use super::lock::{self, Holder};
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
-use super::report::{drawing, quoted};
-use crate::packed;
+use super::report::{drawing, tally};
+use crate::{packed, repository};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terminal::Shard;
-use terminal::{self, Column, Page, Table};
+use terminal::{self, Column, Page, Table, quoted};
 
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
@@ -58,18 +58,16 @@ struct Counts {
 
 impl Counts {
     fn of<'a>(runs: impl Iterator<Item = &'a Run>) -> Self {
-        let mut counts = Self::default();
-        for run in runs {
-            counts.planned += 1;
-            *match run.state {
-                State::Done => &mut counts.done,
-                State::Running => &mut counts.running,
-                State::Failed => &mut counts.failed,
-                State::Skipped => &mut counts.skipped,
-                State::Left => &mut counts.left,
-            } += 1;
+        let states: Vec<State> = runs.map(|run| run.state).collect();
+        let of = |state| states.iter().filter(|other| **other == state).count();
+        Self {
+            planned: states.len(),
+            done: of(State::Done),
+            running: of(State::Running),
+            failed: of(State::Failed),
+            skipped: of(State::Skipped),
+            left: of(State::Left),
         }
-        counts
     }
 
     /// Runs that are neither done nor under way.
@@ -111,7 +109,7 @@ struct Status {
     device: String,
     #[serde(flatten)]
     counts: Counts,
-    /// Whether the file system tells who is at work.
+    /// Whether the file system has locks, which show the runners at work.
     locks: bool,
     /// Each shard, or the runner of all runs.
     runners: Vec<Part>,
@@ -140,21 +138,14 @@ pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
     if packed::holds_experiment(folder) {
         return Ok(vec![folder.to_owned()]);
     }
-    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    let mut found = Vec::new();
-    for entry in entries {
-        let path = entry.with_context(|| format!("cannot read {}", folder.display()))?.path();
-        if packed::holds_experiment(&path) {
-            found.push(path);
-        }
-    }
+    let mut found = repository::entries(folder)?;
+    found.retain(|path| packed::holds_experiment(path));
     if found.is_empty() {
         bail!(
             "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
             folder.display()
         );
     }
-    found.sort();
     Ok(found)
 }
 
@@ -189,7 +180,7 @@ fn of(folder: &Path) -> Result<Status> {
         };
         let of_run = if state == State::Left { Value::Null } else { read_json(&own.join(RUN)).unwrap_or_default() };
         let error = of_run["error"].as_str().filter(|_| state != State::Running).map(str::to_owned);
-        // Where no lock tells of shards, the records do.
+        // Where no lock names a shard, the records do.
         let shard = of_run["shard"].as_str().and_then(|shard| shard.parse::<Shard>().ok());
         shards.extend(shard.filter(|_| found.is_empty()));
         runs.push(Run {
@@ -286,18 +277,18 @@ impl Part {
 }
 
 impl Status {
-    /// What failed, what was left behind, and what cannot be told.
+    /// What failed, what was left behind, and what is unknown.
     fn notes(&self) -> Vec<String> {
-        /// Most failures that are told.
-        const TOLD: usize = 5;
+        /// Most failures that are named.
+        const NAMED: usize = 5;
         let mut out = Vec::new();
         let failed: Vec<&Run> = self.runs.iter().filter(|run| run.state == State::Failed).collect();
-        for run in failed.iter().take(TOLD) {
+        for run in failed.iter().take(NAMED) {
             let error = run.error.as_deref().unwrap_or("it does not say why");
             out.push(format!("failed: {}/{}: {error}", self.experiment, run.id));
         }
-        if failed.len() > TOLD {
-            out.push(format!("failed: {} more of {}", failed.len() - TOLD, self.experiment));
+        if failed.len() > NAMED {
+            out.push(format!("failed: {} more of {}", failed.len() - NAMED, self.experiment));
         }
         for run in self.runs.iter().filter(|run| run.stale) {
             out.push(format!("stale: {}/{} was begun by a runner that is gone", self.experiment, run.id));
@@ -305,7 +296,7 @@ impl Status {
         if !self.locks {
             let name = &self.experiment;
             out.push(format!(
-                "note: {name} lies on a file system without locks, so nobody can tell which runs are running"
+                "note: {name} lies on a file system without locks, so it is unknown which runs are running"
             ));
         }
         out
@@ -331,17 +322,13 @@ impl Status {
 fn close(page: &mut Page, found: &[Status]) {
     let sum = |of: fn(&Counts) -> usize| found.iter().map(|status| of(&status.counts)).sum::<usize>();
     let (planned, done, running) = (sum(|of| of.planned), sum(|of| of.done), sum(|of| of.running));
-    let mut text = format!("{done} of {planned} runs are done");
-    for (count, what) in [
-        (running, "running"),
-        (sum(|of| of.failed), "failed"),
-        (sum(|of| of.skipped), "skipped"),
-        (sum(|of| of.left), "left"),
-    ] {
-        if count > 0 {
-            text += &format!(", {count} {what}");
-        }
-    }
+    let text = format!("{done} of {planned} runs are done")
+        + &tally([
+            (running, "running"),
+            (sum(|of| of.failed), "failed"),
+            (sum(|of| of.skipped), "skipped"),
+            (sum(|of| of.left), "left"),
+        ]);
     let go_on = || Some(terminal::command("experiments", &found.iter().find_map(Status::next)?));
     let draw = || found.first().filter(|_| done == planned).map(|status| drawing(&status.folder));
     match go_on().or_else(draw) {

@@ -2,36 +2,19 @@
 
 use super::execute::Experiment;
 use super::lock;
-use super::plan::{Run, share};
-use super::programs::{self, Places};
-use super::record::{
-    EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, provenance, remove, status_of, write_json,
-};
+use super::plan::{Planned, Run, share};
+use super::programs;
+use super::record::{EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, provenance, remove, write_json};
 use super::report::{self, Cell};
-use super::run::{Planned, check_folder};
+use super::run::check_folder;
 use super::spec::{Program, Spec};
 use anyhow::{Context, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
-use terminal::Shard;
-use terminal::signals::Signals;
 use terminal::{Bar, say};
 use trainer::provenance::now;
 use vramlab::{DeviceKind, DeviceName};
-
-/// What is to be done.
-pub(super) struct Work<'a> {
-    pub(super) planned: &'a Planned,
-    pub(super) device: &'a DeviceName,
-    pub(super) places: &'a Places,
-    pub(super) shard: Option<Shard>,
-    /// Whether what is there goes first.
-    pub(super) again: bool,
-    /// Runs at the same time.
-    pub(super) jobs: usize,
-    pub(super) signals: &'a Signals,
-}
 
 /// Runs that failed, and why.
 pub(super) type Failures = Vec<(String, String)>;
@@ -41,13 +24,14 @@ pub(super) fn start_of(spec: &Spec, run: &Run) -> Option<(String, Vec<String>)> 
     (spec.start && run.program == Program::Pytorch).then(|| programs::start_file(run))
 }
 
-/// Does what is left of an experiment, or of a shard of it; all its cells, and the runs that failed.
-pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
-    let (planned, device) = (work.planned, work.device);
+/// Does what is left of an experiment, or of a shard of it; with `again` all of it anew. Gives all its cells, and the runs that
+/// failed.
+pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell>, Failures)> {
+    let (planned, device) = (experiment.planned, experiment.device);
     let spec = &planned.source.spec;
     // Shards may begin at the same time.
     lock::alone(&planned.folder, || {
-        if work.again {
+        if again {
             remove(&planned.folder)?;
         }
         check_folder(&planned.folder, &planned.sha256, device)?;
@@ -57,24 +41,13 @@ pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
     })?;
     let runs_folder = planned.folder.join(RUNS);
     std::fs::create_dir_all(&runs_folder).with_context(|| format!("cannot make {}", runs_folder.display()))?;
-    let experiment = Experiment {
-        name: &spec.name,
-        sha256: &planned.sha256,
-        keep: &spec.keep,
-        folder: &planned.folder,
-        device,
-        places: work.places,
-        shard: work.shard,
-        jobs: work.jobs,
-        signals: work.signals,
-    };
-    let mine = share(&planned.runs, work.shard);
+    let mine = share(&planned.runs, experiment.shard);
     mine.iter().try_for_each(|run| experiment.tidy(run))?;
-    let state = |run: &Run| status_of(&experiment.run_folder(run), &planned.sha256).ok().flatten();
+    let state = |run: &Run| planned.status_of(run).ok().flatten();
     let mut left: Vec<&Run> = mine.iter().copied().filter(|run| state(run) != Some(RunStatus::Done)).collect();
     let mut failures = Failures::new();
     if left.iter().any(|run| run.program == Program::Pytorch)
-        && let Some(reason) = programs::pytorch_missing(work.places, device.kind())
+        && let Some(reason) = programs::pytorch_missing(experiment.inputs, device.kind())
     {
         let (skipped, others): (Vec<&Run>, Vec<&Run>) =
             left.into_iter().partition(|run| run.program == Program::Pytorch);
@@ -84,21 +57,19 @@ pub(super) fn work(work: &Work<'_>) -> Result<(Vec<Cell>, Failures)> {
         say(&format!("note: {}: {} runs of PyTorch are skipped: {reason}", spec.name, skipped.len()));
         left = others;
     }
-    make_starts(spec, &experiment, &mut left, &mut failures)?;
-    warm_up(spec, &experiment, &left, device.kind())?;
+    make_starts(spec, experiment, &mut left, &mut failures)?;
+    warm_up(spec, experiment, &left, device.kind())?;
     let bar = Bar::new(mine.len() as u64, "{prefix} {bar:20} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     bar.prefix(&spec.name);
     bar.begin_at((mine.len() - left.len()) as u64);
-    let done = all(&experiment, spec, &left, work.jobs, &bar);
+    let done = all(experiment, spec, &left, &bar);
     bar.clear();
     failures.extend(done?);
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
         // They are large, and their seeds make them again.
         remove(&planned.folder.join("start"))?;
     }
-    let cells =
-        report::cells(&spec.name, !spec.arms.is_empty(), &planned.runs, |run| experiment.run_folder(run), state)?;
-    Ok((cells, failures))
+    Ok((report::cells(planned, state)?, failures))
 }
 
 /// Whether a run's figures are real times, which runs beside it would change.
@@ -111,7 +82,8 @@ fn is_timed(run: &Run) -> bool {
 }
 
 /// Does the runs in their order, up to `jobs` of them at the same time, and then those that want the machine for themselves.
-fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], jobs: usize, bar: &Bar) -> Result<Failures> {
+fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar) -> Result<Failures> {
+    let jobs = experiment.jobs;
     let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(run));
     let mut failures = at_once(experiment, spec, &together, jobs, bar)?;
     failures.extend(at_once(experiment, spec, &alone, 1, bar)?);

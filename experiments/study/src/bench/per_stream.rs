@@ -7,9 +7,9 @@ use vramlab::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapsho
 
 /// Sends each call to the allocator of its stream.
 #[derive(Debug)]
-pub(crate) struct Apart(Vec<(StreamId, Arc<dyn DeviceAllocator>)>);
+pub(crate) struct PerStream(Vec<(StreamId, Arc<dyn DeviceAllocator>)>);
 
-impl Apart {
+impl PerStream {
     /// An allocator made by `build` for each stream; there is at least one.
     pub(crate) fn new(
         streams: &[StreamId],
@@ -25,7 +25,7 @@ impl Apart {
     }
 }
 
-impl DeviceAllocator for Apart {
+impl DeviceAllocator for PerStream {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.of(stream).allocate(request, stream)
     }
