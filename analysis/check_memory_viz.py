@@ -160,7 +160,7 @@ def check(path, original, script, folder):
         problems = check_instructions(data)
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         problems = [f"no pickle: {error}"]
-    # PyTorch's script unpickles without a check, so what could do anything but build data is given to nobody.
+    # PyTorch's script unpickles without a check, so it gets only files that can do nothing but build data.
     if problems:
         return report(path, problems, "not loaded")
     try:

@@ -3,6 +3,8 @@
 //! with that setting, have to map and unmap the same parts where the history was recorded under expandable_segments.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
+#[path = "common/facts.rs"]
+mod facts;
 #[path = "golden/pools.rs"]
 mod pools;
 #[path = "golden/remap.rs"]
@@ -10,6 +12,7 @@ mod remap;
 #[path = "golden/twins.rs"]
 mod twins;
 
+use facts::{facts, limit};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,7 +40,7 @@ fn folders() -> Vec<PathBuf> {
 /// A snapshot with what PyTorch says of it.
 struct Recording {
     path: PathBuf,
-    /// What the JSON beside it says of the program.
+    /// What PyTorch said of the program.
     facts: Value,
     /// Memory limit in bytes.
     limit: Option<u64>,
@@ -49,14 +52,8 @@ impl Recording {
     fn at(path: PathBuf) -> Option<Self> {
         let name = path.file_name().unwrap().to_str().unwrap().to_owned();
         let stem = name.strip_suffix(".pickle.xz")?;
-        let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
-        let facts = beside(format!("{stem}.json")).or_else(|| beside(format!("{stem}.default.json"))).unwrap();
-        let facts: Value = serde_json::from_str(&std::fs::read_to_string(facts).unwrap()).unwrap();
-        // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
-        let limit = facts["limit_mib"].as_f64().filter(|mib| *mib > 0.0).map(|mib| {
-            let total = facts["total_memory"].as_f64().unwrap();
-            (mib * MIB as f64 / total * total) as u64
-        });
+        let facts = facts(&path).unwrap();
+        let limit = limit(&facts);
         let expandable = stem.contains("expandable");
         Some(Self { path, facts, limit, expandable })
     }

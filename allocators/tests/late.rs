@@ -4,6 +4,8 @@
 mod common;
 #[path = "late/cut.rs"]
 mod cut;
+#[path = "common/facts.rs"]
+mod facts;
 #[allow(dead_code, reason = "not every test needs all of it")]
 #[path = "replay/recorder.rs"]
 mod recorder;

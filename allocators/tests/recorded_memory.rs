@@ -2,9 +2,12 @@
 //! sums and peaks are PyTorch's own statistics, and what is left at the end is what the snapshot says.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
+#[path = "common/facts.rs"]
+mod facts;
 #[path = "common/trials.rs"]
 mod trials;
 
+use facts::{facts, limit};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -59,14 +62,6 @@ fn name(path: &Path) -> String {
     path.file_name().unwrap().to_str().unwrap().trim_end_matches(".pickle.xz").to_owned()
 }
 
-/// What PyTorch said of the program when it had recorded it.
-fn facts(path: &Path) -> Option<Value> {
-    let stem = path.to_str()?.strip_suffix(".pickle.xz")?;
-    let file =
-        [format!("{stem}.json"), format!("{stem}.default.json")].into_iter().find(|file| Path::new(file).is_file());
-    Some(serde_json::from_str(&std::fs::read_to_string(file?).unwrap()).unwrap())
-}
-
 /// A history in memory.
 struct History {
     device: u16,
@@ -97,11 +92,7 @@ impl History {
         })
         .unwrap();
         let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
-        // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
-        settings.memory_limit = facts["limit_mib"].as_f64().filter(|mib| *mib > 0.0).map(|mib| {
-            let total = facts["total_memory"].as_f64().unwrap();
-            (mib * f64::from(1 << 20) / total * total) as u64
-        });
+        settings.memory_limit = limit(facts);
         let rules = Rules::new(&summary, device, &settings);
         builder.ends_with(&summary.segments).unwrap();
         let pending = summary.segments.iter().flat_map(|segment| &segment.blocks);

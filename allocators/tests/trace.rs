@@ -3,6 +3,8 @@
 
 #[path = "trace/common.rs"]
 mod common;
+#[path = "common/facts.rs"]
+mod facts;
 #[path = "trace/hostile_pickle.rs"]
 mod hostile_pickle;
 #[path = "trace/origins.rs"]

@@ -203,7 +203,7 @@ def pixels(page: browser.Browser) -> int:
     return found
 
 
-def test_it_draws_everything_and_asks_nobody(written: Path, page: browser.Browser) -> None:
+def test_it_draws_everything_without_a_network(written: Path, page: browser.Browser) -> None:
     opened(page, written)
     assert page.evaluate("[...document.querySelectorAll('.panel')].map(p => p.dataset.drawn)") == ["22"]
     assert view(page) == [0, 65, 0, 80 * MIB]

@@ -1,4 +1,4 @@
-"""Whoever names a file gets that file, whole, or a sentence; nothing else changes."""
+"""A file that was asked for is written whole, or a sentence says why not; nothing else changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_lies_beside_it_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "report.html.part").read_text() == "a user's"
 
 
-def test_an_extracted_folder_takes_nobody_elses_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_extracted_folder_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vramlab_analysis.nsight.__main__ import main
 
     capture = str(training(tmp_path / "x.sqlite"))

@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from tests.conftest import summary, write_run
 from vramlab_analysis import calls, histograms, histories, style
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.plots import apart, bars, fidelity, flame, latency, lines, loaders, loss, memory, sync
+from vramlab_analysis.plots import apart, bars, flame, latency, lines, loss, memory, sync
+from vramlab_analysis.plots.cells import fidelity
 from vramlab_analysis.records import Run, load_run
 
 
@@ -122,7 +123,7 @@ def test_sweeps_the_account_and_fidelity(runs: list[tuple[str, Run]]) -> None:
     cells = pl.DataFrame(
         {"name": ["naive", "caching"], "cell": ["step", "step"], "gpu": [100.0, 50.0], "sim": [90.0, 55.0]}
     )
-    check(fidelity.scatter(cells), "naive", "caching")
+    check(fidelity(cells), "naive", "caching")
 
 
 def test_sweeps_in_panels() -> None:
@@ -221,7 +222,7 @@ def test_without_data_there_is_no_figure(runs: list[tuple[str, Run]]) -> None:
         lambda: apart.from_f32(pl.DataFrame(schema={"kind": pl.String, "to_f32": pl.Float64})),
         lambda: lines.width(empty),
         lambda: sync.account([]),
-        lambda: fidelity.scatter(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []})),
+        lambda: fidelity(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []})),
     ):
         with pytest.raises(AnalysisError, match="no data"):
             draw()  # type: ignore[no-untyped-call]
@@ -244,9 +245,9 @@ def test_words_for_options() -> None:
         {"program": ["trainer", "pytorch", "pytorch"], "loader": ["copy", "workers", "workers"],
          "workers": [None, 2, 2], "pin": [None, "on", "off"]}
     )  # fmt: skip
-    said = [one.replace("\n", " ") for one in runs.select(loaders.named(runs)).to_series()]
+    said = [one.replace("\n", " ") for one in runs.select(bars.loaders(runs)).to_series()]
     assert said == ["ours: copy", "PyTorch: workers 2 workers, pinned", "PyTorch: workers 2 workers"]
-    assert loaders.named(runs.select("program", "loader").head(1)) is not None
+    assert bars.loaders(runs.select("program", "loader").head(1)) is not None
 
 
 def test_units() -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HISTORY = ROOT / "experiments/histories/mlp.pickle.xz"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 # Unoptimised, as the tests in Rust have it: what they have compiled is only linked once more.
-COMPILED = any((TARGET / "debug/deps").glob("libexperiments-*.rlib"))
+COMPILED = any((TARGET / "debug/deps").glob("libdoctor-*.rlib"))
 
 
 def project(folder: str) -> dict[str, Any]:

@@ -268,7 +268,7 @@ class Program {
   }
 
   // Arguments: cases separated by commas, repeats, then NAME=FILE of each history. A repeat goes through all cases, and the next one back, so that a
-  // phase in which somebody else uses the machine does not fall on one case alone.
+  // phase in which another program uses the machine does not fall on one case alone.
   int run(int argc, char** argv) {
     if (argc < 3) {
       std::fprintf(stderr, "usage: %s CASE,... REPEATS [NAME=FILE ...]\n", argv[0]);

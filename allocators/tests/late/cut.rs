@@ -1,13 +1,11 @@
 //! Histories to be cut.
 
-use serde_json::Value;
+use crate::facts::{facts, limit};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::histories::formats::{Action, Event, ReadOptions, Segment, read};
 use vramlab::histories::replay::{History, HistoryBuilder, recorded_settings};
-
-const MIB: u64 = 1 << 20;
 
 /// A whole history.
 pub(crate) struct Whole {
@@ -79,7 +77,7 @@ pub(crate) fn recordings() -> Vec<(String, Whole)> {
 pub(crate) fn graphs() -> Vec<(String, Whole)> {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let names = ["graph_step", "graphed_callables"].map(|name| format!("{name}.default"));
-    names.into_iter().map(|name| (name.clone(), whole(&fixtures.join(format!("{name}.pickle.xz")), &name))).collect()
+    names.into_iter().map(|name| (name.clone(), whole(&fixtures.join(format!("{name}.pickle.xz"))))).collect()
 }
 
 fn load(path: &Path) -> Option<Whole> {
@@ -89,18 +87,12 @@ fn load(path: &Path) -> Option<Whole> {
     if ["expandable", "graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
         return None;
     }
-    Some(whole(path, stem))
+    Some(whole(path))
 }
 
-fn whole(path: &Path, stem: &str) -> Whole {
-    let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
-    let facts = beside(format!("{stem}.json")).or_else(|| beside(format!("{stem}.default.json"))).unwrap();
-    let facts: Value = serde_json::from_str(&std::fs::read_to_string(facts).unwrap()).unwrap();
-    // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
-    let limit = facts["limit_mib"].as_f64().filter(|mib| *mib > 0.0).map(|mib| {
-        let total = facts["total_memory"].as_f64().unwrap();
-        (mib * MIB as f64 / total * total) as u64
-    });
+fn whole(path: &Path) -> Whole {
+    let facts = facts(path).unwrap();
+    let limit = limit(&facts);
     // A rank of several sees the GPUs of all.
     let gpu = facts["rank"].as_u64().map(|rank| u16::try_from(rank).unwrap());
     let mut events = Vec::new();

@@ -1,6 +1,7 @@
 //! PyTorch's snapshots: those recorded on a GPU, and small ones of the same form.
 
 use crate::common::{fixture, read_all, read_bytes};
+use crate::facts::facts;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use vramlab::BlockState;
@@ -17,12 +18,10 @@ pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {
     {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap();
-        let Some(name) = name.strip_suffix(".pickle.xz") else { continue };
-        let beside = |name: String| Some(path.with_file_name(name)).filter(|path| path.is_file());
-        let facts = beside(format!("{name}.json")).or_else(|| beside(format!("{name}.default.json"))).unwrap();
-        let facts = std::fs::read_to_string(facts).unwrap();
-        let facts: serde_json::Value = serde_json::from_str(&facts).unwrap();
-        out.push((path, facts["events"].as_u64().unwrap()));
+        if name.ends_with(".pickle.xz") {
+            let events = facts(&path).unwrap()["events"].as_u64().unwrap();
+            out.push((path, events));
+        }
     }
     assert!(out.len() >= 4, "the repository has four recordings");
     out.sort();

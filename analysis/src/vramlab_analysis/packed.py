@@ -79,7 +79,7 @@ class Packed:
         was, line = self.lines[run][name]
         table = self._parsed(line)
         if was == "text" and isinstance(table.get("text"), str):
-            # As it was, its ends of lines included; whoever reads it looks at what it says.
+            # As it was, its ends of lines included; its readers look at what it says.
             return str(json.loads(line)["text"]).encode("utf-8", "replace")
         columns = self._columns(table)
         out = io.StringIO(newline="")

@@ -1,4 +1,4 @@
-"""Draws the figures of the README from the recorded results, for readers who have no Python.
+"""Draws the figures of the documents from the recorded results, for readers who have no Python.
 
 From the repository's root: `vramlab-analysis readme-figures`.
 """
@@ -9,48 +9,22 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 from matplotlib.figure import Figure
 
 from vramlab_analysis import histograms, output, repository, style, truth
-from vramlab_analysis.calls import host_parts
-from vramlab_analysis.errors import AnalysisError, read_json
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import attribute, load, own_trace, timeline
 from vramlab_analysis.nsight.attribution import Attribution
-from vramlab_analysis.plots import bars, latency, lines
+from vramlab_analysis.plots import latency, lines
 
 
 def recorded() -> Path:
     """The results that the README quotes."""
     return repository.root() / "experiments" / "results" / "2026-11-21-h200"
-
-
-def epoch_host_time() -> Figure:
-    """Where the host's time goes in one epoch, by allocator."""
-    path = recorded() / "cuda.json"
-    if not path.is_file():
-        raise AnalysisError(f"{path}: not there; `experiments compare --json` writes it.")
-    runs: list[dict[str, Any]] = read_json(path)
-    rows = [
-        (
-            run["arm"]
-            .replace(":release_threshold=0 --sync step", ",\nthreshold 0, sync each step")
-            .replace(" --release-threshold 0 --sync step", ",\nthreshold 0, sync each step"),
-            host_parts(run["driver_calls"], run["epoch_s"] * 1e3),
-        )
-        for run in runs
-    ]
-    return bars.stacked(
-        rows,
-        style.HOST_PARTS,
-        unit="host time of one epoch (938 steps and validation), ms",
-        title=f"{runs[0]['device']}: 4 layers of width 784, batch 64, MNIST",
-        total=lambda value: f"{value:.0f} ms",
-    )
 
 
 def step(allocator: str) -> Figure:
@@ -122,7 +96,6 @@ SAME_WORK = ("allocator", "dataset", "hidden", "layers", "batch", "sync", "loade
 # Levels of ranges that a picture of whole steps has: the step, its parts, the layers.
 OUTER = 4
 DRAWN: dict[str, Callable[[], Figure]] = {
-    "epoch_host_time.svg": epoch_host_time,
     "timeline.svg": three_timelines,
     "step_naive.png": partial(step, "naive"),
     "step_caching.png": partial(step, "caching"),

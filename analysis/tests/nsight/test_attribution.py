@@ -119,7 +119,7 @@ def test_copies_wait_for_themselves_when_the_host_must_have_them(export: Export)
 
 def test_news_that_is_under_way_holds_a_call_up(export: Export) -> None:
     export.kernel("k", (0, 5), (10, 48))
-    export.call("cuMemFree_v2", 50, 60)  # the kernel is over, but nobody was told
+    export.call("cuMemFree_v2", 50, 60)  # the kernel is over, but no wait has seen it
     export.call("cuMemFree_v2", 70, 74)
     result = attribute(load(export.done()))
     assert [(one.waited_ns, one.blocked_ns) for one in result.blocked] == [(0, 6)]

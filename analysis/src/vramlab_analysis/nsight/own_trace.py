@@ -12,7 +12,7 @@ ranges around it and what the meter took for waiting. It has nothing of the devi
   there were none it is the cost that the trainer measured before the run.
 - A **free that gives back pages** of 2 MiB takes tens of microseconds more, and how much varies as much as short waits
   last. For those the meter's own figure is taken.
-- A **launch** counts only when 1,000 or more were queued that nobody has waited for, and it took four times the median.
+- A **launch** counts only when 1,000 or more were queued without a wait behind them, and it took four times the median.
 
 Calls are compared with a capture one by one: the two lists of the span have the same calls in the same order.
 """
@@ -166,7 +166,7 @@ def _check(one: dict[str, Any]) -> None:
 
 
 def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
-    """Marks the calls that take a page nobody held, or give one back."""
+    """Marks the calls that take a page from the device, or give one back."""
     held: dict[int, int] = defaultdict(int)
     calls = []
     for call, addr in lines:

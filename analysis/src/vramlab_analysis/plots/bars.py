@@ -202,3 +202,20 @@ def value_of(frame: pl.DataFrame, value: str, **where: Any) -> float:
         said = ", ".join(f"{column} {wanted}" for column, wanted in where.items())
         raise AnalysisError(f"no run with {said} tells its {value.replace('_', ' ')}.")
     return float(chosen.median())  # type: ignore[arg-type]
+
+
+def loaders(frame: pl.DataFrame) -> pl.Expr:
+    """The configuration of a loader in words, on up to three lines: program, loader, workers and page-locked memory."""
+
+    def column(name: str) -> pl.Expr:
+        return pl.col(name) if name in frame.columns else pl.lit(None, pl.String).alias(name)
+
+    workers = pl.when(column("workers").is_not_null()).then(
+        pl.format(
+            "\n{} workers{}",
+            column("workers"),
+            pl.when(column("pin") == "on").then(pl.lit(",\npinned")).otherwise(pl.lit("")),
+        )
+    )
+    program = pl.when(pl.col("program") == "trainer").then(pl.lit("ours")).otherwise(pl.lit("PyTorch"))
+    return pl.concat_str([program, pl.lit(":\n"), pl.col("loader"), workers.fill_null("")])

@@ -1,0 +1,81 @@
+"""What documents say and show is what the records say: computed sentences, and the picture of three steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vramlab_analysis import experiments, quoted, readme_figure, style
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import train_pace
+from vramlab_analysis.nsight import attribute, load, timeline
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, str]:
+    return quoted.pages()
+
+
+def changed(documents: dict[str, str], old: str, new: str) -> dict[str, str]:
+    assert any(old in text for text in documents.values())
+    return {name: text.replace(old, new) for name, text in documents.items()}
+
+
+def test_the_documents_say_what_the_records_say(documents: dict[str, str]) -> None:
+    assert quoted.rewritten(documents) == documents
+
+
+@pytest.mark.parametrize("figure", [quoted.width, lambda: quoted.epochs().splitlines()[2]])
+def test_a_figure_that_was_changed_by_hand_is_put_right(documents: dict[str, str], figure: Callable[[], str]) -> None:
+    by_hand = changed(documents, figure(), "| nowhere |" if figure().startswith("|") else "nowhere")
+    assert quoted.rewritten(by_hand) == documents
+
+
+def test_a_sentence_that_is_gone_is_named(documents: dict[str, str]) -> None:
+    with pytest.raises(AnalysisError, match="0 places for the row 'and copying each batch"):
+        quoted.rewritten(changed(documents, "and copying each batch?", "and copying?"))
+
+
+def test_a_sentence_that_stands_twice_is_named(documents: dict[str, str]) -> None:
+    twice = documents | {"README.md": documents["README.md"] + documents["experiments/answers.md"]}
+    with pytest.raises(AnalysisError, match="2 places"):
+        quoted.rewritten(twice)
+
+
+def test_what_was_fitted_is_not_counted_as_agreement() -> None:
+    told = quoted.unfitted()
+    assert "fidelity" not in quoted.UNFITTED
+    assert told["cells"] >= 40
+    assert 0 < told["within"] < 1
+    assert told["contrast"] > 1
+
+
+def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:
+    drawn = style.svg(readme_figure.three_timelines())
+    assert len(drawn) < 150_000
+    assert "<image" not in drawn
+    said = re.findall(
+        r">([a-z-]+): (\d+) µs as captured, of which (\d+) µs \((\d+) %\) are .* a step takes (\d+) µs", drawn
+    )
+    assert [one[0] for one in said] == ["naive", "caching", "stream-ordered"]
+    for allocator, *numbers in said:
+        captured, own, share, plain = map(int, numbers)
+        runs = experiments.results("latency", "h200").select(alloc=allocator)
+        paces = sorted(pace for run in runs if (pace := train_pace(run.record)) is not None)
+        assert paces[0] <= plain + 1
+        assert paces[-1] >= plain - 1
+        assert abs(captured - own - plain) <= 1
+        assert abs(100 * own / captured - share) <= 1
+
+
+def test_runs_of_other_work_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = attribute(load(readme_figure.recorded() / "nsight" / "naive-sync-never"))
+    wide = result.capture.path.replace("naive-sync-never", "naive-sync-never-hidden-2048")
+    assert Path(wide).is_dir()
+    other = dataclasses.replace(result, capture=load(Path(wide)))
+    with pytest.raises(AnalysisError, match=r"not the work of .* \(hidden\)"):
+        readme_figure.under_the_profiler("naive", other, timeline.window(result).length)
