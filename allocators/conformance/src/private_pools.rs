@@ -16,7 +16,7 @@ fn forty(allocator: &Subject, stream: StreamId, seed: u64) -> Vec<Block> {
 /// Forty blocks of many sizes from a pool, written to.
 fn forty_of(allocator: &Subject, pool: PrivatePool, stream: StreamId, seed: u64) -> Vec<Block> {
     allocator.pool_begin(pool, stream).unwrap();
-    let blocks = forty(&allocator, stream, seed);
+    let blocks = forty(allocator, stream, seed);
     allocator.pool_end(stream).unwrap();
     blocks
 }
