@@ -105,8 +105,6 @@ fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item 
 mod check;
 mod cost;
 mod limit;
-mod log;
-mod merge;
 pub mod nvtx;
 mod per_thread;
 mod timed;

@@ -1,6 +1,6 @@
 //! # `caching`: PyTorch's native caching allocator, for speed
 //!
-//! The policy is that of [`pytorch`](super::pytorch), which is the one to read. Tests hold it to the same addresses, paths,
+//! The policy is that of [`pytorch`], which is the one to read. Tests hold it to the same addresses, paths,
 //! statistics and snapshots. Here it is written so that threads on streams of their own do not wait for each other
 //! and a hit takes one short lock.
 //!
@@ -8,9 +8,9 @@
 //! large pool (20 MiB segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address).
 //! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
 //!
-//! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. What is done when no block fits is in
-//! `growth`, uses on other streams in `pending`, graph captures in `capture`, private pools in `pool`. What makes it fast is one file each, with a
-//! paragraph that says what it is and what it is worth:
+//! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. `growth` has what `pytorch`'s steps on a miss
+//! work on, `pending` uses on other streams, `capture` graph captures, `pool` private pools. What makes it fast is one file each,
+//! with a paragraph that says what it is and what it is worth:
 //!
 //! | file | what |
 //! |---|---|

@@ -1,8 +1,6 @@
 //! Every operation in order, with times.
 
 use crate::contract::{Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, Request, Snapshot, Stats};
-use crate::instruments::log::{Log, Record};
-use crate::instruments::merge::Merge;
 use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -47,90 +45,85 @@ impl Serialize for Traced {
 #[repr(align(128))]
 struct Sequence(AtomicU64);
 
-/// Keeps the operations in memory until they are taken. None is ever lost: memory is what bounds a trace, 32 bytes an
-/// event until they are taken (about 72 more each in what [`take`](Self::take) returns).
+/// What a thread has seen: each event with its place among those of all threads, and its time in ticks.
+type Log = Vec<(u64, Traced)>;
+
+/// Keeps the operations in memory until they are taken. None is ever lost: memory is what bounds a trace, 64 bytes an event until
+/// they are taken.
 ///
-/// *Order.* A free is stamped before the block goes back, everything else once it is done, so the free of an address
-/// has an earlier stamp than the next allocation there, on whatever thread. The stamp is read without waiting for what
-/// the processor has in flight, which would cost more than the rest of the record; where two threads' stamps are
-/// therefore the wrong way round by some nanoseconds, the blocks themselves tell the order when the events are taken. So a
-/// trace can always be replayed. Where the clock cannot tell which of two threads came first
-/// ([`Clock::orders_threads`]: virtual time stands still between driver calls) a shared counter does.
+/// *Order.* All threads share a counter that gives each event its place. A free is counted before the block goes back,
+/// everything else once it is done, so the free of an address comes before the next allocation there, on whatever thread. So
+/// a trace can always be replayed.
 ///
-/// *Cost.* One read of the clock and a record in a buffer of the calling thread's own, behind a lock of its own: no line shared
-/// with other threads unless the clock needs the counter, an allocation once in 65,536 events. A thread that changes its
-/// stream at every operation needs 64 bytes an event.
+/// *Cost.* One read of the clock, one step of the counter and a record in a buffer of the calling thread's own, behind a lock of
+/// its own.
 #[derive(Debug)]
 pub struct EventTrace {
     inner: Arc<dyn DeviceAllocator>,
     clock: Reader,
-    /// Gives each event its place, where the clock does not.
-    sequence: Option<Sequence>,
+    sequence: Sequence,
     logs: PerThread<Log>,
-    /// Joins the logs; knows which blocks were live when events were last taken.
-    merge: Mutex<Merge>,
+    /// The latest time that was told, in ticks.
+    last: Mutex<u64>,
 }
 
 impl EventTrace {
     /// Records the operations of `inner` by `clock`.
     #[must_use]
     pub fn new(inner: Arc<dyn DeviceAllocator>, clock: Arc<dyn Clock>) -> Self {
-        let sequence = (!clock.orders_threads()).then(Sequence::default);
-        let clock = Reader::new(clock);
-        let merge = Mutex::new(Merge::new(sequence.is_none(), clock.scale()));
-        Self { inner, clock, merge, sequence, logs: PerThread::new() }
+        let (clock, sequence, logs) = (Reader::new(clock), Sequence::default(), PerThread::new());
+        Self { inner, clock, sequence, logs, last: Mutex::default() }
     }
 
-    /// The events since the last call, in order. While it empties the buffers other threads' operations wait, so that
-    /// none of the events that come later belongs before one that was returned.
+    /// The events since the last call, in order. Times do not go back. While it empties the buffers other threads' operations
+    /// wait, so that none of the events that come later belongs before one that was returned.
     #[must_use]
     pub fn take(&self) -> Vec<Traced> {
-        let mut merge = self.merge.lock().unwrap_or_else(PoisonError::into_inner);
-        let logs = self.logs.collect(Log::take);
-        let (events, mut spare) = merge.join(logs, Log::SPARE);
-        drop(merge);
-        if !spare.is_empty() {
-            self.logs.collect(|log| log.keep(&mut spare));
-        }
-        events
+        let last = &mut *self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = self.logs.collect(std::mem::take).concat();
+        events.sort_unstable_by_key(|(place, _)| *place);
+        let told = |(_, Traced { mut event, block, path })| {
+            *last = event.time_ns.max(*last);
+            event.time_ns = self.clock.scale().nanoseconds(*last);
+            Traced { event, block, path }
+        };
+        events.into_iter().map(told).collect()
     }
 
-    /// The time in ticks and the place of an event. Read inside the log, so that a thread that takes the events takes either this
-    /// one with all that came before, or none that comes after.
+    /// An event that is over now, with its place. It is made inside the log, so that a thread that takes the events takes either
+    /// this one with all that came before, or none that comes after.
     #[inline(always)]
-    fn now(&self) -> (u64, Option<u64>) {
-        let time = self.clock.now();
+    fn event(&self, action: Action, block: (u64, u64, u64), stream: StreamId, path: Path) -> (u64, Traced) {
+        let (addr, bytes, block) = block;
+        let (stream, time_ns) = (stream.get(), self.clock.now());
         // Relaxed: all threads see one order of this counter, and that is all that is asked of it.
-        (time, self.sequence.as_ref().map(|Sequence(next)| next.fetch_add(1, Relaxed)))
+        let place = self.sequence.0.fetch_add(1, Relaxed);
+        (place, Traced { event: Event { action, device: 0, addr, bytes, stream, time_ns }, block, path })
     }
 
     #[inline(always)]
-    fn push(&self, action: Action, addr: u64, size: u64, block: u64, stream: StreamId, path: Path) {
-        let mut log = self.logs.enter();
-        let (time, sequence) = self.now();
-        let stamp = Record::stamp(time, action, path);
-        log.push(Record { stamp, addr, size, block }, stream, sequence);
+    fn push(&self, action: Action, block: (u64, u64, u64), stream: StreamId, path: Path) {
+        let log = &mut *self.logs.enter();
+        log.push(self.event(action, block, stream, path));
     }
+}
 
-    /// A request that was refused.
-    #[cold]
-    #[inline(never)]
-    fn push_refused(&self, request: Request, stream: StreamId) {
-        self.push(Action::Oom, 0, request.bytes, 0, stream, Path::Failed);
-    }
+/// Address, bytes that were asked for, and bytes.
+#[inline(always)]
+fn place(block: &Block) -> (u64, u64, u64) {
+    (block.addr().get(), block.requested(), block.bytes())
 }
 
 impl DeviceAllocator for EventTrace {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         match self.inner.allocate(request, stream) {
             Ok(block) => {
-                let (addr, path) = (block.addr().get(), block.path());
-                self.push(Action::Alloc, addr, request.bytes, block.bytes(), stream, path);
+                self.push(Action::Alloc, place(&block), stream, block.path());
                 Ok(block.hand_on())
             }
             Err(error) => {
                 if error.is_out_of_memory() {
-                    self.push_refused(request, stream);
+                    self.push(Action::Oom, (0, request.bytes, 0), stream, Path::Failed);
                 }
                 Err(error)
             }
@@ -138,31 +131,18 @@ impl DeviceAllocator for EventTrace {
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        let (addr, size, bytes) = (block.addr().get(), block.requested(), block.bytes());
-        let mut log = self.logs.enter();
+        let log = &mut *self.logs.enter();
         // Before the free: once the block is back, another thread may be handed its address.
-        let (time, sequence) = self.now();
-        let mut push = |path: Path| {
-            let stamp = Record::stamp(time, Action::FreeRequested, path);
-            log.push(Record { stamp, addr, size, block: bytes }, stream, sequence);
-        };
+        let (number, event) = self.event(Action::FreeRequested, place(&block), stream, Path::Failed);
         // SAFETY: the caller's promise is the inner allocator's.
-        match unsafe { self.inner.deallocate(block, stream) } {
-            Ok(path) => {
-                push(path);
-                Ok(path)
-            }
-            Err(error) => {
-                push(Path::Failed);
-                Err(error)
-            }
-        }
+        let freed = unsafe { self.inner.deallocate(block, stream) };
+        log.push((number, Traced { path: *freed.as_ref().unwrap_or(&Path::Failed), ..event }));
+        freed
     }
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         self.inner.record_use(block, stream)?;
-        let addr = block.addr().get();
-        self.push(Action::RecordUse, addr, block.requested(), block.bytes(), stream, Path::Deferred);
+        self.push(Action::RecordUse, place(block), stream, Path::Deferred);
         Ok(())
     }
 
@@ -170,8 +150,7 @@ impl DeviceAllocator for EventTrace {
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let restored = self.inner.restore(snapshot, age)?;
         for (block, stream) in restored.iter().flatten().zip(super::restored_streams(snapshot)) {
-            let addr = block.addr().get();
-            self.push(Action::Alloc, addr, block.requested(), block.bytes(), stream, block.path());
+            self.push(Action::Alloc, place(block), stream, block.path());
         }
         Ok(restored)
     }
