@@ -173,26 +173,17 @@ fn product(shape: [u32; 3], layout: GemmLayout, a: &Operand<'_>, b: &Operand<'_>
     c
 }
 
-/// `dyᵀ·x`, dense `[outputs, inputs]`, and the sums of dy's columns.
-struct Gradient {
-    weight: Vec<f32>,
-    bias: Vec<f32>,
-}
-
-impl Gradient {
-    /// Of dy and x with their pitches.
-    fn of<T: Stored>(
-        precision: Precision,
-        [rows, inputs, outputs]: [u32; 3],
-        (dy, dy_pitch): (&[T], u32),
-        (x, x_pitch): (&[T], u32),
-    ) -> Self {
-        // The bias takes no part in the product, so its terms are not rounded as operands are.
-        let mut bias = vec![0.0; outputs as usize];
-        sum_rows(dy, dy_pitch, &mut bias);
-        let dy = Operand::of(dy, outputs, dy_pitch, precision);
-        let x = Operand::of(x, inputs, x_pitch, precision);
-        let weight = product([outputs, inputs, rows], GemmLayout::TN, &dy, &x);
-        Self { weight, bias }
-    }
+/// `dyᵀ·x`, dense `[outputs, inputs]`, and the sums of dy's columns; of dy and x with their pitches.
+fn gradient<T: Stored>(
+    precision: Precision,
+    [rows, inputs, outputs]: [u32; 3],
+    (dy, dy_pitch): (&[T], u32),
+    (x, x_pitch): (&[T], u32),
+) -> (Vec<f32>, Vec<f32>) {
+    // The bias takes no part in the product, so its terms are not rounded as operands are.
+    let mut bias = vec![0.0; outputs as usize];
+    sum_rows(dy, dy_pitch, &mut bias);
+    let dy = Operand::of(dy, outputs, dy_pitch, precision);
+    let x = Operand::of(x, inputs, x_pitch, precision);
+    (product([outputs, inputs, rows], GemmLayout::TN, &dy, &x), bias)
 }

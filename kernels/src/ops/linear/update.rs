@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, check_alignment, linear};
+use super::{check_alignment, gradient, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::HostBuffers;
@@ -86,14 +86,14 @@ impl LinearUpdate {
         let bias = buffers.write::<f32>(self.bias, self.outputs.into())?;
         self.claim_shared(buffers)?;
         let sizes = [self.rows, self.inputs, self.outputs];
-        let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
+        let (gradient, bias_gradient) = gradient(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
         let (inputs, pitch) = (self.inputs as usize, self.weight_pitch as usize);
-        for (row, gradient) in gradient.weight.chunks_exact(inputs).enumerate() {
+        for (row, gradient) in gradient.chunks_exact(inputs).enumerate() {
             let here = row * pitch..row * pitch + inputs;
             let master = master.as_deref_mut().map(|master| &mut master[here.clone()]);
             step_weights(&mut weight[here], master, gradient, self.rate);
         }
-        descend(bias, &gradient.bias, self.rate);
+        descend(bias, &bias_gradient, self.rate);
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 
-use super::{Gradient, check_alignment, linear};
+use super::{check_alignment, gradient, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
 use crate::host::HostBuffers;
@@ -72,14 +72,14 @@ impl LinearWeightGradient {
         let dbias = buffers.write_some::<f32>(self.dbias, self.outputs.into())?.unwrap_or_default();
         self.claim_shared(buffers)?;
         let sizes = [self.rows, self.inputs, self.outputs];
-        let gradient = Gradient::of(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
-        let rows = gradient.weight.chunks_exact(self.inputs as usize);
+        let (gradient, bias_gradient) = gradient(self.precision, sizes, (dy, self.dy_pitch), (x, self.x_pitch));
+        let rows = gradient.chunks_exact(self.inputs as usize);
         for (to, from) in dweight.chunks_mut(self.dweight_pitch as usize).zip(rows) {
             for (to, from) in to.iter_mut().zip(from) {
                 *to = from * self.scale;
             }
         }
-        for (to, from) in dbias.iter_mut().zip(gradient.bias) {
+        for (to, from) in dbias.iter_mut().zip(bias_gradient) {
             *to = from * self.scale;
         }
         Ok(())
