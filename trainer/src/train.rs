@@ -32,7 +32,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use stepper::Stepper;
 use vramlab::device::CallObserver;
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};

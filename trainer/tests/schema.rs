@@ -12,7 +12,7 @@ use trainer::Settings;
 use trainer::arithmetic::{Dtype, FuseMode};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use vramlab::backends::{self, stream_ordered};
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 use vramlab::{CallKind, Path};
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");

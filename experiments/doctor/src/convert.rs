@@ -19,12 +19,12 @@ use terminal::arguments;
 use terminal::command;
 use terminal::{Bar, Page, quoted};
 use vramlab::budget::Budget;
-use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
-use vramlab::histories::trace::jsonl_placements;
-use vramlab::histories::trace::{
+use vramlab::histories::formats::jsonl_placements;
+use vramlab::histories::formats::{
     Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TraceWriter,
     WriteError, WriteProblem, read_origins_from,
 };
+use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]

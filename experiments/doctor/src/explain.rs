@@ -29,9 +29,9 @@ use survey::Survey;
 use terminal::Shard;
 use terminal::{Bar, Page};
 use vramlab::backends::{TorchAllocator, of_torch};
+use vramlab::histories::formats::Action;
 use vramlab::histories::memory::Memory;
 use vramlab::histories::replay::{Addresses, ReplaySettings, replay};
-use vramlab::histories::trace::Action;
 use vramlab::{Bytes, Selection};
 
 #[derive(Debug, Args)]

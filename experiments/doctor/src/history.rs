@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
+use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, recorded_settings};
-use vramlab::histories::trace::{Cut, Event, ReadError, Summary, read};
 use vramlab::{AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, SimDriver, SimMemory};
 
 /// A history and the settings under which it was recorded.

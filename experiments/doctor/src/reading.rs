@@ -6,7 +6,7 @@ use std::path::Path;
 use terminal::fail;
 use vramlab::Bytes;
 use vramlab::budget::Budget;
-use vramlab::histories::trace::ReadOptions;
+use vramlab::histories::formats::ReadOptions;
 
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ReadArgs {

@@ -9,9 +9,9 @@ use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
+use vramlab::histories::formats::Cut;
 use vramlab::histories::memory::{LimitBound, Peaks};
 use vramlab::histories::replay::{History, OutOfMemory};
-use vramlab::histories::trace::Cut;
 use vramlab::policy::size::Size;
 
 /// How the limit is known under which settings are compared.

@@ -1,7 +1,7 @@
 //! Ranges that a program named, as slices of a timeline.
 
 use std::collections::HashMap;
-use vramlab::histories::trace::{Origins, TextId, TraceWriter, WriteError};
+use vramlab::histories::formats::{Origins, TextId, TraceWriter, WriteError};
 
 /// Tracks for ranges that overlap without one holding the other.
 const TRACKS: [&str; 3] = ["annotations", "annotations 2", "annotations 3"];

@@ -1,7 +1,7 @@
 //! Stacks of frames as a person reads them: the lines of the user's own code, with what lies in libraries folded.
 
 use std::collections::HashMap;
-use vramlab::histories::trace::{Frame, Origins, StackId};
+use vramlab::histories::formats::{Frame, Origins, StackId};
 
 /// A place in a program, by its number in [`Lines`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

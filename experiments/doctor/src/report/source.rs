@@ -8,9 +8,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
+use vramlab::histories::formats::jsonl_placements;
 use vramlab::histories::memory::Peaks;
 use vramlab::histories::replay::{BlockPlace, History};
-use vramlab::histories::trace::jsonl_placements;
 use vramlab::{Bytes, Selection};
 
 /// The events of a run in its folder, best first: an export names segments, the trace does not.

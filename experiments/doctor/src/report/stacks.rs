@@ -6,7 +6,7 @@ use crate::explain::lines::{line_of, words};
 use crate::recording::Recording;
 use std::collections::HashMap;
 use std::hash::Hash;
-use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
+use vramlab::histories::formats::{Frame, Origin, Origins, StackId, TextId};
 
 /// What comes up, numbered in that order from 1.
 #[derive(Debug)]

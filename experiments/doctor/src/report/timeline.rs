@@ -5,8 +5,8 @@ use crate::recording::Recording;
 use std::collections::HashMap;
 use vramlab::Bytes;
 use vramlab::contract::BlockState;
+use vramlab::histories::formats::{Action, Segment};
 use vramlab::histories::memory::{BlockLifetime, Lifetimes, SegmentLifetime};
-use vramlab::histories::trace::{Action, Segment};
 
 /// Something that happened at an event, or between two.
 #[derive(Clone, Debug, PartialEq, Eq)]
