@@ -177,7 +177,7 @@ fn numbers_of_any_size_are_survived() {
     )
     .unwrap();
     assert_eq!(events.last().unwrap().time_ns, u64::MAX);
-    // Frees of what was never allocated pass; whoever replays decides.
+    // Frees of what was never allocated pass; the replay decides.
     let (events, _) = read_bytes(b"0 1 2 3\n").unwrap();
     assert_eq!(events[0], event(Action::FreeRequested, 1, 2, 3, 0));
 }
