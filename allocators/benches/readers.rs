@@ -1,7 +1,7 @@
 //! Readers and the compilation of histories on a million of whatever can make them slow. What they take grows with the
-//! file: `allocators/src/steps` counts it. This is for watching a change.
+//! file: `allocators/histories/src/steps` counts it. This is for watching a change.
 //!
-//! `cargo bench -p allocators --bench readers` measures, `cargo bench -p allocators --bench readers -- --test` runs
+//! `cargo bench -p vramlab --bench readers` measures, `cargo bench -p vramlab --bench readers -- --test` runs
 //! everything once.
 #![allow(missing_docs, reason = "Criterion's macros make undocumented functions")]
 #![allow(clippy::unwrap_used, reason = "a benchmark reports a failure by panicking")]

@@ -17,11 +17,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab::budget::OverBudget;
-use vramlab::histories::replay::snapshot_settings;
-use vramlab::histories::trace::{
+use vramlab::histories::formats::{
     Action, Ending, Event, Export, Origin, ReadError, ReadOptions, Segment, TraceWriter, WriteError, WriteProblem,
     jsonl_placements, read,
 };
+use vramlab::histories::replay::snapshot_settings;
 use vramlab::output::{OutputError, OutputProblem};
 use vramlab::{CallEvent, CallKind, Snapshot};
 
@@ -378,7 +378,7 @@ pub(crate) fn write(
     let ended = match (fault, read) {
         (Some(fault), _) => Err(fault),
         // A run that ended before its first operation has an empty trace.
-        (None, Err(error)) if !matches!(error.problem, vramlab::histories::trace::Problem::Empty) => {
+        (None, Err(error)) if !matches!(error.problem, vramlab::histories::formats::Problem::Empty) => {
             return Err(failed(&error.path.clone(), std::io::Error::other(error)));
         }
         _ => merge

@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::path::PathBuf;
 use terminal::arguments;
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 use vramlab::instruments::NvtxMode;
 use vramlab::{Bytes, DeviceKind, DeviceName, ParseBytesError, Selection};
 

@@ -12,7 +12,7 @@ use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 use vramlab::backends::naive;
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 const FUSIONS: [FuseMode; 3] = [FuseMode::None, FuseMode::Epilogue, FuseMode::Update];

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use trainer::Settings;
 use vramlab::BlockState;
 use vramlab::backends::stream_ordered;
+use vramlab::histories::formats::{Action, Event, Export, ReadOptions, Summary, read};
 use vramlab::histories::replay::snapshot_settings;
-use vramlab::histories::trace::{Action, Event, Export, ReadOptions, Summary, read};
 
 fn history(done: &Done, file: &str) -> (Vec<Event>, Summary) {
     let mut events = Vec::new();

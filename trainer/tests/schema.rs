@@ -13,7 +13,7 @@ use trainer::arithmetic::{Dtype, FuseMode};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
 use vramlab::Path;
 use vramlab::backends::{self, stream_ordered};
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 

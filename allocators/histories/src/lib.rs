@@ -10,5 +10,3 @@ pub mod replay;
 pub mod settings;
 mod steps;
 pub mod workload;
-
-pub use formats as trace;

@@ -1,6 +1,6 @@
 //! Replays recorded histories on any backend and any device.
 //!
-//! A history (see [`trace`](crate::formats)) is compiled once into a [`History`]: a compact list of what the *client*
+//! A history (see [`formats`](crate::formats)) is compiled once into a [`History`]: a compact list of what the *client*
 //! did, with slot numbers for blocks and stream numbers for handles. [`replay`] then runs that list: no address is
 //! looked up, nothing is hashed and nothing is allocated while the clock runs. [`smallest_memory`] runs it on devices
 //! of different sizes and finds by bisection the smallest one on which every allocation succeeds.

@@ -17,13 +17,14 @@ use std::path::{Path, PathBuf};
 use terminal::{Bar, Page, RuntimeFailure, arguments, command, quoted};
 use vramlab::backends::parse_list;
 use vramlab::budget::Budget;
-use vramlab::histories::replay::{
-    Addresses, BlockPlace, ReplayError, ReplaySettings, Watched, recorded_settings, replay_watched,
-};
-use vramlab::histories::trace::{
+use vramlab::histories::formats::{
     Action, Ending, Event, Export, Format, Origin, Origins, Place, Problem, ReadError, StackId, Summary, TextId,
     TraceWriter, WriteError, WriteProblem, jsonl_placements, read_origins_from,
 };
+use vramlab::histories::replay::{
+    Addresses, BlockPlace, ReplayError, ReplaySettings, Watched, recorded_settings, replay_watched,
+};
+use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]

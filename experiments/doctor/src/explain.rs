@@ -29,8 +29,8 @@ use std::path::{Path, PathBuf};
 use survey::Survey;
 use terminal::{Bar, Page, Shard};
 use vramlab::backends::{TorchAllocator, of_torch};
+use vramlab::histories::formats::Action;
 use vramlab::histories::replay::{ReplaySettings, replay};
-use vramlab::histories::trace::Action;
 use vramlab::{Bytes, Selection};
 
 #[derive(Debug, Args)]

@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex};
 use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
+use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
+use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, ReplayReport, recorded_settings};
-use vramlab::histories::trace::{Cut, Event, ReadError, Summary, read};
 use vramlab::{
     AllocError, Bytes, CudaDriver, DeviceName, Driver, NullDriver, Profile, Selection, SimDriver, SimMemory,
 };

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, Shard, fail};
 use vramlab::Bytes;
 use vramlab::budget::Budget;
-use vramlab::histories::trace::ReadOptions;
+use vramlab::histories::formats::ReadOptions;
 
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ReadArgs {

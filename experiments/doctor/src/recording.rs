@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
+use vramlab::histories::formats::{Action, Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
 use vramlab::histories::memory::{Before, Events, Memory, Peaks, Recorded, Rules};
 use vramlab::histories::replay::{MAX_BYTES, recorded_settings};
-use vramlab::histories::trace::{Action, Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
 
 /// The index of what was there before the first event.
 pub(crate) const START: usize = usize::MAX;

@@ -9,7 +9,7 @@ use common::{Place, Ran};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use vramlab::histories::trace::{Action, Event, ReadOptions, Summary, read};
+use vramlab::histories::formats::{Action, Event, ReadOptions, Summary, read};
 
 fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
     let mut command = place.process(&["convert"]);

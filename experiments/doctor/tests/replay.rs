@@ -9,7 +9,7 @@ use common::Place;
 use serde_json::json;
 use std::fmt::Write as _;
 use std::path::Path;
-use vramlab::histories::trace::{Ending, Export, ReadOptions, read};
+use vramlab::histories::formats::{Ending, Export, ReadOptions, read};
 
 const MIB: u64 = 1 << 20;
 

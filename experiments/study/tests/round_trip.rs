@@ -14,7 +14,7 @@ use trainer::data::DatasetName;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::DeviceChoice;
 use vramlab::backends::{self, caching};
-use vramlab::histories::trace::{Action, Export};
+use vramlab::histories::formats::{Action, Export};
 
 /// Ways of using each allocator; some run out of memory.
 fn arms() -> Vec<(&'static str, Settings)> {

@@ -7,7 +7,7 @@
 use super::CallLine;
 use std::collections::BTreeMap;
 use vramlab::budget::{Budget, OverBudget};
-use vramlab::histories::trace::{Annotation, Event, Frame, Origin, Origins};
+use vramlab::histories::formats::{Annotation, Event, Frame, Origin, Origins};
 
 /// What is known of where tensors come from.
 #[derive(Debug)]

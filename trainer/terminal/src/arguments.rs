@@ -6,7 +6,7 @@ use clap::{Arg, Command};
 use std::ffi::OsStr;
 use vramlab::Selection;
 use vramlab::backends::{SelectionError, all, compared, parse_list};
-use vramlab::histories::trace::Export;
+use vramlab::histories::formats::Export;
 
 /// Allocators as one option names them.
 #[derive(Clone, Debug, PartialEq)]

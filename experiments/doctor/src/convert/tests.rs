@@ -7,7 +7,7 @@ use super::*;
 use crate::history::load;
 use mutate::{mutations, seeds};
 use tempfile::TempDir;
-use vramlab::histories::trace::Event;
+use vramlab::histories::formats::Event;
 
 const READ_BACK: [Export; 4] = [Export::Snapshot, Export::SnapshotJson, Export::Rmm, Export::Minimalloc];
 
@@ -117,7 +117,7 @@ fn mutated_events_that_are_converted_are_replayed() {
     for name in ["mlp", "gpt2", "resnet50", "streams"] {
         let mut events = Vec::new();
         let path = in_repository("experiments/histories").join(format!("{name}.pickle.xz"));
-        vramlab::histories::trace::read(&path, &vramlab::histories::trace::ReadOptions::default(), &mut |event| {
+        vramlab::histories::formats::read(&path, &vramlab::histories::formats::ReadOptions::default(), &mut |event| {
             events.push(event);
             Ok(())
         })

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use vramlab::histories::trace::{Frame, Origins, StackId};
+use vramlab::histories::formats::{Frame, Origins, StackId};
 
 /// What comes up, numbered in that order from 1.
 #[derive(Debug, Default)]

@@ -6,8 +6,8 @@ use super::lines::{LineId, Lines};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
+use vramlab::histories::formats::{StackId, TextId};
 use vramlab::histories::memory::{BEFORE, Block, Memory, Pool, Totals};
-use vramlab::histories::trace::{StackId, TextId};
 
 /// Rows that are kept of a list; a program has fewer lines than that.
 const ROWS: usize = 1000;

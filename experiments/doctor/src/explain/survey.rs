@@ -10,8 +10,8 @@ use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use vramlab::budget::OverBudget;
+use vramlab::histories::formats::{Action, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
-use vramlab::histories::trace::{Action, StackId};
 
 /// Points of the curves.
 const POINTS: usize = 512;

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
 use terminal::arguments::Selections;
 use vramlab::backends::all;
-use vramlab::histories::trace::Placements;
+use vramlab::histories::formats::Placements;
 use vramlab::{Bytes, Selection};
 
 /// What a replay is compared with.

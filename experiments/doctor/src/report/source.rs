@@ -8,8 +8,8 @@ use crate::recording::Recording;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 use vramlab::Selection;
+use vramlab::histories::formats::jsonl_placements;
 use vramlab::histories::replay::BlockPlace;
-use vramlab::histories::trace::jsonl_placements;
 
 /// The events of a run in its folder, best first: an export names segments, the trace does not.
 const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];

@@ -5,7 +5,7 @@ use super::timeline::{Mark, Timeline};
 use crate::explain::lines::{Numbered, line_of, words};
 use crate::recording::{Range, Recording, ranges};
 use serde::Serialize;
-use vramlab::histories::trace::{Frame, Origin, Origins, StackId, TextId};
+use vramlab::histories::formats::{Frame, Origin, Origins, StackId, TextId};
 
 /// Numbers of stacks and of categories; the empty ones have 0.
 #[derive(Debug, Default)]

@@ -6,8 +6,8 @@ use crate::recording::Recording;
 use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::contract::BlockState;
+use vramlab::histories::formats::{Action, Segment};
 use vramlab::histories::memory::{BlockLifetime, Lifetimes, SegmentLifetime};
-use vramlab::histories::trace::{Action, Segment};
 
 /// Something that happened at an event, or between two.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
