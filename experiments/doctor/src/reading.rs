@@ -121,7 +121,7 @@ pub(crate) fn in_parallel<T: Sync, R: Send>(
     };
     std::thread::scope(|scope| {
         for _ in 0..threads.clamp(1, items.len().max(1)) {
-            scope.spawn(&work);
+            scope.spawn(work);
         }
     });
     done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
