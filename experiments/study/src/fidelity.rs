@@ -173,7 +173,7 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
 
 /// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
 fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
-    let labels = std::fs::read_dir(results).ok()?.filter_map(|entry| Some(entry.ok()?.path().join(name)));
+    let labels = repository::entries(results).ok()?.into_iter().map(|label| label.join(name));
     let on_kind = |folder: &PathBuf| {
         let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)

@@ -6,7 +6,7 @@
 use crate::table::table;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use doctor::{Predicted, predict};
+use doctor::predict;
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -172,27 +172,26 @@ fn compare(history: &Path, runs: &[Run], pairs: &mut Vec<Pair>) -> Result<()> {
         confs.sort_unstable();
         confs.dedup();
         let (predicted, deferred_frees) = predict(history, limit, &confs)?;
-        for (at, run) in predicted.iter().enumerate().flat_map(|(at, one)| {
-            of_limit.iter().filter(|run| run.conf.trim() == one.conf).map(move |run| ((at, one), run))
-        }) {
-            let (rank, Predicted { peak_reserved_bytes, out_of_memory, num_alloc_retries, .. }) = at;
-            // CAST: bytes of a device, below 2^53.
-            let off = 100.0 * (*peak_reserved_bytes as f64 / run.peak_reserved.max(1) as f64 - 1.0);
-            pairs.push(Pair {
-                program: run.program.clone(),
-                history: history.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
-                deferred_frees,
-                limit_bytes: limit,
-                conf: run.conf.clone(),
-                real_peak_reserved_bytes: run.peak_reserved,
-                predicted_peak_reserved_bytes: *peak_reserved_bytes,
-                off_percent: (!run.out_of_memory && !out_of_memory).then_some((off * 1000.0).round() / 1000.0),
-                real_out_of_memory: run.out_of_memory,
-                predicted_out_of_memory: *out_of_memory,
-                real_retries: run.retries,
-                predicted_retries: *num_alloc_retries,
-                rank: rank + 1,
-            });
+        for (rank, one) in (1..).zip(&predicted) {
+            for run in of_limit.iter().filter(|run| run.conf.trim() == one.conf) {
+                // CAST: bytes of a device, below 2^53.
+                let off = 100.0 * (one.peak_reserved_bytes as f64 / run.peak_reserved.max(1) as f64 - 1.0);
+                pairs.push(Pair {
+                    program: run.program.clone(),
+                    history: history.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default(),
+                    deferred_frees,
+                    limit_bytes: limit,
+                    conf: run.conf.clone(),
+                    real_peak_reserved_bytes: run.peak_reserved,
+                    predicted_peak_reserved_bytes: one.peak_reserved_bytes,
+                    off_percent: (!run.out_of_memory && !one.out_of_memory).then_some((off * 1000.0).round() / 1000.0),
+                    real_out_of_memory: run.out_of_memory,
+                    predicted_out_of_memory: one.out_of_memory,
+                    real_retries: run.retries,
+                    predicted_retries: one.num_alloc_retries,
+                    rank,
+                });
+            }
         }
     }
     Ok(())

@@ -78,13 +78,9 @@ impl Experiment<'_> {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
             ended.said.map_or_else(|| format!("{how} and said nothing"), |said| self.plain(&said))
         });
-        let status = if error.is_none() { RunStatus::Done } else { RunStatus::Failed };
         let files = self.collect(&part, &line)?;
-        let error = match (error, status) {
-            (None, RunStatus::Done) if files.is_empty() => Some("it left no result".to_owned()),
-            (error, _) => error,
-        };
-        let status = if error.is_some() { RunStatus::Failed } else { status };
+        let error = error.or_else(|| files.is_empty().then(|| "it left no result".to_owned()));
+        let status = if error.is_some() { RunStatus::Failed } else { RunStatus::Done };
         let record = RunRecord {
             command: line.shown,
             started_at,
