@@ -284,7 +284,7 @@ def png(figure: Figure, dpi: int = 110) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG, the same text each time, in hundredths of a point and without indents: a third less."""
+    """The figure as SVG, the same text each time, in hundredths of a point and without indents: a sixth less."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     short = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
