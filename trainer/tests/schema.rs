@@ -24,8 +24,16 @@ struct Described {
     optional: bool,
 }
 
-/// Keys that a run on the simulated device does not have.
-const ELSEWHERE: [&str; 13] = [
+/// Keys that a run does not have on the simulated device, outside of a checkout or of a job, or when all is well.
+const ELSEWHERE: [&str; 21] = [
+    "provenance.git_commit",
+    "provenance.git_dirty",
+    "provenance.driver_release",
+    "provenance.job",
+    "provenance.job.id",
+    "provenance.job.array_id",
+    "provenance.job.array_task",
+    "check.live[]",
     "idle_costs",
     "idle_costs.mem_alloc[]",
     "idle_costs.mem_alloc_in_page",

@@ -6,6 +6,7 @@ Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which peo
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from typing import Any
 
@@ -283,7 +284,8 @@ def png(figure: Figure, dpi: int = 110) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG, the same text each time."""
+    """The figure as SVG, the same text each time, in hundredths of a point and without indents: a sixth less."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+    short = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
+    return re.sub(r"^ +", "", short, flags=re.MULTILINE)

@@ -230,7 +230,8 @@ fn described(section: &str) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md");
     let text = std::fs::read_to_string(path).unwrap();
     let (_, text) = text.split_once(&format!("\n## {section}\n")).unwrap();
-    let rows = text.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with('`'));
+    let rows = text.lines().take_while(|line| !line.starts_with('#'));
+    let rows = rows.filter(|line| line.starts_with('`') && line.contains(" | "));
     let cells = rows.flat_map(|row| row.split(" | ").next().unwrap().split(", "));
     let mut keys: Vec<String> = cells.map(|cell| cell.trim_matches('`').trim_end_matches("[]").to_owned()).collect();
     // An object that is described key by key is spread out.
