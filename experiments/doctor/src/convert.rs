@@ -24,7 +24,6 @@ use vramlab::histories::formats::{
 use vramlab::histories::replay::{
     Addresses, BlockPlace, ReplayError, ReplaySettings, Watched, recorded_settings, replay_watched,
 };
-use vramlab::histories::replay::{BlockPlace, ReplayError, recorded_settings};
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]

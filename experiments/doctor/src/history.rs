@@ -10,7 +10,6 @@ use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
 use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
-use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, ReplayReport, recorded_settings};
 use vramlab::{

@@ -9,7 +9,6 @@ use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
-use vramlab::histories::formats::Cut;
 use vramlab::histories::memory::{LimitBound, Peaks};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::policy::size::Size;
