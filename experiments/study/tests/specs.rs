@@ -68,6 +68,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "\"\" = \"/x\"", ["small.toml:10", "'' is no name of an option"]),
         ("layers = 2", "\"layers 2\" = 2", ["small.toml:10", "'layers 2' is no name of an option"]),
         ("layers = 2", "\"layers\\u0000\" = 2", ["small.toml:10", "is no name of an option"]),
+        ("repeats = 2", "sim.options = 3", ["small.toml:4", "expected a table of options"]),
         ("layers = 2", "layers = \"--out=/x\"", ["small.toml:", "invalid value '--out=/x'"]),
         ("layers = 2", "dataset = \"iris\\u0000\"", ["small.toml:", "small.toml"]),
     ] {

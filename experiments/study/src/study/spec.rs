@@ -172,7 +172,9 @@ impl Source {
         let text = read_text(path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
         let spec = toml::from_str(&text).map_err(|error| {
             let line = error.span().map_or(1, |span| line_of(&text, span.start));
-            anyhow!("{}:{line}: {}", path.display(), one_line(error.message()))
+            // Options are the only maps of a spec.
+            let message = one_line(error.message()).replace("expected a map", "expected a table of options");
+            anyhow!("{}:{line}: {message}", path.display())
         })?;
         let source = Self { path: path.to_owned(), text, spec };
         source.check()?;
