@@ -8,11 +8,11 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
-mod export;
 mod input;
 mod jsonl;
 mod kept_settings;
 mod lines;
+mod list;
 mod minimalloc;
 mod origins;
 mod pickle;
@@ -33,15 +33,15 @@ mod write_rmm;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
-pub use export::Export;
 pub use jsonl::jsonl_placements;
+pub use list::{Export, Format};
 pub use origins::{Annotation, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};
 pub use receiver::{OriginSink, Sink};
 pub use segment::{Segment, SegmentBlock};
-pub use summary::{Cut, Format, ReadOptions, Summary};
+pub use summary::{Cut, ReadOptions, Summary};
 pub use vramlab_policies::contract::{Action, Event};
 pub use write::{Ending, TraceWriter, WriteError, WriteProblem};
 pub use write_minimalloc::MinimallocWriter;

@@ -6,8 +6,9 @@
 
 use super::input::Input;
 use super::lines::Lines;
-use super::receiver::emit;
-use super::{Action, BlockPlace, Event, Format, ReadError, Sink, Summary};
+use super::list::Reader;
+use super::receiver::{Receiver, emit};
+use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary};
 use serde::Deserialize;
 use std::borrow::Cow;
 use std::fs::File;
@@ -27,10 +28,22 @@ struct Line<'l> {
     stream: u64,
 }
 
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader = Reader {
+    name: "trace",
+    begins: |start| {
+        let first_key = start.text.split('"').nth(1).unwrap_or_default();
+        start.text.starts_with('{')
+            && ["time_ns", "action", "addr", "size", "block", "stream", "path"].contains(&first_key)
+    },
+    read,
+    snapshot: false,
+};
+
 /// Reads a trace.
-pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::Jsonl);
-    Lines::new(input).each(|line| parse(line).map(Some), |event| emit(event, &mut summary, sink))?;
+    Lines::new(input).each(|line| parse(line).map(Some), |event| emit(event, &mut summary, receiver))?;
     Ok(summary)
 }
 

@@ -8,12 +8,13 @@
 use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::receiver::emit;
-use super::{Action, Event, Format, ReadError, ReadOptions, Sink, Summary};
+use super::list::Reader;
+use super::receiver::{Receiver, emit};
+use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
 use crate::steps;
 
 /// Names of the columns that are read.
-pub(super) const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
+const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
 
 /// One buffer.
 struct Row {
@@ -23,8 +24,12 @@ struct Row {
     addr: u64,
 }
 
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader =
+    Reader { name: "minimalloc", begins: |start| columns(start.header(), COLUMNS).is_ok(), read, snapshot: false };
+
 /// Reads a table.
-pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut lines = Lines::new(input);
     let header = lines.next()?.unwrap_or_default().to_owned();
     let needed = columns(&header, COLUMNS).map_err(|text| lines.content(text))?;
@@ -40,7 +45,7 @@ pub(super) fn read(input: &mut Input<'_>, options: &ReadOptions, sink: &mut Sink
     }
     let order = 2 * rows.len() * size_of::<(i64, bool, u32)>();
     claim.add(order).map_err(|over| ReadError::over(Place::Whole, over))?;
-    emit_rows(&rows, sink)
+    emit_rows(&rows, receiver)
 }
 
 fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) -> Result<Row, String> {
@@ -70,7 +75,7 @@ fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) 
     Ok(Row { lower, upper, size, addr })
 }
 
-fn emit_rows(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn emit_rows(rows: &[Row], receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::MinimallocCsv);
     let mut order: Vec<(i64, bool, u32)> = Vec::with_capacity(2 * rows.len());
     steps::count(rows.len());
@@ -86,7 +91,7 @@ fn emit_rows(rows: &[Row], sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
         let time_ns = time.wrapping_sub(start) as u64;
         let action = if begins { Action::Alloc } else { Action::FreeRequested };
         let event = Event { action, device: 0, addr: row.addr, bytes: row.size, stream: 0, time_ns };
-        emit(event, &mut summary, sink)?;
+        emit(event, &mut summary, receiver)?;
     }
     if rows.is_empty() {
         return Err(ReadError::content(Place::Whole, "the table has a header and no rows"));

@@ -21,16 +21,17 @@ mod store;
 
 use super::input::Input;
 use super::kept_settings::Room;
+use super::list::Reader;
 use super::receiver::Receiver;
 use super::{Format, Origin, ReadError, ReadOptions, Summary};
 use vramlab_device::budget::{Budget, Claim};
 
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader =
+    Reader { name: "snapshot", begins: |start| start.bytes.first() == Some(&0x80), read, snapshot: true };
+
 /// Reads a snapshot.
-pub(super) fn read(
-    input: &mut Input<'_>,
-    options: &ReadOptions,
-    receiver: &mut Receiver<'_>,
-) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     machine::Machine::new(input, options, receiver).run()
 }
 

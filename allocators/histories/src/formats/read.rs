@@ -2,11 +2,9 @@
 
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
+use super::list::Start;
 use super::receiver::Receiver;
-use super::{
-    Format, Origin, OriginSink, Origins, ReadOptions, Sink, Summary, jsonl, lines, minimalloc, pickle, rmm,
-    snapshot_json, stalloc,
-};
+use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
 use std::io::Read;
 use std::path::Path;
 
@@ -80,16 +78,9 @@ fn run<'s>(
         None => detect(&mut input)?,
     };
     let mut receiver = Receiver { sink, origins: Origins::new(&options.budget), wants_origins };
-    let mut plain = |event| receiver.take(event, Origin::default());
-    let result = match format {
-        Format::SnapshotPickle => pickle::read(&mut input, options, &mut receiver),
-        Format::SnapshotJson => snapshot_json::read(&mut input, options, &mut receiver),
-        Format::RmmCsv => rmm::read(&mut input, &mut plain),
-        Format::Stalloc => stalloc::read(&mut input, &mut plain),
-        Format::MinimallocCsv => minimalloc::read(&mut input, options, &mut plain),
-        Format::Jsonl => jsonl::read(&mut input, &mut plain),
-    };
-    if !matches!(format, Format::SnapshotPickle | Format::SnapshotJson) {
+    let reader = format.reader();
+    let result = (reader.read)(&mut input, options, &mut receiver);
+    if !reader.snapshot {
         input.check_whole()?;
     }
     let mut summary = result?;
@@ -103,39 +94,15 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     }
     // However little a pipe gives at once; less is there when the file is shorter.
     input.ensure(lines::LONGEST_LINE)?;
-    let start = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
-    let unknown = || ReadError::at(Place::Whole, Problem::UnknownFormat);
-    if start[0] == 0x80 {
-        return Ok(Format::SnapshotPickle);
+    let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes).trim_ascii_start();
+    if text.starts_with(b"[") {
+        return Err(ReadError::content(
+            Place::Byte(0),
+            "the JSON document is a list, not a snapshot: dump torch.cuda.memory._snapshot(), not memory_snapshot()",
+        ));
     }
-    let start = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
-    match start.first() {
-        Some(b'{') => return Ok(detect_json(start)),
-        Some(b'[') => {
-            return Err(ReadError::content(
-                Place::Byte(0),
-                "the JSON document is a list, not a snapshot: dump torch.cuda.memory._snapshot(), not memory_snapshot()",
-            ));
-        }
-        _ => {}
-    }
-    // The last line may be cut.
-    let text = String::from_utf8_lossy(start);
-    let header = text.lines().next().unwrap_or_default();
-    if lines::columns(header, rmm::COLUMNS).is_ok() {
-        Ok(Format::RmmCsv)
-    } else if lines::columns(header, minimalloc::COLUMNS).is_ok() {
-        Ok(Format::MinimallocCsv)
-    } else if text.lines().any(|line| matches!(stalloc::parse(line), Ok(Some(_)))) {
-        Ok(Format::Stalloc)
-    } else {
-        Err(unknown())
-    }
-}
-
-/// A snapshot or our own trace, by the first key.
-fn detect_json(start: &[u8]) -> Format {
-    let key = start.split(|byte| *byte == b'"').nth(1).unwrap_or_default();
-    let ours: [&[u8]; 7] = [b"time_ns", b"action", b"addr", b"size", b"block", b"stream", b"path"];
-    if ours.contains(&key) { Format::Jsonl } else { Format::SnapshotJson }
+    let start = Start { bytes, text: &String::from_utf8_lossy(text) };
+    let found = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));
+    found.ok_or_else(|| ReadError::at(Place::Whole, Problem::UnknownFormat))
 }

@@ -23,12 +23,12 @@ impl Receiver<'_> {
 }
 
 /// Hands on an event of a format that does not say when a free completed: it completes at once.
-pub(super) fn emit(event: Event, summary: &mut Summary, sink: &mut Sink<'_>) -> Result<(), ReadError> {
+pub(super) fn emit(event: Event, summary: &mut Summary, receiver: &mut Receiver<'_>) -> Result<(), ReadError> {
     summary.count(event.device);
-    sink(event)?;
+    receiver.take(event, Origin::default())?;
     if event.action == Action::FreeRequested {
         summary.count(event.device);
-        sink(Event { action: Action::FreeCompleted, ..event })?;
+        receiver.take(Event { action: Action::FreeCompleted, ..event }, Origin::default())?;
     }
     Ok(())
 }

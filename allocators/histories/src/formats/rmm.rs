@@ -9,17 +9,22 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
-use super::receiver::emit;
-use super::{Action, Event, Format, ReadError, Sink, Summary};
+use super::list::Reader;
+use super::receiver::{Receiver, emit};
+use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
 
 /// Names of the columns that are read.
-pub(super) const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
+const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
 
 const DAY_NS: u64 = 24 * 3600 * 1_000_000_000;
 
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader =
+    Reader { name: "rmm", begins: |start| columns(start.header(), COLUMNS).is_ok(), read, snapshot: false };
+
 /// Reads a log. Times are from the midnight before its first event; a clock that falls back by more than half a day
 /// has passed midnight.
-pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::RmmCsv);
     let mut lines = Lines::new(input);
     let header = lines.next()?.unwrap_or_default().to_owned();
@@ -33,7 +38,7 @@ pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary
             day += 1;
         }
         last = time;
-        emit(Event { time_ns: day.saturating_mul(DAY_NS).saturating_add(time), ..event }, &mut summary, sink)
+        emit(Event { time_ns: day.saturating_mul(DAY_NS).saturating_add(time), ..event }, &mut summary, receiver)
     })?;
     Ok(summary)
 }

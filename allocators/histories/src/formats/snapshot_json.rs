@@ -25,6 +25,7 @@ use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::kept_settings::Room;
+use super::list::Reader;
 use super::receiver::Receiver;
 use super::words::{RawEvent, Word};
 use super::{Event, Format, Origin, ReadError, ReadOptions, Summary};
@@ -32,12 +33,12 @@ use crate::steps;
 use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader =
+    Reader { name: "snapshot-json", begins: |start| start.text.starts_with('{'), read, snapshot: true };
+
 /// Reads a snapshot.
-pub(super) fn read(
-    input: &mut Input<'_>,
-    options: &ReadOptions,
-    receiver: &mut Receiver<'_>,
-) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut guarded = Guarded::new(input);
     let mut state = State {
         receiver,

@@ -5,18 +5,27 @@
 
 use super::input::Input;
 use super::lines::{Lines, clip};
-use super::receiver::emit;
-use super::{Action, Event, Format, ReadError, Sink, Summary};
+use super::list::Reader;
+use super::receiver::{Receiver, emit};
+use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
+
+/// The entry in the [list](super::list).
+pub(super) const READER: Reader = Reader {
+    name: "stalloc",
+    begins: |start| start.text.lines().any(|line| matches!(parse(line), Ok(Some(_)))),
+    read,
+    snapshot: false,
+};
 
 /// Reads a trace.
-pub(super) fn read(input: &mut Input<'_>, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
+fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::Stalloc);
-    Lines::new(input).each(parse, |event| emit(event, &mut summary, sink))?;
+    Lines::new(input).each(parse, |event| emit(event, &mut summary, receiver))?;
     Ok(summary)
 }
 
 /// The event of a line; `None` for a mark.
-pub(super) fn parse(line: &str) -> Result<Option<Event>, String> {
+fn parse(line: &str) -> Result<Option<Event>, String> {
     let mut words = line.split_ascii_whitespace();
     let action = match words.next() {
         Some("1") => Action::Alloc,

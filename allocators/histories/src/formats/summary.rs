@@ -1,40 +1,8 @@
 //! What is read from a file of events, and how.
 
-use super::Segment;
+use super::{Format, Segment};
 use std::fmt;
 use vramlab_device::budget::Budget;
-
-/// Formats of histories.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// PyTorch's memory snapshot as `torch.cuda.memory._dump_snapshot` writes it.
-    SnapshotPickle,
-    /// PyTorch's memory snapshot as JSON.
-    SnapshotJson,
-    /// RMM's log.
-    RmmCsv,
-    /// STAlloc's trace.
-    Stalloc,
-    /// minimalloc's table of buffers, which is read as a whole before the first event.
-    MinimallocCsv,
-    /// Our own trace, as `trainer --trace` writes it.
-    Jsonl,
-}
-
-impl Format {
-    /// Name in reports.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Format::SnapshotPickle => "snapshot",
-            Format::SnapshotJson => "snapshot-json",
-            Format::RmmCsv => "rmm",
-            Format::Stalloc => "stalloc",
-            Format::MinimallocCsv => "minimalloc",
-            Format::Jsonl => "trace",
-        }
-    }
-}
 
 /// How to read.
 #[derive(Clone, Debug, Default)]
@@ -125,8 +93,7 @@ impl Summary {
     /// What was held when the events ended; `None` where the file does not say.
     #[must_use]
     pub fn ending(&self) -> Option<&[Segment]> {
-        let snapshot = matches!(self.format, Format::SnapshotPickle | Format::SnapshotJson);
-        (snapshot && self.cut.is_none_or(|cut| cut.ends_known)).then_some(&self.segments)
+        (self.format.is_snapshot() && self.cut.is_none_or(|cut| cut.ends_known)).then_some(&self.segments)
     }
 
     /// Events of all devices.

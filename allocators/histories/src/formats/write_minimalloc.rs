@@ -4,11 +4,21 @@
 //! history does, whatever the clock's resolution. A free of what was allocated before the history began is a life from
 //! 0; what is never freed lives to the end. Memory is taken for the live buffers only.
 
+use super::list::Writer;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use std::collections::BTreeMap;
 use std::io::Write;
 use vramlab_device::output::OutputFile;
+
+/// The entry in the [list](super::list).
+pub(super) const WRITER: Writer = Writer {
+    name: "minimalloc",
+    file_name: "minimalloc.csv",
+    summary: "buffers and their lives for minimalloc",
+    holds: MinimallocWriter::holds,
+    begin: |file| Ok(Box::new(MinimallocWriter::begin(file)?)),
+};
 
 /// Writes a table.
 #[derive(Debug)]
@@ -34,7 +44,7 @@ impl MinimallocWriter {
     }
 
     /// Whether a table has a place for such events.
-    pub(super) fn holds(action: Action) -> bool {
+    fn holds(action: Action) -> bool {
         matches!(action, Action::Alloc | Action::FreeCompleted)
     }
 

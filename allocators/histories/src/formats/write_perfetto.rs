@@ -15,6 +15,7 @@
 
 mod tracks;
 
+use super::list::Writer;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, BlockPlace, Event};
 use indexmap::IndexSet;
@@ -58,6 +59,15 @@ struct Levels {
     active: u64,
     reserved: Option<u64>,
 }
+
+/// The entry in the [list](super::list).
+pub(super) const WRITER: Writer = Writer {
+    name: "perfetto",
+    file_name: "perfetto.json",
+    summary: "timeline for ui.perfetto.dev",
+    holds: |_| true,
+    begin: |file| Ok(Box::new(PerfettoWriter::begin(file)?)),
+};
 
 /// Writes a timeline.
 #[derive(Debug)]

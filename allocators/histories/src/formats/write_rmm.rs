@@ -5,11 +5,21 @@
 //! is not known and written as 0. A log is of one device, and it begins with its program: frees of what it does not
 //! allocate are left out. Memory is taken for the live blocks.
 
+use super::list::Writer;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event};
 use std::collections::HashMap;
 use std::io::Write;
 use vramlab_device::output::OutputFile;
+
+/// The entry in the [list](super::list).
+pub(super) const WRITER: Writer = Writer {
+    name: "rmm",
+    file_name: "rmm.csv",
+    summary: "log for RMM's replay",
+    holds: |action| matches!(action, Action::Alloc | Action::FreeRequested | Action::Oom),
+    begin: |file| Ok(Box::new(RmmWriter::begin(file)?)),
+};
 
 /// Writes a log.
 #[derive(Debug)]

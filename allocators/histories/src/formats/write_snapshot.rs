@@ -7,12 +7,31 @@
 //!
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
+use super::list::Writer;
 use super::segment::{pool_name, state_name};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::write_plain::{Plain, Recurring};
 use super::{Action, Event, Origin, Origins, Segment, StackId, TextId};
 use vramlab_device::output::OutputFile;
 use vramlab_policies::contract::BlockState;
+
+/// The entry in the [list](super::list).
+pub(super) const PICKLE: Writer = Writer {
+    name: "snapshot",
+    file_name: "snapshot.pickle",
+    summary: "pickle for pytorch.org/memory_viz",
+    holds: SnapshotWriter::holds,
+    begin: |file| Ok(Box::new(SnapshotWriter::pickle(file)?)),
+};
+
+/// The entry in the [list](super::list).
+pub(super) const JSON: Writer = Writer {
+    name: "snapshot-json",
+    file_name: "snapshot.json",
+    summary: "the same as JSON",
+    holds: SnapshotWriter::holds,
+    begin: |file| Ok(Box::new(SnapshotWriter::json(file)?)),
+};
 
 /// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
 #[derive(Debug)]
@@ -40,7 +59,7 @@ impl SnapshotWriter {
     }
 
     /// Whether a snapshot has a place for such events.
-    pub(super) fn holds(action: Action) -> bool {
+    fn holds(action: Action) -> bool {
         action != Action::RecordUse
     }
 

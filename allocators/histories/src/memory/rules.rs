@@ -1,6 +1,6 @@
 //! How the recorded allocator cut its memory into segments and blocks.
 
-use crate::formats::{Format, Segment, Summary};
+use crate::formats::{Segment, Summary};
 use std::sync::Arc;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
@@ -38,9 +38,10 @@ impl Rules {
             .map(|segment| (segment.address, segment.end(), segment.segment_type == PoolKind::Small))
             .collect();
         expandable.sort_unstable();
-        let own = match summary.format {
-            Format::SnapshotPickle | Format::SnapshotJson => Self::pytorch(settings),
-            _ => Self { size: None, split: Split::Always, expandable: Arc::default() },
+        let own = if summary.format.is_snapshot() {
+            Self::pytorch(settings)
+        } else {
+            Self { size: None, split: Split::Always, expandable: Arc::default() }
         };
         Self { expandable: expandable.into(), ..own }
     }
