@@ -313,7 +313,11 @@ impl Document<'_> {
 
     /// The name of a type and of what its parameters stand for.
     fn inner(&self, kind: &Type, arguments: &Arguments) -> (String, Arguments) {
-        let Type::Path(path) = kind else { panic!("no name of a type") };
+        let path = match kind {
+            Type::Reference(reference) => return self.inner(&reference.elem, arguments),
+            Type::Path(path) => path,
+            _ => panic!("no name of a type"),
+        };
         let last = path.path.segments.last().unwrap();
         let name = last.ident.to_string();
         if let Some(argument) = arguments.get(&name) {
