@@ -1,5 +1,5 @@
-//! Safe code cannot reach undefined behaviour: handles are checked where it would matter, and what only their owner may end
-//! nobody else can. What the compiler refuses is in the documentation's examples (`Block`, the handles).
+//! Safe code cannot reach undefined behaviour: handles are checked where it would matter, and only their owner can end what they
+//! name. What the compiler refuses is in the documentation's examples (`Block`, the handles).
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
