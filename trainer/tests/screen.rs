@@ -7,7 +7,7 @@
 #[path = "common/pty.rs"]
 mod pty;
 
-use pty::{check, show};
+use pty::{acts_on_terminal, check, show};
 use serde_json::Value;
 use std::process::Command;
 use tempfile::TempDir;
@@ -29,9 +29,7 @@ const CHANGES: [(&str, &str); 3] =
 
 fn of(arguments: &[&str]) -> String {
     let place = TempDir::new().unwrap();
-    let shown = show(&mut trainer(&place, &[&IRIS, arguments].concat()), 80, &[]);
-    assert_eq!(shown.code, Some(0), "{}", shown.screen);
-    shown.screen
+    pty::screen(&mut trainer(&place, &[&IRIS, arguments].concat()))
 }
 
 #[test]
@@ -114,8 +112,7 @@ fn what_comes_from_outside_moves_no_cursor() {
         let output = trainer(&place, arguments).output().unwrap();
         for text in [output.stdout, output.stderr] {
             let text = String::from_utf8(text).unwrap();
-            let acts = |character: char| (character.is_control() && character != '\n') || character == '\u{202e}';
-            assert!(!text.contains(acts), "{arguments:?}: {text:?}");
+            assert!(!acts_on_terminal(&text), "{arguments:?}: {text:?}");
         }
     }
 }

@@ -150,6 +150,20 @@ pub fn one_line(comment: &str) -> String {
     comment.replace('`', "").split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
 }
 
+/// What stands between the commas of a list that are in no brackets; at least one part.
+pub fn list_parts(text: &str) -> Vec<&str> {
+    let mut depth = 0_u32;
+    let ends = |c: char| {
+        match c {
+            '[' => depth += 1,
+            ']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        c == ',' && depth == 0
+    };
+    text.split(ends).collect()
+}
+
 /// Reads a value, or says what is expected.
 #[doc(hidden)]
 pub fn read<T>(name: &'static str, kind: &Kind<T>, text: &str) -> Result<T, SettingError> {

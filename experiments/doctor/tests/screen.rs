@@ -9,7 +9,7 @@ mod common;
 mod pty;
 
 use common::{Place, by_path, end, least};
-use pty::{check, show};
+use pty::{acts_on_terminal, check};
 use std::path::Path;
 
 /// What differs from machine to machine and from run to run.
@@ -30,9 +30,7 @@ fn place() -> Place {
 }
 
 fn screen(place: &Place, arguments: &[&str]) -> String {
-    let shown = show(&mut place.process(arguments), 80, &[]);
-    assert_eq!(shown.code, Some(0), "{}", shown.screen);
-    shown.screen
+    pty::screen(&mut place.process(arguments))
 }
 
 #[test]
@@ -81,8 +79,7 @@ fn what_comes_from_outside_moves_no_cursor() {
         let output = place.process(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
-        let acts = |character: char| (character.is_control() && character != '\n') || character == '\u{202e}';
-        assert!(!text.contains(acts), "{arguments:?}: {text:?}");
+        assert!(!acts_on_terminal(&text), "{arguments:?}: {text:?}");
         // As the printer, JSON, or Rust's own quoting write them.
         assert!([r"\x", r"\u"].iter().any(|sign| text.contains(sign)), "{arguments:?}: {text:?}");
     }

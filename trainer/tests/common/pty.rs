@@ -53,6 +53,18 @@ pub(crate) fn show(command: &mut Command, columns: u16, environment: &[(&str, &s
     }
 }
 
+/// The screen of 80 columns that a program leaves when it ends well.
+pub(crate) fn screen(command: &mut Command) -> String {
+    let shown = show(command, 80, &[]);
+    assert_eq!(shown.code, Some(0), "{}", shown.screen);
+    shown.screen
+}
+
+/// Whether a text could move the cursor or turn the reading direction.
+pub(crate) fn acts_on_terminal(text: &str) -> bool {
+    text.contains(|character: char| (character.is_control() && character != '\n') || character == '\u{202e}')
+}
+
 /// What every program keeps to in every terminal: no line is broken by it, and where styles are not wanted there are none.
 pub(crate) fn check(make: &dyn Fn() -> Command) {
     for columns in [60, 80, 100] {

@@ -55,7 +55,9 @@ mod totals;
 pub use super::pytorch::PyTorchSettings as CachingSettings;
 
 use super::captures::Captures;
-use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, Varying};
+use super::pooled::Pooled;
+use super::pytorch::PyTorch;
+use super::registry::{Backend, Capabilities, Varying};
 use super::{foreign, not_held, pytorch};
 use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::blocks::{BlockIndex, State};
@@ -82,21 +84,7 @@ use vramlab_device::{DeviceAddr, Driver, StreamId};
 pub static BACKEND: Backend = Backend {
     name: "caching",
     summary: "PyTorch's native policy: keeps segments, best fit by stream, size and address",
-    capabilities: Capabilities {
-        graph_capture: GraphCapture::Pinned,
-        streams: StreamUse::Own,
-        segments: SegmentUse::Many,
-        caches: true,
-        sets_aside: true,
-        coalesces: true,
-        retries: true,
-        snapshot: true,
-        restores: true,
-        private_pools: true,
-        follows_pytorch: true,
-        used_elsewhere: Path::Deferred,
-        ..Capabilities::LEAST
-    },
+    capabilities: Capabilities { follows_pytorch: true, ..Pooled::<PyTorch>::CAPABILITIES },
     compared: true,
     constructor: &Varying {
         capabilities: |native, settings: &CachingSettings| Capabilities {

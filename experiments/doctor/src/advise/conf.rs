@@ -6,7 +6,7 @@ use std::str::FromStr;
 use vramlab::Selection;
 use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
-use vramlab::settings::Settings;
+use vramlab::settings::{Settings, list_parts};
 
 const MIB: u64 = 1 << 20;
 /// The smallest value of both settings that are in MiB: a segment of the large pool.
@@ -258,7 +258,7 @@ impl FromStr for Conf {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut out = Self { text: text.trim().to_owned(), ..Self::torch() };
         let plain: String = text.chars().filter(|c| *c != ' ').collect();
-        let parts = parts(&plain);
+        let parts = list_parts(&plain);
         let last = parts.len() - 1;
         for (at, part) in parts.into_iter().enumerate() {
             // PyTorch lets the last comma stand alone, and the whole text be empty.
@@ -276,24 +276,6 @@ impl FromStr for Conf {
         }
         Ok(out)
     }
-}
-
-/// What stands between the commas that are in no brackets; at least one part.
-fn parts(text: &str) -> Vec<&str> {
-    let (mut depth, mut start, mut out) = (0_u32, 0, Vec::new());
-    for (at, c) in text.char_indices() {
-        match c {
-            '[' => depth += 1,
-            ']' => depth = depth.saturating_sub(1),
-            ',' if depth == 0 => {
-                out.push(&text[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
-    }
-    out.push(&text[start..]);
-    out
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 use vramlab_device::Driver;
-use vramlab_device::settings::{Setting, SettingError, Settings};
+use vramlab_device::settings::{Setting, SettingError, Settings, list_parts};
 
 /// A backend with the settings that it is to have.
 ///
@@ -239,7 +239,7 @@ impl FromStr for Selection {
             return Err(form("a ':' comes before the settings"));
         }
         let mut out = Self::of(find(name.trim())?);
-        for part in settings.map(parts).into_iter().flatten() {
+        for part in settings.map(list_parts).into_iter().flatten() {
             let (name, value) = part.split_once('=').ok_or_else(|| form("a setting has a '='"))?;
             let (name, value) = (name.trim(), value.trim());
             if let Some(name) = out.given.get(name) {
@@ -264,24 +264,6 @@ impl<'de> Deserialize<'de> for Selection {
     }
 }
 
-/// What stands between the commas that are in no brackets.
-fn parts(text: &str) -> Vec<&str> {
-    let (mut depth, mut start, mut out) = (0_u32, 0, Vec::new());
-    for (at, c) in text.char_indices() {
-        match c {
-            '[' => depth += 1,
-            ']' => depth = depth.saturating_sub(1),
-            ',' if depth == 0 => {
-                out.push(&text[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
-    }
-    out.push(&text[start..]);
-    out
-}
-
 /// Whether a part of a list is a setting: it has a `=`, and no `:` before it.
 fn is_setting(part: &str) -> bool {
     part.find('=').is_some_and(|equals| !part[..equals].contains(':'))
@@ -293,7 +275,7 @@ fn is_setting(part: &str) -> bool {
 /// [`SelectionError`] for the first that is wrong.
 pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
     let mut written: Vec<String> = Vec::new();
-    for part in parts(text) {
+    for part in list_parts(text) {
         match written.last_mut() {
             Some(before) if is_setting(part) => {
                 before.push(',');
