@@ -276,10 +276,11 @@ RATES = {
     "shared/16": "16 threads, one stream",
 }
 BENCH = "bench.json"
+CALLS_H200 = "2026-11-24-h200"
 
 
 def _bench() -> dict[str, Any]:
-    recorded: dict[str, Any] = read_json(folder() / H200 / BENCH)
+    recorded: dict[str, Any] = read_json(folder() / CALLS_H200 / BENCH)
     return recorded
 
 
