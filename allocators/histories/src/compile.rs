@@ -156,7 +156,7 @@ impl HistoryBuilder {
         // Stage 8: refused requests.
         let out_of_memory = out_of_memory::describe(&transcript, &beginning, &streams, settings)?;
         let not_comparable = unseen.or_else(|| not_comparable(&transcript, &beginning));
-        let Transcript { timeline, refusals, requested, claim, events, .. } = transcript;
+        let Transcript { timeline, refusals, requested, claim, number, .. } = transcript;
         // The history holds it.
         claim.keep();
         let client = |op: &&Op| !matches!(op.kind(), Kind::Nothing | Kind::Refused);
@@ -171,7 +171,7 @@ impl HistoryBuilder {
             slots: timeline.slots,
             streams,
             further_streams,
-            events,
+            events: number,
             refused: refusals.count,
             out_of_memory,
             deferred,

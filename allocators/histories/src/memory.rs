@@ -13,6 +13,7 @@
 mod before;
 mod contents;
 mod events;
+mod leftover;
 mod levels;
 mod lifetimes;
 mod limit;
@@ -22,6 +23,7 @@ mod rules;
 pub use before::{Before, BlockBefore, SegmentBefore};
 pub use contents::Contents;
 pub use events::{Events, Recorded};
+pub use leftover::Leftover;
 pub use levels::{Levels, Peaks};
 pub use lifetimes::{BlockLifetime, Lifetimes, NEVER, SegmentLifetime, SegmentLifetimes};
 pub use limit::LimitBound;

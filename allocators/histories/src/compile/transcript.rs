@@ -39,10 +39,8 @@ pub(super) struct Transcript {
     pub(super) device: Option<u16>,
     /// Whether events of other devices are passed over.
     chosen: bool,
-    /// Number of the last event.
+    /// Number of the last event, among those of the device.
     pub(super) number: u64,
-    /// Events of the device.
-    pub(super) events: u64,
     pub(super) timeline: Timeline,
     pub(super) slots: Slots,
     pub(super) frees: Frees,
@@ -71,7 +69,6 @@ impl Transcript {
             device,
             chosen: device.is_some(),
             number: 0,
-            events: 0,
             timeline: Timeline::default(),
             slots: Slots::new(),
             frees: Frees::default(),
@@ -89,7 +86,6 @@ impl Transcript {
 
     /// Takes the next event. O(log n) in the blocks that are live.
     pub(super) fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
-        self.number += 1;
         steps::count(1);
         let device = *self.device.get_or_insert(event.device);
         if device != event.device {
@@ -97,9 +93,9 @@ impl Transcript {
                 return Ok(());
             }
             let what = format!("the history holds devices {device} and {}; choose one with --gpu N", event.device);
-            return Err(wrong(self.number, what));
+            return Err(wrong(self.number + 1, what));
         }
-        self.events += 1;
+        self.number += 1;
         self.make_room()?;
         let taken = self.check(event).and_then(|()| self.take(event));
         taken.map_err(|what| wrong(self.number, what))
@@ -261,7 +257,7 @@ impl Transcript {
             return Ok(None);
         }
         let op = self.add_pending(addr, bytes, None, event.stream)?;
-        if self.events == 1 {
+        if self.number == 1 {
             // The history may as well have been cut between a free's request and its completion.
             self.windows.completed_at_once(op, event);
             return Ok(None);

@@ -1,5 +1,6 @@
 //! The state from which a replay starts: what was held before the first event.
 
+use super::History;
 use super::op::Op;
 use super::segment::SegmentEvent;
 use vramlab_device::{DeviceAddr, StreamId};
@@ -44,6 +45,8 @@ pub(crate) struct Beginning {
     pub(crate) undetermined: u64,
     /// Why the segments are not known, if something was held.
     pub(crate) unknown: Option<String>,
+    /// Whether a replay allocates the blocks anew instead of taking over their segments.
+    pub(crate) anew: bool,
 }
 
 impl Beginning {
@@ -80,7 +83,9 @@ impl Beginning {
     /// The segments of a private pool (`None`: all of them) and their blocks with the streams of a replay; `None` if there are
     /// none that are known.
     pub(crate) fn snapshot(&self, streams: &[StreamId], private: Option<u32>) -> Option<Snapshot> {
-        let own = || self.segments.iter().filter(|segment| private.is_none_or(|private| private == segment.private));
+        let taken_over =
+            |segment: &&StartSegment| !self.anew && private.is_none_or(|private| private == segment.private);
+        let own = || self.segments.iter().filter(taken_over);
         own().next()?;
         let mut blocks = self.blocks.iter().peekable();
         let segment = |segment: &StartSegment| {
@@ -122,5 +127,17 @@ impl Beginning {
     pub(crate) fn has_segment_at(&self, addr: u64) -> bool {
         let before = self.segments.partition_point(|segment| segment.addr <= addr);
         before.checked_sub(1).is_some_and(|at| addr - self.segments[at].addr < self.segments[at].bytes)
+    }
+}
+
+impl History {
+    /// Leaves out what was cached before the first event: a replay then allocates the blocks anew that were in use, in the order of
+    /// their addresses, and begins with no other memory. What a setting reserves is then compared with what another one does from the
+    /// same start. Recorded addresses can no longer be compared.
+    pub fn begin_without_cache(&mut self) {
+        self.beginning.anew = true;
+        self.beginning.blocks.retain(|block| block.freed.is_none());
+        self.beginning.frees.clear();
+        self.not_comparable = Some("what was cached before the first event is left out".into());
     }
 }

@@ -95,26 +95,28 @@ impl Levels {
         }
     }
 
-    /// The least that was held from the device at the peak, as far as the events alone say it.
+    /// The least that was held from the device at the peak, as far as the events alone say it: what was asked for lay in it.
     #[must_use]
     pub fn least_reserved(&self) -> u64 {
-        self.reserved.least_peak()
+        self.reserved.least_peak().max(self.requested.least_peak())
     }
 
     /// The peaks, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
-    /// that, and only those that lost no event in between add up.
+    /// that, and only those that lost no event in between add up. Where more was asked for than was held, events of segments are
+    /// missing.
     #[must_use]
     pub fn peaks(&self, summary: &Summary) -> Option<Peaks> {
         let held = summary.ending()?;
         let mine = || held.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
         let reserved = self.reserved.start(mine().map(|segment| segment.total_size).sum())?;
         let requested = self.requested.start(mine().map(|segment| segment.requested_size()).sum())?;
-        Some(Peaks {
+        let peaks = Peaks {
             reserved: self.reserved.peak(reserved),
             requested: self.requested.peak(requested),
             segments: self.segments,
             expandable: self.expandable,
-        })
+        };
+        Some(peaks).filter(|peaks| peaks.requested <= peaks.reserved)
     }
 
     /// What the collections of garbage under `settings` say of the memory limit.

@@ -10,8 +10,8 @@
 //! shards are added up, and the sum is called a bound ([`PeakKind::AtMost`]). [`Totals::restart_peaks`] makes them exact
 //! again.
 //!
-//! *Worth.* Exact peaks without a line of memory that every thread writes at every call. With such a line an allocation and its
-//! free take sixteen threads 95 to 115 ns instead of 8 to 9, and one thread as long (`experiments/notes/caching.md`).
+//! *Worth.* Exact peaks without a line of memory that every thread writes at every call. With such a line sixteen threads take
+//! about twelve times as long for an allocation and its free, and one thread as long (`experiments/notes/caching.md`).
 
 use super::shard::{Counted, Locked, Shard, ShardTable};
 use crate::backends::caching::tally::{Figures, Quantity, Scope};
