@@ -11,6 +11,7 @@ mod error;
 mod input;
 mod jsonl;
 mod kept_settings;
+mod keys;
 mod lines;
 mod list;
 mod minimalloc;
@@ -34,8 +35,9 @@ mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
 pub use jsonl::jsonl_placements;
+pub use keys::Keys;
 pub use list::{Export, Format};
-pub use origins::{Annotation, Frame, Origin, Origins, StackId, TextId};
+pub use origins::{Annotation, FORWARD_PASS, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};

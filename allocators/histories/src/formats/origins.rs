@@ -48,6 +48,10 @@ pub struct Frame {
     pub line: u32,
 }
 
+/// Name of the frame that divides a stack of the backward pass: before it are the frames of that, behind it those of the
+/// forward pass, where the node of autograd was made. PyTorch has them under `torch.autograd.set_detect_anomaly`.
+pub const FORWARD_PASS: &str = "=== forward pass ===";
+
 /// Where an event or a block came from. All parts may be empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Origin {
@@ -154,6 +158,40 @@ impl Origins {
         Ok(StackId(number))
     }
 
+    /// The number of a frame as Python prints it: `  File "train.py", line 12, in step`, and the source's line below it.
+    /// `None` where it is none.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when there is no room for another.
+    pub(super) fn printed_frame(&mut self, text: &str) -> Result<Option<u32>, OverBudget> {
+        let Some((filename, rest)) =
+            text.trim_start().strip_prefix("File \"").and_then(|rest| rest.split_once("\", line "))
+        else {
+            return Ok(None);
+        };
+        let rest = rest.lines().next().unwrap_or_default();
+        let (line, name) = rest.split_once(", in ").unwrap_or((rest, ""));
+        let frame =
+            Frame { name: self.text(name)?, filename: self.text(filename)?, line: line.trim().parse().unwrap_or(0) };
+        self.frame(frame).map(Some)
+    }
+
+    /// The number of a stack of the backward pass with the frames of the forward pass behind it, which Python printed from
+    /// the outermost in.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when there is no room for another.
+    pub(super) fn with_forward(&mut self, stack: StackId, forward: StackId) -> Result<StackId, OverBudget> {
+        if forward.is_empty() {
+            return Ok(stack);
+        }
+        let mark = Frame { name: self.text(FORWARD_PASS)?, ..Frame::default() };
+        let mark = self.frame(mark)?;
+        let forward = self.frame_numbers(forward).iter().rev().copied();
+        let whole: Vec<u32> = self.frame_numbers(stack).iter().copied().chain([mark]).chain(forward).collect();
+        self.stack(&whole)
+    }
+
     /// More than can be named is more than any budget has room for.
     fn next_number(&self, count: usize) -> Result<u32, OverBudget> {
         u32::try_from(count).map_err(|_| self.claim.refuse())
@@ -200,6 +238,11 @@ impl Origins {
     /// The frames of a stack, the innermost first.
     pub fn frames(&self, stack: StackId) -> impl DoubleEndedIterator<Item = Frame> + '_ {
         self.frame_numbers(stack).iter().map(|frame| self.frames[*frame as usize])
+    }
+
+    /// Every frame, each once.
+    pub fn all_frames(&self) -> impl Iterator<Item = Frame> + '_ {
+        self.frames.iter().copied()
     }
 
     /// The numbers of the frames of a stack.

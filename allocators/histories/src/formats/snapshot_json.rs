@@ -18,7 +18,7 @@ mod settings;
 mod state;
 
 use self::guard::Guarded;
-use self::origins::{Annotations, OriginText, Stack};
+use self::origins::{Annotations, OriginText, Printed, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
 use self::state::{Handle, Name, Part, Seed, State};
@@ -28,7 +28,7 @@ use super::kept_settings::Room;
 use super::list::Reader;
 use super::receiver::Receiver;
 use super::words::{RawEvent, Word};
-use super::{Event, Format, Origin, ReadError, ReadOptions, Summary};
+use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};
 use crate::steps;
 use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
@@ -91,6 +91,7 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         while let Some(Name(key)) = map.next_key()? {
+            self.0.found(key);
             match key {
                 Some(Word::DeviceTraces) => {
                     self.0.traced = Part::Begun;
@@ -183,9 +184,10 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
     expecting!("an event's dictionary");
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let (mut raw, mut origin) = (RawEvent::default(), Origin::default());
+        let (mut raw, mut origin, mut forward) = (RawEvent::default(), Origin::default(), StackId::default());
         let wanted = self.0.receiver.wants_origins;
         while let Some(Name(key)) = map.next_key()? {
+            self.0.found(key);
             match key {
                 Some(Word::Action) => {
                     raw.action = map.next_value::<Option<Name>>()?.map(|Name(name)| name.and_then(Word::action))
@@ -196,6 +198,7 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
                 Some(Word::Stream) => raw.stream = map.next_value::<Handle>()?.0,
                 Some(Word::TimeUs) => raw.time_us = map.next_value()?,
                 Some(Word::Frames) if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
+                Some(Word::ForwardFrames) if wanted => forward = map.next_value_seed(Seed::Any(Printed(self.0)))?,
                 Some(Word::Category) if wanted => {
                     origin.category = map.next_value_seed(Seed::Any(OriginText(self.0)))?
                 }
@@ -205,6 +208,8 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
                 _ => drop(map.next_value::<IgnoredAny>()?),
             }
         }
+        let whole = self.0.receiver.origins.with_forward(origin.stack, forward);
+        origin.stack = self.0.within(whole)?;
         Ok((raw, origin))
     }
 }

@@ -1,6 +1,6 @@
 //! What is read from a file of events, and how.
 
-use super::{Format, Segment};
+use super::{Format, Keys, Segment};
 use std::fmt;
 use vramlab_device::budget::Budget;
 
@@ -29,6 +29,8 @@ pub struct Summary {
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
     pub external_annotations: u64,
+    /// The keys of a snapshot's dictionaries.
+    pub keys: Keys,
     /// Bytes read, after unpacking.
     pub bytes: u64,
     /// Where the file was cut short, if it was and is a snapshot that is read as far as it is whole.
@@ -73,6 +75,7 @@ impl Summary {
             segments: Vec::new(),
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
+            keys: Keys::default(),
             bytes: 0,
             cut: None,
         }

@@ -52,6 +52,10 @@ words! {
     Line "line",
     Category "category",
     UserMetadata "user_metadata",
+    CompileContext "compile_context",
+    InternalMetadata "internal_metadata",
+    PoolId "pool_id",
+    HostSegments "host_segments",
     Stage "stage",
     Start "START",
     Device "device",
@@ -104,6 +108,11 @@ impl Word {
         })
     }
 
+    /// Whether what stands under this key is not looked into.
+    pub(crate) fn is_opaque(self) -> bool {
+        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId | Word::HostSegments)
+    }
+
     /// Whether it is a key of an event that the reader needs.
     pub(crate) fn is_event_key(self) -> bool {
         matches!(self, Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree)
@@ -111,7 +120,7 @@ impl Word {
 
     /// Whether it is a key that says where an event came from.
     pub(crate) fn is_origin_key(self) -> bool {
-        matches!(self, Word::Frames | Word::Category | Word::UserMetadata)
+        matches!(self, Word::Frames | Word::ForwardFrames | Word::Category | Word::UserMetadata)
     }
 
     /// Whether it is a key of the outermost dictionary.

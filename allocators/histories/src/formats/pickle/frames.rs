@@ -50,7 +50,7 @@ impl Machine<'_, '_, '_> {
     /// Whether the list that comes next is one of frames, and the receiver wants them.
     pub(super) fn is_stack_next(&self) -> bool {
         self.outcome.receiver.wants_origins
-            && self.stack.last() == Some(&Value::Word(Word::Frames))
+            && matches!(self.stack.last(), Some(Value::Word(Word::Frames | Word::ForwardFrames)))
             && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments))
     }
 
@@ -150,8 +150,17 @@ impl Machine<'_, '_, '_> {
         self.stacks.which = u32::MAX;
         let mut numbers = std::mem::take(&mut self.stacks.under_way);
         for at in from..self.stack.len() {
-            if let Value::Frame(frame) = self.stack[at] {
-                let number = self.frame_number(frame)?;
+            let number = match self.stack[at] {
+                Value::Frame(frame) => Some(self.frame_number(frame)?),
+                // Those of the forward pass are as Python prints them.
+                Value::Text(_) => {
+                    let text = self.store.spelling(self.stack[at]).unwrap_or_default();
+                    let number = self.outcome.receiver.origins.printed_frame(text);
+                    self.within(number)?
+                }
+                _ => None,
+            };
+            if let Some(number) = number {
                 let kept = self.stacks.claim.push(&mut numbers, number);
                 self.within(kept)?;
             }
@@ -183,14 +192,20 @@ impl Machine<'_, '_, '_> {
         if !self.outcome.receiver.wants_origins {
             return Ok(origin);
         }
+        let mut forward = StackId::default();
         for (key, value) in pairs {
             match (key, value) {
                 (Value::Word(Word::Frames), Value::Stack(stack)) => origin.stack = self.stacks.stacks[*stack as usize],
+                (Value::Word(Word::ForwardFrames), Value::Stack(stack)) => {
+                    forward = self.stacks.stacks[*stack as usize]
+                }
                 (Value::Word(Word::Category), _) => origin.category = self.origin_text(*value)?,
                 (Value::Word(Word::UserMetadata), _) => origin.note = self.origin_text(*value)?,
                 _ => {}
             }
         }
+        let whole = self.outcome.receiver.origins.with_forward(origin.stack, forward);
+        origin.stack = self.within(whole)?;
         Ok(origin)
     }
 

@@ -389,6 +389,9 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         };
         let (mut grown, origins) = (Ok(()), self.outcome.receiver.wants_origins);
         for pair in self.stack[from..].chunks_exact(2) {
+            if let Value::Word(key) = pair[0] {
+                self.outcome.summary.keys.add(key);
+            }
             let wanted = match pair[0] {
                 Value::Word(word) => !in_trace || word.is_event_key() || origins && word.is_origin_key(),
                 _ => !in_trace,

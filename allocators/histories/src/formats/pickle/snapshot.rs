@@ -45,7 +45,8 @@ impl Machine<'_, '_, '_> {
         let Some(last) = self.stack.last() else { return false };
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
         match last {
-            Value::Word(Word::Frames | Word::ForwardFrames) | Value::Opaque => true,
+            Value::Word(word) if word.is_opaque() => true,
+            Value::Opaque => true,
             Value::Text(_) | Value::LostText => {
                 inside(Word::DeviceTraces) || inside(Word::Segments) || inside(Word::ExternalAnnotations)
             }

@@ -52,6 +52,34 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
     }
 }
 
+/// Frames of the forward pass, as Python prints them.
+pub(super) struct Printed<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
+
+impl<'de> Visitor<'de> for Printed<'_, '_, '_> {
+    type Value = StackId;
+
+    expecting!("a list of lines of a traceback");
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<StackId, A::Error> {
+        let mut numbers = Vec::new();
+        while let Some(text) = seq.next_element_seed(Seed::Any(OriginText(self.0)))? {
+            let text = self.0.receiver.origins.spelt(text).to_owned();
+            let number = self.0.receiver.origins.printed_frame(&text);
+            if let Some(number) = self.0.within(number)? {
+                let kept = self.0.claim.push(&mut numbers, number);
+                self.0.within(kept)?;
+            }
+        }
+        let stack = self.0.receiver.origins.stack(&numbers);
+        self.0.claim.free(numbers);
+        self.0.within(stack)
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<StackId, E> {
+        Ok(StackId::default())
+    }
+}
+
 /// A text; nothing for what is none.
 pub(super) struct OriginText<'a, 'r, 's>(pub(super) &'a mut State<'r, 's>);
 

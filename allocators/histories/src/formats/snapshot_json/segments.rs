@@ -38,6 +38,7 @@ impl<'de> Visitor<'de> for One<'_, '_, '_> {
         let wanted = self.0.receiver.wants_origins;
         let mut origins = Vec::new();
         while let Some(Name(key)) = map.next_key()? {
+            self.0.found(key);
             match key {
                 Some(Word::Device) => segment.device = map.next_value()?,
                 Some(Word::Address) => address = Some(map.next_value()?),

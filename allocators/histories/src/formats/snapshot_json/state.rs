@@ -50,6 +50,13 @@ impl State<'_, '_> {
         self.summary
     }
 
+    /// Takes note of a key.
+    pub(super) fn found(&mut self, key: Option<Word>) {
+        if let Some(key) = key {
+            self.summary.keys.add(key);
+        }
+    }
+
     pub(super) fn within<T, E: Error>(&mut self, claimed: Result<T, OverBudget>) -> Result<T, E> {
         claimed.map_err(|over| {
             self.over = Some(over);
