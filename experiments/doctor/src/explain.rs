@@ -5,15 +5,19 @@
 mod causes;
 mod checkpoints;
 mod explanation;
+mod frames;
 mod holes;
 pub(crate) mod lines;
 mod moments;
 mod peaks;
+mod purposes;
 mod ranks;
 mod screen;
 mod survey;
 
-pub(crate) use explanation::Explanation;
+pub(crate) use explanation::{Explanation, Moment};
+pub(crate) use moments::{Held, Line};
+pub(crate) use screen::{place, when};
 
 use crate::history::{Devices, adopted};
 use crate::reading::{ReadArgs, share_of};
@@ -21,9 +25,8 @@ use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};
 use checkpoints::Checkpoints;
 use clap::Args;
-use explanation::Moment;
 use lines::Lines;
-use moments::{Held, described, grew, held, moment, who};
+use moments::{described, grew, held, moment, who};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use survey::Survey;
@@ -32,6 +35,9 @@ use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::formats::Action;
 use vramlab::histories::replay::{ReplaySettings, replay};
 use vramlab::{Bytes, Selection};
+
+/// Rows of each table where the command line names no number.
+const ROWS: u16 = 5;
 
 #[derive(Debug, Args)]
 pub(crate) struct ExplainArgs {
@@ -42,7 +48,7 @@ pub(crate) struct ExplainArgs {
     #[command(flatten)]
     how: How,
     /// Rows of each table
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = ROWS, value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
     /// Of several histories only every Nth, from the Kth on
     #[arg(long, value_name = "K/N")]
@@ -65,7 +71,8 @@ pub(crate) struct How {
     /// Memory limit under which the history was recorded, such as 24GiB: it tells a retry from empty_cache
     #[arg(long, value_name = "BYTES")]
     pub(crate) limit: Option<Bytes>,
-    /// Which GPU's events are explained, where a history holds several
+    /// Which GPU's events are explained, where a history holds several [default: one that ran out of memory, else the one that
+    /// reserved most]
     #[arg(long, value_name = "N")]
     pub(crate) gpu: Option<u16>,
     #[command(flatten)]
@@ -101,9 +108,19 @@ pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
 pub(crate) fn answer(file: &Path, recording: &Recording) -> Result<Value> {
     let found = explained(file, recording, &How::default())?;
     let mut out = serde_json::to_value(&found)?;
-    out["skipped"] = found.skipped.into();
     out["sentences"] = serde_json::to_value(screen::sentences(&found))?;
     Ok(out)
+}
+
+/// Adds to a page what the screen shows of a recording.
+///
+/// # Errors
+/// As those of the command.
+pub(crate) fn show(file: &Path, recording: &Recording, page: &mut Page) -> Result<()> {
+    let found = explained(file, recording, &How::default())?;
+    let shown = ExplainArgs { files: Vec::new(), how: How::default(), top: ROWS, shard: None, json: false };
+    screen::report(&found, &shown, page);
+    Ok(())
 }
 
 /// Reads and explains one history.
@@ -128,8 +145,7 @@ fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanatio
     let mut found = Explanation {
         trace: file.display().to_string(),
         format: recording.summary.format.name(),
-        gpu: recording.device,
-        skipped: recording.skipped,
+        gpus: recording.gpus.clone(),
         events: recording.events.len() as u64,
         frames: recording.origins.has_frames(),
         annotations: recording.origins.annotations().len() as u64,
@@ -167,24 +183,48 @@ fn between_lows(survey: &Survey) -> Option<Between> {
 /// The points that were asked for.
 fn between_named(how: &How, recording: &Recording) -> Result<Option<Between>> {
     let Some(named) = &how.between else { return Ok(None) };
-    let point = |name: &String| match name.parse::<u64>() {
-        Ok(number) => {
-            let index = number.checked_sub(recording.skipped + 1).and_then(|index| usize::try_from(index).ok());
-            index.filter(|index| *index < recording.events.len()).ok_or_else(|| {
-                let (first, last) = (recording.skipped + 1, recording.number(recording.events.len().saturating_sub(1)));
-                anyhow!("--between {name}: the events have the numbers {first} to {last}")
-            })
-        }
-        Err(_) => recording.begins(name).ok_or_else(|| {
-            anyhow!("--between: no annotation of the history is named '{name}', or nothing happens after it begins")
-        }),
-    };
     let [from, to] = &named[..] else { bail!("--between wants two points") };
-    let (from, to) = (point(from)?, point(to)?);
+    let (from, to) = (point("--between", from, recording)?, point("--between", to, recording)?);
     if from >= to {
         bail!("--between: the first point, {}, is not before the second, {}", named[0], named[1]);
     }
     Ok(Some(Between { from, to, named: named.clone() }))
+}
+
+/// The event of a number, or the first one of an annotation.
+fn point(option: &str, name: &str, recording: &Recording) -> Result<usize> {
+    match name.parse::<u64>() {
+        Ok(number) => {
+            let index = number.checked_sub(1).and_then(|index| usize::try_from(index).ok());
+            index
+                .filter(|index| *index < recording.events.len())
+                .ok_or_else(|| anyhow!("{option} {name}: the events have the numbers 1 to {}", recording.events.len()))
+        }
+        Err(_) => recording.begins(name).ok_or_else(|| {
+            anyhow!("{option}: no annotation of the history is named '{name}', or nothing happens after it begins")
+        }),
+    }
+}
+
+/// What is held at each of some moments: `start`, `peak` (of use), `end`, the number of an event, or the name of an annotation,
+/// at whose beginning.
+///
+/// # Errors
+/// There is no such moment, or the history cannot be followed.
+pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -> Result<Vec<Held>> {
+    recording.check_followable()?;
+    let mut view = View { recording, lines: Lines::new(&recording.origins, frames) };
+    let checkpoints = Checkpoints::new(recording);
+    let at = |name: &String| {
+        let index = match name.as_str() {
+            "start" => START,
+            "end" => recording.events.len().checked_sub(1).unwrap_or(START),
+            "peak" => survey::peak_of_use(recording)?,
+            name => point("--at", name, recording)?,
+        };
+        Ok(held(&mut view, &checkpoints.memory_at(index)?, index))
+    };
+    moments.iter().map(at).collect()
 }
 
 /// Describes the moments that were found.
@@ -197,7 +237,12 @@ fn look_closely(
 ) -> Result<()> {
     let last = view.recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
-    let (scene, at) = survey.last_refused.map_or((reserved, "peak_reserved"), |refused| (refused, "out_of_memory"));
+    let near = survey.near_peak.first().map_or(reserved, |(index, _)| *index);
+    let (scene, at) = match survey.last_refused {
+        Some(refused) => (refused, "out_of_memory"),
+        None if near == reserved => (reserved, "peak_reserved"),
+        None => (near, "near_peak_reserved"),
+    };
     let mut whole = vec![active, reserved, scene, last];
     whole.extend(between.iter().flat_map(|between| [between.from, between.to]));
     let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
@@ -222,7 +267,7 @@ fn look_closely(
             found.peak_reserved = moment(view, &memory, index);
         }
         if index == scene {
-            found.reserved = holes::where_it_went(view, &memory, survey, index, at);
+            found.reserved = holes::where_it_went(view, &memory, survey, index, at, found);
             if index != active {
                 found.who.push(who(view, &memory, index, at));
             }
@@ -237,7 +282,7 @@ fn look_closely(
         }
     }
     let named = between.map(|between| between.named).unwrap_or_default();
-    found.grew = from.zip(to).and_then(|(from, to)| grew(from, to, named, &view.lines));
+    found.grew = from.zip(to).and_then(|(from, to)| grew(from, to, named));
     Ok(())
 }
 

@@ -19,7 +19,7 @@ use crate::history::{Devices, PYTORCH};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
-use crate::words::counted;
+use crate::words::{RECORD, counted};
 use anyhow::{Context, Result};
 use clap::Args;
 use data::{Answers, HistoryData, PageData};
@@ -57,7 +57,8 @@ pub(crate) struct ReportArgs {
     /// Memory limit of the recording, such as 11900MiB, which tells a retry from empty_cache
     #[arg(long, value_name = "BYTES")]
     limit: Option<Bytes>,
-    /// Which GPU's events are shown, where a history holds several
+    /// Which GPU's events are shown, where a history holds several [default: one that ran out of memory, else the one that
+    /// reserved most]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     /// Search for a plan, the least memory that is known to be enough: about a second for 10,000 allocations
@@ -91,10 +92,12 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     chosen.iter().try_for_each(Selection::check)?;
     let devices = Devices::open(&DeviceName::Sim(None))?;
     let mut numbers = Numbers::default();
-    let mut histories = Vec::new();
+    let (mut histories, mut lines, mut without_events) = (Vec::new(), Vec::new(), false);
     let limit = args.limit.map(|limit| limit.0);
     for input in inputs {
         let recording = Recording::read(&input.file, args.gpu, limit, &args.read)?;
+        lines.extend(recording.gpus.lines().into_iter().map(|line| format!("{}: {line}", input.file.display())));
+        without_events |= recording.events.is_empty();
         // `advise` and `explain` show their own progress.
         let answers = answers(input, &recording, args);
         let source = Source::of(input, &recording, limit)?;
@@ -107,24 +110,33 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let eventless = runs.iter().filter(|run| !histories.iter().any(|history| history.name == run.folder));
     let names: Vec<&str> = names.chain(eventless.map(|run| &run.name)).map(String::as_str).collect();
     let title = format!("GPU memory: {}", names.join(", "));
-    let events: u64 = histories.iter().map(|history| history.events).sum();
+    let replayed: Vec<&HistoryData> = histories.iter().filter(|history| history.recorded).collect();
+    let events: u64 = replayed.iter().map(|history| history.events).sum();
     let document = page::document(&title, &PageData { title: &title, runs, histories: &histories }, &numbers)?;
     let mut out = OutputFile::create(&args.out, Existing::Replace)?;
     std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
     out.finish()?;
+    if without_events {
+        let [before, after] = RECORD;
+        lines.push(format!("To record events, call {before} before the work, and {after} after it"));
+    }
     let mut page = Page::stdout();
     let some = |count: usize, noun| if count == 1 { format!("one {noun}") } else { counted(count as u64, noun) };
     let mut shown = Vec::new();
     if !runs.is_empty() {
         shown.push(some(runs.len(), "run"));
     }
-    if !histories.is_empty() {
-        let replayed = if histories.len() == 1 { "replayed" } else { "each replayed" };
-        let (of, under) = (some(histories.len(), "history"), some(chosen.len(), "allocator"));
-        shown.push(format!("{events} events of {of}, {replayed} under {under}"));
+    if !replayed.is_empty() {
+        let each = if replayed.len() == 1 { "replayed" } else { "each replayed" };
+        let (of, under) = (some(replayed.len(), "history"), some(chosen.len(), "allocator"));
+        shown.push(format!("{events} events of {of}, {each} under {under}"));
+    }
+    if let held @ 1.. = histories.len() - replayed.len() {
+        shown.push(format!("what was held in {} without events", some(held, "snapshot")));
     }
     let size = Bytes(document.len() as u64);
     page.line(format!("{}: {}; the page has {size}.", args.out.display(), shown.join(", ")));
+    lines.iter().for_each(|line| page.note(line));
     if !args.open {
         page.line(format!("Next: open {} in a browser", terminal::quoted(&args.out.to_string_lossy())));
     }
@@ -133,9 +145,9 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
 
 /// What the commands for questions say of an input.
 fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
-    // PyTorch's settings say nothing of a run that had another allocator.
-    let advise = (input.run.is_none() && args.advise == Search::On)
-        .then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
+    // PyTorch's settings say nothing of a run that had another allocator, and nothing is replayed without events.
+    let asked = input.run.is_none() && args.advise == Search::On && !recording.events.is_empty();
+    let advise = asked.then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
     let explain = Some(crate::explain::answer(&input.file, recording).into());
     Answers { advise, explain }
 }
@@ -154,8 +166,8 @@ fn shown(
     bar.message(format!("{name}: how its requests were served"));
     let served = as_it_was(&source, devices)?;
     bar.advance(1);
-    let bounds =
-        Bounds::of(&source.compiled.history, args.plan, |found| bar.message(format!("planning {name}: {found}")));
+    let planning = |found: &str| bar.message(format!("planning {name}: {found}"));
+    let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(&compiled.history, args.plan, planning));
     bar.advance(1);
     let mut others = Vec::new();
     for selection in chosen {

@@ -7,71 +7,10 @@ mod common;
 
 use common::Place;
 use common::explained::{agrees, explain, found, part};
+use common::story::{BASE, MIB, Story, library, script, torch};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
-
-const MIB: u64 = 1 << 20;
-const BASE: u64 = 1 << 40;
-
-/// A snapshot in the making.
-#[derive(Default)]
-struct Story {
-    events: Vec<Value>,
-    segments: Vec<Value>,
-    annotations: Vec<Value>,
-    settings: Value,
-}
-
-/// A frame of the user's script.
-fn script(line: u64, name: &str) -> Value {
-    json!({"name": name, "filename": "/home/me/proj/train.py", "line": line})
-}
-
-/// A frame of a library.
-fn library(line: u64, name: &str) -> Value {
-    json!({"name": name, "filename": "/venv/lib/python3.12/site-packages/nets/blocks.py", "line": line})
-}
-
-fn torch(name: &str) -> Value {
-    json!({"name": name, "filename": "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", "line": 1})
-}
-
-impl Story {
-    fn event(&mut self, action: &str, addr: u64, bytes: u64, stream: u64, frames: Value) {
-        let key = if action == "oom" { "device_free" } else { "addr" };
-        let time = 1000 + self.events.len();
-        self.events.push(json!({
-            "action": action, key: addr, "size": bytes, "stream": stream, "time_us": time, "frames": frames,
-        }));
-    }
-
-    /// A segment that one block fills in part.
-    fn segment(&mut self, at: u64, bytes: u64, stream: u64) {
-        self.event("segment_alloc", BASE + at, bytes, stream, json!([]));
-    }
-
-    fn alloc(&mut self, at: u64, bytes: u64, stream: u64, frames: Value) {
-        self.event("alloc", BASE + at, bytes, stream, frames);
-    }
-
-    fn free(&mut self, at: u64, bytes: u64, stream: u64) {
-        self.event("free_requested", BASE + at, bytes, stream, json!([]));
-        self.event("free_completed", BASE + at, bytes, stream, json!([]));
-    }
-
-    fn annotate(&mut self, name: &str, stage: &str, event: usize) {
-        self.annotations.push(json!({"name": name, "stage": stage, "device": 0, "time_us": 1000 + event}));
-    }
-
-    fn text(&self) -> String {
-        json!({
-            "segments": self.segments, "device_traces": [self.events], "allocator_settings": self.settings,
-            "external_annotations": self.annotations,
-        })
-        .to_string()
-    }
-}
 
 /// A hole that one block keeps, a stream that is used once, and a request that only that stream could have served.
 fn holes() -> Story {
@@ -137,7 +76,7 @@ fn who_what_keeps_it_and_what_is_stranded() {
     assert_eq!(
         stranded,
         &json!([{"stream": 7, "free_bytes": 30 * MIB, "returnable_bytes": 30 * MIB, "last_request": 7,
-            "line": "proj/train.py:40 warm_up"}])
+            "requests_since": 21, "line": "proj/train.py:40 warm_up"}])
     );
     // Why the three requests missed.
     let causes: Vec<(u64, &str)> = found["shapes"]
@@ -232,6 +171,7 @@ fn every_cause_of_a_miss() {
         ("stream", json!({}), 3 * MIB, 20 * MIB, 5, "stream"),
         ("growth", json!({}), 30 * MIB, 20 * MIB, 0, "growth"),
         ("private", json!({}), 3 * MIB, 20 * MIB, 0, "elsewhere"),
+        ("no pool", json!({}), 3 * MIB, 20 * MIB, 0, "untold"),
     ];
     for (name, settings, asked, segment, stream, cause) in cases {
         let mut story = Story { settings, ..Story::default() };
@@ -246,6 +186,9 @@ fn every_cause_of_a_miss() {
         } else {
             story.alloc(0, segment, stream, json!([]));
             story.free(0, segment, stream);
+        }
+        if name == "private" {
+            story.held(2 << 30, 2 * MIB, json!([1, 0]));
         }
         story.segment(1 << 30, 2 * asked.max(MIB), 0);
         story.alloc(1 << 30, asked, 0, json!([]));

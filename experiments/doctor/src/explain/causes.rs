@@ -21,14 +21,17 @@ pub(crate) enum Cause {
     Class,
     /// A free block of another stream was large enough.
     Stream,
-    /// A block was large enough that was freed and waited for other streams.
+    /// A block was large enough that was freed, and its free had not completed: it waited for other streams.
     Pending,
-    /// A free block was large enough and was not taken: it is a private pool's, as that of a CUDA graph.
+    /// A free block was large enough and was not taken: it is a private pool's, as that of a CUDA graph. Only where the history
+    /// shows that there are such pools.
     Elsewhere,
+    /// A free block was large enough and was not taken, and the history does not tell why.
+    Untold,
 }
 
 impl Cause {
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Growth,
         Self::Pieces,
         Self::Rounding,
@@ -37,14 +40,22 @@ impl Cause {
         Self::Stream,
         Self::Pending,
         Self::Elsewhere,
+        Self::Untold,
     ];
 
-    /// Why a request of so many bytes on a stream finds nothing in this memory. O(pools + pending blocks).
-    pub(super) fn of(memory: &Memory, bytes: u64, stream: u64) -> Self {
+    /// Why a request of so many bytes on a stream finds nothing in this memory. `completed`: frees completed since the program
+    /// asked. O(pools + pending blocks).
+    pub(super) fn of(memory: &Memory, bytes: u64, stream: u64, completed: bool, private_pools: bool) -> Self {
         let rounded = memory.rules().rounded(bytes);
         let own = memory.pool_of(stream, bytes);
         if let Some(found) = memory.smallest_hole_from(own, rounded) {
-            return if memory.rules().serves(found, rounded) { Self::Elsewhere } else { Self::SplitLimit };
+            return match memory.rules().serves(found, rounded) {
+                false => Self::SplitLimit,
+                true if private_pools => Self::Elsewhere,
+                // Frees that completed before the search would have served it; the allocator waited for these after it.
+                true if completed => Self::Pending,
+                true => Self::Untold,
+            };
         }
         if memory.largest_hole(own) >= bytes.next_multiple_of(MIN_BLOCK) {
             return Self::Rounding;
@@ -71,8 +82,9 @@ impl Cause {
             Self::SplitLimit => "max_split_size keeps the free block",
             Self::Class => "free in the other pool only",
             Self::Stream => "free in another stream only",
-            Self::Pending => "freed, but waits for other streams",
+            Self::Pending => "freed, but not completed",
             Self::Elsewhere => "kept apart by a private pool",
+            Self::Untold => "a free block fits; not told why unused",
         }
     }
 }

@@ -1,6 +1,8 @@
 //! What `explain` found out about a history: everything that it prints, draws and writes as JSON.
 
 use super::causes::Cause;
+use super::purposes::Purpose;
+use crate::gpus::Gpus;
 use serde::Serialize;
 
 /// One history explained; the keys are described in `analysis/schema.md`.
@@ -9,17 +11,16 @@ pub(crate) struct Explanation {
     pub(crate) trace: String,
     /// How it was read.
     pub(crate) format: &'static str,
-    /// Number of the GPU whose events these are.
-    pub(crate) gpu: u16,
-    /// Events of other GPUs that stand before the first in the file.
-    #[serde(skip)]
-    pub(crate) skipped: u64,
+    #[serde(flatten)]
+    pub(crate) gpus: Gpus,
     pub(crate) events: u64,
     pub(crate) allocations: u64,
     /// Whether any event has stack frames.
     pub(crate) frames: bool,
     /// Ranges that the program had named.
     pub(crate) annotations: u64,
+    /// Streams of its events and blocks. A stream that other streams' frees wait for, and that asks for nothing, is not seen.
+    pub(crate) streams: u64,
     /// What is missing of a file that was cut short.
     pub(crate) cut: Option<String>,
     /// Blocks from before the first event, as far as the history tells.
@@ -37,13 +38,13 @@ pub(crate) struct Explanation {
     pub(crate) out_of_memory: Vec<Refused>,
     /// Number of all of them.
     pub(crate) refused: u64,
-    /// What held memory at the peak of active, and at the peak of reserved and when memory ran out where these are
-    /// other moments.
+    /// What held memory at the peak of active, and at the moment of `reserved` where that is another.
     pub(crate) who: Vec<Who>,
     /// What grew between two moments: those that `--between` names, else the lowest points of the second and of the
     /// last quarter.
     pub(crate) grew: Option<Grew>,
-    /// Where reserved memory went when memory ran out last, else at the peak of reserved.
+    /// Where reserved memory went when memory ran out last, else at the first moment within half a percent of the peak of
+    /// reserved: the last segments are often taken when little is in use.
     pub(crate) reserved: WhereItWent,
     /// Peaks of active memory, the highest first; between two of them it fell below four fifths.
     pub(crate) peaks: Vec<Moment>,
@@ -62,7 +63,7 @@ pub(crate) struct Explanation {
 /// What was held right after an event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Moment {
-    /// Number of the event in the file, from 1; 0 for what was there before.
+    /// Number of the event among those of the GPU, from 1; 0 for what was there before.
     pub(crate) event: u64,
     /// Since the first event; `null` in logs without times.
     pub(crate) time_ns: Option<u64>,
@@ -99,13 +100,15 @@ pub(crate) struct Refused {
 /// Who held memory at a moment.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Who {
-    /// `peak_active`, `peak_reserved` or `out_of_memory`.
+    /// `peak_active`, `peak_reserved`, `near_peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
     pub(crate) moment: Moment,
     /// By line, the largest first.
     pub(crate) lines: Vec<Share>,
     /// By call, from the outside in.
     pub(crate) tree: Node,
+    /// By what it is for, the largest first, where frames, annotations or PyTorch's categories tell it of a block at least.
+    pub(crate) purposes: Vec<Purposed>,
     /// By bytes asked for, the largest sum first.
     pub(crate) sizes: Vec<SizeShare>,
     /// By PyTorch's category, where there are some.
@@ -117,9 +120,9 @@ pub(crate) struct Who {
 /// What a line holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Share {
-    /// Innermost frame of the user's code.
+    /// Innermost frame of the user's code; the node of autograd where the backward pass has none.
     pub(crate) line: String,
-    /// Innermost frame of a library below it.
+    /// Below it the innermost frame of a library, else of PyTorch, else the operator; a workspace by its name.
     pub(crate) inside: Option<String>,
     /// Whether the block has no frames, as those of the backward pass: the line is then the last one before it.
     pub(crate) nearby: bool,
@@ -145,6 +148,14 @@ pub(crate) struct SizeShare {
     pub(crate) requested_bytes: u64,
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
+}
+
+/// Bytes for a purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Purposed {
+    pub(crate) purpose: Purpose,
+    pub(crate) bytes: u64,
+    pub(crate) blocks: u64,
 }
 
 /// Bytes under a name.
@@ -181,7 +192,7 @@ pub(crate) struct Growth {
 /// Where reserved memory went.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct WhereItWent {
-    /// `peak_reserved` or `out_of_memory`.
+    /// `peak_reserved`, `near_peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
     pub(crate) moment: Moment,
     /// Stream of the request for which memory is looked at.
@@ -190,7 +201,8 @@ pub(crate) struct WhereItWent {
     pub(crate) parts: Vec<Part>,
     /// By stream and pool.
     pub(crate) streams: Vec<StreamUse>,
-    /// Free memory of streams on which nothing more is asked for, for a tenth of the history at least.
+    /// Free memory of streams on which nothing more is asked for, for a tenth of the history and ten requests on other streams
+    /// at least.
     pub(crate) stranded: Vec<Stranded>,
     /// Frees that waited for other streams.
     pub(crate) pending: Pending,
@@ -241,6 +253,8 @@ pub(crate) struct Stranded {
     pub(crate) returnable_bytes: u64,
     /// Event of the last request.
     pub(crate) last_request: u64,
+    /// Requests on other streams since.
+    pub(crate) requests_since: u64,
     /// The line that made it.
     pub(crate) line: Option<String>,
 }

@@ -1,7 +1,7 @@
 //! Where reserved memory went: by part, by stream and pool, and which blocks keep what is free.
 
 use super::View;
-use super::explanation::{Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
+use super::explanation::{Explanation, Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
 use super::moments::{line_of, moment};
 use super::survey::{Survey, Waits};
 use crate::recording::START;
@@ -28,9 +28,10 @@ pub(super) fn where_it_went(
     survey: &Survey,
     index: usize,
     at: &'static str,
+    found: &Explanation,
 ) -> WhereItWent {
+    let (one_stream, allocations) = (found.streams < 2, found.allocations);
     let event = view.recording.events.get(index).map(|event| event.stream);
-    let stream = event.or_else(|| memory.segments().values().next().map(|segment| segment.stream)).unwrap_or(0);
     let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
     let mut pinned: Vec<(u64, Segment, Contents)> = Vec::new();
     for (&start, segment) in memory.segments() {
@@ -58,6 +59,8 @@ pub(super) fn where_it_went(
     }
     let mut streams: Vec<StreamUse> = uses.into_values().collect();
     streams.sort_by_key(|row| (Reverse(row.reserved_bytes), row.stream, row.pool));
+    // Before the first event, as a request sees it on the stream that has most.
+    let stream = event.or(streams.first().map(|row| row.stream)).unwrap_or(0);
     pinned.sort_by_key(|(start, _, inside)| (Reverse(inside.free), *start));
     let pinned_segments = pinned.len() as u64;
     let pinned_free_bytes = pinned.iter().map(|(_, _, inside)| inside.free).sum();
@@ -67,8 +70,8 @@ pub(super) fn where_it_went(
         at,
         moment: moment(view, memory, index),
         stream,
-        parts: parts(&memory.ledger(stream)),
-        stranded: stranded(view, &streams, survey, index),
+        parts: parts(&memory.ledger(stream), one_stream),
+        stranded: stranded(view, &streams, survey, index, allocations),
         streams,
         pending: pending(view, survey),
         pinned,
@@ -112,12 +115,16 @@ fn describe(
 }
 
 /// The five parts between what was asked for and what is reserved, and what was asked for itself.
-fn parts(ledger: &Ledger) -> Vec<Part> {
+fn parts(ledger: &Ledger, one_stream: bool) -> Vec<Part> {
     let Ledger { reserved, requested, internal, soft, hard, stream, pending, .. } = *ledger;
     let part = |name, bytes, what: &str| {
         // CAST: shares for display.
         let share = if reserved == 0 { 0.0 } else { 100.0 * bytes as f64 / reserved as f64 };
         Part { name, bytes, sentence: format!("{} ({share:.1} %) {what}", Bytes(bytes)) }
+    };
+    let waits = match one_stream {
+        true => "is freed, but the frees had not completed",
+        false => "is freed but waits for other streams (record_stream)",
     };
     vec![
         part("requested", requested, "is what the program asked for and holds"),
@@ -125,25 +132,31 @@ fn parts(ledger: &Ledger) -> Vec<Part> {
         part("soft", soft, "is free in whole segments: empty_cache, or a retry, gives it back"),
         part("hard", hard, "is free between blocks that are in use: it cannot go back, and serves only what fits"),
         part("stream", stream, "is free in other streams' segments, which this stream cannot use"),
-        part("pending", pending, "is freed but waits for other streams (record_stream)"),
+        part("pending", pending, waits),
     ]
 }
 
-/// Free memory of streams on which nothing is asked for after this moment.
-fn stranded(view: &mut View<'_>, streams: &[StreamUse], survey: &Survey, index: usize) -> Vec<Stranded> {
+/// Fewer requests on other streams do not show that a stream is used no more.
+const GOES_ON: u64 = 10;
+
+/// Free memory of streams on which nothing is asked for after this moment, of so many requests in all.
+fn stranded(
+    view: &mut View<'_>,
+    streams: &[StreamUse],
+    survey: &Survey,
+    index: usize,
+    allocations: u64,
+) -> Vec<Stranded> {
     let recording = view.recording;
-    // Without events nothing tells which streams are still used.
-    if recording.events.is_empty() {
-        return Vec::new();
-    }
     let mut out: BTreeMap<u64, Stranded> = BTreeMap::new();
     for row in streams {
-        let last = survey.last_request.get(&row.stream).copied();
+        let (last, number) = survey.last_request.get(&row.stream).copied().unzip();
+        let requests_since = allocations - number.unwrap_or(0);
         // Near the end of a history every stream but one has had its last request.
         let rest = recording.events.len() / 10;
         let over = last.is_none_or(|last| index != START && last <= index && recording.events.len() - last > rest);
         let goes_on = recording.events.get(index).is_some_and(|event| event.stream == row.stream);
-        if !over || goes_on || row.soft_bytes + row.hard_bytes == 0 {
+        if !over || goes_on || requests_since < GOES_ON || row.soft_bytes + row.hard_bytes == 0 {
             continue;
         }
         let stack = last.and_then(|last| recording.events.get(last)).map(|event| event.origin.stack);
@@ -152,6 +165,7 @@ fn stranded(view: &mut View<'_>, streams: &[StreamUse], survey: &Survey, index: 
             free_bytes: 0,
             returnable_bytes: 0,
             last_request: last.map_or(0, |last| recording.number(last)),
+            requests_since,
             line: stack.filter(|stack| !stack.is_empty()).and_then(|stack| view.lines.line_of(stack)),
         });
         stranded.free_bytes += row.soft_bytes + row.hard_bytes;

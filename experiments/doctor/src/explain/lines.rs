@@ -1,8 +1,9 @@
 //! Stacks of frames as a person reads them: the lines of the user's own code, with what lies in libraries folded.
 
+use super::frames::{Kind, place, short};
 use std::collections::HashMap;
 use std::hash::Hash;
-use vramlab::histories::formats::{Frame, Origins, StackId};
+use vramlab::histories::formats::{FORWARD_PASS, Frame, Origins, StackId};
 
 /// What comes up, numbered in that order from 1.
 #[derive(Debug, Default)]
@@ -27,24 +28,30 @@ impl<T: Clone + Eq + Hash> Numbered<T> {
     }
 }
 
-/// A place in a program, by its number in [`Lines`].
+/// A place in a program, by its number in [`Lines`]. Places that read alike are one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct LineId(u32);
 
-/// A stack, folded.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Folded {
-    /// Lines of the user's code, from the outside in.
-    pub(super) path: Vec<LineId>,
-    /// The innermost place in a library below the last of them that says something: of a library beside PyTorch, if there
-    /// is one.
-    pub(super) inside: Option<LineId>,
+/// A stack, folded: places by their numbers, or in words.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Folded<P = LineId> {
+    /// Lines of the user's code, from the outside in. What the backward pass allocates on a thread of autograd's has no such
+    /// lines, and is by node.
+    pub(super) path: Vec<P>,
+    /// What says most of where it was below the last of them: in a library's code, in a node of autograd, in an operator.
+    pub(super) inside: Option<P>,
 }
 
-impl Folded {
+impl<P> Default for Folded<P> {
+    fn default() -> Self {
+        Self { path: Vec::new(), inside: None }
+    }
+}
+
+impl<P: Clone + PartialEq> Folded<P> {
     /// The user's line that asked; where there is none, the library's.
-    pub(super) fn line(&self) -> Option<LineId> {
-        self.path.last().copied().or(self.inside)
+    pub(super) fn line(&self) -> Option<P> {
+        self.path.last().or(self.inside.as_ref()).cloned()
     }
 }
 
@@ -53,14 +60,14 @@ pub(super) struct Lines<'r> {
     origins: &'r Origins,
     /// Whether nothing is folded.
     all: bool,
-    frames: Numbered<Frame>,
+    places: Numbered<String>,
     folded: Vec<Option<Folded>>,
 }
 
 impl<'r> Lines<'r> {
     pub(super) fn new(origins: &'r Origins, all: bool) -> Self {
         let folded = vec![None; origins.stacks()];
-        Self { origins, all, frames: Numbered::default(), folded }
+        Self { origins, all, places: Numbered::default(), folded }
     }
 
     /// A stack, folded.
@@ -68,25 +75,9 @@ impl<'r> Lines<'r> {
         if let Some(folded) = self.folded.get(stack.index()).and_then(Clone::clone) {
             return folded;
         }
-        let origins = self.origins;
-        let mut folded = Folded::default();
-        // The innermost comes first.
-        let mut plumbing = None;
-        for frame in origins.frames(stack) {
-            let kind = if self.all { Kind::User } else { Kind::of(origins.spelt(frame.filename)) };
-            match kind {
-                Kind::User => folded.path.push(LineId(self.frames.enter(frame))),
-                Kind::Library if folded.path.is_empty() && folded.inside.is_none() => {
-                    folded.inside = Some(LineId(self.frames.enter(frame)));
-                }
-                Kind::PyTorch if folded.path.is_empty() && plumbing.is_none() => plumbing = Some(frame),
-                _ => {}
-            }
-        }
-        folded.path.reverse();
-        if folded.inside.is_none() {
-            folded.inside = plumbing.map(|frame| LineId(self.frames.enter(frame)));
-        }
+        let Folded { path, inside } = fold(self.origins, stack, self.all);
+        let mut number = |place: String| LineId(self.places.enter(place));
+        let folded = Folded { path: path.into_iter().map(&mut number).collect(), inside: inside.map(&mut number) };
         if let Some(slot) = self.folded.get_mut(stack.index()) {
             *slot = Some(folded.clone());
         }
@@ -95,7 +86,7 @@ impl<'r> Lines<'r> {
 
     /// A place in words: `train.py:14 gpt2`.
     pub(super) fn label(&self, line: LineId) -> String {
-        place(self.origins, self.frames.list[line.0 as usize - 1], short)
+        self.places.list[line.0 as usize - 1].clone()
     }
 
     /// The user's line of a stack in words.
@@ -104,95 +95,141 @@ impl<'r> Lines<'r> {
     }
 }
 
-/// The line that a stack is known by: the innermost of the user's code; where there is none, the innermost of a library, or
-/// of PyTorch.
+/// What the path of the backward pass begins with, on a thread that has no other code of the user's.
+pub(super) const BACKWARD: &str = "backward pass";
+
+/// What says more of a place in a library comes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    Workspace,
+    Library,
+    Compiled,
+    PyTorch,
+    Native,
+    Operator,
+    /// An operator that does nothing but allocate.
+    Factory,
+}
+
+/// A stack in words.
+fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<String> {
+    let frames: Vec<Frame> = origins.frames(stack).collect();
+    if all {
+        let words = |frame: &Frame| words_of(origins, frame, short);
+        let told = frames.iter().filter(|frame| kind(origins, frame) != Kind::Recorder);
+        return Folded { path: told.rev().map(words).collect(), inside: None };
+    }
+    // Behind the mark are the frames of the forward pass.
+    let mark = frames.iter().position(|frame| origins.spelt(frame.name) == FORWARD_PASS);
+    let (frames, forward) = frames.split_at(mark.unwrap_or(frames.len()));
+    let (here, forward) = (Walk::over(origins, frames), Walk::over(origins, forward));
+    // The user's code in the backward pass, that of an autograd.Function, says more than where the function was called.
+    let called = if here.backward { here.lines_in_backward } else { here.lines.len() };
+    if forward.lines.is_empty() || called > 0 {
+        return here.folded();
+    }
+    let inside = here.inside.map(|(_, place)| place).filter(|_| here.node.is_none());
+    let inside = here.node.or(inside).unwrap_or_else(|| BACKWARD.to_owned());
+    Folded { path: forward.lines.into_iter().rev().collect(), inside: Some(inside) }
+}
+
+fn kind<'o>(origins: &'o Origins, frame: &Frame) -> Kind<'o> {
+    Kind::of(origins.spelt(frame.name), origins.spelt(frame.filename))
+}
+
+fn words_of(origins: &Origins, frame: &Frame, shown: impl Fn(&str) -> String) -> String {
+    place(origins.spelt(frame.name), origins.spelt(frame.filename), frame.line, shown)
+}
+
+/// What a walk over a stack from the innermost frame out came by.
+#[derive(Debug, Default)]
+struct Walk {
+    /// The user's lines, the innermost first.
+    lines: Vec<String>,
+    /// What says most of what lies below the innermost of them.
+    inside: Option<(Rank, String)>,
+    /// Whether autograd ran it, and how many of the user's lines autograd called.
+    backward: bool,
+    lines_in_backward: usize,
+    /// The node that autograd's engine ran.
+    node: Option<String>,
+}
+
+impl Walk {
+    fn over(origins: &Origins, frames: &[Frame]) -> Self {
+        let mut out = Self::default();
+        let mut ran = false;
+        for frame in frames {
+            match kind(origins, frame) {
+                Kind::User => out.lines.push(words_of(origins, frame, short)),
+                Kind::Node(node) if !ran => {
+                    // The outermost is the one that the engine ran.
+                    out.backward = true;
+                    out.lines_in_backward = out.lines.len();
+                    out.node = Some(node.to_owned());
+                }
+                Kind::Engine => {
+                    if !out.backward || !ran {
+                        out.lines_in_backward = out.lines.len();
+                    }
+                    (out.backward, ran) = (true, true);
+                }
+                kind => out.see(kind, || words_of(origins, frame, short)),
+            }
+        }
+        out
+    }
+
+    /// Takes note of a place that is not in the user's code.
+    fn see(&mut self, kind: Kind<'_>, words: impl FnOnce() -> String) {
+        let rank = match kind {
+            Kind::Workspace(_) => Rank::Workspace,
+            Kind::Library => Rank::Library,
+            Kind::Compiled => Rank::Compiled,
+            Kind::PyTorch => Rank::PyTorch,
+            Kind::Native => Rank::Native,
+            Kind::Operator(name) if name.starts_with("empty") || name.starts_with("new_empty") => Rank::Factory,
+            Kind::Operator(_) => Rank::Operator,
+            _ => return,
+        };
+        if self.lines.is_empty() && self.inside.as_ref().is_none_or(|(before, _)| rank < *before) {
+            let words = match kind {
+                Kind::Workspace(what) => what.to_owned(),
+                Kind::Operator(name) => format!("aten::{name}"),
+                _ => words(),
+            };
+            self.inside = Some((rank, words));
+        }
+    }
+
+    fn folded(self) -> Folded<String> {
+        let Self { mut lines, inside, backward, lines_in_backward, node } = self;
+        let alone = backward && lines.len() == lines_in_backward;
+        if alone {
+            lines.push(BACKWARD.to_owned());
+        }
+        lines.reverse();
+        let node = node.filter(|_| lines_in_backward == 0);
+        let inside = match (node, inside) {
+            (Some(node), inside) if alone => {
+                lines.push(node);
+                inside.filter(|(rank, _)| *rank == Rank::Workspace)
+            }
+            (_, Some((Rank::Workspace, what))) => Some((Rank::Workspace, what)),
+            (Some(node), _) => Some((Rank::Library, node)),
+            (None, inside) => inside,
+        };
+        Folded { path: lines, inside: inside.map(|(_, place)| place) }
+    }
+}
+
+/// The line that a stack is known by: the innermost of the user's code; where there is none, the node of autograd, or the
+/// innermost place of a library, or of PyTorch.
 pub(crate) fn line_of(origins: &Origins, stack: StackId) -> Option<String> {
-    let frame = origins.frames(stack).min_by_key(|frame| Kind::of(origins.spelt(frame.filename)))?;
-    Some(place(origins, frame, short))
+    fold(origins, stack, false).line()
 }
 
 /// A frame in words, with its whole path.
 pub(crate) fn words(origins: &Origins, frame: Frame) -> String {
-    place(origins, frame, |file| file)
-}
-
-fn place(origins: &Origins, frame: Frame, shown: fn(&str) -> &str) -> String {
-    let (name, file) = (origins.spelt(frame.name), origins.spelt(frame.filename));
-    match (file, frame.line) {
-        ("" | "??", _) => name.to_owned(),
-        // What has no lines, as a layer of a network.
-        (file, 0) => format!("{} {name}", shown(file)),
-        (file, line) => format!("{}:{line} {name}", shown(file)),
-    }
-}
-
-/// Whose code a file is; what tells a reader most comes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
-    User,
-    Library,
-    /// PyTorch, Python itself, and C++.
-    PyTorch,
-}
-
-impl Kind {
-    fn of(file: &str) -> Self {
-        if let Some(path) = in_packages(file) {
-            let plumbing = ["torch/", "triton/", "functorch/", "torchgen/"].iter().any(|name| path.starts_with(name));
-            return if plumbing { Self::PyTorch } else { Self::Library };
-        }
-        let native = [".cpp", ".cc", ".c", ".cxx", ".cu", ".cuh", ".h", ".hpp", ".so", ".inc"];
-        let python = file.starts_with('<') || file.contains("/lib/python3") || file.contains("/lib64/python3");
-        let torch = file.contains("/torch/") || file.starts_with("torch/") || file.contains("/triton/");
-        if file.is_empty() || file == "??" || python || torch || native.iter().any(|end| file.ends_with(end)) {
-            return Self::PyTorch;
-        }
-        Self::User
-    }
-}
-
-/// The path of a library's file from its package on.
-fn in_packages(file: &str) -> Option<&str> {
-    let folders = ["site-packages/", "dist-packages/"];
-    folders.iter().find_map(|folder| file.rsplit_once(folder)).map(|(_, path)| path)
-}
-
-/// The end of a path that tells files apart: of a library from its package on, else the last two parts.
-fn short(file: &str) -> &str {
-    let file = in_packages(file).unwrap_or(file);
-    let mut parts = file.rmatch_indices(['/', '\\']);
-    parts.nth(1).map_or(file, |(at, _)| &file[at + 1..])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_are_told_apart() {
-        for (file, kind) in [
-            ("train.py", Kind::User),
-            ("/home/me/proj/torch_models/net.py", Kind::User),
-            ("layer 3", Kind::User),
-            ("/opt/venv/lib/python3.12/site-packages/transformers/models/gpt2.py", Kind::Library),
-            ("/opt/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", Kind::PyTorch),
-            ("site-packages/torch/_tensor.py", Kind::PyTorch),
-            ("/usr/lib/python3.12/threading.py", Kind::PyTorch),
-            ("<frozen importlib._bootstrap>", Kind::PyTorch),
-            ("<eval_with_key>.3", Kind::PyTorch),
-            ("/pytorch/aten/src/ATen/EmptyTensor.cpp", Kind::PyTorch),
-            ("/build/torch/csrc/autograd/engine.cpp", Kind::PyTorch),
-            ("??", Kind::PyTorch),
-            ("", Kind::PyTorch),
-        ] {
-            assert_eq!(Kind::of(file), kind, "{file}");
-        }
-    }
-
-    #[test]
-    fn paths_are_short() {
-        assert_eq!(short("/a/b/c/train.py"), "c/train.py");
-        assert_eq!(short("train.py"), "train.py");
-        assert_eq!(short("/x/site-packages/torch/optim/adam.py"), "optim/adam.py");
-    }
+    words_of(origins, &frame, str::to_owned)
 }

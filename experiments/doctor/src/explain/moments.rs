@@ -3,6 +3,7 @@
 use super::View;
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
 use super::lines::{LineId, Lines};
+use super::purposes::Purposes;
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -60,6 +61,8 @@ enum Source {
     Nearby(LineId),
     /// Before the first event.
     Before,
+    /// It has frames, none of which says where in the program it was.
+    Elsewhere,
     Untold,
 }
 
@@ -68,10 +71,13 @@ impl Source {
         match self {
             Self::Line(line) | Self::Nearby(line) => lines.label(line),
             Self::Before => "before the recording began".to_owned(),
+            Self::Elsewhere => ELSEWHERE.to_owned(),
             Self::Untold => "no frames".to_owned(),
         }
     }
 }
+
+const ELSEWHERE: &str = "frames that name no place in the program";
 
 /// The line of a block, and whether it is only near.
 pub(super) fn line_of(block: &Block, lines: &mut Lines<'_>) -> (String, bool) {
@@ -83,7 +89,7 @@ pub(super) fn line_of(block: &Block, lines: &mut Lines<'_>) -> (String, bool) {
 fn source(block: &Block, lines: &mut Lines<'_>) -> (Source, Option<LineId>, Vec<LineId>) {
     if !block.origin.stack.is_empty() {
         let folded = lines.fold(block.origin.stack);
-        let Some(line) = folded.line() else { return (Source::Untold, None, Vec::new()) };
+        let Some(line) = folded.line() else { return (Source::Elsewhere, None, Vec::new()) };
         let inside = folded.inside.filter(|inside| *inside != line);
         return (Source::Line(line), inside, folded.path);
     }
@@ -114,37 +120,48 @@ impl Sum {
 
 type Key = (Source, Option<LineId>);
 
-/// Live bytes by line, for [`grew`].
-pub(super) struct Held {
-    moment: Moment,
-    lines: BTreeMap<Key, Sum>,
+/// A line in words, the place in a library that it went through, and whether it is only near.
+pub(crate) type Line = (String, Option<String>, bool);
+
+/// What is held at a moment by line and by size, for comparisons: bytes and blocks.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Held {
+    pub(crate) moment: Moment,
+    /// Whether the history has stack frames.
+    pub(crate) frames: bool,
+    pub(crate) lines: BTreeMap<Line, (u64, u64)>,
+    pub(crate) sizes: BTreeMap<u64, (u64, u64)>,
 }
 
 /// What each line holds.
 pub(super) fn held(view: &mut View<'_>, memory: &Memory, index: usize) -> Held {
-    let mut lines: BTreeMap<Key, Sum> = BTreeMap::new();
+    let mut sums: HashMap<Key, (u64, u64)> = HashMap::new();
+    let frames = view.recording.origins.has_frames();
+    let mut out = Held { moment: moment(view, memory, index), frames, ..Held::default() };
     for block in memory.blocks().values() {
         let (source, inside, _) = source(block, &mut view.lines);
-        lines.entry((source, inside)).or_default().add(block, 0);
+        for (bytes, blocks) in
+            [sums.entry((source, inside)).or_default(), out.sizes.entry(block.requested).or_default()]
+        {
+            (*bytes, *blocks) = (*bytes + block.bytes, *blocks + 1);
+        }
     }
-    Held { moment: moment(view, memory, index), lines }
+    let lines = &view.lines;
+    let line = |(source, inside): Key| {
+        (source.label(lines), inside.map(|inside| lines.label(inside)), matches!(source, Source::Nearby(_)))
+    };
+    out.lines = sums.into_iter().map(|(key, sum)| (line(key), sum)).collect();
+    out
 }
 
 /// What grew from one moment to another; `None` where nothing did.
-pub(super) fn grew(from: Held, to: Held, named: Vec<String>, lines: &Lines<'_>) -> Option<Grew> {
+pub(super) fn grew(from: Held, to: Held, named: Vec<String>) -> Option<Grew> {
     let mut rows = Vec::new();
-    for (key, after) in &to.lines {
-        let before = from.lines.get(key).copied().unwrap_or_default();
-        if after.bytes > before.bytes {
-            rows.push(Growth {
-                line: key.0.label(lines),
-                inside: key.1.map(|inside| lines.label(inside)),
-                nearby: matches!(key.0, Source::Nearby(_)),
-                before_bytes: before.bytes,
-                after_bytes: after.bytes,
-                before_blocks: before.blocks,
-                after_blocks: after.blocks,
-            });
+    for (key, (after_bytes, after_blocks)) in to.lines {
+        let (before_bytes, before_blocks) = from.lines.get(&key).copied().unwrap_or_default();
+        let (line, inside, nearby) = key;
+        if after_bytes > before_bytes {
+            rows.push(Growth { line, inside, nearby, before_bytes, after_bytes, before_blocks, after_blocks });
         }
     }
     rows.sort_by_key(|row| (Reverse(row.after_bytes - row.before_bytes), row.line.clone()));
@@ -157,7 +174,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
     let mut sums: HashMap<Key, Sum> = HashMap::new();
     let mut sizes: HashMap<u64, Sum> = HashMap::new();
     let (mut categories, mut notes): (HashMap<TextId, Sum>, HashMap<TextId, Sum>) = Default::default();
-    let mut root = Branch::default();
+    let (mut root, mut purposes) = (Branch::default(), Purposes::new(view.recording, index));
     for block in memory.blocks().values() {
         // CAST: an index, which fits in 32 bits.
         let age = match (index, block.born) {
@@ -167,6 +184,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
         };
         let (source, inside, path) = source(block, &mut view.lines);
         sums.entry((source, inside)).or_default().add(block, age);
+        purposes.add(block);
         sizes.entry(block.requested).or_default().add(block, age);
         categories.entry(block.origin.category).or_default().add(block, age);
         notes.entry(block.origin.note).or_default().add(block, age);
@@ -174,6 +192,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
             Source::Nearby(_) => Step::Unframed,
             Source::Line(_) => inside.map_or(Step::Here, Step::Call),
             Source::Before => Step::Before,
+            Source::Elsewhere => Step::Elsewhere,
             Source::Untold => Step::Untold,
         };
         root.add(&path, ends, block);
@@ -194,6 +213,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
         moment,
         lines: largest(sums, share),
         tree: root.node("all".to_owned(), lines),
+        purposes: purposes.rows(),
         sizes: largest(sizes, size),
         categories: named(view.recording, categories),
         notes: named(view.recording, notes),
@@ -227,6 +247,7 @@ enum Step {
     Here,
     Unframed,
     Before,
+    Elsewhere,
     Untold,
 }
 
@@ -252,6 +273,7 @@ impl Branch {
                 Step::Call(line) => lines.label(*line),
                 Step::Unframed => "without frames, after this line".to_owned(),
                 Step::Before => "before the recording began".to_owned(),
+                Step::Elsewhere => ELSEWHERE.to_owned(),
                 Step::Here | Step::Untold => "no frames".to_owned(),
             };
             branch.node(name, lines)

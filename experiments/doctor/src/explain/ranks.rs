@@ -2,6 +2,7 @@
 
 use super::explanation::Explanation;
 use super::{ExplainArgs, explanation, screen};
+use crate::gpus::Gpus;
 use crate::reading::{Unread, each};
 use crate::words::size;
 use anyhow::Result;
@@ -13,6 +14,8 @@ use terminal::{Column, Page, Table};
 #[derive(Clone, Debug, Serialize)]
 struct Rank {
     trace: String,
+    #[serde(flatten)]
+    gpus: Gpus,
     events: u64,
     peak_reserved_bytes: u64,
     /// Most bytes in blocks that are in use or wait for other streams.
@@ -45,6 +48,7 @@ impl Rank {
         let peak = &found.peak_reserved;
         Self {
             trace: found.trace.clone(),
+            gpus: found.gpus.clone(),
             events: found.events,
             peak_reserved_bytes: peak.reserved_bytes,
             peak_active_bytes: found.peak_active.active_bytes,
@@ -137,5 +141,5 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
 fn short_names(ranks: &[Rank]) -> Vec<String> {
     let folder = |rank: &Rank| rank.trace.rfind('/').map_or(0, |at| at + 1);
     let common = ranks.iter().all(|rank| rank.trace[..folder(rank)] == ranks[0].trace[..folder(&ranks[0])]);
-    ranks.iter().map(|rank| rank.trace[if common { folder(rank) } else { 0 }..].to_owned()).collect()
+    ranks.iter().map(|rank| rank.gpus.named(&rank.trace[if common { folder(rank) } else { 0 }..])).collect()
 }

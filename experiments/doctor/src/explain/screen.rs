@@ -5,7 +5,9 @@ mod where_when;
 use super::ExplainArgs;
 use super::causes::Cause;
 use super::explanation::{Explanation, Moment, Node, Who};
-use crate::words::{counted, percent, size};
+use super::lines::BACKWARD;
+use super::purposes::Purpose;
+use crate::words::{RECORD, counted, percent, size};
 use serde::Serialize;
 use terminal::{Column, Page, Table, command, duration, quoted};
 
@@ -21,7 +23,7 @@ fn table<const N: usize>(page: &mut Page, columns: [Column; N], rows: impl Itera
 }
 
 /// When a moment was, for the end of a sentence.
-fn when(moment: &Moment) -> String {
+pub(crate) fn when(moment: &Moment) -> String {
     let mut out = match moment.event {
         0 => "before the first event".to_owned(),
         event => format!("event {event}"),
@@ -39,7 +41,7 @@ fn when(moment: &Moment) -> String {
 }
 
 /// A line with the place in a library that it went through.
-fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
+pub(crate) fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
     let line = if nearby { format!("~ {line}") } else { line.to_owned() };
     inside.map_or(line.clone(), |inside| format!("{line} > {inside}"))
 }
@@ -49,15 +51,16 @@ pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let headline = headline(found);
     for (number, sentence) in headline.iter().enumerate() {
         match number {
-            0 => page.line(format!("{}: {sentence}", found.trace)),
+            0 => page.line(format!("{}: {sentence}", found.gpus.named(&found.trace))),
             _ => page.note(sentence),
         };
     }
+    found.gpus.lines().iter().for_each(|line| page.note(line));
     let first = found.who.first().map_or(0, |who| who.moment.active_bytes);
     for (number, who) in found.who.iter().enumerate() {
         // What is all but the same is not said twice; --json has both.
         let active = who.moment.active_bytes;
-        if number == 0 || active < first - first / 50 {
+        if number == 0 || active > 0 && active < first - first / 50 {
             self::who(found, who, args, number == 0, page);
         }
     }
@@ -103,8 +106,24 @@ fn headline(found: &Explanation) -> Vec<String> {
             last.stream
         ));
         out.push(where_when::refusal(found, last));
+    } else if found.events == 0 {
+        let (used, whole) = (active.active_bytes, reserved.reserved_bytes);
+        let (share, blocks) = (percent(used, whole), counted(found.blocks_before, "block"));
+        out.push(format!(
+            "{} reserved in {} and {} in use in {blocks} ({share}) when the snapshot was taken",
+            size(whole),
+            counted(found.segments_before, "segment"),
+            size(used)
+        ));
+        out.push("no events were recorded, so what was held before that is not known".to_owned());
     } else if reserved.reserved_bytes == 0 {
         out.push(format!("at most {} in use; it does not show what was reserved", size(active.active_bytes)));
+    } else if active.active_bytes > active.reserved_bytes {
+        out.push(format!(
+            "at most {} in use; of the segments in which they lay the recording shows {}, so what was reserved is not known",
+            size(active.active_bytes),
+            size(active.reserved_bytes)
+        ));
     } else {
         out.push(format!(
             "at most {} reserved and at most {} in use ({})",
@@ -112,12 +131,15 @@ fn headline(found: &Explanation) -> Vec<String> {
             size(active.active_bytes),
             percent(active.active_bytes, reserved.reserved_bytes)
         ));
+        let reserved = &found.reserved.moment;
         // The largest hole may be what is left of the segment that was taken then.
         let free = reserved.reserved_bytes.saturating_sub(reserved.active_bytes + reserved.largest_hole_bytes);
         let little = active.active_bytes / 20;
-        if reserved.active_bytes < active.active_bytes - little && free > little {
+        // Before the first event nothing was asked for.
+        if reserved.event > 0 && reserved.active_bytes < active.active_bytes - little && free > little {
             out.push(format!(
-                "when reserved reached its peak only {} were in use: what was free then did not serve what was asked for",
+                "when reserved {} only {} were in use: what was free then did not serve what was asked for",
+                if found.reserved.at == "near_peak_reserved" { "came near its peak" } else { "reached its peak" },
                 size(reserved.active_bytes)
             ));
         }
@@ -132,9 +154,6 @@ fn headline(found: &Explanation) -> Vec<String> {
             counted(found.segments_before, "segment")
         ));
     }
-    if found.events == 0 {
-        out.push("no events were recorded, so this is only what was held when the snapshot was taken".to_owned());
-    }
     out
 }
 
@@ -144,9 +163,14 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     let what = match who.at {
         "peak_active" => "Who held memory at the peak of use",
         "out_of_memory" => "Who held memory when it ran out",
+        "near_peak_reserved" => "Who held memory when reserved came within 0.5 % of its peak",
         _ => "Who held memory at the peak of reserved",
     };
-    page.title(format!("{what}: {} ({})", size(moment.active_bytes), when(moment)));
+    let active = size(moment.active_bytes);
+    page.title(match found.events {
+        0 => format!("Who held memory when the snapshot was taken: {active}"),
+        _ => format!("{what}: {active} ({})", when(moment)),
+    });
     if !found.frames {
         let columns =
             [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::left("of size")];
@@ -156,6 +180,7 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
         });
         table(page, columns, rows);
         if first {
+            state_of_optimizer(who, page);
             page.note(
                 "no stack frames were recorded, so lines are not known; record with \
                  torch.cuda.memory._record_memory_history(stacks=\"python\")",
@@ -188,6 +213,13 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
             "~: blocks without frames, as the backward pass makes them on a thread without Python; the line ran last",
         );
     }
+    if who.tree.children.iter().any(|child| child.name == BACKWARD) {
+        page.note(
+            "…Backward0 and the like: nodes of autograd, run by the backward pass. With torch.autograd.set_detect_anomaly(True) PyTorch \
+             2.11 records the line of the forward pass of each",
+        );
+    }
+    purposes(who, page);
     for (name, list) in [("category", &who.categories), ("note", &who.notes)] {
         if !list.is_empty() {
             let rows = list.iter().take(top).map(|row| format!("{} {}", row.name, size(row.bytes)));
@@ -199,6 +231,46 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
         page.line("By call, from the outside in:");
         let mut left = TREE;
         tree(&who.tree, who.tree.bytes, 0, &mut left, page);
+    }
+}
+
+/// What annotations tell of what the memory is for, where there are no frames.
+fn state_of_optimizer(who: &Who, page: &mut Page) {
+    if let Some(row) = who.purposes.iter().find(|row| row.purpose == Purpose::OptimizerState) {
+        let share = percent(row.bytes, who.moment.active_bytes);
+        page.note(format!(
+            "{} ({share}) in {} are the optimizer's state: asked for within Optimizer.step, and held after it",
+            size(row.bytes),
+            counted(row.blocks, "block")
+        ));
+    }
+}
+
+/// What the memory is for, where frames tell it.
+fn purposes(who: &Who, page: &mut Page) {
+    if who.purposes.is_empty() {
+        return;
+    }
+    page.gap();
+    page.line("What it is for:");
+    let columns = [
+        Column::right("bytes"),
+        Column::right("share"),
+        Column::right("blocks"),
+        Column::left("for"),
+        Column::text("told by").priority(1),
+    ];
+    let rows = who.purposes.iter().map(|row| {
+        let (what, told) = row.purpose.words();
+        let share = percent(row.bytes, who.moment.active_bytes);
+        [size(row.bytes), share, row.blocks.to_string(), what.to_owned(), told.to_owned()]
+    });
+    table(page, columns, rows);
+    if who.purposes.iter().all(|row| row.purpose != Purpose::Workspace) {
+        page.note(
+            "workspaces of cuBLAS and cuDNN are told by C++ frames only (stacks=\"all\"); without these they count as the pass that \
+             made them",
+        );
     }
 }
 
@@ -245,11 +317,9 @@ pub(super) fn end(found: &Explanation, page: &mut Page) {
     page.gap();
     if found.events == 0 {
         // Without events no other command has anything to go by.
-        page.line(
-            "Next: call torch.cuda.memory._record_memory_history(stacks=\"python\") before the work, and dump the snapshot \
-             after it",
-        );
+        let [before, after] = RECORD;
+        page.line(format!("Next: call {before} before the work, and {after} after it"));
         return;
     }
-    page.next(&command("vramlab", &format!("advise {}", quoted(&found.trace))));
+    page.next(&command("vramlab", &format!("advise {}{}", quoted(&found.trace), found.gpus.argument())));
 }

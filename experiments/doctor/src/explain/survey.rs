@@ -8,7 +8,7 @@ use super::peaks::Peaks;
 use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
@@ -33,8 +33,10 @@ pub(super) struct Survey {
     pub(super) low_early: Option<(usize, u64)>,
     pub(super) low_late: Option<(usize, u64)>,
     pub(super) last_refused: Option<usize>,
-    /// By stream, the event of its last request.
-    pub(super) last_request: BTreeMap<u64, usize>,
+    /// The moments at which reserved memory rose to more than ever before, those within half a percent of its peak.
+    pub(super) near_peak: Vec<(usize, u64)>,
+    /// By stream, the event of its last request, and which of all requests that is, from 1.
+    pub(super) last_request: BTreeMap<u64, (usize, u64)>,
     pub(super) pending_peak: (usize, u64),
     /// By stream, what waited of its blocks.
     pub(super) waits: BTreeMap<u64, Waits>,
@@ -56,6 +58,8 @@ pub(super) struct Waits {
 struct Window {
     /// Whether the request was looked for that these events belong to.
     probed: bool,
+    /// Whether frees completed that had waited.
+    completed: bool,
     /// Why that request missed, and what was reserved before.
     request: Option<(Cause, u64)>,
     taken: u64,
@@ -80,6 +84,7 @@ pub(super) fn survey<'r>(
     let mut out = Survey {
         peak_active: (START, start.active),
         peak_reserved: (START, start.reserved),
+        near_peak: vec![(START, start.reserved)],
         pending_peak: (START, start.pending),
         peak_allocated: start.allocated(),
         ..Survey::default()
@@ -91,6 +96,9 @@ pub(super) fn survey<'r>(
     let stretch = count.div_ceil(POINTS).max(1);
     let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
     let empties = empty_cache_stacks(recording);
+    let private_pools = has_private_pools(recording);
+    let mut streams: BTreeSet<u64> = memory.segments().values().map(|segment| segment.stream).collect();
+    streams.extend(memory.blocks().values().map(|block| block.stream));
     for (index, event, at_once) in recording.events.walk(0) {
         // CAST: bounded when the history was read.
         let number = index as u32;
@@ -100,12 +108,21 @@ pub(super) fn survey<'r>(
         if is_of_segments(event.action) && !window.probed {
             window.probed = true;
             window.request = next_request(recording, index)
-                .map(|request| (Cause::of(&memory, request.bytes, request.stream), memory.totals().reserved));
+                .map(|Recorded { bytes, stream, .. }| {
+                    Cause::of(&memory, bytes, stream, window.completed, private_pools)
+                })
+                .map(|cause| (cause, memory.totals().reserved));
         }
         match event.action {
             Action::FreeRequested if !at_once => out.waits_begin(&memory, &event),
-            Action::FreeCompleted if !at_once => out.waits_end(&memory, &event, number),
+            Action::FreeCompleted if !at_once => {
+                out.waits_end(&memory, &event, number);
+                window.completed = true;
+            }
             _ => {}
+        }
+        if event.action != Action::Oom {
+            streams.insert(event.stream);
         }
         memory.apply(&event, number, at_once)?;
         match event.action {
@@ -117,7 +134,7 @@ pub(super) fn survey<'r>(
             }
             Action::Alloc if event.bytes > 0 => {
                 found.allocations += 1;
-                out.last_request.insert(event.stream, index);
+                out.last_request.insert(event.stream, (index, found.allocations));
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
                 let window = std::mem::take(&mut window);
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
@@ -132,10 +149,12 @@ pub(super) fn survey<'r>(
                 went_back(view, found, &memory, (index, &event), &window);
             }
             Action::Oom => {
-                went_back(view, found, &memory, (index, &event), &std::mem::take(&mut window));
+                let window = std::mem::take(&mut window);
+                went_back(view, found, &memory, (index, &event), &window);
                 found.refused += 1;
                 out.last_refused = Some(index);
-                push_last(&mut found.out_of_memory, refused(view, &memory, index, &event));
+                let cause = Cause::of(&memory, event.bytes, event.stream, window.completed, private_pools);
+                push_last(&mut found.out_of_memory, refused(view, &memory, index, &event, cause));
             }
             Action::FreeCompleted => {}
             _ => found.num_releases += u64::from(std::mem::take(&mut window).released > 0),
@@ -149,10 +168,28 @@ pub(super) fn survey<'r>(
         draw(&mut found.timeline, recording, &sample);
     }
     found.num_releases += u64::from(window.released > 0);
+    found.streams = streams.len() as u64;
     found.shapes = shapes(missed, &requests, &memory, &mut view.lines);
     out.peaks = peaks.finish();
     checkpoints.keep(count, &memory, &out.wanted(points));
     Ok((out, checkpoints))
+}
+
+/// The event after which active memory is highest.
+///
+/// # Errors
+/// [`OverBudget`] when the recorded memory takes more than there is.
+pub(super) fn peak_of_use(recording: &Recording) -> Result<usize, OverBudget> {
+    let mut memory = recording.memory()?;
+    let mut peak = (START, memory.totals().active);
+    for (index, event, at_once) in recording.events.walk(0) {
+        // CAST: bounded when the history was read.
+        memory.apply(&event, index as u32, at_once)?;
+        if memory.totals().active > peak.1 {
+            peak = (index, memory.totals().active);
+        }
+    }
+    Ok(peak.0)
 }
 
 fn is_of_segments(action: Action) -> bool {
@@ -175,6 +212,23 @@ fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
         out[event.origin.stack.index()] = frames.any(|frame| origins.spelt(frame.name).contains("empty_cache"));
     }
     out
+}
+
+/// Whether the history shows private pools, as those of CUDA graphs: its end or its frames name them.
+fn has_private_pools(recording: &Recording) -> bool {
+    let held = recording.summary.ending().unwrap_or_default().iter();
+    let mut held = held.filter(|segment| segment.device == recording.device);
+    let origins = &recording.origins;
+    held.any(|segment| segment.pool_id.is_some_and(|pool| pool != (0, 0)))
+        || origins.all_frames().any(|frame| {
+            let (name, file) = (origins.spelt(frame.name), origins.spelt(frame.filename));
+            file.ends_with("torch/cuda/graphs.py") || file.ends_with("cudagraph_trees.py") || name == "use_mem_pool"
+        })
+}
+
+/// Whether a level is within half a percent of the peak.
+fn is_near(level: u64, peak: u64) -> bool {
+    peak - level <= peak / 200
 }
 
 /// Completes what is said of the sizes that missed.
@@ -271,12 +325,12 @@ fn went_back(
     push_last(&mut found.retries, retry);
 }
 
-fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded) -> Refused {
+fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded, cause: Cause) -> Refused {
     Refused {
         asked_bytes: event.bytes,
         stream: event.stream,
         device_free_bytes: Some(event.addr).filter(|free| *free > 0),
-        cause: Cause::of(memory, event.bytes, event.stream),
+        cause,
         free_bytes: memory.free_bytes(memory.pool_of(event.stream, event.bytes)),
         moment: moment(view, memory, index),
     }
@@ -286,7 +340,7 @@ impl Survey {
     /// The moments that are looked at closely by what is known so far, and `points`.
     fn wanted(&self, points: &[usize]) -> Vec<usize> {
         let found = [Some(self.peak_active), Some(self.peak_reserved), self.low_early, self.low_late];
-        let found = found.into_iter().flatten().map(|(index, _)| index);
+        let found = found.into_iter().flatten().chain(self.near_peak.iter().copied()).map(|(index, _)| index);
         found.chain(self.last_refused).chain(points.iter().copied()).collect()
     }
 
@@ -299,6 +353,10 @@ impl Survey {
         raise(&mut self.peak_active, totals.active);
         // A segment that comes is not used before its request is done.
         if !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap) {
+            if totals.reserved > self.peak_reserved.1 {
+                self.near_peak.retain(|(_, level)| is_near(*level, totals.reserved));
+                self.near_peak.push((index, totals.reserved));
+            }
             raise(&mut self.peak_reserved, totals.reserved);
         }
         raise(&mut self.pending_peak, totals.pending);

@@ -48,10 +48,15 @@ const drawVerdict = (parent, about) => {
   make("p", box, {}, advice.happened[0]);
   const line = make("p", box);
   if (advice.verdict === "keep") {
-    line.append(`No setting of PyTorch reserves less by more than half a percent: ${formatBytes(best.peak_reserved_bytes)} as it ran.`);
+    line.append(`No setting of PyTorch reserves less by more than ${advice.saving_percent ? "2 %" : "half a percent"}: ${formatBytes(now.peak_reserved_bytes)} as it ran.`);
     return;
   }
   const needed = best.smallest_memory_bytes, least = needed ? ", and it runs in " + formatAtLeast(needed) + " or more" : "";
+  if (advice.verdict === "not-said") {
+    line.append("The recording does not say what would help: before it began more was reserved than the setting needs that does best in what was recorded, ");
+    make("code", line, {}, best.conf || "PyTorch's defaults");
+    return;
+  }
   if (advice.verdict === "out-of-memory") {
     line.append(advice.needed_bytes ? `No setting mends this: you need ${formatAtLeast(advice.needed_bytes)}. It takes the least under ` : "No setting mends this. It takes the least under ");
     make("code", line, {}, best.conf || "PyTorch's defaults");
@@ -60,6 +65,17 @@ const drawVerdict = (parent, about) => {
   line.append("What would help: ");
   make("code", line, {}, best.export);
   line.append(` reserves ${formatBytes(best.peak_reserved_bytes)} ` + (now.out_of_memory ? "and memory does not run out" : `instead of ${formatBytes(now.peak_reserved_bytes)}`) + least + ".");
+  if (best.python) {
+    line.append(" It needs, in the program, ");
+    make("code", line, {}, best.python);
+  }
+  const second = advice.without_expandable_segments;
+  if (second && second.conf !== now.conf) {
+    const other = make("p", box);
+    other.append("Without expandable segments: ");
+    make("code", other, {}, second.export);
+    other.append(` reserves ${formatBytes(second.peak_reserved_bytes)}.`);
+  }
 };
 
 // Settings may be broken at their commas only.
@@ -85,9 +101,9 @@ const drawAdvice = (parent, advice) => {
       needed ? formatAtLeast(needed) : ran, calls(one), seconds(one.simulated_s), formatCount(one.num_alloc_retries)];
   };
   listed(parent, advice.happened);
-  const head = ["PYTORCH_ALLOC_CONF", "peak reserved", limit === null ? "" : "bar: the limit, " + formatBytes(limit), "runs in", "driver calls", "time in them", "releases of the cache"];
+  const head = ["PYTORCH_CUDA_ALLOC_CONF", "peak reserved", limit === null ? "" : "bar: the limit, " + formatBytes(limit), "runs in", "driver calls", "time in them (simulated H200)", "releases of the cache"];
   const named = (one) => one.conf || "PyTorch's defaults";
-  const settings = [row("as it ran: " + named(now), now, "measured"), ...advice.settings.map((one) => row(named(one), one, ""))];
+  const settings = [row("as it ran: " + named(now), now, ""), ...advice.settings.map((one) => row(named(one), one, ""))];
   table(parent, head, settings).classList.add("settings", "confs");
   if (advice.also_tried.length) {
     const all = make("details", parent);
@@ -104,10 +120,9 @@ const drawAdvice = (parent, advice) => {
 
 // `way.to(event, address)` shows a moment on the map, and what lay at an address then.
 const drawExplanation = (parent, found, way) => {
-  const index = (event) => event - 1 - found.skipped;
   const link = (text, event, address = null) => {
     const button = make("button", null, { type: "button", class: "way", title: "show it on the map" }, text);
-    button.addEventListener("click", () => way.to?.(Math.max(index(event), 0), address));
+    button.addEventListener("click", () => way.to?.(Math.max(event - 1, 0), address));
     return button;
   };
   const when = (moment) => [moment.event > 0 ? "event " + formatCount(moment.event) : "before the first event", moment.time_ns === null ? "" : formatTime(moment.time_ns),
@@ -120,7 +135,12 @@ const drawExplanation = (parent, found, way) => {
   for (const who of found.who) {
     // What is all but the same is not said twice.
     if (who !== first && who.moment.active_bytes >= 0.98 * first.moment.active_bytes) continue;
-    const what = { peak_active: "Who held memory at the peak of use", out_of_memory: "Who held memory when it ran out" }[who.at] ?? "Who held memory at the peak of reserved";
+    if (found.events === 0) {
+      title("Who held memory when the snapshot was taken: " + formatBytes(who.moment.active_bytes));
+      drawWho(parent, found, who, lineOf);
+      continue;
+    }
+    const what = { peak_active: "Who held memory at the peak of use", out_of_memory: "Who held memory when it ran out", near_peak_reserved: "Who held memory when reserved came within 0.5 % of its peak" }[who.at] ?? "Who held memory at the peak of reserved";
     title(`${what}: ${formatBytes(who.moment.active_bytes)}`).append(" ", link(when(who.moment), who.moment.event));
     drawWho(parent, found, who, lineOf);
   }
@@ -138,7 +158,7 @@ const drawExplanation = (parent, found, way) => {
     longTable(parent, ["segment", "bytes", "free", "", "blocks", "kept by", "its age"], pinned.map((row) => {
       const [keeper] = row.keepers, age = !keeper ? "–" : keeper.age_ns !== null ? formatTime(keeper.age_ns) : keeper.age_events !== null ? formatCount(keeper.age_events) + " events" : "old";
       return [link(formatAddress(row.address), at, keeper?.address ?? row.address), formatBytes(row.bytes), formatBytes(row.free_bytes), bar(row.free_bytes, most, "pinned"), formatCount(row.blocks),
-        keeper ? lineOf(keeper) : "–", age + (keeper?.pending ? ", waits for other streams" : "")];
+        keeper ? lineOf(keeper) : "–", age + (keeper?.pending ? ", freed, not completed" : "")];
     }));
   }
   if (found.peaks.length > 1) {
@@ -168,7 +188,9 @@ const drawExplanation = (parent, found, way) => {
 const drawWent = (title, parent, found, when) => {
   const went = found.reserved, whole = went.moment.reserved_bytes, parts = went.parts.filter((part) => part.bytes > 0);
   if (whole > 0) {
-    title(`Where ${formatBytes(whole)} reserved went ${went.at === "out_of_memory" ? "when memory ran out" : "at the peak"} (${when(went.moment)})`);
+    const moment = { out_of_memory: "when memory ran out", near_peak_reserved: "when it came within 0.5 % of its peak" }[went.at] ?? "at the peak";
+    const at = found.events === 0 ? "when the snapshot was taken" : `${moment} (${when(went.moment)})`;
+    title(`Where ${formatBytes(whole)} reserved went ${at}`);
     const strip = make("div", parent, { class: "parts", role: "img", "aria-label": parts.map((part) => part.sentence).join("; ") });
     const colour = (part) => LEDGER_PARTS.find((one) => one.key === part.name)?.tint ?? "#888888";
     for (const part of parts) {

@@ -142,7 +142,7 @@ const readHistory = async (about) => {
   history.map = (number) => (history.maps[number].ready ??= readMap(about.maps[number], history));
   const explained = about.answers.explain?.said, points = explained?.timeline ?? [];
   if (points.length && explained.peak_reserved.reserved_bytes > 0) {
-    const at = (point) => Math.min(Math.max(point.event - 1 - explained.skipped, 0), Math.max(history.events - 1, 0));
+    const at = (point) => Math.min(Math.max(point.event - 1, 0), Math.max(history.events - 1, 0));
     history.hole = { event: Uint32Array.from(points, at), bytes: Float64Array.from(points, (point) => point.largest_hole_bytes) };
   }
   if (about.ledger) {

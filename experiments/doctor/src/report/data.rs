@@ -8,7 +8,9 @@ use super::run::RunData;
 use super::source::Source;
 use super::stacks::Stacks;
 use super::timeline::{Mark, Timeline};
+use crate::history::Compiled;
 use crate::replay::bound::Bounds;
+use crate::words::RECORD;
 use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
@@ -27,7 +29,10 @@ pub(super) struct PageData<'p> {
 #[derive(Debug, Serialize)]
 pub(super) struct HistoryData {
     pub(super) name: String,
+    /// Where nothing was recorded one stands for the moment at which the snapshot was taken.
     pub(super) events: u64,
+    /// Whether there are events.
+    pub(super) recorded: bool,
     /// Whether its events have times.
     timed: bool,
     streams: Vec<String>,
@@ -44,7 +49,7 @@ pub(super) struct HistoryData {
     maps: Vec<MapData>,
     ledger: Option<LedgerData>,
     settings: Vec<SettingData>,
-    lower_bound_bytes: u64,
+    lower_bound_bytes: Option<u64>,
     plan_bytes: Option<u64>,
     answers: Answers,
 }
@@ -110,7 +115,7 @@ struct SettingData {
 pub(super) fn history(
     source: Source,
     served: Option<&Replayed>,
-    bounds: Bounds,
+    bounds: Option<Bounds>,
     others: &[(Selection, Replayed)],
     answers: Answers,
     numbers: &mut Numbers,
@@ -141,6 +146,7 @@ pub(super) fn history(
     };
     Ok(HistoryData {
         events: timeline.events() as u64,
+        recorded: source.compiled.is_some(),
         timed: timeline.times_ns.iter().any(|time| *time != timeline.times_ns[0]),
         streams: timeline.streams.list.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
@@ -151,8 +157,8 @@ pub(super) fn history(
         maps: shown.into_iter().flatten().collect(),
         ledger,
         settings: settings(&source, others),
-        lower_bound_bytes: bounds.lower_bound_bytes,
-        plan_bytes: bounds.plan_bytes,
+        lower_bound_bytes: bounds.map(|bounds| bounds.lower_bound_bytes),
+        plan_bytes: bounds.and_then(|bounds| bounds.plan_bytes),
         answers,
         name: source.name,
         places: source.places,
@@ -219,16 +225,32 @@ fn ledger(ledgers: &[(u32, Ledger)]) -> Columns {
     columns
 }
 
-fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Figure> {
-    let (history, timeline) = (&source.compiled.history, &source.timeline);
+/// What was held when the snapshot was taken, where that is all there is.
+fn held(timeline: &Timeline) -> [Figure; 4] {
+    let reserved: u64 = timeline.segments.iter().map(|held| held.bytes).sum();
+    let asked: u64 = timeline.blocks.iter().filter(|life| life.freed == NEVER).map(|life| life.bytes).sum();
+    [
+        ("events", "none".to_owned()),
+        ("segments", timeline.segments.len().to_string()),
+        ("reserved", Bytes(reserved).to_string()),
+        ("asked for", Bytes(asked).to_string()),
+    ]
+}
+
+fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>) -> Vec<Figure> {
+    let timeline = &source.timeline;
     let mut out = source.figures.clone();
+    let Some((Compiled { history, as_recorded, .. }, bounds)) = source.compiled.as_ref().zip(bounds) else {
+        out.extend(held(timeline));
+        return out;
+    };
     out.push(("events", timeline.events().to_string()));
     out.push(("allocations", history.allocations().to_string()));
     let span = timeline.times_ns.iter().max().zip(timeline.times_ns.first());
     if let Some(seconds) = span.map(|(last, first)| (last - first) as f64 / 1e9).filter(|seconds| *seconds > 0.0) {
         out.push(("time", format!("{seconds:.3} s")));
     }
-    if let Some(recorded) = source.compiled.as_recorded {
+    if let Some(recorded) = as_recorded {
         out.push(("peak reserved, recorded", Bytes(recorded.reserved).to_string()));
         out.push(("segments taken, given back", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
     }
@@ -252,8 +274,15 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Bounds) -> Vec<Fig
 }
 
 fn notes(source: &Source, served: bool) -> Vec<String> {
-    let history = &source.compiled.history;
-    let mut out = Vec::new();
+    let mut out = source.gpus.clone();
+    let Some(Compiled { history, settings, .. }) = &source.compiled else {
+        let [before, after] = RECORD;
+        out.push(format!(
+            "No events were recorded, so this is what was held when the snapshot was taken, and no setting can be compared. \
+             Call {before} before the work, and {after} after it."
+        ));
+        return out;
+    };
     if source.timeline.before() > 0 {
         out.push(format!(
             "{} blocks were there before the first event; they are told from what was held at the end.",
@@ -271,7 +300,7 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
             "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are \
                         drawn with the bytes that were asked for."
                 .to_owned();
-        if history.refused_allocations() > 0 && source.compiled.settings.memory_limit.is_none() {
+        if history.refused_allocations() > 0 && settings.memory_limit.is_none() {
             note += " Memory ran out: given the limit that there was (--limit) a replay may do what the program did.";
         }
         out.push(note);
@@ -283,11 +312,12 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
 }
 
 fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
-    let recorded = source.compiled.as_recorded.map(|recorded| SettingData {
+    let told = source.compiled.as_ref().and_then(|compiled| Some((compiled, compiled.as_recorded?)));
+    let recorded = told.map(|(compiled, recorded)| SettingData {
         name: "as recorded".to_owned(),
         peak_reserved_bytes: recorded.reserved,
         retries: None,
-        failed: source.compiled.history.refused_allocations(),
+        failed: compiled.history.refused_allocations(),
         driver_calls: None,
         measured: true,
     });

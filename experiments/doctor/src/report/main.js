@@ -39,12 +39,14 @@ const run = async () => {
       make("p", place, { class: "note alarm" }, `Event ${formatCount(mark.start + 1)}: ${mark.text}`);
     }
     drawVerdict(place, about);
-    make("h3", place, {}, "Blocks over time");
+    make("h3", place, {}, about.recorded ? "Blocks over time" : "Blocks when the snapshot was taken");
     const panels = make("div", place, { class: "panels" });
-    const compared = make("section", place, { class: "compared" });
-    make("h3", compared, {}, "The same program under other allocators");
-    make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
-    settingsTable(compared, about);
+    if (about.recorded) {
+      const compared = make("section", place, { class: "compared" });
+      make("h3", compared, {}, "The same program under other allocators");
+      make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
+      settingsTable(compared, about);
+    }
     const way = { to: null };
     // The map is drawn before them.
     const answer = () => {

@@ -35,7 +35,8 @@ pub(super) struct Replayed {
     pub(super) as_recorded: bool,
 }
 
-/// Replays a history and says where its blocks lay. `None` if the addresses are to be the recorded ones and cannot be.
+/// Replays a history and says where its blocks lay. `None` if there are no events, or if the addresses are to be the recorded
+/// ones and cannot be.
 ///
 /// # Errors
 /// Those of a replay.
@@ -46,7 +47,7 @@ pub(super) fn replayed(
     addresses: Addresses,
 ) -> Result<Option<Replayed>> {
     let recorded = addresses == Addresses::Recorded;
-    let Compiled { history, settings, .. } = &source.compiled;
+    let Some(Compiled { history, settings, .. }) = &source.compiled else { return Ok(None) };
     if recorded && history.check_comparable().is_err() {
         return Ok(None);
     }

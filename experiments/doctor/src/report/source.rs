@@ -51,7 +51,10 @@ pub(super) struct Source {
     pub(super) timeline: Timeline,
     /// Events of actions that are not known, which were left out.
     pub(super) unknown_actions: u64,
-    pub(super) compiled: Compiled,
+    /// What is replayed; `None` where no events were recorded.
+    pub(super) compiled: Option<Compiled>,
+    /// Which GPU it is, and what the others came to; empty where there are no others.
+    pub(super) gpus: Vec<String>,
     pub(super) places: Stacks,
     /// The numbers of what blocks come from.
     pub(super) known: Known,
@@ -73,7 +76,8 @@ impl Source {
         let mut out = Self {
             name: input.run.as_ref().unwrap_or(&input.file).display().to_string(),
             file: input.file.clone(),
-            compiled: recording.compiled(|_| limit)?,
+            compiled: (!recording.events.is_empty()).then(|| recording.compiled(|_| limit)).transpose()?,
+            gpus: recording.gpus.lines(),
             timeline: Timeline::of(recording, &mut known),
             unknown_actions: recording.summary.unknown_actions,
             places: Stacks::of(&recording.origins, &known),

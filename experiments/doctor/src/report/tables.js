@@ -66,15 +66,19 @@ const happened = (history, map, event) => {
 };
 
 const AROUND = 4;
-const tellMoment = (parent, history, map, event, choose) => {
+// What the events around one did.
+const tellEvents = (parent, history, map, event, choose) => {
   make("h3", parent, {}, "After event " + formatCount(event + 1) + " of " + formatCount(history.events) + (history.byTime ? ", at " + formatTime(history.time[event]) : ""));
-  // What the events around it did.
   const from = Math.max(event - AROUND, 0), to = Math.min(event + AROUND, history.events - 1), list = make("ol", parent, { class: "events" });
   for (let at = from; at <= to; at++) {
     const item = make("li", list, { value: String(at + 1), ...(at === event ? { "aria-current": "true" } : {}) }), facts = happened(history, map, at);
     const button = make("button", item, { type: "button", class: "way" }, facts.slice(0, 6).join("; ") || "–");
     button.addEventListener("click", () => choose(at));
   }
+};
+const tellMoment = (parent, history, map, event, choose) => {
+  if (history.about.recorded) tellEvents(parent, history, map, event, choose);
+  else make("h3", parent, {}, "When the snapshot was taken");
   const level = [];
   if (map.reserved) level.push("reserved " + formatBytes(map.reserved[event]));
   level.push("active " + formatBytes(map.active[event]), "asked for " + formatBytes(history.requested[event]));

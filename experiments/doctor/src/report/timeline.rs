@@ -45,6 +45,10 @@ impl Timeline {
                 out.marks.push(Mark { kind: "oom", text, start: index as u32, end: None });
             }
         }
+        // What was held is drawn as one event.
+        if out.times_ns.is_empty() {
+            out.times_ns.push(0);
+        }
         let of_gpu = recording.summary.segments.iter().filter(|segment| segment.device == recording.device);
         let ending: Vec<Segment> = of_gpu.cloned().collect();
         let before = &recording.before;

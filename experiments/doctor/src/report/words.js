@@ -23,9 +23,9 @@ const describeSegment = (history, map, segment, event) => {
   const open = map.segmentEnd[segment] >= history.events;
   return [
     name[0].toUpperCase() + name.slice(1) + " at " + formatAddress(addressOf(map, low)),
-    (map.segmentBefore[segment] ? "there before the first event" : "taken from the device at " + eventWords(history, map.segmentStart[segment]))
+    !history.about.recorded ? "held when the snapshot was taken" : (map.segmentBefore[segment] ? "there before the first event" : "taken from the device at " + eventWords(history, map.segmentStart[segment]))
       + (open ? ", held to the end" : ", given back at " + eventWords(history, map.segmentEnd[segment])),
-    "after " + eventWords(history, event) + ": " + formatCount(inside.length) + (inside.length === 1 ? " block" : " blocks") + " with " + formatBytes(used) + ", " + formatBytes(free) + " free"
+    (history.about.recorded ? "after " + eventWords(history, event) + ": " : "") + formatCount(inside.length) + (inside.length === 1 ? " block" : " blocks") + " with " + formatBytes(used) + ", " + formatBytes(free) + " free"
       + (free > 0 ? ", the largest piece " + formatBytes(hole) : ""),
   ];
 };
@@ -41,7 +41,8 @@ const describeBlock = (history, map, i) => {
   if (segment >= 0) lines.push("in a " + segmentName(history, map, segment));
   const open = history.end[i] >= history.events, from = history.start[i], to = Math.min(history.end[i], history.events - 1);
   const age = formatCount(history.end[i] - from) + " events" + (history.byTime ? ", " + formatTime(history.time[to] - history.time[from]) : "");
-  lines.push((history.before[i] ? "there before the first event" : "allocated at " + when(from)) + (open ? ", held to the end: at least " : ", free again at " + when(history.end[i]) + ": lives ") + age);
+  if (!about.recorded) lines.push("held when the snapshot was taken" + (history.freed[i] < history.events ? "; freed, and waits for other streams" : ""));
+  else lines.push((history.before[i] ? "there before the first event" : "allocated at " + when(from)) + (open ? ", held to the end: at least " : ", free again at " + when(history.end[i]) + ": lives ") + age);
   const wait = history.end[i] - history.freed[i];
   if (history.freed[i] < history.events && wait > 1) lines.push("freed at " + when(history.freed[i]) + ", then waited " + formatCount(wait) + " events for other streams");
   const line = history.lineNames[history.lineOf[history.stack[i]]];

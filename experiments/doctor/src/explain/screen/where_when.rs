@@ -46,8 +46,16 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
     if reserved == 0 {
         return;
     }
-    let at = if went.at == "out_of_memory" { "when memory ran out" } else { "at the peak" };
-    page.title(format!("Where {} reserved went {at} ({})", size(reserved), said(&went.moment)));
+    let at = match went.at {
+        "out_of_memory" => "when memory ran out",
+        "near_peak_reserved" => "when it came within 0.5 % of its peak",
+        _ => "at the peak",
+    };
+    let reserved = size(reserved);
+    page.title(match found.events {
+        0 => format!("Where {reserved} reserved went when the snapshot was taken"),
+        _ => format!("Where {reserved} reserved went {at} ({})", said(&went.moment)),
+    });
     for part in went.parts.iter().filter(|part| part.bytes > 0) {
         page.labelled(&format!("  {:<10}", part.name), 12, &part.sentence);
     }
@@ -93,9 +101,11 @@ pub(super) fn stranded(stranded: &Stranded) -> String {
         (None, event) => format!("its last request is event {event}"),
     };
     format!(
-        "stranded: {} free in stream {:#x}, which is used no more ({last}); empty_cache would give {} back",
+        "stranded: {} free in stream {:#x}, which is used no more ({last}, and {} on other streams follow); empty_cache would give \
+         {} back",
         size(stranded.free_bytes),
         stranded.stream,
+        counted(stranded.requests_since, "request"),
         size(stranded.returnable_bytes)
     )
 }
@@ -103,12 +113,18 @@ pub(super) fn stranded(stranded: &Stranded) -> String {
 /// What frees cost that wait: two sentences on all, then one on each stream.
 pub(super) fn pending(found: &Explanation) -> Vec<String> {
     let pending = &found.reserved.pending;
-    if pending.peak_bytes == 0 {
+    // Without events it is not known which frees waited, and the ledger has what waits.
+    if pending.peak_bytes == 0 || found.events == 0 {
         return Vec::new();
     }
     let mut out = vec![format!(
-        "{} waited for other streams (record_stream), at most {} at once (event {})",
+        "{} {}, at most {} at once (event {})",
         counted(pending.deferred_frees, "free"),
+        if found.streams < 2 {
+            "completed later than they were requested (one stream is recorded, so what they waited for is not told)"
+        } else {
+            "waited for other streams (record_stream)"
+        },
         size(pending.peak_bytes),
         pending.peak_event
     )];
@@ -162,7 +178,10 @@ fn pinned(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
         [size(row.bytes), size(row.free_bytes), row.blocks.to_string(), size(used), age, line]
     });
     table(page, columns, rows);
-    page.note("kept by: the line of the segment's largest block; age: since that was allocated");
+    page.note(match found.events {
+        0 => "kept by: the line of the segment's largest block",
+        _ => "kept by: the line of the segment's largest block; age: since that was allocated",
+    });
 }
 
 /// The largest block of a segment and its age.
@@ -170,7 +189,7 @@ fn keeper(row: &Pinned) -> (String, String) {
     let Some(first) = row.keepers.first() else { return (String::new(), "-".to_owned()) };
     let mut line = place(&first.line, None, first.nearby);
     if first.pending {
-        line += ", waits for other streams";
+        line += ", freed, not completed";
     }
     let others: Vec<&String> =
         row.keepers.iter().map(|keeper| &keeper.line).filter(|line| **line != first.line).collect();
