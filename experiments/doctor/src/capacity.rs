@@ -1,5 +1,6 @@
 //! `vramlab capacity`: the smallest memory in which a history still runs, by bisection.
 
+use crate::gpus::chosen;
 use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::{Result, bail};
@@ -158,7 +159,7 @@ fn report(rows: &[Row], args: &CapacityArgs) -> Page {
         format!(" --alloc {}", quoted(&names.join(",")))
     };
     let device = quoted(&args.device.to_string());
-    let gpu = args.gpu.map_or_else(String::new, |gpu| format!(" --gpu {gpu}"));
+    let gpu = chosen(args.gpu);
     let arguments =
         format!("replay {}{alloc} --limit {}B --device {device}{gpu}", quoted(&first.trace), best.capacity_bytes);
     page.end(format!("{found}; {least} are live at once."), &command("vramlab", &arguments));

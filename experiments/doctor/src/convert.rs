@@ -4,6 +4,7 @@
 //! contradicts the ones before it ends the conversion.
 
 use crate::explain::lines::{line_of, words};
+use crate::gpus::{Gpus, Tallies};
 use crate::history::{Compiled, Compiling, Devices, PYTORCH, adopted, is_as_recorded, no_events, say_cut};
 use crate::reading::ReadArgs;
 use crate::recording::{Range, ranges};
@@ -69,7 +70,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let out = quoted(&args.out.to_string_lossy());
     match args.to {
         Export::Perfetto => page.line(format!("Next: open {out} in https://ui.perfetto.dev")),
-        _ => page.next(&command("vramlab", &format!("replay {out}"))),
+        _ => page.next(&command("vramlab", &format!("replay {out}{}", tally.in_output(args)))),
     }
     page.print()
 }
@@ -110,11 +111,17 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
         return Err(unwritten(error));
     }
     let (mut summary, origins) = read.map_err(|error| ReadError { path: args.from.clone(), ..error })?;
+    tally.chosen = std::mem::take(&mut tally.tallies).choose(args.gpu, &summary);
+    if tally.too_many {
+        tally
+            .chosen
+            .check_single(&args.from, &format!("it holds several GPUs and {} has place for one", args.to.name()))?;
+    }
     summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
     // A snapshot taken without a history still says what was held.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
     if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
-        return Err(no_events(&args.from, args.gpu, &summary));
+        return Err(no_events(&args.from, tally.chosen.gpu, &summary).into());
     }
     let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
     if args.to == Export::Perfetto {
@@ -230,8 +237,12 @@ fn unwritten(error: WriteError) -> anyhow::Error {
 /// What went over and what did not.
 #[derive(Debug, Default)]
 struct Tally {
-    /// Events of all GPUs.
-    number: u64,
+    /// What all GPUs came to.
+    tallies: Tallies,
+    /// The one that matters most, and the others.
+    chosen: Gpus,
+    /// Whether there are events of more GPUs than the format holds.
+    too_many: bool,
     /// Events of the chosen GPUs by action.
     read: [u64; Action::ALL.len()],
     /// Checks of each GPU's events.
@@ -259,24 +270,24 @@ impl Tally {
         origin: Origin,
         origins: &Origins,
     ) -> Result<(), ReadError> {
-        self.number += 1;
+        self.tallies.take(&event);
         if args.gpu.is_some_and(|gpu| gpu != event.device) {
             return Ok(());
         }
         // CAST: a small enumeration.
         self.read[event.action as usize] += 1;
-        if let (Export::Rmm | Export::Minimalloc, Some((&first, _))) = (args.to, self.gpus.first_key_value())
-            && first != event.device
-        {
-            let (second, format) = (event.device, args.to.name());
-            return Err(ReadError::stop(format!(
-                "there are events of GPU {first} and of GPU {second}, but {format} holds one GPU's; choose with --gpu"
-            )));
+        let other = self.gpus.first_key_value().is_some_and(|(first, _)| *first != event.device);
+        self.too_many |= other && matches!(args.to, Export::Rmm | Export::Minimalloc);
+        // The rest is read for the peaks of the GPUs between which there is a choice.
+        if self.too_many {
+            return Ok(());
         }
-        let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(Some(event.device), &self.budget));
+        let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(event.device, &self.budget));
         checks.take(&event).map_err(|error| match error {
-            // Counted as the file has them and as a replay does.
-            ReplayError::Event { what, .. } => ReadError::stop(ReplayError::Event { number: self.number, what }),
+            // Each GPU's events are counted by themselves.
+            ReplayError::Event { number, what } if other => {
+                ReadError::stop(format!("event {number} of GPU {}: {what}", event.device))
+            }
             error => ReadError::stop(error),
         })?;
         writer.event_from(&event, origin, origins).map_err(|error| {
@@ -293,6 +304,12 @@ impl Tally {
         }
         let checked = std::mem::take(&mut self.gpus).into_iter();
         checked.map(|(gpu, checks)| Ok((gpu, checks.finish(summary, |_| None)?))).collect()
+    }
+
+    /// What a command needs that goes on from the output: a snapshot holds all GPUs, unless one was chosen.
+    fn in_output(&self, args: &ConvertArgs) -> String {
+        let holds_all = matches!(args.to, Export::Snapshot | Export::SnapshotJson) && args.gpu.is_none();
+        if holds_all { self.chosen.argument() } else { String::new() }
     }
 
     fn events(&self) -> u64 {

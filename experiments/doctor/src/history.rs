@@ -1,15 +1,16 @@
 //! What the commands that replay share: reading a history, opening a device.
 
+use crate::gpus::{Gpus, Tallies};
 use crate::reading::ReadArgs;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use serde_json::{Map, Value};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
-use vramlab::histories::formats::{Cut, Event, ReadError, Summary, read};
+use vramlab::histories::formats::{Cut, Event, Keys, ReadError, Summary, read};
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, ReplayReport, recorded_settings};
 use vramlab::{
@@ -24,23 +25,35 @@ pub(crate) struct Compiled {
     pub(crate) as_recorded: Option<Peaks>,
     /// The allocator's settings as the file names them.
     pub(crate) allocator_settings: Map<String, Value>,
+    /// The keys that a snapshot has.
+    pub(crate) keys: Keys,
     /// Where the file was cut short, if it was.
     pub(crate) cut: Option<Cut>,
     /// What was held from the device at the peak, as far as the events show it: at least so much.
     pub(crate) seen_reserved: u64,
     /// What its garbage collections tell of the memory limit.
     pub(crate) limit_bound: LimitBound,
+    /// Which GPU's history it is.
+    pub(crate) gpus: Gpus,
 }
 
 /// Reads and compiles a file to be replayed. `limit` is the memory limit under which it was recorded, where the file does not
 /// say it; warns where one is missing.
+///
+/// # Errors
+/// Those of reading it; it holds several GPUs of which none is chosen.
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<Bytes>, reading: &ReadArgs) -> Result<Compiled> {
-    let compiled = load_under(path, gpu, reading, |_| limit.map(|limit| limit.0))?;
+    let file = OfFile::read(path, gpu, reading)?;
+    if gpu.is_none() {
+        file.gpus.check_single(path, "it holds several GPUs")?;
+    }
+    let compiled = file.compiled(path, |_| limit.map(|limit| limit.0))?;
     warn_of_limit(path, &compiled);
     Ok(compiled)
 }
 
-/// Reads one GPU's history from a file, as it was recorded.
+/// Reads one GPU's history from a file, as it was recorded: of several that of one that ran out of memory, else of the one that
+/// reserved most.
 ///
 /// # Errors
 /// Those of reading the file and of events that fit no history.
@@ -48,34 +61,74 @@ pub fn read_history(path: &Path) -> Result<History> {
     Ok(load_under(path, None, &ReadArgs::default(), |_| None)?.history)
 }
 
-/// As [`load`], where what the recording program held says which limit it had.
+/// As [`load`], where what the recording program held says which limit it had. Of several GPUs it chooses one.
 pub(crate) fn load_under(
     path: &Path,
     gpu: Option<u16>,
     reading: &ReadArgs,
     limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
 ) -> Result<Compiled> {
-    let options = reading.options();
-    let mut compiling = Compiling::new(gpu, &options.budget);
-    let summary = read(path, &options, &mut |event| compiling.take(&event).map_err(ReadError::stop))?;
-    say_cut(path, &summary);
-    let recorded = compiling.finish(&summary, limit).with_context(|| path.display().to_string())?;
-    if recorded.history.events() == 0 {
-        return Err(no_events(path, gpu, &summary));
+    OfFile::read(path, gpu, reading)?.compiled(path, limit)
+}
+
+/// What was read from a file. Which of its GPUs is compiled is known only now.
+struct OfFile {
+    summary: Summary,
+    gpus: Gpus,
+    /// The events of the GPU, or which of them contradicts those before it.
+    compiling: Result<Compiling, ReplayError>,
+}
+
+impl OfFile {
+    /// Reads a file once. The events of all GPUs that may be chosen share the reading's budget.
+    fn read(path: &Path, gpu: Option<u16>, reading: &ReadArgs) -> Result<Self> {
+        let options = reading.options();
+        let mut tallies = Tallies::default();
+        let mut compiling: BTreeMap<u16, Result<Compiling, ReplayError>> = BTreeMap::new();
+        let summary = read(path, &options, &mut |event| {
+            tallies.take(&event);
+            if gpu.is_some_and(|gpu| gpu != event.device) {
+                return Ok(());
+            }
+            let fresh = || Ok(Compiling::new(event.device, &options.budget));
+            let own = compiling.entry(event.device).or_insert_with(fresh);
+            let Ok(taking) = own else { return Ok(()) };
+            match taking.take(&event) {
+                // What is wrong with a GPU's events matters if that GPU is chosen.
+                Err(error @ ReplayError::Event { .. }) if gpu.is_none() => *own = Err(error),
+                taken => taken.map_err(ReadError::stop)?,
+            }
+            Ok(())
+        })?;
+        say_cut(path, &summary);
+        let gpus = tallies.choose(gpu, &summary);
+        let compiling = compiling.remove(&gpus.gpu);
+        let compiling = compiling.unwrap_or_else(|| Ok(Compiling::new(gpus.gpu, &options.budget)));
+        Ok(Self { summary, gpus, compiling })
     }
-    Ok(recorded)
+
+    fn compiled(self, path: &Path, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
+        let Self { summary, gpus, compiling } = self;
+        let finished = compiling.and_then(|compiling| compiling.finish(&summary, limit));
+        let recorded = finished.with_context(|| path.display().to_string())?;
+        if recorded.history.events() == 0 {
+            return Err(no_events(path, gpus.gpu, &summary).into());
+        }
+        Ok(Compiled { gpus, ..recorded })
+    }
 }
 
 /// The events of one GPU on their way to be compiled, and what they alone say of the program that made them.
 #[derive(Debug)]
 pub(crate) struct Compiling {
+    gpu: u16,
     builder: HistoryBuilder,
     levels: Levels,
 }
 
 impl Compiling {
-    pub(crate) fn new(gpu: Option<u16>, budget: &Budget) -> Self {
-        Self { builder: HistoryBuilder::new(gpu).within(budget), levels: Levels::new(gpu) }
+    pub(crate) fn new(gpu: u16, budget: &Budget) -> Self {
+        Self { gpu, builder: HistoryBuilder::new(Some(gpu)).within(budget), levels: Levels::new(Some(gpu)) }
     }
 
     pub(crate) fn take(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -103,9 +156,11 @@ impl Compiling {
             settings,
             as_recorded,
             allocator_settings: summary.allocator_settings.clone(),
+            keys: summary.keys,
             cut: summary.cut,
             seen_reserved: self.levels.least_reserved(),
             limit_bound: self.levels.limit(summary, &settings),
+            gpus: Gpus::only(self.gpu),
         })
     }
 }
@@ -134,15 +189,25 @@ fn warn_of_limit(path: &Path, recorded: &Compiled) {
     terminal::say(&format!("warning: {}: {what}{most}", path.display()));
 }
 
+/// That a file has no events of a GPU.
+#[derive(Debug, thiserror::Error)]
+#[error("{text}")]
+pub(crate) struct NoEvents {
+    text: String,
+    /// Whether it says what was held, which `explain` reads.
+    pub(crate) holds: bool,
+}
+
 /// A history that holds nothing, or nothing of the chosen GPU.
-pub(crate) fn no_events(path: &Path, gpu: Option<u16>, summary: &Summary) -> anyhow::Error {
+pub(crate) fn no_events(path: &Path, gpu: u16, summary: &Summary) -> NoEvents {
     let counts = summary.events.iter().enumerate();
-    let held: Vec<String> = counts.filter(|(_, count)| **count > 0).map(|(gpu, _)| gpu.to_string()).collect();
+    let others: Vec<String> = counts.filter(|(_, count)| **count > 0).map(|(gpu, _)| gpu.to_string()).collect();
     let file = path.display();
-    match gpu.filter(|_| !held.is_empty()) {
-        Some(gpu) => anyhow!("{file}: no event of GPU {gpu}; there are those of {}", held.join(", ")),
-        None => anyhow!("{file}: there are no events; turn recording on before the work"),
-    }
+    let text = match others.is_empty() {
+        true => format!("{file}: there are no events; turn recording on before the work"),
+        false => format!("{file}: no event of GPU {gpu}; there are those of {}", others.join(", ")),
+    };
+    NoEvents { text, holds: summary.segments.iter().any(|segment| segment.device == gpu) }
 }
 
 /// An error of a replay: exit code 2 where the history or the command line is at fault, 1 where the device is.

@@ -1,5 +1,6 @@
 //! `vramlab plan`: where the blocks of a recorded history are placed so that it needs little memory.
 
+use crate::gpus::chosen;
 use crate::history::load;
 use crate::reading::ReadArgs;
 use anyhow::Result;
@@ -121,9 +122,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let next = match &args.out {
         Some(out) => {
             let alloc = format!("plan:file={}", out.display());
-            format!("replay {} --alloc caching,{}", quoted(&trace), quoted(&alloc))
+            format!("replay {} --alloc caching,{}{}", quoted(&trace), quoted(&alloc), chosen(args.gpu))
         }
-        None => format!("plan {} -o plan.json", quoted(&trace)),
+        None => format!("plan {} -o plan.json{}", quoted(&trace), chosen(args.gpu)),
     };
     page.end(said, &command("vramlab", &next));
     page.print()

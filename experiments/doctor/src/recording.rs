@@ -1,9 +1,10 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
+use crate::gpus::{Gpus, Tallies};
 use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
@@ -24,8 +25,8 @@ pub(crate) struct Recording {
     pub(crate) settings: CachingSettings,
     rules: Rules,
     pub(crate) device: u16,
-    /// Events of the file before the first of this GPU.
-    pub(crate) skipped: u64,
+    /// Why that GPU, and what the others of the file came to.
+    pub(crate) gpus: Gpus,
     pub(crate) before: Before,
     /// What reading it may take.
     pub(crate) budget: Budget,
@@ -34,43 +35,37 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
-    /// Reads the events of a GPU (`None`: of the only one) from a file. `limit` is the memory limit under which it was
-    /// recorded, where the file does not say it.
+    /// Reads the events of a GPU from a file (`None`: of the only one, or of several of the one that matters most, as
+    /// [`Tallies::choose`] says). `limit` is the memory limit under which it was recorded, where the file does not say it.
     pub(crate) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
         let options = reading.keeping(path);
-        let mut events = Events::new(&options.budget);
-        let (mut number, mut device, mut skipped) = (0_u64, gpu, 0);
+        let mut tallies = Tallies::default();
+        // Which GPU matters is known at the end. All of them share the budget.
+        let mut kept: BTreeMap<u16, Events> = BTreeMap::new();
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
-            number += 1;
-            let Event { action, addr, bytes, stream, time_ns, .. } = event;
-            match device {
-                Some(device) if device == event.device => {}
-                Some(_) if gpu.is_some() => {
-                    skipped += u64::from(events.is_empty());
-                    return Ok(());
-                }
-                Some(first) => {
-                    return Err(ReadError::stop(format!(
-                        "there are events of GPU {first} and of GPU {}; choose one with --gpu",
-                        event.device
-                    )));
-                }
-                None => device = Some(event.device),
+            tallies.take(&event);
+            let Event { action, device, addr, bytes, stream, time_ns } = event;
+            if gpu.is_some_and(|gpu| gpu != device) {
+                return Ok(());
             }
+            let events = kept.entry(device).or_insert_with(|| Events::new(&options.budget));
             // The device's free bytes stand in the place of an address.
             let end = if action == Action::Oom { Some(bytes) } else { addr.checked_add(bytes) };
             if bytes > MAX_BYTES || end.is_none() {
+                let number = events.len() + 1;
                 return Err(ReadError::stop(format!("event {number}: {addr:#x} + {bytes} is no range of addresses")));
             }
             let recorded = Recorded { addr, bytes, stream, time_ns, origin, action };
             events.push(recorded).map_err(ReadError::stop)
         })?;
         say_cut(path, &summary);
-        let held = summary.segments.iter().map(|segment| segment.device);
-        let device = device.or_else(|| held.min()).unwrap_or(0);
+        let gpus = tallies.choose(gpu, &summary);
+        let device = gpus.gpu;
+        let mut events = kept.remove(&device).unwrap_or_else(|| Events::new(&options.budget));
+        drop(kept);
         let mine = summary.segments.iter().any(|segment| segment.device == device);
         if events.is_empty() && !mine {
-            return Err(no_events(path, gpu, &summary));
+            return Err(no_events(path, device, &summary).into());
         }
         if events.len() > u32::MAX as usize - 2 {
             return Err(anyhow!("{}: there are more than four billion events", path.display()));
@@ -93,7 +88,7 @@ impl Recording {
             settings,
             rules,
             device,
-            skipped,
+            gpus,
             before,
             budget: options.budget,
             ranges,
@@ -122,28 +117,16 @@ impl Recording {
     pub(crate) fn compiled(&self, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
         let file = || self.path.display().to_string();
         // The compiled history outlives this reading's events.
-        let mut compiling = Compiling::new(Some(self.device), &Budget::new(self.budget.limit()));
-        let event = |Recorded { action, addr, bytes, stream, time_ns, .. }: Recorded, device| Event {
-            action,
-            device,
-            addr,
-            bytes,
-            stream,
-            time_ns,
-        };
-        // Events of other GPUs count in the numbers of events.
-        if let Some(first) = self.events.first() {
-            let elsewhere = event(first, self.device.wrapping_add(1));
-            (0..self.skipped).try_for_each(|_| compiling.take(&elsewhere)).with_context(file)?;
-        }
-        for recorded in self.events.iter() {
-            compiling.take(&event(recorded, self.device)).with_context(file)?;
+        let mut compiling = Compiling::new(self.device, &Budget::new(self.budget.limit()));
+        for Recorded { action, addr, bytes, stream, time_ns, .. } in self.events.iter() {
+            let event = Event { action, device: self.device, addr, bytes, stream, time_ns };
+            compiling.take(&event).with_context(file)?;
         }
         let recorded = compiling.finish(&self.summary, limit).with_context(file)?;
         if recorded.history.events() == 0 {
-            return Err(no_events(&self.path, Some(self.device), &self.summary));
+            return Err(no_events(&self.path, self.device, &self.summary).into());
         }
-        Ok(recorded)
+        Ok(Compiled { gpus: self.gpus.clone(), ..recorded })
     }
 
     /// The memory before the first event.
@@ -154,10 +137,10 @@ impl Recording {
         Memory::beginning(self.rules.clone(), &self.before, &self.budget)
     }
 
-    /// The number of an event in the file, from 1.
+    /// The number of an event, from 1, in the list that the file has of its GPU.
     pub(crate) fn number(&self, index: usize) -> u64 {
         // CAST: a length in memory.
-        self.skipped + index as u64 + 1
+        index as u64 + 1
     }
 
     /// Time of an event since the first; `None` in logs without times.
@@ -174,6 +157,12 @@ impl Recording {
         let begun = &self.ranges[..self.ranges.partition_point(|range| range.start_ns <= time)];
         let innermost = begun.iter().rfind(|range| range.end_ns.is_none_or(|end| end > time))?;
         Some(self.origins.spelt(innermost.name))
+    }
+
+    /// When the annotations began and ended whose names begin so.
+    pub(crate) fn named(&self, begins: &str) -> Vec<(u64, u64)> {
+        let named = self.ranges.iter().filter(|range| self.origins.spelt(range.name).starts_with(begins));
+        named.map(|range| (range.start_ns, range.end_ns.unwrap_or(u64::MAX))).collect()
     }
 
     /// The first event from the first annotation of a name on.

@@ -264,7 +264,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         table::report(rows, told.as_ref(), &mut page);
     }
     if let Some((rows, told)) = rows.chunks(chosen.len()).next_back().zip(told.last()) {
-        table::end(rows, told.as_ref(), &mut page);
+        table::end(rows, told.as_ref(), args.gpu, &mut page);
     }
     page.print()
 }

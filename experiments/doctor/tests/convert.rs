@@ -194,7 +194,11 @@ fn one_gpu_of_several() {
     let from = place.file("two.json", two_gpus());
     for to in ["rmm", "minimalloc"] {
         let ran = convert(&place, &from, to, "out", &["--force"]);
-        ran.refused(2, &["two.json: there are events of GPU 0 and of GPU 2", to, "--gpu"]);
+        let both = ["GPU 0 (at most 2 MiB reserved, 1 event)", "GPU 2 (at least 2 MiB reserved at the peak, 2 events)"];
+        ran.refused(
+            2,
+            &["two.json: it holds several GPUs", &format!("{to} has place for one"), both[0], both[1], "--gpu"],
+        );
         let line = convert(&place, &from, to, "out", &["--gpu", "2", "--force"]).line();
         assert!(line.contains("2 events of 1 GPU; left out: 1 of other GPUs"), "{line}");
     }

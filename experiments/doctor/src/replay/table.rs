@@ -1,6 +1,7 @@
 //! Replays of one history side by side, beside what the program did that recorded it.
 
 use super::{AddressChoice, ByPath, Moved, Row};
+use crate::gpus::chosen;
 use crate::words::{counted, size};
 use terminal::arguments::heading;
 use terminal::{Cell, Comparison, Page, command, duration, quoted};
@@ -200,12 +201,12 @@ fn pools(rows: &[Row]) -> Vec<String> {
 }
 
 /// Which allocator needed the least memory and which the fewest calls for the last history, and how to find out how little would do.
-pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
+pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, gpu: Option<u16>, page: &mut Page) {
     let Some(first) = rows.first() else { return };
+    let next = command("vramlab", &format!("capacity {}{}", quoted(&first.trace), chosen(gpu)));
     let whole = || rows.iter().filter(|row| row.failed_allocations == 0);
     let Some(least) = whole().min_by_key(|row| row.peak_reserved_bytes) else {
-        let next = format!("capacity {}", quoted(&first.trace));
-        page.end("No allocator gets through the history in this memory.", &command("vramlab", &next));
+        page.end("No allocator gets through the history in this memory.", &next);
         return;
     };
     let mut found = format!("{} reserves {} at its peak", least.alloc, size(least.peak_reserved_bytes));
@@ -238,5 +239,5 @@ pub(super) fn end(rows: &[Row], recorded: Option<&Peaks>, page: &mut Page) {
             calls(most)
         );
     }
-    page.end(format!("{found}."), &command("vramlab", &format!("capacity {}", quoted(&first.trace))));
+    page.end(format!("{found}."), &next);
 }
