@@ -2,11 +2,18 @@
 
 mod conf;
 mod evaluate;
+mod evidence;
+mod not_recorded;
+mod obstacle;
 mod ranks;
 mod recorded_run;
+mod retries;
 mod search;
 mod sentences;
+mod versions;
 
+use crate::gpus::Gpus;
+use crate::history::{Compiled, NoEvents};
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -14,15 +21,21 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
+use evidence::Evidence;
 use recorded_run::{LimitSource, RecordedRun};
+use retries::Retries;
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terminal::{Bar, Page, Shard};
+use versions::{Allowed, Torch, Versions};
 use vramlab::backends::{all, compared};
+use vramlab::histories::formats::Origins;
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
 
+/// A change that saves less, in percent, is not worth it.
+const WORTH: f64 = 2.0;
 /// Settings that are looked at closely.
 const CLOSELY: usize = 6;
 /// Rounds in which settings around the best are tried.
@@ -35,19 +48,27 @@ pub(crate) struct AdviseArgs {
     /// Histories: snapshots that torch.cuda.memory._dump_snapshot wrote, plain, .gz or .xz, and the other formats of `convert`
     #[arg(required = true, value_name = "SNAPSHOT")]
     files: Vec<PathBuf>,
-    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out or garbage was collected]
+    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out, the cache was released or garbage was collected]
     #[arg(long, value_name = "BYTES")]
     limit: Option<String>,
-    /// Settings to look at instead of searching, as PYTORCH_ALLOC_CONF has them; may be given several times
+    /// Settings to look at instead of searching, as PYTORCH_CUDA_ALLOC_CONF has them; may be given several times
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     conf: Vec<String>,
+    /// A setting that the search leaves out, such as expandable_segments; may be given several times
+    #[arg(long, value_name = "KEY", conflicts_with = "conf")]
+    without: Vec<String>,
+    /// PyTorch under which the program is to run, such as 2.9: what it does not know is not advised [default: told from what the
+    /// snapshot has]
+    #[arg(long, value_name = "VERSION")]
+    torch: Option<String>,
     /// Compare with every allocator of the list, not only with the most common
     #[arg(long)]
     all: bool,
     /// Look at a share of the histories only: every N-th, beginning with the K-th, as the jobs of a Slurm array do
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
-    /// Which GPU's events are looked at, where a history holds several
+    /// Which GPU's events are looked at, where a history holds several [default: one that ran out of memory, else the one that
+    /// reserved most]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     #[command(flatten)]
@@ -61,6 +82,8 @@ pub(crate) struct AdviseArgs {
 #[derive(Debug, Serialize)]
 struct Advice {
     trace: String,
+    #[serde(flatten)]
+    gpus: Gpus,
     events: u64,
     allocations: u64,
     /// Streams that allocate.
@@ -75,13 +98,29 @@ struct Advice {
     limit_bytes: Option<u64>,
     /// How that is known.
     limit_source: Option<LimitSource>,
+    /// Where the limit is told from releases of the cache: how many, and the most that it can have been.
+    released: Option<Released>,
     /// What is to be done.
     verdict: Verdict,
+    /// What the first of the settings saves, in percent of the peak that was recorded; 0 where nothing is to be changed. `null` where
+    /// the recording does not say, and where memory runs out.
+    saving_percent: Option<f64>,
+    /// What the answer rests on.
+    evidence: Evidence,
+    /// The versions of PyTorch that settings are for: `--torch`, or those that write such a snapshot; `null` where nothing
+    /// tells them.
+    torch: Option<String>,
     /// Least memory in which any setting runs.
     needed_bytes: Option<u64>,
     /// The best settings of each kind, or those of `--conf`, best first; those that run out of memory come last. The
-    /// expected peak decides, and within 0.5 % of it the fewer changes to what ran and the fewer driver calls.
+    /// expected peak decides, and within 0.5 % of it the fewer changes to what ran and the fewer driver calls; within 2 % a
+    /// setting that needs no line of Python comes before one that does.
     settings: Vec<Setting>,
+    /// The best of them without `expandable_segments`, where the first has it; `null` where it has not, or none was tried.
+    without_expandable_segments: Option<Setting>,
+    /// Where the first setting has `expandable_segments` and what ran had not: what a stack frame shows against them, Windows
+    /// or CUDA IPC.
+    obstacle: Option<String>,
     /// What else was tried.
     also_tried: Vec<Outcome<Of>>,
     /// Allocators that no setting of PyTorch's selects, for comparison.
@@ -94,6 +133,15 @@ struct Advice {
     unknown: Unknown,
     #[serde(skip)]
     happened: String,
+}
+
+/// Releases of the cache during requests.
+#[derive(Debug, Serialize)]
+struct Released {
+    /// How many stacks show.
+    times: u64,
+    /// The most that the limit can have been.
+    limit_most_bytes: u64,
 }
 
 /// What the recording program had.
@@ -118,10 +166,15 @@ struct AsItRan {
 enum Verdict {
     /// The first setting is better than what ran.
     Change,
-    /// What ran is as good as any.
+    /// What ran is as good as any, or so nearly that a change is not worth it.
     Keep,
+    /// The recording does not say: before it began more was reserved than the first setting needs in what was recorded, and how
+    /// much that setting would have needed by then is not known.
+    NotSaid,
     /// Memory runs out under every setting, or more is reserved than there is.
     OutOfMemory,
+    /// The snapshot has no events, so that nothing can be compared.
+    NotRecorded,
 }
 
 /// What no replay can tell.
@@ -153,7 +206,7 @@ const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 
 /// Answers for each file.
 pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
-    let confs = confs(&args.conf)?;
+    let asked = Asked::of(args)?;
     let limit = args.limit.as_deref().map(limit).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
@@ -164,7 +217,12 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
             bail!("--shard {shard}: there {are} {histories}; none is left for this share")
         }
         ([file], None) => {
-            let advice = of(file, args, limit, &confs)?;
+            let advice = match of(file, args, limit, &asked) {
+                Err(error) if error.downcast_ref::<NoEvents>().is_some_and(|none| none.holds) => {
+                    return not_recorded::answer(file, args, limit);
+                }
+                advice => advice?,
+            };
             if args.json {
                 return terminal::print_json(&advice);
             }
@@ -172,7 +230,7 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
             sentences::end(&advice, &mut page);
         }
         (files, _) => {
-            let found = ranks::of(files, args, limit, &confs)?;
+            let found = ranks::of(files, args, limit, &asked)?;
             if args.json {
                 return terminal::print_json(&found);
             }
@@ -187,8 +245,8 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
 /// # Errors
 /// As those of the command.
 pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Value> {
-    let happened = RecordedRun::of(limit, |own| recording.compiled(own))?;
-    let advice = advice(file, &happened, &[], false)?;
+    let happened = RecordedRun::of(limit, recording)?;
+    let advice = advice(file, &happened, &Asked::default(), false, &recording.origins)?;
     let mut out = serde_json::to_value(&advice)?;
     out["happened"] = sentences::happened(&advice).into();
     out["bound"] = sentences::least(&advice).into();
@@ -251,35 +309,89 @@ pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec
 }
 
 /// Reads one history and says everything of it.
-fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Advice> {
+fn of(file: &Path, args: &AdviseArgs, limit: Option<u64>, asked: &Asked) -> Result<Advice> {
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", file.display()));
-    let happened = RecordedRun::read(file, args.gpu, limit, &args.read)?;
+    let recording = Recording::read(file, args.gpu, None, &args.read)?;
+    let happened = RecordedRun::of(limit, &recording)?;
     bar.clear();
-    advice(file, &happened, given, args.all)
+    advice(file, &happened, asked, args.all, &recording.origins)
 }
 
-/// Says everything of one history.
-fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Result<Advice> {
+/// What is to be answered.
+#[derive(Debug, Default)]
+struct Asked {
+    /// Settings to look at instead of searching.
+    confs: Vec<Conf>,
+    /// What the search leaves out.
+    without: Vec<String>,
+    torch: Option<Torch>,
+}
+
+impl Asked {
+    fn of(args: &AdviseArgs) -> Result<Self> {
+        args.without
+            .iter()
+            .try_for_each(|key| versions::check_name(key).with_context(|| format!("--without {key}")))?;
+        let torch = args.torch.as_deref().map(|text| text.parse().with_context(|| format!("--torch {text}")));
+        Ok(Self { confs: confs(&args.conf)?, without: args.without.clone(), torch: torch.transpose()? })
+    }
+
+    /// The versions that a history's settings are for.
+    ///
+    /// # Errors
+    /// None of them knows what a given setting names.
+    fn versions(&self, happened: &RecordedRun) -> Result<Versions> {
+        let Compiled { keys, allocator_settings, cut, .. } = &happened.recorded;
+        let versions = self.torch.map_or_else(|| Versions::told(*keys, allocator_settings, *cut), Versions::given);
+        self.confs.iter().try_for_each(|conf| versions.check(conf))?;
+        Ok(versions)
+    }
+
+    fn allowed(&self, versions: Versions) -> Allowed<'_> {
+        Allowed { versions, without: &self.without }
+    }
+}
+
+/// Says everything of one history; `origins` has its stack frames.
+fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, origins: &Origins) -> Result<Advice> {
     let history = &happened.recorded.history;
     let trial = happened.trial(file)?;
     let recorded = &happened.conf;
+    let versions = asked.versions(happened)?;
     let (bounds, found) = std::thread::scope(|scope| {
         let bounds = scope.spawn(|| Bounds::of(history, Search::On, |_| {}));
-        let found = compare(&trial, recorded, given, all);
+        let found = compare(&trial, recorded, asked, versions, all);
         (bounds.join(), found)
     });
     // A panic there has been reported.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let Found { replayed, settings, also_tried, others } = found?;
     let runs = settings.first().filter(|first| first.outcome.runs());
+    let evidence = Evidence::of(file, happened, &trial, &replayed)?;
+    let same = |first: &Setting| first.conf().acts_as(recorded);
+    // What ran out of memory has no peak to be compared with.
+    let compares = !replayed.out_of_memory && happened.out_of_memory().is_none();
+    let saving = runs.filter(|_| compares).and_then(|first| {
+        let saving = evidence.saving(first.outcome.peak_reserved_bytes)?;
+        Some(if same(first) { 0.0 } else { saving })
+    });
+    let told = |first: &Setting| match compares {
+        true => saving.is_some() || evidence.before.reserved_bytes == 0,
+        false => evidence.reaches(first.outcome.peak_reserved_bytes),
+    };
     let verdict = match runs {
         None => Verdict::OutOfMemory,
-        Some(first) if first.conf().acts_as(recorded) => Verdict::Keep,
+        Some(first) if same(first) => Verdict::Keep,
+        Some(first) if !told(first) => Verdict::NotSaid,
+        Some(_) if saving.is_some_and(|saving| saving < WORTH) => Verdict::Keep,
         Some(_) => Verdict::Change,
     };
+    let expandable = settings.first().is_some_and(|first| first.conf().expandable);
+    let without = settings.iter().find(|setting| expandable && !setting.conf().expandable).cloned();
     Ok(Advice {
         trace: file.display().to_string(),
+        gpus: happened.recorded.gpus.clone(),
         events: history.events(),
         allocations: history.allocations(),
         streams: history.streams().len(),
@@ -298,8 +410,17 @@ fn advice(file: &Path, happened: &RecordedRun, given: &[Conf], all: bool) -> Res
         },
         limit_bytes: happened.limit.map(|(limit, _)| limit),
         limit_source: happened.limit.map(|(_, source)| source),
+        released: happened.retries.map(|Retries { count, most, .. }| Released { times: count, limit_most_bytes: most }),
         verdict,
+        saving_percent: saving,
+        evidence,
         needed_bytes: settings.iter().filter_map(|setting| setting.smallest_memory_bytes).min(),
+        torch: versions.are_told().then(|| versions.to_string()),
+        without_expandable_segments: without,
+        obstacle: (expandable && !recorded.expandable)
+            .then(|| obstacle::shown(origins))
+            .flatten()
+            .map(|obstacle| obstacle.to_string()),
         settings,
         also_tried,
         other_allocators: others,
@@ -340,24 +461,28 @@ fn of_all<T: Sync, R: Send>(items: &[T], what: &str, work: impl Fn(&T) -> Result
 }
 
 /// Replays under the settings of the command line, or under those of a search.
-fn compare(trial: &Trial, recorded: &Conf, given: &[Conf], all_others: bool) -> Result<Found> {
+fn compare(trial: &Trial, recorded: &Conf, asked: &Asked, versions: Versions, all_others: bool) -> Result<Found> {
     let limited = trial.limit.is_some();
+    let permitted = |mut confs: Vec<Conf>| {
+        confs.retain(|conf| asked.allowed(versions).permits(conf));
+        confs
+    };
     let run = |confs: &[Conf], message: &str| of_all(confs, message, |conf| trial.run(conf));
-    let (mut outcomes, close) = if given.is_empty() {
-        let mut tried = search::grid(recorded, limited);
+    let (mut outcomes, close) = if asked.confs.is_empty() {
+        let mut tried = permitted(search::grid(recorded, limited));
         let mut outcomes = run(&tried, "settings")?;
         for _ in 0..ROUNDS {
             search::rank(&mut outcomes, recorded);
             let best = |expandable| outcomes.iter().find(|outcome| outcome.of.conf.expandable == expandable);
             let near = [best(false), best(true)].into_iter().flatten();
             let near = near.flat_map(|outcome| search::around(&outcome.of.conf, limited)).collect();
-            let fresh = search::new_ones(near, &mut tried);
+            let fresh = search::new_ones(permitted(near), &mut tried);
             outcomes.extend(run(&fresh, "settings around the best")?);
         }
         search::rank(&mut outcomes, recorded);
         (outcomes.clone(), search::distinct(&outcomes, CLOSELY))
     } else {
-        let mut outcomes = run(given, "settings")?;
+        let mut outcomes = run(&asked.confs, "settings")?;
         search::rank(&mut outcomes, recorded);
         (outcomes.clone(), outcomes)
     };

@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for users who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, explain, plan, python, replay, report};
+use crate::{advise, capacity, convert, diff, explain, plan, python, replay, report};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -18,9 +18,13 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Question {
     /// Says which setting of PyTorch's allocator mends a history, and what it would reserve under it
+    ///
+    /// Memory is what replays of the history reserve. Time in driver calls is that of a simulated H200.
     Advise(advise::AdviseArgs),
     /// Says who holds memory at the peak, where reserved memory went, and why
     Explain(explain::ExplainArgs),
+    /// Says which lines hold more and which less in a second snapshot, or at a second moment
+    Diff(diff::DiffArgs),
     /// Replays recorded histories under each allocator
     Replay(replay::ReplayArgs),
     /// Places the blocks of a recorded history so that it needs little memory, for the allocator `plan`
@@ -55,6 +59,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
     let answered = match command {
         Question::Advise(args) => advise::advise(&args),
         Question::Explain(args) => explain::explain(&args),
+        Question::Diff(args) => diff::diff(&args),
         Question::Replay(args) => replay::replay(&args),
         Question::Plan(args) => plan::plan(&args),
         Question::Capacity(args) => capacity::capacity(&args),

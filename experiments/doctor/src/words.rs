@@ -12,6 +12,12 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
+/// The lines of Python that record what a replay needs: one before the work, one after it.
+pub(crate) const RECORD: [&str; 2] = [
+    "torch.cuda.memory._record_memory_history(max_entries=1000000, stacks=\"python\")",
+    "torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")",
+];
+
 /// A count with its noun.
 pub(crate) fn counted(count: u64, noun: &str) -> String {
     match (count, noun.strip_suffix("ry")) {

@@ -1,5 +1,6 @@
-//! PyTorch's own syntax for its allocator's settings, as `PYTORCH_ALLOC_CONF` takes it.
+//! PyTorch's own syntax for its allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` takes it.
 
+use super::versions::VARIABLE;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::str::FromStr;
@@ -20,8 +21,8 @@ const LINE: usize = 78;
 /// Sets what a key stands for, or says what its value should be.
 type Set = fn(&mut Conf, &str) -> Result<(), &'static str>;
 
-/// What PyTorch 2.11 knows.
-const KEYS: [(&str, Set); 18] = [
+/// What the newest PyTorch knows, in the order in which it came; [`SETTINGS`](super::versions::SETTINGS) says when.
+pub(super) const KEYS: [(&str, Set); 20] = [
     ("backend", |conf, value| {
         conf.malloc_async = match value {
             "native" => false,
@@ -30,11 +31,7 @@ const KEYS: [(&str, Set); 18] = [
         };
         Ok(())
     }),
-    ("expandable_segments", |conf, value| switch(value).map(|on| conf.expandable = on)),
     ("max_split_size_mb", |conf, value| mebibytes(value).map(|bytes| conf.settings.max_split_size = Some(bytes))),
-    ("max_non_split_rounding_mb", |conf, value| {
-        mebibytes(value).map(|bytes| conf.settings.max_non_split_rounding = bytes)
-    }),
     ("garbage_collection_threshold", |conf, value| {
         let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
         conf.settings.garbage_collection_threshold = fraction.ok_or("write a fraction between 0 and 1")?;
@@ -46,25 +43,31 @@ const KEYS: [(&str, Set); 18] = [
             divisions.ok_or("write a power of two, or a list such as [256:1,512:2,>:4]")?;
         Ok(())
     }),
-    ("large_segment_size_mb", |_, value| match whole(value)? {
-        LEAST_MIB => Ok(()),
-        _ => Err("only 20 can be replayed, PyTorch's default"),
+    ("expandable_segments", |conf, value| switch(value).map(|on| conf.expandable = on)),
+    // Where nothing is set, it says nothing of where a block lies on the device.
+    ("release_lock_on_cudamalloc", |_, value| switch(value).map(drop)),
+    ("pinned_use_cuda_host_register", |_, value| switch(value).map(drop)),
+    ("pinned_num_register_threads", |_, _| Ok(())),
+    ("max_non_split_rounding_mb", |conf, value| {
+        mebibytes(value).map(|bytes| conf.settings.max_non_split_rounding = bytes)
     }),
+    ("pinned_use_background_threads", |_, value| switch(value).map(drop)),
+    ("graph_capture_record_stream_reuse", |_, value| switch(value).map(drop)),
     ("per_process_memory_fraction", |_, value| match value.parse() {
         Ok(1.0) => Ok(()),
         _ => Err("a history does not tell the device's memory; leave it out and say --limit BYTES"),
     }),
-    // The others are read over: they say nothing of where a block lies on the device.
+    ("pinned_reserve_segment_size_mb", |_, _| Ok(())),
+    ("large_segment_size_mb", |_, value| match whole(value)? {
+        LEAST_MIB => Ok(()),
+        _ => Err("only 20 can be replayed, PyTorch's default"),
+    }),
+    ("throw_on_cudamalloc_oom", |_, value| switch(value).map(drop)),
+    ("pinned_free_catch_all", |_, _| Ok(())),
+    ("pinned_max_round_threshold_mb", |_, _| Ok(())),
+    ("pinned_max_cached_size_mb", |_, _| Ok(())),
     ("expandable_segments_reserve", |_, _| Ok(())),
     ("expandable_segments_reserve_by_class", |_, _| Ok(())),
-    ("graph_capture_record_stream_reuse", |_, value| switch(value).map(drop)),
-    ("throw_on_cudamalloc_oom", |_, value| switch(value).map(drop)),
-    ("release_lock_on_cudamalloc", |_, value| switch(value).map(drop)),
-    ("pinned_use_cuda_host_register", |_, value| switch(value).map(drop)),
-    ("pinned_use_background_threads", |_, value| switch(value).map(drop)),
-    ("pinned_num_register_threads", |_, _| Ok(())),
-    ("pinned_reserve_segment_size_mb", |_, _| Ok(())),
-    ("pinned_free_catch_all", |_, _| Ok(())),
 ];
 
 fn switch(value: &str) -> Result<bool, &'static str> {
@@ -139,7 +142,7 @@ impl Conf {
         Ok(Self::of(expandable, settings))
     }
 
-    /// As `PYTORCH_ALLOC_CONF` has it.
+    /// As [`VARIABLE`] has it.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
@@ -153,8 +156,8 @@ impl Conf {
     pub(super) fn export(&self) -> String {
         match self.text.as_str() {
             "" => "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF".to_owned(),
-            text if text.contains(['[', '>', ' ']) => format!("export PYTORCH_ALLOC_CONF='{text}'"),
-            text => format!("export PYTORCH_ALLOC_CONF={text}"),
+            text if text.contains(['[', '>', ' ']) => format!("export {VARIABLE}='{text}'"),
+            text => format!("export {VARIABLE}={text}"),
         }
     }
 
@@ -166,7 +169,7 @@ impl Conf {
         }
         let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
         // In double quotes a shell takes a backslash and the end of the line away, and PyTorch reads over blanks.
-        let mut lines = vec!["export PYTORCH_ALLOC_CONF=\"".to_owned()];
+        let mut lines = vec![format!("export {VARIABLE}=\"")];
         for part in plain.split_inclusive(',') {
             match lines.last_mut() {
                 Some(line) if line.len() + part.len() < LINE => *line += part,
@@ -181,6 +184,21 @@ impl Conf {
     /// Whether it says something only where a limit is set (`set_per_process_memory_fraction`).
     pub(super) fn needs_limit(&self) -> bool {
         self.settings.garbage_collection_threshold > 0.0 && !self.expandable && !self.malloc_async
+    }
+
+    /// The line of Python without which it does nothing, where that is so: `limit` is what may be reserved.
+    pub(super) fn python(&self, limit: Option<u64>) -> Option<String> {
+        let limit = limit.map_or("LIMIT".to_owned(), |limit| limit.to_string());
+        let line = format!("torch.cuda.set_per_process_memory_fraction({limit} / torch.cuda.mem_get_info()[1])");
+        self.needs_limit().then_some(line)
+    }
+
+    /// The settings that its text names.
+    pub(super) fn keys(&self) -> impl Iterator<Item = String> + '_ {
+        let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
+        let parts: Vec<String> = list_parts(&plain).into_iter().map(str::to_owned).collect();
+        let key = |part: String| part.split_once(':').map(|(key, _)| key.replace("hip", "cuda"));
+        parts.into_iter().filter_map(key)
     }
 
     /// What is not PyTorch's default, as PyTorch writes it.
@@ -311,7 +329,7 @@ mod tests {
     #[test]
     fn refuses_what_pytorch_refuses_and_what_no_replay_can_follow() {
         for (text, words) in [
-            ("max_split_mb:64", "'max_split_mb' is no setting of PyTorch's allocator; there are backend, expandable_"),
+            ("max_split_mb:64", "'max_split_mb' is no setting of PyTorch's allocator; there are backend, max_split_"),
             ("max_split_size_mb:19", "PyTorch takes 20 or more"),
             ("max_split_size_mb:-1", "whole number"),
             ("max_split_size_mb", "key:value"),
@@ -347,14 +365,15 @@ mod tests {
         }
         assert_eq!(
             Conf::of(true, CachingSettings::default()).export(),
-            "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         );
         let lines = Conf::of(false, settings).export_lines();
         assert_eq!(
             lines,
             [
-                "export PYTORCH_ALLOC_CONF=\"max_split_size_mb:96,max_non_split_rounding_mb:64,\\",
-                "roundup_power2_divisions:[4:0,>:8],garbage_collection_threshold:0.6\""
+                "export PYTORCH_CUDA_ALLOC_CONF=\"max_split_size_mb:96,\\",
+                "max_non_split_rounding_mb:64,roundup_power2_divisions:[4:0,>:8],\\",
+                "garbage_collection_threshold:0.6\""
             ]
         );
         assert!(lines.iter().all(|line| line.len() <= LINE));

@@ -5,6 +5,7 @@ use crate::history::{Devices, failed};
 use crate::replay::Failure;
 use anyhow::Result;
 use serde::Serialize;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 use vramlab::histories::replay::{
@@ -21,7 +22,7 @@ const HIGHEST: u64 = 1 << 45;
 #[derive(Debug)]
 pub(super) struct Trial<'a> {
     path: &'a Path,
-    pub(super) history: &'a History,
+    pub(super) history: Cow<'a, History>,
     /// That history with every free complete at once; `None` where that is so anyway.
     instant: Option<History>,
     /// That history with frees that waited for other streams completing earlier or later.
@@ -90,12 +91,14 @@ pub(super) struct Setting {
     pub(super) instant_peak_reserved_bytes: u64,
     /// The line of a shell that sets it.
     pub(super) export: String,
+    /// The line of Python without which it does nothing; `null` where the setting works alone.
+    pub(super) python: Option<String>,
 }
 
 /// Names a setting in JSON.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Of {
-    /// What `PYTORCH_ALLOC_CONF` is set to.
+    /// What `PYTORCH_CUDA_ALLOC_CONF` is set to.
     pub(super) conf: Conf,
 }
 
@@ -120,7 +123,15 @@ impl<'a> Trial<'a> {
         let least = bound(history);
         // No policy takes so much more; expandable segments reserve addresses by it.
         let room = least.max(limit.unwrap_or(0)).saturating_mul(8).clamp(1 << 38, HIGHEST);
-        Ok(Self { path, history, instant, otherwise, devices, limit, of_device, room })
+        Ok(Self { path, history: Cow::Borrowed(history), instant, otherwise, devices, limit, of_device, room })
+    }
+
+    /// Leaves out what was cached before the first event, so that every setting begins with what was in use and nothing else.
+    pub(super) fn without_cache(mut self) -> Self {
+        let others = self.instant.iter_mut().chain(&mut self.otherwise);
+        others.for_each(History::begin_without_cache);
+        self.history.to_mut().begin_without_cache();
+        self
     }
 
     fn replay(&self, history: &History, of: &Selection, limit: Option<u64>) -> Result<ReplayReport, ReplayError> {
@@ -132,10 +143,19 @@ impl<'a> Trial<'a> {
         replay(history, &selection, &driver, &how)
     }
 
+    /// Replays a history under PyTorch's settings, as `how` says.
+    pub(super) fn as_recorded(&self, conf: &Conf, how: &ReplaySettings) -> Result<ReplayReport> {
+        let mut selection = conf.selection();
+        let keeps_to_it = selection.set_memory_limit(self.limit);
+        let driver = self.devices.made(self.limit.filter(|_| !keeps_to_it).unwrap_or(self.room));
+        let report = driver.and_then(|driver| replay(&self.history, &selection, &driver, how));
+        report.map_err(|error| failed(self.path, error))
+    }
+
     /// Replays under a backend and its settings, up to the first request that is refused: there programs end.
     pub(super) fn under<T>(&self, of: T, selection: &Selection) -> Result<Outcome<T>> {
         let replayed = |history| self.replay(history, selection, self.limit).map_err(|error| failed(self.path, error));
-        let report = replayed(self.history)?;
+        let report = replayed(&self.history)?;
         let peak = report.stats.reserved_bytes.all.peak;
         let out_of_memory = report.failed_allocations > 0;
         let limit = self.limit.filter(|_| self.of_device && !out_of_memory);
@@ -168,8 +188,8 @@ impl<'a> Trial<'a> {
         let conf = &outcome.of.conf;
         let selection = conf.selection();
         let told = |error| failed(self.path, error);
-        let in_limit = |bytes| self.replay(self.history, &selection, Some(bytes));
-        let found = smallest_in(bound(self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
+        let in_limit = |bytes| self.replay(&self.history, &selection, Some(bytes));
+        let found = smallest_in(bound(&self.history), STEP, HIGHEST, in_limit, |_| {}).map_err(told)?;
         let smallest_memory_bytes = match found {
             Some(Capacity { bytes, report, .. }) => Some(enough(bytes, report, in_limit).map_err(told)?),
             None => None,
@@ -178,7 +198,8 @@ impl<'a> Trial<'a> {
             Some(instant) => self.replay(instant, &selection, self.limit).map_err(told)?.stats.reserved_bytes.all.peak,
             None => outcome.peak_reserved_bytes,
         };
-        Ok(Setting { rank: 0, export: conf.export(), smallest_memory_bytes, instant_peak_reserved_bytes, outcome })
+        let (export, python) = (conf.export(), conf.python(self.limit));
+        Ok(Setting { rank: 0, export, python, smallest_memory_bytes, instant_peak_reserved_bytes, outcome })
     }
 }
 

@@ -4,7 +4,8 @@ use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, bound};
 use super::recorded_run::RecordedRun;
 use super::sentences::at_least;
-use super::{Advice, AdviseArgs, search};
+use super::{Advice, AdviseArgs, Asked, search};
+use crate::gpus::Gpus;
 use crate::reading::{Unread, each};
 use crate::words::size;
 use anyhow::Result;
@@ -34,6 +35,8 @@ pub(super) struct Ranks {
 #[derive(Debug, Serialize)]
 struct Rank {
     trace: String,
+    #[serde(flatten)]
+    gpus: Gpus,
     /// Most bytes that the recording program held from the device.
     recorded_peak_reserved_bytes: Option<u64>,
     /// Most bytes asked for at once.
@@ -59,7 +62,7 @@ impl Rank {
 struct ForAll {
     /// From 1.
     rank: usize,
-    /// What `PYTORCH_ALLOC_CONF` is set to.
+    /// What `PYTORCH_CUDA_ALLOC_CONF` is set to.
     conf: Conf,
     /// The line of a shell that sets it.
     export: String,
@@ -83,15 +86,18 @@ struct First {
 
 /// Looks at every file twice: under all settings, then closely under those that are best for all. No more histories are in
 /// memory at a time than there are threads, and of large ones fewer.
-pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given: &[Conf]) -> Result<Ranks> {
+pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, asked: &Asked) -> Result<Ranks> {
+    let given = &asked.confs;
     let load = |file: &Path| RecordedRun::read(file, args.gpu, limit, &args.read);
     let (firsts, unread) = each("histories", files, |file| {
         let happened = load(file)?;
         let trial = happened.trial(file)?;
-        let mut confs =
-            if given.is_empty() { search::grid(&Conf::torch(), trial.limit.is_some()) } else { given.to_vec() };
-        if given.is_empty() && !confs.iter().any(|conf| conf.acts_as(&happened.conf)) {
-            confs.push(happened.conf.clone());
+        let versions = asked.versions(&happened)?;
+        let mut confs = given.clone();
+        if given.is_empty() {
+            confs = search::grid(&Conf::torch(), trial.limit.is_some());
+            confs.extend((!confs.iter().any(|conf| conf.acts_as(&happened.conf))).then(|| happened.conf.clone()));
+            confs.retain(|conf| asked.allowed(versions).permits(conf));
         }
         let outcomes = confs.iter().map(|conf| trial.run(conf)).collect::<Result<_>>()?;
         Ok(First { file: file.to_owned(), outcomes, recorded: happened.conf })
@@ -107,6 +113,7 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         };
         Ok(Rank {
             trace: file.display().to_string(),
+            gpus: happened.recorded.gpus.clone(),
             recorded_peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
             live_bytes: bound(&happened.recorded.history),
             ran_out_of_memory: happened.out_of_memory().is_some(),
@@ -121,7 +128,7 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, given
         (rank.ran_out_of_memory, first.map(|first| first.outcome.out_of_memory), rank.reserved())
     });
     let worst = worst.map_or(readable[0].clone(), |rank| PathBuf::from(&rank.trace));
-    Ok(Ranks { settings, worst: super::of(&worst, args, limit, given)?, ranks, unread })
+    Ok(Ranks { settings, worst: super::of(&worst, args, limit, asked)?, ranks, unread })
 }
 
 /// The settings that are best for all: each is as good as it is on the rank that needs most.
@@ -194,7 +201,7 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     let all_traces: Vec<&str> = found.ranks.iter().map(|rank| rank.trace.as_str()).collect();
     for rank in found.ranks.iter().take(SHOWN) {
         let first = rank.settings.first();
-        let name = name(&rank.trace, &all_traces);
+        let name = rank.gpus.named(&name(&rank.trace, &all_traces));
         let state = if rank.ran_out_of_memory { "ran out" } else { "sufficed" };
         table.row([
             Cell::from(name),
@@ -219,7 +226,8 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
     }
     for setting in &found.settings {
         page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
-        setting.conf.export_lines().iter().for_each(|line| page.labelled("", 2, line));
+        let lines = setting.conf.export_lines().into_iter().chain(setting.conf.python(found.worst.limit_bytes));
+        lines.for_each(|line| page.labelled("", 2, &line));
         let runs = match (setting.out_of_memory, setting.smallest_memory_bytes.map(at_least)) {
             (true, Some(least)) => format!("runs out of memory; every rank would run in {least}"),
             (true, None) => "runs out of memory".to_owned(),

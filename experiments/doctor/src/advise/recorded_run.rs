@@ -2,14 +2,17 @@
 
 use super::conf::Conf;
 use super::evaluate::Trial;
-use crate::history::{Compiled, load_under};
+use super::retries::Retries;
+use crate::history::Compiled;
 use crate::reading::ReadArgs;
+use crate::recording::Recording;
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
-use vramlab::histories::memory::{LimitBound, Peaks};
+use vramlab::histories::formats::Action;
+use vramlab::histories::memory::{Leftover, LimitBound, Peaks};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::policy::size::Size;
 
@@ -23,6 +26,8 @@ pub(super) enum LimitSource {
     Recorded,
     /// What was reserved when memory ran out, with what the device still had.
     OutOfMemory,
+    /// The cache was released during requests, by the stacks of what went back: what was reserved at most.
+    Retries,
     /// When garbage was collected (`garbage_collection_threshold`): just below what the first of the collections allows.
     Collections,
 }
@@ -30,6 +35,12 @@ pub(super) enum LimitSource {
 /// A history and what it says.
 pub(super) struct RecordedRun {
     pub(super) recorded: Compiled,
+    /// What was cached before the recording began.
+    pub(super) leftover: Leftover,
+    /// Segments, or parts of expandable ones, that the recording takes from the device and gives back.
+    pub(super) segments: (u64, u64),
+    /// Releases of the cache from which the limit is told.
+    pub(super) retries: Option<Retries>,
     pub(super) conf: Conf,
     pub(super) limit: Option<(u64, LimitSource)>,
     /// Whether a replay under the same settings and that limit should do what the history shows.
@@ -39,26 +50,24 @@ pub(super) struct RecordedRun {
 }
 
 impl RecordedRun {
-    /// Reads a file. `limit` is the memory that there is to be. A limit that only the whole history tells has it read again:
-    /// to keep its events for a second compilation would take as much memory as everything else together.
+    /// Reads a file. `limit` is the memory that there is to be.
     pub(super) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
-        Self::of(limit, |own| load_under(path, gpu, reading, own))
+        Self::of(limit, &Recording::read(path, gpu, None, reading)?)
     }
 
-    /// What a history says that `load` compiles, by the memory limit that it had.
-    pub(super) fn of(
-        limit: Option<u64>,
-        load: impl Fn(&dyn Fn(Option<&Peaks>) -> Option<u64>) -> Result<Compiled>,
-    ) -> Result<Self> {
+    /// What a history says. One that only the whole of it tells the memory limit of is compiled twice.
+    pub(super) fn of(limit: Option<u64>, recording: &Recording) -> Result<Self> {
+        let load = |own: &dyn Fn(Option<&Peaks>) -> Option<u64>| recording.compiled(own);
         // A program that held more than the limit ran under another one, if any.
         let own = |told: Option<&Peaks>| limit.filter(|limit| told.is_none_or(|told| told.reserved <= *limit));
         let mut recorded = load(&own)?;
         let known = recorded.settings.memory_limit;
         let told = recorded.limit_bound;
+        let retries = Retries::of(recording).filter(|_| recorded.history.out_of_memory().is_empty());
         let inferred = match (inferred_limit(&recorded), told) {
             (Some(limit), _) => Some((limit, LimitSource::OutOfMemory)),
             (None, LimitBound::Below(below)) => Some((below - 1, LimitSource::Collections)),
-            (None, _) => None,
+            (None, _) => retries.map(|retries| (retries.least, LimitSource::Retries)),
         };
         // One that is given may be for another GPU: the history was recorded under less.
         let other = matches!(told, LimitBound::Below(below) if known.is_some_and(|known| known >= below));
@@ -81,17 +90,35 @@ impl RecordedRun {
         let conf = Conf::recorded(&recorded.allocator_settings)?;
         let as_recorded = recorded.as_recorded;
         let repeats = match limit {
-            None | Some((_, LimitSource::Recorded | LimitSource::Collections)) => true,
+            None | Some((_, LimitSource::Recorded | LimitSource::Collections | LimitSource::Retries)) => true,
             Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
-        Ok(Self { recorded, conf, limit, repeats, limit_missing })
+        let count = |actions: [Action; 2]| actions.map(|action| recording.events.count(action) as u64).iter().sum();
+        let segments =
+            (count([Action::SegmentAlloc, Action::SegmentMap]), count([Action::SegmentFree, Action::SegmentUnmap]));
+        if segments == (0, 0) && lies_outside(recording) {
+            // What the end holds is then no more than a lower bound.
+            let shown = recorded.as_recorded.take().map_or(0, |told| told.reserved);
+            recorded.seen_reserved = recorded.seen_reserved.max(shown);
+        }
+        let leftover = Leftover::of(&recording.events, &recording.before);
+        let retries = retries.filter(|_| matches!(limit, Some((_, LimitSource::Retries))));
+        Ok(Self { recorded, leftover, segments, retries, conf, limit, repeats, limit_missing })
     }
 
     /// What replays it in the memory that there is to be.
     pub(super) fn trial<'a>(&'a self, path: &'a Path) -> Result<Trial<'a>> {
         let of_device = self.limit.is_some_and(|(_, source)| source == LimitSource::Given);
         Trial::new(path, &self.recorded.history, self.limit.map(|(limit, _)| limit), of_device)
+    }
+
+    /// That memory did not run out, as far as the recording shows it.
+    fn did_not_run_out(&self) -> &'static str {
+        match self.leftover.reserved_bytes {
+            0 => "Memory did not run out.",
+            _ => "Memory did not run out in what was recorded.",
+        }
     }
 
     /// The last request that was refused when the history was recorded.
@@ -111,6 +138,16 @@ fn inferred_limit(recorded: &Compiled) -> Option<u64> {
     let left = last.device_free_bytes.filter(|free| *free < segment).unwrap_or(0);
     let at_end = last.held.filter(|_| last.complete).map_or(0, |held| held.reserved_bytes + left);
     Some(most.max(at_end)).filter(|limit| *limit > 0)
+}
+
+/// Whether a block lies in no segment that was held before the first event.
+fn lies_outside(recording: &Recording) -> bool {
+    let segments = &recording.before.segments;
+    let inside = |addr: u64| {
+        let at = segments.partition_point(|one| one.addr <= addr);
+        at.checked_sub(1).is_some_and(|at| addr - segments[at].addr < segments[at].segment.bytes)
+    };
+    recording.events.iter().any(|event| event.action == Action::Alloc && !inside(event.addr))
 }
 
 impl fmt::Display for RecordedRun {
@@ -150,19 +187,26 @@ impl fmt::Display for RecordedRun {
         }
         match as_recorded {
             Some(told) => {
-                let (reserved, requested) = (told.reserved, told.requested);
+                // What was cached before, and went back unused, was not for this.
+                let unneeded = self.leftover.returned_at_once_bytes > 0;
+                let reserved =
+                    if unneeded { told.reserved.min(self.leftover.peak_in_use_bytes) } else { told.reserved };
                 // CAST: bytes of a device, below 2^53.
-                let above = 100.0 * (reserved as f64 / requested.max(1) as f64 - 1.0);
-                let (reserved, requested) = (Bytes(reserved), Bytes(requested));
-                write!(f, "Memory did not run out. At most {reserved} were reserved, ")?;
-                write!(f, "{above:.1} % more than the {requested} ")?;
+                let above = 100.0 * (reserved as f64 / told.requested.max(1) as f64 - 1.0);
+                let (without, requested) = (if unneeded { "Without that, at" } else { "At" }, Bytes(told.requested));
+                f.write_str(self.did_not_run_out())?;
+                write!(
+                    f,
+                    " {without} most {} were reserved, {above:.1} % more than the {requested} ",
+                    Bytes(reserved)
+                )?;
                 f.write_str(match history.deferred_frees() {
                     0 => "that were asked for at most.",
                     _ => "asked for at most, frees that waited included.",
                 })
             }
             None => {
-                f.write_str("Memory did not run out. ")?;
+                write!(f, "{} ", self.did_not_run_out())?;
                 if *seen_reserved > 0 {
                     write!(f, "At least {} were reserved. ", Bytes(*seen_reserved))?;
                 }

@@ -9,6 +9,8 @@ const MIB: u64 = 1 << 20;
 
 /// Settings whose peaks differ by less are as good as each other: then fewer changes and cheaper calls decide.
 const AS_GOOD: f64 = 0.005;
+/// So much more may a setting reserve that works alone, and still come before one that needs a line of Python.
+const ALONE: f64 = 0.02;
 
 /// Bounds for splitting, in MiB.
 const SPLITS: [u64; 6] = [32, 64, 128, 256, 512, 1024];
@@ -126,10 +128,20 @@ pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
             let key = |outcome: &Outcome<Of>| (std::cmp::Reverse(reached(outcome)), outcome.of.conf.changes());
             (0..left.len()).min_by_key(|at| key(&left[*at]))
         } else {
-            let least = runs.iter().map(|outcome| outcome.expected_peak_reserved_bytes).min().unwrap_or(0);
+            let peak = |outcome: &Outcome<Of>| outcome.expected_peak_reserved_bytes;
             // CAST: bytes of a device, below 2^53.
+            let near = |bytes: u64, least: u64, share: f64| bytes as f64 <= least as f64 * (1.0 + share);
+            // A program that ran under such a setting has the line that it needs.
+            let alone = |outcome: &Outcome<Of>| recorded.needs_limit() || !outcome.of.conf.needs_limit();
+            let least = runs.iter().map(|outcome| peak(outcome)).min().unwrap_or(0);
+            let least_alone = runs.iter().filter(|outcome| alone(outcome)).map(|outcome| peak(outcome)).min();
+            let least_alone = least_alone.filter(|bytes| near(*bytes, least, ALONE));
             let good = |outcome: &Outcome<Of>| {
-                fits(outcome) && outcome.expected_peak_reserved_bytes as f64 <= least as f64 * (1.0 + AS_GOOD)
+                fits(outcome)
+                    && match least_alone {
+                        Some(least) => alone(outcome) && near(peak(outcome), least, AS_GOOD),
+                        None => near(peak(outcome), least, AS_GOOD),
+                    }
             };
             let cost = |outcome: &Outcome<Of>| {
                 let conf = &outcome.of.conf;
@@ -208,6 +220,23 @@ mod tests {
         let mut ranked = list.to_vec();
         rank(&mut ranked, &"expandable_segments:True".parse().unwrap());
         assert_eq!(order(&ranked)[0], "expandable_segments:True");
+    }
+
+    #[test]
+    fn a_setting_that_works_alone_comes_first_where_it_is_as_good() {
+        let collects = "garbage_collection_threshold:0.8";
+        let near =
+            [outcome(collects, 1000, 0, 1), outcome("max_split_size_mb:64", 1019, 0, 1), outcome("", 1100, 0, 1)];
+        let ranked = |list: &[Outcome<Of>], recorded: &str| {
+            let mut ranked = list.to_vec();
+            rank(&mut ranked, &recorded.parse().unwrap());
+            order(&ranked).iter().map(|conf| (*conf).to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(ranked(&near, ""), ["max_split_size_mb:64", collects, ""]);
+        // That program has its limit.
+        assert_eq!(ranked(&near, "garbage_collection_threshold:0.6")[0], collects);
+        let far = [outcome(collects, 1000, 0, 1), outcome("max_split_size_mb:64", 1021, 0, 1)];
+        assert_eq!(ranked(&far, "")[0], collects);
     }
 
     #[test]

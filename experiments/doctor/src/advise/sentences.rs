@@ -1,9 +1,10 @@
 //! The answer in sentences: what happened, what would help, what cannot, and what the file does not tell.
 
 use super::evaluate::{Outcome, Setting};
+use super::evidence::Evidence;
 use super::{Advice, LimitSource, Other, Verdict};
 use crate::replay::Bounds;
-use crate::words::counted;
+use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};
 use vramlab::Bytes;
 
@@ -15,7 +16,9 @@ const NEXT_BEST: usize = 2;
 /// Adds the answer for one history.
 pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
     let (events, streams) = (counted(advice.events, "event"), counted(advice.streams as u64, "stream"));
-    page.title(format!("{}: {events}, {streams}", advice.trace));
+    let torch = advice.torch.as_ref().map_or(String::new(), |torch| format!(", PyTorch {torch}"));
+    page.title(format!("{}: {events}, {streams}{torch}", advice.gpus.named(&advice.trace)));
+    advice.gpus.lines().iter().for_each(|line| say(page, line));
     what_happened(advice, page);
     what_helps(advice, page);
     what_cannot(advice, all, page);
@@ -26,7 +29,8 @@ pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
 pub(super) fn end(advice: &Advice, page: &mut Page) {
     page.gap();
     let limit = advice.limit_bytes.map_or(String::new(), |limit| format!(" --limit {limit}B"));
-    let arguments = format!("replay {} --alloc caching,pytorch-expandable{limit}", quoted(&advice.trace));
+    let (trace, gpu) = (quoted(&advice.trace), advice.gpus.argument());
+    let arguments = format!("replay {trace} --alloc caching,pytorch-expandable{limit}{gpu}");
     page.next(&command("vramlab", &arguments));
 }
 
@@ -67,6 +71,7 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
         let events = counted(advice.events, "event");
         out.push(format!("The file was cut short: this is about its first {events}."));
     }
+    out.extend(before(&advice.evidence));
     let recorded = &advice.recorded;
     // Long lines break at spaces only.
     let conf = recorded.conf.shown().replace(',', ", ");
@@ -74,20 +79,30 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
         true => format!("{} It ran under {conf}.", advice.happened),
         false => format!("{} Its settings are missing, and taken to be {conf}.", advice.happened),
     };
-    if let Some(off) = recorded.replayed_off_percent {
-        text += &match off {
-            0.0 => " Replayed under that it reserves the same to the byte.".to_owned(),
-            off => {
-                let more = if off > 0.0 { "more" } else { "less" };
-                format!(" Replayed under that it reserves {:.2} % {more}.", off.abs())
-            }
-        };
+    let compared = &advice.evidence.compared;
+    let off = recorded.replayed_off_percent;
+    if let Some(tested) = compared.sentence() {
+        text += &format!(" {tested}");
+    } else if let Some(off) = off.filter(|off| *off != 0.0) {
+        let more = if off > 0.0 { "more" } else { "less" };
+        text += &format!(" Replayed under that it reserves {:.2} % {more}.", off.abs());
+    } else if off.is_some() && compared.changes() > 0 {
+        text += &format!(" Replayed under that its peak is the same to the byte ({}).", compared.counts());
     }
     out.push(text);
     if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
         let limit = Bytes(limit);
         out.push(match source {
             LimitSource::Given => format!("What follows is for a limit of {limit}."),
+            LimitSource::Retries => {
+                let (times, most) = advice.released.as_ref().map_or((0, 0), |told| (told.times, told.limit_most_bytes));
+                let times = if times == 1 { "once".to_owned() } else { format!("{times} times") };
+                format!(
+                    "Memory was full {times}, and PyTorch released its cache to serve a request, by the stacks of what went back: there \
+                     was room for {limit} to {}. What follows is for {limit} (--limit sets it).",
+                    Bytes(most)
+                )
+            }
             LimitSource::Recorded => format!("Its limit was {limit}; what follows is for that."),
             LimitSource::OutOfMemory => {
                 format!("There was room for {limit} or little more; what follows is for that (--limit sets it).")
@@ -108,8 +123,36 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
     out
 }
 
+/// What was there before the recording began, and what became of it.
+fn before(Evidence { before, told_from_end, .. }: &Evidence) -> Option<String> {
+    if before.reserved_bytes == 0 {
+        return None;
+    }
+    let (reserved, in_use) = (Bytes(before.reserved_bytes), Bytes(before.in_blocks_bytes.min(before.reserved_bytes)));
+    let mut out = match told_from_end {
+        true => format!(
+            "No segment comes or goes in the recording; the {reserved} of its end are taken to have been there before."
+        ),
+        false => format!("{reserved} were reserved before the recording began, {in_use} of them in use."),
+    };
+    let (at_once, returned) = (before.returned_at_once_bytes, before.returned_unused_bytes);
+    if at_once > 0 {
+        let bytes = Bytes(at_once);
+        out += &format!(
+            " {bytes} were cached and went back before the first allocation, as an earlier run's cache does by empty_cache."
+        );
+    }
+    if returned > at_once {
+        out += &format!(" {} were cached and went back without being used.", Bytes(returned - at_once));
+    }
+    if before.kept_unused_bytes > 0 {
+        out += &format!(" {} stayed cached to the end without being used.", Bytes(before.kept_unused_bytes));
+    }
+    Some(out)
+}
+
 /// What a setting would reserve, need and cost.
-fn figures(setting: &Setting, now: Option<u64>) -> String {
+fn figures(setting: &Setting, saving: Option<f64>) -> String {
     let Setting { outcome, smallest_memory_bytes, instant_peak_reserved_bytes, .. } = setting;
     let reserved = Bytes(outcome.peak_reserved_bytes);
     let mut out = match &outcome.first_failure {
@@ -117,13 +160,11 @@ fn figures(setting: &Setting, now: Option<u64>) -> String {
         None if outcome.over_limit => format!("reserves {reserved}, more than the limit"),
         None => format!("reserves {reserved}"),
     };
-    if let Some(now) = now.filter(|now| *now > outcome.peak_reserved_bytes) {
-        // CAST: bytes of a device, below 2^53.
-        let less = 100.0 * (1.0 - outcome.peak_reserved_bytes as f64 / now.max(1) as f64);
+    if let Some(less) = saving.filter(|less| *less > 0.0) {
         out += &format!(" (-{less:.1} %)");
     }
     if *instant_peak_reserved_bytes != outcome.peak_reserved_bytes {
-        out += &format!(" ({} if no stream waited)", Bytes(*instant_peak_reserved_bytes));
+        out += &format!(" ({} if frees completed at once)", Bytes(*instant_peak_reserved_bytes));
     }
     out += &match smallest_memory_bytes {
         Some(least) if !outcome.runs() => format!(", needs {}", at_least(*least)),
@@ -140,7 +181,7 @@ fn figures(setting: &Setting, now: Option<u64>) -> String {
 fn cost<T>(outcome: &Outcome<T>) -> String {
     // CAST: seconds back to nanoseconds, for display.
     let time = duration((outcome.simulated_s.unwrap_or(0.0) * 1e9).round() as u64);
-    let out = format!("{time} in {}", counted(outcome.calls(), "driver call"));
+    let out = format!("{time} in {} (simulated H200)", counted(outcome.calls(), "driver call"));
     match outcome.num_alloc_retries {
         0 => out,
         1 => out + " and 1 release of the cache",
@@ -157,7 +198,6 @@ fn what_helps(advice: &Advice, page: &mut Page) {
     page.title("What would help");
     let off = recorded.replayed_off_percent.filter(|off| off.abs() > TRUSTED);
     let ran = recorded.peak_reserved_bytes.filter(|_| off.is_some());
-    let against = ran.or((!now.out_of_memory).then_some(now.peak_reserved_bytes));
     if let Some(off) = off {
         let more = if off > 0.0 { "more" } else { "less" };
         let off = off.abs();
@@ -176,21 +216,43 @@ fn what_helps(advice: &Advice, page: &mut Page) {
                 page,
                 match tried {
                     1 => "No change: only what ran was tried, which".to_owned(),
-                    _ => {
-                        format!("No change: none of {tried} settings reserves half a percent less than what ran, which")
-                    }
+                    _ => match advice.saving_percent.filter(|saving| *saving > 0.0) {
+                        Some(saving) => format!(
+                            "Keep what you have: {} saves {saving:.1} %, the most of {tried} settings. What ran",
+                            first.conf().shown()
+                        ),
+                        None => {
+                            format!(
+                                "No change: none of {tried} settings reserves half a percent less than what ran, which"
+                            )
+                        }
+                    },
                 },
             );
         }
-        Verdict::Change => {}
+        Verdict::NotSaid => {
+            let why = advice.evidence.not_said(first.outcome.peak_reserved_bytes);
+            say(page, format!("The recording does not say: {why}. Record all events from the first CUDA call on:"));
+            RECORD.iter().for_each(|line| say(page, line));
+            say(page, "In what was recorded, the least is reserved under");
+        }
+        Verdict::Change | Verdict::NotRecorded => {}
     }
     if advice.verdict == Verdict::Keep {
-        detail(page, figures(first, None));
+        // What ran, or what is so little better that it is not worth a change.
+        let ran = advice.settings.iter().find(|setting| setting.conf().acts_as(&recorded.conf)).unwrap_or(first);
+        detail(page, figures(ran, None));
     } else {
-        first.conf().export_lines().iter().for_each(|line| say(page, line));
-        detail(page, figures(first, against));
+        exported(first, page);
+        detail(page, figures(first, advice.saving_percent));
+        if let Some(obstacle) = &advice.obstacle {
+            say(page, format!("{obstacle}: take what is said below without expandable segments."));
+        }
         let what = if now.out_of_memory { "runs out of memory with" } else { "reserves" };
         let reserved = Bytes(now.peak_reserved_bytes);
+        if let Some(same_start) = advice.evidence.same_start_peak_reserved_bytes {
+            say(page, format!("what ran, begun without what was cached: reserves {}", Bytes(same_start)));
+        }
         say(
             page,
             match ran {
@@ -198,9 +260,6 @@ fn what_helps(advice: &Advice, page: &mut Page) {
                 None => format!("as it ran: {what} {reserved}; {}", cost(now)),
             },
         );
-        if recorded.conf.changes() > 0 {
-            say(page, "PYTORCH_CUDA_ALLOC_CONF goes before it where both are set.");
-        }
     }
     if advice.settings.iter().take(1 + NEXT_BEST).any(|setting| setting.outcome.over_limit) {
         say(
@@ -209,19 +268,62 @@ fn what_helps(advice: &Advice, page: &mut Page) {
              refuses.",
         );
     }
-    if first.conf().needs_limit() {
-        say(page, "Garbage is collected under torch.cuda.set_per_process_memory_fraction only.");
+    let second = advice.without_expandable_segments.as_ref();
+    if first.conf().expandable {
+        without_expandable(advice, page);
     }
-    let others = advice.settings[1..].iter().filter(|setting| !setting.conf().acts_as(&recorded.conf));
+    let shown = |setting: &Setting| second.is_some_and(|second| second.rank == setting.rank);
+    // Where nothing is to be changed, the first is one of them.
+    let others = advice.settings.iter().skip(usize::from(advice.verdict != Verdict::Keep));
+    let others = others.filter(|setting| !setting.conf().acts_as(&recorded.conf) && !shown(setting));
     let next: Vec<&Setting> = others.take(NEXT_BEST).collect();
     if !next.is_empty() {
         page.title("Next best");
     }
     for setting in next {
         say(page, setting.conf().shown());
+        if let Some(python) = &setting.python {
+            say(page, python);
+        }
         detail(page, figures(setting, None));
     }
 }
+
+/// The lines that set it.
+fn exported(setting: &Setting, page: &mut Page) {
+    setting.conf().export_lines().iter().for_each(|line| say(page, line));
+    if let Some(python) = &setting.python {
+        say(page, python);
+        detail(page, "The line of Python goes into the program: PyTorch collects garbage under a limit only.");
+    }
+}
+
+/// The second answer, for programs that cannot have the first.
+fn without_expandable(advice: &Advice, page: &mut Page) {
+    page.title("Without expandable segments");
+    match &advice.without_expandable_segments {
+        Some(second) if second.conf().acts_as(&advice.recorded.conf) => {
+            say(page, "No setting is better than what ran, which");
+            detail(page, figures(second, None));
+        }
+        Some(second) => {
+            exported(second, page);
+            let comparable = advice.saving_percent.is_some();
+            let saving = advice.evidence.saving(second.outcome.peak_reserved_bytes).filter(|_| comparable);
+            detail(page, figures(second, saving));
+        }
+        None => say(page, "No such setting was looked at."),
+    }
+    // A program that ran with them can have them.
+    if !advice.recorded.conf.expandable {
+        say(page, NOT_TO_BE_HAD);
+    }
+}
+
+/// When PyTorch's expandable segments cannot be used.
+const NOT_TO_BE_HAD: &str = "Expandable segments cannot be had on Windows, before PyTorch 2.1, in a MemPool with an allocator of \
+                             its own, or where GPU memory is shared by CUDA IPC (custom all-reduce as in vLLM; before 2.5 also \
+                             DataLoader workers that send CUDA tensors).";
 
 fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
     page.title("What no setting can do");
@@ -277,11 +379,7 @@ pub(super) fn unknown(advice: &Advice) -> Vec<String> {
         let frees = counted(unknown.deferred_frees, "free");
         out.push(format!("{frees} waited for other streams; when these were done depends on timing."));
     }
-    if unknown.prologue_allocations > 0 || unknown.prologue_reserved_bytes > 0 {
-        let (blocks, reserved) =
-            (counted(unknown.prologue_allocations, "block"), Bytes(unknown.prologue_reserved_bytes));
-        out.push(format!("What came before the recording: it began with {blocks} in {reserved} of segments."));
-    }
+    out.extend(advice.evidence.not_seen.iter().cloned());
     if advice.recorded.out_of_memory.is_some() {
         out.push("What the program would have done after memory ran out.".to_owned());
     }

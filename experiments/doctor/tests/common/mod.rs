@@ -4,5 +4,6 @@
 
 pub(crate) mod explained;
 mod place;
+pub(crate) mod story;
 
 pub(crate) use place::*;

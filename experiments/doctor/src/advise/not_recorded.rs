@@ -1,0 +1,86 @@
+//! The answer for a snapshot without events: what was held when it was taken, and how to record what a replay needs.
+
+use super::conf::Conf;
+use super::{AdviseArgs, LimitSource, Verdict};
+use crate::explain;
+use crate::recording::Recording;
+use crate::words::RECORD;
+use anyhow::Result;
+use serde_json::{Value, json};
+use std::path::Path;
+use terminal::Page;
+
+/// Reads the snapshot as `explain` does, and prints what it says.
+///
+/// # Errors
+/// Those of reading it.
+pub(super) fn answer(file: &Path, args: &AdviseArgs, limit: Option<u64>) -> Result<()> {
+    let recording = Recording::read(file, args.gpu, limit, &args.read)?;
+    if args.json {
+        return terminal::print_json(&advice(file, &recording, limit)?);
+    }
+    let mut page = Page::stdout();
+    explain::show(file, &recording, &mut page)?;
+    page.title("What would help");
+    let [before, after] = RECORD;
+    page.labelled("", 2, "No setting can be compared: that takes the events of the work, and none were recorded.");
+    page.labelled("", 2, "Before the work:");
+    page.labelled("", 2, before);
+    page.labelled("", 2, "After it, or when memory ran out:");
+    page.labelled("", 2, after);
+    page.gap();
+    page.line("Next: record the events so, and give the new snapshot to vramlab advise");
+    page.print()
+}
+
+/// The keys of [`Advice`](super::Advice); `null` is what is not known without events.
+fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Value> {
+    let settings = &recording.summary.allocator_settings;
+    let own = recording.settings.memory_limit.map(|own| (own, LimitSource::Recorded));
+    let limit = limit.map(|limit| (limit, LimitSource::Given)).or(own);
+    let mut out = json!({
+        "trace": file.display().to_string(),
+        "events": 0,
+        "allocations": null,
+        "streams": null,
+        "cut": recording.summary.cut.map(|cut| cut.to_string()),
+        "recorded": {
+            "conf": Conf::recorded(settings)?,
+            "peak_reserved_bytes": null,
+            "peak_requested_bytes": null,
+            "replayed": null,
+            "replayed_off_percent": null,
+            "out_of_memory": null,
+        },
+        "limit_bytes": limit.map(|(limit, _)| limit),
+        "limit_source": limit.map(|(_, source)| source),
+        "released": null,
+        "verdict": Verdict::NotRecorded,
+        "saving_percent": null,
+        "evidence": null,
+        "torch": null,
+        "without_expandable_segments": null,
+        "obstacle": null,
+        "needed_bytes": null,
+        "settings": null,
+        "also_tried": null,
+        "other_allocators": null,
+        "live_bytes": null,
+        "lower_bound_bytes": null,
+        "plan_bytes": null,
+        "ordered_lower_bound_bytes": null,
+        "ordered_plan_bytes": null,
+        "unknown": {
+            "deferred_frees": null,
+            "prologue_allocations": recording.before.blocks.len(),
+            "prologue_reserved_bytes": recording.before.segments.iter().map(|one| one.segment.bytes).sum::<u64>(),
+            "undetermined_blocks": null,
+            "device_free_bytes": null,
+            "limit": null,
+        },
+    });
+    if let (Value::Object(out), Value::Object(gpus)) = (&mut out, serde_json::to_value(&recording.gpus)?) {
+        out.extend(gpus);
+    }
+    Ok(out)
+}
