@@ -1,10 +1,10 @@
 //! A compiled history: what the client did, as a compact list, and what the recorded allocator did, to compare with.
 
 mod beginning;
+mod changes;
 mod error;
 mod op;
 mod out_of_memory;
-mod pace;
 mod segment;
 
 pub(crate) use beginning::{Beginning, StartBlock, StartSegment};
