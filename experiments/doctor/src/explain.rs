@@ -16,10 +16,14 @@ mod screen;
 mod survey;
 
 pub(crate) use explanation::{Explanation, Moment};
+pub(crate) use lines::line_of;
 pub(crate) use moments::{Held, Line};
+pub(crate) use purposes::is_workspace;
 pub(crate) use screen::{place, when};
+pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 
 use crate::history::{Devices, adopted};
+use crate::phases::phases;
 use crate::reading::{ReadArgs, share_of};
 use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};
@@ -153,6 +157,7 @@ fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanatio
         blocks_before: recording.before.blocks.len() as u64,
         segments_before: recording.before.segments.len() as u64,
         limit_bytes: recording.settings.memory_limit,
+        phases: phases(recording)?,
         ..Explanation::default()
     };
     let (survey, checkpoints) = survey::survey(&mut view, &points, &mut found)?;
@@ -225,6 +230,16 @@ pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -
         Ok(held(&mut view, &checkpoints.memory_at(index)?, index))
     };
     moments.iter().map(at).collect()
+}
+
+/// Which requests took memory from the device.
+///
+/// # Errors
+/// As those of reading it.
+pub(crate) fn misses(recording: &Recording) -> Result<Misses> {
+    let mut view = View { recording, lines: Lines::new(&recording.origins, false) };
+    let (survey, _) = survey::survey(&mut view, &[], &mut Explanation::default())?;
+    Ok(survey.misses)
 }
 
 /// Describes the moments that were found.

@@ -10,6 +10,7 @@ mod diff;
 mod explain;
 mod gpus;
 mod history;
+mod phases;
 mod plan;
 mod python;
 mod reading;

@@ -65,7 +65,7 @@ impl Recording {
         drop(kept);
         let mine = summary.segments.iter().any(|segment| segment.device == device);
         if events.is_empty() && !mine {
-            return Err(no_events(path, device, &summary).into());
+            return Err(no_events(path, device, &summary));
         }
         if events.len() > u32::MAX as usize - 2 {
             return Err(anyhow!("{}: there are more than four billion events", path.display()));
@@ -124,7 +124,7 @@ impl Recording {
         }
         let recorded = compiling.finish(&self.summary, limit).with_context(file)?;
         if recorded.history.events() == 0 {
-            return Err(no_events(&self.path, self.device, &self.summary).into());
+            return Err(no_events(&self.path, self.device, &self.summary));
         }
         Ok(Compiled { gpus: self.gpus.clone(), ..recorded })
     }
@@ -163,6 +163,19 @@ impl Recording {
     pub(crate) fn named(&self, begins: &str) -> Vec<(u64, u64)> {
         let named = self.ranges.iter().filter(|range| self.origins.spelt(range.name).starts_with(begins));
         named.map(|range| (range.start_ns, range.end_ns.unwrap_or(u64::MAX))).collect()
+    }
+
+    /// The annotations that lie in no other, in order: names, when they begin, and when they end.
+    pub(crate) fn outermost(&self) -> impl Iterator<Item = (&str, u64, Option<u64>)> {
+        let mut until = 0;
+        let outer = self.ranges.iter().filter(move |range| {
+            let outer = range.start_ns >= until;
+            if outer {
+                until = range.end_ns.unwrap_or(u64::MAX);
+            }
+            outer
+        });
+        outer.map(|range| (self.origins.spelt(range.name), range.start_ns, range.end_ns))
     }
 
     /// The first event from the first annotation of a name on.

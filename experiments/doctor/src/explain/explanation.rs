@@ -3,6 +3,7 @@
 use super::causes::Cause;
 use super::purposes::Purpose;
 use crate::gpus::Gpus;
+use crate::phases::Phase;
 use serde::Serialize;
 
 /// One history explained; the keys are described in `analysis/schema.md`.
@@ -46,6 +47,8 @@ pub(crate) struct Explanation {
     /// Where reserved memory went when memory ran out last, else at the first moment within half a percent of the peak of
     /// reserved: the last segments are often taken when little is in use.
     pub(crate) reserved: WhereItWent,
+    /// Phases that the program's outermost annotations part, else its longest pauses; none where nothing parts it.
+    pub(crate) phases: Vec<Phase>,
     /// Peaks of active memory, the highest first; between two of them it fell below four fifths.
     pub(crate) peaks: Vec<Moment>,
     /// Requests during which memory went back to the device, of more than a hundred the last.

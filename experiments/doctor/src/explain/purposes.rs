@@ -173,6 +173,11 @@ fn by_frames(origins: &Origins, stack: StackId) -> Told {
     }
 }
 
+/// Whether a stack allocates what cuBLAS or cuDNN works in.
+pub(crate) fn is_workspace(origins: &Origins, stack: StackId) -> bool {
+    by_frames(origins, stack) == Told::For(Purpose::Workspace)
+}
+
 /// Whether a stack is of a call of the backward pass, or of a function in Python that the backward pass called.
 fn calls_backward(origins: &Origins, stack: StackId) -> bool {
     let outermost = origins.frames(stack).next_back();

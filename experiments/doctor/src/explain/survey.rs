@@ -10,7 +10,7 @@ use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
-use vramlab::histories::formats::{Action, StackId};
+use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
 
 /// Points of the curves.
@@ -40,6 +40,15 @@ pub(super) struct Survey {
     pub(super) pending_peak: (usize, u64),
     /// By stream, what waited of its blocks.
     pub(super) waits: BTreeMap<u64, Waits>,
+    pub(super) misses: Misses,
+}
+
+/// Requests for which memory was taken from the device.
+#[derive(Debug, Default)]
+pub(crate) struct Misses {
+    pub(crate) all: u64,
+    /// By stack, those for which a block of another stream was free, and the bytes that they asked for.
+    pub(crate) other_streams: HashMap<StackId, (u64, u64)>,
 }
 
 /// What waited of a stream's blocks.
@@ -139,6 +148,11 @@ pub(super) fn survey<'r>(
                 let window = std::mem::take(&mut window);
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
                     let shape = missed.entry(event.bytes).or_default();
+                    out.misses.all += 1;
+                    if cause == Cause::Stream {
+                        let (times, bytes) = out.misses.other_streams.entry(event.origin.stack).or_default();
+                        (*times, *bytes) = (*times + 1, *bytes + event.bytes);
+                    }
                     shape.misses += 1;
                     shape.taken_bytes += window.taken;
                     match shape.causes.iter_mut().find(|(other, _)| *other == cause) {
@@ -203,11 +217,12 @@ fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
 }
 
-/// Which stacks call `empty_cache`.
-fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
+/// Which stacks call `empty_cache`, by index.
+pub(crate) fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
     let origins = &recording.origins;
     let mut out = vec![false; origins.stacks()];
-    for event in recording.events.iter().filter(|event| event.action == Action::SegmentFree) {
+    let went_back = |event: &Recorded| matches!(event.action, Action::SegmentFree | Action::SegmentUnmap);
+    for event in recording.events.iter().filter(went_back) {
         let mut frames = origins.frames(event.origin.stack);
         out[event.origin.stack.index()] = frames.any(|frame| origins.spelt(frame.name).contains("empty_cache"));
     }
@@ -220,10 +235,16 @@ fn has_private_pools(recording: &Recording) -> bool {
     let mut held = held.filter(|segment| segment.device == recording.device);
     let origins = &recording.origins;
     held.any(|segment| segment.pool_id.is_some_and(|pool| pool != (0, 0)))
-        || origins.all_frames().any(|frame| {
-            let (name, file) = (origins.spelt(frame.name), origins.spelt(frame.filename));
-            file.ends_with("torch/cuda/graphs.py") || file.ends_with("cudagraph_trees.py") || name == "use_mem_pool"
-        })
+        || captures_graphs(origins)
+        || origins.all_frames().any(|frame| origins.spelt(frame.name) == "use_mem_pool")
+}
+
+/// Whether frames show that CUDA graphs are captured.
+pub(crate) fn captures_graphs(origins: &Origins) -> bool {
+    origins.all_frames().any(|frame| {
+        let file = origins.spelt(frame.filename);
+        file.ends_with("torch/cuda/graphs.py") || file.ends_with("cudagraph_trees.py")
+    })
 }
 
 /// Whether a level is within half a percent of the peak.

@@ -210,6 +210,7 @@ fn keeper(row: &Pinned) -> (String, String) {
 /// When it was.
 pub(super) fn when(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let top = usize::from(args.top);
+    phases(found, page);
     if found.peaks.len() > 1 {
         page.title("When: the highest peaks of use");
         let columns = [
@@ -246,6 +247,29 @@ pub(super) fn when(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     if found.num_releases > 0 {
         page.note(format!("besides, memory went back {} by empty_cache", counted(found.num_releases, "time")));
     }
+}
+
+/// What each phase of the program holds.
+fn phases(found: &Explanation, page: &mut Page) {
+    let Some(decides) = found.phases.iter().find(|phase| phase.decides) else { return };
+    page.title(format!("Phases: the peak is reached first in {}", decides.named()));
+    let columns = [
+        Column::text("phase"),
+        Column::right("events"),
+        Column::right("time").priority(1),
+        Column::right("in use"),
+        Column::right("reserved"),
+    ];
+    let rows = found.phases.iter().map(|phase| {
+        [
+            phase.named(),
+            format!("{} to {}", phase.first_event, phase.last_event),
+            phase.time_ns.map_or_else(|| "-".to_owned(), duration),
+            size(phase.peak_active_bytes),
+            size(phase.peak_reserved_bytes),
+        ]
+    });
+    table(page, columns, rows);
 }
 
 /// How large a request would have succeeded.
