@@ -121,7 +121,7 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     // A snapshot taken without a history still says what was held.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
     if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
-        return Err(no_events(&args.from, tally.chosen.gpu, &summary).into());
+        return Err(no_events(&args.from, tally.chosen.gpu, &summary));
     }
     let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
     if args.to == Export::Perfetto {

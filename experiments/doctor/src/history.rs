@@ -2,7 +2,7 @@
 
 use crate::gpus::{Gpus, Tallies};
 use crate::reading::ReadArgs;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -112,7 +112,7 @@ impl OfFile {
         let finished = compiling.and_then(|compiling| compiling.finish(&summary, limit));
         let recorded = finished.with_context(|| path.display().to_string())?;
         if recorded.history.events() == 0 {
-            return Err(no_events(path, gpus.gpu, &summary).into());
+            return Err(no_events(path, gpus.gpu, &summary));
         }
         Ok(Compiled { gpus, ..recorded })
     }
@@ -189,25 +189,15 @@ fn warn_of_limit(path: &Path, recorded: &Compiled) {
     terminal::say(&format!("warning: {}: {what}{most}", path.display()));
 }
 
-/// That a file has no events of a GPU.
-#[derive(Debug, thiserror::Error)]
-#[error("{text}")]
-pub(crate) struct NoEvents {
-    text: String,
-    /// Whether it says what was held, which `explain` reads.
-    pub(crate) holds: bool,
-}
-
 /// A history that holds nothing, or nothing of the chosen GPU.
-pub(crate) fn no_events(path: &Path, gpu: u16, summary: &Summary) -> NoEvents {
+pub(crate) fn no_events(path: &Path, gpu: u16, summary: &Summary) -> anyhow::Error {
     let counts = summary.events.iter().enumerate();
     let others: Vec<String> = counts.filter(|(_, count)| **count > 0).map(|(gpu, _)| gpu.to_string()).collect();
     let file = path.display();
-    let text = match others.is_empty() {
-        true => format!("{file}: there are no events; turn recording on before the work"),
-        false => format!("{file}: no event of GPU {gpu}; there are those of {}", others.join(", ")),
-    };
-    NoEvents { text, holds: summary.segments.iter().any(|segment| segment.device == gpu) }
+    match others.is_empty() {
+        true => anyhow!("{file}: there are no events; turn recording on before the work"),
+        false => anyhow!("{file}: no event of GPU {gpu}; there are those of {}", others.join(", ")),
+    }
 }
 
 /// An error of a replay: exit code 2 where the history or the command line is at fault, 1 where the device is.

@@ -5,6 +5,7 @@
 
 mod common;
 
+use common::story::{Story, script};
 use common::{Place, Ran};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -589,6 +590,20 @@ fn every_key_is_described() {
     let full = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
     let full = place.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
     paths(&full, "", &mut written);
+    // With phases, and memory that is free on another stream.
+    let mut story = Story::default();
+    for (stream, name) in [(0, "load"), (7, "train")] {
+        let at = stream << 30;
+        story.annotate(name, "START", story.events.len());
+        story.segment(at, 20 * MIB, stream);
+        for _ in 0..9 {
+            story.alloc(at, 20 * MIB, stream, json!([script(3, "step")]));
+            story.free(at, 20 * MIB, stream);
+        }
+        story.annotate(name, "END", story.events.len());
+    }
+    let phases = place.write("phases.json", story.text());
+    paths(&place.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
     // With another GPU.
     let one = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
     let mut two: Value = serde_json::from_str(&one).unwrap();

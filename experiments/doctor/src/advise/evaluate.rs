@@ -110,28 +110,31 @@ impl Setting {
 
 impl<'a> Trial<'a> {
     pub(super) fn new(path: &'a Path, history: &'a History, limit: Option<u64>, of_device: bool) -> Result<Self> {
+        Self::over(path, Cow::Borrowed(history), limit, of_device)
+    }
+
+    /// The trial of a history that differs.
+    pub(super) fn changed(&self, change: impl Fn(&mut History)) -> Result<Self> {
+        let mut history = History::clone(&self.history);
+        change(&mut history);
+        Self::over(self.path, Cow::Owned(history), self.limit, self.of_device)
+    }
+
+    fn over(path: &'a Path, history: Cow<'a, History>, limit: Option<u64>, of_device: bool) -> Result<Self> {
         let devices = Devices::open(&DeviceName::Sim(None))?;
         let waits = history.deferred_frees() > 0;
         let changed = |change: &dyn Fn(&mut History)| {
-            let mut other = history.clone();
+            let mut other = History::clone(&history);
             change(&mut other);
             other
         };
         let instant = waits.then(|| changed(&History::complete_at_once));
         let otherwise = PACES.iter().filter(|_| waits).map(|pace| changed(&|other| other.complete_at_pace(*pace)));
         let otherwise = otherwise.collect();
-        let least = bound(history);
+        let least = bound(&history);
         // No policy takes so much more; expandable segments reserve addresses by it.
         let room = least.max(limit.unwrap_or(0)).saturating_mul(8).clamp(1 << 38, HIGHEST);
-        Ok(Self { path, history: Cow::Borrowed(history), instant, otherwise, devices, limit, of_device, room })
-    }
-
-    /// Leaves out what was cached before the first event, so that every setting begins with what was in use and nothing else.
-    pub(super) fn without_cache(mut self) -> Self {
-        let others = self.instant.iter_mut().chain(&mut self.otherwise);
-        others.for_each(History::begin_without_cache);
-        self.history.to_mut().begin_without_cache();
-        self
+        Ok(Self { path, history, instant, otherwise, devices, limit, of_device, room })
     }
 
     fn replay(&self, history: &History, of: &Selection, limit: Option<u64>) -> Result<ReplayReport, ReplayError> {

@@ -7,10 +7,9 @@ use crate::history::is_as_recorded;
 use crate::words::counted;
 use anyhow::Result;
 use serde::Serialize;
-use std::path::Path;
 use vramlab::Bytes;
 use vramlab::histories::memory::Leftover;
-use vramlab::histories::replay::{Addresses, ReplaySettings};
+use vramlab::histories::replay::{Addresses, History, ReplaySettings};
 
 /// From the same start, the recorded settings have to come this close to what was reserved.
 const CLOSE: f64 = 0.9;
@@ -50,7 +49,7 @@ pub(super) struct Compared {
 
 impl Evidence {
     /// Replays a history as it was recorded, and from the start that all settings have in common.
-    pub(super) fn of(path: &Path, happened: &RecordedRun, trial: &Trial, replayed: &Outcome<Of>) -> Result<Self> {
+    pub(super) fn of(happened: &RecordedRun, trial: &Trial, replayed: &Outcome<Of>) -> Result<Self> {
         let before = happened.leftover;
         let Leftover { reserved_bytes: reserved, in_blocks_bytes: in_blocks, .. } = before;
         let told = happened.recorded.as_recorded;
@@ -58,7 +57,7 @@ impl Evidence {
         let most = if happened.repeats { u64::MAX } else { replayed.peak_reserved_bytes };
         let same_start_peak_reserved_bytes = match reserved {
             0 => None,
-            _ => Some(happened.trial(path)?.without_cache().run(&happened.conf)?.peak_reserved_bytes),
+            _ => Some(trial.changed(History::begin_without_cache)?.run(&happened.conf)?.peak_reserved_bytes),
         };
         let mut not_seen = Vec::new();
         if reserved > 0 {

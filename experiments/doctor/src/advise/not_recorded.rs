@@ -10,17 +10,16 @@ use serde_json::{Value, json};
 use std::path::Path;
 use terminal::Page;
 
-/// Reads the snapshot as `explain` does, and prints what it says.
+/// Prints what `explain` says of it.
 ///
 /// # Errors
-/// Those of reading it.
-pub(super) fn answer(file: &Path, args: &AdviseArgs, limit: Option<u64>) -> Result<()> {
-    let recording = Recording::read(file, args.gpu, limit, &args.read)?;
+/// Those of explaining it.
+pub(super) fn answer(file: &Path, recording: &Recording, args: &AdviseArgs, limit: Option<u64>) -> Result<()> {
     if args.json {
-        return terminal::print_json(&advice(file, &recording, limit)?);
+        return terminal::print_json(&advice(file, recording, limit)?);
     }
     let mut page = Page::stdout();
-    explain::show(file, &recording, &mut page)?;
+    explain::show(file, recording, &mut page)?;
     page.title("What would help");
     let [before, after] = RECORD;
     page.labelled("", 2, "No setting can be compared: that takes the events of the work, and none were recorded.");
@@ -63,6 +62,8 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "obstacle": null,
         "needed_bytes": null,
         "settings": null,
+        "program_changes": null,
+        "phases": null,
         "also_tried": null,
         "other_allocators": null,
         "live_bytes": null,

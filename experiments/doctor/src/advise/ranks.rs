@@ -128,7 +128,8 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, asked
         (rank.ran_out_of_memory, first.map(|first| first.outcome.out_of_memory), rank.reserved())
     });
     let worst = worst.map_or(readable[0].clone(), |rank| PathBuf::from(&rank.trace));
-    Ok(Ranks { settings, worst: super::of(&worst, args, limit, asked)?, ranks, unread })
+    let worst = super::of(&worst, &super::read(&worst, args)?, args, limit, asked)?;
+    Ok(Ranks { settings, worst, ranks, unread })
 }
 
 /// The settings that are best for all: each is as good as it is on the rank that needs most.

@@ -2,7 +2,8 @@
 
 use super::evaluate::{Outcome, Setting};
 use super::evidence::Evidence;
-use super::{Advice, LimitSource, Other, Verdict};
+use super::{Advice, LimitSource, Other, Verdict, program};
+use crate::phases;
 use crate::replay::Bounds;
 use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};
@@ -20,7 +21,14 @@ pub(super) fn report(advice: &Advice, all: bool, page: &mut Page) {
     page.title(format!("{}: {events}, {streams}{torch}", advice.gpus.named(&advice.trace)));
     advice.gpus.lines().iter().for_each(|line| say(page, line));
     what_happened(advice, page);
+    let first = program::comes_first(&advice.program_changes, advice.verdict, advice.saving_percent);
+    if first {
+        what_a_change_gains(advice, page);
+    }
     what_helps(advice, page);
+    if !first {
+        what_a_change_gains(advice, page);
+    }
     what_cannot(advice, all, page);
     what_is_unknown(advice, page);
 }
@@ -90,6 +98,7 @@ pub(super) fn happened(advice: &Advice) -> Vec<String> {
         text += &format!(" Replayed under that its peak is the same to the byte ({}).", compared.counts());
     }
     out.push(text);
+    out.extend(phases::sentence(&advice.phases));
     if let Some((limit, source)) = advice.limit_bytes.zip(advice.limit_source) {
         let limit = Bytes(limit);
         out.push(match source {
@@ -286,6 +295,19 @@ fn what_helps(advice: &Advice, page: &mut Page) {
             say(page, python);
         }
         detail(page, figures(setting, None));
+    }
+}
+
+/// What the program itself could do.
+fn what_a_change_gains(advice: &Advice, page: &mut Page) {
+    if advice.program_changes.is_empty() {
+        return;
+    }
+    page.title("What a change of the program would gain");
+    for change in &advice.program_changes {
+        say(page, change.sentence());
+        detail(page, change.gain(&advice.recorded.replayed));
+        detail(page, change.remedy());
     }
 }
 

@@ -1,0 +1,184 @@
+//! What `advise` says of changes of the program: each rule on a recording that shows it, and on one that does not.
+
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::Place;
+use common::story::{BASE, MIB, Story, script};
+use serde_json::{Value, json};
+
+const GIB: u64 = 1 << 30;
+
+fn advise(place: &Place, story: &Story, more: &[&str]) -> Value {
+    let file = place.write("story.json", story.text());
+    place.run(&[&["advise", &file, "--json"], more].concat()).ok().json()
+}
+
+fn screen(place: &Place) -> String {
+    place.run(&["advise", "story.json"]).ok().stdout
+}
+
+/// The change of a cause, and what is reserved with and without it, in MiB.
+fn change(advice: &Value, cause: &str) -> Option<(Value, [u64; 2])> {
+    let found = advice["program_changes"].as_array().unwrap().iter().find(|change| change["cause"] == cause)?.clone();
+    let mib = |bytes: &Value| bytes.as_u64().unwrap_or(0) / MIB;
+    let peaks = [mib(&found["instead_of_bytes"]), mib(&found["without"]["peak_reserved_bytes"])];
+    Some((found, peaks))
+}
+
+fn file(name: &str, path: &str) -> Value {
+    json!({"name": name, "filename": format!("/venv/lib/python3.12/site-packages/torch/{path}"), "line": 1})
+}
+
+/// Steps that take 20 MiB each; the line empties the cache after each.
+fn emptied(steps: u64, bytes: impl Fn(u64) -> u64) -> Story {
+    let mut story = Story::default();
+    for step in 0..steps {
+        let bytes = bytes(step);
+        story.segment(0, bytes, 0);
+        story.alloc(0, bytes, 0, json!([script(3, "step")]));
+        story.free(0, bytes, 0);
+        story.event("segment_free", BASE, bytes, 0, json!([file("empty_cache", "cuda/memory.py"), script(9, "step")]));
+    }
+    story
+}
+
+#[test]
+fn a_cache_that_is_emptied_to_be_filled_again_is_named_with_its_line() {
+    let place = Place::new();
+    let advice = advise(&place, &emptied(5, |_| 20 * MIB), &[]);
+    let (found, peaks) = change(&advice, "empty-cache").unwrap();
+    assert_eq!((peaks, &found["times"], &found["segments"]), ([20, 20], &json!(5), &json!(5)));
+    assert_eq!(found["lines"], json!([{"line": "proj/train.py:9 step", "times": 5}]));
+    let calls = |of: &Value| of["driver_calls"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
+    assert!(calls(&found["without"]) < calls(&advice["recorded"]["replayed"]) / 2);
+    // Nothing else is to be changed, so it comes first.
+    let screen = screen(&place);
+    let [change, help] = ["a change of the program", "What would help"].map(|title| screen.find(title).unwrap());
+    assert!(change < help && screen.contains("train.py:9 step (5)") && screen.contains("simulated H200"), "{screen}");
+    // Sizes that do not come again are not fetched again, and one call is no habit.
+    for story in [emptied(5, |step| (20 + 2 * step) * MIB), emptied(1, |_| 20 * MIB)] {
+        assert_eq!(change_of(&place, &story, "empty-cache"), None);
+    }
+}
+
+fn change_of(place: &Place, story: &Story, cause: &str) -> Option<[u64; 2]> {
+    change(&advise(place, story, &[]), cause).map(|(_, peaks)| peaks)
+}
+
+#[test]
+fn memory_that_is_free_on_other_streams_is_named_by_the_line_that_misses() {
+    let place = Place::new();
+    let on = |second: u64| {
+        let mut story = Story::default();
+        for (at, stream, line) in [(0, 0, 3), (GIB, second, 4)] {
+            story.segment(at, 20 * MIB, stream);
+            story.alloc(at, 20 * MIB, stream, json!([script(line, "step")]));
+            story.free(at, 20 * MIB, stream);
+        }
+        for (at, stream) in [(0, 0), (GIB, second)] {
+            story.held(at, 20 * MIB, json!([0, 0]));
+            let segment = story.segments.last_mut().unwrap();
+            (segment["segment_type"], segment["stream"]) = (json!("large"), json!(stream));
+        }
+        story
+    };
+    let advice = advise(&place, &on(7), &[]);
+    let (found, peaks) = change(&advice, "other-streams").unwrap();
+    assert_eq!((peaks, &found["times"], &found["saving_percent"]), ([40, 20], &json!(1), &json!(50.0)));
+    assert_eq!(found["lines"][0]["line"], "proj/train.py:4 step");
+    assert!(screen(&place).contains("1 of 2 requests that found no free block on their stream"));
+    // A free block of the same stream is no matter of streams.
+    let mut same = Story::default();
+    for at in [0, GIB] {
+        same.segment(at, 20 * MIB, 0);
+        same.alloc(at, 20 * MIB, 0, json!([script(3, "step")]));
+    }
+    assert_eq!(change_of(&place, &same, "other-streams"), None);
+}
+
+#[test]
+fn workspaces_that_are_held_to_the_end_are_named() {
+    let place = Place::new();
+    let with = |freed: bool, name: &str| {
+        let mut story = Story::default();
+        story.segment(0, 32 * MIB, 0);
+        story.alloc(0, 32 * MIB, 0, json!([{"name": name, "filename": "??", "line": 0}, script(5, "forward")]));
+        if freed {
+            story.free(0, 32 * MIB, 0);
+        }
+        story.segment(GIB, 40 * MIB, 0);
+        story.alloc(GIB, 40 * MIB, 0, json!([script(6, "forward")]));
+        story
+    };
+    let (found, peaks) =
+        change(&advise(&place, &with(false, "at::cuda::getCUDABlasLtWorkspace()"), &[]), "workspaces").unwrap();
+    assert_eq!((peaks, &found["bytes"]), ([72, 40], &json!(32 * MIB)));
+    assert_eq!(found["lines"][0]["line"], "proj/train.py:5 forward");
+    assert!(screen(&place).contains("_cuda_clearCublasWorkspaces"));
+    assert_eq!(change_of(&place, &with(true, "at::cuda::getCUDABlasLtWorkspace()"), "workspaces"), None);
+    assert_eq!(change_of(&place, &with(false, "at::native::add()"), "workspaces"), None);
+}
+
+#[test]
+fn a_cache_from_before_the_recording_is_named_where_nothing_uses_it() {
+    let place = Place::new();
+    let cached = |used: bool| {
+        let mut story = Story::default();
+        story.held(GIB, 30 * MIB, json!([0, 0]));
+        story.segments[0]["segment_type"] = json!("large");
+        story.segment(0, 40 * MIB, 0);
+        story.alloc(0, 40 * MIB, 0, json!([]));
+        if used {
+            story.alloc(GIB, 30 * MIB, 0, json!([]));
+            story.free(GIB, 30 * MIB, 0);
+        }
+        story.segments.push(json!({
+            "device": 0, "address": BASE, "total_size": 40 * MIB, "stream": 0, "segment_type": "large",
+            "is_expandable": false, "segment_pool_id": [0, 0],
+            "blocks": [{"address": BASE, "size": 40 * MIB, "requested_size": 40 * MIB, "state": "active_allocated"}],
+        }));
+        story
+    };
+    let advice = advise(&place, &cached(false), &[]);
+    let (found, _) = change(&advice, "leftover-cache").unwrap();
+    assert_eq!((&found["bytes"], &found["without"]), (&json!(30 * MIB), &Value::Null));
+    let saving = found["saving_percent"].as_f64().unwrap();
+    assert!((saving - 300.0 / 7.0).abs() < 0.01, "{saving}");
+    assert!(screen(&place).contains("30 MiB were cached before the recording began, and unused at the peak"));
+    assert_eq!(change_of(&place, &cached(true), "leftover-cache"), None);
+}
+
+#[test]
+fn a_pool_that_is_alive_and_empty_is_named_unless_graphs_may_need_it() {
+    let place = Place::new();
+    let pooled = |pool: Value, graphs: bool| {
+        let frames = match graphs {
+            true => json!([file("__enter__", "cuda/graphs.py"), script(3, "step")]),
+            false => json!([script(3, "step")]),
+        };
+        let mut story = Story::default();
+        for (at, last) in [(0, false), (GIB, true)] {
+            story.segment(at, 20 * MIB, 0);
+            story.alloc(at, 20 * MIB, 0, frames.clone());
+            if !last {
+                story.free(at, 20 * MIB, 0);
+            }
+        }
+        story.held(0, 20 * MIB, pool.clone());
+        story.held(GIB, 20 * MIB, json!([0, 0]));
+        story.segments.iter_mut().for_each(|segment| segment["segment_type"] = json!("large"));
+        let block = &mut story.segments[1]["blocks"][0];
+        (block["state"], block["requested_size"]) = (json!("active_allocated"), json!(20 * MIB));
+        story
+    };
+    let advice = advise(&place, &pooled(json!([0, 1]), false), &[]);
+    let (found, peaks) = change(&advice, "private-pools").unwrap();
+    assert_eq!((peaks, &found["bytes"], &found["times"]), ([40, 20], &json!(20 * MIB), &json!(1)));
+    assert!(screen(&place).contains("Delete the MemPool"));
+    for (pool, graphs) in [(json!([0, 1]), true), (json!([1, 0]), false), (json!([0, 0]), false)] {
+        assert_eq!(change_of(&place, &pooled(pool, graphs), "private-pools"), None);
+    }
+}
