@@ -18,7 +18,7 @@ mod survey;
 pub(crate) use explanation::{Explanation, Moment};
 pub(crate) use lines::line_of;
 pub(crate) use moments::{Held, Line};
-pub(crate) use purposes::is_workspace;
+pub(crate) use purposes::is_cublas_workspace;
 pub(crate) use screen::{place, when};
 pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 

@@ -106,3 +106,12 @@ fn a_long_pause_parts_what_has_no_annotations() {
     assert_eq!((&paused["phases"][0]["last_event"], &paused["phases"][1]["first_event"]), (&json!(61), &json!(62)));
     assert_eq!(rows(&parts(20_000)), []);
 }
+
+/// Recorded by `fixtures/changes.py` on an H200, PyTorch 2.11.
+#[test]
+fn the_phases_of_a_recorded_program_are_its_annotations() {
+    let place = Place::new();
+    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/phases.pickle.xz");
+    let found = found(&place, &[file.to_str().unwrap()]);
+    assert_eq!(rows(&found), [row("load", 400, false), row("train", 1000, true), row("generate", 1000, false)]);
+}

@@ -54,28 +54,13 @@ impl History {
         self.not_comparable = Some("calls of empty_cache are left out".into());
     }
 
-    /// Leaves out the allocations for which `is_left_out` holds, by number from 0 in the order of the recorded events, and their
-    /// frees.
-    pub fn without_allocations(&mut self, mut is_left_out: impl FnMut(u64) -> bool) {
-        let mut out = vec![false; self.slots as usize];
-        let mut number = 0;
-        for op in &mut self.ops {
-            let gone = match op.kind() {
-                Kind::Alloc => {
-                    out[op.slot as usize] = is_left_out(number);
-                    self.allocations -= u64::from(out[op.slot as usize]);
-                    number += 1;
-                    out[op.slot as usize]
-                }
-                Kind::Free | Kind::Release | Kind::Use => out[op.slot as usize],
-                Kind::Trim | Kind::Refused | Kind::Nothing => false,
-            };
-            if gone {
-                op.set_kind(Kind::Nothing);
-                self.operations -= 1;
-            }
+    /// Gives allocations another size, by number from 0 in the order of the recorded events; `None` leaves one as it was.
+    pub fn resize_allocations(&mut self, mut bytes: impl FnMut(u64) -> Option<u64>) {
+        let allocations = self.ops.iter_mut().filter(|op| op.kind() == Kind::Alloc);
+        for (op, number) in allocations.zip(0..) {
+            op.value = bytes(number).unwrap_or(op.value);
         }
-        self.not_comparable = Some("allocations are left out".into());
+        self.not_comparable = Some("allocations have another size".into());
     }
 
     /// Lets all streams be one, so that every free block serves every request and no free waits.

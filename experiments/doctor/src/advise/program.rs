@@ -27,7 +27,7 @@ pub(super) enum Cause {
     EmptyCache,
     /// Requests miss while memory is free that other streams allocated.
     OtherStreams,
-    /// Workspaces of cuBLAS or cuDNN are held to the end.
+    /// Workspaces of cuBLAS are held to the end.
     Workspaces,
     /// What was cached before the recording began is not used.
     LeftoverCache,
@@ -44,7 +44,7 @@ impl Cause {
                 "Allocate on one stream; another one that uses such memory is told by tensor.record_stream(stream)."
             }
             Self::Workspaces => {
-                "torch._C._cuda_clearCublasWorkspaces() gives them back between phases; CUBLAS_WORKSPACE_CONFIG=:16:8 makes them small."
+                "CUBLAS_WORKSPACE_CONFIG=:16:8 makes them so small, and may make products slower; each stream that calls cuBLAS has one."
             }
             Self::LeftoverCache => "Call torch.cuda.empty_cache() once, where the earlier part ends.",
             Self::PrivatePools => {
@@ -112,6 +112,7 @@ impl Change {
         };
         let begins = match self.cause {
             Cause::OtherStreams => "On one stream",
+            Cause::Workspaces => "With 128 KiB for each",
             _ => "Without that",
         };
         let (peak, instead_of) = (Bytes(without.peak_reserved_bytes), Bytes(instead));
@@ -148,6 +149,7 @@ pub(super) fn changes(
     evidence: &Evidence,
     replayed: &Outcome<Of>,
 ) -> Result<Vec<Change>> {
+    let reserved = happened.recorded.as_recorded.map(|told| told.reserved);
     let mut out = Vec::new();
     for found in rules::all(recording, happened, evidence)? {
         let rules::Found { cause, what, lines, times, bytes, segments, change } = found;
@@ -155,7 +157,7 @@ pub(super) fn changes(
         let mut found =
             Change { cause, lines, times, bytes, segments, without, instead_of_bytes, saving_percent, what };
         match change {
-            None => found.saving_percent = evidence.needed_reserved_bytes.map(|needed| share(bytes, needed + bytes)),
+            None => found.saving_percent = reserved.map(|reserved| share(bytes, reserved)),
             Some(change) => {
                 let conf = &replayed.of.conf;
                 let without = trial.changed(change)?.run(conf)?;

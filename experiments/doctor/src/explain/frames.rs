@@ -3,6 +3,9 @@
 
 use std::borrow::Cow;
 
+/// What frames of a cuBLAS handle's workspace are called.
+pub(super) const CUBLAS_WORKSPACE: &str = "cuBLAS workspace";
+
 /// What a frame is to a reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind<'n> {
@@ -67,7 +70,7 @@ impl<'n> Kind<'n> {
             return Self::Workspace("cuBLASLt workspace");
         }
         if is(&["WorkspaceForHandle", "CUDABlasWorkspace", "cublasSetWorkspace"]) {
-            return Self::Workspace("cuBLAS workspace");
+            return Self::Workspace(CUBLAS_WORKSPACE);
         }
         if is(&["::run_conv_plan", "::run_fused_conv_plan"]) || path.starts_with("at::native::Workspace::") {
             return Self::Workspace("cuDNN workspace");

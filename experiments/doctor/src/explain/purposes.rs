@@ -2,7 +2,7 @@
 //! categories and annotations tell it.
 
 use super::explanation::Purposed;
-use super::frames::{Kind, in_packages, slashes};
+use super::frames::{CUBLAS_WORKSPACE, Kind, in_packages, slashes};
 use crate::recording::{Recording, START};
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -173,9 +173,11 @@ fn by_frames(origins: &Origins, stack: StackId) -> Told {
     }
 }
 
-/// Whether a stack allocates what cuBLAS or cuDNN works in.
-pub(crate) fn is_workspace(origins: &Origins, stack: StackId) -> bool {
-    by_frames(origins, stack) == Told::For(Purpose::Workspace)
+/// Whether a stack allocates a workspace of cuBLAS.
+pub(crate) fn is_cublas_workspace(origins: &Origins, stack: StackId) -> bool {
+    origins.frames(stack).any(|frame| {
+        Kind::of(origins.spelt(frame.name), origins.spelt(frame.filename)) == Kind::Workspace(CUBLAS_WORKSPACE)
+    })
 }
 
 /// Whether a stack is of a call of the backward pass, or of a function in Python that the backward pass called.

@@ -3,7 +3,7 @@
 use super::{Cause, Line};
 use crate::advise::evidence::Evidence;
 use crate::advise::recorded_run::RecordedRun;
-use crate::explain;
+use crate::explain::{self, is_cublas_workspace};
 use crate::recording::Recording;
 use crate::words::counted;
 use anyhow::Result;
@@ -13,6 +13,9 @@ use vramlab::Bytes;
 use vramlab::contract::BlockState;
 use vramlab::histories::formats::{Action, StackId};
 use vramlab::histories::replay::History;
+
+/// A workspace under `CUBLAS_WORKSPACE_CONFIG=:16:8`: eight buffers of 16 KiB.
+const SMALL_WORKSPACE: u64 = 8 * (16 << 10);
 
 /// A change of a history.
 type OfHistory = Box<dyn Fn(&mut History)>;
@@ -119,17 +122,17 @@ fn other_streams(recording: &Recording) -> Result<Option<Found>> {
     Ok(Some(Found { cause: Cause::OtherStreams, what, lines, times, bytes, segments: times, change: Some(change) }))
 }
 
-/// Workspaces that are held to the end. Only frames of C++ show them.
+/// Workspaces of cuBLAS that are held to the end, larger than they can be made. Only frames of C++ show them.
 fn workspaces(recording: &Recording) -> Option<Found> {
     let mut live: BTreeMap<u64, (u64, StackId, u64)> = BTreeMap::new();
-    let mut number = 0;
+    let mut numbers = 0..;
     for event in recording.events.iter() {
         match event.action {
             Action::Alloc if event.bytes > 0 => {
-                if explain::is_workspace(&recording.origins, event.origin.stack) {
+                let number = numbers.next()?;
+                if event.bytes > SMALL_WORKSPACE && is_cublas_workspace(&recording.origins, event.origin.stack) {
                     live.insert(event.addr, (number, event.origin.stack, event.bytes));
                 }
-                number += 1;
             }
             Action::FreeRequested | Action::FreeCompleted => {
                 live.remove(&event.addr);
@@ -139,10 +142,11 @@ fn workspaces(recording: &Recording) -> Option<Found> {
     }
     let numbers: BTreeSet<u64> = live.values().map(|(number, ..)| *number).collect();
     let (times, bytes) = (live.len() as u64, live.values().map(|(.., bytes)| bytes).sum());
-    let change: OfHistory = Box::new(move |history| history.without_allocations(|number| numbers.contains(&number)));
+    let small = move |number: u64| numbers.contains(&number).then_some(SMALL_WORKSPACE);
+    let change: OfHistory = Box::new(move |history| history.resize_allocations(&small));
     (times > 0).then(|| Found {
         cause: Cause::Workspaces,
-        what: format!("{} of cuBLAS or cuDNN, {}, are held to the end", counted(times, "workspace"), Bytes(bytes)),
+        what: format!("cuBLAS holds {} of {} in all to the end", counted(times, "workspace"), Bytes(bytes)),
         lines: lines(recording, live.values().map(|(_, stack, _)| (*stack, 1))),
         times,
         bytes,
@@ -153,7 +157,9 @@ fn workspaces(recording: &Recording) -> Option<Found> {
 
 /// What was cached before the first event and still was, unused, when most was reserved.
 fn leftover(happened: &RecordedRun, evidence: &Evidence) -> Option<Found> {
-    let beyond = happened.recorded.as_recorded?.reserved.saturating_sub(evidence.needed_reserved_bytes?);
+    // What was held then had been needed once.
+    let least = evidence.needed_reserved_bytes?.max(evidence.held_before());
+    let beyond = happened.recorded.as_recorded?.reserved.saturating_sub(least);
     let before = &happened.leftover;
     // What goes back before the first allocation is in the way of nothing.
     let later = before.returned_unused_bytes - before.returned_at_once_bytes;
