@@ -175,8 +175,7 @@ fn paused(recording: &Recording) -> Option<Vec<Part>> {
     let mut parts = parted(recording, parts)?;
     for part in &mut parts {
         let mut stacks = recording.events.iter_from(part.from).take(LEAST_EVENTS).map(|event| event.origin.stack);
-        let line = stacks.find_map(|stack| line_of(&recording.origins, stack));
-        part.name = line.map(|line| format!("from {line}"));
+        part.name = stacks.find_map(|stack| line_of(&recording.origins, stack));
     }
     Some(parts)
 }

@@ -99,10 +99,7 @@ fn a_long_pause_parts_what_has_no_annotations() {
         found(&place, &[&place.write("pause.json", story.text())])
     };
     let paused = parts(2_000_000);
-    assert_eq!(
-        rows(&paused),
-        [row("from proj/train.py:3 work", 20, false), row("from proj/train.py:4 work", 80, true)]
-    );
+    assert_eq!(rows(&paused), [row("proj/train.py:3 work", 20, false), row("proj/train.py:4 work", 80, true)]);
     assert_eq!((&paused["phases"][0]["last_event"], &paused["phases"][1]["first_event"]), (&json!(61), &json!(62)));
     assert_eq!(rows(&parts(20_000)), []);
 }
