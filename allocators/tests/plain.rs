@@ -40,7 +40,8 @@ trait Model {
 const STEPS: usize = 500;
 
 /// Holds an allocator to a model on `seeds` random programs with requests of up to 2^`largest_log2` bytes, on a device with `room`.
-fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_log2: u64, room: u64) {
+/// Returns how many requests were refused.
+fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_log2: u64, room: u64) -> u64 {
     let selection: Selection = allocator.parse().unwrap();
     selection.check().unwrap();
     let (mut served, mut refused) = (0, 0);
@@ -95,47 +96,51 @@ fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_lo
             free(allocator.as_ref(), block, streams[owner]).unwrap();
         }
     }
-    assert!(served > 100 * seeds && refused < served / 4, "{selection}: {served} served and {refused} refused");
+    assert!(served > 100 * seeds, "{selection}: {served} served and {refused} refused");
+    refused
 }
 
 #[test]
 fn rmm_pool() {
     let model = |maximum| move || shared_lists::RmmPool::new(MIB, maximum);
     hold("rmm-pool:initial_pool_size=1M", model(None), 60, 17, 256 * MIB);
-    // Where the device refuses to double the pool.
-    hold("rmm-pool:initial_pool_size=1M", model(None), 60, 19, 12 * MIB);
-    // Where whole blocks go back to stay below a maximum.
-    hold("rmm-pool:initial_pool_size=1M,maximum_pool_size=8M", model(Some(8 * MIB)), 60, 20, 256 * MIB);
+    // Where the device refuses to double the pool, and where whole blocks go back to stay below a maximum.
+    let refused = hold("rmm-pool:initial_pool_size=1M", model(None), 60, 20, 6 * MIB);
+    let bounded = hold("rmm-pool:initial_pool_size=1M,maximum_pool_size=6M", model(Some(6 * MIB)), 60, 20, 256 * MIB);
+    assert!(refused > 0 && bounded > 0, "{refused} {bounded}");
 }
 
 #[test]
 fn rmm_arena() {
-    hold("rmm-arena:arena_size=32M", || arena::RmmArena::new(32 * MIB), 60, 22, 256 * MIB);
+    let refused = hold("rmm-arena:arena_size=24M", || arena::RmmArena::new(24 * MIB), 60, 22, 256 * MIB);
+    assert!(refused > 0);
 }
 
 #[test]
 fn bfc() {
     let model = |limit| move || shared_lists::Bfc::new(64 * KIB, limit);
     hold("bfc:initial_region=64K", model(None), 60, 18, 256 * MIB);
-    hold("bfc:initial_region=64K,memory_limit=8M", model(Some(8 * MIB)), 60, 19, 256 * MIB);
+    let limited = hold("bfc:initial_region=64K,memory_limit=4M", model(Some(4 * MIB)), 60, 19, 256 * MIB);
+    let refused = hold("bfc:initial_region=64K", model(None), 60, 19, 4 * MIB);
+    assert!(refused > 0 && limited > 0, "{refused} {limited}");
 }
 
 #[test]
 fn cupy() {
     hold("cupy", || Own::new(CuPy), 60, 16, 256 * MIB);
-    hold("cupy", || Own::new(CuPy), 60, 20, 20 * MIB);
+    assert!(hold("cupy", || Own::new(CuPy), 60, 20, 6 * MIB) > 0);
 }
 
 #[test]
 fn paddle() {
     let model = || Own::new(Paddle { chunk: 256 * KIB });
     hold("paddle:chunk_size=256K", model, 60, 18, 256 * MIB);
-    hold("paddle:chunk_size=256K", model, 60, 19, 12 * MIB);
+    assert!(hold("paddle:chunk_size=256K", model, 60, 19, 3 * MIB) > 0);
 }
 
 #[test]
 fn tlsf() {
     let model = || Own::new(Tlsf { segment: 2 * MIB });
     hold("tlsf:segment=2M", model, 60, 18, 256 * MIB);
-    hold("tlsf:segment=2M", model, 60, 20, 16 * MIB);
+    assert!(hold("tlsf:segment=2M", model, 60, 20, 6 * MIB) > 0);
 }
