@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use terminal::{Cell, Column, Page, Table, command};
+use vramlab::backends::{GraphCapture, Needs, StreamUse};
 use vramlab::{Backend, Capabilities};
 
 #[derive(Debug, Serialize)]
@@ -37,30 +38,44 @@ pub(crate) fn rows(backends: &[&'static Backend]) -> Vec<Row> {
     backends.iter().map(row).collect()
 }
 
-/// The list for people.
+/// The list for people: a line or two for each.
 pub(crate) fn show(backends: &[&'static Backend], page: &mut Page) {
-    let rows = rows(backends);
-    let mut table =
-        Table::new([Column::left("allocator"), Column::text("what it does"), Column::text("what it can do")]);
-    for row in &rows {
-        let can = row.capabilities.describe().join("; ");
-        table.row([row.name, row.summary, &can].map(Cell::from));
+    let titles = ["streams", "graphs", "needs"].map(Column::left);
+    let columns = [Column::left("allocator"), Column::text("what it does")].into_iter().chain(titles);
+    let mut table = Table::new(columns);
+    for backend in backends {
+        let can = backend.capabilities;
+        let streams = if can.streams == StreamUse::Any { "any" } else { "own" };
+        let graphs = if can.graph_capture == GraphCapture::Refused { "-" } else { "yes" };
+        let needs = match can.needs {
+            Needs::Nothing => "-",
+            Needs::Pools => "pools",
+            Needs::Vmm => "VMM",
+        };
+        table.row([backend.name, backend.summary, streams, graphs, needs]);
     }
     page.table(&table);
-    let mut table = Table::new([
-        Column::left("setting of"),
-        Column::left(""),
-        Column::left("default"),
-        Column::text("takes"),
-        Column::text("what it does"),
-    ]);
-    for row in rows.iter().filter(|row| !row.settings.is_empty()) {
-        for (number, setting) in row.settings.iter().enumerate() {
-            let name = if number == 0 { row.name } else { "" };
-            table.row([name, setting.name, &setting.default, &setting.takes, &setting.help].map(Cell::from));
+    page.note(
+        "streams: whether freed memory serves its own stream or any; graphs: whether it serves CUDA graph captures; needs: \
+         stream-ordered pools or virtual memory management",
+    );
+    page.next(&command("trainer", &format!("allocators {}", backends.last().map_or("", |backend| backend.name))));
+}
+
+/// All that there is to say of some.
+pub(crate) fn show_all(backends: &[&'static Backend], page: &mut Page) {
+    let rows = rows(backends);
+    for row in &rows {
+        page.title(format!("{}: {}", row.name, row.summary));
+        page.note(row.capabilities.describe().join("; "));
+        if row.settings.is_empty() {
+            continue;
         }
-    }
-    if rows.iter().any(|row| !row.settings.is_empty()) {
+        let columns = [Column::left("setting"), Column::left("default"), Column::text("takes")];
+        let mut table = Table::new(columns.into_iter().chain([Column::text("what it does")]));
+        for setting in &row.settings {
+            table.row([setting.name, &setting.default, &setting.takes, &setting.help].map(Cell::from));
+        }
         page.gap();
         page.table(&table);
     }

@@ -24,7 +24,8 @@ Examples:
   trainer --alloc stream-ordered:release_threshold=0 --sync step
   nsys profile --trace=cuda,nvtx trainer --alloc caching
   trainer start -o start.safetensors            the weights and batches with which a run begins, for other programs
-  trainer allocators                            the allocators with their settings and what they can do
+  trainer allocators                            the allocators
+  trainer allocators caching                    its settings and what it can do
   trainer doctor                                what is there on this machine, and what to do about what is not
 
 Exit codes: 0 done, 1 failed while running, 2 bad input, 130 interrupted (the record holds what was done; 143 by
@@ -51,9 +52,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Lists the allocators with their settings and what they can do
+    /// Lists the allocators; with names, says what these can do and which settings they have
     Allocators {
-        /// Only these
+        /// These, with all that there is to say of them
         #[arg(value_name = "NAME")]
         names: Vec<String>,
         /// Print one JSON array instead of a table
@@ -130,10 +131,11 @@ fn print(json: bool, value: &impl Serialize, show: impl FnOnce(&mut Page)) -> u8
 fn list_allocators(names: &[String], json: bool) -> Result<u8> {
     let wanted = names.iter().map(|name| backends::find(name)).collect::<std::result::Result<Vec<_>, _>>();
     let mut wanted = wanted.map_err(|error| TrainError::Input(error.to_string()))?;
+    let show = if wanted.is_empty() { allocators::show } else { allocators::show_all };
     if wanted.is_empty() {
         wanted = backends::all();
     }
-    Ok(print(json, &allocators::rows(&wanted), |page| allocators::show(&wanted, page)))
+    Ok(print(json, &allocators::rows(&wanted), |page| show(&wanted, page)))
 }
 
 /// The grammar of the command line, for programs that compose one.

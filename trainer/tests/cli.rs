@@ -52,7 +52,8 @@ impl Place {
     }
 
     fn settle(&self, command: &mut std::process::Command) {
-        command.current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
+        // What is said stays on one line, however long.
+        command.current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache")).env("COLUMNS", "1000");
         for variable in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
             command.env_remove(variable);
         }
@@ -415,13 +416,28 @@ fn allocators_are_listed_with_their_settings() {
         assert_eq!((&row["name"], &row["summary"]), (&backend.name.into(), &backend.summary.into()));
         assert_eq!(row["capabilities"]["snapshot"], backend.capabilities.snapshot);
         assert!(text.contains(backend.name) && help.contains(backend.name), "{}", backend.name);
+        let details = place.run(&["allocators", backend.name]).ok().stdout;
         let settings = row["settings"].as_array().unwrap();
         assert_eq!(settings.len(), backend.settings().len());
         for (setting, told) in backend.settings().iter().zip(settings) {
             assert_eq!((&told["name"], &told["default"]), (&setting.name.into(), &setting.value.as_str().into()));
             assert!(!told["takes"].as_str().unwrap().is_empty() && !told["help"].as_str().unwrap().is_empty());
-            assert!(text.contains(setting.name), "{}", setting.name);
+            assert!(details.contains(setting.name), "{}", setting.name);
         }
+    }
+    let bare = |arguments: &[&str]| {
+        let output = place.process(arguments).env_remove("COLUMNS").output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let short = bare(&["allocators"]);
+    assert!(short.lines().count() < 60 && short.lines().all(|line| line.chars().count() <= 120), "{short}");
+    let long = bare(&["allocators", "lab", "caching"]);
+    assert!(long.lines().all(|line| line.chars().count() <= 120), "{long}");
+    for columns in [80, 110] {
+        let output = place.process(&["--help"]).env("COLUMNS", columns.to_string()).output().unwrap();
+        let help = String::from_utf8(output.stdout).unwrap();
+        let widest = help.lines().map(|line| line.chars().count()).max().unwrap();
+        assert!((columns - 8..=columns).contains(&widest), "{columns}: {widest}\n{help}");
     }
     let one = place.run(&["allocators", "naive"]).ok().stdout;
     assert!(one.contains("naive") && !one.contains("release_threshold"), "{one}");

@@ -10,6 +10,9 @@
 //! | [`grow`] | what happens when no free block fits |
 //! | [`source`] | where segments come from |
 //!
+//! A crate outside adds kinds of its own: [`Fit::by`](fit::Fit::by) takes an index of free blocks,
+//! [`Size::Custom`](size::Size::Custom) and [`Split::Custom`](split::Split::Custom) a rule.
+//!
 //! A [`Heap`] is what they work on: the [space](crate::space) of an allocator, an index of its free blocks, its source of
 //! segments and the frees that [wait](pending) for other streams.
 

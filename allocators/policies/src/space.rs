@@ -331,6 +331,34 @@ impl Space {
         held
     }
 
+    /// Cuts a free block in two: its front of `bytes`, and the rest, which is returned.
+    ///
+    /// # Panics
+    /// When the block is not free, or nothing would be left on a side.
+    pub fn cut_apart(&mut self, block: BlockId, bytes: u64) -> BlockId {
+        let Record { state, bytes: size, .. } = self[block];
+        assert!(state == State::Free && 0 < bytes && bytes < size, "a cut should leave something free on both sides");
+        let before = counted(self[block].is_split(), size);
+        let behind = self.cut(block, bytes);
+        self.recount(block, before, (2, size.cast_signed()));
+        behind
+    }
+
+    /// Joins a free block with the one behind it, which is free too and of its list. Returns what that was.
+    ///
+    /// # Panics
+    /// When one of them is not free, or they are of different lists.
+    pub fn join_behind(&mut self, block: BlockId) -> FreeBlock {
+        let behind = self[block].next.expect("there should be a block behind the one that is joined");
+        let alike = (State::Free, self[block].list);
+        assert!([block, behind].iter().all(|one| (self[*one].state, self[*one].list) == alike), "both should be free");
+        let gone = FreeBlock::of(behind, &self[behind]);
+        self.join_next(block);
+        let after = counted(self[block].is_split(), self[block].bytes);
+        self.recount(block, (2, self[block].bytes.cast_signed()), after);
+        gone
+    }
+
     /// Cuts a free block at an offset, of which `bytes` will be taken: the rest of them is counted as free, if there is one.
     /// Returns what lies behind the cut.
     fn cut_free(&mut self, block: BlockId, bytes: u64, at: u64) -> Option<BlockId> {

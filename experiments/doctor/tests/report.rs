@@ -29,7 +29,7 @@ fn trace() -> String {
 
 fn vramlab(place: &Place, arguments: &[&str]) -> std::process::Command {
     let mut command = std::process::Command::new(common::PROGRAM);
-    command.args(arguments).current_dir(place.at(".")).env("NO_COLOR", "1");
+    command.args(arguments).current_dir(place.at(".")).env("NO_COLOR", "1").env("COLUMNS", "1000");
     command
 }
 

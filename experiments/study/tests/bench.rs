@@ -10,7 +10,13 @@ use std::process::Output;
 
 fn bench(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_experiments"));
-    command.arg("bench").args(arguments).timeout(std::time::Duration::from_secs(120)).output().unwrap()
+    command
+        .arg("bench")
+        .args(arguments)
+        .env("COLUMNS", "1000")
+        .timeout(std::time::Duration::from_secs(120))
+        .output()
+        .unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {

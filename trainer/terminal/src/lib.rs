@@ -26,6 +26,7 @@ use clap::Parser;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
+use std::sync::OnceLock;
 
 /// Lines on standard error begin with a word of this width.
 const LABEL: usize = 9;
@@ -99,7 +100,12 @@ pub fn begin() {
 /// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.
 #[must_use]
 pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
-    C::try_parse_from(arguments).unwrap_or_else(|error| {
+    let width = Screen::stdout().width.unwrap_or(page::PIPED).min(page::PIPED);
+    let mut command = C::command().term_width(width);
+    let parsed = command
+        .try_get_matches_from_mut(arguments)
+        .and_then(|mut matches| C::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command)));
+    parsed.unwrap_or_else(|error| {
         if error.use_stderr() {
             // Arguments are quoted in it.
             write_err(&escape::visible_lines(&error.to_string()));
@@ -122,13 +128,35 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
+/// Programs that are a part of this one, each with the words that lead to it.
+static PARTS: OnceLock<&'static [(&'static str, &'static str)]> = OnceLock::new();
+
+/// Says which of the programs a program of another crate contains, and behind which word each is reached, for [`command`]:
+/// `[("trainer", ""), ("vramlab", "vramlab")]`. The first call counts.
+pub fn contains(parts: &'static [(&'static str, &'static str)]) {
+    let _ = PARTS.set(parts);
+}
+
 /// A command line of one of the programs, as the user would type it where this program was started: under `cargo run`,
 /// by its path, or by its name.
 #[must_use]
 pub fn command(program: &str, arguments: &str) -> String {
     let exe = std::env::current_exe().unwrap_or_default();
+    let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
+    let part = PARTS.get().and_then(|parts| parts.iter().find(|(name, _)| *name == program));
+    if let Some((_, word)) = part {
+        let called = match std::env::var_os("CARGO") {
+            Some(_) => format!("cargo run {}--", if release { "--release " } else { "" }),
+            None => quoted(&std::env::args_os().next().unwrap_or_default().to_string_lossy()),
+        };
+        return [&called, *word, arguments]
+            .iter()
+            .filter(|word| !word.is_empty())
+            .copied()
+            .collect::<Vec<_>>()
+            .join(" ");
+    }
     if std::env::var_os("CARGO").is_some() {
-        let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
         // The package `vramlab` is the library.
         let package = if program == "vramlab" { "doctor" } else { program };
         return format!("cargo run {}-p {package} -- {arguments}", if release { "--release " } else { "" });

@@ -11,11 +11,13 @@ use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 const UNTOLD: usize = 80;
 /// Nothing is laid out for less.
 const NARROWEST: usize = 20;
+/// How wide sentences are that go to a file or another program, and the widest help.
+pub(crate) const PIPED: usize = 120;
 
 /// What a page is laid out for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Screen {
-    /// Columns; without, lines are as long as they need to be.
+    /// Columns; without, sentences wrap at 120, and nothing is left out or broken.
     pub width: Option<usize>,
     /// Whether escape sequences for bold are understood.
     pub styled: bool,
@@ -23,7 +25,7 @@ pub struct Screen {
 
 impl Screen {
     /// Standard output. Its width is `COLUMNS` if that is set, else the terminal's; what goes to a file or another
-    /// program is not cut to any width. It is styled where it is a terminal, unless `NO_COLOR`, `CLICOLOR=0` or
+    /// program has none. It is styled where it is a terminal, unless `NO_COLOR`, `CLICOLOR=0` or
     /// `TERM=dumb` say no; `CLICOLOR_FORCE` says yes.
     #[must_use]
     pub fn stdout() -> Self {
@@ -88,7 +90,7 @@ impl Page {
     }
 
     fn indented(&mut self, text: &str, indent: usize) {
-        self.text += unglued(&wrapped(&glued(text), self.screen.width, indent)).trim_end();
+        self.text += unglued(&wrapped(&glued(text), Some(self.screen.width.unwrap_or(PIPED)), indent)).trim_end();
         self.text.push('\n');
     }
 
@@ -145,7 +147,7 @@ impl Page {
         self.next(next);
     }
 
-    /// The command that goes on from here. Where it is too long for a line, each line but the last ends in a backslash,
+    /// The command that goes on from here. Where it is too long for a line of the terminal, each line but the last ends in a backslash,
     /// so that all of them can be pasted.
     pub fn next(&mut self, command: &str) {
         let text = format!("Next: {}", visible(command));

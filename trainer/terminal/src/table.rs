@@ -1,6 +1,6 @@
 //! Tables that fit: no word is broken, no line is longer than the screen is wide.
 
-use super::page::{Screen, wrapped};
+use super::page::{PIPED, Screen, wrapped};
 use crate::escape::{glued, unglued};
 use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
 use unicode_width::UnicodeWidthStr;
@@ -125,7 +125,7 @@ impl Table {
         loop {
             let wanted = |at: &usize| self.contents(*at).max(self.columns[*at].title.width());
             let wanted: Vec<usize> = shown.iter().map(wanted).collect();
-            let room = width.unwrap_or(usize::MAX);
+            let room = width.unwrap_or(PIPED);
             if total(&wanted) <= room {
                 return Layout { shown, widths: wanted };
             }
@@ -143,6 +143,9 @@ impl Table {
                         spare -= more.min(spare);
                     }
                 }
+                return Layout { shown, widths };
+            }
+            if width.is_none() {
                 return Layout { shown, widths };
             }
             let lowest = shown.iter().rev().max_by_key(|at| self.columns[**at].priority).copied();

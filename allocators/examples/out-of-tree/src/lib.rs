@@ -10,9 +10,11 @@
 //! is made to wait for that stream when the block is freed.
 //!
 //! The library's [`Space`] says where blocks lie and counts them; what is decided is decided here. [`snug`] is a policy that
-//! leaves the rest to the library, too.
+//! leaves the rest to the library, too, [`worst`] one with parts of its own, and [`buddy`] one with steps of its own.
 
+pub mod buddy;
 pub mod snug;
+pub mod worst;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,6 +51,9 @@ pub static BACKEND: Backend = Backend {
     compared: true,
     constructor: &With(|driver, settings: &BumpSettings| Ok(Arc::new(Bump::new(driver, *settings)))),
 };
+
+/// All that this crate adds to the list.
+pub static ALL: [&Backend; 4] = [&BACKEND, &snug::BACKEND, &worst::BACKEND, &buddy::BACKEND];
 
 /// Blocks are multiples of this, as PyTorch's are.
 const ROUND: u64 = 512;

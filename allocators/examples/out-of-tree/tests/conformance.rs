@@ -17,7 +17,6 @@ fn trial(check: Check) -> Trial {
 }
 
 fn main() -> std::process::ExitCode {
-    let backends = [&bump_allocator::BACKEND, &bump_allocator::snug::BACKEND];
-    let checks = backends.into_iter().flat_map(|backend| conformance(backend, &Device::ALL));
+    let checks = bump_allocator::ALL.into_iter().flat_map(|backend| conformance(backend, &Device::ALL));
     libtest_mimic::run(&Arguments::from_args(), checks.map(trial).collect()).exit_code()
 }

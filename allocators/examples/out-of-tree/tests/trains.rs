@@ -28,7 +28,7 @@ fn losses_are_those_of_the_default_allocator() {
         trainer(&["--device", "sim", "--dataset", "iris", "--epochs", "2", "--json", "--alloc", allocator])
     };
     let usual = computed(&run("caching"));
-    for (allocator, name) in [("bump:segment=4M", "bump"), ("snug", "snug")] {
+    for (allocator, name) in [("bump:segment=4M", "bump"), ("snug", "snug"), ("worst", "worst"), ("buddy", "buddy")] {
         let record = run(allocator);
         let read: serde_json::Value = serde_json::from_str(&record).expect("a record is JSON");
         assert_eq!(read["settings"]["allocator"], name, "the record names the allocator");

@@ -10,7 +10,7 @@
 //! 2. Of the stream's free blocks the smallest that fits is taken; of equal ones that with the lowest address.
 //! 3. Its last bytes are handed out. What lies in front of them stays free.
 //! 4. When none fits, a chunk of `chunk_size` is taken, or of what the request needs if that is more. Its end is handed out,
-//!    too. If the device has no memory, the chunks of which nothing is used go back, and it is asked again.
+//!    too. If the device has no memory, the chunks of which nothing is used go back, and it is asked for as much again.
 //!
 //! *A free* (`free`). The block is joined with the free blocks in front of it and behind it. If other streams use it, it first
 //! waits for an event on each of them.
@@ -73,7 +73,10 @@ impl PaddleSettings {
 
 /// PaddlePaddle's rules, see the [module](self).
 #[derive(Debug)]
-pub struct Paddle(Rules);
+pub struct Paddle {
+    rules: Rules,
+    chunk_size: u64,
+}
 
 impl Paddle {
     /// An allocator with these rules on a device.
@@ -81,15 +84,21 @@ impl Paddle {
     pub fn new(driver: Arc<dyn Driver>, settings: PaddleSettings) -> Pooled<Self> {
         let heap = Heap::plain(driver, settings.memory_limit, Fit::best());
         // 4. `AllocateImpl`; `FreeIdleChunks`, and the device again.
-        let ladder = Ladder::releasing(SegmentSize::Fixed(settings.chunk_size));
+        let ladder = Ladder::releasing(SegmentSize::OfClass);
         let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
-        Pooled::over(heap, Self(Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder }))
+        let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
+        Pooled::over(heap, Self { rules, chunk_size: settings.chunk_size })
     }
 }
 
 impl Policy for Paddle {
     fn rules(&self) -> &Rules {
-        &self.0
+        &self.rules
+    }
+
+    /// `realloc_size`
+    fn segment(&self, bytes: u64) -> u64 {
+        bytes.max(self.chunk_size)
     }
 
     /// 3. The end of the block.

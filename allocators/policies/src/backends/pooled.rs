@@ -68,6 +68,7 @@ impl<P: Policy> Pooled<P> {
     /// - A taken block is put back once, and only in the [`free`](Policy::free) of that block: by [`Heap::put`] if `users` is
     ///   empty or the owner's later work is behind theirs, else by [`Heap::put_after`] with all of them.
     /// - [`rules`](Policy::rules) always gives the same rule for sizes, and blocks are multiples of its granule.
+    /// - A part of its own ([`Fit::by`](crate::policy::fit::Fit::by), `Size::Custom`, `Split::Custom`) does what its trait says.
     ///
     /// The heap is new: no block of it is taken, and its part `fit` is used by no other heap.
     pub unsafe fn new(heap: Heap, policy: P) -> Self {

@@ -14,11 +14,16 @@
 //! 4. Else the lists of the other streams are taken over whole, one after another, each joined with the own list, until a
 //!    block that fits has come together.
 //! 5. Else the device is asked for as much as the pool has already, so that it doubles; for half of that if it refuses, and so
-//!    on down to what the request needs. With a `maximum_pool_size` it is half of what is left up to that.
+//!    on down to what the request needs. With a `maximum_pool_size` it is half of what is left up to that. If less is left than
+//!    the request needs, wholly free blocks of the device go back first, from the lowest address up, until enough is.
 //! 6. What is left of a block is always cut off.
 //!
 //! *A free* (`free`). The block is joined with the free blocks beside it that are in the list of its stream, and an event is
 //! recorded on the stream. Blocks from two calls of the device are never joined.
+//!
+//! *The first block* is in the list of the legacy default stream, which comes before all others. No driver here makes that stream,
+//! so every stream takes from this list by step 3: what is left stays there, and what a stream frees beside it is not joined with
+//! it before step 4. (In a program that works on the default stream itself, RMM joins both.)
 //!
 //! *The event that is too old.* After step 4 a stream has blocks that others freed. Its own event was recorded before it waited
 //! for those, so a third stream that takes such a block waits for too little, and may write while the first still reads
@@ -26,12 +31,11 @@
 //! (<https://github.com/rapidsai/rmm/pull/2490>). Without it the pool is RMM's before the fix: no block lies elsewhere, but what
 //! three streams compute may be wrong.
 //!
-//! *What is different from RMM.* Streams are ordered as they came. RMM orders them by the addresses of their events. RMM gives
-//! the first block to the legacy default stream, which no driver here makes; here it is taken at the first request, for the
-//! stream of that, and it is at most half of what the device has. RMM knows nothing of uses on other streams: a free that was
-//! announced (`record_use`) waits for them as in [`pytorch`](super::pytorch). RMM gives memory back at its end only; here also
-//! when the program asks for it (`trim`), if a block of the device is wholly free. Private pools of graphs are
-//! [`Pooled`]'s.
+//! *What is different from RMM.* Streams are ordered as they came. RMM orders them by the addresses of their events. The
+//! first block is taken at the first request, and is at most half of what the device has. RMM knows nothing of uses on other
+//! streams: a free that was announced (`record_use`) waits for them as in [`pytorch`](super::pytorch). Without a maximum RMM gives
+//! memory back at its end only; here also when the program asks for it (`trim`), if a block of the device is wholly free. Private
+//! pools of graphs are [`Pooled`]'s.
 //!
 //! *Good at* few driver calls and at streams that come and go. *Bad at* memory: doubling reserves up to twice what is needed,
 //! and what a stream took waits for work that has nothing to do with it.
@@ -47,13 +51,13 @@ use super::registry::{Backend, Capabilities, StreamUse, With};
 use crate::contract::{GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
 use crate::policy::fit::Fit;
-use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
+use crate::policy::grow::{Ladder, Miss, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
 use crate::policy::split::Split;
-use crate::space::FreeList;
+use crate::space::{FreeList, Owner};
 use std::sync::Arc;
 use vramlab_device::settings::{Settings as _, bytes, switch};
-use vramlab_device::{Driver, DriverError};
+use vramlab_device::{Driver, DriverError, StreamId};
 
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
@@ -123,6 +127,27 @@ impl RmmPool {
         let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
         Pooled::over(heap, Self { settings, rules, begun: false })
     }
+
+    /// `reclaim_free_blocks`: makes room below the maximum. By now all that is free is in the list of the request's stream.
+    fn reclaim(&self, heap: &mut Heap, miss: &Miss) -> Result<(), DriverError> {
+        let Some(maximum) = self.settings.maximum_pool_size.filter(|maximum| miss.bytes <= *maximum) else {
+            return Ok(());
+        };
+        let left = |heap: &Heap| maximum.saturating_sub(heap.reserved());
+        if miss.bytes <= left(heap).next_multiple_of(GUARANTEED_ALIGN) {
+            return Ok(());
+        }
+        let mut idle = heap.idle_segments();
+        idle.retain(|idle| heap.space()[heap.space()[idle.segment].first].list == miss.list);
+        idle.sort_unstable_by_key(|idle| idle.addr);
+        for idle in idle {
+            if miss.bytes <= left(heap) {
+                break;
+            }
+            heap.release(idle.segment)?;
+        }
+        Ok(())
+    }
 }
 
 impl Policy for RmmPool {
@@ -130,7 +155,7 @@ impl Policy for RmmPool {
         &self.rules
     }
 
-    /// `initialize_pool`: the stream that asks first gets the first block.
+    /// `initialize_pool`
     fn prepare(&mut self, heap: &mut Heap, list: FreeList) -> Result<(), DriverError> {
         if self.begun || list.owner.private.is_some() {
             return Ok(());
@@ -139,7 +164,8 @@ impl Policy for RmmPool {
         let most =
             heap.driver().mem_info().map_or(u64::MAX, |info| info.free / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN);
         let mut bytes = self.settings.initial_pool_size.min(most);
-        while bytes >= GUARANTEED_ALIGN && heap.new_segment(list, bytes)?.is_none() {
+        let legacy = FreeList { owner: Owner::of(StreamId::NONE), ..list };
+        while bytes >= GUARANTEED_ALIGN && heap.new_segment(legacy, bytes)?.is_none() {
             bytes /= 2;
         }
         self.begun = true;
@@ -156,5 +182,12 @@ impl Policy for RmmPool {
             None => heap.take_over(list, bytes, u64::MAX, self.settings.record_after_merge)?,
         };
         Ok(found.map(|block| (block, Path::WaitInserted)))
+    }
+
+    /// `expand_pool`
+    fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
+        self.reclaim(heap, miss)?;
+        let again = |heap: &mut Heap| Ok(self.find(heap, miss.list, miss.bytes)?.map(|(block, _)| block));
+        self.rules.ladder.climb(heap, miss, again)
     }
 }

@@ -13,9 +13,10 @@ pub mod tlsf;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::fmt;
 
-/// An index of free blocks, with a rule for choosing one.
-trait FreeBlocks: fmt::Debug + Send {
-    /// A block was just made: it came from the device, or a cut left it.
+/// An index of free blocks, with a rule for choosing one: a kind of [`Fit`]. What it holds is what was inserted and not removed
+/// since. It names no other block, and a found one has the size that was asked for.
+pub trait FreeBlocks: fmt::Debug + Send {
+    /// A block was just made: it came from the device, or a cut left it. Inserting it comes next.
     fn made(&mut self, _block: BlockId) {}
 
     /// Adds a block that became free.
@@ -41,6 +42,11 @@ trait FreeBlocks: fmt::Debug + Send {
 pub struct Fit(Box<dyn FreeBlocks>);
 
 impl Fit {
+    /// Another rule, with the index that it searches.
+    pub fn by(blocks: impl FreeBlocks + 'static) -> Self {
+        Self(Box::new(blocks))
+    }
+
     /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
     /// and search take O(log n).
     #[must_use]

@@ -112,7 +112,14 @@ impl Heap {
 
     /// A free block of `list` that has at least `bytes` and at most `largest`, by part `fit`.
     pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        self.fit.find(list, bytes, largest)
+        let found = self.fit.find(list, bytes, largest);
+        debug_assert!(
+            found.map(|block| &self.space[block]).is_none_or(|found| {
+                (found.state, found.list) == (State::Free, list) && (bytes..=largest).contains(&found.bytes)
+            }),
+            "part `fit` should find what was asked for"
+        );
+        found
     }
 
     /// A free block that fits, of another stream whose blocks may be taken, by part `stream`. Later work of the list's stream waits on the
@@ -247,6 +254,29 @@ impl Heap {
             self.fit.insert(joined.block);
         }
         any
+    }
+
+    /// Cuts a free block in two that stay free: its front of `bytes`, and the rest, which is returned.
+    ///
+    /// # Panics
+    /// When the block is not free, or nothing would be left on a side.
+    pub fn cut(&mut self, block: BlockId, bytes: u64) -> BlockId {
+        self.fit.remove(self.space.as_free(block));
+        let rest = self.space.cut_apart(block, bytes);
+        self.fit.insert(self.space.as_free(block));
+        self.fit.insert_new(self.space.as_free(rest));
+        rest
+    }
+
+    /// Joins a free block with the free one behind it in its list, where [`Join::OnMiss`] left them apart.
+    ///
+    /// # Panics
+    /// When one of them is not free, or they are of different lists.
+    pub fn join_behind(&mut self, block: BlockId) {
+        self.fit.remove(self.space.as_free(block));
+        let gone = self.space.join_behind(block);
+        self.fit.remove(gone);
+        self.fit.insert(self.space.as_free(block));
     }
 
     // Segments.

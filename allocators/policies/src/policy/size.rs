@@ -5,6 +5,7 @@ mod divisions;
 pub mod torch;
 
 use crate::contract::PoolKind;
+use std::fmt;
 
 /// Segments of policies that have no sizes of their own for them are multiples of this: a page of the device.
 const PAGE: u64 = 2 << 20;
@@ -20,7 +21,31 @@ pub enum Size {
     Multiple(u64),
     /// Powers of two from 512 bytes on, one pool: blocks of one size class are all alike, at up to half of each wasted.
     PowerOfTwo,
+    /// Another rule, with one pool.
+    Custom(&'static dyn SizeRule),
 }
+
+/// A rule for sizes of another crate: [`Size::Custom`].
+pub trait SizeRule: fmt::Debug + Sync {
+    /// Every block is a multiple of this many bytes, which are a multiple of 256.
+    fn granule(&self) -> u64;
+
+    /// The size of the block for a request of `bytes`, which are at most 2^62: no less, and a multiple of the granule.
+    fn round(&self, bytes: u64) -> u64;
+
+    /// The size of a segment for a rounded size: no less.
+    fn segment(&self, rounded: u64) -> u64 {
+        rounded.next_multiple_of(PAGE)
+    }
+}
+
+impl PartialEq for dyn SizeRule {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::addr_eq(self, other)
+    }
+}
+
+impl Eq for dyn SizeRule {}
 
 impl Size {
     /// Every block is a multiple of this many bytes.
@@ -29,6 +54,7 @@ impl Size {
         match self {
             Self::Torch(_) | Self::TorchOnePool(_) | Self::PowerOfTwo => torch::MIN_BLOCK,
             Self::Multiple(bytes) => *bytes,
+            Self::Custom(rule) => rule.granule(),
         }
     }
 
@@ -39,6 +65,7 @@ impl Size {
             Self::Torch(divisions) | Self::TorchOnePool(divisions) => torch::round_size(bytes, divisions),
             Self::Multiple(_) => bytes.next_multiple_of(self.granule()),
             Self::PowerOfTwo => bytes.next_power_of_two().max(self.granule()),
+            Self::Custom(rule) => rule.round(bytes),
         }
     }
 
@@ -59,6 +86,7 @@ impl Size {
     pub fn segment(&self, rounded: u64) -> u64 {
         match self {
             Self::Torch(_) | Self::TorchOnePool(_) => torch::segment_size(rounded),
+            Self::Custom(rule) => rule.segment(rounded),
             _ => rounded.next_multiple_of(PAGE),
         }
     }

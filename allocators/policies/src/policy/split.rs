@@ -3,6 +3,7 @@
 
 use super::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of};
 use crate::contract::PoolKind;
+use std::fmt;
 
 /// A rule for splitting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +33,29 @@ pub enum Split {
     },
     /// None is: a block serves as a whole, however large it is.
     Never,
+    /// Another rule.
+    Custom(&'static dyn SplitRule),
 }
+
+/// A rule for splitting of another crate: [`Split::Custom`].
+pub trait SplitRule: fmt::Debug + Sync {
+    /// The largest block that may serve a request of this rounded size.
+    fn largest(&self, _bytes: u64) -> u64 {
+        u64::MAX
+    }
+
+    /// Whether a request of `bytes` that is served by a block of `size`, which is no less, leaves a rest of its own. Not where nothing
+    /// would be left.
+    fn cuts(&self, bytes: u64, size: u64) -> bool;
+}
+
+impl PartialEq for dyn SplitRule {
+    fn eq(&self, other: &Self) -> bool {
+        std::ptr::addr_eq(self, other)
+    }
+}
+
+impl Eq for dyn SplitRule {}
 
 /// The bound that TensorFlow and XLA have by default, and ONNX Runtime as `max_dead_bytes_per_chunk`.
 pub const BFC_LARGEST_REST: u64 = 128 << 20;
@@ -51,6 +74,7 @@ impl Split {
                 bytes.saturating_add(max_non_split_rounding) - 1
             }
             Self::Always | Self::Bfc { .. } | Self::Never => u64::MAX,
+            Self::Custom(rule) => rule.largest(bytes),
         }
     }
 
@@ -68,6 +92,7 @@ impl Split {
             Self::Always => rest > 0,
             Self::Bfc { largest_rest } => rest > 0 && (rest >= bytes || rest >= largest_rest),
             Self::Never => false,
+            Self::Custom(rule) => rest > 0 && rule.cuts(bytes, size),
         }
     }
 }

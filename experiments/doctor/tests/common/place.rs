@@ -68,7 +68,8 @@ impl Place {
     pub(crate) fn process(&self, arguments: &[&str]) -> std::process::Command {
         let mut command = std::process::Command::new(PROGRAM);
         command.args(arguments).current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
-        command.env("NO_COLOR", "1");
+        // What is said stays on one line, however long.
+        command.env("NO_COLOR", "1").env("COLUMNS", "1000");
         for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
             command.env_remove(variable);
         }
