@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
 use vramlab::Profile;
-use vramlab::output::{self, Existing};
+use vramlab::output::OutputFile;
 
 /// Reads a profile; without a path the built-in one.
 pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
@@ -13,12 +13,12 @@ pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
 }
 
 /// Writes a profile that has been checked as a reader would check it.
-pub(crate) fn write(profile: &Profile, path: &Path) -> Result<()> {
+pub(crate) fn write(profile: &Profile, out: OutputFile) -> Result<()> {
     let mut text = String::new();
     layout(&serde_json::to_value(profile)?, 0, &mut text);
     text.push('\n');
     Profile::from_json(&text).context("the measurements give a profile that cannot be used")?;
-    Ok(output::write(path, Existing::Replace, text)?)
+    Ok(out.fill(text)?)
 }
 
 /// JSON with one line for each cost: objects are spread out two levels deep, what lies deeper is on one line.
