@@ -76,6 +76,10 @@ pub(crate) struct AdviseArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    /// End with code 3 where no setting mends a history: under each of them memory runs out [otherwise 0 done, 1 failed while
+    /// running, 2 bad input]
+    #[arg(long)]
+    pub(crate) exit_code: bool,
 }
 
 /// What is said of one history; the keys are described in `analysis/schema.md`.
@@ -204,13 +208,13 @@ struct Other {
 /// The search's way, drawn on standard error.
 const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 
-/// Answers for each file.
-pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
+/// Answers for each file; whether some setting runs each.
+pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
     let limit = args.limit.as_deref().map(limit).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
-    match (files.as_slice(), args.shard) {
+    let mends = match (files.as_slice(), args.shard) {
         ([], Some(shard)) => {
             let are = if args.files.len() == 1 { "is" } else { "are" };
             let histories = crate::words::counted(args.files.len() as u64, "history");
@@ -219,25 +223,29 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
         ([file], None) => {
             let advice = match of(file, args, limit, &asked) {
                 Err(error) if error.downcast_ref::<NoEvents>().is_some_and(|none| none.holds) => {
-                    return not_recorded::answer(file, args, limit);
+                    return not_recorded::answer(file, args, limit).map(|()| true);
                 }
                 advice => advice?,
             };
+            let mends = advice.verdict != Verdict::OutOfMemory;
             if args.json {
-                return terminal::print_json(&advice);
+                return terminal::print_json(&advice).map(|()| mends);
             }
             sentences::report(&advice, args.all, &mut page);
             sentences::end(&advice, &mut page);
+            mends
         }
         (files, _) => {
             let found = ranks::of(files, args, limit, &asked)?;
+            let mends = found.mends();
             if args.json {
-                return terminal::print_json(&found);
+                return terminal::print_json(&found).map(|()| mends);
             }
             ranks::report(&found, args.all, &mut page);
+            mends
         }
-    }
-    page.print()
+    };
+    page.print().map(|()| mends)
 }
 
 /// The answer for one history as `--json` has it, with the sentences of the screen, for the page of `report`.
