@@ -41,12 +41,13 @@ fn layout(value: &Value, depth: usize, out: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramlab::output::Existing;
 
     #[test]
     fn what_is_written_is_read() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("profile.json");
-        write(&Profile::h200(), &path).unwrap();
+        write(&Profile::h200(), OutputFile::create(&path, Existing::Refuse).unwrap()).unwrap();
         assert_eq!(read(Some(&path)).unwrap(), Profile::h200());
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.lines().all(|line| line.len() < 300), "a cost should be one line of readable length");

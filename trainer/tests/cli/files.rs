@@ -56,7 +56,7 @@ fn a_start_file_replaces_regular_files_alone() {
 
 #[test]
 fn of_runs_that_name_one_folder_at_once_one_gets_it() {
-    for round in 0..6 {
+    for round in 0..10 {
         let place = Place::new();
         if round % 2 == 0 {
             std::fs::create_dir(place.at("record")).unwrap();
