@@ -12,8 +12,9 @@ use std::os::unix::net::UnixListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Barrier;
 use tempfile::TempDir;
-use vramlab::output::{Existing, OutputError, OutputFile, OutputProblem, check, write};
+use vramlab::output::{Existing, OutputError, OutputFile, OutputFolder, OutputProblem, OwnFolder, check, write};
 
 const BOTH: [Existing; 2] = [Existing::Refuse, Existing::Replace];
 
@@ -136,6 +137,101 @@ fn what_comes_in_between_stays() {
     fs::create_dir(&path).unwrap();
     assert!(matches!(out.finish().unwrap_err().problem, OutputProblem::Directory));
     assert_eq!(names(folder.path()), ["file"]);
+}
+
+#[test]
+fn of_writers_of_one_file_one_has_it() {
+    for there in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("file");
+        if there {
+            fs::write(&path, "old").unwrap();
+        }
+        let mut first = OutputFile::create(&path, Existing::Replace).unwrap();
+        first.write_all(b"first").unwrap();
+        let second = OutputFile::create(&path, Existing::Replace);
+        if there {
+            // The file that is replaced is locked, so the second is refused before it works for nothing.
+            first.finish().unwrap();
+            assert!(matches!(second.unwrap_err().problem, OutputProblem::Taken));
+        } else {
+            first.finish().unwrap();
+            let refused = second.unwrap().finish().unwrap_err();
+            assert!(refused.problem.is_refusal() && matches!(refused.problem, OutputProblem::Taken), "{refused}");
+        }
+        assert_eq!(fs::read(&path).unwrap(), b"first");
+        // One that comes later may replace it.
+        write(&path, Existing::Replace, "later").unwrap();
+        assert_eq!(names(folder.path()), ["file"]);
+    }
+}
+
+#[test]
+fn of_many_writers_at_once_one_has_it() {
+    for round in 0..200 {
+        let place = TempDir::new().unwrap();
+        let (folder, file, whole) = (place.path().join("own"), place.path().join("file"), place.path().join("whole"));
+        match round % 3 {
+            0 => fs::create_dir(&folder).unwrap(),
+            1 => fs::write(&file, "old").unwrap(),
+            _ => {}
+        }
+        let begin = Barrier::new(4);
+        let begun = Barrier::new(4);
+        let each = |writer: usize| {
+            let (folder, file, whole, begin, begun) = (&folder, &file, &whole, &begin, &begun);
+            move || {
+                begin.wait();
+                let owns = OwnFolder::take(folder, "first").map(|(_, mut first)| write!(first, "{writer}").unwrap());
+                let out = OutputFile::create(file, Existing::Replace);
+                let part = OutputFolder::create(whole).unwrap();
+                fs::write(part.part().join("who"), writer.to_string()).unwrap();
+                begun.wait();
+                let wrote = out.and_then(|out| out.fill(writer.to_string()));
+                (owns.is_ok(), wrote.is_ok(), part.finish().is_ok())
+            }
+        };
+        let won: Vec<(bool, bool, bool)> = std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..4).map(|writer| scope.spawn(each(writer))).collect();
+            writers.into_iter().map(|writer| writer.join().unwrap()).collect()
+        });
+        let only = |of: &dyn Fn(&(bool, bool, bool)) -> bool| {
+            let who: Vec<usize> = (0..4).filter(|writer| of(&won[*writer])).collect();
+            assert_eq!(who.len(), 1, "round {round}: {won:?}");
+            who[0].to_string()
+        };
+        assert_eq!(fs::read_to_string(folder.join("first")).unwrap(), only(&|won| won.0));
+        assert_eq!(fs::read_to_string(&file).unwrap(), only(&|won| won.1));
+        assert_eq!(fs::read_to_string(whole.join("who")).unwrap(), only(&|won| won.2));
+        assert_eq!(names(place.path()), ["file", "own", "whole"]);
+    }
+}
+
+#[test]
+fn a_folder_that_is_given_back_goes_as_it_came() {
+    let place = TempDir::new().unwrap();
+    let (new, there) = (place.path().join("a/new"), place.path().join("there"));
+    fs::create_dir(&there).unwrap();
+    for path in [&new, &there] {
+        let (own, _) = OwnFolder::take(path, "first").unwrap();
+        assert_eq!(OwnFolder::take(path, "first").unwrap_err().kind(), std::io::ErrorKind::AlreadyExists);
+        assert_eq!(names(path), ["first"], "a loser takes nothing away");
+        own.give_back();
+    }
+    assert!(!new.exists());
+    assert!(names(&there).is_empty());
+    // One that holds something is nobody's to take.
+    fs::write(there.join("mine"), "").unwrap();
+    assert!(OwnFolder::take(&there, "first").is_err() && OwnFolder::take(&there.join("mine"), "first").is_err());
+    assert_eq!(names(&there), ["mine"]);
+    let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
+    fs::create_dir(place.path().join("usual")).unwrap();
+    let whole = OutputFolder::create(&place.path().join("whole")).unwrap();
+    fs::write(whole.part().join("file"), "").unwrap();
+    whole.finish().unwrap();
+    assert_eq!(mode(&place.path().join("whole")), mode(&place.path().join("usual")));
+    drop(OutputFolder::create(&place.path().join("dropped")).unwrap());
+    assert_eq!(names(place.path()), ["a", "there", "usual", "whole"]);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use vramlab::backends::GraphCapture;
 use vramlab::device::PoolId;
 use vramlab::{
     Capture, DeviceAddr, Driver, DriverError, DriverResult, GraphDriver, GraphId, Memory, PinnedBuffer, PoolDriver,
-    PoolSettings, Selection, SimDriver, SimMemory, StreamId,
+    PoolSettings, Request, Selection, SimDriver, SimMemory, StreamId,
 };
 
 fn give(sim: &SimDriver, addr: DeviceAddr, stream: StreamId) -> DriverResult<()> {
@@ -313,4 +313,79 @@ fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
         memory.allocator().trim(0).unwrap();
         assert_eq!(memory.allocator().stats().reserved_bytes.all.current, 0, "{kind}");
     }
+}
+
+/// A capture that only one side knows of, or that does not end in the order of the contract.
+#[test]
+fn a_misused_capture_keeps_no_memory_of_the_pool() {
+    for misuse in 0..6 {
+        let sim = sim(GIB, SimMemory::None);
+        let driver: Arc<dyn Driver> = sim.clone();
+        let (stream, free) = (sim.stream_create().unwrap(), free_bytes(sim.as_ref()));
+        let allocator = "stream-ordered".parse::<Selection>().unwrap().build(&driver).unwrap();
+        let take = || allocator.allocate(Request::new(5 * MIB), stream).unwrap();
+        // SAFETY: no work uses the block. What is misused may be an error, and must not cost memory.
+        let give = |block| drop(unsafe { allocator.deallocate(block, stream) });
+        let id = allocator.capture_begin(stream).unwrap();
+        let early = (misuse > 2).then(take);
+        if misuse > 2 {
+            sim.capture_begin(stream).unwrap();
+        }
+        let block = take();
+        match misuse {
+            0 => {
+                allocator.capture_end(id).unwrap();
+                give(block);
+            }
+            1 => {
+                allocator.capture_end(id).unwrap();
+                allocator.capture_release(id).unwrap();
+                give(block);
+            }
+            2 => {
+                give(block);
+                allocator.capture_end(id).unwrap();
+            }
+            3 => {
+                allocator.capture_end(id).unwrap_err();
+                give(block);
+                destroy(&sim, sim.capture_end(stream).unwrap());
+            }
+            4 => {
+                destroy(&sim, sim.capture_end(stream).unwrap());
+                give(block);
+                allocator.capture_end(id).unwrap();
+            }
+            _ => {
+                sim.capture_abort(stream).unwrap();
+                allocator.capture_end(id).unwrap_err();
+                give(block);
+            }
+        }
+        early.into_iter().for_each(give);
+        if misuse != 1 {
+            allocator.capture_release(id).unwrap();
+        }
+        allocator.trim(0).unwrap();
+        assert_eq!(free - free_bytes(sim.as_ref()), 0, "misuse {misuse}");
+        assert_eq!(allocator.stats().allocated_bytes.all.current, 0, "misuse {misuse}");
+    }
+}
+
+/// As a GPU's driver does (`cuDeviceGraphMemTrim`).
+#[test]
+fn memory_of_a_graph_that_the_allocator_is_not_told_of_stays_with_the_driver() {
+    let sim = sim(GIB, SimMemory::None);
+    let driver: Arc<dyn Driver> = sim.clone();
+    let (stream, free) = (sim.stream_create().unwrap(), free_bytes(sim.as_ref()));
+    let allocator = "stream-ordered".parse::<Selection>().unwrap().build(&driver).unwrap();
+    sim.capture_begin(stream).unwrap();
+    let block = allocator.allocate(Request::new(5 * MIB), stream).unwrap();
+    // SAFETY: no work uses the block.
+    unsafe { allocator.deallocate(block, stream) }.unwrap();
+    destroy(&sim, sim.capture_end(stream).unwrap());
+    allocator.trim(0).unwrap();
+    assert_eq!(free - free_bytes(sim.as_ref()), 32 * MIB);
+    sim.graph_trim().unwrap();
+    assert_eq!(free_bytes(sim.as_ref()), free);
 }

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 use terminal::signals::Signals;
-use terminal::{Page, fail, parse, print_json, print_json_text, report_panics, say};
+use terminal::{Completions, Page, completions, fail, parse, print_json, print_json_text, report_panics, say};
 use vramlab::Bytes;
 use vramlab::backends;
 
@@ -73,6 +73,8 @@ enum Command {
     /// Writes initial weights and batches to a file from which other programs can do the same work
     #[command(args_override_self = true, after_long_help = START_HELP, mut_args(if_it_decides))]
     Start(Box<StartArgs>),
+    /// Prints what a shell needs to complete command lines
+    Completions(Completions),
 }
 
 #[derive(Debug, Args)]
@@ -191,6 +193,7 @@ fn run(arguments: Vec<OsString>) -> u8 {
         }
         Some(Command::Allocators { names, json }) => list_allocators(&names, json),
         Some(Command::Start(args)) => write_start(&args, &terminal),
+        Some(Command::Completions(args)) => Ok(exit::end(completions(&args, self::command()))),
         None => train(&cli.train, command, started, &terminal),
     };
     match done {

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
-use vramlab::output::{self, Existing, OutputError, OutputFile};
+use vramlab::output::{Existing, OutputError, OutputFile};
 
 /// Version of the tensors and metadata in a start file; raised when one changes its meaning or goes away.
 pub const VERSION: u32 = 1;
@@ -75,33 +75,33 @@ impl Tensor<'_> {
 /// device is opened.
 ///
 /// # Errors
-/// Those of settings that cannot work, of [`check()`], of loading the data, and of [`write()`].
+/// Those of settings that cannot work, of [`begin()`], of loading the data, and of [`write()`].
 pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<FileChecksum> {
     train::check(settings)?;
-    check(path)?;
+    let file = begin(path)?;
     let dataset = train::load(settings, observer)?;
     observer.dataset(&dataset);
-    write(path, settings, &dataset)
+    write(file, settings, &dataset)
 }
 
-/// Whether a start file can be begun there.
+/// Begins a start file. A regular file that is there is replaced when the new one is whole.
 ///
 /// # Errors
-/// [`TrainError::Input`] when not: the line of [`output`] says why.
-pub fn check(path: &Path) -> Result<()> {
-    output::check(path, Existing::Replace).map_err(unwritten)
+/// [`TrainError::Input`] when there can be no such file: the line of [`vramlab::output`] says why.
+pub fn begin(path: &Path) -> Result<OutputFile> {
+    OutputFile::create(path, Existing::Replace).map_err(unwritten)
 }
 
-/// Writes the start file of a run with these settings on this data. A regular file that is there is replaced when the new
-/// one is whole. Weights are drawn a layer at a time, so memory is needed for the largest layer only.
+/// Writes the start file of a run with these settings on this data. Weights are drawn a layer at a time, so memory is needed
+/// for the largest layer only.
 ///
 /// # Errors
-/// [`TrainError::Input`] when there can be no such file, [`TrainError::Start`] when it cannot be written to its end; a disk
-/// without room for all of it is told before the first byte.
-pub fn write(path: &Path, settings: &Settings, dataset: &Dataset) -> Result<FileChecksum> {
+/// [`TrainError::Input`] when another program writes it too, [`TrainError::Start`] when it cannot be written to its end; a
+/// disk without room for all of it is told before the first byte.
+pub fn write(mut file: OutputFile, settings: &Settings, dataset: &Dataset) -> Result<FileChecksum> {
+    let path = file.path().to_owned();
     let tensors = tensors(settings, dataset)?;
     let header = header(settings, dataset, &tensors);
-    let mut file = OutputFile::create(path, Existing::Replace).map_err(unwritten)?;
     let values: u64 = tensors.iter().map(|tensor| tensor.bytes() as u64).sum();
     file.expect(header.len() as u64 + values).map_err(unwritten)?;
     // Values come four bytes at a time; they are hashed and written in large pieces.

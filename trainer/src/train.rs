@@ -75,9 +75,7 @@ pub fn run(
     device.open_streams(settings.streams)?;
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
-    if let Some(path) = &settings.save_start {
-        start::check(path)?;
-    }
+    let start = settings.save_start.as_deref().map(start::begin).transpose()?;
     let dataset = load(settings, observer)?;
     observer.dataset(&dataset);
     let steps = steps_in_all(settings, &dataset);
@@ -86,8 +84,8 @@ pub fn run(
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;
     // After all that can be refused: a refused run keeps the start file that was there.
-    if let Some(path) = &settings.save_start {
-        match start::write(path, settings, &dataset) {
+    if let Some(file) = start {
+        match start::write(file, settings, &dataset) {
             Ok(start) => run.summary.start = Some(start),
             Err(error) => return run.finish(Err(error)),
         }

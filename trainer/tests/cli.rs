@@ -97,7 +97,10 @@ struct Ran {
 
 impl Ran {
     fn of(mut command: Command) -> Self {
-        let output = command.timeout(std::time::Duration::from_secs(60)).output().unwrap();
+        Self::of_output(command.timeout(std::time::Duration::from_secs(60)).output().unwrap())
+    }
+
+    fn of_output(output: std::process::Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
         let ran = Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
         for words in ["panicked", "internal fault", "RUST_BACKTRACE", "stack backtrace"] {

@@ -80,8 +80,13 @@ fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// A mark of the byte order, which editors on Windows put before text, is left out.
 fn text(bytes: Vec<u8>) -> Result<String> {
-    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not valid UTF-8"))
+    let mut text = String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not valid UTF-8"))?;
+    if text.starts_with('\u{feff}') {
+        text.drain(..'\u{feff}'.len_utf8());
+    }
+    Ok(text)
 }
 
 #[cfg(test)]
@@ -127,6 +132,8 @@ mod tests {
         assert_eq!(read_unpacked(&path, WRITTEN).unwrap_err().kind(), ErrorKind::FileTooLarge);
         std::fs::write(&path, "plain").unwrap();
         assert_eq!(read_unpacked(&path, WRITTEN).unwrap(), "plain");
+        std::fs::write(&path, "\u{feff}{}").unwrap();
+        assert_eq!(read_text(&path, WRITTEN).unwrap(), "{}");
     }
 
     #[test]

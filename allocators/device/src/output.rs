@@ -10,6 +10,10 @@
 //! target as it was, and to follow it would write a file that the user did not name. The message says where the link leads. Links
 //! among the folders of a path are followed.
 //!
+//! Of several programs that write one file at the same time, one has it and the others get [`OutputProblem::Taken`]. A file
+//! that is replaced is locked from the beginning on. Where none was there, the name is given without replacing any.
+//! Folders have the same two ways: [`OutputFolder`] appears whole, [`OwnFolder`] is filled where it lies.
+//!
 //! ```
 //! use vramlab_device::output::{Existing, OutputFile};
 //! use std::io::Write;
@@ -25,12 +29,14 @@
 //! # Ok(()) }
 //! ```
 
+mod folder;
 mod room;
 
+pub use folder::{OutputFolder, OwnFolder};
 pub use room::{NoRoom, Reserve};
 
-use fs4::FileExt;
-use std::fs::{FileType, Metadata, OpenOptions};
+use fs4::{FileExt, TryLockError};
+use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -77,6 +83,9 @@ pub enum OutputProblem {
     /// A file is there, and the caller said that it must stay.
     #[error("is there already; remove it or name another file")]
     Exists,
+    /// Another program replaces the file too, or has made it meanwhile.
+    #[error("another program writes it at the same time; wait until that has ended, or name another file")]
+    Taken,
     /// The folder of the file is not there.
     #[error("there is no folder {}; make it first", .0.display())]
     NoFolder(PathBuf),
@@ -118,6 +127,8 @@ impl OutputError {
 pub struct OutputFile {
     path: PathBuf,
     existing: Existing,
+    /// The file that is replaced, locked.
+    there: Option<File>,
     out: BufWriter<NamedTempFile>,
     written: u64,
     /// Bytes that it will have, once that is known.
@@ -134,10 +145,14 @@ impl OutputFile {
     pub fn create(path: &Path, existing: Existing) -> Result<Self, OutputError> {
         let fails = |problem| OutputError { path: path.to_owned(), problem };
         let there = examine(path, existing).map_err(fails)?;
+        // A file system without locks has none to wait for. The lock goes with the open file.
+        if there.as_ref().is_some_and(|there| matches!(FileExt::try_lock(there), Err(TryLockError::WouldBlock))) {
+            return Err(fails(OutputProblem::Taken));
+        }
         let part = part(path, there.as_ref()).map_err(|error| fails(OutputProblem::Denied(error)))?;
         let listed = Listed::new(part.path());
         let out = BufWriter::with_capacity(1 << 16, part);
-        Ok(Self { path: path.to_owned(), existing, out, written: 0, expected: None, listed })
+        Ok(Self { path: path.to_owned(), existing, there, out, written: 0, expected: None, listed })
     }
 
     /// The name that it will have.
@@ -173,6 +188,17 @@ impl OutputFile {
         OutputError { path: self.path.clone(), problem }
     }
 
+    /// Writes all of the file, and gives it its name.
+    ///
+    /// # Errors
+    /// Those of [`expect`](Self::expect) and [`finish`](Self::finish).
+    pub fn fill(mut self, contents: impl AsRef<[u8]>) -> Result<(), OutputError> {
+        let contents = contents.as_ref();
+        self.expect(contents.len() as u64)?;
+        self.write_all(contents).map_err(|error| self.failed(error))?;
+        self.finish()
+    }
+
     /// Gives the file its name, once its contents are on the disk.
     ///
     /// # Errors
@@ -197,19 +223,23 @@ impl OutputFile {
     fn name(self) -> Result<(), OutputError> {
         // It may have taken long to come here.
         let fails = |path: &Path, problem| OutputError { path: path.to_owned(), problem };
-        examine(&self.path, self.existing).map_err(|problem| fails(&self.path, problem))?;
-        let Self { path, existing, out, listed, .. } = self;
+        let now = examine(&self.path, self.existing).map_err(|problem| fails(&self.path, problem))?;
+        let Self { path, existing, there, out, listed, .. } = self;
+        // A program that replaces a file holds its lock, so the file that is locked here stays until it is replaced.
+        let replaces = match (&there, &now) {
+            (Some(locked), Some(now)) if is_same(locked, now) => true,
+            (_, Some(_)) => return Err(fails(&path, OutputProblem::Taken)),
+            (_, None) => false,
+        };
         // All of it has been written, so taking the buffer apart writes nothing.
         let part = out.into_inner().map_err(|error| fails(&path, OutputProblem::Io(error.into_error())))?;
-        let named = match existing {
-            Existing::Refuse => part.persist_noclobber(&path),
-            Existing::Replace => part.persist(&path),
-        };
+        let named = if replaces { part.persist(&path) } else { part.persist_noclobber(&path) };
         drop(listed);
         match named {
             Ok(_) => Ok(()),
             Err(refused) if refused.error.kind() == ErrorKind::AlreadyExists => {
-                Err(fails(&path, OutputProblem::Exists))
+                let refuses = existing == Existing::Refuse;
+                Err(fails(&path, if refuses { OutputProblem::Exists } else { OutputProblem::Taken }))
             }
             Err(refused) => Err(fails(&path, OutputProblem::Io(refused.error))),
         }
@@ -240,13 +270,9 @@ impl Write for OutputFile {
 /// Writes a whole file.
 ///
 /// # Errors
-/// Those of [`OutputFile::create`], [`OutputFile::expect`] and [`OutputFile::finish`].
+/// Those of [`OutputFile::create`] and [`OutputFile::fill`].
 pub fn write(path: &Path, existing: Existing, contents: impl AsRef<[u8]>) -> Result<(), OutputError> {
-    let contents = contents.as_ref();
-    let mut out = OutputFile::create(path, existing)?;
-    out.expect(contents.len() as u64)?;
-    out.write_all(contents).map_err(|error| out.failed(error))?;
-    out.finish()
+    OutputFile::create(path, existing)?.fill(contents)
 }
 
 /// Whether a file could be begun at `path`, for programs that work long before they write. Nothing is left there.
@@ -257,16 +283,16 @@ pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
     OutputFile::create(path, existing).map(drop)
 }
 
-/// Removes the parts of all files under way, for a process that ends at once, by a signal. A file that is being written
+/// Removes the parts of all files and folders under way, for a process that ends at once, by a signal. What is being written
 /// then never gets its name.
 pub fn discard_unfinished() {
     for part in unfinished().drain(..) {
-        // A failure cannot be reported here; the name says that the file is a part.
-        let _ = std::fs::remove_file(part);
+        // A failure cannot be reported here; the name says that it is a part.
+        let _ = std::fs::remove_file(&part).or_else(|_| std::fs::remove_dir_all(&part));
     }
 }
 
-/// Parts of files under way.
+/// Parts of files and folders under way.
 fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     static PARTS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
     PARTS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -289,8 +315,8 @@ impl Drop for Listed {
     }
 }
 
-/// What is at `path` now, if it may be replaced.
-fn examine(path: &Path, existing: Existing) -> Result<Option<Metadata>, OutputProblem> {
+/// The file that is at `path` now, if it may be replaced.
+fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProblem> {
     if path.as_os_str().is_empty() {
         return Err(OutputProblem::NoName);
     }
@@ -322,11 +348,21 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<Metadata>, OutputPr
     match existing {
         Existing::Refuse => Err(OutputProblem::Exists),
         // A user who may write to the folder may replace a file that must not be written to; only opening it shows that.
-        Existing::Replace => match OpenOptions::new().write(true).open(path) {
-            Ok(_) => Ok(Some(there)),
-            Err(error) => Err(OutputProblem::Denied(error)),
-        },
+        Existing::Replace => OpenOptions::new().write(true).open(path).map(Some).map_err(OutputProblem::Denied),
     }
+}
+
+/// Whether both are open on one file.
+fn is_same(one: &File, other: &File) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let id = |file: &File| file.metadata().map(|file| (file.dev(), file.ino())).ok();
+        id(one).is_some() && id(one) == id(other)
+    }
+    // Other systems do not replace a file that is open.
+    #[cfg(not(unix))]
+    true
 }
 
 fn is_stream(path: &Path) -> bool {
@@ -361,17 +397,22 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// Opens a new file under a name that other users cannot foresee.
-fn part(path: &Path, there: Option<&Metadata>) -> io::Result<NamedTempFile> {
-    // Enough of the name to recognise it, and so little that the whole is a name that every file system takes.
+/// How the names of parts begin: with enough of the name to recognise it, and so little that the whole is a name that every
+/// file system takes.
+fn prefix(path: &Path) -> String {
     let name: String = path.file_name().unwrap_or_default().to_string_lossy().chars().take(32).collect();
-    let prefix = format!(".{name}.");
+    format!(".{name}.")
+}
+
+/// Opens a new file under a name that other users cannot foresee.
+fn part(path: &Path, there: Option<&File>) -> io::Result<NamedTempFile> {
+    let prefix = prefix(path);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).suffix(".part").rand_bytes(10);
     // The library's own way of opening keeps others from reading, as suits what is only temporary.
     let part = builder.make_in(folder(path), |part| OpenOptions::new().write(true).create_new(true).open(part))?;
     if let Some(there) = there {
-        part.as_file().set_permissions(there.permissions())?;
+        part.as_file().set_permissions(there.metadata()?.permissions())?;
     }
     Ok(part)
 }

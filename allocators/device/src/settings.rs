@@ -79,7 +79,7 @@ pub struct Meant<'a> {
     /// What was given.
     pub name: &'a str,
     /// What there is.
-    pub among: &'a [&'static str],
+    pub among: &'a [&'a str],
 }
 
 impl fmt::Display for Meant<'_> {

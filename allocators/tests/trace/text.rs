@@ -2,7 +2,9 @@
 
 use crate::common::{fixture, message, read_all, read_bytes};
 use vramlab::budget::Budget;
-use vramlab::histories::formats::{Action, Event, Format, Place, Problem, ReadError, ReadOptions, read_from};
+use vramlab::histories::formats::{
+    Action, Event, Format, Place, Problem, ReadError, ReadOptions, jsonl_placements, read_from,
+};
 
 fn event(action: Action, addr: u64, bytes: u64, stream: u64, time_ns: u64) -> Event {
     Event { action, device: 0, addr, bytes, stream, time_ns }
@@ -34,6 +36,25 @@ fn rmm_logs_keep_their_streams_and_pass_midnight() {
     // Windows' line ends, a byte order mark, old releases' colon, and no end of the last line.
     let odd = format!("\u{feff}{}", RMM.replace('\n', "\r\n").replace("57.123456", "57:123456"));
     assert_eq!(read_bytes(odd.trim_end().as_bytes()).unwrap().0, expected);
+}
+
+#[test]
+fn a_mark_of_the_byte_order_is_passed_over() {
+    let marked = |bytes: &[u8]| [b"\xef\xbb\xbf", bytes].concat();
+    let json = std::fs::read(fixture("small.json")).unwrap();
+    let buffers = b"id,lower,upper,size,offset\nb,4,9,7,0\n".to_vec();
+    let jsonl = b"{\"action\":\"alloc\",\"addr\":4096,\"size\":512,\"stream\":0,\"time_ns\":1}\n".to_vec();
+    for plain in [json, RMM.into(), buffers, jsonl] {
+        let (expected, summary) = read_bytes(&plain).unwrap();
+        let (events, of_marked) = read_bytes(&marked(&plain)).unwrap();
+        assert_eq!((events, of_marked.format), (expected, summary.format));
+    }
+    // A trace is read for the places of its blocks, too.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let line = br#"{"action":"alloc","addr":4096,"size":500,"block":512,"stream":0,"time_ns":1,"path":"split"}"#;
+    std::fs::write(file.path(), marked(line)).unwrap();
+    assert_eq!(jsonl_placements(file.path()).unwrap()[0].bytes, 512);
+    assert_eq!(read_bytes(&marked(b"")).unwrap_err().problem.to_string(), Problem::Empty.to_string());
 }
 
 #[test]

@@ -77,6 +77,10 @@ pub(crate) struct AdviseArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+    /// End with code 3 where no setting mends a history: under each of them memory runs out [otherwise 0 done, 1 failed while
+    /// running, 2 bad input]
+    #[arg(long)]
+    pub(crate) exit_code: bool,
 }
 
 /// What is said of one history; the keys are described in `analysis/schema.md`.
@@ -210,13 +214,13 @@ struct Other {
 /// The search's way, drawn on standard error.
 const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 
-/// Answers for each file.
-pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
+/// Answers for each file; whether some setting runs each.
+pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
     let limit = args.limit.as_deref().map(limit).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
-    match (files.as_slice(), args.shard) {
+    let mends = match (files.as_slice(), args.shard) {
         ([], Some(shard)) => {
             let are = if args.files.len() == 1 { "is" } else { "are" };
             let histories = crate::words::counted(args.files.len() as u64, "history");
@@ -225,24 +229,28 @@ pub(crate) fn advise(args: &AdviseArgs) -> Result<()> {
         ([file], None) => {
             let recording = read(file, args)?;
             if recording.events.is_empty() {
-                return not_recorded::answer(file, &recording, args, limit);
+                return not_recorded::answer(file, &recording, args, limit).map(|()| true);
             }
             let advice = of(file, &recording, args, limit, &asked)?;
+            let mends = advice.verdict != Verdict::OutOfMemory;
             if args.json {
-                return terminal::print_json(&advice);
+                return terminal::print_json(&advice).map(|()| mends);
             }
             sentences::report(&advice, args.all, &mut page);
             sentences::end(&advice, &mut page);
+            mends
         }
         (files, _) => {
             let found = ranks::of(files, args, limit, &asked)?;
+            let mends = found.mends();
             if args.json {
-                return terminal::print_json(&found);
+                return terminal::print_json(&found).map(|()| mends);
             }
             ranks::report(&found, args.all, &mut page);
+            mends
         }
-    }
-    page.print()
+    };
+    page.print().map(|()| mends)
 }
 
 /// The answer for one history as `--json` has it, with the sentences of the screen, for the page of `report`.

@@ -4,6 +4,7 @@ use crate::{advise, capacity, convert, diff, explain, plan, python, replay, repo
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::process::ExitCode;
+use terminal::exit;
 
 /// Why is more memory reserved than used, which lines do it, and which setting mends it?
 ///
@@ -35,6 +36,8 @@ enum Question {
     Convert(convert::ConvertArgs),
     /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
     Report(report::ReportArgs),
+    /// Prints what a shell needs to complete command lines
+    Completions(terminal::Completions),
     /// A command of the analysis package.
     #[command(external_subcommand)]
     InPython(Vec<OsString>),
@@ -57,7 +60,10 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         terminal::signals::end_at_once();
     }
     let answered = match command {
-        Question::Advise(args) => advise::advise(&args),
+        Question::Advise(args) => match advise::advise(&args) {
+            Ok(false) if args.exit_code => return exit::UNMENDED.into(),
+            answered => answered.map(drop),
+        },
         Question::Explain(args) => explain::explain(&args),
         Question::Diff(args) => diff::diff(&args),
         Question::Replay(args) => replay::replay(&args),
@@ -65,7 +71,8 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
         Question::Report(args) => report::report(&args),
+        Question::Completions(args) => terminal::completions(&args, self::command()),
         Question::InPython(arguments) => python::run(&arguments),
     };
-    terminal::exit::end(answered).into()
+    exit::end(answered).into()
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use terminal::{Bar, Page, command, quoted};
 use vramlab::Bytes;
 use vramlab::histories::plan::{CrossStream, PlanSettings, misses, plan as place, stitched};
-use vramlab::output::{self, Existing};
+use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -72,9 +72,7 @@ struct Found {
 
 /// Plans a history.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
-    if let Some(out) = &args.out {
-        output::check(out, Existing::Replace)?;
-    }
+    let out = args.out.as_deref().map(|out| OutputFile::create(out, Existing::Replace)).transpose()?;
     let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
     bar.message(format!("reading {}", args.file.display()));
     let lifetimes = load(&args.file, args.gpu, args.limit, &args.read)?.history.lifetimes();
@@ -87,8 +85,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         bar.message(format!("{} are enough", Bytes(bytes)));
     });
     bar.clear();
-    if let Some(out) = &args.out {
-        output::write(out, Existing::Replace, found.table(&lifetimes).to_json())?;
+    if let Some(out) = out {
+        out.fill(found.table(&lifetimes).to_json())?;
     }
     let trace = args.file.display().to_string();
     let misses = misses(&lifetimes);

@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Page};
 use vramlab::histories::replay::Addresses;
-use vramlab::output::{self, Existing, OutputFile};
+use vramlab::output::{Existing, OutputFile};
 use vramlab::{Bytes, DeviceName, Selection};
 
 /// Those that a page compares where none is named: PyTorch's two policies, and three that choose blocks otherwise.
@@ -73,18 +73,18 @@ pub(crate) struct ReportArgs {
 
 /// Makes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
-    output::check(&args.out, Existing::Replace)?;
+    let out = OutputFile::create(&args.out, Existing::Replace)?;
     let mut folders = Vec::new();
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
         folders.extend(run::folders(path)?);
     }
     let runs = run::read(&folders)?;
     let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
-    write(args, &inputs, &runs)?;
+    write(args, out, &inputs, &runs)?;
     if args.open { browser::open(&args.out) } else { Ok(()) }
 }
 
-fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
+fn write(args: &ReportArgs, out: OutputFile, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let chosen = match args.alloc.is_empty() {
         true => vramlab::backends::parse_list(COMPARED)?,
         false => arguments::chosen(&args.alloc),
@@ -113,9 +113,7 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let replayed: Vec<&HistoryData> = histories.iter().filter(|history| history.recorded).collect();
     let events: u64 = replayed.iter().map(|history| history.events).sum();
     let document = page::document(&title, &PageData { title: &title, runs, histories: &histories }, &numbers)?;
-    let mut out = OutputFile::create(&args.out, Existing::Replace)?;
-    std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
-    out.finish()?;
+    out.fill(&document)?;
     if without_events {
         let [before, after] = RECORD;
         lines.push(format!("To record events, call {before} before the work, and {after} after it"));

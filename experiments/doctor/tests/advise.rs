@@ -89,6 +89,14 @@ fn where_no_setting_helps_it_says_what_is_needed() {
     assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
     let told = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
     assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
+    // For scripts that ask for it, with nothing else changed.
+    for (limit, code) in [("60MiB", 3), ("70MiB", 0)] {
+        for more in [&[][..], &["--json"], &[&file]] {
+            let arguments = [&["advise", &file, "--limit", limit], more].concat();
+            let (plain, coded) = (place.run(&arguments).ok(), place.run(&[&arguments[..], &["--exit-code"]].concat()));
+            assert_eq!((coded.code, coded.stdout, coded.stderr), (Some(code), plain.stdout, plain.stderr));
+        }
+    }
 }
 
 /// A program that ran under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 reserved, 60 of them idle, 80 more

@@ -46,12 +46,73 @@ fn what_does_not_fit_is_a_failure_and_leaves_nothing() {
 fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
     let place = Place::new();
     let history = history();
-    for arguments in [&["explain", &history][..], &["explain", &history, "--json"]] {
+    for arguments in [&["explain", &history][..], &["explain", &history, "--json"], &["--help"], &["advise", "-h"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let mut program = std::process::Command::new(common::PROGRAM);
         program.args(arguments).current_dir(place.at(".")).stdout(full);
         Ran::of(program.output().unwrap()).refused(1, &["cannot write to stdout: No space left on device"]);
     }
+}
+
+/// Programs that write one file at the same time: each waits for its history, which comes through a pipe.
+#[test]
+fn of_programs_that_write_one_file_one_has_it() {
+    use std::process::{Command, Stdio};
+    let plan = |place: &Place, pipe: &str| {
+        assert!(Command::new("mkfifo").arg(place.at(pipe)).status().unwrap().success());
+        let mut program = place.process(&["plan", pipe, "-o", "out"]);
+        program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let feed = |place: &Place, pipe: &str| std::fs::write(place.at(pipe), std::fs::read(history()).unwrap()).unwrap();
+    let parts = |place: &Place| place.files().iter().filter(|name| name.ends_with(".part")).count();
+    for there in [false, true] {
+        let place = Place::new();
+        if there {
+            place.file("out", "old");
+        }
+        let first = plan(&place, "one");
+        while parts(&place) < 1 {
+            std::thread::yield_now();
+        }
+        let second = plan(&place, "two");
+        if !there {
+            while parts(&place) < 2 {
+                std::thread::yield_now();
+            }
+        }
+        let said = ["out: another program writes it at the same time"];
+        let mut second = Some(second);
+        if there {
+            // It is told before it reads.
+            Ran::of(second.take().unwrap().wait_with_output().unwrap()).refused(2, &said);
+        }
+        feed(&place, "one");
+        Ran::of(first.wait_with_output().unwrap()).ok();
+        let whole = std::fs::read_to_string(place.at("out")).unwrap();
+        serde_json::from_str::<serde_json::Value>(&whole).unwrap();
+        if let Some(second) = second {
+            feed(&place, "two");
+            Ran::of(second.wait_with_output().unwrap()).refused(2, &said);
+        }
+        assert_eq!(std::fs::read_to_string(place.at("out")).unwrap(), whole);
+        assert_eq!(place.files(), ["one", "out", "two"]);
+    }
+}
+
+#[test]
+fn of_programs_that_make_one_file_one_has_it() {
+    use std::process::Stdio;
+    let (place, history) = (Place::new(), history());
+    let convert = || {
+        let mut program = place.process(&["convert", &history, "--to", "rmm", "-o", "out.csv"]);
+        program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let programs: Vec<_> = (0..6).map(|_| convert()).collect();
+    let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
+    let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    assert_eq!(won.len(), 1);
+    lost.iter().for_each(|lost| lost.refused(2, &["out.csv: is there already"]));
+    assert_eq!(place.files(), ["out.csv"]);
 }
 
 #[cfg(unix)]

@@ -18,9 +18,9 @@ use measure::Setup;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
-use terminal::Bar;
 use terminal::RuntimeFailure;
 use terminal::arguments::{self, Selections};
+use terminal::{Bar, say};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection};
 
@@ -112,6 +112,12 @@ fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Re
             let sample = measure::measure(setup, job).with_context(|| format!("{name} under '{}'", job.alloc))?;
             rows[group][at].add(sample);
             bar.advance(1);
+            if repeat + 1 == repeats && !bar.is_drawn() {
+                say(&format!("done     {name} {}", job.alloc));
+            }
+        }
+        if repeat + 1 < repeats && !bar.is_drawn() {
+            say(&format!("repeat   {} of {repeats} done", repeat + 1));
         }
     }
     report.rows.extend(rows.into_iter().flatten());

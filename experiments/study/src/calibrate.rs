@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use terminal::Bar;
 use vramlab::device::Clock;
-use vramlab::output::{self, Existing};
+use vramlab::output::{Existing, OutputFile};
 use vramlab::{CudaDriver, DeviceAddr, DeviceName, Driver, DriverResult, Profile, SimDriver, SimMemory, StreamId};
 
 const MIB: u64 = 1 << 20;
@@ -188,11 +188,11 @@ struct Calibration {
 /// Measures a device, writes its profile and prints what was measured.
 pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
     // Before the minutes that measuring takes.
-    output::check(&args.out, Existing::Replace)?;
-    args.measurements.iter().try_for_each(|path| output::check(path, Existing::Replace))?;
+    let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
+    let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);
     let found = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
-    profile::write(&found.profile, &args.out)?;
-    args.measurements.iter().try_for_each(|path| found.measurements.write(path))?;
+    profile::write(&found.profile, out)?;
+    measurements.map_or(Ok(()), |out| found.measurements.write(out))?;
     found.measurements.page(&args.out).print()
 }
 

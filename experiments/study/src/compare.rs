@@ -281,8 +281,18 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     let found = if rows.len() == 1 {
         format!("'{}' takes {:.2} driver calls a batch; {waits}.", fastest.arm, fastest.driver_calls_per_batch)
     } else {
-        let times = slowest.step_s / fastest.step_s;
-        format!("'{}' is the fastest; '{}' takes {times:.2} times its step: {waits}.", fastest.arm, slowest.arm)
+        let times = |row: &Row| format!("{:.2}", row.step_s / fastest.step_s);
+        // As the table shows it.
+        let ties = |row: &&Row| times(row) == "1.00";
+        let first: Vec<String> = rows.iter().filter(ties).map(|row| format!("'{}'", row.arm)).collect();
+        let (are, their) = if first.len() == 1 { ("is", "its") } else { ("are equally", "their") };
+        let first_are = format!("{} {are}", first.join(" and "));
+        if first.len() == rows.len() {
+            format!("{first_are} fast; of '{}' {waits}.", slowest.arm)
+        } else {
+            let slowest_is = format!("'{}' takes {} times {their} step", slowest.arm, times(slowest));
+            format!("{first_are} the fastest; {slowest_is}: {waits}.")
+        }
     };
     let options = common.iter().map(|option| quoted(&option.to_string_lossy())).collect::<Vec<_>>().join(" ");
     // Only the allocator's name was taken off the arm's options.

@@ -18,6 +18,7 @@ use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::Profile;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::input::{TABLE, read_text};
+use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
 pub(crate) struct FitArgs {
@@ -237,7 +238,7 @@ pub(crate) fn fit_kernels(args: &FitArgs) -> Result<()> {
         ],
     );
     let off = fits.iter().map(|fit| fit.worst.max(fit.worst_cold.unwrap_or(0.0))).fold(0.0, f64::max);
-    profile::write(&profile, &args.out)?;
+    profile::write(&profile, OutputFile::create(&args.out, Existing::Replace)?)?;
     let mut page = Page::stdout();
     page.table(&table);
     let found = format!(

@@ -53,6 +53,8 @@ enum Command {
     FitProgram(program::ProgramArgs),
     /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
     AdviseTruth(truth::TruthArgs),
+    /// Prints what a shell needs to complete command lines
+    Completions(terminal::Completions),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
     #[command(hide = true)]
     Trainer(OtherProgram),
@@ -99,6 +101,7 @@ fn main() -> ExitCode {
         Command::FitKernels(args) => fit::fit_kernels(&args),
         Command::FitProgram(args) => program::fit_program(&args),
         Command::AdviseTruth(args) => truth::truth(&args),
+        Command::Completions(args) => terminal::completions(&args, command()),
         Command::Trainer(other) => return trainer::cli::main(other.of("trainer")),
         Command::Vramlab(other) => return doctor::main(other.of("vramlab")),
     };
@@ -108,6 +111,9 @@ fn main() -> ExitCode {
 /// What to type instead, where a command of `vramlab` was typed.
 fn for_vramlab(arguments: &[OsString]) -> Option<String> {
     let name = arguments.get(1)?.to_str()?;
+    if command().find_subcommand(name).is_some() {
+        return None;
+    }
     doctor::command().find_subcommand(name)?;
     let words: Vec<String> = arguments[1..].iter().map(|word| terminal::quoted(&word.to_string_lossy())).collect();
     Some(format!("{name} is a command of vramlab: {}", terminal::command("vramlab", &words.join(" "))))

@@ -15,12 +15,13 @@ mod series;
 mod unpack;
 
 use crate::study::record::{EXPERIMENT, read_json, remove};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use terminal::{Page, command, quoted};
+use vramlab::output::{OutputFolder, OutputProblem};
 
 pub(crate) use pack::{PackArgs, pack};
 pub(crate) use unpack::{UnpackArgs, unpack};
@@ -63,28 +64,44 @@ impl Opened {
     }
 }
 
-/// Makes the folder `out/name`, which appears whole: `fill` writes to another one that takes its name.
-fn publish(out: &Path, name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let (part, folder) = (out.join(format!(".{name}.part")), out.join(name));
-    remove(&part)?;
-    std::fs::create_dir(&part).with_context(|| format!("cannot make {}", part.display()))?;
-    if let Err(error) = fill(&part) {
-        remove(&part)?;
-        return Err(error);
+/// Makes the folders `out/name`, by name and what is in each: all of them, or none. Each appears whole.
+fn publish<T>(out: &Path, all: &BTreeMap<String, T>, fill: impl Fn(&T, &Path) -> Result<()>) -> Result<()> {
+    let taken =
+        |folder: &Path| anyhow!("{} is there already; choose another folder with -o, or remove it", folder.display());
+    if let Some(folder) = all.keys().map(|name| out.join(name)).find(|folder| folder.exists()) {
+        return Err(taken(&folder));
     }
-    std::fs::rename(&part, &folder).with_context(|| format!("cannot make {}", folder.display()))
+    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
+    let mut parts = Vec::new();
+    for (name, one) in all {
+        let folder = OutputFolder::create(&out.join(name))?;
+        fill(one, folder.part())?;
+        parts.push(folder);
+    }
+    // In the order of the names, so that of several programs that make the same folders the first to make one makes all.
+    let mut made = Vec::new();
+    for part in parts {
+        let folder = part.path().to_owned();
+        if let Err(error) = part.finish() {
+            made.iter().try_for_each(|folder: &PathBuf| remove(folder))?;
+            let exists = matches!(error.problem, OutputProblem::Exists);
+            return Err(if exists { taken(&folder) } else { error.into() });
+        }
+        made.push(folder);
+    }
+    Ok(())
 }
 
-/// Makes the folder `out`, none of whose folders of these names is there yet.
-fn make_room<'a>(out: &Path, names: impl Iterator<Item = &'a String>) -> Result<()> {
-    let mut seen = BTreeSet::new();
-    for name in names {
-        let folder = out.join(name);
-        if !seen.insert(name) || folder.exists() {
-            bail!("{} is there already; choose another folder with -o, or remove it", folder.display());
+/// By name, of which no two may have the same.
+fn by_name<T>(all: impl IntoIterator<Item = (String, T)>) -> Result<BTreeMap<String, T>> {
+    let mut named = BTreeMap::new();
+    for (name, one) in all {
+        if named.contains_key(&name) {
+            bail!("there are two experiments with the name {name}; name one of them");
         }
+        named.insert(name, one);
     }
-    std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))
+    Ok(named)
 }
 
 /// How many experiments were packed or unpacked, and the next command.

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
 use vramlab::Profile;
-use vramlab::output::{self, Existing};
+use vramlab::output::OutputFile;
 
 /// Reads a profile; without a path the built-in one.
 pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
@@ -13,12 +13,12 @@ pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
 }
 
 /// Writes a profile that has been checked as a reader would check it.
-pub(crate) fn write(profile: &Profile, path: &Path) -> Result<()> {
+pub(crate) fn write(profile: &Profile, out: OutputFile) -> Result<()> {
     let mut text = String::new();
     layout(&serde_json::to_value(profile)?, 0, &mut text);
     text.push('\n');
     Profile::from_json(&text).context("the measurements give a profile that cannot be used")?;
-    Ok(output::write(path, Existing::Replace, text)?)
+    Ok(out.fill(text)?)
 }
 
 /// JSON with one line for each cost: objects are spread out two levels deep, what lies deeper is on one line.
@@ -41,12 +41,13 @@ fn layout(value: &Value, depth: usize, out: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vramlab::output::Existing;
 
     #[test]
     fn what_is_written_is_read() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("profile.json");
-        write(&Profile::h200(), &path).unwrap();
+        write(&Profile::h200(), OutputFile::create(&path, Existing::Refuse).unwrap()).unwrap();
         assert_eq!(read(Some(&path)).unwrap(), Profile::h200());
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.lines().all(|line| line.len() < 300), "a cost should be one line of readable length");

@@ -16,6 +16,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::Profile;
+use vramlab::output::{Existing, OutputFile};
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
 const HOST_BOUND: f64 = 0.1;
@@ -56,7 +57,7 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
         );
     }
     base.program_ns_per_call = mean(&rows);
-    profile::write(&base, &args.out)?;
+    profile::write(&base, OutputFile::create(&args.out, Existing::Replace)?)?;
     let mut page = page(&rows, base.program_ns_per_call);
     let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
     page.next(&command("experiments", &next));

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use terminal::{Bar, Cell, Column, Page};
 use vramlab::Bytes;
-use vramlab::output::{self, Existing};
+use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
 pub(crate) struct TruthArgs {
@@ -72,9 +72,7 @@ struct Pair {
 
 /// Compares each program of the folders.
 pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
-    if let Some(out) = &args.out {
-        output::check(out, Existing::Replace)?;
-    }
+    let out = args.out.as_deref().map(|out| OutputFile::create(out, Existing::Replace)).transpose()?;
     let mut programs: BTreeMap<String, Vec<Run>> = BTreeMap::new();
     for folder in &args.folders {
         for path in json_files(folder)? {
@@ -102,11 +100,11 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
             folders.join(", ")
         );
     }
-    if let Some(out) = &args.out {
+    if let Some(out) = out {
         let mut writer = csv::Writer::from_writer(Vec::new());
         pairs.iter().try_for_each(|pair| writer.serialize(pair))?;
         let text = writer.into_inner().context("cannot write the table")?;
-        output::write(out, Existing::Replace, text)?;
+        out.fill(text)?;
     }
     if args.json { terminal::print_json(&pairs) } else { page(&pairs).print() }
 }

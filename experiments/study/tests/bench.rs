@@ -81,6 +81,18 @@ fn the_table_has_a_line_for_each_case() {
 }
 
 #[test]
+fn in_a_pipe_each_finished_case_is_a_line() {
+    let output = bench(&["--case", "pair/512,pair/65536", "--repeats", "2", "--alloc", "naive,caching"]);
+    assert!(output.status.success(), "{output:?}");
+    let stderr = text(&output.stderr);
+    let mut lines: Vec<&str> = stderr.lines().filter(|line| !line.starts_with("warning")).collect();
+    assert_eq!(lines.remove(0), "repeat   1 of 2 done");
+    lines.sort_unstable();
+    let cases = ["pair/512 caching", "pair/512 naive", "pair/65536 caching", "pair/65536 naive"];
+    assert_eq!(lines, cases.map(|case| format!("done     {case}")));
+}
+
+#[test]
 fn bad_input_is_one_line() {
     for (arguments, word) in [
         (&["--case", "pear"][..], "no case begins with 'pear'; there are history/"),

@@ -54,6 +54,29 @@ fn compare_has_a_row_for_each_arm() {
 }
 
 #[test]
+fn compare_calls_nobody_the_fastest_where_all_are_equal() {
+    let place = Place::new();
+    let told = compare(&place, &["--arm", "--alloc caching", "--arm", "--alloc caching"], &["--epochs", "3"]).ok();
+    assert!(told.stdout.contains("'caching' and 'caching' are equally fast; "), "{}", told.stdout);
+    assert!(!told.stdout.contains("fastest"), "{}", told.stdout);
+    let arms = ["--arm", "--alloc caching", "--arm", "--alloc naive", "--arm", "--alloc caching"];
+    let told = compare(&place, &arms, &["--epochs", "3"]).ok().stdout;
+    assert!(told.contains("'caching' and 'caching' are equally the fastest; 'naive' takes "), "{told}");
+}
+
+#[test]
+fn completions_are_there_for_each_program() {
+    let place = Place::new();
+    for (program, word) in [(&[][..], "fidelity"), (&["trainer"], "allocators"), (&["vramlab"], "capacity")] {
+        for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+            let script = place.run(&[program, &["completions", shell]].concat()).ok().stdout;
+            assert!(script.contains(word), "{program:?} {shell}");
+        }
+        assert_eq!(place.run(&[program, &["completions", "csh"]].concat()).code, Some(2));
+    }
+}
+
+#[test]
 fn compare_takes_allocators_and_the_usual_options_by_name() {
     let place = Place::new();
     let usual = ["--device", "sim", "--dataset", "iris", "--hidden", "7", "--layers", "2", "--batch", "10"];

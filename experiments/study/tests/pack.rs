@@ -5,7 +5,7 @@
 mod common;
 
 use common::experiment::{IDS, SMALL, json_at};
-use common::{Place, names};
+use common::{Place, Ran, names};
 use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -66,6 +66,25 @@ fn sha256(bytes: &[u8]) -> String {
 
 fn bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     names(folder).into_iter().map(|name| (name.clone(), std::fs::read(folder.join(name)).unwrap())).collect()
+}
+
+#[test]
+fn of_programs_that_pack_into_one_folder_one_does() {
+    use std::process::Stdio;
+    let place = recorded();
+    for (verb, from, to) in [("pack", "out", "packed"), ("unpack", "packed", "back")] {
+        let start = || {
+            let mut program = place.process(&[verb, from, "-o", to]);
+            program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let programs: Vec<_> = (0..6).map(|_| start()).collect();
+        let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
+        let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+        assert_eq!(won.len(), 1, "{verb}: {lost:#?}");
+        lost.iter().for_each(|lost| lost.refused(2, &[&format!("{to}/small is there already")]));
+        assert_eq!(names(&place.at(to)), ["small"], "{verb}");
+    }
+    assert_eq!(contents(&place.at("out/small")), contents(&place.at("back/small")));
 }
 
 #[test]

@@ -67,6 +67,28 @@ fn shards_put_together_are_the_whole() {
 }
 
 #[test]
+fn of_runners_that_begin_at_once_one_works() {
+    use std::process::Stdio;
+    let place = Place::new();
+    place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 200"));
+    let start = || {
+        let mut runner = place.process(&["run", "small.toml", "--device", "sim", "-o", "out"]);
+        runner.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let runners: Vec<_> = (0..6).map(|_| start()).collect();
+    let ran = runners.into_iter().map(|runner| Ran::of(runner.wait_with_output().unwrap()));
+    let (done, refused): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    // One that comes after the first has ended finds all runs done.
+    assert!(!done.is_empty());
+    refused.iter().for_each(|ran| ran.refused(2, &["another run is at work in", "out/small", "with -o"]));
+    let runs = runs(&place, "out");
+    assert_eq!(runs.keys().collect::<Vec<_>>(), IDS);
+    for text in runs.values() {
+        assert_eq!(serde_json::from_str::<Value>(text).unwrap()["status"], "done");
+    }
+}
+
+#[test]
 fn a_second_runner_leaves_the_first_alone() {
     let place = Place::new();
     place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));

@@ -82,6 +82,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
     place.write("small.toml", SMALL);
     place.run(&["run", "missing.toml"]).refused(2, &["cannot read missing.toml"]);
     place.run(&["run", "no-such-spec"]).refused(2, &["there is no spec 'no-such-spec'", "width"]);
+    place.run(&["run", "widht"]).refused(2, &["there is no spec 'widht'", "; did you mean 'width'? There are "]);
     for arguments in [&["--shard", "3/2"][..], &["--device", "tpu"], &["--nonsense"]] {
         let ran = place.run(&[&["run", "small.toml"], arguments].concat());
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");

@@ -112,13 +112,7 @@ impl Session<'_> {
         let mut patience = patience;
         let mut deadline = None;
         for attempt in 1.. {
-            let mut target = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(part)
-                .map_err(Failure::Cache)?;
+            let mut target = open_part(part).map_err(Failure::Cache)?;
             let start = target.metadata().map_err(Failure::Cache)?.len();
             let outcome = self.transfer(url, file, (&mut target, start), patience, &mut deadline, progress);
             match outcome {
@@ -225,6 +219,20 @@ impl Session<'_> {
         })();
         progress.download_finish();
         outcome
+    }
+}
+
+/// Opens a `.part`, or makes it. What is no regular file is none of ours: a link would lead to a file that nobody named.
+fn open_part(part: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW);
+    let is_other = || part.symlink_metadata().is_ok_and(|there| !there.is_file());
+    match options.open(part) {
+        Ok(target) if target.metadata()?.is_file() => Ok(target),
+        Err(error) if !is_other() => Err(error),
+        _ => Err(io::Error::new(io::ErrorKind::AlreadyExists, "it is no regular file; remove it")),
     }
 }
 

@@ -15,10 +15,10 @@ use serde_json::Value;
 use std::cell::Cell;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, ErrorKind, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::SystemTime;
 use vramlab::instruments::Traced;
-use vramlab::output::{Existing, OutputError, OutputFile, Reserve};
+use vramlab::output::{Existing, OutputError, OutputFile, OwnFolder, Reserve};
 
 /// Room that is kept for what a summary grows by from one time to the next.
 const GROWTH: u64 = 64 << 10;
@@ -26,9 +26,7 @@ const GROWTH: u64 = 64 << 10;
 /// The directory of a record.
 #[derive(Debug)]
 pub struct RecordWriter {
-    directory: PathBuf,
-    /// Whether the directory is ours and not one that was there.
-    made: bool,
+    folder: OwnFolder,
     /// Whether there has been a summary.
     begun: bool,
     /// Room for the next summary.
@@ -43,53 +41,51 @@ fn failed(path: &Path, needed: u64) -> impl FnOnce(io::Error) -> TrainError {
 }
 
 impl RecordWriter {
-    /// Makes the directory: `out`, which must be new or empty, or a new one under `runs/`.
+    /// Makes the directory: `out`, which must be new or empty, or a new one under `runs/`. Of several programs that name one
+    /// directory at the same time, one gets it.
     ///
     /// # Errors
     /// [`TrainError::Input`] when it holds something or cannot be made, [`TrainError::Output`] when the disk is full;
     /// then nothing is left.
     pub fn create(out: Option<&Path>, stamp: &str, label: &str) -> Result<Self> {
         if let Some(path) = out {
-            let made = !path.exists();
-            if made {
-                std::fs::create_dir_all(path).map_err(|error| refused(path, error))?;
-            } else if let Some(holds) = what_it_holds(path) {
-                return Err(TrainError::Input(format!(
-                    "{} exists already{holds}; choose another directory with --out, or remove it",
-                    path.display()
-                )));
-            }
-            return Self::open(path.to_owned(), made);
+            let (folder, steps) = OwnFolder::take(path, STEPS).map_err(|error| match error.kind() {
+                ErrorKind::AlreadyExists => TrainError::Input(format!(
+                    "{} exists already{}; choose another directory with --out, or remove it",
+                    path.display(),
+                    what_it_holds(path)
+                )),
+                _ => refused(path, error),
+            })?;
+            return Self::begin(folder, steps);
         }
-        let base = Path::new("runs");
-        std::fs::create_dir_all(base).map_err(|error| refused(base, error))?;
         for attempt in 1.. {
             let suffix = if attempt == 1 { String::new() } else { format!("-{attempt}") };
-            let path = base.join(format!("{stamp}-{label}{suffix}"));
-            match std::fs::create_dir(&path) {
-                Ok(()) => return Self::open(path, true),
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            let path = Path::new("runs").join(format!("{stamp}-{label}{suffix}"));
+            match OwnFolder::take(&path, STEPS) {
+                Ok((folder, steps)) => return Self::begin(folder, steps),
+                Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
                 Err(error) => return Err(refused(&path, error)),
             }
         }
         unreachable!("an unused name is found before the numbers run out")
     }
 
-    fn open(directory: PathBuf, made: bool) -> Result<Self> {
-        let mut record = Self { directory, made, begun: false, reserve: None, incomplete: Cell::new(false) };
+    /// Begins the record in a folder that is this program's alone.
+    fn begin(folder: OwnFolder, mut steps: File) -> Result<Self> {
+        let mut record = Self { folder, begun: false, reserve: None, incomplete: Cell::new(false) };
         let opened = (|| {
-            let mut steps = OpenOptions::new().write(true).create_new(true).open(record.directory.join(STEPS))?;
             writeln!(
                 steps,
                 "epoch,step,rows,loss,host_ns,driver_allocations,reserved_bytes,allocated_bytes,active_bytes,\
                  requested_bytes"
             )?;
-            Reserve::keep(&record.directory, GROWTH)
+            Reserve::keep(record.directory(), GROWTH)
         })();
         match opened {
             Ok(reserve) => record.reserve = Some(reserve),
             Err(error) => {
-                let refused = refused(&record.directory, error);
+                let refused = refused(record.directory(), error);
                 record.take_back();
                 return Err(refused);
             }
@@ -100,17 +96,13 @@ impl RecordWriter {
     /// Removes a record in which nothing was recorded, so that the same command can be given again.
     fn take_back(&mut self) {
         self.reserve = None;
-        // Whatever of it cannot be removed is empty; the error that led here is the one to tell.
-        let _ = std::fs::remove_file(self.directory.join(STEPS));
-        if self.made {
-            let _ = std::fs::remove_dir(&self.directory);
-        }
+        self.folder.give_back();
     }
 
     /// The directory.
     #[must_use]
     pub fn directory(&self) -> &Path {
-        &self.directory
+        self.folder.path()
     }
 
     /// Whether something could not be appended to the record.
@@ -124,7 +116,7 @@ impl RecordWriter {
     /// # Errors
     /// [`TrainError::Output`] when the file cannot be written. If it is the first, the record is removed.
     pub fn write_summary(&mut self, summary: &Summary) -> Result<()> {
-        let path = self.directory.join(SUMMARY);
+        let path = self.directory().join(SUMMARY);
         let mut text = serde_json::to_string_pretty(summary).map_err(|error| failed(&path, 0)(error.into()))?;
         text.push('\n');
         // The last one waits for the disk.
@@ -143,7 +135,7 @@ impl RecordWriter {
         let next = text.len() as u64 + GROWTH;
         self.reserve = match self.reserve.take() {
             _ if ended => None,
-            None => Reserve::keep(&self.directory, next).ok(),
+            None => Reserve::keep(self.directory(), next).ok(),
             // With less than is wanted, most of what may come still goes.
             Some(mut reserve) => {
                 let _ = reserve.extend(next);
@@ -235,7 +227,7 @@ impl RecordWriter {
         if self.incomplete.get() {
             return Ok(());
         }
-        let path = self.directory.join(name);
+        let path = self.directory().join(name);
         let mut needed = 0;
         let appended = (|| {
             let file = OpenOptions::new().create(true).append(true).open(&path)?;
@@ -268,13 +260,10 @@ fn refused(path: &Path, error: io::Error) -> TrainError {
     }
 }
 
-/// What lies where a record is to be: `None` in an empty directory, else words for a message.
-fn what_it_holds(path: &Path) -> Option<String> {
+/// What lies where a record is to be, in words for a message.
+fn what_it_holds(path: &Path) -> String {
     // More than any summary.
     const MOST: u64 = 64 << 20;
-    if path.read_dir().is_ok_and(|mut entries| entries.next().is_none()) {
-        return None;
-    }
     let summary = File::open(path.join(SUMMARY)).and_then(|file| {
         let mut text = String::new();
         file.take(MOST).read_to_string(&mut text).map(|_| text)
@@ -285,9 +274,11 @@ fn what_it_holds(path: &Path) -> Option<String> {
         Some("failed") => "failed",
         Some("interrupted") => "was interrupted",
         Some("running") => "is under way or was killed",
-        _ => return Some(String::new()),
+        // A run that begins has no summary yet.
+        _ if path.join(STEPS).is_file() => "begins at this moment or was killed",
+        _ => return String::new(),
     };
-    Some(format!(" and holds a run that {how}"))
+    format!(" and holds a run that {how}")
 }
 
 fn replace(path: &Path, text: &str, sync: bool) -> std::result::Result<(), OutputError> {

@@ -34,9 +34,13 @@ fn asked(summary: &Summary, last: Option<LastAllocation>) -> String {
         Some(LastAllocation::Step { epoch: 1, step }) => format!("never after step {step}"),
         Some(LastAllocation::Validation { epoch: 1 }) => "never after the first validation".to_owned(),
         Some(LastAllocation::Step { epoch, .. } | LastAllocation::Validation { epoch }) => {
-            let calls = summary.epochs.iter().find(|record| record.epoch == epoch).map(|record| &record.driver_calls);
-            let of_it = calls.map_or(0, |calls| calls.driver_allocations());
-            format!("{} of them in epoch {epoch}", grouped(of_it))
+            match summary.epochs.iter().find(|record| record.epoch == epoch) {
+                Some(record) => {
+                    format!("{} of them in epoch {epoch}", grouped(record.driver_calls.driver_allocations()))
+                }
+                // The calls of an epoch are counted at its end.
+                None => format!("the last in epoch {epoch}, which was cut short"),
+            }
         }
     };
     format!("{name} asked the driver for memory {times}, {until}")

@@ -46,6 +46,12 @@ impl Bar {
         self.0.inc(steps);
     }
 
+    /// Whether it is on a screen.
+    #[must_use]
+    pub fn is_drawn(&self) -> bool {
+        !self.0.is_hidden()
+    }
+
     /// Writes a line above the bar.
     pub fn say(&self, text: &str) {
         // A bar that is drawn must make room; without one the line goes out as it is.

@@ -10,6 +10,8 @@ pub const OK: u8 = 0;
 pub const FAILED: u8 = 1;
 /// The input was bad: arguments, data files, a profile, a device or a library that is not there.
 pub const BAD_INPUT: u8 = 2;
+/// There is no answer that mends it, where the command line asks for a code that says so.
+pub const UNMENDED: u8 = 3;
 /// It was interrupted from the keyboard (128 + SIGINT). By another signal the code is 128 and that signal's number: 143 for
 /// SIGTERM, 129 for SIGHUP.
 pub const INTERRUPTED: u8 = 130;

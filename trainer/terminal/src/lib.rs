@@ -5,6 +5,7 @@
 
 pub mod arguments;
 mod bar;
+mod completions;
 mod duration;
 mod escape;
 pub mod exit;
@@ -14,6 +15,7 @@ pub mod signals;
 mod table;
 
 pub use bar::Bar;
+pub use completions::{Completions, completions};
 pub use duration::duration;
 pub use escape::visible;
 pub use exit::RuntimeFailure;
@@ -33,10 +35,15 @@ const LABEL: usize = 9;
 /// The exit code after a fault of the program, as Rust's own.
 const FAULT: i32 = 101;
 
-/// Writes to standard output what has been made visible. A full disk behind it is no fault of the input.
+/// Writes to standard output what has been made visible.
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    match writeln!(out, "{}", text.trim_end()).and_then(|()| out.flush()) {
+    written(writeln!(out, "{}", text.trim_end()))
+}
+
+/// How standard output took what was written to it. A full disk behind it is no fault of the input.
+fn written(outcome: std::io::Result<()>) -> Result<()> {
+    match outcome.and_then(|()| std::io::stdout().flush()) {
         // A reader that went away (`| head`) has what it wanted.
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
             Err(RuntimeFailure::new(format_args!("cannot write to stdout: {error}")).into())
@@ -110,8 +117,8 @@ pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
             // Arguments are quoted in it.
             write_err(&escape::visible_lines(&error.to_string()));
         } else {
-            // Help in the style of the terminal; nothing of it comes from outside. A reader may go away.
-            let _ = error.print();
+            // Help in the style of the terminal; nothing of it comes from outside.
+            std::process::exit(exit::end(written(error.print())).into());
         }
         std::process::exit(error.exit_code())
     })

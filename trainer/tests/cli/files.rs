@@ -55,6 +55,28 @@ fn a_start_file_replaces_regular_files_alone() {
 }
 
 #[test]
+fn of_runs_that_name_one_folder_at_once_one_gets_it() {
+    for round in 0..10 {
+        let place = Place::new();
+        if round % 2 == 0 {
+            std::fs::create_dir(place.at("record")).unwrap();
+        }
+        let arguments = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "2", "--out", "record"];
+        let start = || {
+            let mut run = place.process(&arguments);
+            run.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap()
+        };
+        let runs: Vec<_> = (0..6).map(|_| start()).collect();
+        let runs = runs.into_iter().map(|run| Ran::of_output(run.wait_with_output().unwrap()));
+        let (won, lost): (Vec<Ran>, Vec<Ran>) = runs.partition(|run| run.code == Some(0));
+        assert_eq!(won.len(), 1, "{lost:#?}");
+        lost.iter().for_each(|lost| lost.refused(&["record exists already", "choose another directory with --out"]));
+        assert_eq!(read_json(&place.at("record/summary.json"))["status"], "finished");
+        assert_eq!(column(&place.at("record/steps.csv"), "step").len(), 4);
+    }
+}
+
+#[test]
 fn a_run_that_is_refused_leaves_the_start_file_that_was_there() {
     let place = Place::new();
     place.write("start", "old");

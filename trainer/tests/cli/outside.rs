@@ -144,4 +144,14 @@ fn a_full_disk_behind_stdout_is_an_error() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(stderr.contains("error: cannot write to stdout"), "{stderr}");
     assert_eq!(read_json(&place.at("record/summary.json"))["status"], "finished");
+    for arguments in [&["--help"][..], &["--version"], &["start", "-h"], &["completions", "bash"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = place.process(arguments).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {stderr}");
+        assert!(
+            stderr.lines().count() == 1 && stderr.starts_with("error: cannot write to stdout: No space"),
+            "{stderr}"
+        );
+    }
 }

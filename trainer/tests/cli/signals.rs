@@ -43,6 +43,23 @@ fn a_signal_ends_a_run_in_order() {
 }
 
 #[test]
+fn an_epoch_that_was_cut_short_is_said_to_be() {
+    let place = Place::new();
+    let run = Background::start(&place, &[&LONG[..], &["--alloc", "naive", "--out", "record"]].concat());
+    run.wait_for("epoch  1 ");
+    std::thread::sleep(Duration::from_millis(50));
+    run.signal("-INT");
+    let (status, stdout, lines) = run.end();
+    assert_eq!(status.code(), Some(130), "{lines:?}");
+    let epochs = read_json(&place.at("record/summary.json"))["epochs"].as_array().unwrap().len();
+    let steps = column(&place.at("record/steps.csv"), "loss").len();
+    assert!(!stdout.contains(", 0 of them"), "{stdout}");
+    // A signal may come exactly between two epochs.
+    let cut = format!("the last in epoch {}, which was cut short", epochs + 1);
+    assert!(steps == 125 * epochs || stdout.replace('\n', " ").contains(&cut), "{stdout}");
+}
+
+#[test]
 fn a_second_signal_ends_a_run_that_does_not_end() {
     let place = Place::new();
     // One step takes many seconds.

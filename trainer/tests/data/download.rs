@@ -187,6 +187,23 @@ fn a_part_of_something_else_is_thrown_away() {
     assert_eq!(starts(&with_part(&[9; 5000], ranges)), [Some(5000), None]);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_part_that_is_a_link_is_not_followed() {
+    for target in ["mine", "absent"] {
+        let cache = TempDir::new().unwrap();
+        let (mine, part) = (cache.path().join("mine"), cache.path().join(format!("{}.gz.part", NAMES[0])));
+        fs::write(&mine, "mine").unwrap();
+        std::os::unix::fs::symlink(target, &part).unwrap();
+        let server = serve(packed(), ranges);
+        let sources = sources(cache.path(), &[&server.url]);
+        let error = load_with(&request(DatasetName::Mnist, None), &sources, &Silent).unwrap_err().to_string();
+        assert!(error.contains(".gz.part") && error.contains("it is no regular file; remove it"), "{error}");
+        assert_eq!(fs::read(&mine).unwrap(), b"mine");
+        assert!(fs::read_link(&part).unwrap() == std::path::Path::new(target) && !cache.path().join("absent").exists());
+    }
+}
+
 #[test]
 fn a_dropped_connection_is_taken_up_again() {
     let asked = with_part(&[], drops);

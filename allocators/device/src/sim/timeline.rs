@@ -222,8 +222,8 @@ mod tests {
         for _ in 0..3 {
             time.enqueue(stream, 0, 10, 0);
         }
-        // The third had to wait for the first.
-        assert_eq!(time.now_ns(), 10);
+        // The third had to wait for the first, and that counts as blocked.
+        assert_eq!((time.now_ns(), time.blocked_ns()), (10, 10));
     }
 
     #[test]

@@ -15,6 +15,9 @@ const BUFFER: usize = 1 << 18;
 /// Memory that unpacking xz takes at most where an eighth of the budget is not more: twice what `xz -9` asks for.
 const XZ_MEMORY: u64 = 128 << 20;
 
+/// The mark of the byte order in UTF-8.
+const MARK: &[u8] = b"\xef\xbb\xbf";
+
 /// A reader that knows how far it is.
 pub(crate) struct Input<'a> {
     source: Box<dyn Read + 'a>,
@@ -32,7 +35,7 @@ pub(crate) struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// Reads `source`, which is unpacked if it begins like a gzip or xz file.
+    /// Reads `source`, which is unpacked if it begins like a gzip or xz file, after the mark of the byte order if there is one.
     pub(crate) fn new(source: Box<dyn Read + 'a>, budget: &Budget) -> Result<Self, ReadError> {
         let mut unpacking = budget.claim();
         let io = |error| ReadError::at(Place::Whole, Problem::Io(error));
@@ -62,7 +65,12 @@ impl<'a> Input<'a> {
         } else {
             Box::new(whole)
         };
-        Ok(Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking, broken: None })
+        let mut input = Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking, broken: None };
+        // Editors on Windows put a mark of the byte order before text; no format has one.
+        if input.ensure(MARK.len())? && input.buffered().starts_with(MARK) {
+            input.advance(MARK.len());
+        }
+        Ok(input)
     }
 
     /// Fails if the compressed data broke off, for formats that do not tell by their content whether they are whole.

@@ -84,7 +84,7 @@ pub fn jsonl_placements(path: &Path) -> std::io::Result<Vec<BlockPlace>> {
     let mut out = Vec::new();
     for (number, text) in BufReader::new(source).lines().enumerate() {
         let text = text?;
-        let line: Placement<'_> = serde_json::from_str(&text)
+        let line: Placement<'_> = serde_json::from_str(text.trim_start_matches('\u{feff}'))
             .map_err(|error| Error::new(ErrorKind::InvalidData, format!("line {} is no event: {error}", number + 1)))?;
         if line.action == "alloc" {
             let path = Served::ALL.into_iter().find(|path| path.name() == line.path);

@@ -45,7 +45,6 @@ impl<'r, 'i> Lines<'r, 'i> {
                 let bytes = &self.input.buffered()[..length];
                 let text = std::str::from_utf8(bytes)
                     .map_err(|_| ReadError::content(place, "the line is not UTF-8; save the file as plain text"))?;
-                let text = if self.number == 1 { text.trim_start_matches('\u{feff}') } else { text };
                 return Ok(Some(text.trim_end_matches('\r')));
             }
         }

@@ -28,7 +28,7 @@ pub(super) struct Reader {
 pub(super) struct Start<'a> {
     /// As it is.
     pub(super) bytes: &'a [u8],
-    /// As text, without a mark of the byte order and white space; the last line may be cut.
+    /// As text, without white space before it; the last line may be cut.
     pub(super) text: &'a str,
 }
 

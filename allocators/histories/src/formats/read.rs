@@ -95,7 +95,7 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     // However little a pipe gives at once; less is there when the file is shorter.
     input.ensure(lines::LONGEST_LINE)?;
     let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
-    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes).trim_ascii_start();
+    let text = bytes.trim_ascii_start();
     if text.starts_with(b"[") {
         return Err(ReadError::content(
             Place::Byte(0),

@@ -11,7 +11,9 @@
 //! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory is not the pool's: it
 //! belongs to the graph, and the device accounts for it ([`Stats::graph_memory`]). Reserved bytes and the ledger do not
 //! hold it, so that in a capture active bytes can exceed reserved ones. While any capture is open a refused request is not
-//! tried again, because that would take a synchronise.
+//! tried again, because that would take a synchronise. Whether a block is the graph's or the pool's is asked of the driver: a
+//! capture that only this allocator knows of takes from the pool. Memory of graphs of which it knows nothing stays with the
+//! driver, which keeps it for the next graph; [`trim`](DeviceAllocator::trim) does not ask for it, at the price of calls for nothing.
 //!
 //! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
 //! *Bad at* explaining itself: there are two counters and no blocks to look at.
@@ -107,6 +109,8 @@ struct LiveBlock {
 /// What a capture keeps.
 #[derive(Debug, Default)]
 struct Kept {
+    /// Whether the driver captures the stream too.
+    begun: bool,
     /// Blocks that were allocated in it and that the client holds.
     own: BTreeSet<DeviceAddr>,
     /// Blocks from before whose free waits for its end.
@@ -264,6 +268,14 @@ impl StreamOrdered {
         }))
     }
 
+    /// Whether a request on `stream` becomes a part of a graph: the driver is asked until it says so, once for each capture.
+    fn is_of_graph(&self, stream: StreamId) -> Result<bool, DriverError> {
+        let mut state = self.lock();
+        let Some(kept) = state.captures.open_on(stream) else { return Ok(false) };
+        kept.begun = kept.begun || self.driver.stream_is_capturing(stream)?;
+        Ok(kept.begun)
+    }
+
     /// The account of graphs' memory, once there has been a capture.
     fn read_graph_memory(&self, state: &mut State) {
         if state.graph_memory.is_some()
@@ -302,6 +314,7 @@ impl DeviceAllocator for StreamOrdered {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
         let bytes = request.bytes;
+        let captured = self.is_of_graph(stream)?;
         let (addr, path) = match self.pools().mem_alloc_async(self.pool, bytes, stream) {
             Ok(addr) => (addr, Path::Pool),
             Err(error) if error.is_out_of_memory() && !self.lock().captures.all_ended() => {
@@ -323,7 +336,9 @@ impl DeviceAllocator for StreamOrdered {
         };
         let mut state = self.lock();
         state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
-        let captured = state.captures.open_on(stream).map(|kept| kept.own.insert(addr)).is_some();
+        if captured && let Some(kept) = state.captures.open_on(stream) {
+            kept.own.insert(addr);
+        }
         state.captured += if captured { bytes } else { 0 };
         state.stats.num_device_alloc += 1;
         // The pool's rounding is not visible, so active bytes are what was requested.

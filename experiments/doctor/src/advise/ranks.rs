@@ -31,6 +31,13 @@ pub(super) struct Ranks {
     worst: Advice,
 }
 
+impl Ranks {
+    /// Whether every history runs under some setting.
+    pub(super) fn mends(&self) -> bool {
+        self.settings.iter().any(|setting| !setting.out_of_memory && !setting.over_limit)
+    }
+}
+
 /// One history.
 #[derive(Debug, Serialize)]
 struct Rank {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use std::path::Path;
 use terminal::duration;
 use terminal::{Cell, Column, Page, command, quoted};
-use vramlab::output::{self, Existing};
+use vramlab::output::OutputFile;
 use vramlab::{Bytes, DeviceDescription};
 
 /// Measurements of one device; the keys are described in `analysis/schema.md`.
@@ -31,10 +31,10 @@ pub(crate) struct Measurements {
 
 impl Measurements {
     /// Writes them as JSON.
-    pub(crate) fn write(&self, path: &Path) -> Result<()> {
+    pub(crate) fn write(&self, out: OutputFile) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
         text.push('\n');
-        Ok(output::write(path, Existing::Replace, text)?)
+        Ok(out.fill(text)?)
     }
 
     /// Both tables, what they say, and the run that uses the profile.

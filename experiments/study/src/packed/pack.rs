@@ -122,15 +122,11 @@ pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     if let Some(unused) = (0..args.leave_out.len()).find(|at| all.iter().all(|packed| !packed.found.contains(at))) {
         bail!("--leave-out {}: no run has that", args.leave_out[unused].text);
     }
-    super::make_room(&args.out, all.iter().map(|packed| &packed.name))?;
-    for packed in &all {
-        super::publish(&args.out, &packed.name, |part| {
-            Ok(packed
-                .files
-                .iter()
-                .try_for_each(|(name, bytes)| output::write(&part.join(name), Existing::Refuse, bytes))?)
-        })?;
-    }
+    let named = super::by_name(all.iter().map(|packed| (packed.name.clone(), packed)))?;
+    super::publish(&args.out, &named, |packed, part| {
+        let write = |(name, bytes): &(&str, Vec<u8>)| output::write(&part.join(name), Existing::Refuse, bytes);
+        Ok(packed.files.iter().try_for_each(write)?)
+    })?;
     let after = |packed: &Packed| packed.files.iter().map(|(_, bytes)| bytes.len()).sum::<usize>();
     let table = table(
         &all,

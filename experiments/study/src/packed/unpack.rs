@@ -36,13 +36,11 @@ pub(crate) fn unpack(args: &UnpackArgs) -> Result<()> {
             let manifest = manifest::read(&folder)?;
             let name = manifest.experiment["name"].as_str().filter(|name| is_plain(name));
             let name = name.with_context(|| format!("{}: the experiment has no name", folder.display()))?.to_owned();
-            all.push((folder, name));
+            all.push((name, folder));
         }
     }
-    super::make_room(&args.out, all.iter().map(|(_, name)| name))?;
-    for (folder, name) in &all {
-        super::publish(&args.out, name, |part| to_folder(folder, part))?;
-    }
+    let all = super::by_name(all)?;
+    super::publish(&args.out, &all, |folder, part| to_folder(folder, part))?;
     let mut page = Page::stdout();
     super::end(&mut page, all.len(), "unpacked", &args.out);
     page.print()

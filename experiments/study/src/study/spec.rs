@@ -10,6 +10,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use vramlab::DeviceKind;
 use vramlab::input::{WRITTEN, read_text};
+use vramlab::settings::Meant;
 
 /// Files of a run that a spec may keep.
 pub(crate) const KEEPABLE: [&str; 10] = [
@@ -374,7 +375,9 @@ pub(crate) fn find(text: &str, specs: Option<&Path>) -> Result<Source> {
     let folder = folder(specs)?;
     let path = folder.join(format!("{text}.toml"));
     if !path.is_file() {
-        bail!("there is no spec '{text}' in {}; there are {}", folder.display(), names(&folder)?.join(", "));
+        let names = names(&folder)?;
+        let among: Vec<&str> = names.iter().map(String::as_str).collect();
+        bail!("there is no spec '{text}' in {}{}", folder.display(), Meant { name: text, among: &among });
     }
     Source::read(&path)
 }
