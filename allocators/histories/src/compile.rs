@@ -30,15 +30,18 @@ mod room;
 mod segments;
 mod sizes;
 mod slots;
+mod soundness;
 mod streams;
 mod timeline;
 mod transcript;
 mod windows;
 
+pub use self::soundness::Soundness;
+
 use self::beginning::LookBack;
-use self::transcript::{Transcript, wrong};
+use self::transcript::Transcript;
 use crate::formats::{Event, Segment, SegmentBlock};
-use crate::history::{Beginning, History, Kind, Op, ReplayError, StartBlock};
+use crate::history::{Beginning, History, Kind, Op, ReplayError};
 use vramlab_device::budget::Budget;
 use vramlab_policies::backends::CachingSettings;
 
@@ -122,10 +125,8 @@ impl HistoryBuilder {
         let Self { mut transcript, ending, complete, breaks_off } = self;
         transcript.end(breaks_off)?;
         transcript.make_room_to_finish(ending.as_deref())?;
-        if let Some(unknown) = transcript.unknown.first().filter(|_| complete) {
-            let StartBlock { requested, addr, .. } = unknown.block;
-            let what = format!("free of {requested} bytes at {addr:#x}, which were never allocated");
-            return Err(wrong(unknown.number, what));
+        if complete {
+            transcript.check_complete()?;
         }
         // Stage 2: what was held before the first event.
         let LookBack { mut beginning, names, unseen } = LookBack::of(&mut transcript, ending)?;

@@ -13,6 +13,7 @@
 mod before;
 mod contents;
 mod events;
+mod gaps;
 mod leftover;
 mod levels;
 mod lifetimes;
@@ -31,8 +32,8 @@ pub use pool::{Pool, Segment};
 pub use rules::Rules;
 
 use crate::formats::{Action, Origin, StackId};
-use pool::Holes;
-use std::collections::{BTreeMap, BTreeSet};
+use gaps::{Gap, Gaps};
+use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// The index of an event that was before the first.
@@ -72,15 +73,6 @@ pub(crate) struct NewBlock {
     pub(crate) origin: Origin,
 }
 
-/// A free block.
-#[derive(Clone, Copy, Debug)]
-struct Gap {
-    bytes: u64,
-    pool: Pool,
-    /// Whether its segment is.
-    expandable: bool,
-}
-
 /// What adds up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
@@ -108,10 +100,10 @@ pub struct Memory {
     rules: Rules,
     segments: BTreeMap<u64, Segment>,
     blocks: BTreeMap<u64, Block>,
-    gaps: BTreeMap<u64, Gap>,
-    holes: Holes,
-    /// Addresses of blocks that were freed and wait.
-    waiting: BTreeSet<u64>,
+    /// What is free.
+    gaps: Gaps,
+    /// What would be free if no free waited.
+    gaps_with_pending: Gaps,
     totals: Totals,
     /// Blocks outside of all segments.
     outside: usize,
@@ -133,9 +125,8 @@ impl Memory {
             rules,
             segments: BTreeMap::new(),
             blocks: BTreeMap::new(),
-            gaps: BTreeMap::new(),
-            holes: Holes::default(),
-            waiting: BTreeSet::new(),
+            gaps: Gaps::default(),
+            gaps_with_pending: Gaps::default(),
             totals: Totals::default(),
             outside: 0,
             near: StackId::default(),
@@ -172,17 +163,16 @@ impl Memory {
     pub fn copy(&self) -> Result<Self, OverBudget> {
         // Nodes of a map that was copied are two thirds full.
         let blocks = self.blocks.len() * size_of::<(u64, Block)>();
-        let gaps = self.gaps.len() * size_of::<(u64, Gap, u64, u32)>();
+        let gaps = (self.gaps.len() + self.gaps_with_pending.len()) * size_of::<(u64, Gap, u64, u32)>();
         let segments = self.segments.len() * size_of::<(u64, Segment)>();
         let mut claim = self.budget.claim();
-        claim.add((blocks + gaps + segments + self.waiting.len() * size_of::<u64>()) / 2 * 3)?;
+        claim.add((blocks + gaps + segments) / 2 * 3)?;
         Ok(Self {
             rules: self.rules.clone(),
             segments: self.segments.clone(),
             blocks: self.blocks.clone(),
             gaps: self.gaps.clone(),
-            holes: self.holes.clone(),
-            waiting: self.waiting.clone(),
+            gaps_with_pending: self.gaps_with_pending.clone(),
             budget: self.budget.clone(),
             claim,
             ..*self
@@ -205,7 +195,12 @@ impl Memory {
             Action::FreeRequested if at_once => self.free(addr),
             Action::FreeCompleted if at_once => {}
             Action::FreeRequested => self.request_free(addr, index),
-            Action::FreeCompleted => self.free(addr),
+            // Of a block that was not freed only the whole of it goes.
+            Action::FreeCompleted => {
+                if self.blocks.get(&addr).is_some_and(|block| block.pending.is_some() || block.requested == bytes) {
+                    self.free(addr);
+                }
+            }
             Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => {
                 let expandable = event.action == Action::SegmentMap;
                 let small = self.rules.is_small_segment(addr, bytes, expandable);
@@ -244,7 +239,8 @@ impl Memory {
             }
         }
         self.segments.insert(start, whole);
-        self.free_range(addr, made.bytes, (start, whole));
+        self.gaps.give(addr, made.bytes, (start, whole));
+        self.gaps_with_pending.give(addr, made.bytes, (start, whole));
         Ok(())
     }
 
@@ -256,19 +252,8 @@ impl Memory {
         while let Some((&at, _)) = self.blocks.range(from..to).next() {
             self.forget(at);
         }
-        let first = self.gap_to(from).map_or(from, |(at, _)| at);
-        for (at, gap) in self.gaps.range(first..to).map(|(at, gap)| (*at, *gap)).collect::<Vec<_>>() {
-            if at + gap.bytes <= from {
-                continue;
-            }
-            self.remove_gap(at);
-            if at < from {
-                self.add_gap(at, Gap { bytes: from - at, ..gap });
-            }
-            if at + gap.bytes > to {
-                self.add_gap(to, Gap { bytes: at + gap.bytes - to, ..gap });
-            }
-        }
+        self.gaps.take(from, to);
+        self.gaps_with_pending.take(from, to);
         self.segments.remove(&start);
         for (from, to) in [(start, from), (to, end)] {
             if from < to {
@@ -285,31 +270,26 @@ impl Memory {
     pub(crate) fn place(&mut self, addr: u64, new: NewBlock) -> Result<(), OverBudget> {
         self.make_room()?;
         let NewBlock { requested, size, stream, at, origin } = new;
-        let mut gap = self.gap_at(addr);
-        if gap.is_none() && self.blocks.contains_key(&addr) {
-            // The history lacks the completion of the free before.
-            self.free(addr);
-            gap = self.gap_at(addr);
+        // The history lacks the completions of frees of what lay here.
+        while let Some((&at, block)) = self.blocks.range(..addr + requested).next_back()
+            && at + block.bytes > addr
+            && (at == addr || block.pending.is_some())
+        {
+            self.free(at);
         }
+        let gap = self.gaps.around(addr);
         let mut bytes = size.unwrap_or_else(|| self.rules.rounded(requested));
         if let Some((start, gap)) = gap {
             // Other allocators hand out parts of a free block that are not its front.
-            if addr > start {
-                self.resize_gap(start, addr - start);
-            } else {
-                self.remove_gap(start);
-            }
             let room = start + gap.bytes - addr;
             bytes = bytes.min(room);
             let cuts = match size {
                 Some(_) => room > bytes,
                 None => self.rules.cuts(gap.pool.small || gap.expandable, bytes, room),
             };
-            if cuts {
-                self.add_gap(addr + bytes, Gap { bytes: room - bytes, ..gap });
-            } else {
-                bytes = room;
-            }
+            bytes = if cuts { bytes } else { room };
+            self.gaps.take(addr, addr + bytes);
+            self.gaps_with_pending.take(addr, addr + bytes);
         }
         let near = if origin.stack.is_empty() { self.near } else { StackId::default() };
         let inside = gap.is_some();
@@ -326,7 +306,10 @@ impl Memory {
         block.pending = Some(at);
         self.totals.requested -= block.requested;
         self.totals.pending += block.bytes;
-        self.waiting.insert(addr);
+        let block = *block;
+        if let Some(segment) = self.segment_of(addr).filter(|_| block.inside) {
+            self.gaps_with_pending.give(addr, block.bytes, segment);
+        }
     }
 
     /// Frees a block, whether it waits or not: a completion without a request before it is the whole free.
@@ -335,7 +318,10 @@ impl Memory {
             && block.inside
             && let Some(segment) = self.segment_of(addr)
         {
-            self.free_range(addr, block.bytes, segment);
+            self.gaps.give(addr, block.bytes, segment);
+            if block.pending.is_none() {
+                self.gaps_with_pending.give(addr, block.bytes, segment);
+            }
         }
     }
 
@@ -353,61 +339,17 @@ impl Memory {
         self.outside -= usize::from(!block.inside);
         if block.pending.is_some() {
             self.totals.pending -= block.bytes;
-            self.waiting.remove(&addr);
         } else {
             self.totals.requested -= block.requested;
         }
         Some(block)
     }
 
-    /// Makes a range of a segment free and joins it with what is free beside it there.
-    fn free_range(&mut self, start: u64, bytes: u64, (at, segment): (u64, Segment)) {
-        let end = start + bytes;
-        let behind = if end < at + segment.bytes { self.remove_gap(end) } else { None };
-        let bytes = bytes + behind.map_or(0, |gap| gap.bytes);
-        match self.gaps.range(at..start).next_back() {
-            Some((&before, gap)) if before + gap.bytes == start => self.resize_gap(before, gap.bytes + bytes),
-            _ => self.add_gap(start, Gap { bytes, pool: segment.pool(), expandable: segment.expandable }),
-        }
-    }
-
-    fn add_gap(&mut self, start: u64, gap: Gap) {
-        self.holes.add(gap.pool, gap.bytes);
-        // Where events contradict each other something may be free twice.
-        if let Some(before) = self.gaps.insert(start, gap) {
-            self.holes.remove(before.pool, before.bytes);
-        }
-    }
-
-    fn remove_gap(&mut self, start: u64) -> Option<Gap> {
-        let gap = self.gaps.remove(&start)?;
-        self.holes.remove(gap.pool, gap.bytes);
-        Some(gap)
-    }
-
-    fn resize_gap(&mut self, start: u64, bytes: u64) {
-        let Some(gap) = self.gaps.get_mut(&start) else { return };
-        self.holes.remove(gap.pool, gap.bytes);
-        self.holes.add(gap.pool, bytes);
-        gap.bytes = bytes;
-    }
-
-    /// The last gap that begins at an address or before.
-    fn gap_to(&self, addr: u64) -> Option<(u64, Gap)> {
-        self.gaps.range(..=addr).next_back().map(|(start, gap)| (*start, *gap))
-    }
-
-    /// The gap in which an address lies.
-    fn gap_at(&self, addr: u64) -> Option<(u64, Gap)> {
-        self.gap_to(addr).filter(|(start, gap)| start + gap.bytes > addr)
-    }
-
     /// Claims what one more block, or one more segment, adds at most.
     fn make_room(&mut self) -> Result<(), OverBudget> {
         let bytes = (self.blocks.len() + 1) * in_tree::<u64, Block>()
-            + (self.gaps.len() + 2) * (in_tree::<u64, Gap>() + in_tree::<u64, u32>())
-            + (self.segments.len() + 2) * in_tree::<u64, Segment>()
-            + self.waiting.len() * in_tree::<u64, ()>();
+            + (self.gaps.len() + self.gaps_with_pending.len() + 4) * (in_tree::<u64, Gap>() + in_tree::<u64, u32>())
+            + (self.segments.len() + 2) * in_tree::<u64, Segment>();
         // In steps, so that most events find what they need.
         self.claim.set(bytes.next_multiple_of(1 << 16))
     }
@@ -471,53 +413,30 @@ impl Memory {
 
     /// Pools that have a segment, or had one.
     pub fn pools(&self) -> impl Iterator<Item = Pool> + '_ {
-        self.holes.pools()
+        self.gaps.holes.pools()
     }
 
     /// Free bytes of a pool.
     #[must_use]
     pub fn free_bytes(&self, pool: Pool) -> u64 {
-        self.holes.bytes(pool)
+        self.gaps.holes.bytes(pool)
     }
 
     /// The largest free block of a pool.
     #[must_use]
     pub fn largest_hole(&self, pool: Pool) -> u64 {
-        self.holes.largest(pool)
+        self.gaps.holes.largest(pool)
     }
 
     /// The smallest free block of a pool that has at least so many bytes.
     #[must_use]
     pub fn smallest_hole_from(&self, pool: Pool, bytes: u64) -> Option<u64> {
-        self.holes.smallest_from(pool, bytes)
+        self.gaps.holes.smallest_from(pool, bytes)
     }
 
-    /// The largest range of a pool that would be free if no free waited. O(w log n) in the blocks that wait.
+    /// The largest range of a pool that would be free if no free waited.
     #[must_use]
     pub fn largest_with_pending(&self, pool: Pool) -> u64 {
-        let (mut largest, mut done) = (0, 0);
-        for &addr in &self.waiting {
-            let Some((segment, whole)) = self.segment_of(addr).filter(|(_, segment)| segment.pool() == pool) else {
-                continue;
-            };
-            if addr < done {
-                continue;
-            }
-            let (mut from, mut to) = (addr, addr);
-            if let Some((&before, gap)) = self.gaps.range(segment..addr).next_back()
-                && before + gap.bytes == addr
-            {
-                from = before;
-            }
-            while to < segment + whole.bytes {
-                to += match (self.gaps.get(&to), self.blocks.get(&to)) {
-                    (Some(gap), _) => gap.bytes,
-                    (None, Some(block)) if block.pending.is_some() => block.bytes,
-                    _ => break,
-                };
-            }
-            (largest, done) = (largest.max(to - from), to);
-        }
-        largest
+        self.gaps_with_pending.holes.largest(pool)
     }
 }

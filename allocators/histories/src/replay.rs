@@ -74,7 +74,7 @@ mod report;
 mod run;
 mod watched;
 
-pub use super::compile::HistoryBuilder;
+pub use super::compile::{HistoryBuilder, Soundness};
 pub use super::formats::BlockPlace;
 pub use super::history::{Held, History, MAX_BYTES, MAX_STREAMS, OutOfMemory, ReplayError, StreamHeld};
 pub use super::settings::{recorded_settings, snapshot_settings};

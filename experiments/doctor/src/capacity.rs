@@ -103,6 +103,10 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             smallest_memory(&history, &backend, args.granularity.0, HIGHEST, |bytes| devices.made(bytes), progress);
         let found = found.map_err(|error| failed(&args.file, error))?;
         let bound = history.max_live_bytes();
+        if found.bytes < bound {
+            let (file, found, bound) = (args.file.display(), Bytes(found.bytes), Bytes(bound));
+            bail!("{file}: {alloc} runs in {found}, less than the {bound} that are live at once");
+        }
         rows.push(Row {
             trace: args.file.display().to_string(),
             allocator: alloc.name(),

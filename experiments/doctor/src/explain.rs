@@ -142,7 +142,6 @@ struct View<'r> {
 }
 
 fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanation> {
-    recording.check_followable()?;
     let mut view = View { recording, lines: Lines::new(&recording.origins, how.frames) };
     let named = between_named(how, recording)?;
     let points = named.iter().flat_map(|named| [named.from, named.to]).collect::<Vec<usize>>();
@@ -215,9 +214,8 @@ fn point(option: &str, name: &str, recording: &Recording) -> Result<usize> {
 /// at whose beginning.
 ///
 /// # Errors
-/// There is no such moment, or the history cannot be followed.
+/// There is no such moment, or the memory takes more than there is.
 pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -> Result<Vec<Held>> {
-    recording.check_followable()?;
     let mut view = View { recording, lines: Lines::new(&recording.origins, frames) };
     let checkpoints = Checkpoints::new(recording);
     let at = |name: &String| {
@@ -252,7 +250,7 @@ fn look_closely(
 ) -> Result<()> {
     let last = view.recording.events.len().checked_sub(1).unwrap_or(START);
     let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
-    let near = survey.near_peak.first().map_or(reserved, |(index, _)| *index);
+    let near = survey.near_peak.front().map_or(reserved, |(index, _)| *index);
     let (scene, at) = match survey.last_refused {
         Some(refused) => (refused, "out_of_memory"),
         None if near == reserved => (reserved, "peak_reserved"),

@@ -4,17 +4,29 @@ use crate::gpus::{Gpus, Tallies};
 use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
-use vramlab::histories::formats::{Action, Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
+use vramlab::histories::formats::{Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
 use vramlab::histories::memory::{Before, Events, Memory, Peaks, Recorded, Rules};
-use vramlab::histories::replay::{MAX_BYTES, recorded_settings};
+use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 
 /// The index of what was there before the first event.
 pub(crate) const START: usize = usize::MAX;
+
+/// The events of one GPU while they are read.
+struct Kept {
+    events: Events,
+    soundness: Soundness,
+}
+
+impl Kept {
+    fn new(gpu: u16, budget: &Budget) -> Self {
+        Self { events: Events::new(budget), soundness: Soundness::new(gpu, budget) }
+    }
+}
 
 /// The events of one GPU and what else its history says.
 pub(crate) struct Recording {
@@ -32,6 +44,8 @@ pub(crate) struct Recording {
     pub(crate) budget: Budget,
     /// Annotations of this GPU.
     ranges: Vec<Range>,
+    /// From when on which of them is the innermost.
+    innermost: Vec<(u64, Option<usize>)>,
 }
 
 impl Recording {
@@ -41,28 +55,33 @@ impl Recording {
         let options = reading.keeping(path);
         let mut tallies = Tallies::default();
         // Which GPU matters is known at the end. All of them share the budget.
-        let mut kept: BTreeMap<u16, Events> = BTreeMap::new();
+        let mut kept: BTreeMap<u16, Result<Kept, ReplayError>> = BTreeMap::new();
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
             tallies.take(&event);
             let Event { action, device, addr, bytes, stream, time_ns } = event;
             if gpu.is_some_and(|gpu| gpu != device) {
                 return Ok(());
             }
-            let events = kept.entry(device).or_insert_with(|| Events::new(&options.budget));
-            // The device's free bytes stand in the place of an address.
-            let end = if action == Action::Oom { Some(bytes) } else { addr.checked_add(bytes) };
-            if bytes > MAX_BYTES || end.is_none() {
-                let number = events.len() + 1;
-                return Err(ReadError::stop(format!("event {number}: {addr:#x} + {bytes} is no range of addresses")));
+            let own = kept.entry(device).or_insert_with(|| Ok(Kept::new(device, &options.budget)));
+            let Ok(Kept { events, soundness }) = own else { return Ok(()) };
+            match soundness.push(&event) {
+                // What is wrong with a GPU's events matters if that GPU is chosen.
+                Err(error @ ReplayError::Event { .. }) if gpu.is_none() => *own = Err(error),
+                Err(error) => return Err(ReadError::stop(error)),
+                Ok(()) => {
+                    let recorded = Recorded { addr, bytes, stream, time_ns, origin, action };
+                    events.push(recorded).map_err(ReadError::stop)?;
+                }
             }
-            let recorded = Recorded { addr, bytes, stream, time_ns, origin, action };
-            events.push(recorded).map_err(ReadError::stop)
+            Ok(())
         })?;
         say_cut(path, &summary);
         let gpus = tallies.choose(gpu, &summary);
         let device = gpus.gpu;
-        let mut events = kept.remove(&device).unwrap_or_else(|| Events::new(&options.budget));
+        let own = kept.remove(&device).unwrap_or_else(|| Ok(Kept::new(device, &options.budget)));
         drop(kept);
+        let sound = own.and_then(|Kept { events, soundness }| soundness.finish(&summary).map(|()| events));
+        let mut events = sound.with_context(|| path.display().to_string())?;
         let mine = summary.segments.iter().any(|segment| segment.device == device);
         if events.is_empty() && !mine {
             return Err(no_events(path, device, &summary));
@@ -91,23 +110,9 @@ impl Recording {
             gpus,
             before,
             budget: options.budget,
+            innermost: innermost(&ranges),
             ranges,
         })
-    }
-
-    /// Whether the history can be followed.
-    ///
-    /// # Errors
-    /// Events of allocations were left out when it was recorded.
-    pub(crate) fn check_followable(&self) -> Result<()> {
-        if lacks_allocs(&self.events) {
-            return Err(anyhow!(
-                "{}: the history frees blocks and has no alloc events, without which it does not show what was in use; record \
-                 it again without skip_actions=[\"alloc\"]",
-                self.path.display()
-            ));
-        }
-        Ok(())
     }
 
     /// The history for replays. `limit` tells the memory limit that it had from what the program held.
@@ -154,9 +159,9 @@ impl Recording {
     /// The innermost annotation at an event.
     pub(crate) fn annotation(&self, index: usize) -> Option<&str> {
         let time = self.events.get(index)?.time_ns;
-        let begun = &self.ranges[..self.ranges.partition_point(|range| range.start_ns <= time)];
-        let innermost = begun.iter().rfind(|range| range.end_ns.is_none_or(|end| end > time))?;
-        Some(self.origins.spelt(innermost.name))
+        let next = self.innermost.partition_point(|(from, _)| *from <= time);
+        let (_, innermost) = *self.innermost.get(next.checked_sub(1)?)?;
+        Some(self.origins.spelt(self.ranges[innermost?].name))
     }
 
     /// When the annotations began and ended whose names begin so.
@@ -212,16 +217,21 @@ pub(crate) fn ranges(origins: &Origins, gpu: Option<u16>) -> Vec<Range> {
     out
 }
 
-/// Whether the events of allocations were left out: blocks are freed that must have been allocated since the first event.
-fn lacks_allocs(events: &Events) -> bool {
-    let freed = [Action::FreeRequested, Action::FreeCompleted].map(|action| events.count(action));
-    if events.count(Action::Alloc) > 0 || freed == [0, 0] {
-        return false;
+/// From when on which range is the innermost, the last that has begun and not ended.
+fn innermost(ranges: &[Range]) -> Vec<(u64, Option<usize>)> {
+    let begins = ranges.iter().enumerate().map(|(number, range)| (range.start_ns, number));
+    let ends = ranges.iter().enumerate().filter_map(|(number, range)| Some((range.end_ns?, number)));
+    let mut changes: Vec<(u64, usize)> = begins.chain(ends).collect();
+    changes.sort_unstable();
+    let (mut open, mut out) = (BTreeSet::new(), Vec::with_capacity(changes.len()));
+    for (time, number) in changes {
+        let ended = ranges[number].end_ns.is_some_and(|end| end <= time);
+        if ended {
+            open.remove(&number)
+        } else {
+            open.insert(number)
+        };
+        out.push((time, open.last().copied()));
     }
-    // A short recording may hold nothing but frees of what was there before, each once.
-    let mut seen = HashSet::new();
-    let again = |action| events.iter().filter(move |event| event.action == action);
-    events.count(Action::SegmentAlloc) + events.count(Action::SegmentMap) > 0
-        || again(Action::FreeRequested).any(|event| !seen.insert((true, event.addr)))
-        || again(Action::FreeCompleted).any(|event| !seen.insert((false, event.addr)))
+    out
 }

@@ -7,7 +7,7 @@ mod table;
 use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
 use against::Compared;
-use anyhow::Result;
+use anyhow::{Result, anyhow, bail};
 pub(crate) use bound::{Bounds, Search};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Page};
+use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::memory::Peaks;
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
@@ -245,10 +246,11 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         if args.completion == Completion::Instant {
             recorded.history.complete_at_once();
         }
-        told.push(recorded.as_recorded);
         let bounds = Bounds::of(&recorded.history, args.plan, |found| {
             bar.message(format!("planning {}: {found}", file.display()));
         });
+        // Where events of segments are missing, what was reserved is not known.
+        told.push(recorded.as_recorded.filter(|told| bounds.check("", told.reserved).is_ok()));
         for alloc in &chosen {
             bar.message(format!("{} under {alloc}", file.display()));
             rows.push(run(args, file, &recorded, alloc, &devices, bounds, against.as_ref())?);
@@ -256,6 +258,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         }
     }
     bar.clear();
+    rows.iter().try_for_each(Row::check)?;
     if args.json {
         return terminal::print_json(&rows);
     }
@@ -267,6 +270,28 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         table::end(rows, told.as_ref(), args.gpu, &mut page);
     }
     page.print()
+}
+
+impl Row {
+    /// Whether the figures fit together.
+    ///
+    /// # Errors
+    /// What contradicts what.
+    fn check(&self) -> Result<()> {
+        let (active, reserved) = (self.peak_active_bytes, self.peak_reserved_bytes);
+        if active > reserved {
+            let (active, reserved) = (Bytes(active), Bytes(reserved));
+            bail!("{}: {} holds {active} in blocks and reserves {reserved}", self.trace, self.alloc);
+        }
+        // A retry waits for frees that completed later when the history was recorded, as the frees of other allocators do.
+        let expandable = self.alloc.backend() == of_torch(TorchAllocator::Expandable);
+        let waits = self.num_alloc_retries + self.failed_allocations > 0;
+        if waits || !(expandable || self.alloc.capabilities().follows_pytorch) {
+            return Ok(());
+        }
+        let checked = self.bounds.check(&self.alloc.to_string(), reserved);
+        checked.map_err(|what| anyhow!("{}: the events contradict each other: {what}", self.trace))
+    }
 }
 
 fn run(

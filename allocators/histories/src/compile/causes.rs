@@ -84,7 +84,7 @@ impl Window {
                 End::Alloc { .. } => Cause::Nothing,
                 End::Refused { .. } => Cause::Retry,
                 // Only an allocation or `empty_cache` finds out that frees have completed.
-                End::Other if self.completions.is_empty() => Cause::Nothing,
+                End::Other if self.completions.is_empty() || self.waits_on => Cause::Nothing,
                 End::Other => Cause::Trim,
             };
         }
@@ -118,7 +118,13 @@ impl Window {
             // Oversize segments go largest first and only as many as are needed; `empty_cache` goes smallest first.
             let sizes: Vec<u64> = released().map(|segment| segment.bytes).collect();
             let enough = sizes.iter().sum::<u64>() >= taken && sizes.windows(2).all(|pair| pair[0] >= pair[1]);
-            return if oversize && enough { Cause::Device } else { Cause::Trim };
+            // `empty_cache` would have waited for all frees.
+            let collects = self.waits_on && settings.garbage_collection_threshold > 0.0;
+            return match oversize && enough {
+                true => Cause::Device,
+                false if collects => Cause::Collect,
+                false => Cause::Trim,
+            };
         };
         // CAST: as PyTorch computes the threshold, in a double cut to an integer.
         let threshold = (settings.garbage_collection_threshold * limit as f64) as u64;
@@ -252,6 +258,7 @@ mod tests {
             reserved: reserved * MIB,
             refused_from: None,
             released: sizes.iter().any(|mib| *mib < 0),
+            waits_on: false,
         }
     }
 
@@ -269,6 +276,13 @@ mod tests {
             window(90, &[-20]).cause(&CachingSettings::default(), End::Refused { bytes: 100 * MIB, stream: 0 }),
             Cause::Retry
         );
+    }
+
+    #[test]
+    fn empty_cache_leaves_no_free_waiting() {
+        let completed =
+            |waits_on| Window { waits_on, ..window(90, &[]) }.cause(&CachingSettings::default(), End::Other);
+        assert_eq!((completed(false), completed(true)), (Cause::Trim, Cause::Nothing));
     }
 
     #[test]

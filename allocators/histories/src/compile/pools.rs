@@ -13,9 +13,12 @@
 //! - *Where nothing speaks against it*, segments that a stream takes blocks from in turn are of one pool, and that is the default
 //!   pool.
 //!
+//! Where that takes more work than the [history is long](effort::Effort), only what is held at the end has its pool's name.
+//!
 //! What fits that is not always one answer. Blocks whose segment fits another pool as well are counted. The placements are the
 //! same in either case.
 
+mod effort;
 mod evidence;
 mod groups;
 mod names;
@@ -55,11 +58,17 @@ pub(super) fn find(
     timeline.follow(beginning, &mut evidence);
     evidence.check()?;
     evidence.name(names);
-    if !evidence.tells_of_pools() {
-        return Ok(PrivatePools::default());
+    if !evidence.effort.is_spent() {
+        if !evidence.tells_of_pools() {
+            return Ok(PrivatePools::default());
+        }
+        evidence.make_room_to_label()?;
+        let labels = groups::label(&evidence);
+        if !evidence.effort.is_spent() {
+            return Ok(write(timeline, &evidence.allocations, &labels, streams.len()));
+        }
     }
-    let labels = groups::label(&evidence);
-    Ok(write(timeline, &evidence.allocations, &labels, streams.len()))
+    find_by_name(transcript, names, beginning, streams.len())
 }
 
 /// Segments while they are held.
@@ -98,7 +107,8 @@ impl Placements for Held {
     }
 }
 
-/// Where recording began late, placements do not tell: what lay in which pool before is not known. Segments that are held at
+/// Where recording began late, placements do not tell: what lay in which pool before is not known. Nor do they where it takes too
+/// much work. Segments that are held at
 /// the end have a name, and with it all blocks in them. What lay in others is taken for the default pool's.
 fn find_by_name(
     transcript: &mut Transcript,

@@ -4,7 +4,7 @@
 //! where a range of addresses begins, but its first part is at its start. Parts of the small pool are one handle of 2 MiB,
 //! larger ones are of the large pool.
 
-use crate::formats::{Event, Segment};
+use crate::formats::{Action, Event, Segment};
 use crate::history::SegmentEvent;
 use std::collections::BTreeMap;
 use vramlab_device::ranges::Ranges;
@@ -120,10 +120,33 @@ impl Segments {
         (start + size > addr).then_some((*start, *size))
     }
 
+    /// The segment in which a part of a range of addresses lies and not all of it.
+    pub(super) fn cut_off(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
+        self.held_in(addr, bytes).filter(|(start, size)| *start > addr || start + size < addr + bytes)
+    }
+
+    /// Whether a segment goes that the history made and let go before.
+    pub(super) fn went_before(&self, event: &Event) -> bool {
+        let Event { action, addr, bytes, .. } = *event;
+        let plain = action == Action::SegmentFree && bytes > 0;
+        plain && !self.held.contains_key(&addr) && self.made.overlaps(addr, addr + bytes)
+    }
+
+    /// How much comes, or goes back, with a segment or a part.
+    pub(super) fn changed(&self, event: &Event) -> u64 {
+        let held = self.held.get(&event.addr).filter(|_| event.action == Action::SegmentFree);
+        held.copied().unwrap_or(event.bytes)
+    }
+
     /// Whether a range of addresses lies in one segment, or in parts that are mapped.
     pub(super) fn contain(&self, addr: u64, bytes: u64) -> bool {
         let plain = self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
         plain || self.mapped.contains(addr, addr + bytes)
+    }
+
+    /// Whether the history made any.
+    pub(super) fn shows_some(&self) -> bool {
+        !self.made.is_empty() || !self.pools.is_empty()
     }
 
     /// Whether a segment that the history made is held.

@@ -26,6 +26,8 @@ pub(super) struct Unknown {
 pub(super) struct Requested {
     /// In all allocations.
     total: u64,
+    /// Whether the history shows any.
+    shown: bool,
     /// In live blocks, beyond those from before the first event.
     live: i64,
     /// The most that that was.
@@ -142,7 +144,7 @@ impl Transcript {
     }
 
     fn close_window(&mut self, end: End) {
-        self.windows.close(end, &mut self.timeline, &mut self.frees.deferred);
+        self.windows.close(end, self.frees.waiting() > 0, &mut self.timeline, &mut self.frees.deferred);
     }
 
     fn alloc(&mut self, event: &Event) -> Result<(), String> {
@@ -157,6 +159,11 @@ impl Transcript {
                 "alloc of {bytes} bytes at {addr:#x} overlaps the live block of {size} bytes at {other:#x}"
             ));
         }
+        if let Some((start, size)) = self.segments.cut_off(addr, bytes) {
+            return Err(format!(
+                "alloc of {bytes} bytes at {addr:#x} lies in a part of the segment of {size} bytes at {start:#x} and beside it"
+            ));
+        }
         self.frees.stop_waiting(addr);
         if !self.segments.contain(addr, bytes) {
             self.outside.get_or_insert(self.number);
@@ -164,6 +171,7 @@ impl Transcript {
         let stream = self.slots.stream(event.stream)?;
         let slot = self.slots.allocate(addr, bytes, stream, &mut self.timeline);
         self.count(bytes)?;
+        self.requested.shown = true;
         self.requested.live += bytes.cast_signed();
         self.requested.most_live = self.requested.most_live.max(self.requested.live);
         self.timeline.ops.push(Op::new(Kind::Alloc, stream, slot, bytes));
@@ -203,16 +211,17 @@ impl Transcript {
         if bytes == 0 {
             return Ok(());
         }
-        if self.slots.was_used(addr, bytes) {
-            return Err(format!("free of {bytes} bytes at {addr:#x}, where no block is live"));
-        }
-        if self.segments.held_in(addr, bytes).is_some() {
-            let mut what =
-                format!("free of {bytes} bytes at {addr:#x}, in a segment from which they were never allocated");
-            if self.timeline.addresses.is_empty() {
-                what += "; no alloc event comes before it, so record the history without skip_actions=[\"alloc\"]";
-            }
-            return Err(what);
+        let why = if self.slots.was_used(addr, bytes) {
+            Some("where no block is live")
+        } else {
+            self.segments.held_in(addr, bytes).map(|_| "in a segment from which they were never allocated")
+        };
+        if let Some(why) = why {
+            let hint = match self.requested.shown {
+                true => "",
+                false => "; no alloc event comes before it, so record the history without skip_actions=[\"alloc\"]",
+            };
+            return Err(format!("free of {bytes} bytes at {addr:#x}, {why}{hint}"));
         }
         self.slots.note_used(addr, bytes);
         let stream = self.slots.stream(event.stream)?;
@@ -290,6 +299,19 @@ impl Transcript {
 
     fn change_segments(&mut self, event: &Event) -> Result<(), String> {
         let reserved = self.segments.reserved;
+        // Neither comes memory in which something lies, nor does it go.
+        if let Some((block, size)) = self.slots.overlapping(event.addr, self.segments.changed(event)) {
+            let Event { action, bytes, addr, .. } = *event;
+            return Err(format!(
+                "{action} of {bytes} bytes at {addr:#x}, where the block of {size} bytes at {block:#x} is live"
+            ));
+        }
+        if self.segments.went_before(event) {
+            return Err(format!(
+                "segment_free of {} bytes at {:#x}, where no segment is held",
+                event.bytes, event.addr
+            ));
+        }
         let (change, known) = match event.action {
             Action::SegmentAlloc => (self.segments.make(event)?, true),
             Action::SegmentMap => (self.segments.map(event)?, true),
@@ -313,6 +335,18 @@ impl Transcript {
             self.timeline.ops.push(Op::new(Kind::Refused, stream, 0, bytes));
         }
         Ok(())
+    }
+
+    /// Whether the history shows all that it names: a log that begins with its program does.
+    pub(super) fn check_complete(&self) -> Result<(), ReplayError> {
+        if let Some(Unknown { block: StartBlock { requested, addr, .. }, number, .. }) = self.unknown.first() {
+            return Err(wrong(*number, format!("free of {requested} bytes at {addr:#x}, which were never allocated")));
+        }
+        // Not every allocator takes segments from its device.
+        match self.outside.filter(|_| self.segments.shows_some()) {
+            Some(number) => Err(wrong(number, "it lies in no segment that the log shows to be held then")),
+            None => Ok(()),
+        }
     }
 
     /// Ends the history. What `breaks_off` lacks events after the last, which may complete a free.

@@ -44,6 +44,8 @@ pub(super) struct Window {
     pub(super) refused_from: Option<u64>,
     /// Whether a segment has gone back.
     pub(super) released: bool,
+    /// Whether frees went on waiting for other streams. `empty_cache` waits for all of them.
+    pub(super) waits_on: bool,
 }
 
 /// The client's event that ends a window.
@@ -162,12 +164,13 @@ impl Windows {
 
     /// Ends the window. Says when frees completed that the allocator found since the client's last event. Where segments
     /// went back the reason depends on the settings, which snapshots name after the events, so that waits for the end.
-    pub(super) fn close(&mut self, end: End, timeline: &mut Timeline, deferred: &mut Vec<u32>) {
+    /// `waits_on` says whether frees go on waiting.
+    pub(super) fn close(&mut self, end: End, waits_on: bool, timeline: &mut Timeline, deferred: &mut Vec<u32>) {
         if self.current.is_empty() && !(matches!(end, End::Refused { .. }) && self.current.before.is_some()) {
             self.current.before = None;
             return;
         }
-        let mut window = std::mem::take(&mut self.current);
+        let mut window = Window { waits_on, ..std::mem::take(&mut self.current) };
         let waits = window.may_be_trim(end);
         let placeholder = timeline.next_op();
         if waits {

@@ -99,6 +99,12 @@ impl Summary {
         (self.format.is_snapshot() && self.cut.is_none_or(|cut| cut.ends_known)).then_some(&self.segments)
     }
 
+    /// Whether the first event is the program's first: PyTorch's snapshots may begin in the middle.
+    #[must_use]
+    pub fn begins_with_program(&self) -> bool {
+        self.ending().is_none() && self.cut.is_none()
+    }
+
     /// Events of all devices.
     #[must_use]
     pub fn all_events(&self) -> u64 {

@@ -4,7 +4,7 @@
 use super::events::{Events, Recorded};
 use super::{Rules, Segment};
 use crate::formats::{Action, Origin, Origins, SegmentBlock, Summary};
-use std::collections::{BTreeSet, HashSet};
+use std::collections::HashSet;
 use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{BlockState, PoolKind};
 
@@ -67,18 +67,23 @@ impl Before {
     pub fn new(events: &Events, rules: &Rules, summary: &Summary, origins: &Origins, device: u16) -> Self {
         let mut out = Self::default();
         let mut live: HashSet<u64> = HashSet::new();
-        let mut known: BTreeSet<u64> = BTreeSet::new();
+        // Where blocks have been: what goes from there without having come was not there before.
+        let mut seen = Ranges::default();
         let mut made = Ranges::default();
         for (_, event, at_once) in events.walk(0) {
             let Recorded { addr, bytes, stream, .. } = event;
             match event.action {
-                Action::Alloc => drop(live.insert(addr)),
+                Action::Alloc => {
+                    live.insert(addr);
+                    seen.insert(addr, addr + bytes);
+                }
                 // The event before it told of the block.
                 Action::FreeCompleted if at_once => {}
                 Action::FreeRequested | Action::FreeCompleted => {
                     let waits = event.action == Action::FreeRequested && !at_once;
                     let there = if waits { !live.insert(addr) } else { live.remove(&addr) };
-                    if !there && bytes > 0 && known.insert(addr) {
+                    if !there && bytes > 0 && !seen.overlaps(addr, addr + bytes) && !made.overlaps(addr, addr + bytes) {
+                        seen.insert(addr, addr + bytes);
                         let pending = event.action == Action::FreeCompleted;
                         let origin = Origin::default();
                         out.blocks.push(BlockBefore { addr, requested: bytes, bytes: None, stream, pending, origin });
@@ -106,13 +111,22 @@ impl Before {
                 out.segments.push(SegmentBefore { addr, segment, at_end: true });
             }
             for block in end.blocks.iter().filter(|block| block.state != BlockState::Free) {
-                if !live.contains(&block.address) && known.insert(block.address) {
+                // It was asked for less than it has.
+                if !live.contains(&block.address) && !seen.overlaps(block.address, block.address + 1) {
                     out.blocks.push(BlockBefore::at_end(block, end.stream, origins.block(device, block.address)));
                 }
             }
         }
         out.segments.sort_by_key(|segment| segment.addr);
         out.blocks.sort_by_key(|block| block.addr);
+        // Where segments were recorded, and what was held at the end, blocks from before lay in the segments from before.
+        let segments = [Action::SegmentAlloc, Action::SegmentMap, Action::SegmentFree, Action::SegmentUnmap];
+        if summary.ending().is_some() && segments.into_iter().any(|action| events.count(action) > 0) {
+            let Self { segments, blocks } = &mut out;
+            let before = |addr: u64| segments.partition_point(|one| one.addr <= addr).checked_sub(1);
+            let around = |addr: u64| before(addr).map(|at| addr - segments[at].addr < segments[at].segment.bytes);
+            blocks.retain(|block| around(block.addr) == Some(true));
+        }
         out
     }
 }

@@ -51,7 +51,7 @@ impl Memory {
 
     /// The free blocks of a segment: address and bytes of each.
     pub fn free_in(&self, start: u64, segment: &Segment) -> impl Iterator<Item = (u64, u64)> + '_ {
-        self.gaps.range(start..start + segment.bytes).map(|(at, gap)| (*at, gap.bytes))
+        self.gaps.within(start, start + segment.bytes)
     }
 
     /// Where reserved memory is, as a request on `stream` sees it. Blocks outside of the segments that the history shows do not

@@ -44,7 +44,7 @@ impl Cause {
     ];
 
     /// Why a request of so many bytes on a stream finds nothing in this memory. `completed`: frees completed since the program
-    /// asked. O(pools + pending blocks).
+    /// asked. O(pools).
     pub(super) fn of(memory: &Memory, bytes: u64, stream: u64, completed: bool, private_pools: bool) -> Self {
         let rounded = memory.rules().rounded(bytes);
         let own = memory.pool_of(stream, bytes);

@@ -8,7 +8,7 @@ use super::peaks::Peaks;
 use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
@@ -34,7 +34,7 @@ pub(super) struct Survey {
     pub(super) low_late: Option<(usize, u64)>,
     pub(super) last_refused: Option<usize>,
     /// The moments at which reserved memory rose to more than ever before, those within half a percent of its peak.
-    pub(super) near_peak: Vec<(usize, u64)>,
+    pub(super) near_peak: VecDeque<(usize, u64)>,
     /// By stream, the event of its last request, and which of all requests that is, from 1.
     pub(super) last_request: BTreeMap<u64, (usize, u64)>,
     pub(super) pending_peak: (usize, u64),
@@ -93,7 +93,7 @@ pub(super) fn survey<'r>(
     let mut out = Survey {
         peak_active: (START, start.active),
         peak_reserved: (START, start.reserved),
-        near_peak: vec![(START, start.reserved)],
+        near_peak: VecDeque::from([(START, start.reserved)]),
         pending_peak: (START, start.pending),
         peak_allocated: start.allocated(),
         ..Survey::default()
@@ -375,8 +375,11 @@ impl Survey {
         // A segment that comes is not used before its request is done.
         if !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap) {
             if totals.reserved > self.peak_reserved.1 {
-                self.near_peak.retain(|(_, level)| is_near(*level, totals.reserved));
-                self.near_peak.push((index, totals.reserved));
+                // They rise.
+                while self.near_peak.front().is_some_and(|(_, level)| !is_near(*level, totals.reserved)) {
+                    self.near_peak.pop_front();
+                }
+                self.near_peak.push_back((index, totals.reserved));
             }
             raise(&mut self.peak_reserved, totals.reserved);
         }

@@ -56,6 +56,18 @@ impl Bounds {
         Self { lower_bound_bytes, plan_bytes, ordered_lower_bound_bytes, ordered_plan_bytes }
     }
 
+    /// Whether so many bytes can have been reserved by an allocator that rounds as PyTorch and does not wait for work.
+    ///
+    /// # Errors
+    /// What contradicts what.
+    pub(crate) fn check(&self, who: &str, reserved: u64) -> Result<(), String> {
+        if reserved >= self.lower_bound_bytes {
+            return Ok(());
+        }
+        let (reserved, bound) = (Bytes(reserved), Bytes(self.lower_bound_bytes));
+        Err(format!("{who} reserves {reserved} at most, less than the {bound} that are in use at once"))
+    }
+
     /// So many bytes over the lower bound.
     pub(crate) fn ratio(&self, bytes: u64) -> Option<String> {
         ratio(bytes, self.lower_bound_bytes).map(|ratio| format!("{ratio:.3}"))

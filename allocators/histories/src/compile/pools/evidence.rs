@@ -1,10 +1,10 @@
 //! What the recorded placements say of pools: segments and ranges that cannot be of one.
 
 use super::super::timeline::{Operation, Placements};
+use super::effort::Effort;
 use super::names::{DEFAULT, NamedRange};
 use crate::history::{Kind, Op, SegmentEvent};
 use crate::memory::Rules;
-use crate::steps;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab_device::budget::{Claim, OverBudget};
 use vramlab_policies::backends::CachingSettings;
@@ -109,7 +109,14 @@ pub(super) struct Evidence<'a> {
     /// For what the placements say.
     claim: &'a mut Claim,
     over: Option<OverBudget>,
+    pub(super) effort: Effort,
+    /// Pairs of segments for which memory is claimed.
+    pairs: usize,
 }
+
+/// Memory of a pair of segments as its tree's nodes are as empty as they get, and where labelling lists it twice.
+const PAIR: usize = 3 * size_of::<(u32, u32)>() + 16;
+const LISTED: usize = 2 * (2 * size_of::<u32>() + 3 * size_of::<u32>() + 16);
 
 fn handle_bytes(class: PoolKind) -> u64 {
     if class == PoolKind::Small { SMALL_SEGMENT } else { LARGE_SEGMENT }
@@ -134,13 +141,23 @@ impl<'a> Evidence<'a> {
             latest: HashMap::new(),
             claim,
             over: None,
+            effort: Effort::new(0),
+            pairs: 0,
         }
     }
 
     /// Makes room for what following so many segments and allocations finds at least.
     pub(super) fn make_room(&mut self, segments: usize, allocations: usize) -> Result<(), OverBudget> {
+        self.effort = Effort::new(segments + allocations);
         self.claim.reserve(&mut self.regions, segments)?;
         self.claim.reserve(&mut self.allocations, allocations)
+    }
+
+    /// Claims what labelling takes: maps of what went and stayed, and lists of pairs.
+    pub(super) fn make_room_to_label(&mut self) -> Result<(), OverBudget> {
+        let returned: usize = self.releases.iter().map(|one| one.gone.len() + one.stayed.len()).sum();
+        let maps = 4 * (3 * size_of::<(u32, usize)>() + 16);
+        self.claim.add(self.pairs * LISTED + returned * maps + self.regions.len() * 8 * size_of::<Region>())
     }
 
     /// What the placements say took too much memory, if it did.
@@ -233,7 +250,8 @@ impl<'a> Evidence<'a> {
                 let other = &self.regions[*other as usize];
                 other.expandable && (other.stream, other.class) == (event.stream, class)
             });
-            self.apart.extend(others.map(|other| (other, number)));
+            let effort = &self.effort;
+            self.apart.extend(others.take_while(|_| effort.take(1)).map(|other| (other, number)));
         }
         let (first, last) = (event.op, event.op);
         let stream = event.stream;
@@ -292,12 +310,12 @@ impl<'a> Evidence<'a> {
                 return self.used.range(addr..end).next().is_none();
             }
             let granule = handle_bytes(class);
-            self.free.range(addr..end).any(|(start, (until, _))| {
-                steps::count(1);
-                addr + (start - addr).next_multiple_of(granule) + granule <= *until
-            })
+            self.free
+                .range(addr..end)
+                .take_while(|_| self.effort.take(1))
+                .any(|(start, (until, _))| addr + (start - addr).next_multiple_of(granule) + granule <= *until)
         };
-        self.held.values().copied().filter(idle).collect()
+        self.held.values().copied().take_while(|_| self.effort.take(1)).filter(idle).collect()
     }
 
     /// A block was placed; says where. `tells` says whether the free blocks are those that the request was looked up in.
@@ -357,7 +375,9 @@ impl<'a> Evidence<'a> {
             return;
         }
         for (&other, free) in &blocks.of {
-            steps::count(1);
+            if !self.effort.take(1) {
+                return;
+            }
             if other == region {
                 self.strange += u64::from(better(free).is_some());
             } else if better(free).is_some() {
@@ -376,7 +396,7 @@ impl Placements for Evidence<'_> {
 
     fn operation(&mut self, operation: Operation<'_>) -> bool {
         self.over = self.take(operation).err();
-        self.over.is_none()
+        self.over.is_none() && !self.effort.is_spent()
     }
 }
 
@@ -407,10 +427,10 @@ impl Evidence<'_> {
             self.claim.add((4 * gone.len() + stayed.len()) * size_of::<Gone>() + size_of::<Returned>())?;
             self.releases.push(Returned { op: number, trim, ordered, gone, stayed });
         }
-        let evidence = self.apart.len() + self.in_turn.len();
-        if evidence.is_power_of_two() {
-            self.claim.add(evidence * 32)?;
-        }
+        // One operation may tell of any number of pairs.
+        let pairs = self.apart.len() + self.in_turn.len();
+        self.claim.add((pairs - self.pairs) * PAIR)?;
+        self.pairs = pairs;
         Ok(())
     }
 }

@@ -3,7 +3,6 @@
 use super::evidence::{Evidence, Gone, Region, Returned};
 use super::names::DEFAULT;
 use super::order::{Labels, Pools};
-use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Segments that are taken for one pool's.
@@ -147,7 +146,8 @@ impl<'a> Grouping<'a> {
         let same_name = a.name.is_none() || b.name.is_none() || a.name == b.name;
         let clash = a.is_private() && b.is_default() || b.is_private() && a.is_default();
         let stays = |one: &Group, other: &Group| one.gone.keys().any(|op| other.stayed.contains_key(op));
-        if !same_name || clash || stays(a, b) || stays(b, a) {
+        let works = self.evidence.effort.take(1 + a.gone.len() + a.stayed.len() + b.gone.len() + b.stayed.len());
+        if !works || !same_name || clash || stays(a, b) || stays(b, a) {
             return false;
         }
         // A private pool is asked for nothing more when it was released, and goes back in one run.
@@ -162,8 +162,8 @@ impl<'a> Grouping<'a> {
         let (few, other) = if a.regions.len() < b.regions.len() { (a, second) } else { (b, first) };
         let other = self.of[other as usize];
         few.regions.iter().all(|region| {
-            steps::count(1);
-            self.apart[*region as usize].iter().all(|apart| self.of[*apart as usize] != other)
+            let apart = &self.apart[*region as usize];
+            self.evidence.effort.take(1 + apart.len()) && apart.iter().all(|apart| self.of[*apart as usize] != other)
         })
     }
 
@@ -221,7 +221,8 @@ impl<'a> Grouping<'a> {
         let nameless = self.groups.iter().flatten().filter(|group| group.name.is_none());
         let mut nameless: Vec<(u32, u32)> = nameless.map(|group| (group.first, group.regions[0])).collect();
         nameless.sort_unstable();
-        for (_, region) in nameless {
+        let effort = &self.evidence.effort;
+        for (_, region) in nameless.into_iter().take_while(|_| !effort.is_spent()) {
             for (_, pool) in named.iter().filter(|(name, _)| *name != DEFAULT) {
                 self.join(region, *pool);
             }

@@ -1,7 +1,6 @@
 //! Pools as the order tells in which memory went back, numbered.
 
 use super::evidence::{Evidence, Region, Returned};
-use crate::steps;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Which pool each segment is of.
@@ -39,12 +38,16 @@ impl Returns {
         self.last < op && self.stayed.range(op..).all(|(at, full)| *at != op && !full)
     }
 
-    fn and(&self, other: &Self) -> Self {
-        let mut both = self.clone();
-        both.gone.extend(other.gone.iter().map(|(op, place)| (*op, *place)));
-        both.stayed.extend(other.stayed.iter().map(|(op, may)| (*op, *may)));
-        (both.first, both.last) = (both.first.min(other.first), both.last.max(other.last));
-        both
+    fn and(mut self, other: &Self) -> Self {
+        self.gone.extend(other.gone.iter().map(|(op, place)| (*op, *place)));
+        self.stayed.extend(other.stayed.iter().map(|(op, may)| (*op, *may)));
+        (self.first, self.last) = (self.first.min(other.first), self.last.max(other.last));
+        self
+    }
+
+    /// Steps that it takes to go through it.
+    fn len(&self) -> usize {
+        1 + self.gone.len() + self.stayed.len()
     }
 }
 
@@ -83,8 +86,8 @@ impl<'a> Pools<'a> {
     }
 
     fn returns(&self, regions: &[u32]) -> Returns {
-        steps::count(regions.len());
         let returns = regions.iter().map(|region| &self.returns[*region as usize]);
+        let returns = returns.take_while(|returns| self.evidence.effort.take(returns.len()));
         returns.fold(Returns { first: u32::MAX, ..Returns::default() }, |all, returns| all.and(returns))
     }
 
@@ -92,7 +95,8 @@ impl<'a> Pools<'a> {
     /// pool's others, or while the pool was still asked for memory. What goes in one run is taken for a pool by itself.
     pub(super) fn refine(&mut self) {
         let evidence = self.evidence;
-        evidence.releases.iter().filter(|release| release.ordered).for_each(|release| self.refine_by(release));
+        let releases = evidence.releases.iter().filter(|release| release.ordered);
+        releases.take_while(|_| !evidence.effort.is_spent()).for_each(|release| self.refine_by(release));
     }
 
     fn refine_by(&mut self, release: &Returned) {
@@ -118,6 +122,9 @@ impl<'a> Pools<'a> {
                 if new == next {
                     self.members.push(Vec::new());
                     may_go.insert(new, true);
+                }
+                if !self.evidence.effort.take(self.members[pool as usize].len()) {
+                    return;
                 }
                 self.members[pool as usize].retain(|region| *region != gone.region);
                 self.members[new as usize].push(gone.region);
@@ -193,7 +200,9 @@ impl<'a> Pools<'a> {
         }
         labels.released.sort_unstable();
         let number: BTreeMap<u32, u32> = private.iter().map(|(pool, _)| *pool).zip(1..).collect();
-        let released = |op: u32, pool: u32| labels.released.iter().any(|(at, of)| *of == pool && *at <= op);
+        // A pool is released once.
+        let released: BTreeMap<u32, u32> = labels.released.iter().map(|(op, pool)| (*pool, *op)).collect();
+        let released = |op: u32, pool: u32| released.get(&pool).is_some_and(|at| *at <= op);
         let trims = self.trimmed.iter().filter_map(|(op, pool)| Some((*op, *number.get(pool)?)));
         labels.trims = trims.filter(|(op, pool)| released(*op, *pool)).collect();
         labels.trims.dedup();
@@ -222,7 +231,10 @@ impl<'a> Pools<'a> {
         let not_default: BTreeSet<u32> = self.evidence.releases.iter().flat_map(last).collect();
         let fits = |region: usize, label: u32| {
             let (own, pool) = (&self.returns[region], &pools[label as usize]);
-            let both = own.and(pool);
+            if !self.evidence.effort.take(own.len() + pool.len()) {
+                return false;
+            }
+            let both = own.clone().and(pool);
             // CAST: a number of segments.
             let lives = match label {
                 0 => !own.stayed.values().any(|full| *full) && !not_default.contains(&(region as u32)),

@@ -105,3 +105,40 @@ fn uses_on_every_stream() {
     let last = [event(Action::FreeRequested, BASE, KIB), event(Action::Snapshot, 0, 0)];
     compile("uses", None, first.into_iter().chain(events).chain(last));
 }
+
+/// As [`compile`], with an end that names the pools of all that is held then, which is nothing.
+fn find_pools(what: &str, events: Vec<Event>) -> History {
+    linear(what, events.len() as u64, || {
+        let mut builder = HistoryBuilder::new(None);
+        events.iter().for_each(|event| builder.push(event).unwrap());
+        builder.ends_with(&[]).unwrap();
+        builder.finish(&CachingSettings::default()).unwrap()
+    })
+}
+
+#[test]
+fn segments_that_cannot_be_of_one_pool() {
+    // Each request gets a new segment, though all before it have room: any two are of different pools.
+    let places = (0..MANY / 5).map(|at| BASE + at * 2 * MIB);
+    let events = places.flat_map(|at| [(Action::SegmentAlloc, at, 2 * MIB), (Action::Alloc, at, 512 * KIB)]);
+    let history = find_pools("pools", events.map(|(action, at, bytes)| event(action, at, bytes)).collect());
+    assert_eq!(history.private_pools(), 0, "no more is told than what is held at the end");
+}
+
+#[test]
+fn idle_segments_at_every_release() {
+    // One segment comes and goes, and all others are idle and stay.
+    let idle = (0..MANY / 10).map(|at| BASE + at * 2 * MIB);
+    let idle = idle.flat_map(|at| {
+        [(Action::SegmentAlloc, at, 2 * MIB), (Action::Alloc, at, MIB)]
+            .map(|(action, at, bytes)| event(action, at, bytes))
+    });
+    let freed = (0..MANY / 10).flat_map(|at| {
+        [Action::FreeRequested, Action::FreeCompleted].map(|action| event(action, BASE + at * 2 * MIB, MIB))
+    });
+    let place = BASE << 1;
+    let released = (0..MANY / 10).flat_map(|_| {
+        [Action::SegmentAlloc, Action::SegmentFree, Action::Snapshot].map(|action| event(action, place, 2 * MIB))
+    });
+    find_pools("releases", idle.chain(freed).chain(released).collect());
+}
