@@ -244,7 +244,7 @@ def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: br
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.evaluate("document.querySelectorAll('script').length") == 2
     assert page.evaluate("document.querySelectorAll('img, iframe, object, embed, form, base').length") == 0
-    # A link that connects and a refresh that navigates are nothing that a policy stops: all of these are the template's.
+    # No policy stops a link that connects or a refresh that navigates: all of these are the template's.
     assert page.evaluate("document.querySelectorAll('meta').length") == 3
     assert page.evaluate("[...document.querySelectorAll('link')].map(e => e.rel).join()") == "icon"
     handlers = (
