@@ -17,9 +17,9 @@ const RUN_COLUMNS = [
   ["most in", (run) => run.per_epoch && [...run.per_epoch.by_call].sort((a, b) => b.blocked - a.blocked).find((row) => row.blocked > 0)?.call],
   ["driver calls an epoch, with validation", (run) => run.per_epoch && formatCount(Math.round(run.per_epoch.calls))],
   ["allocate p50", (run) => run.allocate && formatTime(run.allocate[0])],
-  ["p99", (run) => run.allocate && formatTime(run.allocate[1])],
+  ["allocate p99", (run) => run.allocate && formatTime(run.allocate[1])],
   ["free p50", (run) => run.free && formatTime(run.free[0])],
-  ["p99", (run) => run.free && formatTime(run.free[1])],
+  ["free p99", (run) => run.free && formatTime(run.free[1])],
   ["peak reserved", (run) => run.peak_reserved && formatBytes(run.peak_reserved)],
   ["peak requested", (run) => run.peak_requested && formatBytes(run.peak_requested)],
   ["utilisation", (run) => run.utilisation && (100 * run.utilisation).toFixed(1) + " %"],
@@ -99,7 +99,7 @@ const drawRuns = (page, runs) => {
   if (losing.length) section(place, "Losses", "Cross-entropy in nats; each point is the mean of at least ten steps where there are so many.", (part) => {
     legendOf(part, losing.map((run, i) => [tintOf(i), run.name]));
     const lines = losing.map((run, i) => ({ name: run.name, tint: tintOf(i), points: run.steps.loss }));
-    lineChart(part, { lines, label: "loss of the training steps", width: 760, x: asCount, y: asLoss, logY: true });
+    lineChart(part, { lines, label: "loss of the training steps", width: Math.min(760, part.clientWidth || 760), x: asCount, y: asLoss, logY: true });
     for (const run of runs) if (run.losses) make("p", part, { class: "note" }, run.losses);
   });
 };
