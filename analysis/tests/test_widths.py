@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import pickle
 import subprocess
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ WIDER = """(() => {
   }
   return found;
 })()"""
-PAGES = ("a history", "two histories", "a run", "several runs", "an experiment")
+PAGES = ("a history", "two histories", "a run", "several runs", "an experiment", "replays")
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,48 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_run(folder / name, told, trace=True)
     arms = [(name, {"hidden": hidden}, summary(name)) for name in runs for hidden in (64, 128)]
     write_experiment(folder / "experiment", arms)
+    write_replays(folder / "replays", ["a.pickle", "another-history-with-a-rather-long-name-of-a-file.pickle"])
     inputs = [["a.pickle"], sorted(path.name for path in folder.glob("*.pickle")), ["caching"], runs, ["experiment"]]
+    inputs.append(["replays"])
     made = {}
     for name, arguments in zip(PAGES, inputs, strict=True):
         made[name] = folder / f"{name.replace(' ', '-')}.html"
         out = ["--alloc", "caching,pytorch-expandable", "--out", str(made[name])]
         subprocess.run([built(), "report", *arguments, *out], cwd=folder, check=True, capture_output=True)
     return made
+
+
+def write_replays(folder: Path, histories: list[str]) -> None:
+    """An experiment of replays alone, each with what the program says of it."""
+    folder.mkdir()
+    (folder / "experiment.json").write_text(json.dumps({"name": "mine", "question": "Which of them reserves least?"}))
+    for number, (history, alloc) in enumerate(itertools.product(histories, ("caching", "bfc", "remap:steal=always"))):
+        arguments = ["replay", history, "--alloc", alloc, "--json"]
+        said = subprocess.run([built(), *arguments], cwd=folder.parent, check=True, capture_output=True).stdout
+        one = folder / "runs" / f"{number:02}"
+        one.mkdir(parents=True)
+        meta = {"program": "replay", "arm": "replay", "status": "done", "repeat": 0}
+        (one / "run.json").write_text(json.dumps(meta | {"options": {"history": history, "alloc": alloc}}))
+        (one / "result.json").write_bytes(said)
+
+
+def test_replays_are_a_matrix(pages: dict[str, Path], chromium: browser.Browser) -> None:
+    opened(chromium, pages["replays"], 1280)
+    assert chromium.evaluate("document.querySelector('h1').textContent") == "GPU memory of 6 replays"
+    table = "document.querySelector('table.matrix')"
+    heads = chromium.evaluate(f"[...{table}.tHead.rows[0].cells].map((one) => one.textContent)")
+    assert heads == ["allocator", "a", "another-history-with-a-rather-long-name-of-a-file"]
+    cells = chromium.evaluate(
+        f"[...{table}.tBodies[0].rows].map((row) => [...row.cells].map((one) => one.textContent))"
+    )
+    assert [row[0] for row in cells] == ["caching", "bfc", "remap:steal=always"]
+    told = json.loads((pages["replays"].parent / "replays/runs/01/result.json").read_text())[0]
+    assert cells[1][1] == f"{told['peak_reserved_bytes'] / told['lower_bound_bytes']:.3f}"
+    # The more is reserved, the darker the cell.
+    shades = chromium.evaluate(
+        f"[...{table}.querySelectorAll('.cell')].map((one) => getComputedStyle(one).backgroundColor)"
+    )
+    assert len(set(shades)) > 1
 
 
 def opened(chromium: browser.Browser, page: Path, width: int) -> None:

@@ -35,7 +35,8 @@ def printed(program: Path, words: list[str]) -> str:
     root = repository.root()
     with tempfile.TemporaryDirectory(prefix="sample-") as folder:
         whole = [str(root / word) if (root / word).is_file() else word for word in words]
-        environment = os.environ | {"NO_COLOR": "1"}
+        # Lines as long as they are: COLUMNS would wrap them.
+        environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"NO_COLOR": "1"}
         done = subprocess.run(
             [program, *whole], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )

@@ -10,6 +10,7 @@ mod columns;
 mod data;
 mod maps;
 mod page;
+mod replays;
 mod run;
 mod source;
 mod stacks;
@@ -20,11 +21,12 @@ use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
 use crate::words::{RECORD, counted};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use data::{Answers, HistoryData, PageData};
 use maps::Replayed;
 use page::Numbers;
+use replays::ReplaysData;
 use run::RunData;
 use source::{Input, Source};
 use std::path::PathBuf;
@@ -74,17 +76,22 @@ pub(crate) struct ReportArgs {
 /// Makes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     output::check(&args.out, Existing::Replace)?;
-    let mut folders = Vec::new();
+    let (mut folders, mut replays) = (Vec::new(), Vec::new());
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
-        folders.extend(run::folders(path)?);
+        let (trained, replayed) = (run::folders(path)?, replays::read(path)?);
+        if trained.is_empty() && replayed.is_empty() {
+            bail!("{}: no finished run of a training program or replay in this experiment", path.display());
+        }
+        folders.extend(trained);
+        replays.extend(replayed);
     }
     let runs = run::read(&folders)?;
     let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
-    write(args, &inputs, &runs)?;
+    write(args, &inputs, &runs, &replays)?;
     if args.open { browser::open(&args.out) } else { Ok(()) }
 }
 
-fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
+fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData], replays: &[ReplaysData]) -> Result<()> {
     let chosen = match args.alloc.is_empty() {
         true => vramlab::backends::parse_list(COMPARED)?,
         false => arguments::chosen(&args.alloc),
@@ -108,11 +115,12 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     }
     let names = histories.iter().map(|history| &history.name);
     let eventless = runs.iter().filter(|run| !histories.iter().any(|history| history.name == run.folder));
-    let names: Vec<&str> = names.chain(eventless.map(|run| &run.name)).map(String::as_str).collect();
+    let names = names.chain(eventless.map(|run| &run.name)).chain(replays.iter().map(|arm| &arm.name));
+    let names: Vec<&str> = names.map(String::as_str).collect();
     let title = format!("GPU memory: {}", names.join(", "));
     let replayed: Vec<&HistoryData> = histories.iter().filter(|history| history.recorded).collect();
     let events: u64 = replayed.iter().map(|history| history.events).sum();
-    let document = page::document(&title, &PageData { title: &title, runs, histories: &histories }, &numbers)?;
+    let document = page::document(&title, &PageData { title: &title, runs, replays, histories: &histories }, &numbers)?;
     let mut out = OutputFile::create(&args.out, Existing::Replace)?;
     std::io::Write::write_all(&mut out, document.as_bytes()).map_err(|error| out.failed(error))?;
     out.finish()?;
@@ -125,6 +133,9 @@ fn write(args: &ReportArgs, inputs: &[Input], runs: &[RunData]) -> Result<()> {
     let mut shown = Vec::new();
     if !runs.is_empty() {
         shown.push(some(runs.len(), "run"));
+    }
+    if let count @ 1.. = replays.iter().map(|arm| arm.rows.len()).sum() {
+        shown.push(some(count, "replay"));
     }
     if !replayed.is_empty() {
         let each = if replayed.len() == 1 { "replayed" } else { "each replayed" };

@@ -35,8 +35,7 @@ def matrix(
     found = {(one[row], one[column]): float(one[value]) for one in frame.iter_rows(named=True)}
     cells = np.array([[found.get((r, c), np.nan) for c in columns] for r in rows])
     figure, axes = style.new(width=8.0, height=0.9 + 0.27 * len(rows))
-    map_ = LinearSegmentedColormap.from_list("worse", ["#FFFFFF", style.ORANGE])
-    map_.set_bad("#F4F4F4")
+    map_ = LinearSegmentedColormap.from_list("worse", ["#FFFFFF", style.ORANGE]).with_extremes(bad="#F4F4F4")
     axes.imshow(cells, aspect="auto", cmap=map_, norm=Normalize(best, worst, clip=True))
     for y, line in enumerate(cells):
         for x, one in enumerate(line):

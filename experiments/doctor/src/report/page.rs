@@ -30,6 +30,7 @@ const SCRIPT: &str = concat!(
     include_str!("answers.js"),
     include_str!("charts.js"),
     include_str!("runs.js"),
+    include_str!("replays.js"),
     include_str!("main.js"),
     "})();\n"
 );
