@@ -97,6 +97,13 @@ def test_replays_are_a_matrix(pages: dict[str, Path], chromium: browser.Browser)
     assert len(set(shades)) > 1
 
 
+def test_what_several_runs_have_to_say_is_said_once(pages: dict[str, Path], chromium: browser.Browser) -> None:
+    opened(chromium, pages["an experiment"], 1280)
+    notes = chromium.evaluate("[...document.querySelectorAll('.runs > .note')].map((one) => one.textContent)")
+    assert len(notes) == 1
+    assert notes[0].startswith("6 of 6 runs: Its operations were not recorded")
+
+
 def opened(chromium: browser.Browser, page: Path, width: int) -> None:
     chromium.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     chromium.console.clear()

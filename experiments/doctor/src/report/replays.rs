@@ -55,13 +55,6 @@ struct About {
     options: Map<String, Value>,
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Results {
-    One(Told),
-    Many(Vec<Told>),
-}
-
 /// The first repeats of an experiment's replays and capacities, arm by arm; none in a folder of another kind.
 ///
 /// # Errors
@@ -83,17 +76,20 @@ pub(super) fn read(experiment: &Path) -> Result<Vec<ReplaysData>> {
         if !matches!(run.program.as_str(), "replay" | "capacity") || run.status != "done" || run.repeat > 0 {
             continue;
         }
-        let many = match read_json(&folder.join("result.json"), "what a replay came to")? {
-            Results::One(told) => vec![told],
-            Results::Many(told) => told,
+        let result = folder.join("result.json");
+        let told = match read_json(&result, "what a replay came to")? {
+            Value::Array(rows) => rows,
+            row => vec![row],
         };
+        let rows = told.into_iter().map(|one| Ok(row(serde_json::from_value(one)?, &run.options)));
+        let rows: Vec<ReplayRow> = rows.collect::<Result<_>>().with_context(|| result.display().to_string())?;
         let name = format!("{}, {}", about["name"].as_str().unwrap_or("experiment"), run.arm);
         let found = arms.iter().position(|arm| arm.name == name).unwrap_or_else(|| {
             let question = about["question"].as_str().unwrap_or_default().to_owned();
             arms.push(ReplaysData { name, question, rows: Vec::new() });
             arms.len() - 1
         });
-        arms[found].rows.extend(many.into_iter().map(|told| row(told, &run.options)));
+        arms[found].rows.extend(rows);
     }
     Ok(arms)
 }

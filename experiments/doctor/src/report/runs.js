@@ -67,7 +67,11 @@ const drawRuns = (page, runs) => {
   make("h2", place, {}, runs.length === 1 ? "The run" : "The runs");
   const columns = RUN_COLUMNS.filter(([, of]) => runs.some((run) => of(run)));
   table(place, ["run", "device", ...columns.map(([name]) => name)], runs.map((run) => [inWords(run.name), inWords(run.device), ...columns.map(([, of]) => of(run) || "–")])).classList.add("measures");
-  for (const run of runs) for (const note of run.notes) make("p", place, { class: "note" }, (runs.length > 1 ? run.name + ": " : "") + note);
+  // What several runs have to say is said once.
+  for (const note of new Set(runs.flatMap((run) => run.notes))) {
+    const names = runs.filter((run) => run.notes.includes(note)).map((run) => run.name);
+    make("p", place, { class: "note" }, (runs.length === 1 ? "" : names.length > 2 ? `${names.length} of ${runs.length} runs: ` : names.join(", ") + ": ") + note);
+  }
   const fold = make("details", place);
   make("summary", fold, {}, "Settings in effect and data");
   table(fold, ["run", "folder", "settings"], runs.map((run) => [inWords(run.name), inWords(run.folder), inWords(run.settings.map((pair) => pair.join(" ")).join("; "))]));
