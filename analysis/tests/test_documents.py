@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vramlab_analysis import experiments, quoted, readme_figure, style
+from vramlab_analysis import experiments, quoted, readme_figure, repository, samples, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import attribute, load, timeline
@@ -44,6 +44,30 @@ def test_a_sentence_that_stands_twice_is_named(documents: dict[str, str]) -> Non
     twice = documents | {"README.md": documents["README.md"] + documents["experiments/answers.md"]}
     with pytest.raises(AnalysisError, match="2 places"):
         quoted.rewritten(twice)
+
+
+def test_the_readme_shows_what_the_programs_print() -> None:
+    if missing := samples.check():
+        pytest.skip(f"not built, so the README's samples were NOT compared: {', '.join(missing)}; cargo build")
+
+
+def test_a_sample_that_a_program_does_not_print_is_named() -> None:
+    printed = "What happened\n  At most 7 GiB were reserved, and more.\nWhat would help\n  nothing\n"
+    assert samples.stale("What happened\n  At most 7 GiB were reserved, ...\n...\n  nothing\n", printed) is None
+    assert (
+        samples.stale("What happened\n  At most 8 GiB were reserved, ...\n", printed)
+        == "  At most 8 GiB were reserved, ..."
+    )
+    assert samples.stale("What would help\nWhat happened\n", printed) == "What happened", "out of turn"
+    with pytest.raises(AnalysisError, match="shows what 'vramlab unheard of' prints"):
+        samples.check("# Page\n\n```sh\nvramlab unheard of\n```\n```text\na\n```\n")
+    with pytest.raises(AnalysisError, match="does not follow"):
+        samples.check("# Page\n\nA sample:\n\n```text\na\n```\n")
+
+
+def test_the_readme_is_short() -> None:
+    readme = (repository.root() / "README.md").read_text()
+    assert len(readme.split()) <= 900
 
 
 def test_what_was_fitted_is_not_counted_as_agreement() -> None:

@@ -12,6 +12,7 @@ from tests.conftest import summary, write_experiment
 from vramlab_analysis import experiments
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import load_experiment
+from vramlab_analysis.plots.cells import matrix
 
 ARMS = [(name, {"alloc": name, "release-threshold": "0"}, summary(name)) for name in ("naive", "caching")]
 
@@ -46,6 +47,26 @@ def test_a_failed_run_does_not_count(tmp_path: Path) -> None:
     meta = folder / "runs" / "00-naive-r0" / "run.json"
     meta.write_text(json.dumps({**json.loads(meta.read_text()), "status": "failed", "error": "no memory"}))
     assert load_experiment(folder).frame()["name"].to_list() == ["caching"]
+
+
+def test_replays_are_a_frame_and_a_matrix(tmp_path: Path) -> None:
+    folder = write_experiment(tmp_path / "e", [])
+    for number, (alloc, history) in enumerate([("caching", "a.pickle.xz"), ("bfc", "a.pickle.xz"), ("bfc", "b.jsonl")]):
+        for repeat, reserved in enumerate((12, 14, 16)):
+            one = folder / "runs" / f"{number:02}-r{repeat}"
+            one.mkdir(parents=True)
+            meta = {"schema_version": 1, "id": one.name, "arm": "replay", "program": "replay", "repeat": repeat,
+                    "options": {"alloc": alloc, "history": history}, "status": "done"}  # fmt: skip
+            (one / "run.json").write_text(json.dumps(meta))
+            result = {"peak_reserved_bytes": reserved * (number + 1), "lower_bound_bytes": 10}
+            (one / "result.json").write_text(json.dumps([result]))
+    experiment = load_experiment(folder)
+    ratios = experiment.ratios()
+    assert ratios.rows() == [("caching", "a", 1.4), ("bfc", "a", 2.8), ("bfc", "b.jsonl", pytest.approx(4.2))]
+    figure = matrix(ratios, row="alloc", column="history", value="over", number=str, best=1.0, worst=1.6)
+    assert "none" in [text.get_text() for text in figure.axes[0].texts], "no history under every allocator"
+    with pytest.raises(AnalysisError, match="no run of a trainer in it; `replays` has"):
+        experiment.frame()
 
 
 def test_other_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:

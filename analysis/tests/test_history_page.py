@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -296,11 +297,21 @@ def test_answers_are_drawn_from_their_figures(written: Path, program: Path, page
     peaks = [one["peak_reserved_bytes"] for one in (advice["recorded"]["replayed"], *advice["settings"])]
     for (_, width), peak in zip(rows, peaks, strict=True):
         assert width / rows[0][1] == pytest.approx(peak / peaks[0], rel=1e-3)
+
     # The parts of what was reserved fill the bar; lines are those of the explanation, in its order.
-    parts = page.evaluate("[...document.querySelectorAll('.answer .parts i')].map(e => parseFloat(e.style.flexGrow))")
-    whole = explained["reserved"]["moment"]["reserved_bytes"]
+    def shares(place: int) -> Any:
+        bar = f"document.querySelectorAll('.answer .parts')[{place}].children"
+        return page.evaluate(f"[...{bar}].map(e => parseFloat(e.style.flexGrow))")
+
+    parts, whole = shares(0), explained["reserved"]["moment"]["reserved_bytes"]
     assert parts == pytest.approx([p["bytes"] / whole for p in explained["reserved"]["parts"] if p["bytes"]], rel=1e-4)
-    lines = [one["line"] for one in explained["who"][0]["lines"]]
+    # What memory is for stands beside the lines: a bar, and a row for each part.
+    who = explained["who"][0]
+    assert [one["purpose"] for one in who["purposes"]] == ["activations"]
+    assert shares(1) == pytest.approx([one["bytes"] / who["moment"]["active_bytes"] for one in who["purposes"]])
+    blocks = str(who["purposes"][0]["blocks"])
+    assert texts("table.purposes tbody tr:first-child > *")[::3] == ["activations", blocks]
+    lines = [one["line"] for one in who["lines"]]
     assert len(lines) > 1
     shown = [text for text in texts(".answer td.left, .answer th.left") if any(text.startswith(line) for line in lines)]
     assert [text.split(" › ")[0] for text in shown[: len(lines)]] == lines
@@ -477,7 +488,7 @@ def test_several_histories_stand_side_by_side(program: Path, tmp_path: Path, pag
     files = [str(path) for path in sorted(tmp_path.glob("*/*"))]
     assert len(files) == 2
     run(program, tmp_path, *files, "--alloc", "caching", "--plan", "off")
-    opened(page, tmp_path / "report.html")
+    opened(page, tmp_path / "report.html", 1800)
     assert page.evaluate("document.querySelectorAll('.panel').length") == 2
     lefts = page.evaluate("[...document.querySelectorAll('.panel')].map(p => p.getBoundingClientRect().left)")
     assert lefts[0] < lefts[1]
@@ -522,3 +533,13 @@ def test_runs_are_drawn_from_their_records(tmp_path: Path, page: browser.Browser
     # Only the run with events has a block map.
     assert page.evaluate("document.querySelectorAll('canvas.blocks').length") == 1
     opened(page, tmp_path / "report.html", 800)
+
+
+def test_what_is_installed_beside_the_program_changes_no_page(tmp_path: Path, program: Path) -> None:
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(snapshot(), 4))
+    write_run(tmp_path / "run", trace=True)
+    # With this environment's Python and the analysis package, and without any Python.
+    for name, path in (("with", f"{Path(sys.executable).parent}:{os.environ['PATH']}"), ("without", str(tmp_path))):
+        arguments = [str(program), "report", "a.pickle", "run", "--alloc", "caching", "--out", f"{name}.html"]
+        subprocess.run(arguments, cwd=tmp_path, env={"PATH": path}, check=True, capture_output=True)
+    assert (tmp_path / "with.html").read_bytes() == (tmp_path / "without.html").read_bytes()

@@ -244,6 +244,9 @@ def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: br
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.evaluate("document.querySelectorAll('script').length") == 2
     assert page.evaluate("document.querySelectorAll('img, iframe, object, embed, form, base').length") == 0
+    # No policy stops a link that connects or a refresh that navigates: all of these are the template's.
+    assert page.evaluate("document.querySelectorAll('meta').length") == 3
+    assert page.evaluate("[...document.querySelectorAll('link')].map(e => e.rel).join()") == "icon"
     handlers = (
         "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => a.name.startsWith('on'))"
     )
@@ -255,40 +258,62 @@ def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: br
 
 
 class Outside(http.server.ThreadingHTTPServer):
-    """A server that a page must not ask for anything."""
+    """A server that a page must not ask for anything: how often it was connected to, and what it was asked for."""
 
     def __init__(self) -> None:
+        self.connected = 0
         self.asked: list[str] = []
-        super().__init__(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+        super().__init__(("127.0.0.1", 0), Asked)
 
     def process_request(self, request: object, client_address: object) -> None:
-        self.asked.append(str(client_address))
+        self.connected += 1
         super().process_request(request, client_address)  # type: ignore[arg-type]
 
 
-def test_the_policy_of_the_page_stops_what_escaping_would_miss(tmp_path: Path, page: browser.Browser) -> None:
-    out = tmp_path / "report.html"
+class Asked(http.server.BaseHTTPRequestHandler):
+    """Notes each request, and answers that there is nothing."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", params=[browser.SMALL, browser.WHOLE], ids=["headless-shell", "whole-browser"])
+def either(request: pytest.FixtureRequest) -> Iterator[browser.Browser]:
+    yield from browser.opened(request.param)
+
+
+def test_the_policy_of_the_page_stops_what_escaping_would_miss(tmp_path: Path, either: browser.Browser) -> None:
+    page, out = either, tmp_path / "report.html"
     report(out, write_run(tmp_path / "run"))
     with Outside() as outside:
         threading.Thread(target=outside.serve_forever, daemon=True).start()
         there = f"http://127.0.0.1:{outside.server_port}"
-        injected = (
+        loading = (
             f"<script>window.hacked=1</script><img src='x' onerror='window.hacked=2'><img src='{there}/p'>"
-            f"<style>@import '{there}/c'; body {{ display: none }}</style><iframe src='{there}/f'></iframe>"
+            f"<style>@import '{there}/c'; body {{ display: none }}</style>"
             f"<script src='{there}/s'></script><base href='{there}/'><link rel='stylesheet' href='{there}/l'>"
             f"<script type='module'>import('{there}/m')</script><object data='{there}/o'></object>"
+            f"<link rel='prefetch' href='{there}/n'><video src='{there}/v'></video>"
         )
+        framed = f"{loading}<iframe src='{there}/f'></iframe>"
         text, main = out.read_text(), '<main id="page">'
-        out.write_text(text.replace(main, main + injected, 1))
-        page.open(out.as_uri(), READY)
-        assert page.evaluate("typeof window.hacked") == "undefined"
-        assert page.evaluate("getComputedStyle(document.body).display") == "block"
-        assert outside.asked == []
+        for injected in (loading, framed):
+            out.write_text(text.replace(main, main + injected, 1))
+            page.open(out.as_uri(), READY)
+            assert page.evaluate("typeof window.hacked") == "undefined"
+            assert page.evaluate("getComputedStyle(document.body).display") == "block"
+            assert outside.asked == []
+            # The whole browser connects to a frame's server before it asks the policy, and then sends nothing.
+            assert not outside.connected or injected == framed
         # Without the policy all of it would have happened.
-        out.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace(main, main + injected, 1))
+        out.write_text(re.sub("<meta http-equiv[^>]*>", "", text).replace(main, main + framed, 1))
         page.open(out.as_uri(), READY)
         assert page.evaluate("typeof window.hacked") == "number"
-        assert outside.asked
+        assert {"/p", "/c", "/s", "/l", "/f"} <= set(outside.asked)
         outside.shutdown()
     page.open("about:blank", "true")
     page.console.clear()

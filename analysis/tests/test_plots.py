@@ -9,6 +9,7 @@ import polars as pl
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tests.conftest import summary, write_run
 from vramlab_analysis import calls, histograms, histories, style
@@ -29,7 +30,11 @@ def colours(figure: Figure) -> set[str]:
 
 def check(figure: Figure, *names: str) -> Figure:
     """Draws it and looks at it."""
-    assert "<svg" in style.svg(figure)
+    drawn = style.svg(figure)
+    assert "<svg" in drawn
+    # Formulas are not set, so none may be written.
+    assert "mathdefault" not in drawn
+    assert not [text.get_text() for text in figure.findobj(Text) if "$" in text.get_text()]
     labelled_x = labelled_y = False
     for axes in figure.axes:
         assert axes.lines or axes.patches or axes.collections or axes.images, "empty axes"
@@ -69,7 +74,12 @@ def test_steps_and_parts(runs: list[tuple[str, Run]]) -> None:
     parts = [(name, calls.host_parts(run.driver_calls(-1), 1.0)) for name, run in runs]
     check(bars.stacked(parts, style.HOST_PARTS, unit="ms"))
     check(bars.allocations([(name, run.steps) for name, run in runs]), "naive", "caching", "stream-ordered")
-    check(bars.allocations_by_epoch(runs), "naive", "caching")
+    figure = check(bars.allocations_by_epoch(runs), "naive", "caching")
+    figure.draw_without_rendering()
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()][:3] == ["0", "1", "10"]
+    # The allocators count the same here: of lines on each other each is seen.
+    widths = [line.get_linewidth() for line in figure.axes[0].lines]
+    assert widths == sorted(set(widths), reverse=True)
 
 
 def test_memory(runs: list[tuple[str, Run]]) -> None:
@@ -108,6 +118,9 @@ def test_the_time_graph_has_the_ratio_below() -> None:
     assert len(figure.axes) == 2
     ratios = {to_hex(line.get_color()).upper(): list(line.get_ydata()) for line in figure.axes[1].lines}  # type: ignore[arg-type]
     assert ratios[style.ALLOCATORS["naive"]] == pytest.approx([401 / 101, 401 / 201])
+    # A line that ends before the others says where.
+    short = lines.width(data.filter((pl.col("name") != "naive") | (pl.col("hidden") == 128)))
+    assert [text.get_text() for text in short.axes[0].texts] == ["caching", "pytorch-eager", "naive (to 128)"]
     with pytest.raises(AnalysisError, match="no run of arena"):
         lines.width(data, reference="arena")
 
@@ -123,7 +136,12 @@ def test_sweeps_the_account_and_fidelity(runs: list[tuple[str, Run]]) -> None:
     cells = pl.DataFrame(
         {"name": ["naive", "caching"], "cell": ["step", "step"], "gpu": [100.0, 50.0], "sim": [90.0, 55.0]}
     )
-    check(fidelity(cells), "naive", "caching")
+    figure = check(fidelity(cells), "naive", "caching")
+    # Each tick of the logarithmic axes is a plain number.
+    figure.draw_without_rendering()
+    named = [text.get_text() for text in figure.axes[0].get_xticklabels() + figure.axes[0].get_yticklabels()]
+    assert "50" in named
+    assert all(not name or float(name) for name in named)
 
 
 def test_sweeps_in_panels() -> None:
@@ -246,7 +264,7 @@ def test_words_for_options() -> None:
          "workers": [None, 2, 2], "pin": [None, "on", "off"]}
     )  # fmt: skip
     said = [one.replace("\n", " ") for one in runs.select(bars.loaders(runs)).to_series()]
-    assert said == ["ours: copy", "PyTorch: workers 2 workers, pinned", "PyTorch: workers 2 workers"]
+    assert said == ["ours: copy", "PyTorch: 2 workers, pinned", "PyTorch: 2 workers"]
     assert bars.loaders(runs.select("program", "loader").head(1)) is not None
 
 

@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("nsight", help="which call waited for which kernel, from a capture of Nsight Systems")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
-    readme = commands.add_parser("readme", help="compare the README's computed sentences with the recorded results")
+    readme = commands.add_parser(
+        "readme", help="compare the README with the recorded results, and its samples with the programs that are built"
+    )
     readme.add_argument("--write", action="store_true", help="put the figures of the records there")
     notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
     notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")

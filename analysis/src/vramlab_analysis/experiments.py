@@ -120,7 +120,7 @@ class Experiment:
             row |= {name.replace("-", "_"): value for name, value in entry.options.items()}
             rows.append(row | {"name": entry.record.arm} | measures(entry.record))
         if not rows:
-            raise AnalysisError(f"{self.directories[0]}: no run of a trainer in it.")
+            raise AnalysisError(f"{self.directories[0]}: no run of a trainer in it; `replays` has those of histories.")
         return pl.DataFrame(rows, infer_schema_length=None, strict=False)
 
     def replays(self, **options: Any) -> pl.DataFrame:
@@ -140,6 +140,23 @@ class Experiment:
         if not rows:
             raise AnalysisError(f"{self.directories[0]}: no replay in it.")
         return pl.DataFrame(rows, infer_schema_length=None, strict=False)
+
+    def ratios(self, **options: Any) -> pl.DataFrame:
+        """A row for each `alloc` and `history` of `replays`, for `plots.cells.matrix`: `over`, a median of repeats.
+
+        Of a replay that is what was reserved over what any allocator needs, of a capacity the smallest memory over the
+        most that was held at once.
+        """
+        frame = self.replays(**options)
+        known = [name for name in ("ratio", "lower_bound_bytes") if name in frame.columns]
+        if not known:
+            raise AnalysisError(f"{self.directories[0]}: its replays do not tell what an allocator needs at least.")
+        over = pl.coalesce(
+            pl.col("ratio") if name == "ratio" else pl.col("peak_reserved_bytes") / pl.col("lower_bound_bytes")
+            for name in known
+        )
+        short = pl.col("history").str.replace(r"(\.pickle)?(\.xz|\.gz)?$", "")
+        return frame.group_by("alloc", history=short, maintain_order=True).agg(over=over.median())
 
     def has(self, **options: Any) -> bool:
         """Whether `select` would find a run."""

@@ -6,8 +6,9 @@ and not only the figure above it.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vramlab_analysis import repository, style
 from vramlab_analysis.errors import AnalysisError, found
 from vramlab_analysis.experiments import Experiment, results
 from vramlab_analysis.plots import bars
+from vramlab_analysis.plots.cells import matrix as cells_of
 
 # The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
 DEVICES = os.environ.get("DEVICES", "h200,sim").split(",")
@@ -59,6 +61,64 @@ def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
     lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["--:"] * (len(head) - 1)]) + "|"]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in body]
     display(Markdown("\n".join(lines)))  # type: ignore[no-untyped-call]
+
+
+def verdict(
+    statement: str,
+    figures: Mapping[str, float],
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    number: Callable[[float], str] = lambda value: f"{value:g}",
+) -> None:
+    """Puts a statement on the page with whether its figures bear it out: each is at least `least` and at most `most`.
+
+    `figures` are named after what they were measured of. Where one is outside, the statement turns red and the figure
+    that lies farthest outside stands beside it.
+
+    Raises AnalysisError without figures, for then nothing was tested.
+    """
+    known = {name: value for name, value in figures.items() if value is not None and not math.isnan(value)}
+    if not known or len(known) < len(figures):
+        raise AnalysisError(f"'{statement}': {len(figures) - len(known)} of its {len(figures)} figures are not there.")
+    bounds = [f"at least {number(least)}"] if least > -math.inf else []
+    bounds += [f"at most {number(most)}"] if most < math.inf else []
+    outside = {name: max(value - most, least - value) for name, value in known.items()}
+    farthest = max(outside, key=outside.__getitem__)
+    refuted = [name for name, by in outside.items() if by > 0]
+    colour, mark, word = ("#c81e1e", "🔴", "Does not hold") if refuted else ("#1a7f37", "🟢", "Holds")
+    beside = f"{number(known[farthest])}, {farthest}"
+    if len(known) > 1:
+        count = (
+            f"In {len(refuted)} of {len(known)} it is not; the farthest" if refuted else f"Of {len(known)} the nearest"
+        )
+        beside = f"{count} is {beside}"
+    said = f"{mark} **{word}:** {statement} ({' and '.join(bounds)}). {beside}."
+    display(Markdown(f'<span style="color:{colour}">{said}</span>'))  # type: ignore[no-untyped-call]
+
+
+def matrices(frames: Mapping[str, pl.DataFrame], *, title: str, **drawing: Any) -> None:
+    """Draws a `cells.matrix` for each device; one that says the same as the first in every cell is not drawn again."""
+    keys, number = [drawing["row"], drawing["column"]], drawing["number"]
+    shown: list[list[tuple[Any, ...]]] = []
+    for device, frame in frames.items():
+        cells = frame.select(*keys, pl.col(drawing["value"]).map_elements(number, pl.String)).sort(keys).rows()
+        shown.append(cells)
+        if cells == shown[0] and len(shown) > 1:
+            say(f"**{device}: {title}.** Each cell is as above.")
+        else:
+            show(cells_of(frame, title=f"{device}: {title}", **drawing))
+
+
+def tables(head: Sequence[str], bodies: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+    """Puts a table for each device on the page; after the first only the rows that differ from it."""
+    first = next(iter(bodies.values()))
+    for device, body in bodies.items():
+        unlike = body if body is first else [row for row in body if row not in first]
+        said = "." if body is first else ", where it differs." if unlike else " says the same in each row."
+        say(f"**{device}**{said}")
+        if unlike:
+            rows(head, unlike)
 
 
 def us(microseconds: float) -> str:

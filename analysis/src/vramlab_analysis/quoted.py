@@ -494,13 +494,15 @@ def rewritten(old: dict[str, str]) -> dict[str, str]:
 
 def readme(write: bool) -> str:
     """Compares the documents with the records, or puts their figures there; what was found, in one line."""
-    from vramlab_analysis import output
+    from vramlab_analysis import output, samples
 
+    unbuilt = samples.check()
+    left = f"; not built, so not compared with its sample: {', '.join(unbuilt)}" if unbuilt else ""
     old = pages()
     new = rewritten(old)
     stale = [name for name in old if old[name] != new[name]]
     if not stale:
-        return f"{' and '.join(old)} say what the records say"
+        return f"{' and '.join(old)} say what the records and the programs say{left}"
     if not write:
         name = stale[0]
         pairs = zip(old[name].splitlines(), new[name].splitlines(), strict=False)
@@ -508,4 +510,4 @@ def readme(write: bool) -> str:
         raise AnalysisError(f"{name}:{first}: is not what the records say; `vramlab-analysis readme --write` mends it.")
     for name in stale:
         output.write(repository.root() / name, new[name])
-    return f"wrote {' and '.join(stale)}"
+    return f"wrote {' and '.join(stale)}{left}"

@@ -181,12 +181,27 @@ def time_axis(axes: Axes, which: str = "x") -> None:
     getattr(axes, which + "axis").set_major_formatter(FuncFormatter(si_time))
 
 
-def log_axis(axes: Axes, which: str = "y") -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5 of each decade."""
-    getattr(axes, f"set_{which}scale")("log")
+class PlainLogLocator(LogLocator):
+    """Ticks at 1, 2 and 5 of each decade; where there are more than three decades, at 1 of each."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """Places of the ticks between two numbers."""
+        self.set_params(subs=(1.0,) if vmin > 0 and vmax > 1000 * vmin else (1.0, 2.0, 5.0))
+        return super().tick_values(vmin, vmax)
+
+
+def log_axis(axes: Axes, which: str = "y", *, zero: bool = False) -> None:
+    """A logarithmic axis with plain numbers; with `zero` it begins at 0, and is linear up to 1.
+
+    The library's own labels of such axes are formulas, which are not set here.
+    """
     axis = getattr(axes, which + "axis")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if zero:
+        getattr(axes, f"set_{which}scale")("symlog", linthresh=1)
+    else:
+        getattr(axes, f"set_{which}scale")("log")
+        axis.set_major_locator(PlainLogLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e6 else f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -10,6 +10,7 @@ mod columns;
 mod data;
 mod maps;
 mod page;
+mod replays;
 mod run;
 mod source;
 mod stacks;
@@ -20,11 +21,12 @@ use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
 use crate::words::{RECORD, counted};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use data::{Answers, HistoryData, PageData};
 use maps::Replayed;
 use page::Numbers;
+use replays::ReplaysData;
 use run::RunData;
 use source::{Input, Source};
 use std::path::PathBuf;
@@ -74,17 +76,28 @@ pub(crate) struct ReportArgs {
 /// Makes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let out = OutputFile::create(&args.out, Existing::Replace)?;
-    let mut folders = Vec::new();
+    let (mut folders, mut replays) = (Vec::new(), Vec::new());
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
-        folders.extend(run::folders(path)?);
+        let (trained, replayed) = (run::folders(path)?, replays::read(path)?);
+        if trained.is_empty() && replayed.is_empty() {
+            bail!("{}: no finished run of a training program or replay in this experiment", path.display());
+        }
+        folders.extend(trained);
+        replays.extend(replayed);
     }
     let runs = run::read(&folders)?;
     let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
-    write(args, out, &inputs, &runs)?;
+    write(args, out, &inputs, &runs, &replays)?;
     if args.open { browser::open(&args.out) } else { Ok(()) }
 }
 
-fn write(args: &ReportArgs, out: OutputFile, inputs: &[Input], runs: &[RunData]) -> Result<()> {
+fn write(
+    args: &ReportArgs,
+    out: OutputFile,
+    inputs: &[Input],
+    runs: &[RunData],
+    replays: &[ReplaysData],
+) -> Result<()> {
     let chosen = match args.alloc.is_empty() {
         true => vramlab::backends::parse_list(COMPARED)?,
         false => arguments::chosen(&args.alloc),
@@ -108,11 +121,12 @@ fn write(args: &ReportArgs, out: OutputFile, inputs: &[Input], runs: &[RunData])
     }
     let names = histories.iter().map(|history| &history.name);
     let eventless = runs.iter().filter(|run| !histories.iter().any(|history| history.name == run.folder));
-    let names: Vec<&str> = names.chain(eventless.map(|run| &run.name)).map(String::as_str).collect();
+    let names = names.chain(eventless.map(|run| &run.name)).chain(replays.iter().map(|arm| &arm.name));
+    let names: Vec<&str> = names.map(String::as_str).collect();
     let title = format!("GPU memory: {}", names.join(", "));
     let replayed: Vec<&HistoryData> = histories.iter().filter(|history| history.recorded).collect();
     let events: u64 = replayed.iter().map(|history| history.events).sum();
-    let document = page::document(&title, &PageData { title: &title, runs, histories: &histories }, &numbers)?;
+    let document = page::document(&title, &PageData { title: &title, runs, replays, histories: &histories }, &numbers)?;
     out.fill(&document)?;
     if without_events {
         let [before, after] = RECORD;
@@ -123,6 +137,9 @@ fn write(args: &ReportArgs, out: OutputFile, inputs: &[Input], runs: &[RunData])
     let mut shown = Vec::new();
     if !runs.is_empty() {
         shown.push(some(runs.len(), "run"));
+    }
+    if let count @ 1.. = replays.iter().map(|arm| arm.rows.len()).sum() {
+        shown.push(some(count, "replay"));
     }
     if !replayed.is_empty() {
         let each = if replayed.len() == 1 { "replayed" } else { "each replayed" };

@@ -172,6 +172,39 @@ fn runs_without_events_are_shown_by_their_records() {
     assert_eq!((names(&page), page["histories"].as_array().unwrap().len()), (vec!["naive".into()], 1));
 }
 
+#[test]
+fn an_experiment_of_replays_alone_has_a_page() {
+    let place = Place::new();
+    place.write("a.jsonl", trace());
+    std::fs::create_dir_all(place.at("e/runs")).unwrap();
+    place.file("e/experiment.json", json!({"name": "mine", "question": "Which?"}).to_string());
+    let replayed = |name: &str, program: &str, options: Value, repeat: u64| {
+        let words = [program, "a.jsonl", "--alloc", "caching", "--json"];
+        let result = Ran::of(vramlab(&place, &words).output().unwrap()).ok().stdout;
+        std::fs::create_dir(place.at(&format!("e/runs/{name}"))).unwrap();
+        let about = json!({"program": program, "arm": program, "status": "done", "repeat": repeat, "options": options});
+        place.file(&format!("e/runs/{name}/run.json"), about.to_string());
+        place.file(&format!("e/runs/{name}/result.json"), result);
+    };
+    replayed("00", "replay", json!({"history": "a.jsonl", "alloc": "caching", "completion": "instant"}), 0);
+    replayed("01", "replay", json!({"history": "a.jsonl", "alloc": "caching", "completion": "instant"}), 1);
+    replayed("02", "capacity", json!({"history": "a.jsonl", "alloc": "caching"}), 0);
+    let ran = report(&place, &["e"]).ok();
+    assert!(ran.stdout.contains("2 replays; the page has"), "{}", ran.stdout);
+    let page = data(&place, "report.html");
+    let arms = page["replays"].as_array().unwrap();
+    let names: Vec<&str> = arms.iter().map(|arm| arm["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["mine, replay", "mine, capacity"]);
+    let row = &arms[0]["rows"][0];
+    assert_eq!((&row["alloc"], &row["history"]), (&json!("caching, completion instant"), &json!("a.jsonl")));
+    assert!(row["peak_reserved_bytes"].as_u64() >= row["lower_bound_bytes"].as_u64());
+    assert!(arms[1]["rows"][0]["capacity_bytes"].as_u64() > Some(0));
+    // Nothing finished is nothing to draw.
+    std::fs::create_dir_all(place.at("none/runs")).unwrap();
+    place.file("none/experiment.json", "{}");
+    report(&place, &["none"]).refused(2, &["no finished run of a training program or replay in this experiment"]);
+}
+
 #[cfg(unix)]
 #[test]
 fn the_page_is_opened_by_the_browser_that_is_named() {

@@ -50,6 +50,8 @@ def grouped(
     groups = frame[group].unique(maintain_order=True).to_list() if group else [None]
     figure, axes = style.new(width=width, height=height)
     thick = 0.8 / len(names)
+    # Points that a bar has for its number, by the mean width of a character.
+    room = 72 * (width - 0.8) * thick / len(groups) / 0.64
     seen: set[str] = set()
     for place, one in enumerate(groups):
         for index, who in enumerate(names):
@@ -72,7 +74,7 @@ def grouped(
                 xytext=(0, 3),
                 textcoords="offset points",
                 ha="center",
-                fontsize=7,
+                fontsize=min(7.0, max(5.0, room / max(len(number(centre)), 1))),
             )
     if group:
         axes.set_xticks(range(len(groups)), [str(one) for one in groups])
@@ -161,12 +163,21 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
         raise AnalysisError("there are no data for the figure of allocations per epoch.")
     figure, axes = style.new()
     epochs = 0
-    for name, run in runs:
+    for below, (name, run) in zip(range(len(runs) - 1, -1, -1), runs, strict=True):
         counts = [taken(one.get("driver_calls", {})) for one in run.summary["epochs"]]
         counts.insert(0, taken(run.summary.get("driver_calls", {})) - sum(counts))
-        axes.plot(range(len(counts)), counts, color=style.colour(name), marker=style.marker(name), label=name)
+        # Where lines lie on each other, the lower ones are the wider ones.
+        axes.plot(
+            range(len(counts)),
+            counts,
+            color=style.colour(name),
+            marker=style.marker(name),
+            linewidth=1.6 + 1.8 * below,
+            markersize=5 + 2.5 * below,
+            label=name,
+        )
         epochs = max(epochs, len(counts))
-    axes.set_yscale("symlog", linthresh=1)
+    style.log_axis(axes, zero=True)
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(epochs), ["before", *map(str, range(1, epochs))])
     axes.set_xlabel("epoch, its validation included (before: weights, data, first buffers)")
@@ -205,7 +216,7 @@ def value_of(frame: pl.DataFrame, value: str, **where: Any) -> float:
 
 
 def loaders(frame: pl.DataFrame) -> pl.Expr:
-    """The configuration of a loader in words, on up to three lines: program, loader, workers and page-locked memory."""
+    """The configuration of a loader in words, on up to three lines: program, loader or workers, pinning."""
 
     def column(name: str) -> pl.Expr:
         return pl.col(name) if name in frame.columns else pl.lit(None, pl.String).alias(name)
@@ -218,4 +229,4 @@ def loaders(frame: pl.DataFrame) -> pl.Expr:
         )
     )
     program = pl.when(pl.col("program") == "trainer").then(pl.lit("ours")).otherwise(pl.lit("PyTorch"))
-    return pl.concat_str([program, pl.lit(":\n"), pl.col("loader"), workers.fill_null("")])
+    return pl.concat_str([program, pl.lit(":"), workers.fill_null(pl.concat_str([pl.lit("\n"), pl.col("loader")]))])

@@ -35,8 +35,7 @@ def matrix(
     found = {(one[row], one[column]): float(one[value]) for one in frame.iter_rows(named=True)}
     cells = np.array([[found.get((r, c), np.nan) for c in columns] for r in rows])
     figure, axes = style.new(width=8.0, height=0.9 + 0.27 * len(rows))
-    map_ = LinearSegmentedColormap.from_list("worse", ["#FFFFFF", style.ORANGE])
-    map_.set_bad("#F4F4F4")
+    map_ = LinearSegmentedColormap.from_list("worse", ["#FFFFFF", style.ORANGE]).with_extremes(bad="#F4F4F4")
     axes.imshow(cells, aspect="auto", cmap=map_, norm=Normalize(best, worst, clip=True))
     for y, line in enumerate(cells):
         for x, one in enumerate(line):
@@ -75,7 +74,9 @@ def fidelity(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") -
     for name in style.order(cells["name"].to_list()):
         one = cells.filter(pl.col("name") == name)
         left.plot(one["gpu"], one["sim"], style.marker(name), color=style.colour(name), label=name, alpha=0.85)
-    left.set(xscale="log", yscale="log", xlim=line, ylim=line)
+    left.set(xlim=line, ylim=line)
+    for which in ("x", "y"):
+        style.log_axis(left, which)
     left.set_xlabel("H200, µs per step")
     left.set_ylabel("simulated, µs per step")
     rows = list(cells.iter_rows(named=True))
@@ -85,7 +86,7 @@ def fidelity(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") -
         right.plot(100 * cell["error"], row, style.marker(cell["name"]), color=style.colour(cell["name"]))
     right.set_yticks(range(len(rows)), [f"{cell['name']}, {cell['cell']}" for cell in rows], fontsize=7)
     right.invert_yaxis()
-    right.set_xlabel(f"simulated against measured, % (band: ±{100 * tolerance:.0f} %)")
+    right.set_xlabel(f"simulated over measured, % (band: ±{100 * tolerance:.0f} %)")
     figure.legend(loc="outside upper right", ncols=4)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)

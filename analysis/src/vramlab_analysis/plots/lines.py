@@ -42,12 +42,13 @@ def width(
         colour, mark = style.colour(name), style.marker(name)
         top.plot(one[by], one["value"], color=colour, marker=mark, label=name)
         top.fill_between(one[by], one["low"], one["high"], color=colour, alpha=0.2, linewidth=0)
-        ends.append((float(one["value"][-1]), name, colour))
+        until = "" if one[by][-1] == lines[by].max() else f" (to {one[by][-1]})"
+        ends.append((float(one["value"][-1]), name + until, colour))
         ratio = one.join(base, on=by).sort(by)
         if name != reference and not ratio.is_empty():
             values = ratio["value"] / ratio["base"]
             below.plot(ratio[by], values, color=colour, marker=mark)
-            ratio_ends.append((float(values[-1]), name, colour))
+            ratio_ends.append((float(values[-1]), name + until, colour))
     below.axhline(1.0, color=style.colour(reference), linewidth=1.2)
     ratio_ends.append((1.0, reference, style.colour(reference)))
     top.set_xscale("log", base=2)
@@ -163,5 +164,5 @@ def _swept(
             label=str(who),
         )
     axes.set_xticks(list(places.values()), [names(one) for one in places])
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.06 * scale * float(lines["high"].max() or 0), axes.get_ylim()[1]))  # type: ignore[arg-type]
     style.grid(axes)

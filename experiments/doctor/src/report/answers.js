@@ -184,6 +184,22 @@ const drawExplanation = (parent, found, way) => {
   }
 };
 
+// One bar of parts [tint, bytes, what it says], as wide as their share of the whole.
+const partsOf = (parent, parts, whole) => {
+  const strip = make("div", parent, { class: "parts", role: "img", "aria-label": parts.map(([, , text]) => text).join("; ") });
+  for (const [tint, bytes, text] of parts) {
+    const piece = make("i", strip, { title: text });
+    piece.style.background = tint;
+    piece.style.flexGrow = String(bytes / Math.max(whole, 1));
+  }
+};
+const keyOf = (tint, text) => {
+  const key = make("span", null, { class: "key" });
+  make("i", key).style.background = tint;
+  key.append(text);
+  return key;
+};
+
 // Reserved memory by what it was used for: one bar, and a sentence for each part of it.
 const drawWent = (title, parent, found, when) => {
   const went = found.reserved, whole = went.moment.reserved_bytes, parts = went.parts.filter((part) => part.bytes > 0);
@@ -191,20 +207,9 @@ const drawWent = (title, parent, found, when) => {
     const moment = { out_of_memory: "when memory ran out", near_peak_reserved: "when it came within 0.5 % of its peak" }[went.at] ?? "at the peak";
     const at = found.events === 0 ? "when the snapshot was taken" : `${moment} (${when(went.moment)})`;
     title(`Where ${formatBytes(whole)} reserved went ${at}`);
-    const strip = make("div", parent, { class: "parts", role: "img", "aria-label": parts.map((part) => part.sentence).join("; ") });
-    const colour = (part) => LEDGER_PARTS.find((one) => one.key === part.name)?.tint ?? "#888888";
-    for (const part of parts) {
-      const piece = make("i", strip, { title: part.sentence });
-      piece.style.background = colour(part);
-      piece.style.flexGrow = String(part.bytes / whole);
-    }
-    const named = (part) => {
-      const key = make("span", null, { class: "key" });
-      make("i", key).style.background = colour(part);
-      key.append(LEDGER_PARTS.find((one) => one.key === part.name)?.name ?? part.name);
-      return key;
-    };
-    table(parent, ["part", "bytes", "share", ""], parts.map((part) => [named(part), formatBytes(part.bytes), percent(part.bytes, whole), inWords(part.sentence.replace(/^[^()]*\([^()]*%\) /, ""))]));
+    const known = (part) => LEDGER_PARTS.find((one) => one.key === part.name);
+    partsOf(parent, parts.map((part) => [known(part)?.tint ?? "#888888", part.bytes, part.sentence]), whole);
+    table(parent, ["part", "bytes", "share", ""], parts.map((part) => [keyOf(known(part)?.tint ?? "#888888", known(part)?.name ?? part.name), formatBytes(part.bytes), percent(part.bytes, whole), inWords(part.sentence.replace(/^[^()]*\([^()]*%\) /, ""))]));
   }
   if (went.streams.length > 1) {
     const most = Math.max(...went.streams.map((row) => row.reserved_bytes));
@@ -215,8 +220,27 @@ const drawWent = (title, parent, found, when) => {
   listed(parent, found.sentences.streams);
 };
 
-// By line where lines are known, else by size; and by call, from the outside in.
+// Tint, name, and by what it is told.
+const PURPOSES = {
+  parameters: ["#3b6fb6", "parameters", "made by Module.to, load_state_dict, a module's __init__ or torch.nn.init"],
+  gradients: ["#edae49", "gradients", "made by the backward pass, of parameters and on the way to them"],
+  optimizer_state: ["#b07aa1", "optimizer state", "made in an optimizer's step, and held after it"],
+  activations: ["#228833", "activations", "made in a module's forward"],
+  workspace: ["#d1495b", "workspace", "made for cuBLAS or cuDNN"],
+  unknown: ["#9aa5a0", "unknown", "the recording does not tell"],
+};
+// What memory is for: a bar, and a row for each part of it.
+const drawPurposes = (parent, who) => {
+  if (!who.purposes.length) return;
+  const whole = who.moment.active_bytes, of = (row) => PURPOSES[row.purpose] ?? ["#9aa5a0", row.purpose, ""];
+  partsOf(parent, who.purposes.map((row) => [of(row)[0], row.bytes, `${of(row)[1]} ${formatBytes(row.bytes)}`]), whole);
+  table(parent, ["what it is for", "bytes", "share", "blocks", "told by"], who.purposes.map((row) => [
+    keyOf(of(row)[0], of(row)[1]), formatBytes(row.bytes), percent(row.bytes, whole), formatCount(row.blocks), inWords(of(row)[2])])).classList.add("purposes");
+};
+
+// By what it is for and by line where these are known, else by size; and by call, from the outside in.
 const drawWho = (parent, found, who, lineOf) => {
+  drawPurposes(parent, who);
   const whole = who.moment.active_bytes, rows = found.frames ? who.lines : who.sizes, most = Math.max(...rows.map((row) => row.bytes), 1);
   const figures = (row) => [formatBytes(row.bytes), bar(row.bytes, most), percent(row.bytes, whole), formatCount(row.blocks)];
   if (found.frames) {

@@ -3,6 +3,7 @@
 use super::columns::Columns;
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
+use super::replays::ReplaysData;
 use super::run::Figure;
 use super::run::RunData;
 use super::source::Source;
@@ -22,6 +23,7 @@ use vramlab::{Bytes, Ledger, Selection};
 pub(super) struct PageData<'p> {
     pub(super) title: &'p str,
     pub(super) runs: &'p [RunData],
+    pub(super) replays: &'p [ReplaysData],
     pub(super) histories: &'p [HistoryData],
 }
 

@@ -16,9 +16,9 @@ const run = async () => {
   const page = document.getElementById("page"), data = JSON.parse(document.getElementById("data").textContent);
   const names = shortNames(data.histories.map((one) => one.name));
   data.histories.forEach((one, i) => { one.title = names[i]; });
-  const count = data.histories.length, shown = count || data.runs.length, kind = count ? "histories" : "runs";
+  const count = data.histories.length, shown = count || data.runs.length || data.replays.reduce((sum, arm) => sum + arm.rows.length, 0), kind = count ? "histories" : data.runs.length ? "runs" : "replays";
   const head = make("header", page);
-  make("h1", head, {}, "GPU memory of " + (shown === 1 ? names[0] ?? data.runs[0].name : shown + " " + kind));
+  make("h1", head, {}, "GPU memory of " + (shown === 1 ? names[0] ?? (data.runs[0] ?? data.replays[0]).name : shown + " " + kind));
   const several = data.histories.length > 1, axes = [];
   if (several) {
     const box = make("label", head, { class: "same" }), same = make("input", box, { type: "checkbox" });
@@ -29,6 +29,7 @@ const run = async () => {
     });
   }
   drawRuns(page, data.runs);
+  drawReplays(page, data.replays);
   if (count) figuresTable(page, data.histories);
   const grid = make("div", page, { class: several ? "histories several" : "histories" });
   const places = data.histories.map((about) => {

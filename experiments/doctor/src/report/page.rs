@@ -1,7 +1,9 @@
 //! The page: one HTML file that holds everything and loads nothing else.
 //!
 //! What files and programs said goes into JSON, from which the page's script makes text and never markup. A content-security
-//! policy allows this one script and this one style sheet by their hashes, and nothing else.
+//! policy allows this one script and this one style sheet by their hashes, and nothing else. What no policy stops is a connection
+//! that a browser opens early, without sending anything (to the server of a frame that it then refuses, or for a `preconnect`
+//! link), and a refresh that leaves the page: against these stands only that no markup is made of what files say.
 
 use super::columns::Columns;
 use anyhow::{Context, Result};
@@ -28,6 +30,7 @@ const SCRIPT: &str = concat!(
     include_str!("answers.js"),
     include_str!("charts.js"),
     include_str!("runs.js"),
+    include_str!("replays.js"),
     include_str!("main.js"),
     "})();\n"
 );

@@ -66,10 +66,10 @@ struct AccountRow {
     blocked: f64,
 }
 
-/// The folders of runs that folders on the command line stand for: an experiment's are the first repeats of its runs.
+/// The folders of runs that folders on the command line stand for: an experiment's are the first repeats of its training programs.
 ///
 /// # Errors
-/// An experiment that is packed, damaged or without a finished run of a training program.
+/// An experiment that is packed or damaged.
 pub(super) fn folders(path: &Path) -> Result<Vec<PathBuf>> {
     if path.join("manifest.json").is_file() && !path.join("experiment.json").is_file() {
         bail!(
@@ -93,9 +93,6 @@ pub(super) fn folders(path: &Path) -> Result<Vec<PathBuf>> {
         if trains && about["status"] == "done" && about["repeat"] == 0 {
             found.push(folder);
         }
-    }
-    if found.is_empty() {
-        bail!("{}: no finished run of a training program in this experiment", path.display());
     }
     found.sort();
     Ok(found)
@@ -130,7 +127,7 @@ pub(super) fn read(folders: &[PathBuf]) -> Result<Vec<RunData>> {
 }
 
 /// A JSON document that a program wrote, plain or with `.gz` behind its name.
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T> {
+pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T> {
     let path = plain_or_packed(path);
     let text = input::read_unpacked(&path, input::DOCUMENT).with_context(|| path.display().to_string())?;
     serde_json::from_str(&text).with_context(|| format!("{}: not {what}; it was cut short or damaged", path.display()))

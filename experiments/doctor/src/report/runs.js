@@ -17,9 +17,9 @@ const RUN_COLUMNS = [
   ["most in", (run) => run.per_epoch && [...run.per_epoch.by_call].sort((a, b) => b.blocked - a.blocked).find((row) => row.blocked > 0)?.call],
   ["driver calls an epoch, with validation", (run) => run.per_epoch && formatCount(Math.round(run.per_epoch.calls))],
   ["allocate p50", (run) => run.allocate && formatTime(run.allocate[0])],
-  ["p99", (run) => run.allocate && formatTime(run.allocate[1])],
+  ["allocate p99", (run) => run.allocate && formatTime(run.allocate[1])],
   ["free p50", (run) => run.free && formatTime(run.free[0])],
-  ["p99", (run) => run.free && formatTime(run.free[1])],
+  ["free p99", (run) => run.free && formatTime(run.free[1])],
   ["peak reserved", (run) => run.peak_reserved && formatBytes(run.peak_reserved)],
   ["peak requested", (run) => run.peak_requested && formatBytes(run.peak_requested)],
   ["utilisation", (run) => run.utilisation && (100 * run.utilisation).toFixed(1) + " %"],
@@ -67,7 +67,11 @@ const drawRuns = (page, runs) => {
   make("h2", place, {}, runs.length === 1 ? "The run" : "The runs");
   const columns = RUN_COLUMNS.filter(([, of]) => runs.some((run) => of(run)));
   table(place, ["run", "device", ...columns.map(([name]) => name)], runs.map((run) => [inWords(run.name), inWords(run.device), ...columns.map(([, of]) => of(run) || "–")])).classList.add("measures");
-  for (const run of runs) for (const note of run.notes) make("p", place, { class: "note" }, (runs.length > 1 ? run.name + ": " : "") + note);
+  // What several runs have to say is said once.
+  for (const note of new Set(runs.flatMap((run) => run.notes))) {
+    const names = runs.filter((run) => run.notes.includes(note)).map((run) => run.name);
+    make("p", place, { class: "note" }, (runs.length === 1 ? "" : names.length > 2 ? `${names.length} of ${runs.length} runs: ` : names.join(", ") + ": ") + note);
+  }
   const fold = make("details", place);
   make("summary", fold, {}, "Settings in effect and data");
   table(fold, ["run", "folder", "settings"], runs.map((run) => [inWords(run.name), inWords(run.folder), inWords(run.settings.map((pair) => pair.join(" ")).join("; "))]));
@@ -99,7 +103,7 @@ const drawRuns = (page, runs) => {
   if (losing.length) section(place, "Losses", "Cross-entropy in nats; each point is the mean of at least ten steps where there are so many.", (part) => {
     legendOf(part, losing.map((run, i) => [tintOf(i), run.name]));
     const lines = losing.map((run, i) => ({ name: run.name, tint: tintOf(i), points: run.steps.loss }));
-    lineChart(part, { lines, label: "loss of the training steps", width: 760, x: asCount, y: asLoss, logY: true });
+    lineChart(part, { lines, label: "loss of the training steps", width: Math.min(760, part.clientWidth || 760), x: asCount, y: asLoss, logY: true });
     for (const run of runs) if (run.losses) make("p", part, { class: "note" }, run.losses);
   });
 };

@@ -1,5 +1,6 @@
 // What the page says in words: figures, settings compared, the moment that was chosen.
 
+// Where there is no room for columns, each cell names its own.
 const table = (parent, head, rows) => {
   const wide = make("div", parent, { class: "wide" }), element = make("table", wide);
   const top = make("tr", make("thead", element)), words = (i) => rows[0]?.[i] instanceof Node && rows[0][i].classList.contains("words");
@@ -10,6 +11,7 @@ const table = (parent, head, rows) => {
     cells.forEach((cell, i) => {
       const element = make(i === 0 ? "th" : "td", row);
       if (words(i)) element.className = "left";
+      if (i > 0 && head[i]) element.dataset.name = head[i];
       if (cell instanceof Node) element.append(cell);
       else element.textContent = cell;
     });

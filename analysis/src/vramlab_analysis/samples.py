@@ -1,0 +1,83 @@
+"""What documents show programs print: each line of a sample is what the program of this checkout prints there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from vramlab_analysis import repository
+from vramlab_analysis.errors import AnalysisError
+
+# The commands whose output a document shows, as it has them: the program, and its words on a machine of any kind.
+COMMANDS = {
+    "cargo run -p trainer -- --alloc caching": (
+        "trainer",
+        ["--alloc", "caching", "--device", "sim", "--dataset", "digits", "--out", "run"],
+    ),
+    "vramlab advise snapshot.pickle": ("vramlab", ["advise", "experiments/histories/resnet50.pickle.xz"]),
+}
+PAGE = "README.md"
+_BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)```$", re.MULTILINE)
+
+
+def built(name: str) -> Path | None:
+    """The program that the last build left, or None."""
+    target = repository.root() / "target"
+    found = [path for kind in ("debug", "release") if (path := target / kind / name).is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def printed(program: Path, words: list[str]) -> str:
+    """What a program prints, errors and progress first."""
+    root = repository.root()
+    with tempfile.TemporaryDirectory(prefix="sample-") as folder:
+        whole = [str(root / word) if (root / word).is_file() else word for word in words]
+        # Lines as long as they are: COLUMNS would wrap them.
+        environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"NO_COLOR": "1"}
+        done = subprocess.run(
+            [program, *whole], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+    if done.returncode:
+        raise AnalysisError(f"{program} {' '.join(words)}: exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+    return done.stderr + done.stdout
+
+
+def stale(shown: str, printed: str) -> str | None:
+    """The first line of a sample that does not come in turn; `...` stands for what was left out."""
+    left = [line.rstrip() for line in printed.splitlines()]
+    for line in shown.splitlines():
+        if line == "...":
+            continue
+        start = line.removesuffix(" ...")
+        same = (at for at, one in enumerate(left) if one == line or (start != line and one.startswith(start)))
+        at = next(same, None)
+        if at is None:
+            return line
+        left = left[at + 1 :]
+    return None
+
+
+def check(page: str | None = None) -> list[str]:
+    """Compares each sample of the README with its program; the programs that are not built, whose samples were not.
+
+    Raises AnalysisError for a line that is not printed, and for a sample of a command that is not known here.
+    """
+    text = (repository.root() / PAGE).read_text() if page is None else page
+    blocks = _BLOCK.findall(text)
+    if len(blocks) != text.count("\n```text\n"):
+        raise AnalysisError(f"{PAGE}: a `text` block does not follow the `sh` block of its command.")
+    missing = []
+    for commands, shown in blocks:
+        command = commands.splitlines()[-1].split("  #")[0].strip()
+        if command not in COMMANDS:
+            raise AnalysisError(f"{PAGE}: shows what '{command}' prints, which {__name__} does not know how to run.")
+        name, words = COMMANDS[command]
+        program = built(name)
+        if program is None:
+            missing.append(name)
+        elif line := stale(shown, printed(program, words)):
+            raise AnalysisError(f"{PAGE}: shows '{line.strip()}', which '{command}' does not print there.")
+    return missing
