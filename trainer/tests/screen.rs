@@ -72,7 +72,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
     for allocator in ["naive", "caching", "stream-ordered"] {
         let run = |more: &[&str]| {
             let mut command = trainer(&place, &[&IRIS[..], &["--alloc", allocator], more].concat());
-            let output = command.env_remove("CARGO").output().unwrap();
+            let output = command.env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
             String::from_utf8(output.stdout).unwrap()
         };
         let text = run(&["--out", &format!("{allocator}-text")]);
@@ -85,7 +85,7 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         assert!(found.ends_with('.'), "{found}");
         assert!(next.contains("experiments") && next.contains(" compare --device sim --dataset iris"), "{next}");
     }
-    let output = trainer(&place, &["doctor"]).env_remove("CARGO").output().unwrap();
+    let output = trainer(&place, &["doctor"]).env_remove("CARGO").env("COLUMNS", "1000").output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let (found, next) = end(&text);
     assert!(found.ends_with('.') && found.contains("GPU") && next.contains("trainer --alloc caching"), "{text}");

@@ -21,6 +21,9 @@
 //! assert!(vramlab_policies::backends::find("mine").is_ok());
 //! ```
 //!
+//! After that, `trainer::cli::main` and `doctor::main` (the program `vramlab`) have it in their lists:
+//! `allocators/examples/out-of-tree` is such a crate.
+//!
 //! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of
 //! them asks for a backend by name: what differs between backends is a setting or a [capability](Capabilities).
 
