@@ -196,10 +196,10 @@ impl Memory {
             Action::FreeCompleted if at_once => {}
             Action::FreeRequested => self.request_free(addr, index),
             // Of a block that was not freed only the whole of it goes.
-            Action::FreeCompleted => {
-                if self.blocks.get(&addr).is_some_and(|block| block.pending.is_some() || block.requested == bytes) {
-                    self.free(addr);
-                }
+            Action::FreeCompleted
+                if self.blocks.get(&addr).is_some_and(|block| block.pending.is_some() || block.requested == bytes) =>
+            {
+                self.free(addr);
             }
             Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => {
                 let expandable = event.action == Action::SegmentMap;
