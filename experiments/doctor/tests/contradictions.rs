@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Edits of each history.
-const EDITS: usize = 30;
+const EDITS: usize = 16;
 
 /// Marsaglia's xorshift.
 struct Random(u64);
@@ -117,7 +117,8 @@ fn every_command_refuses_the_same_edits_of_a_log() {
     events.retain(|event| event["action"] != "free_completed");
     events.truncate(1200);
     let (mut told, mut refused) = (0, 0);
-    for number in 0..EDITS {
+    // Few of them can be answered.
+    for number in 0..4 * EDITS {
         let mut edited = events.clone();
         edit(&mut edited, &mut random);
         let line = |event: &Value| {
@@ -127,7 +128,7 @@ fn every_command_refuses_the_same_edits_of_a_log() {
         let file = place.write("edited.jsonl", edited.iter().map(line).collect::<String>());
         *if answered(&place, &file, &format!("log {number}")) { &mut told } else { &mut refused } += 1;
     }
-    assert!(refused > EDITS / 2 && told > 0, "{refused} refused and {told} answered");
+    assert!(refused > EDITS && told > 0, "{refused} refused and {told} answered");
 }
 
 /// Two frees wait. One completes before a block is freed, the other after 18 MiB were asked for; `idle` goes back between.
