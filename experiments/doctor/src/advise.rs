@@ -384,6 +384,9 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
     // A panic there has been reported.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let Found { replayed, settings, also_tried, others } = found?;
+    let tried = settings.iter().map(|setting| &setting.outcome).chain(&also_tried).chain([&replayed]);
+    tried.into_iter().try_for_each(|outcome| outcome.check(file, Some(&bounds)))?;
+    others.iter().try_for_each(|outcome| outcome.check(file, None))?;
     let runs = settings.first().filter(|first| first.outcome.runs());
     let evidence = Evidence::of(happened, &trial, &replayed)?;
     let program_changes = program::changes(recording, happened, &trial, &evidence, &replayed)?;

@@ -6,10 +6,10 @@ pub(crate) fn size(bytes: u64) -> String {
     Bytes(bytes).to_string()
 }
 
-/// A part in percent of the whole; a dash where there is none.
+/// A part in percent of the whole; a dash where there is none, or where the recording does not show all of it.
 pub(crate) fn percent(part: u64, whole: u64) -> String {
     // CAST: shares for display.
-    if whole == 0 { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
+    if whole == 0 || part > whole { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
 /// The lines of Python that record what a replay needs: one before the work, one after it.

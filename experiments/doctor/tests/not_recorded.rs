@@ -6,6 +6,7 @@
 mod common;
 
 use common::Place;
+use common::story::{MIB, Story};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -112,5 +113,29 @@ fn what_holds_nothing_either_is_refused() {
     let file = place.write("empty.json", json!({"segments": [], "device_traces": [[]]}).to_string());
     for command in ["advise", "explain", "report", "replay"] {
         place.run(&[command, &file]).refused(2, &["there are no events"]);
+    }
+}
+
+#[test]
+fn nothing_is_shared_out_where_some_segments_are_missing() {
+    let place = Place::new();
+    let mut story = Story::default();
+    story.segment(0, 20 * MIB, 0);
+    story.alloc(0, 20 * MIB, 0, json!([]));
+    // Its segment came in an event that was left out, and went before the end.
+    story.alloc(1 << 30, 40 * MIB, 0, json!([]));
+    story.free(1 << 30, 40 * MIB, 0);
+    story.held(0, 20 * MIB, json!([0, 0]));
+    let block = &mut story.segments[0]["blocks"][0];
+    (block["state"], block["requested_size"]) = (json!("active_allocated"), json!(20 * MIB));
+    story.segments[0]["segment_type"] = json!("large");
+    let file = place.write("some.json", story.text());
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    assert_eq!((&advice["saving_percent"], &advice["recorded"]["peak_reserved_bytes"]), (&Value::Null, &Value::Null));
+    for command in ["advise", "explain"] {
+        let screen = place.run(&[command, &file]).ok().stdout;
+        assert!(!screen.contains("more than the") && !screen.contains("(-"), "{screen}");
+        let shares = screen.split(" %").filter_map(|before| before.rsplit(['(', ' ']).next()?.parse::<f64>().ok());
+        assert!(shares.into_iter().all(|share| share <= 100.0), "{screen}");
     }
 }

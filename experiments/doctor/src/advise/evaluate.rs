@@ -2,8 +2,8 @@
 
 use super::conf::Conf;
 use crate::history::{Devices, failed};
-use crate::replay::Failure;
-use anyhow::Result;
+use crate::replay::{Bounds, Failure};
+use anyhow::{Result, anyhow};
 use serde::Serialize;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use std::path::Path;
 use vramlab::histories::replay::{
     Addresses, Capacity, History, OutOfMemory, ReplayError, ReplayReport, ReplaySettings, replay, smallest_in,
 };
-use vramlab::{DeviceName, Selection};
+use vramlab::{Bytes, DeviceName, Selection};
 
 /// Steps in which memory is looked for.
 const STEP: u64 = 2 << 20;
@@ -74,6 +74,22 @@ impl<T> Outcome<T> {
 
     pub(super) fn calls(&self) -> u64 {
         self.driver_calls.values().sum()
+    }
+
+    /// Whether the figures fit together, and `bounds` where there are some for them.
+    ///
+    /// # Errors
+    /// What contradicts what; then nothing is said of it.
+    pub(super) fn check(&self, path: &Path, bounds: Option<&Bounds>) -> Result<()> {
+        let (active, reserved) = (self.peak_active_bytes, self.peak_reserved_bytes);
+        // A release of the cache waits for frees that completed later when the history was recorded.
+        let waits = self.out_of_memory || self.num_alloc_retries > 0;
+        let checked = match bounds.filter(|_| !waits) {
+            _ if active > reserved => Err(format!("{} are in blocks of {} reserved", Bytes(active), Bytes(reserved))),
+            Some(bounds) => bounds.check("a setting", reserved),
+            None => Ok(()),
+        };
+        checked.map_err(|what| anyhow!("{}: the events contradict each other: {what}", path.display()))
     }
 }
 

@@ -6,6 +6,7 @@ use super::retries::Retries;
 use crate::history::Compiled;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
+use crate::replay::{Bounds, Search};
 use anyhow::Result;
 use serde::Serialize;
 use std::fmt;
@@ -97,9 +98,12 @@ impl RecordedRun {
         let count = |actions: [Action; 2]| actions.map(|action| recording.events.count(action) as u64).iter().sum();
         let segments =
             (count([Action::SegmentAlloc, Action::SegmentMap]), count([Action::SegmentFree, Action::SegmentUnmap]));
-        if segments == (0, 0) && lies_outside(recording) {
-            // What the end holds is then no more than a lower bound.
-            let shown = recorded.as_recorded.take().map_or(0, |told| told.reserved);
+        // Where events of segments are missing, what was reserved is no more than a lower bound.
+        let shown = recorded.as_recorded.map_or(0, |told| told.reserved);
+        let missing = segments == (0, 0) && lies_outside(recording)
+            || Bounds::of(&recorded.history, Search::Off, |_| {}).check("", shown).is_err();
+        if missing {
+            recorded.as_recorded = None;
             recorded.seen_reserved = recorded.seen_reserved.max(shown);
         }
         let leftover = Leftover::of(&recording.events, &recording.before);

@@ -8,7 +8,7 @@ const bar = (value, most, kind = "", limit = null) => {
   return place;
 };
 const inWords = (text) => make("span", null, { class: "words" }, text);
-const percent = (part, whole) => (whole > 0 ? ((100 * part) / whole).toFixed(1) + " %" : "–");
+const percent = (part, whole) => (whole > 0 && part <= whole ? ((100 * part) / whole).toFixed(1) + " %" : "–");
 const seconds = (s) => (s === null || s === undefined ? "–" : formatTime(s * 1e9));
 const listed = (parent, sentences) => {
   if (!sentences.length) return;
