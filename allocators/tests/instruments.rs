@@ -398,10 +398,13 @@ fn snapshot_of(kind: &'static Backend, bench: &Bench, other: StreamId) -> Snapsh
         let (block, stream) = live.swap_remove(at * 2 - at / 2);
         free(donor.as_ref(), block, stream).unwrap();
     }
-    let snapshot = donor.snapshot().unwrap();
+    let mut snapshot = donor.snapshot().unwrap();
     for (block, stream) in live {
         free(donor.as_ref(), block, stream).unwrap();
     }
+    // What lies in the list of the default stream (`rmm-pool`) is taken over for a stream that there is.
+    let of_default = snapshot.segments.iter_mut().filter(|segment| segment.stream == StreamId::NONE);
+    of_default.for_each(|segment| segment.stream = bench.stream);
     snapshot
 }
 

@@ -32,6 +32,7 @@ pub use pool::{Pool, Segment};
 pub use rules::Rules;
 
 use crate::formats::{Action, Origin, StackId};
+use crate::steps;
 use gaps::{Gap, Gaps};
 use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
@@ -184,6 +185,7 @@ impl Memory {
     /// # Errors
     /// [`OverBudget`] when what it adds takes more than there is.
     pub fn apply(&mut self, event: &Recorded, index: u32, at_once: bool) -> Result<(), OverBudget> {
+        steps::count(1);
         let Recorded { addr, bytes, stream, origin, .. } = *event;
         if !origin.stack.is_empty() {
             self.near = origin.stack;
@@ -250,6 +252,7 @@ impl Memory {
         let end = start + segment.bytes;
         let (from, to) = if segment.expandable { (addr, (addr + bytes).min(end)) } else { (start, end) };
         while let Some((&at, _)) = self.blocks.range(from..to).next() {
+            steps::count(1);
             self.forget(at);
         }
         self.gaps.take(from, to);
@@ -275,6 +278,7 @@ impl Memory {
             && at + block.bytes > addr
             && (at == addr || block.pending.is_some())
         {
+            steps::count(1);
             self.free(at);
         }
         let gap = self.gaps.around(addr);

@@ -16,18 +16,6 @@ use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 /// The index of what was there before the first event.
 pub(crate) const START: usize = usize::MAX;
 
-/// The events of one GPU while they are read.
-struct Kept {
-    events: Events,
-    soundness: Soundness,
-}
-
-impl Kept {
-    fn new(gpu: u16, budget: &Budget) -> Self {
-        Self { events: Events::new(budget), soundness: Soundness::new(gpu, budget) }
-    }
-}
-
 /// The events of one GPU and what else its history says.
 pub(crate) struct Recording {
     path: PathBuf,
@@ -55,33 +43,22 @@ impl Recording {
         let options = reading.keeping(path);
         let mut tallies = Tallies::default();
         // Which GPU matters is known at the end. All of them share the budget.
-        let mut kept: BTreeMap<u16, Result<Kept, ReplayError>> = BTreeMap::new();
+        let mut kept: BTreeMap<u16, Events> = BTreeMap::new();
         let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
             tallies.take(&event);
             let Event { action, device, addr, bytes, stream, time_ns } = event;
             if gpu.is_some_and(|gpu| gpu != device) {
                 return Ok(());
             }
-            let own = kept.entry(device).or_insert_with(|| Ok(Kept::new(device, &options.budget)));
-            let Ok(Kept { events, soundness }) = own else { return Ok(()) };
-            match soundness.push(&event) {
-                // What is wrong with a GPU's events matters if that GPU is chosen.
-                Err(error @ ReplayError::Event { .. }) if gpu.is_none() => *own = Err(error),
-                Err(error) => return Err(ReadError::stop(error)),
-                Ok(()) => {
-                    let recorded = Recorded { addr, bytes, stream, time_ns, origin, action };
-                    events.push(recorded).map_err(ReadError::stop)?;
-                }
-            }
-            Ok(())
+            let events = kept.entry(device).or_insert_with(|| Events::new(&options.budget));
+            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).map_err(ReadError::stop)
         })?;
         say_cut(path, &summary);
         let gpus = tallies.choose(gpu, &summary);
         let device = gpus.gpu;
-        let own = kept.remove(&device).unwrap_or_else(|| Ok(Kept::new(device, &options.budget)));
+        let mut events = kept.remove(&device).unwrap_or_else(|| Events::new(&options.budget));
         drop(kept);
-        let sound = own.and_then(|Kept { events, soundness }| soundness.finish(&summary).map(|()| events));
-        let mut events = sound.with_context(|| path.display().to_string())?;
+        check(&events, device, &summary, &options.budget).with_context(|| path.display().to_string())?;
         let mine = summary.segments.iter().any(|segment| segment.device == device);
         if events.is_empty() && !mine {
             return Err(no_events(path, device, &summary));
@@ -123,9 +100,8 @@ impl Recording {
         let file = || self.path.display().to_string();
         // The compiled history outlives this reading's events.
         let mut compiling = Compiling::new(self.device, &Budget::new(self.budget.limit()));
-        for Recorded { action, addr, bytes, stream, time_ns, .. } in self.events.iter() {
-            let event = Event { action, device: self.device, addr, bytes, stream, time_ns };
-            compiling.take(&event).with_context(file)?;
+        for recorded in self.events.iter() {
+            compiling.take(&event(self.device, &recorded)).with_context(file)?;
         }
         let recorded = compiling.finish(&self.summary, limit).with_context(file)?;
         if recorded.history.events() == 0 {
@@ -189,6 +165,19 @@ impl Recording {
         let index = self.events.at_time(found.start_ns);
         (index < self.events.len()).then_some(index)
     }
+}
+
+/// An event as the file has it.
+fn event(device: u16, recorded: &Recorded) -> Event {
+    let Recorded { action, addr, bytes, stream, time_ns, .. } = *recorded;
+    Event { action, device, addr, bytes, stream, time_ns }
+}
+
+/// Refuses what a replay refuses, in the same words.
+fn check(events: &Events, device: u16, summary: &Summary, budget: &Budget) -> Result<(), ReplayError> {
+    let mut soundness = Soundness::new(device, budget);
+    events.iter().try_for_each(|recorded| soundness.push(&event(device, &recorded)))?;
+    soundness.finish(summary)
 }
 
 /// A range that a program named.

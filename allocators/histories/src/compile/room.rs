@@ -43,6 +43,18 @@ impl Transcript {
         self.maps.set(maps.next_multiple_of(1 << 14))
     }
 
+    /// Gives back the claims of what was dropped since: what is left are the lists that the timeline and its like hold.
+    pub(super) fn give_room_back(&mut self) -> Result<(), OverBudget> {
+        fn bytes<T>(items: &Vec<T>) -> usize {
+            items.capacity() * size_of::<T>()
+        }
+        let Self { claim, timeline, slots, frees, segments, unknown, .. } = self;
+        let of_operations = bytes(&timeline.ops) + bytes(&timeline.addresses) + bytes(&timeline.segments);
+        let of_frees = bytes(&frees.deferred) + bytes(&frees.held_up) + bytes(&frees.completed);
+        let of_blocks = bytes(&timeline.pending) + bytes(&slots.spare) + bytes(unknown) + bytes(&segments.departed);
+        claim.set(of_operations + of_frees + of_blocks)
+    }
+
     /// Claims what finishing takes: what was there before the first event, by what was held at the end, and each window's free.
     pub(super) fn make_room_to_finish(&mut self, ending: Option<&[Segment]>) -> Result<(), OverBudget> {
         let Self { claim, timeline, frees, segments, windows, .. } = self;

@@ -37,7 +37,7 @@ impl Soundness {
         segments.departed.clear();
         unknown.truncate(1);
         *windows = Windows::default();
-        Ok(())
+        Ok(self.0.give_room_back()?)
     }
 
     /// Ends the history with what its file says besides events.

@@ -67,7 +67,7 @@ impl fmt::Display for Cut {
 }
 
 impl Summary {
-    pub(super) fn new(format: Format) -> Self {
+    pub(crate) fn new(format: Format) -> Self {
         Self {
             format,
             events: Vec::new(),

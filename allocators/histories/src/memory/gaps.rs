@@ -1,6 +1,7 @@
 //! Ranges of segments in which nothing lies.
 
 use super::pool::{Holes, Pool, Segment};
+use crate::steps;
 use std::collections::BTreeMap;
 
 /// A range in which nothing lies.
@@ -41,6 +42,7 @@ impl Gaps {
     pub(super) fn take(&mut self, from: u64, to: u64) {
         let last = |gaps: &Self| gaps.ranges.range(..to).next_back().map(|(at, gap)| (*at, *gap));
         while let Some((at, gap)) = last(self).filter(|(at, gap)| at + gap.bytes > from) {
+            steps::count(1);
             self.remove(at);
             if at + gap.bytes > to {
                 self.add(to, Gap { bytes: at + gap.bytes - to, ..gap });

@@ -3,6 +3,7 @@
 use super::handed_out::HandedOut;
 use super::near::Near;
 use crate::history::{BY_DEVICE, NEVER, SegmentEvent};
+use crate::steps;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -87,6 +88,7 @@ impl Segments {
             return self.recorded.get(self.next).copied();
         }
         while self.recorded.get(self.next).is_some_and(|segment| segment.op < op) {
+            steps::count(1);
             self.next += 1;
             self.mismatches += 1;
             self.unmapped = 0;

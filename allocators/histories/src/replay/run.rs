@@ -8,6 +8,7 @@ use super::report::ReplayReport;
 use super::watched::{SegmentWatch, Watched};
 use crate::formats::Placements;
 use crate::history::{BY_DEVICE, Beginning, History, Kind, NO_STREAM, Op, Release, ReplayError, StartBlock};
+use crate::steps;
 use std::sync::Arc;
 use vramlab_device::{Clock, Driver, HookedDriver, MonotonicClock, StreamId};
 use vramlab_policies::backends::Selection;
@@ -403,6 +404,7 @@ impl Run<'_> {
         ops: &[Op],
     ) -> Result<(), ReplayError> {
         for (at, op) in ops.iter().enumerate() {
+            steps::count(1);
             if POOLS {
                 // CAST: a history has fewer than 2^32 operations.
                 self.choose_pool(at as u32, *op)?;
