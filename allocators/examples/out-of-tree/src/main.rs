@@ -1,5 +1,5 @@
-//! The trainer and `vramlab` with the allocators of this crate in their lists: `cargo run -- --alloc bump` trains,
-//! `cargo run -- vramlab replay HISTORY --alloc bump,caching` replays.
+//! The three programs with the allocators of this crate in their lists: `cargo run -- --alloc bump` trains,
+//! `cargo run -- vramlab replay HISTORY --alloc bump,caching` replays, `cargo run -- experiments compare bump caching` compares.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -12,11 +12,15 @@ fn main() -> ExitCode {
         }
     }
     // Commands that are suggested begin with this program.
-    terminal::contains(&[("trainer", ""), ("vramlab", "vramlab")]);
+    terminal::contains(&[("trainer", ""), ("vramlab", "vramlab"), ("experiments", "experiments")]);
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
-    if arguments.get(1).is_some_and(|word| word == "vramlab") {
-        arguments.remove(0);
-        return doctor::main(arguments);
-    }
-    trainer::cli::main(arguments)
+    let program: fn(Vec<OsString>) -> ExitCode = match arguments.get(1).and_then(|word| word.to_str()) {
+        Some("vramlab") => doctor::main,
+        Some("experiments") => experiments::main,
+        // So `experiments` starts its runs.
+        Some("trainer") => trainer::cli::main,
+        _ => return trainer::cli::main(arguments),
+    };
+    arguments.remove(0);
+    program(arguments)
 }
