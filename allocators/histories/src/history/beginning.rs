@@ -108,6 +108,8 @@ impl Beginning {
                 part(&mut at, gap, 0, BlockState::Free);
             }
             SegmentInfo {
+                private: None,
+                expandable: false,
                 addr: DeviceAddr::handed_out(segment.addr),
                 bytes: segment.bytes,
                 stream: streams[segment.stream as usize],

@@ -27,7 +27,7 @@ impl Caching {
         work: impl FnOnce(&mut Pending, &dyn Driver, bool, &mut Vec<PendingBlock>) -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         let (was_empty, mut done) = (pending.is_empty(), Vec::new());
-        let outcome = work(pending, self.driver.as_ref(), self.any_capture(), &mut done);
+        let outcome = work(pending, self.driver.as_ref(), self.is_capturing(), &mut done);
         done.into_iter().for_each(|(shard_id, index)| self.complete(shard_id, index));
         // Before the lock is let go, so that a thread that sees no pending block finds none.
         match (was_empty, pending.is_empty()) {

@@ -20,6 +20,7 @@ impl Heap {
 
     /// Notes that a block became free which lay at `freed` and is a part of `block` now.
     pub(super) fn note_pages(&mut self, freed: Range<u64>, block: FreeBlock) {
+        let capturing = self.pages.is_some() && self.is_capturing();
         let Some(pages) = &mut self.pages else { return };
         let segment = &self.space[self.space[block.id].segment];
         let page = self.source.handle_bytes(segment.list.pool);
@@ -30,7 +31,7 @@ impl Heap {
         let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
-            let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), self.captures > 0);
+            let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), capturing);
             self.event_error = self.event_error.take().or(noted.err());
         }
     }
