@@ -44,7 +44,13 @@ __attribute__((visibility("default"))) const char* vramlab_shim_torch() {
   return TORCH_VERSION;
 }
 
-// Makes the allocator `spec` (NAME:key=value,…) of the library at path `file` PyTorch's. `options`: `limit=BYTES`. Returns 0, or 1 and leaves
+#ifdef VRAMLAB_SHIM_SOURCE
+// What the shim was made of: `_build.py` looks for it in the file.
+__attribute__((visibility("default"), used)) extern const char vramlab_shim_source[];
+const char vramlab_shim_source[] = VRAMLAB_SHIM_SOURCE;
+#endif
+
+// Makes the allocator `spec` (NAME:key=value,…) of the library at path `file` PyTorch's. `options`: `limit=BYTES,latency=1`. Returns 0, or 1 and leaves
 // everything as it was. Again with the same spec: 0.
 __attribute__((visibility("default"))) int vramlab_shim_install(const char* file, const char* spec, const char* options) {
   using namespace vramlab_shim;
@@ -61,7 +67,8 @@ __attribute__((visibility("default"))) int vramlab_shim_install(const char* file
       const std::string why = library.load(file);
       TORCH_CHECK(why.empty(), why);
     }
-    installed = new Shim(native, spec, option(options == nullptr ? "" : options, "limit", VRAMLAB_NO_LIMIT));
+    const std::string wanted = options == nullptr ? "" : options;
+    installed = new Shim(native, spec, option(wanted, "limit", VRAMLAB_NO_LIMIT), option(wanted, "latency", 0) != 0);
     c10::cuda::CUDACachingAllocator::allocator.store(installed);
     c10::SetAllocator(c10::DeviceType::CUDA, installed);
     return 0;
@@ -74,6 +81,16 @@ __attribute__((visibility("default"))) int vramlab_shim_set_limit(uint64_t bytes
   return guarded(1, [&] {
     TORCH_CHECK(installed != nullptr, "PyTorch runs under its own allocator; call vramlab.torch.use() first");
     installed->set_limit(bytes);
+    return 0;
+  });
+}
+
+// Times every call, or no longer.
+__attribute__((visibility("default"))) int vramlab_shim_latency(bool on) {
+  using namespace vramlab_shim;
+  return guarded(1, [&] {
+    TORCH_CHECK(installed != nullptr, "PyTorch runs under its own allocator; call vramlab.torch.use() first");
+    installed->set_latency(on);
     return 0;
   });
 }

@@ -16,7 +16,7 @@ namespace vramlab_shim {
   X(abi) X(version) X(error) X(text_free) X(open) X(close) X(allocate) X(allocate_in) X(free) X(record_stream)      \
   X(capturing) X(pool_create) X(pool_release) X(pool_trim) X(pool_checkpoint) X(pool_restore) X(checkpoint_free)    \
   X(trim) X(set_limit) X(memory) X(read_stats) X(reset_peaks) X(reset_accumulated) X(visit) X(base) X(on_segment)   \
-  X(can)
+  X(latency) X(can)
 
 struct Library {
 #define VRAMLAB_SHIM_POINTER(name) decltype(&::vramlab_##name) name = nullptr;

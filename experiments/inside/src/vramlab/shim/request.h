@@ -302,6 +302,7 @@
       fractions_[static_cast<size_t>(index)] = configured;
     }
     apply_limit(*device);
+    Device::check(library.latency(device->owner->handle, latency_));
     change(*device, [&](History& history) {
       history.set(recording_, true);
       for (const AllocatorTraceTracker& tracker : trackers_) {
@@ -385,6 +386,7 @@
   // Guards what follows, and the opening of devices. Observers and trackers run without it.
   mutable std::mutex open_lock_;
   uint64_t limit_;
+  bool latency_;
   std::array<double, C10_COMPILE_TIME_MAX_GPUS> fractions_ = all_unset();
   std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};
   Recording recording_;

@@ -158,7 +158,8 @@ void add_stats(DeviceStats& to, const vramlab_stats& from) {
 
 class Shim final : public CUDAAllocator {
  public:
-  Shim(CUDAAllocator* native, std::string spec, uint64_t limit) : native_(native), spec_(std::move(spec)), limit_(limit) {
+  Shim(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
+      : native_(native), spec_(std::move(spec)), limit_(limit), latency_(latency) {
     const char* uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
     enabled_ = uncached == nullptr || *uncached == '\0' || std::strcmp(uncached, "0") == 0;
   }
@@ -347,6 +348,12 @@ class Shim final : public CUDAAllocator {
     std::lock_guard<std::mutex> guard(open_lock_);
     limit_ = bytes;
     each_device([&](Device& device) { apply_limit(device); });
+  }
+
+  void set_latency(bool on) {
+    std::lock_guard<std::mutex> guard(open_lock_);
+    latency_ = on;
+    each_device([&](Device& device) { Device::check(library.latency(device.owner->handle, on)); });
   }
 
   void cacheInfo(DeviceIndex index, size_t* largest) override {
