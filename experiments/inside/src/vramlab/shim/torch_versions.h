@@ -29,4 +29,4 @@ using Context = std::shared_ptr<GatheredContext>;
 
 constexpr MempoolId_t NO_POOL = {0, 0};
 
-} // namespace vramlab_shim
+}  // namespace vramlab_shim
