@@ -116,7 +116,13 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.lock().policy.rules().settings.clone()
+        let state = self.lock();
+        let mut settings = state.policy.rules().settings.clone();
+        // It may have changed.
+        if let Some(limit) = settings.get_mut("memory_limit") {
+            *limit = state.heap.limit().into();
+        }
+        settings
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {

@@ -146,7 +146,7 @@ impl Remap {
     }
 
     fn map_or_wait(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
-        let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
+        let limit = heap.limit().unwrap_or(u64::MAX);
         let active = heap.space().account().stats().active_bytes.all;
         let new_up_to = self.settings.steal.new_memory_up_to(active.peak.max(active.current + miss.bytes));
         if new_up_to < limit {
@@ -212,7 +212,7 @@ impl Remap {
         let taken = heap.take_pages(wanted, &(start..start + miss.bytes), wait)?;
         // The run is the same, but its first block may have another name.
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        let limit = self.settings.memory_limit.unwrap_or(u64::MAX);
+        let limit = heap.limit().unwrap_or(u64::MAX);
         if passes(limit, heap, heap.shortfall(first, miss.bytes, 1)) > 0 {
             return Ok(None);
         }
