@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional, Union
+from typing import Any
 
 # Events that a ring keeps. With frames an event takes about 1 kB of the host's memory.
 EVENTS = 500_000
@@ -38,8 +38,8 @@ def history_is_on() -> bool:
     return bool(told()) if told is not None else False
 
 
-def write_snapshot(path: Union[str, Path]) -> None:
-    """Writes what PyTorch's allocator holds and recorded. A process that is killed meanwhile leaves no file of that name."""
+def write_snapshot(path: str | Path) -> None:
+    """Writes what PyTorch's allocator holds and recorded; a process that is killed meanwhile leaves no such file."""
     import torch
 
     snapshot = torch.cuda.memory._snapshot()
@@ -59,15 +59,15 @@ def write_whole(path: Path, fill: Any) -> None:
         raise
 
 
-class record:  # noqa: N801 (used as a statement: `with vramlab.record("x.pickle"):`)
+class record:
     """Records PyTorch's allocator for a block, and writes a snapshot when it ends, also where it ends with an error.
 
-    `events` is the most that are kept: older ones are dropped. `frames` says which events have stack frames: "all", "alloc"
-    or "none". A history that was on before goes on after the block; one that the block turned on ends with it. A block in
-    which CUDA is not used leaves no file, and a warning.
+    `events` is the most that are kept: older ones are dropped. `frames` says which events have stack frames: "all",
+    "alloc" or "none". A history that was on before goes on after the block; one that the block turned on ends with it.
+    A block in which CUDA is not used leaves no file, and a warning.
     """
 
-    def __init__(self, path: Union[str, Path], *, events: int = EVENTS, frames: str = "all") -> None:
+    def __init__(self, path: str | Path, *, events: int = EVENTS, frames: str = "all") -> None:
         """Says where the snapshot goes; nothing is recorded before the block begins."""
         if frames not in FRAMES:
             raise ValueError(f"frames={frames!r}: write one of {', '.join(FRAMES)}")
@@ -100,9 +100,9 @@ class record:  # noqa: N801 (used as a statement: `with vramlab.record("x.pickle
 
     def __exit__(
         self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        where: Optional[TracebackType],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         """Writes the snapshot. An error of the block goes on; one of writing does not hide it."""
         import torch

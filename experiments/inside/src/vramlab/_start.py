@@ -1,7 +1,7 @@
 """What happens in each Python process of `vramlab run`, and of a program for which VRAMLAB_ALLOC is set.
 
-Loaded before the program. All that it does at once is to watch for the import of torch; a process that never imports it is
-left alone, and one that never uses CUDA leaves no file. What it reads:
+Loaded before the program. All that it does at once is to watch for the import of torch; a process that never imports it
+is left alone, and one that never uses CUDA leaves no file. What it reads:
 
 VRAMLAB_ALLOC   allocator that is put under PyTorch
 VRAMLAB_OUTPUT  folder for snapshots; without it nothing is recorded
@@ -22,9 +22,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any
 
 from vramlab import _record
 
@@ -110,7 +111,7 @@ class _Signal:
             if callable(self.theirs):
                 self.theirs(caught, frame)
 
-        # Programs that look whether the signal is taken, as PyTorch Lightning does, find what they put there themselves.
+        # Programs that look whether the signal is taken, as PyTorch Lightning does, find what they put there.
         def signal_signal(which: int, handler: Any) -> Any:
             if which != number:
                 return set_handler(which, handler)
@@ -123,7 +124,8 @@ class _Signal:
             return self.theirs if which == number else get_handler(which)
 
         set_handler(number, ours)
-        signal.signal, signal.getsignal = signal_signal, signal_getsignal
+        replaced: Any = signal
+        replaced.signal, replaced.getsignal = signal_signal, signal_getsignal
         self.installed = True
 
 
@@ -277,7 +279,7 @@ class Recorder:
     def _step_times(self) -> list[int]:
         """Times between the steps of the optimizer that steps most often."""
         times = max(self.steps.values(), key=len, default=[])
-        return [after - before for before, after in zip(times, times[1:])]
+        return [times[at] - times[at - 1] for at in range(1, len(times))]
 
     def _own_stats(self) -> Any:
         """What the allocator says that PyTorch has no word for; nothing under PyTorch's own."""
@@ -294,7 +296,7 @@ class Recorder:
             return None
 
 
-def _rank() -> Optional[int]:
+def _rank() -> int | None:
     """Which of a job's processes this is, where a launcher says so."""
     for name in RANKS:
         value = os.environ.get(name, "")
@@ -304,33 +306,48 @@ def _rank() -> Optional[int]:
 
 
 def _limit(torch: Any, limit: int) -> None:
-    """Limits what PyTorch may reserve on each GPU that the process turns to."""
+    """Limits what PyTorch may reserve on each GPU that the process turns to.
+
+    Setting a limit makes a context on the GPU, so it is not done for those of other ranks.
+    """
     cuda = torch.cuda
     limited: set[int] = set()
-
-    def limit_on(index: int) -> None:
-        if index not in limited:
-            limited.add(index)
-            total = cuda.get_device_properties(index).total_memory
-            cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
-
-    def begin() -> None:
-        try:
-            # Asking the driver for a GPU's memory makes a context on it. So it is not done for GPUs of other ranks.
-            own = os.environ.get("LOCAL_RANK", "")
-            own_gpu = own.isdigit() and int(own) < cuda.device_count()
-            limit_on(int(own) if own_gpu else torch._C._cuda_getDevice())
-        except Exception as error:
-            say(f"the limit of {limit} bytes is not set: {error}")
-
+    # The GPU of a call that is under way: PyTorch initialises CUDA before it turns to it.
+    turning_to: list[int] = []
     set_device = cuda.set_device
 
-    def set_device_and_limit(device: Any) -> None:
-        set_device(device)
+    def limit_on(index: int) -> None:
+        if index in limited:
+            return
+        limited.add(index)
         try:
-            limit_on(torch._C._cuda_getDevice())
+            total = cuda.get_device_properties(index).total_memory
+            before = torch._C._cuda_getDevice()
+            cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
+            # Releases of PyTorch turn to the GPU, and do not turn back.
+            if torch._C._cuda_getDevice() != before:
+                torch._C._cuda_setDevice(before)
         except Exception as error:
-            say(f"the limit of {limit} bytes is not set on {device}: {error}")
+            say(f"the limit of {limit} bytes is not set on GPU {index}: {error}")
+
+    def begin() -> None:
+        own = os.environ.get("LOCAL_RANK", "")
+        if turning_to:
+            limit_on(turning_to[0])
+        elif own.isdigit() and int(own) < cuda.device_count():
+            limit_on(int(own))
+        else:
+            limit_on(torch._C._cuda_getDevice())
+
+    def set_device_and_limit(device: Any) -> None:
+        index = getattr(torch.device(device), "index", None) if not isinstance(device, int) else device
+        if index is not None and index >= 0:
+            turning_to.append(index)
+        try:
+            set_device(device)
+        finally:
+            turning_to.clear()
+        limit_on(torch._C._cuda_getDevice())
 
     cuda._lazy_call(begin)
     cuda.set_device = set_device_and_limit

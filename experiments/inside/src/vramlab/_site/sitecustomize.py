@@ -1,4 +1,4 @@
-"""Is first on PYTHONPATH in the processes of `vramlab run`: hooks the import of torch, then runs the user's own sitecustomize."""
+"""First on PYTHONPATH in the processes of `vramlab run`: watches for torch, then runs the user's own sitecustomize."""
 
 import importlib.machinery
 import importlib.util
@@ -7,7 +7,7 @@ import sys
 
 
 def _begin(here: str) -> None:
-    """Loads the package that this folder lies in, without putting its folder on sys.path, where other packages may lie."""
+    """Loads the package around this folder, without sys.path: beside the package others may lie."""
     package = os.path.dirname(here)
     if "vramlab" not in sys.modules:
         init = os.path.join(package, "__init__.py")

@@ -6,7 +6,8 @@ import json
 import lzma
 import os
 import pickle
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 # Every call that changes something, in order.
 calls: list[list[Any]] = []

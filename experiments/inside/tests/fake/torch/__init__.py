@@ -1,4 +1,4 @@
-"""Stands for PyTorch in tests: the few functions that a recording uses, over a snapshot that PyTorch wrote elsewhere."""
+"""Stands for PyTorch in tests: the few functions that a recording uses, over a snapshot that PyTorch wrote."""
 
 from torch import _C, cuda, optim  # noqa: F401
 

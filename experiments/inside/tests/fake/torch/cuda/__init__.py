@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any
 
 from torch import _C
 from torch.cuda import memory  # noqa: F401
@@ -40,8 +41,8 @@ def device_count() -> int:
 
 
 def set_device(index: int) -> None:
-    _C._cuda_setDevice(index)
     init()
+    _C._cuda_setDevice(index)
 
 
 def get_device_properties(index: int) -> Any:
@@ -50,6 +51,8 @@ def get_device_properties(index: int) -> Any:
 
 def set_per_process_memory_fraction(fraction: float, index: int) -> None:
     _C.note("fraction", fraction, index)
+    # As PyTorch does, it stays there.
+    _C._cuda_setDevice(index)
 
 
 def memory_stats(index: int) -> dict[str, int]:
