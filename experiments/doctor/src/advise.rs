@@ -3,6 +3,7 @@
 mod conf;
 mod evaluate;
 mod evidence;
+mod first;
 mod not_recorded;
 mod obstacle;
 mod program;
@@ -24,6 +25,7 @@ use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
+pub(crate) use first::{First, first};
 use recorded_run::{LimitSource, RecordedRun};
 use retries::Retries;
 use serde::Serialize;
@@ -217,7 +219,7 @@ const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 /// Answers for each file; whether some setting runs each.
 pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
-    let limit = args.limit.as_deref().map(limit).transpose()?;
+    let limit = args.limit.as_deref().map(limit_of).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
     let mends = match (files.as_slice(), args.shard) {
@@ -280,10 +282,18 @@ fn confs(texts: &[String]) -> Result<Vec<Conf>> {
     Ok(out)
 }
 
-fn limit(text: &str) -> Result<u64> {
-    let Bytes(bytes) = text.parse().with_context(|| format!("--limit {text}"))?;
+fn limit_of(text: &str) -> Result<u64> {
+    limit(text).with_context(|| format!("--limit {text}"))
+}
+
+/// A memory limit.
+///
+/// # Errors
+/// A text that says none, or less than an allocator can take.
+pub(crate) fn limit(text: &str) -> Result<u64> {
+    let Bytes(bytes) = text.parse()?;
     if bytes < LEAST_LIMIT {
-        bail!("--limit {text}: that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
+        bail!("that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
     }
     Ok(bytes)
 }

@@ -4,6 +4,7 @@
 //! and errors is made [visible] first.
 
 pub mod arguments;
+pub mod around;
 mod bar;
 mod completions;
 mod duration;

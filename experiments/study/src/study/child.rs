@@ -17,7 +17,7 @@ impl Group {
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(command, 0);
         #[cfg(target_os = "linux")]
-        end_with_parent(command);
+        terminal::around::end_with_parent(command);
         Ok(Self { leader: command.spawn()?, over: false })
     }
 
@@ -60,20 +60,4 @@ impl Drop for Group {
             let _ = self.leader.wait();
         }
     }
-}
-
-/// Has the system end the process when its parent is gone, also when that was killed and could end nothing itself.
-#[cfg(target_os = "linux")]
-fn end_with_parent(command: &mut Command) {
-    use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-    use std::os::unix::process::CommandExt;
-    let parent = i32::try_from(std::process::id()).ok().and_then(rustix::process::Pid::from_raw);
-    let ask = move || {
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        // A parent that ended before this was asked for sends nothing.
-        if getppid() == parent { Ok(()) } else { Err(rustix::io::Errno::SRCH.into()) }
-    };
-    // SAFETY: between fork and exec only what is safe in a signal's handler may be done; `ask` makes two system calls and
-    // allocates nothing.
-    unsafe { command.pre_exec(ask) };
 }
