@@ -4,11 +4,9 @@ mod conf;
 mod evaluate;
 mod evidence;
 mod not_recorded;
-mod obstacle;
 mod program;
 mod ranks;
 mod recorded_run;
-mod retries;
 mod search;
 mod sentences;
 mod versions;
@@ -24,8 +22,7 @@ use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
-use recorded_run::{LimitSource, RecordedRun};
-use retries::Retries;
+use recorded_run::{LimitSource, RecordedRun, Retries};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -439,7 +436,7 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
         torch: versions.are_told().then(|| versions.to_string()),
         without_expandable_segments: without,
         obstacle: (expandable && !recorded.expandable)
-            .then(|| obstacle::shown(&recording.origins))
+            .then(|| versions::shown(&recording.origins))
             .flatten()
             .map(|obstacle| obstacle.to_string()),
         settings,
