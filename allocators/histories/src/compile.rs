@@ -34,13 +34,13 @@ mod timeline;
 mod transcript;
 mod windows;
 
-use crate::formats::{Event, Segment, SegmentBlock, Summary};
-use crate::history::{Beginning, History, Kind, Op, ReplayError};
 use self::beginning::LookBack;
 use self::transcript::Transcript;
+use self::windows::Windows;
+use crate::formats::{Event, Segment, SegmentBlock, Summary};
+use crate::history::{Beginning, History, Kind, Op, ReplayError};
 use vramlab_device::budget::Budget;
 use vramlab_policies::backends::CachingSettings;
-use self::windows::Windows;
 
 /// Takes events one at a time. Memory is what the history makes live at once and 16 to 40 bytes for each
 /// event, all of it claimed from a [budget](Self::within).
