@@ -3,7 +3,6 @@
 mod capture;
 mod check;
 mod epoch;
-mod last_allocation;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
@@ -34,7 +33,7 @@ use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 
-pub use last_allocation::LastAllocation;
+pub use crate::record::LastAllocation;
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]

@@ -139,10 +139,6 @@ fn the_ledger_is_of_the_first_moment_near_the_peak() {
 }
 
 // `explain` on recorded histories, on a run of the trainer, and on a large file.
-
-const MIB: u64 = 1 << 20;
-const BASE: u64 = 1 << 40;
-
 /// A snapshot as Python's pickler writes it (protocol 4): strings and containers are entered in the memo, and frames are
 /// shared; each event has a list of frames of its own.
 fn pickled(events: u32) -> Vec<u8> {

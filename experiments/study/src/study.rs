@@ -9,7 +9,6 @@ mod execute;
 pub(crate) mod figures;
 mod list;
 mod lock;
-mod options;
 pub(crate) mod plan;
 mod programs;
 pub(crate) mod record;

@@ -24,7 +24,6 @@ const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = concat!(
     "\"use strict\";(() => {\n",
     include_str!("data.js"),
-    include_str!("raster.js"),
     include_str!("draw.js"),
     include_str!("segments.js"),
     include_str!("levels.js"),
@@ -32,9 +31,7 @@ const SCRIPT: &str = concat!(
     include_str!("panel.js"),
     include_str!("tables.js"),
     include_str!("answers.js"),
-    include_str!("charts.js"),
     include_str!("runs.js"),
-    include_str!("replays.js"),
     include_str!("main.js"),
     "})();\n"
 );
