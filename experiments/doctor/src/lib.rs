@@ -17,6 +17,7 @@ mod reading;
 mod recording;
 mod replay;
 mod report;
+mod run;
 mod words;
 
 pub use advise::{Predicted, predict};
