@@ -8,6 +8,7 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
+mod host;
 mod input;
 mod jsonl;
 mod kept_settings;
@@ -34,6 +35,7 @@ mod write_rmm;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
+pub use host::HostMemory;
 pub use jsonl::jsonl_placements;
 pub use keys::Keys;
 pub use list::{Export, Format};

@@ -12,12 +12,14 @@ macro_rules! expecting {
 }
 
 mod guard;
+mod host;
 mod origins;
 mod segments;
 mod settings;
 mod state;
 
 use self::guard::Guarded;
+use self::host::Host;
 use self::origins::{Annotations, OriginText, Printed, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
@@ -101,6 +103,10 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
                 Some(Word::Segments) => {
                     map.next_value_seed(Seed::List(Segments(self.0)))?;
                     self.0.segments = Part::Whole;
+                }
+                Some(key @ (Word::HostSegments | Word::HostTraces)) => {
+                    let events = key == Word::HostTraces;
+                    map.next_value_seed(Seed::List(Host { state: self.0, events }))?;
                 }
                 Some(Word::AllocatorSettings) => {
                     let State { room, claim, over, .. } = &mut *self.0;
