@@ -202,6 +202,8 @@ def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = (
         f"-L{torch.root / 'lib'}",
         # CUDA's runtime comes with them, whichever file it is.
         *("-lc10", "-lc10_cuda"),
+        # PyTorch has the shared one. A second copy inside of the shim would not know its locales.
+        "-l:libstdc++.so.6",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
