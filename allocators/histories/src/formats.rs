@@ -8,6 +8,7 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
+mod host;
 mod input;
 mod jsonl;
 mod lines;
@@ -31,6 +32,7 @@ mod write_rmm;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
+pub use host::HostMemory;
 pub use jsonl::jsonl_placements;
 pub use list::{Export, Format};
 pub use origins::{Annotation, FORWARD_PASS, Frame, Origin, Origins, StackId, TextId};

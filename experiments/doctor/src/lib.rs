@@ -18,6 +18,7 @@ mod recording;
 mod replay;
 mod report;
 mod run;
+mod tried;
 mod words;
 
 pub use advise::{Predicted, predict};

@@ -6,18 +6,22 @@ mod launch;
 mod processes;
 mod summary;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
 use device::Sampler;
-use folder::Folder;
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::Arc;
-use terminal::{arguments, around};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+use terminal::arguments;
+use terminal::around::{self, Around, Signalled};
 use vramlab::Selection;
 
+pub(crate) use device::{Curve, curve};
+pub(crate) use folder::Folder;
 pub(crate) use launch::{Frames, Launch};
-pub(crate) use processes::{Process, processes};
+pub(crate) use processes::Process;
+use processes::processes;
 
 /// What `run` and `try` are told alike.
 #[derive(Clone, Debug, Args)]
@@ -82,6 +86,7 @@ pub(crate) struct RunArgs {
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let recorded = &args.recorded;
     let folder = Folder::make(recorded.output.as_deref())?;
+    let runner = Runner::new()?;
     let launch = Launch {
         command: &recorded.command,
         alloc: args.alloc.as_ref(),
@@ -91,8 +96,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         events: recorded.events,
         steps: false,
         conf: None,
+        output_to_stderr: false,
     };
-    let started = launch.start(&folder)?;
+    let started = runner.run(&launch, &folder).inspect_err(|_| folder.discard())?;
     let told = summary::Told { launch: &launch, folder: &folder, started: &started, advise: !args.no_advise };
     let summary = summary::of(&told)?;
     if !args.quiet {
@@ -110,18 +116,36 @@ pub(crate) struct Started {
     pub(crate) device: device::Sampled,
 }
 
-impl Launch<'_> {
-    /// Runs it to its end, with the devices sampled. SIGUSR1 goes to the processes that take it for a request, if there are any.
-    pub(crate) fn start(&self, folder: &Folder) -> Result<Started> {
-        if self.command.is_empty() {
-            bail!("no command is given");
-        }
-        let mut command = self.command(folder)?;
+/// Runs programs, one at a time, with the devices sampled. SIGUSR1 goes to the processes that take it for a request, if there
+/// are any.
+pub(crate) struct Runner {
+    around: Around,
+    /// Where the program that runs is recorded.
+    now: Arc<Mutex<Option<(PathBuf, String)>>>,
+}
+
+impl Runner {
+    /// Listens to signals from now on.
+    pub(crate) fn new() -> Result<Self> {
+        let now: Arc<Mutex<Option<(PathBuf, String)>>> = Arc::default();
+        let asked = Arc::clone(&now);
+        let around = Around::listen(move |signal| match &*asked.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some((folder, run)) => processes::ask_for_snapshots(signal, folder, run),
+            None => Signalled::PassOn,
+        })?;
+        Ok(Self { around, now })
+    }
+
+    /// Runs a program to its end.
+    ///
+    /// # Errors
+    /// It cannot be started, or its records cannot be read or written.
+    pub(crate) fn run(&self, launch: &Launch<'_>, folder: &Folder) -> Result<Started> {
+        let mut command = launch.command(folder)?;
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
         let sampler = Sampler::start();
-        let began = std::time::Instant::now();
-        let (place, run) = (folder.path.clone(), folder.run.clone());
-        let heard = Arc::new(move |signal| processes::ask_for_snapshots(signal, &place, &run));
-        let status = around::run(&mut command, move |signal| heard(signal))?;
+        let began = Instant::now();
+        let status = self.around.run(&mut command)?;
         let seconds = began.elapsed().as_secs_f64();
         let device = sampler.stop();
         folder.sweep();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 
-from conftest import FAKE, HISTORY, PACKAGE, Place
+from places import FAKE, HISTORY, PACKAGE, Place
 
 BEGIN = "import torch, vramlab\n"
 

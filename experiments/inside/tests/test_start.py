@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FAKE, HISTORY, PACKAGE, Place
+
+from places import FAKE, HISTORY, PACKAGE, Place
 
 USES_CUDA = "import torch\ntorch.cuda.init()\n"
 

@@ -19,26 +19,39 @@ pub enum Signalled {
     Taken,
 }
 
-/// Runs a command to its end. Signals sent to this process go to the command, after `heard` was asked; those of the terminal
-/// reach it anyway. It ends when this process is killed. The calling thread has to be the one that outlives it.
-///
-/// Afterwards a signal ends this process at once, with the exit code that it has by then.
-///
-/// # Errors
-/// The command cannot be started: a [`RuntimeFailure`] with the codes of a shell, 127 and 126.
-pub fn run(command: &mut Command, heard: impl FnMut(i32) -> Signalled + Send + 'static) -> Result<ExitStatus> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let listening = system::listen(heard)?;
-    #[cfg(target_os = "linux")]
-    end_with_parent(command);
-    let mut child = command.spawn().map_err(|error| match error.kind() {
-        ErrorKind::NotFound => RuntimeFailure::with_code(NOT_FOUND, format_args!("{name}: there is no such command")),
-        _ => RuntimeFailure::with_code(NOT_RUNNABLE, format_args!("{name}: {error}")),
-    })?;
-    listening.begins(child.id());
-    let status = child.wait().map_err(|error| RuntimeFailure::new(format_args!("{name}: {error}")))?;
-    listening.ended(status);
-    Ok(status)
+/// Runs commands, one at a time, in the place of this process: signals sent to it go to the command that runs. Without one a
+/// signal ends this process.
+#[derive(Debug)]
+pub struct Around(system::Listening);
+
+impl Around {
+    /// Listens to signals from now on. `heard` is asked before one is passed on.
+    ///
+    /// # Errors
+    /// When the system refuses the handler.
+    pub fn listen(heard: impl FnMut(i32) -> Signalled + Send + 'static) -> std::io::Result<Self> {
+        system::listen(heard).map(Self)
+    }
+
+    /// Runs a command to its end. It is killed where this process is, or the calling thread ends.
+    ///
+    /// # Errors
+    /// The command cannot be started: a [`RuntimeFailure`] with the codes of a shell, 127 and 126.
+    pub fn run(&self, command: &mut Command) -> Result<ExitStatus> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        #[cfg(target_os = "linux")]
+        end_with_parent(command);
+        let mut child = command.spawn().map_err(|error| match error.kind() {
+            ErrorKind::NotFound => {
+                RuntimeFailure::with_code(NOT_FOUND, format_args!("{name}: there is no such command"))
+            }
+            _ => RuntimeFailure::with_code(NOT_RUNNABLE, format_args!("{name}: {error}")),
+        })?;
+        self.0.begins(child.id());
+        let status = child.wait();
+        self.0.ended();
+        status.map_err(|error| RuntimeFailure::new(format_args!("{name}: {error}")).into())
+    }
 }
 
 /// Ends this process as the command ended: with its exit code, or by its signal.
@@ -52,7 +65,7 @@ pub use system::end_with_parent;
 
 #[cfg(unix)]
 mod system {
-    use super::{Signalled, end_alike as end_of_all};
+    use super::Signalled;
     use crate::signals::is_ignored;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
     use signal_hook::iterator::SignalsInfo;
@@ -61,21 +74,17 @@ mod system {
     use std::os::unix::process::ExitStatusExt;
     use std::process::ExitStatus;
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicI32, AtomicI64, Ordering::SeqCst};
+    use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
     /// Those that end a program unless it says otherwise, but for the ones that tell of its own faults.
     const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
     /// No process yet.
     const NONE: i32 = 0;
-    /// The command has not ended.
-    const RUNS: i64 = -1;
 
-    /// Where the command is.
+    /// The command that runs.
     #[derive(Debug, Default)]
     pub(super) struct Listening {
         pid: Arc<AtomicI32>,
-        /// How it ended, as the system has it.
-        ended: Arc<AtomicI64>,
     }
 
     impl Listening {
@@ -83,29 +92,27 @@ mod system {
             self.pid.store(i32::try_from(pid).unwrap_or(NONE), SeqCst);
         }
 
-        pub(super) fn ended(&self, status: ExitStatus) {
-            self.ended.store(status.into_raw().into(), SeqCst);
+        pub(super) fn ended(&self) {
             self.pid.store(NONE, SeqCst);
         }
     }
 
     pub(super) fn listen(mut heard: impl FnMut(i32) -> Signalled + Send + 'static) -> std::io::Result<Listening> {
         let listening = Listening::default();
-        listening.ended.store(RUNS, SeqCst);
-        let (pid, ended) = (Arc::clone(&listening.pid), Arc::clone(&listening.ended));
+        let pid = Arc::clone(&listening.pid);
         // What this process was told to ignore, as under `nohup`, the command ignores, too.
         let wanted = PASSED_ON.into_iter().filter(|signal| !is_ignored(*signal));
         let mut signals = SignalsInfo::<WithOrigin>::new(wanted)?;
         let mut take = move |Origin { signal, cause, .. }: Origin| {
-            if let Ok(raw @ 0..) = i32::try_from(ended.load(SeqCst)) {
-                end_of_all(ExitStatus::from_raw(raw));
-            }
+            let Some(pid) = rustix::process::Pid::from_raw(pid.load(SeqCst)) else {
+                vramlab::output::discard_unfinished();
+                std::process::exit(128 + signal)
+            };
             // Those of the terminal go to all processes in its foreground.
             if matches!(cause, Cause::Kernel) || heard(signal) == Signalled::Taken {
                 return;
             }
-            let pid = rustix::process::Pid::from_raw(pid.load(SeqCst));
-            if let Some((pid, signal)) = pid.zip(rustix::process::Signal::from_named_raw(signal)) {
+            if let Some(signal) = rustix::process::Signal::from_named_raw(signal) {
                 // It may have ended meanwhile.
                 let _ = rustix::process::kill_process(pid, signal);
             }
@@ -150,12 +157,13 @@ mod system {
     use std::process::ExitStatus;
 
     /// A key press goes to all processes of the console.
+    #[derive(Debug)]
     pub(super) struct Listening;
 
     impl Listening {
         pub(super) fn begins(&self, _: u32) {}
 
-        pub(super) fn ended(&self, _: ExitStatus) {}
+        pub(super) fn ended(&self) {}
     }
 
     pub(super) fn listen(_: impl FnMut(i32) -> Signalled + Send + 'static) -> std::io::Result<Listening> {

@@ -2,6 +2,7 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
+use self::host::Host;
 use self::origins::{Annotations, OriginText, Printed, Stack};
 use self::segments::Segments;
 use self::settings::{Keep, Node};
@@ -26,6 +27,7 @@ macro_rules! expecting {
     };
 }
 
+mod host;
 mod origins;
 mod segments;
 mod settings;
@@ -99,6 +101,10 @@ impl<'de> Visitor<'de> for Top<'_, '_, '_> {
                 Some(Word::Segments) => {
                     map.next_value_seed(Seed::List(Segments(self.0)))?;
                     self.0.segments = Part::Whole;
+                }
+                Some(key @ (Word::HostSegments | Word::HostTraces)) => {
+                    let events = key == Word::HostTraces;
+                    map.next_value_seed(Seed::List(Host { state: self.0, events }))?;
                 }
                 Some(Word::AllocatorSettings) => {
                     let State { room, claim, over, .. } = &mut *self.0;

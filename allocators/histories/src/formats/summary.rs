@@ -1,6 +1,6 @@
 //! What is read from a file of events, and how.
 
-use super::{Action, Event, Format, Keys, Origin, Origins, ReadError, Segment};
+use super::{Action, Event, Format, HostMemory, Keys, Origin, Origins, ReadError, Segment};
 use serde_json::Value;
 use std::fmt;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
@@ -30,6 +30,8 @@ pub struct Summary {
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
     pub external_annotations: u64,
+    /// Pinned memory of the host, which newer snapshots may hold.
+    pub host: HostMemory,
     /// The keys of a snapshot's dictionaries.
     pub keys: Keys,
     /// Bytes read, after unpacking.
@@ -76,6 +78,7 @@ impl Summary {
             segments: Vec::new(),
             allocator_settings: serde_json::Map::new(),
             external_annotations: 0,
+            host: HostMemory::default(),
             keys: Keys::default(),
             bytes: 0,
             cut: None,

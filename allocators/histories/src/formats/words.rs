@@ -56,6 +56,9 @@ words! {
     InternalMetadata "internal_metadata",
     PoolId "pool_id",
     HostSegments "host_segments",
+    HostTraces "host_traces",
+    AllocatedSize "allocated_size",
+    ActiveSize "active_size",
     Stage "stage",
     Start "START",
     Device "device",
@@ -110,7 +113,7 @@ impl Word {
 
     /// Whether what stands under this key is not looked into.
     pub(crate) fn is_opaque(self) -> bool {
-        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId | Word::HostSegments)
+        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId)
     }
 
     /// Whether it is a key of an event that the reader needs.
@@ -125,7 +128,15 @@ impl Word {
 
     /// Whether it is a key of the outermost dictionary.
     pub(crate) fn is_top_key(self) -> bool {
-        matches!(self, Word::Segments | Word::DeviceTraces | Word::AllocatorSettings | Word::ExternalAnnotations)
+        matches!(
+            self,
+            Word::Segments
+                | Word::DeviceTraces
+                | Word::AllocatorSettings
+                | Word::ExternalAnnotations
+                | Word::HostSegments
+                | Word::HostTraces
+        )
     }
 }
 

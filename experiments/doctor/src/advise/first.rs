@@ -24,6 +24,8 @@ pub(crate) struct First {
     pub(crate) predicted_driver_calls: Option<u64>,
     /// What ran, as the recording has it.
     pub(crate) recorded_reserved_bytes: Option<u64>,
+    /// Calls of the driver that it made, by its replay under the same settings.
+    pub(crate) recorded_driver_calls: Option<u64>,
     /// What `remap` would reserve.
     pub(crate) remap_reserved_bytes: Option<u64>,
     /// Calls of the driver that `remap` would make.
@@ -45,12 +47,22 @@ pub(crate) fn first(file: &Path, limit: Option<u64>) -> Result<First> {
             predicted_reserved_bytes: None,
             predicted_driver_calls: None,
             recorded_reserved_bytes: None,
+            recorded_driver_calls: None,
             remap_reserved_bytes: None,
             remap_driver_calls: None,
         });
     }
     let happened = RecordedRun::of(limit, &recording)?;
     Ok(told(&advice(file, &happened, &Asked::default(), false, &recording)?))
+}
+
+/// Calls of the driver that a program made, by a replay of its history under the settings that it had.
+///
+/// # Errors
+/// Those of reading the snapshot and of the replay.
+pub(crate) fn driver_calls(file: &Path, limit: Option<u64>) -> Result<u64> {
+    let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
+    Ok(happened.trial(file)?.run(&happened.conf)?.calls())
 }
 
 fn told(advice: &Advice) -> First {
@@ -65,6 +77,7 @@ fn told(advice: &Advice) -> First {
         predicted_reserved_bytes: conf.map(|setting| setting.outcome.peak_reserved_bytes),
         predicted_driver_calls: conf.map(|setting| setting.outcome.calls()),
         recorded_reserved_bytes: advice.recorded.peak_reserved_bytes,
+        recorded_driver_calls: Some(advice.recorded.replayed.calls()),
         remap_reserved_bytes: remap.map(|outcome| outcome.peak_reserved_bytes),
         remap_driver_calls: remap.map(super::evaluate::Outcome::calls),
     }

@@ -303,6 +303,7 @@ fn draw(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
             active_bytes: totals.active,
             requested_bytes: totals.requested,
             largest_hole_bytes: least,
+            device_used_bytes: None,
         };
     }
     point.largest_hole_bytes = least;

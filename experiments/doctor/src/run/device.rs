@@ -7,6 +7,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -176,4 +177,14 @@ pub(crate) struct Curve {
     pub(crate) used_bytes: Vec<u64>,
     /// By the process; `null` where the driver does not tell.
     pub(crate) process_bytes: Option<Vec<u64>>,
+}
+
+/// What was sampled of a GPU beside a snapshot: in `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.
+pub(crate) fn curve(snapshot: &Path, gpu: u16) -> Option<Curve> {
+    let name = snapshot.file_name()?.to_str()?;
+    let stem = name.split_once('.')?.0;
+    let text = std::fs::read_to_string(snapshot.with_file_name(format!("{stem}{ENDING}"))).ok()?;
+    let curves: Curves = serde_json::from_str(&text).ok()?;
+    let curve = curves.gpus.into_iter().find(|curve| curve.index == u32::from(gpu))?;
+    (curve.time_ns.len() == curve.used_bytes.len()).then_some(curve)
 }

@@ -21,6 +21,8 @@ pub(crate) struct Folder {
     /// A word that is this run's: files of an earlier one may be there.
     pub(crate) run: String,
     record: RefCell<Option<OutputFile>>,
+    /// Whether it was made for this run.
+    made: bool,
 }
 
 impl Folder {
@@ -29,6 +31,7 @@ impl Folder {
     /// # Errors
     /// It cannot be made or written.
     pub(crate) fn make(named: Option<&Path>) -> Result<Self> {
+        let made = named.is_none_or(|path| !path.exists());
         let shown = match named {
             Some(path) => {
                 std::fs::create_dir_all(path).with_context(|| format!("--output {}", path.display()))?;
@@ -40,7 +43,16 @@ impl Folder {
         // Before anything runs, what cannot be written is known.
         let record = OutputFile::create(&path.join(RECORD), Existing::Replace)?;
         let run = format!("{}-{}", std::process::id(), now_ns());
-        Ok(Self { path, shown, run, record: RefCell::new(Some(record)) })
+        Ok(Self { path, shown, run, record: RefCell::new(Some(record)), made })
+    }
+
+    /// Takes it away again, where nothing ran: it was made for this run and is empty.
+    pub(crate) fn discard(&self) {
+        drop(self.record.borrow_mut().take());
+        if self.made {
+            // What is in it stays, and so it does.
+            let _ = std::fs::remove_dir(&self.path);
+        }
     }
 
     /// Takes away what processes were writing when they were killed.

@@ -32,6 +32,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) steps: bool,
     /// `PYTORCH_CUDA_ALLOC_CONF` in place of the user's.
     pub(crate) conf: Option<&'a str>,
+    /// Whether what it prints goes to standard error, so that standard output is one JSON document.
+    pub(crate) output_to_stderr: bool,
 }
 
 impl Launch<'_> {
@@ -65,6 +67,9 @@ impl Launch<'_> {
         if let Some(conf) = self.conf {
             // The newer name means the same, and counts where the older is not set.
             command.env("PYTORCH_CUDA_ALLOC_CONF", conf).env_remove("PYTORCH_ALLOC_CONF");
+        }
+        if self.output_to_stderr {
+            command.stdout(std::io::stderr());
         }
         Ok(command)
     }

@@ -89,9 +89,18 @@ impl Process {
         self.devices.iter().filter_map(|gpu| gpu.stat(&key)).max()
     }
 
-    /// Time in calls of the allocator, where it was measured.
-    pub(crate) fn allocator_time_ns(&self) -> Option<u64> {
-        self.allocator_stats.as_ref()?.get("time_ns")?.as_u64()
+    /// Calls of the driver with their time, as an allocator of ours counts them.
+    pub(crate) fn calls(&self) -> Option<(u64, u64)> {
+        let gpus = self.allocator_stats.as_ref()?.as_object()?;
+        let kinds: Vec<&Value> =
+            gpus.values().filter_map(|gpu| gpu["calls"].as_object()).flat_map(|all| all.values()).collect();
+        let sum = |key: &str| kinds.iter().filter_map(|kind| kind[key].as_u64()).sum();
+        (!kinds.is_empty()).then(|| (sum("count"), sum("total_ns")))
+    }
+
+    /// Calls of the driver that an allocator of ours counted.
+    pub(crate) fn driver_calls(&self) -> Option<u64> {
+        self.calls().map(|(count, _)| count)
     }
 
     /// A count over its GPUs.

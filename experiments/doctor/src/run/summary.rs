@@ -117,7 +117,7 @@ impl Summary {
         if let rest @ 1.. = self.processes.len() - shown {
             let peaks = self.processes[shown..].iter().filter_map(|process| process.peak("reserved_bytes"));
             let most = peaks.max().map_or(String::new(), |bytes| format!(", reserved {} at most", Bytes(bytes)));
-            out.push(format!("         and {} more{most}", counted(rest as u64, "process").replace("sss", "sses")));
+            out.push(format!("         and {} more{most}", many(rest)));
         }
         out.push(match (&self.device_missing, self.device_peak_bytes) {
             (Some(why), _) => format!("device   not sampled: {why}"),
@@ -164,9 +164,13 @@ impl Summary {
         let limit = self.limit_bytes.map_or(String::new(), |bytes| format!(", limited to {}", Bytes(bytes)));
         let torch = &self.processes[0].torch;
         let count = self.processes.len();
-        let used = if count == 1 { "1 process".to_owned() } else { format!("{count} processes") };
+        let used = many(count);
         format!("vramlab  {time}{how}; {used} used PyTorch {torch} under {under}{limit}")
     }
+}
+
+fn many(processes: usize) -> String {
+    if processes == 1 { "1 process".to_owned() } else { format!("{processes} processes") }
 }
 
 /// What one process took.
@@ -181,16 +185,16 @@ fn of_process(process: &Process) -> String {
         let newest = process.best().map_or("none".to_owned(), |snapshot| snapshot.file.clone());
         return format!("{label}{gap} ended before it could say what it took; its newest snapshot: {newest}");
     }
-    let calls = process.count("num_device_alloc") + process.count("num_device_free");
-    let mut out = format!("{label}{gap} {} at most; {}", figures.join(", "), counted(calls, "driver call"));
+    let calls = match process.calls() {
+        Some((count, ns)) => format!("{} in {}", counted(count, "driver call"), duration(ns)),
+        None => counted(process.count("num_device_alloc") + process.count("num_device_free"), "driver call"),
+    };
+    let mut out = format!("{label}{gap} {} at most; {calls}", figures.join(", "));
     for (key, what) in [("num_alloc_retries", "release of the cache"), ("num_ooms", "out-of-memory")] {
         match process.count(key) {
             0 => {}
             count => out += &format!(", {count} × {what}"),
         }
-    }
-    if let Some(ns) = process.allocator_time_ns() {
-        out += &format!(", {} in the allocator", duration(ns));
     }
     out
 }
