@@ -178,3 +178,12 @@ def test_headers_are_of_the_cuda_that_pytorch_was_built_for(machine: Path, monke
     (include / "crt" / "host_config.h").unlink()
     with pytest.raises(BuildError, match=r"crt/host_config.h: pip install .* CUDA_HOME"):
         _build.shim(torch(machine))
+
+
+def test_a_user_without_a_home_has_no_cache(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.chdir(machine)
+    with pytest.warns(UserWarning, match="no home folder"):
+        assert _build.shim(torch(machine)).is_file()
+    assert not (machine / "~").exists()

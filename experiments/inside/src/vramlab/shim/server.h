@@ -63,6 +63,7 @@ class Server {
     Server(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
         : native(native), spec(std::move(spec)), limit_(limit), latency_(latency) {
         fractions_.fill(UNSET);
+        limits_.fill(VRAMLAB_NO_LIMIT);
     }
 
     // PyTorch's own allocator. It opens the handles of other processes, and keeps pools that bring an allocator of the
@@ -458,8 +459,10 @@ class Server {
             Device::check(library.memory(device.owner->handle, &free, &total));
             allowed = std::min(allowed, static_cast<uint64_t>(fractions_[index] * static_cast<double>(total)));
         }
-        limits_[index] = allowed;
-        Device::check(library.set_limit(device.owner->handle, allowed));
+        // What the settings of the allocator limit stays as long as nothing else is asked for.
+        if (std::exchange(limits_[index], allowed) != allowed) {
+            Device::check(library.set_limit(device.owner->handle, allowed));
+        }
     }
 
     static constexpr double UNSET = -1.0;
