@@ -58,15 +58,16 @@ fi
 export MPLBACKEND=agg
 
 step "ruff"
-"$bin/ruff" check --quiet --config analysis/pyproject.toml analysis
-"$bin/ruff" format --quiet --check --config analysis/pyproject.toml analysis
+linted=(analysis experiments/inside)
+"$bin/ruff" check --quiet --config analysis/pyproject.toml "${linted[@]}"
+"$bin/ruff" format --quiet --check --config analysis/pyproject.toml "${linted[@]}"
 
 step "mypy"
 "$bin/mypy" --config-file analysis/pyproject.toml analysis/src/vramlab_analysis analysis/tests
 
 step "pytest"
 tests=(analysis/tests)
-for folder in experiments/baselines/tests experiments/flame experiments/nsight; do
+for folder in experiments/baselines/tests experiments/flame experiments/inside/tests experiments/nsight; do
   if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
 done
 # Each core takes a file at a time: what a file prepares once is for all of its tests.

@@ -84,6 +84,18 @@ unsafe impl Driver for Scripted {
     unsafe fn stream_destroy(&self, _stream: StreamId) -> DriverResult<()> {
         self.done(Ok(()))
     }
+    unsafe fn stream_adopt(&self, _handle: u64) -> DriverResult<StreamId> {
+        Ok(STREAM)
+    }
+    fn stream_forget(&self, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+    fn note_capture(&self, open: bool) {
+        self.null.note_capture(open);
+    }
+    fn is_capture_noted(&self) -> bool {
+        self.null.is_capture_noted()
+    }
     fn stream_synchronize(&self, _stream: StreamId) -> DriverResult<()> {
         self.done(Ok(()))
     }

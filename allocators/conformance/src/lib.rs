@@ -18,6 +18,7 @@
 mod blocks;
 mod captures;
 mod faults;
+mod guests;
 mod private_pools;
 mod stress;
 mod subject;
@@ -180,6 +181,9 @@ const ALWAYS: &[Entry] = entries! { 64 * GIB =>
     blocks::snapshots_are_whole
     blocks::dropping_returns_everything
     blocks::reports_and_names_are_complete
+    guests::the_default_stream_is_one_like_others
+    guests::a_stream_that_was_forgotten_costs_no_block
+    guests::the_limit_changes_while_it_runs
     threads::threads_on_streams_of_their_own
     threads::a_block_may_be_freed_on_another_thread
 };
@@ -204,8 +208,11 @@ const POOLS: &[Entry] = entries! { 64 * GIB =>
     private_pools::a_private_pool_shares_no_memory
     private_pools::memory_of_a_private_pool_stays_until_it_is_released
     private_pools::a_recorded_use_delays_the_reuse_in_a_private_pool
+    private_pools::a_named_pool_serves_beside_the_others
+    private_pools::a_pool_goes_back_to_its_checkpoint
     private_pools::private_pools_out_of_order_are_refused
 };
+const POOLS_AND_CAPTURES: &[Entry] = entries! { 64 * GIB => guests::a_capture_of_the_program_is_left_alone };
 /// Checks of backends that refuse private pools.
 const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
 /// Checks on a device whose calls can be made to fail.
@@ -253,6 +260,7 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     let mut out = vec![ALWAYS, WHEN_FULL];
     out.extend(if captures { vec![CAPTURES, CAPTURES_WHEN_FULL] } else { vec![NO_CAPTURES] });
     out.push(if private_pools { POOLS } else { NO_POOLS });
+    out.extend((private_pools && captures).then_some(POOLS_AND_CAPTURES));
     match device {
         Device::SimWithoutMemory => {
             out.push(FAULTS);

@@ -4,7 +4,9 @@ use super::Bench;
 use super::subject::{Range, Subject, assert_apart, overlap, range};
 use super::support::{MIB, Random, check_nothing_held, check_stats};
 use vramlab_device::StreamId;
-use vramlab_policies::contract::{AllocError, Block, PrivatePool};
+use vramlab_policies::backends::SegmentUse;
+use vramlab_policies::contract::{AllocError, Block, PrivatePool, Request, Snapshot};
+use vramlab_policies::instruments::restored_streams;
 
 /// Forty blocks of many sizes, written to.
 fn forty(allocator: &Subject, stream: StreamId, seed: u64) -> Vec<Block> {
@@ -105,6 +107,108 @@ pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     allocator.pool_release(pool).unwrap();
     allocator.trim(0).unwrap();
     check_nothing_held(&allocator.stats());
+}
+
+pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
+    let streams = bench.streams::<2>();
+    let allocator = bench.build();
+    let pools = [0, 1].map(|_| allocator.pool_create().unwrap());
+    let mut random = Random::new(5);
+    let mut held: Vec<(Block, StreamId)> = Vec::new();
+    let mut lay: Vec<(Option<PrivatePool>, Range)> = Vec::new();
+    for round in 0..120 {
+        let (stream, pool) = (streams[round % 2], [None, Some(pools[0]), Some(pools[1])][round % 3]);
+        let request = Request::new(random.size(22));
+        let block = match pool {
+            Some(pool) => allocator.allocate_in(request, stream, pool).unwrap(),
+            None => allocator.allocate(request, stream).unwrap(),
+        };
+        allocator.use_on(&block, stream);
+        let others = lay.iter().filter(|(of, _)| *of != pool).map(|(_, range)| *range).collect::<Vec<_>>();
+        assert_apart(std::slice::from_ref(&block), &others);
+        lay.push((pool, range(&block)));
+        held.push((block, stream));
+        if round % 4 == 3 {
+            allocator.give_each([held.remove(round % held.len())]);
+        }
+        check_stats(&allocator.stats());
+    }
+    // The snapshot says which memory is whose.
+    for segment in allocator.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
+        let inside = |of: &Range| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&of.0);
+        for (pool, _) in lay.iter().filter(|(_, range)| inside(range)) {
+            assert_eq!(segment.private, pool.map(PrivatePool::id), "segment {:#x}", segment.addr.get());
+        }
+    }
+    allocator.give_each(held);
+    for pool in pools {
+        allocator.pool_release(pool).unwrap();
+        let refused = allocator.allocate_in(Request::new(1), streams[0], pool).unwrap_err();
+        assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
+    }
+    bench.driver.device_synchronize().unwrap();
+    allocator.check_all_returns();
+}
+
+/// What a pool's memory looks like where something of it is in use: free neighbours count as one.
+fn in_use(checkpoint: &Snapshot) -> Vec<(u64, Vec<(u64, Option<u64>)>)> {
+    let used = checkpoint.segments.iter().filter(|segment| !segment.is_idle());
+    used.map(|segment| (segment.addr.get(), segment.parts())).collect()
+}
+
+pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
+    let streams = bench.streams::<2>();
+    let allocator = bench.build();
+    let pool = allocator.pool_create().unwrap();
+    let outside = forty(&allocator, streams[0], 1);
+    let mut random = Random::new(9);
+    let mut take = |count: usize| -> Vec<(Block, StreamId)> {
+        let mut one = |round: usize| {
+            let stream = streams[round % 2];
+            (allocator.allocate_in(Request::new(random.size(23)), stream, pool).unwrap(), stream)
+        };
+        (0..count).map(&mut one).collect()
+    };
+    let mut held = take(40);
+    for at in (0..held.len()).rev().step_by(3) {
+        allocator.give_each([held.remove(at)]);
+    }
+    let checkpoint = allocator.pool_checkpoint(pool).unwrap();
+    let mut expected: Vec<(Range, u64, StreamId)> =
+        held.iter().map(|(block, stream)| (range(block), block.requested(), *stream)).collect();
+    expected.sort_unstable();
+    for _ in 0..3 {
+        held.extend(take(30));
+        for at in (0..held.len()).rev().step_by(2) {
+            allocator.give_each([held.remove(at)]);
+        }
+        // SAFETY: these are the blocks of the pool that are held, and no work uses them.
+        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap();
+        let streams = restored_streams(&checkpoint);
+        held = restored.into_iter().zip(streams).collect();
+        let mut found: Vec<(Range, u64, StreamId)> =
+            held.iter().map(|(block, stream)| (range(block), block.requested(), *stream)).collect();
+        found.sort_unstable();
+        assert_eq!(found, expected);
+        check_stats(&allocator.stats());
+        // Expandable memory may have grown in front and behind since.
+        if bench.capabilities().segments != SegmentUse::Expandable {
+            let now = allocator.pool_checkpoint(pool).unwrap();
+            assert_eq!(in_use(&now), in_use(&checkpoint));
+        }
+        // What is held again is memory like any other.
+        held.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
+    }
+    let stranger = bench.build();
+    // SAFETY: nothing is given back.
+    let refused = unsafe { stranger.pool_restore(pool, &checkpoint, Vec::new()) }.unwrap_err();
+    assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
+    allocator.give_each(held);
+    allocator.give_all(outside, streams[0]);
+    allocator.pool_release(pool).unwrap();
+    bench.driver.device_synchronize().unwrap();
+    drop(stranger);
+    allocator.check_all_returns();
 }
 
 pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {

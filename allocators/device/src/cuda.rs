@@ -4,7 +4,7 @@
 //! comments build on them:
 //! - **the library is there**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never
 //!   unloads the library;
-//! - **the context is current**: each call goes through `CudaDriver::call`, or comes after `bind`, which makes this device's
+//! - **the context is current**: each call goes through `CudaDriver::call`, or holds what `enter` returns, which makes this device's
 //!   primary context the calling thread's;
 //! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
 //!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
@@ -30,7 +30,10 @@ use super::{CallKind, DeviceAddr, DriverResult, EventId, StreamId};
 use crate::DriverError;
 use crate::MonotonicClock;
 use crate::bytes::Bytes;
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream};
+use crate::graph::NotedCaptures;
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream, CUstreamCaptureMode,
+};
 use handles::Handles;
 use std::cell::Cell;
 use std::fmt;
@@ -59,6 +62,9 @@ pub struct CudaDriver {
     elapsed: ElapsedFn,
     clock: Arc<MonotonicClock>,
     live: Handles,
+    noted_captures: NotedCaptures,
+    /// Whether other code of the program chooses each thread's context, so that every call puts back what it found.
+    guest: bool,
 }
 
 impl CudaDriver {
@@ -96,9 +102,29 @@ impl CudaDriver {
             elapsed,
             clock: Arc::new(MonotonicClock::new()),
             live: Handles::new(),
+            noted_captures: NotedCaptures::default(),
+            guest: false,
         };
         driver.bind_to_thread()?;
         Ok(driver)
+    }
+
+    /// Opens a GPU in a program whose other parts use CUDA by themselves and choose the context of each thread: every call
+    /// looks which context is current, which takes some nanoseconds, and puts it back.
+    ///
+    /// # Errors
+    /// [`CudaUnavailable`] says why that GPU cannot be worked on.
+    pub fn as_guest(ordinal: usize) -> Result<Self, CudaUnavailable> {
+        probe::start()?;
+        let before = current_context()?;
+        let opened = Self::new(ordinal).map(|mut driver| {
+            driver.guest = true;
+            driver
+        });
+        // SAFETY: the context was current on this thread before, so it is live, or null, which makes none current.
+        check(CallKind::DeviceQuery, unsafe { sys::cuCtxSetCurrent(before) })?;
+        BOUND.set(0);
+        opened
     }
 
     /// What the driver says about this GPU.
@@ -165,21 +191,49 @@ impl CudaDriver {
     /// Makes a call of the CUDA API with the context current.
     #[inline]
     fn call(&self, kind: CallKind, call: impl FnOnce() -> CUresult) -> DriverResult<()> {
-        self.bind(kind)?;
+        let _entered = self.enter(kind)?;
         check(kind, call())
     }
 
     /// As [`call`](Self::call), for a call whose error names its size.
     #[inline]
     fn sized_call(&self, kind: CallKind, bytes: u64, call: impl FnOnce() -> CUresult) -> DriverResult<()> {
-        self.bind(kind)?;
+        let _entered = self.enter(kind)?;
         check_for(kind, call(), || Bytes(bytes).to_string())
     }
 
-    /// Makes the context current unless it is: one comparison on the hot path.
+    /// Makes the context current unless it is, one comparison on the hot path, and the thread's capture mode relaxed while a
+    /// capture of the program's own is open. Returns what the end of the call undoes.
     #[inline]
-    fn bind(&self, call: CallKind) -> DriverResult<()> {
-        if BOUND.get() == self.serial { Ok(()) } else { self.bind_anew(call) }
+    fn enter(&self, call: CallKind) -> DriverResult<Entered> {
+        if BOUND.get() != self.serial {
+            if self.guest {
+                return self.enter_as_guest(call);
+            }
+            self.bind_anew(call)?;
+        }
+        self.relax(call, false)
+    }
+
+    #[cold]
+    fn enter_as_guest(&self, call: CallKind) -> DriverResult<Entered> {
+        // CAST: a handle is kept as its value.
+        let own = self.context as CUcontext;
+        let pops = current_context()? != own;
+        if pops {
+            // SAFETY: the context was retained by `new` and lives until `Drop`.
+            check(call, unsafe { sys::cuCtxPushCurrent_v2(own) })?;
+        }
+        self.relax(call, pops)
+    }
+
+    #[inline]
+    fn relax(&self, call: CallKind, pops: bool) -> DriverResult<Entered> {
+        let mut entered = Entered { pops, mode: None };
+        if self.noted_captures.any() {
+            entered.mode = Some(exchange_mode(call, CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?);
+        }
+        Ok(entered)
     }
 
     #[cold]
@@ -218,6 +272,47 @@ impl fmt::Debug for CudaDriver {
             .field("name", &self.info.name)
             .finish_non_exhaustive()
     }
+}
+
+/// What the end of a call undoes on its thread.
+#[must_use]
+struct Entered {
+    /// A context was pushed.
+    pops: bool,
+    /// The capture mode from before.
+    mode: Option<CUstreamCaptureMode>,
+}
+
+impl Drop for Entered {
+    #[inline]
+    fn drop(&mut self) {
+        // Errors of earlier work can surface here; the call itself has returned them or the next one will.
+        if let Some(mode) = self.mode {
+            let _ = exchange_mode(CallKind::StreamIsCapturing, mode);
+        }
+        if self.pops {
+            let mut popped: CUcontext = ptr::null_mut();
+            // SAFETY: the pointer is to a live handle of the type that the call writes; `enter_as_guest` pushed the context
+            // on this thread.
+            unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) };
+        }
+    }
+}
+
+/// The context that is current on this thread; null if none is.
+fn current_context() -> DriverResult<CUcontext> {
+    let mut current: CUcontext = ptr::null_mut();
+    // SAFETY: the pointer is to a live handle of the type that the call writes.
+    check(CallKind::DeviceQuery, unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
+    Ok(current)
+}
+
+/// Sets how calls of this thread get on with captures; says what was set before.
+fn exchange_mode(call: CallKind, mode: CUstreamCaptureMode) -> DriverResult<CUstreamCaptureMode> {
+    let mut mode = mode;
+    // SAFETY: the pointer is to a live mode, which the call reads and writes with one of those that this thread had set.
+    check(call, unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) })?;
+    Ok(mode)
 }
 
 impl Drop for CudaDriver {

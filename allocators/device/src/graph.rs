@@ -1,6 +1,28 @@
 //! Graphs: the work of a stream captured once and launched many times.
 
 use super::{DriverResult, GraphId, StreamId};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+/// How many captures a program has open that the driver did not begin, see [`Driver::note_capture`](super::Driver::note_capture).
+#[derive(Debug, Default)]
+pub(crate) struct NotedCaptures(AtomicUsize);
+
+impl NotedCaptures {
+    /// One more, or one less; an end without a beginning changes nothing.
+    pub(crate) fn note(&self, open: bool) {
+        if open {
+            self.0.fetch_add(1, Release);
+        } else {
+            let _ = self.0.fetch_update(Release, Acquire, |open| open.checked_sub(1));
+        }
+    }
+
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.0.load(Acquire) != 0
+    }
+}
 
 /// The device's account of memory that graphs allocate for themselves, in bytes. It covers the graphs of all programs on the
 /// device. Plain memory that captured kernels use is not in it.

@@ -250,6 +250,23 @@ unsafe impl<H: Hook> Driver for HookedDriver<H> {
         self.call(CallKind::StreamDestroy, NO_ARGUMENTS.on(stream), || unsafe { self.inner.stream_destroy(stream) })
     }
 
+    unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId> {
+        // SAFETY: passed on.
+        unsafe { self.inner.stream_adopt(handle) }
+    }
+
+    fn stream_forget(&self, stream: StreamId) -> DriverResult<()> {
+        self.inner.stream_forget(stream)
+    }
+
+    fn note_capture(&self, open: bool) {
+        self.inner.note_capture(open);
+    }
+
+    fn is_capture_noted(&self) -> bool {
+        self.inner.is_capture_noted()
+    }
+
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         self.call(CallKind::StreamSynchronize, NO_ARGUMENTS.on(stream), || self.inner.stream_synchronize(stream))
     }

@@ -154,6 +154,27 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// The stream is not used afterwards.
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()>;
 
+    /// Takes in a stream that another part of the program made, under the value of its CUDA handle: 0 and 1 are the legacy
+    /// default stream, 2 is the calling thread's default stream. A stream that is known already stays. On a device without
+    /// CUDA the handle is a number, and work that is queued on it is ordered as on a stream of the device's own.
+    ///
+    /// # Safety
+    /// The handle is of a live stream of this device's primary context, and stays so until
+    /// [`stream_forget`](Self::stream_forget).
+    unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId>;
+
+    /// Forgets a stream that was [taken in](Self::stream_adopt) and does not destroy it. Calls that name it are errors from
+    /// then on.
+    fn stream_forget(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// Notes that the program began to capture work by itself (`open`), or that such a capture has ended. While one is open,
+    /// calls are made in CUDA's relaxed capture mode, in which they do not disturb it.
+    /// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>
+    fn note_capture(&self, open: bool);
+
+    /// Whether a capture that was [noted](Self::note_capture) is open.
+    fn is_capture_noted(&self) -> bool;
+
     /// Waits until all work queued on `stream` is done.
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
 

@@ -8,6 +8,7 @@ use super::{
     PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::DriverError;
+use crate::graph::NotedCaptures;
 use crate::mappings::Mappings;
 use crate::{Clock, MonotonicClock};
 use captures::Graphs;
@@ -40,6 +41,7 @@ pub struct NullDriver {
     vmm: Mutex<Mappings<(), ()>>,
     /// Streams that capture, so that an allocation sees without a lock that there are none.
     capturing: AtomicUsize,
+    noted_captures: NotedCaptures,
     clock: Arc<MonotonicClock>,
 }
 
@@ -62,6 +64,7 @@ impl NullDriver {
             graphs: Mutex::default(),
             vmm: Mutex::default(),
             capturing: AtomicUsize::new(0),
+            noted_captures: NotedCaptures::default(),
             clock: Arc::new(MonotonicClock::new()),
         }
     }
@@ -180,6 +183,22 @@ unsafe impl Driver for NullDriver {
 
     unsafe fn stream_destroy(&self, _stream: StreamId) -> DriverResult<()> {
         Ok(())
+    }
+
+    unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId> {
+        Ok(StreamId::made(handle))
+    }
+
+    fn stream_forget(&self, _stream: StreamId) -> DriverResult<()> {
+        Ok(())
+    }
+
+    fn note_capture(&self, open: bool) {
+        self.noted_captures.note(open);
+    }
+
+    fn is_capture_noted(&self) -> bool {
+        self.noted_captures.any()
     }
 
     fn stream_synchronize(&self, _stream: StreamId) -> DriverResult<()> {

@@ -35,6 +35,7 @@ use super::{
 use crate::Clock;
 use crate::DriverError;
 use crate::bytes::Bytes;
+use crate::graph::NotedCaptures;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use host_memory::{HostMemoryMap, NoRoom};
@@ -69,6 +70,7 @@ pub struct SimDriver {
     profile: Profile,
     memory: SimMemory,
     state: Arc<Mutex<State>>,
+    noted_captures: NotedCaptures,
 }
 
 #[derive(Debug)]
@@ -168,7 +170,7 @@ impl SimDriver {
             graphs: Graphs::default(),
             l2: profile.l2_bytes.filter(|_| memory == SimMemory::Host).map(L2::new),
         };
-        Self { profile, memory, state: Arc::new(Mutex::new(state)) }
+        Self { profile, memory, state: Arc::new(Mutex::new(state)), noted_captures: NotedCaptures::default() }
     }
 
     /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the
@@ -358,6 +360,29 @@ unsafe impl Driver for SimDriver {
         state.refuse_capturing(CallKind::StreamDestroy, stream)?;
         state.time.destroy_stream(stream.get());
         Ok(())
+    }
+
+    unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId> {
+        // As on a GPU, both numbers stand for the legacy default stream.
+        let handle = if handle == 1 { 0 } else { handle };
+        self.lock().time.adopt_stream(handle);
+        Ok(StreamId::made(handle))
+    }
+
+    fn stream_forget(&self, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.lock();
+        state.need_stream(CallKind::StreamDestroy, stream)?;
+        state.refuse_capturing(CallKind::StreamDestroy, stream)?;
+        state.time.destroy_stream(stream.get());
+        Ok(())
+    }
+
+    fn note_capture(&self, open: bool) {
+        self.noted_captures.note(open);
+    }
+
+    fn is_capture_noted(&self) -> bool {
+        self.noted_captures.any()
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {

@@ -8,10 +8,9 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
+mod host;
 mod input;
 mod jsonl;
-mod kept_settings;
-mod keys;
 mod lines;
 mod list;
 mod minimalloc;
@@ -19,7 +18,6 @@ mod origins;
 mod pickle;
 mod placements;
 mod read;
-mod receiver;
 mod rmm;
 mod segment;
 mod snapshot_json;
@@ -34,17 +32,17 @@ mod write_rmm;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
+pub use host::HostMemory;
 pub use jsonl::jsonl_placements;
-pub use keys::Keys;
 pub use list::{Export, Format};
 pub use origins::{Annotation, FORWARD_PASS, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};
-pub use receiver::{OriginSink, Sink};
 pub use segment::{Segment, SegmentBlock};
-pub use summary::{Cut, ReadOptions, Summary};
+pub use summary::{Cut, OriginSink, ReadOptions, Sink, Summary};
 pub use vramlab_policies::contract::{Action, Event};
+pub use words::Keys;
 pub use write::{Ending, TraceWriter, WriteError, WriteProblem};
 pub use write_minimalloc::MinimallocWriter;
 pub use write_perfetto::PerfettoWriter;

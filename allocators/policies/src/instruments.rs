@@ -21,6 +21,17 @@ macro_rules! pass_on {
         crate::instruments::pass_on!(captures);
         crate::instruments::pass_on!(pools);
     };
+    (pool_restore) => {
+        unsafe fn pool_restore(
+            &self,
+            pool: crate::contract::PrivatePool,
+            checkpoint: &Snapshot,
+            held: Vec<(Block, StreamId)>,
+        ) -> Result<Vec<Block>, AllocError> {
+            // SAFETY: passed on.
+            unsafe { self.inner.pool_restore(pool, checkpoint, held) }
+        }
+    };
     (restore) => {
         fn restore(
             &self,
@@ -53,6 +64,18 @@ macro_rules! pass_on {
 
         fn ledger_at_peak(&self) -> Ledger {
             self.inner.ledger_at_peak()
+        }
+
+        fn tell_completed(&self, on: bool) {
+            self.inner.tell_completed(on);
+        }
+
+        fn take_completed(&self) -> Vec<vramlab_device::DeviceAddr> {
+            self.inner.take_completed()
+        }
+
+        fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+            self.inner.set_memory_limit(bytes)
         }
 
         fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
@@ -92,12 +115,17 @@ macro_rules! pass_on {
         fn pool_trim(&self, pool: crate::contract::PrivatePool) -> Result<u64, AllocError> {
             self.inner.pool_trim(pool)
         }
+
+        fn pool_checkpoint(&self, pool: crate::contract::PrivatePool) -> Result<Snapshot, AllocError> {
+            self.inner.pool_checkpoint(pool)
+        }
     };
 }
 use pass_on;
 
-/// The stream of each block that [`restore`](crate::DeviceAllocator::restore) hands out, in its order.
-fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
+/// The stream of each block that [`restore`](crate::DeviceAllocator::restore) and
+/// [`pool_restore`](crate::DeviceAllocator::pool_restore) hand out, in their order.
+pub fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
     let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
     snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))
 }

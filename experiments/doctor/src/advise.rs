@@ -3,12 +3,11 @@
 mod conf;
 mod evaluate;
 mod evidence;
+mod first;
 mod not_recorded;
-mod obstacle;
 mod program;
 mod ranks;
 mod recorded_run;
-mod retries;
 mod search;
 mod sentences;
 mod versions;
@@ -24,8 +23,8 @@ use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
-use recorded_run::{LimitSource, RecordedRun};
-use retries::Retries;
+pub(crate) use first::{First, driver_calls, first};
+use recorded_run::{LimitSource, RecordedRun, Retries};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -217,7 +216,7 @@ const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 /// Answers for each file; whether some setting runs each.
 pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
-    let limit = args.limit.as_deref().map(limit).transpose()?;
+    let limit = args.limit.as_deref().map(limit_of).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
     let mends = match (files.as_slice(), args.shard) {
@@ -280,10 +279,18 @@ fn confs(texts: &[String]) -> Result<Vec<Conf>> {
     Ok(out)
 }
 
-fn limit(text: &str) -> Result<u64> {
-    let Bytes(bytes) = text.parse().with_context(|| format!("--limit {text}"))?;
+fn limit_of(text: &str) -> Result<u64> {
+    limit(text).with_context(|| format!("--limit {text}"))
+}
+
+/// A memory limit.
+///
+/// # Errors
+/// A text that says none, or less than an allocator can take.
+pub(crate) fn limit(text: &str) -> Result<u64> {
+    let Bytes(bytes) = text.parse()?;
     if bytes < LEAST_LIMIT {
-        bail!("--limit {text}: that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
+        bail!("that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
     }
     Ok(bytes)
 }
@@ -439,7 +446,7 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
         torch: versions.are_told().then(|| versions.to_string()),
         without_expandable_segments: without,
         obstacle: (expandable && !recorded.expandable)
-            .then(|| obstacle::shown(&recording.origins))
+            .then(|| versions::shown(&recording.origins))
             .flatten()
             .map(|obstacle| obstacle.to_string()),
         settings,

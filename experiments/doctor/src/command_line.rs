@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for users who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, diff, explain, plan, python, replay, report};
+use crate::{advise, capacity, convert, diff, explain, plan, python, replay, report, run, tried};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -18,6 +18,13 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Question {
+    /// Runs a program and records what PyTorch's allocator did in it, under PyTorch's own or another allocator
+    ///
+    /// The program needs no change, and its output, signals and exit code are untouched. Each process that uses CUDA leaves a
+    /// snapshot when it ends and when memory runs out; SIGUSR1 asks for one in between.
+    Run(run::RunArgs),
+    /// Runs a program under its own settings, under those that are advised and under `remap`, and compares
+    Try(tried::TryArgs),
     /// Says which setting of PyTorch's allocator mends a history, and what it would reserve under it
     ///
     /// Memory is what replays of the history reserve. Time in driver calls is that of a simulated H200.
@@ -55,11 +62,13 @@ pub fn command() -> clap::Command {
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     terminal::begin();
     let Arguments { command } = terminal::parse(arguments);
-    // The commands in Python handle signals themselves.
-    if !matches!(command, Question::InPython(_)) {
+    // Commands that run another program pass signals on to it.
+    if !matches!(command, Question::InPython(_) | Question::Run(_) | Question::Try(_)) {
         terminal::signals::end_at_once();
     }
     let answered = match command {
+        Question::Run(args) => run::run(&args),
+        Question::Try(args) => tried::try_out(&args),
         Question::Advise(args) => match advise::advise(&args) {
             Ok(false) if args.exit_code => return exit::UNMENDED.into(),
             answered => answered.map(drop),

@@ -2,6 +2,7 @@
 //!
 //! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
 
+mod beside;
 mod causes;
 mod checkpoints;
 mod explanation;
@@ -9,18 +10,10 @@ mod frames;
 mod holes;
 pub(crate) mod lines;
 mod moments;
-mod peaks;
 mod purposes;
 mod ranks;
 mod screen;
 mod survey;
-
-pub(crate) use explanation::{Explanation, Moment};
-pub(crate) use lines::line_of;
-pub(crate) use moments::{Held, Line};
-pub(crate) use purposes::is_cublas_workspace;
-pub(crate) use screen::{place, when};
-pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 
 use crate::history::{Devices, adopted};
 use crate::phases::phases;
@@ -39,6 +32,13 @@ use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::formats::Action;
 use vramlab::histories::replay::{ReplaySettings, replay};
 use vramlab::{Bytes, Selection};
+
+pub(crate) use explanation::{Explanation, Moment};
+pub(crate) use lines::line_of;
+pub(crate) use moments::{Held, Line};
+pub(crate) use purposes::is_cublas_workspace;
+pub(crate) use screen::{place, when};
+pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 
 /// Rows of each table where the command line names no number.
 const ROWS: u16 = 5;
@@ -166,6 +166,8 @@ fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanatio
         found.reserved.pending.replayed_reserved_bytes = replayed(recording, false);
         found.reserved.pending.replayed_instant_reserved_bytes = replayed(recording, true);
     }
+    found.beside = beside::beside(file, recording, &found.reserved.moment, &mut found.timeline);
+    found.pinning = beside::pinning(recording);
     Ok(found)
 }
 

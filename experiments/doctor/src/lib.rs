@@ -17,6 +17,8 @@ mod reading;
 mod recording;
 mod replay;
 mod report;
+mod run;
+mod tried;
 mod words;
 
 pub use advise::{Predicted, predict};

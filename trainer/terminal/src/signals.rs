@@ -115,7 +115,7 @@ fn listen(mut heard: impl FnMut(i32) + Send + 'static) -> std::io::Result<()> {
 
 /// Whether the parent of this process had it ignore a signal; no where the system does not say.
 #[cfg(unix)]
-fn is_ignored(signal: i32) -> bool {
+pub(crate) fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);

@@ -72,6 +72,24 @@ unsafe impl Driver for CudaDriver {
         })
     }
 
+    unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId> {
+        // `CU_STREAM_LEGACY` is the stream that null stands for.
+        let handle = if handle == 1 { 0 } else { handle };
+        Ok(StreamId::made(self.live.streams.insert(handle)))
+    }
+
+    fn stream_forget(&self, stream: StreamId) -> DriverResult<()> {
+        self.live.streams.remove(CallKind::StreamDestroy, stream.get(), |_| Ok(()))
+    }
+
+    fn note_capture(&self, open: bool) {
+        self.noted_captures.note(open);
+    }
+
+    fn is_capture_noted(&self) -> bool {
+        self.noted_captures.any()
+    }
+
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         let stream = self.stream(CallKind::StreamSynchronize, stream)?;
         // SAFETY: the stream is live (looked up above).
@@ -131,7 +149,7 @@ unsafe impl Driver for CudaDriver {
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
         let event = self.event(CallKind::EventQuery, event)?;
-        self.bind(CallKind::EventQuery)?;
+        let _entered = self.enter(CallKind::EventQuery)?;
         // SAFETY: the event is live (looked up above).
         match unsafe { sys::cuEventQuery(event) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),

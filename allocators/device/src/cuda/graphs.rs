@@ -71,7 +71,7 @@ impl GraphDriver for CudaDriver {
         let call = CallKind::CaptureAbort;
         let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
-        self.bind(call)?;
+        let _entered = self.enter(call)?;
         // SAFETY: as in `capture_end`; the context is current.
         let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
         if !graph.is_null() {

@@ -85,10 +85,16 @@ impl Timeline {
     }
 
     pub(super) fn create_stream(&mut self) -> u64 {
-        let id = self.next_stream;
-        self.next_stream += 1;
+        let id =
+            (self.next_stream..).find(|id| !self.has_stream(*id)).expect("there should be fewer than 2^64 streams");
+        self.next_stream = id + 1;
         self.streams.insert(id, Stream::default());
         id
+    }
+
+    /// A stream under a number of the program's own choice; nothing changes if it is there.
+    pub(super) fn adopt_stream(&mut self, id: u64) {
+        self.streams.entry(id).or_default();
     }
 
     pub(super) fn has_stream(&self, stream: u64) -> bool {

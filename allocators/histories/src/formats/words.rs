@@ -56,6 +56,9 @@ words! {
     InternalMetadata "internal_metadata",
     PoolId "pool_id",
     HostSegments "host_segments",
+    HostTraces "host_traces",
+    AllocatedSize "allocated_size",
+    ActiveSize "active_size",
     Stage "stage",
     Start "START",
     Device "device",
@@ -110,7 +113,7 @@ impl Word {
 
     /// Whether what stands under this key is not looked into.
     pub(crate) fn is_opaque(self) -> bool {
-        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId | Word::HostSegments)
+        matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId)
     }
 
     /// Whether it is a key of an event that the reader needs.
@@ -125,7 +128,15 @@ impl Word {
 
     /// Whether it is a key of the outermost dictionary.
     pub(crate) fn is_top_key(self) -> bool {
-        matches!(self, Word::Segments | Word::DeviceTraces | Word::AllocatorSettings | Word::ExternalAnnotations)
+        matches!(
+            self,
+            Word::Segments
+                | Word::DeviceTraces
+                | Word::AllocatorSettings
+                | Word::ExternalAnnotations
+                | Word::HostSegments
+                | Word::HostTraces
+        )
     }
 }
 
@@ -160,6 +171,37 @@ impl RawEvent {
             stream: self.stream,
             time_ns: self.time_us.checked_mul(1000).ok_or("time_us below 2^64 ns")?,
         }))
+    }
+}
+
+// Which keys the dictionaries of a snapshot have. Each release of PyTorch writes a few more, so they tell which wrote it.
+
+/// The keys of a snapshot that have a meaning here, wherever they stand in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Keys(u64);
+
+// A bit for each word.
+const _: () = assert!(Word::ALL.len() <= u64::BITS as usize);
+
+impl Keys {
+    pub(super) fn add(&mut self, key: Word) {
+        self.0 |= Self::bit(key);
+    }
+
+    /// Whether any key was found: other formats have none.
+    #[must_use]
+    pub fn any(self) -> bool {
+        self.0 != 0
+    }
+
+    /// Whether the snapshot has this key.
+    #[must_use]
+    pub fn has(self, key: &str) -> bool {
+        Word::of(key).is_some_and(|word| self.0 & Self::bit(word) != 0)
+    }
+
+    fn bit(key: Word) -> u64 {
+        1 << (key as u8)
     }
 }
 

@@ -1,8 +1,8 @@
 //! The state from which a replay starts: what was held before the first event.
 
 use super::History;
+use super::SegmentEvent;
 use super::op::Op;
-use super::segment::SegmentEvent;
 use vramlab_device::{DeviceAddr, StreamId};
 use vramlab_policies::contract::{BlockInfo, BlockState, PoolKind, SegmentInfo, Snapshot};
 
@@ -108,6 +108,8 @@ impl Beginning {
                 part(&mut at, gap, 0, BlockState::Free);
             }
             SegmentInfo {
+                private: None,
+                expandable: false,
                 addr: DeviceAddr::handed_out(segment.addr),
                 bytes: segment.bytes,
                 stream: streams[segment.stream as usize],

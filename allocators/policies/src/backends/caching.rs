@@ -95,10 +95,13 @@ pub static BACKEND: Backend = Backend {
     },
 };
 
+/// No device has as many bytes.
+const NO_LIMIT: u64 = u64::MAX;
+
 /// See the [module](self).
 ///
 /// Locks are taken in the order `growth`, `pending`, `captures`, `pools`, the sums of `totals`, one shard; after these only
-/// `oversize_allocations`, or the table's numbers and then its further ones, which are held over nothing.
+/// `oversize_allocations` or `completed`, or the table's numbers and then its further ones, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
     driver: Arc<dyn Driver>,
@@ -107,7 +110,9 @@ pub struct Caching {
     split: Split,
     /// Blocks of at least this many bytes are counted as oversize.
     max_split: u64,
-    /// Whether idle segments are collected, so that searches are counted.
+    /// Most bytes that may be held from the device, or [`NO_LIMIT`].
+    memory_limit: AtomicU64,
+    /// Whether idle segments are collected when there is a limit, so that searches are counted.
     collects: bool,
     shards: ShardTable,
     totals: Totals,
@@ -124,6 +129,8 @@ pub struct Caching {
     /// block is what was added since it became free.
     searches: AtomicU64,
     oversize_allocations: Mutex<Gauge>,
+    /// Where blocks lay whose free has stopped waiting, if that is asked for.
+    completed: Mutex<Option<Vec<DeviceAddr>>>,
 }
 
 impl Caching {
@@ -135,7 +142,8 @@ impl Caching {
             settings,
             split: pytorch::split(&settings),
             max_split: settings.max_split(),
-            collects: settings.collect_above().is_some(),
+            memory_limit: AtomicU64::new(settings.memory_limit.unwrap_or(NO_LIMIT)),
+            collects: settings.garbage_collection_threshold > 0.0,
             shards: ShardTable::new(),
             totals: Totals::new(),
             waiting: AtomicUsize::new(0),
@@ -146,7 +154,14 @@ impl Caching {
             pools: Mutex::new(Pools::default()),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
+            completed: Mutex::new(None),
         }
+    }
+
+    /// The settings with the limit in effect.
+    fn settings_now(&self) -> CachingSettings {
+        let limit = self.memory_limit.load(Relaxed);
+        CachingSettings { memory_limit: (limit != NO_LIMIT).then_some(limit), ..self.settings }
     }
 
     fn lock_growth(&self) -> MutexGuard<'_, Growth> {
@@ -161,6 +176,12 @@ impl Caching {
             0 => (true, self.shards.of_stream(stream)),
             _ => (self.process_events()?, self.shard_for(stream)),
         };
+        self.serve_from(shard, request, processed)
+    }
+
+    /// Serves a request from one shard. `processed` says whether pending frees were looked at for it.
+    #[inline(always)]
+    fn serve_from(&self, shard: &Shard, request: Request, processed: bool) -> Result<Block, AllocError> {
         let wanted = self.wanted(request);
         match self.serve_cached(shard, wanted) {
             Some(served) => Ok(hand_out(shard, served, request.bytes, served.path())),
@@ -249,11 +270,17 @@ impl DeviceAllocator for Caching {
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.settings.json()
+        self.settings_now().json()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.serve(request, stream)
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        request.validate()?;
+        let processed = self.waiting.load(Acquire) == 0 || self.process_events()?;
+        self.serve_from(self.shard_of_pool(pool, stream)?, request, processed)
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
@@ -262,6 +289,14 @@ impl DeviceAllocator for Caching {
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         self.announce(block, stream)
+    }
+
+    fn tell_completed(&self, on: bool) {
+        *lock(&self.completed) = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        lock(&self.completed).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     fn stats(&self) -> Stats {
@@ -292,6 +327,11 @@ impl DeviceAllocator for Caching {
 
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         self.take_over(snapshot, age).map(Some)
+    }
+
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        self.memory_limit.store(bytes.unwrap_or(NO_LIMIT), Relaxed);
+        true
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
@@ -334,6 +374,15 @@ impl DeviceAllocator for Caching {
         lock(&self.pools).known.need_released(self.name(), pool)?;
         self.wait_and_process_events()?;
         Ok(release_private(&mut self.grown(), pool.id())?)
+    }
+
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        self.restore_pool(pool, checkpoint, held)
     }
 }
 

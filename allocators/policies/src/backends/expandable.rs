@@ -143,7 +143,8 @@ impl PyTorchExpandable {
     /// `alloc_block` and `try_allocate_expandable_block`.
     fn map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
         let reserved = heap.space().account().reserved();
-        let passes_limit = |more: u64| self.settings.torch.memory_limit.is_some_and(|limit| reserved + more > limit);
+        let limit = heap.limit();
+        let passes_limit = |more: u64| limit.is_some_and(|limit| reserved + more > limit);
         if !self.settings.limit_shortfall && passes_limit(miss.segment) {
             return Ok(None);
         }

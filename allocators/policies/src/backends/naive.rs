@@ -268,6 +268,8 @@ impl DeviceAllocator for Naive {
 
     fn snapshot(&self) -> Option<Snapshot> {
         let segment = |(&addr, &(bytes, stream)): (&DeviceAddr, &(u64, StreamId)), state| SegmentInfo {
+            private: None,
+            expandable: false,
             addr,
             bytes,
             stream,

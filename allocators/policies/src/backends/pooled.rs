@@ -97,6 +97,13 @@ impl<P: Policy> Pooled<P> {
         unsafe { Block::new(addr, record.bytes, record.requested, path, token) }
     }
 
+    fn serve(&self, state: &mut State<P>, owner: Owner, request: Request) -> Result<Block, AllocError> {
+        let served = state.policy.allocate(&mut state.heap, owner, request.bytes);
+        let (block, path) = served.map_err(|error| error.with_setting(|| state.policy.against_fragmentation()))?;
+        state.heap.space_mut().account_mut().note_peak(owner.stream);
+        Ok(self.mint(&state.heap, block, path))
+    }
+
     /// The held block that a client's block stands for, if it is one of this allocator's.
     fn find(&self, heap: &Heap, block: &Block) -> Option<BlockId> {
         heap.space().find_held(self.tokens.record(block.token())?, block.addr().get())
@@ -109,7 +116,13 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.lock().policy.rules().settings.clone()
+        let state = self.lock();
+        let mut settings = state.policy.rules().settings.clone();
+        // It may have changed.
+        if let Some(limit) = settings.get_mut("memory_limit") {
+            *limit = state.heap.limit().into();
+        }
+        settings
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -117,11 +130,14 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         let state = &mut *self.lock();
         let captured = state.captures.open_on(stream).and_then(|kept| kept.private);
         let private = captured.or_else(|| state.pools.of(stream).map(PrivatePool::id));
-        let owner = Owner { stream, private };
-        let served = state.policy.allocate(&mut state.heap, owner, request.bytes);
-        let (block, path) = served.map_err(|error| error.with_setting(|| state.policy.against_fragmentation()))?;
-        state.heap.space_mut().account_mut().note_peak(stream);
-        Ok(self.mint(&state.heap, block, path))
+        self.serve(state, Owner { stream, private }, request)
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        request.validate()?;
+        let state = &mut *self.lock();
+        state.pools.need(self.name, pool)?;
+        self.serve(state, Owner { stream, private: Some(pool.id()) }, request)
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
@@ -139,6 +155,14 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         let Some(held) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
         state.heap.announce(held, stream);
         Ok(())
+    }
+
+    fn tell_completed(&self, on: bool) {
+        *self.lock().heap.completed() = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        self.lock().heap.completed().as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     fn stats(&self) -> Stats {
@@ -171,6 +195,11 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
         let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
+    }
+
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        let state = &mut *self.lock();
+        state.policy.set_memory_limit(&mut state.heap, bytes)
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
@@ -222,6 +251,24 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         state.pools.need_released(self.name, pool)?;
         state.heap.process_events()?;
         Ok(release_private(&mut state.heap, pool.id())?)
+    }
+
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        let state = &mut *self.lock();
+        state.pools.need(self.name, pool)?;
+        for (block, _) in held {
+            let Some(held) = self.find(&state.heap, &block) else { return Err(foreign(self.name, block)) };
+            let users = state.heap.take_uses(held);
+            state.policy.free(&mut state.heap, held, &users)?;
+        }
+        let blocks = state.heap.cut_as_before(pool.id(), checkpoint);
+        let blocks = blocks.map_err(|reason| AllocError::PrivatePool { allocator: self.name, reason })?;
+        Ok(blocks.into_iter().map(|block| self.mint(&state.heap, block, Path::Hit)).collect())
     }
 }
 

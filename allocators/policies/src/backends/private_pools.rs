@@ -24,7 +24,7 @@ impl PrivatePools {
     }
 
     /// An error unless a pool is one of these.
-    fn need(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
+    pub(super) fn need(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
         if self.alive.contains(&pool) {
             return Ok(());
         }

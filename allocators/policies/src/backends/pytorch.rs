@@ -151,6 +151,13 @@ impl Policy for PyTorch {
         Ok(())
     }
 
+    fn set_memory_limit(&mut self, heap: &mut Heap, bytes: Option<u64>) -> bool {
+        heap.set_limit(bytes);
+        self.settings.memory_limit = bytes;
+        self.rules = rules(&self.settings);
+        true
+    }
+
     fn against_fragmentation(&self) -> Option<String> {
         self.settings.against_fragmentation(Some(of_torch(TorchAllocator::Expandable).name))
     }

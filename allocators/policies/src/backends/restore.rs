@@ -1,6 +1,6 @@
 //! Segments and blocks of another allocator, taken over before the first allocation.
 
-use crate::contract::{AllocError, BlockInfo, BlockState, SegmentInfo, Snapshot};
+use crate::contract::{AllocError, SegmentInfo, Snapshot};
 use crate::policy::grow::Segments;
 use crate::policy::size::Size;
 use crate::space::{FreeList, Owner};
@@ -22,14 +22,6 @@ pub(super) trait Restores: Segments {
     fn cut(&mut self, list: FreeList, segment: Self::Block, parts: &[(u64, Option<u64>)]) -> Vec<Self::Held>;
 }
 
-fn in_use(block: &BlockInfo) -> bool {
-    block.state != BlockState::Free
-}
-
-fn is_idle(segment: &SegmentInfo) -> bool {
-    !segment.blocks.iter().any(in_use)
-}
-
 /// The allocator's name, how it rounds, and whom the segments of a stream serve.
 type Rules<'a> = (&'static str, &'a Size, &'a dyn Fn(StreamId) -> Owner);
 
@@ -44,20 +36,11 @@ pub(super) fn restore<S: Restores>(
     snapshot.segments.iter().try_for_each(|segment| check(segment, size))?;
     let mut held = Vec::new();
     for (segment, list, new) in make_segments(segments, rules, &snapshot.segments)? {
-        if is_idle(segment) {
+        if segment.is_idle() {
             segments.leave_whole(list, new, age(segment.addr));
             continue;
         }
-        let mut parts: Vec<(u64, Option<u64>)> = Vec::with_capacity(segment.blocks.len());
-        for block in &segment.blocks {
-            let requested = in_use(block).then_some(block.requested);
-            match parts.last_mut() {
-                // Free neighbours that were of different streams are of one now.
-                Some((bytes, None)) if requested.is_none() => *bytes += block.bytes,
-                _ => parts.push((block.bytes, requested)),
-            }
-        }
-        held.extend(segments.cut(list, new, &parts));
+        held.extend(segments.cut(list, new, &segment.parts()));
     }
     Ok(held)
 }
@@ -76,7 +59,7 @@ fn make_segments<'a, S: Restores>(
     let mut short = false;
     for segment in wanted.iter().rev() {
         let list = FreeList { owner: owner(segment.stream), pool: size.pool_of_segment(segment.pool) };
-        while !(short && is_idle(segment)) {
+        while !(short && segment.is_idle()) {
             match segments.new_segment(list, segment.bytes) {
                 Ok(Some(block)) => {
                     made.push((segment, list, block));
@@ -84,7 +67,7 @@ fn make_segments<'a, S: Restores>(
                 }
                 Ok(None) if !short => {
                     short = true;
-                    let (idle, kept) = made.into_iter().partition(|(segment, ..)| is_idle(segment));
+                    let (idle, kept) = made.into_iter().partition(|(segment, ..)| segment.is_idle());
                     made = kept;
                     give_back(segments, idle)?;
                 }

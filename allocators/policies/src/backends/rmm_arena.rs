@@ -179,6 +179,11 @@ impl Policy for RmmArena {
         &self.rules
     }
 
+    /// The arena's size is settled when it is made.
+    fn set_memory_limit(&mut self, _heap: &mut Heap, _bytes: Option<u64>) -> bool {
+        false
+    }
+
     /// `arena_memory_resource_impl::allocate`.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
         if owner.private.is_some() {

@@ -265,6 +265,12 @@ impl CaptureId {
         // Relaxed: only uniqueness matters.
         Self(NEXT.fetch_add(1, Relaxed))
     }
+
+    /// As a number, which is never 0.
+    #[must_use]
+    pub fn get(self) -> u64 {
+        self.0
+    }
 }
 
 impl fmt::Display for CaptureId {
@@ -352,6 +358,27 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::ForeignBlock`] when the block is not held here.
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError>;
 
+    /// As [`allocate`](Self::allocate), from the memory of a private pool, wherever the stream's requests go otherwise.
+    ///
+    /// # Errors
+    /// As [`allocate`](Self::allocate); [`AllocError::PrivatePool`] when there is no such pool or it was released.
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        let _ = (request, stream);
+        Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
+    }
+
+    /// Remembers from now on, or no longer, where blocks lay whose free had to wait, once they are reusable: a history has them
+    /// as `free_completed`.
+    fn tell_completed(&self, on: bool) {
+        let _ = on;
+    }
+
+    /// First addresses of blocks whose free [waited](Path::Deferred) and that have become reusable since the last call, in that
+    /// order, if [they are remembered](Self::tell_completed). It may be handed out again by then.
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        Vec::new()
+    }
+
     /// Statistics so far.
     fn stats(&self) -> Stats;
 
@@ -378,6 +405,14 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let _ = (snapshot, age);
         Ok(None)
+    }
+
+    /// Changes the most bytes that may be held from the device, as the setting `memory_limit` sets it at the start; `None` for
+    /// as many as the device has. Nothing goes back at once: memory above a lower limit goes when a request meets it. False
+    /// where an allocator has no limit of its own; then nothing was done.
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        let _ = bytes;
+        false
     }
 
     /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
@@ -463,6 +498,42 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
         Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
     }
+
+    /// The segments and blocks of a private pool at this moment, for [`pool_restore`](Self::pool_restore) (PyTorch's
+    /// `getCheckpointState`). Takes time in proportion to all blocks.
+    ///
+    /// # Errors
+    /// [`AllocError::Incapable`] when the allocator cannot see its blocks.
+    fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError> {
+        let mut snapshot = self.snapshot().ok_or_else(|| no_checkpoints(self.name()))?;
+        snapshot.segments.retain(|segment| segment.private == Some(pool.id()));
+        Ok(snapshot)
+    }
+
+    /// Lets a private pool be as it was at a [checkpoint](Self::pool_checkpoint): first the blocks of it that are held come
+    /// back, then each block that was held then lies where it lay, and is held by the client. Segments that came since are
+    /// free. Returns these blocks in the order of the checkpoint (PyTorch's `setCheckpointPoolState`).
+    ///
+    /// # Errors
+    /// [`AllocError::PrivatePool`] when there is no such pool, a block of it waits for another stream or was not given back
+    /// here, or memory of the checkpoint is there no more. What was given back is free then.
+    ///
+    /// # Safety
+    /// `held` is every block of the pool that the client holds, each with the stream that it was allocated on, given back as by
+    /// [`deallocate`](Self::deallocate).
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        let _ = (pool, checkpoint, held);
+        Err(no_checkpoints(self.name()))
+    }
+}
+
+fn no_checkpoints(allocator: &'static str) -> AllocError {
+    AllocError::Incapable { allocator, capability: "checkpoints of private pools" }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What an allocator holds at one moment, and the five ways in which reserved memory is not in use.
 
-use crate::contract::PoolKind;
+use crate::contract::{CaptureId, PoolKind};
 use serde::{Deserialize, Serialize};
 use std::iter::Sum;
 use vramlab_device::{DeviceAddr, StreamId};
@@ -40,8 +40,35 @@ pub struct SegmentInfo {
     pub stream: StreamId,
     /// Pool, for backends that have two.
     pub pool: Option<PoolKind>,
+    /// Capture or private pool that it belongs to.
+    pub private: Option<CaptureId>,
+    /// Whether it is a part of a range of addresses that memory can be added to.
+    pub expandable: bool,
     /// Blocks in address order.
     pub blocks: Vec<BlockInfo>,
+}
+
+impl SegmentInfo {
+    /// Whether no block of it is in use.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.blocks.iter().all(|block| block.state == BlockState::Free)
+    }
+
+    /// The sizes of its blocks in address order, each with the bytes that were asked for if it is in use. Free neighbours are one
+    /// here.
+    #[must_use]
+    pub fn parts(&self) -> Vec<(u64, Option<u64>)> {
+        let mut parts: Vec<(u64, Option<u64>)> = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let requested = (block.state != BlockState::Free).then_some(block.requested);
+            match parts.last_mut() {
+                Some((bytes, None)) if requested.is_none() => *bytes += block.bytes,
+                _ => parts.push((block.bytes, requested)),
+            }
+        }
+        parts
+    }
 }
 
 /// All segments in address order.
@@ -119,7 +146,7 @@ impl Snapshot {
     pub fn ledger(&self, stream: StreamId) -> Ledger {
         let mut ledger = Ledger::default();
         for segment in &self.segments {
-            let idle = segment.blocks.iter().all(|block| block.state == BlockState::Free);
+            let idle = segment.is_idle();
             ledger.reserved += segment.bytes;
             for block in &segment.blocks {
                 match block.state {

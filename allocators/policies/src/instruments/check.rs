@@ -8,8 +8,10 @@
 //! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
 //! capture is never filled. There addresses alone are checked: no other block may have them until the capture is released.
 
+use super::restored_streams;
 use crate::contract::{
-    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats, Token,
+    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
+    Token,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -199,14 +201,18 @@ impl Checker {
         }
         Ok(())
     }
-}
 
-impl DeviceAllocator for Checker {
-    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+    /// Checks what serves a request, and fills it.
+    fn checked(
+        &self,
+        request: Request,
+        stream: StreamId,
+        allocate: impl FnOnce(&dyn DeviceAllocator) -> Result<Block, AllocError>,
+    ) -> Result<Block, AllocError> {
         // Held over the allocation: another thread that is handed a part of a fresh segment must not look at it before this
         // one has forgotten what lay at its addresses before.
         let mut state = self.lock();
-        let block = self.inner.allocate(request, stream)?;
+        let block = allocate(self.inner.as_ref())?;
         state.report.operations += 1;
         let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
         if bytes < request.bytes || !addr.is_multiple_of(request.align) {
@@ -241,6 +247,29 @@ impl DeviceAllocator for Checker {
             return Err(error);
         }
         Ok(block)
+    }
+
+    /// Notes blocks that are held without having been asked for, which hold what was there before.
+    fn note_restored(&self, state: &mut State, blocks: &[Block], snapshot: &Snapshot) {
+        for (block, stream) in blocks.iter().zip(restored_streams(snapshot)) {
+            let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
+            state.report.operations += 1;
+            if let Some(text) = state.overlap(addr, bytes) {
+                state.report.violations.push(text);
+            }
+            state.take_poisoned(addr, bytes);
+            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
+        }
+    }
+}
+
+impl DeviceAllocator for Checker {
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        self.checked(request, stream, |inner| inner.allocate(request, stream))
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.checked(request, stream, |inner| inner.allocate_in(request, stream, pool))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -292,15 +321,27 @@ impl DeviceAllocator for Checker {
         for segment in self.inner.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
             state.take_poisoned(segment.addr.get(), segment.bytes);
         }
-        for (block, stream) in blocks.iter().zip(super::restored_streams(snapshot)) {
-            let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
-            state.report.operations += 1;
-            if let Some(text) = state.overlap(addr, bytes) {
+        self.note_restored(state, &blocks, snapshot);
+        Ok(Some(blocks))
+    }
+
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        let state = &mut *self.lock();
+        for (block, _) in &held {
+            if state.live.remove(&block.addr().get()).is_none_or(|known| known.token != block.token()) {
+                let text = format!("restore of pool {pool} takes back {:#x}, which is not held", block.addr().get());
                 state.report.violations.push(text);
             }
-            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
         }
-        Ok(Some(blocks))
+        // SAFETY: passed on.
+        let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        self.note_restored(state, &restored, checkpoint);
+        Ok(restored)
     }
 
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {

@@ -1,6 +1,8 @@
 //! A byte limit on what the client holds, the same for every backend.
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, Request, Snapshot, Stats, Token};
+use crate::contract::{
+    AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, PrivatePool, Request, Snapshot, Stats, Token,
+};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, StreamId};
@@ -47,27 +49,18 @@ impl Limit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn refuse(&self, bytes: u64) -> AllocError {
-        let stats = self.inner.stats();
-        AllocError::OutOfMemory(Box::new(OomReport {
-            allocator: self.name().into(),
-            requested_bytes: bytes,
-            needed_bytes: bytes,
-            reserved_bytes: stats.reserved_bytes.all.current,
-            active_bytes: stats.active_bytes.all.current,
-            limit_bytes: Some(self.limit),
-            ..OomReport::default()
-        }))
-    }
-}
-
-impl DeviceAllocator for Limit {
-    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+    /// Serves a request if it keeps to the limit.
+    fn within(
+        &self,
+        request: Request,
+        stream: StreamId,
+        allocate: impl FnOnce(&dyn DeviceAllocator) -> Result<Block, AllocError>,
+    ) -> Result<Block, AllocError> {
         let bytes = request.bytes;
         if !self.lock().take(bytes, self.limit) {
             return Err(self.refuse(bytes));
         }
-        let block = match self.inner.allocate(request, stream) {
+        let block = match allocate(self.inner.as_ref()) {
             Ok(block) => block,
             Err(error) => {
                 self.lock().held -= bytes;
@@ -87,6 +80,29 @@ impl DeviceAllocator for Limit {
         // SAFETY: the block has not been used.
         unsafe { self.inner.deallocate(block, stream) }?;
         Err(self.refuse(bytes))
+    }
+
+    fn refuse(&self, bytes: u64) -> AllocError {
+        let stats = self.inner.stats();
+        AllocError::OutOfMemory(Box::new(OomReport {
+            allocator: self.name().into(),
+            requested_bytes: bytes,
+            needed_bytes: bytes,
+            reserved_bytes: stats.reserved_bytes.all.current,
+            active_bytes: stats.active_bytes.all.current,
+            limit_bytes: Some(self.limit),
+            ..OomReport::default()
+        }))
+    }
+}
+
+impl DeviceAllocator for Limit {
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        self.within(request, stream, |inner| inner.allocate(request, stream))
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.within(request, stream, |inner| inner.allocate_in(request, stream, pool))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -119,6 +135,27 @@ impl DeviceAllocator for Limit {
             unsafe { self.inner.deallocate(block, stream) }?;
         }
         Err(self.refuse(bytes))
+    }
+
+    /// What was held at the checkpoint is held again, also above the limit.
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        {
+            let mut state = self.lock();
+            for gone in held.iter().filter_map(|(block, _)| state.live.remove(&block.addr())).collect::<Vec<_>>() {
+                state.held -= gone.0;
+            }
+        }
+        // SAFETY: passed on.
+        let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        let mut state = self.lock();
+        state.held += restored.iter().map(Block::bytes).sum::<u64>();
+        state.live.extend(restored.iter().map(|block| (block.addr(), (block.bytes(), block.token()))));
+        Ok(restored)
     }
 
     super::pass_on!(record_use);

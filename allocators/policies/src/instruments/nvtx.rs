@@ -5,7 +5,7 @@
 
 mod stream_names;
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
+use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -119,6 +119,17 @@ impl Nvtx {
         Self { inner, ranges }
     }
 
+    fn around(
+        &self,
+        request: Request,
+        allocate: impl FnOnce(&dyn DeviceAllocator) -> Result<Block, AllocError>,
+    ) -> Result<Block, AllocError> {
+        let _range = self.ranges.range(format_args!("alloc {}", Bytes(request.bytes)));
+        let result = allocate(self.inner.as_ref());
+        self.mark(result.as_ref().map_or(Path::Failed, Block::path));
+        result
+    }
+
     fn mark(&self, path: Path) {
         if path != Path::Hit {
             self.ranges.mark(format_args!("{}", path.name()));
@@ -128,10 +139,11 @@ impl Nvtx {
 
 impl DeviceAllocator for Nvtx {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        let _range = self.ranges.range(format_args!("alloc {}", Bytes(request.bytes)));
-        let result = self.inner.allocate(request, stream);
-        self.mark(result.as_ref().map_or(Path::Failed, Block::path));
-        result
+        self.around(request, |inner| inner.allocate(request, stream))
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.around(request, |inner| inner.allocate_in(request, stream, pool))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -144,4 +156,5 @@ impl DeviceAllocator for Nvtx {
 
     super::pass_on!(record_use);
     super::pass_on!(restore);
+    super::pass_on!(pool_restore);
 }

@@ -1,6 +1,6 @@
 //! Latency histograms by operation and path.
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, Request, Snapshot, Stats};
+use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};
 use crate::instruments::per_thread::PerThread;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -93,6 +93,18 @@ impl Timed {
         Self { inner, clock: Reader::new(clock), counts: PerThread::new() }
     }
 
+    /// Times an allocation.
+    #[inline(always)]
+    fn time(
+        &self,
+        allocate: impl FnOnce(&dyn DeviceAllocator) -> Result<Block, AllocError>,
+    ) -> Result<Block, AllocError> {
+        let start = self.clock.read();
+        let served = allocate(self.inner.as_ref());
+        self.record(Operation::Allocate, served.as_ref().map_or(Path::Failed, Block::path), start);
+        served.map(Block::hand_on)
+    }
+
     /// Counts an operation that began at `start` and is over.
     #[inline(always)]
     fn record(&self, operation: Operation, path: Path, start: u64) {
@@ -137,10 +149,11 @@ impl Timed {
 
 impl DeviceAllocator for Timed {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        let start = self.clock.read();
-        let served = self.inner.allocate(request, stream);
-        self.record(Operation::Allocate, served.as_ref().map_or(Path::Failed, Block::path), start);
-        served.map(Block::hand_on)
+        self.time(|inner| inner.allocate(request, stream))
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.time(|inner| inner.allocate_in(request, stream, pool))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -153,4 +166,5 @@ impl DeviceAllocator for Timed {
 
     super::pass_on!(record_use);
     super::pass_on!(restore);
+    super::pass_on!(pool_restore);
 }

@@ -1,6 +1,9 @@
 //! Every operation in order, with times.
 
-use crate::contract::{Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, Request, Snapshot, Stats};
+use super::restored_streams;
+use crate::contract::{
+    Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
+};
 use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -101,6 +104,28 @@ impl EventTrace {
         (place, Traced { event: Event { action, device: 0, addr, bytes, stream, time_ns }, block, path })
     }
 
+    /// Records how a request was served.
+    #[inline(always)]
+    fn served(
+        &self,
+        request: Request,
+        stream: StreamId,
+        served: Result<Block, AllocError>,
+    ) -> Result<Block, AllocError> {
+        match served {
+            Ok(block) => {
+                self.push(Action::Alloc, place(&block), stream, block.path());
+                Ok(block.hand_on())
+            }
+            Err(error) => {
+                if error.is_out_of_memory() {
+                    self.push(Action::Oom, (0, request.bytes, 0), stream, Path::Failed);
+                }
+                Err(error)
+            }
+        }
+    }
+
     #[inline(always)]
     fn push(&self, action: Action, block: (u64, u64, u64), stream: StreamId, path: Path) {
         let log = &mut *self.logs.enter();
@@ -116,18 +141,11 @@ fn place(block: &Block) -> (u64, u64, u64) {
 
 impl DeviceAllocator for EventTrace {
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
-        match self.inner.allocate(request, stream) {
-            Ok(block) => {
-                self.push(Action::Alloc, place(&block), stream, block.path());
-                Ok(block.hand_on())
-            }
-            Err(error) => {
-                if error.is_out_of_memory() {
-                    self.push(Action::Oom, (0, request.bytes, 0), stream, Path::Failed);
-                }
-                Err(error)
-            }
-        }
+        self.served(request, stream, self.inner.allocate(request, stream))
+    }
+
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.served(request, stream, self.inner.allocate_in(request, stream, pool))
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -149,7 +167,25 @@ impl DeviceAllocator for EventTrace {
     /// Blocks that were taken over are in the trace as if they had been allocated then, so that it can be replayed.
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let restored = self.inner.restore(snapshot, age)?;
-        for (block, stream) in restored.iter().flatten().zip(super::restored_streams(snapshot)) {
+        for (block, stream) in restored.iter().flatten().zip(restored_streams(snapshot)) {
+            self.push(Action::Alloc, place(block), stream, block.path());
+        }
+        Ok(restored)
+    }
+
+    /// What comes back is in the trace as freed, and what lies where it lay before as allocated.
+    unsafe fn pool_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        for (block, stream) in &held {
+            self.push(Action::FreeRequested, place(block), *stream, Path::Hit);
+        }
+        // SAFETY: passed on.
+        let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        for (block, stream) in restored.iter().zip(restored_streams(checkpoint)) {
             self.push(Action::Alloc, place(block), stream, block.path());
         }
         Ok(restored)

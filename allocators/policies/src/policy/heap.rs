@@ -1,11 +1,13 @@
 //! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
 
 mod arena;
+mod checkpoint;
 mod extend;
 mod segments;
 mod take_pages;
 
 use super::fit::Fit;
+use super::grow::Segments as _;
 use super::join::Join;
 use super::pages::Pages;
 use super::pending::Pending;
@@ -16,7 +18,7 @@ use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use vramlab_device::{Driver, DriverError, EventId, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 
 /// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
 #[derive(Debug)]
@@ -41,6 +43,8 @@ pub struct Heap {
     captures: usize,
     /// The first error by which blocks that were put are of no use to other streams for now.
     event_error: Option<DriverError>,
+    /// Where blocks lay whose free has stopped waiting, if that is asked for.
+    completed: Option<Vec<DeviceAddr>>,
 }
 
 impl Heap {
@@ -65,6 +69,7 @@ impl Heap {
             pinned: BTreeSet::new(),
             captures: 0,
             event_error: None,
+            completed: None,
         }
     }
 
@@ -102,6 +107,11 @@ impl Heap {
 
     pub(crate) fn source(&self) -> &Source {
         &self.source
+    }
+
+    /// Changes the most bytes that may be held from the device. Nothing goes back for it.
+    pub fn set_limit(&mut self, bytes: Option<u64>) {
+        self.source.set_limit(bytes);
     }
 
     pub(crate) fn driver(&self) -> Arc<dyn Driver> {
@@ -161,7 +171,8 @@ impl Heap {
                 self.give(block.id, list);
             }
             if record {
-                self.stream.freed(driver.as_ref(), list.owner.stream, self.captures > 0)?;
+                let capturing = self.is_capturing();
+                self.stream.freed(driver.as_ref(), list.owner.stream, capturing)?;
             }
             if let Some(block) = self.fit.find(list, bytes, largest) {
                 return Ok(Some(block));
@@ -225,8 +236,9 @@ impl Heap {
         self.fit.insert(joined.block);
         self.note_pages(freed, joined.block);
         let owner = joined.block.list.owner;
-        if owner.private.is_none() {
-            let freed = self.stream.freed(self.source.driver().as_ref(), owner.stream, self.captures > 0);
+        if owner.private.is_none() && matches!(self.stream, Stream::Steal(_)) {
+            let capturing = self.is_capturing();
+            let freed = self.stream.freed(self.source.driver().as_ref(), owner.stream, capturing);
             self.event_error = self.event_error.take().or(freed.err());
         }
         joined.any()
@@ -327,7 +339,8 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub(crate) fn record_event(&mut self, stream: StreamId) -> Result<Option<EventId>, DriverError> {
-        self.pending.events().record(self.source.driver().as_ref(), stream, self.captures > 0)
+        let capturing = self.is_capturing();
+        self.pending.events().record(self.source.driver().as_ref(), stream, capturing)
     }
 
     /// Takes back an event that is no longer waited for.
@@ -337,8 +350,8 @@ impl Heap {
 
     /// Lets a block that is pending already wait for what is queued on some streams.
     pub(crate) fn wait_for(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
-        let bytes = self.space[block].bytes;
-        self.pending.wait_for(self.source.driver().as_ref(), block, bytes, users, self.captures > 0)
+        let (bytes, capturing) = (self.space[block].bytes, self.is_capturing());
+        self.pending.wait_for(self.source.driver().as_ref(), block, bytes, users, capturing)
     }
 
     /// Makes blocks reusable whose last use by another stream is over. Does not wait.
@@ -346,12 +359,27 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub fn process_events(&mut self) -> Result<(), DriverError> {
-        let mut done = Vec::new();
-        let outcome = self.pending.process(self.source.driver().as_ref(), self.captures > 0, &mut done);
-        done.into_iter().for_each(|block| {
-            self.put(block);
-        });
+        if self.pending.is_empty() {
+            return self.take_event_error();
+        }
+        let (capturing, mut done) = (self.is_capturing(), Vec::new());
+        let outcome = self.pending.process(self.source.driver().as_ref(), capturing, &mut done);
+        self.put_completed(done);
         self.take_event_error().and(outcome)
+    }
+
+    /// Makes pending blocks reusable, and remembers where they lay if that is asked for.
+    fn put_completed(&mut self, done: Vec<BlockId>) {
+        for block in done {
+            let addr = DeviceAddr::handed_out(self.space[block].addr);
+            self.completed.iter_mut().for_each(|completed| completed.push(addr));
+            self.put(block);
+        }
+    }
+
+    /// See [`DeviceAllocator::tell_completed`](crate::DeviceAllocator::tell_completed).
+    pub(crate) fn completed(&mut self) -> &mut Option<Vec<DeviceAddr>> {
+        &mut self.completed
     }
 
     /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.

@@ -45,6 +45,14 @@ impl Source {
         }
     }
 
+    /// Changes the most bytes that may be held.
+    pub(super) fn set_limit(&mut self, bytes: Option<u64>) {
+        match self {
+            Self::Plain { limit, .. } => *limit = bytes,
+            Self::Expandable(expandable) => expandable.limit = bytes,
+        }
+    }
+
     /// The source as one whose memory comes in parts.
     ///
     /// # Panics

@@ -71,6 +71,8 @@ impl Space {
                     bytes: 0,
                     stream: segment.list.owner.stream,
                     pool: segment.list.pool,
+                    private: segment.list.owner.private,
+                    expandable: segment.expandable,
                     blocks: Vec::new(),
                 });
                 info.bytes += block.bytes;

@@ -61,6 +61,41 @@ pub(crate) struct Explanation {
     pub(crate) timeline: Vec<Point>,
     /// Sizes for which memory was taken from the device, the largest sum first.
     pub(crate) shapes: Vec<Shape>,
+    /// What else was used on the GPU at the moment of `reserved`; `null` where `vramlab run` did not sample it.
+    pub(crate) beside: Option<Beside>,
+    /// Pinned memory of the host; `null` where the snapshot has none. PyTorch 2.14 records it with
+    /// `record_pinned_host_memory=True`.
+    pub(crate) pinning: Option<Pinning>,
+}
+
+/// Memory of the GPU as its driver counts it.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Beside {
+    pub(crate) total_bytes: u64,
+    /// Used by all processes, at most.
+    pub(crate) peak_used_bytes: u64,
+    /// Used by all processes then.
+    pub(crate) used_bytes: u64,
+    /// Of these, what PyTorch had not reserved.
+    pub(crate) not_pytorch_bytes: u64,
+    /// Of these, the process's own: its context and libraries. `null` where the driver does not tell processes apart.
+    pub(crate) own_bytes: Option<u64>,
+    /// Of these, other processes'.
+    pub(crate) others_bytes: Option<u64>,
+}
+
+/// Pinned memory of the host, which PyTorch keeps and rounds to powers of two.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Pinning {
+    pub(crate) segments: u64,
+    /// Held at the end.
+    pub(crate) bytes: u64,
+    /// Of these, in use or waiting for a stream.
+    pub(crate) active_bytes: u64,
+    /// Held at most, as far as the recording shows.
+    pub(crate) peak_bytes: u64,
+    /// Of `bytes`, what rounding costs at most: what was asked for is not recorded.
+    pub(crate) rounding_most_bytes: u64,
 }
 
 /// What was held right after an event.
@@ -354,6 +389,8 @@ pub(crate) struct Point {
     pub(crate) requested_bytes: u64,
     /// Smallest over the stretch.
     pub(crate) largest_hole_bytes: u64,
+    /// Used on the GPU by all processes, where `vramlab run` sampled it.
+    pub(crate) device_used_bytes: Option<u64>,
 }
 
 /// Requests of one size.

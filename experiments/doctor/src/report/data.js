@@ -144,6 +144,8 @@ const readHistory = async (about) => {
   if (points.length && explained.peak_reserved.reserved_bytes > 0) {
     const at = (point) => Math.min(Math.max(point.event - 1, 0), Math.max(history.events - 1, 0));
     history.hole = { event: Uint32Array.from(points, at), bytes: Float64Array.from(points, (point) => point.largest_hole_bytes) };
+    const sampled = points.filter((point) => point.device_used_bytes !== null);
+    if (sampled.length) history.used = { event: Uint32Array.from(sampled, at), bytes: Float64Array.from(sampled, (point) => point.device_used_bytes) };
   }
   if (about.ledger) {
     const ledger = await readColumns(about.ledger.group);

@@ -94,7 +94,8 @@ const drawLevels = (canvas, panel) => {
   const reserved = over(map.reserved), active = over(map.active), requested = over(history.requested);
   const recorded = panel.number > 0 && panel.first?.reserved ? over(panel.first.reserved) : null;
   const bound = history.about.lower_bound_bytes, plan = history.about.plan_bytes;
-  const most = [reserved, active, requested, recorded].flatMap((one) => (one ? [one.reduce((a, b) => Math.max(a, b), 0)] : []));
+  const used = panel.number === 0 && history.used ? held(history.used, axis, columns) : null;
+  const most = [reserved, active, requested, recorded, used].flatMap((one) => (one ? [one.reduce((a, b) => Math.max(a, b), 0)] : []));
   const top = Math.max(...most, shared.sameScale ? shared.highest : 0, 1) * 1.06;
   const y = (bytes) => MARGIN.top + h * (1 - bytes / top);
   const area = (values, colour, alpha) => {
@@ -136,6 +137,7 @@ const drawLevels = (canvas, panel) => {
   line(requested, LEVEL_TINTS.requested);
   if (panel.number === 0 && history.hole) line(held(history.hole, axis, columns), LEVEL_TINTS.hole);
   if (recorded) line(recorded, LEVEL_TINTS.recorded, [5, 3]);
+  if (used) line(used, LEVEL_TINTS.used);
   for (const [bytes, dash] of [[bound, [2, 3]], [plan, [7, 3]]]) {
     if (!bytes || bytes > top) continue;
     pen.strokeStyle = tint.ink;
@@ -150,7 +152,7 @@ const drawLevels = (canvas, panel) => {
   drawTimeAxis(pen, axis, tint, w, MARGIN.top + h);
   drawMoment(pen, panel, tint, w, MARGIN.top, h);
 };
-const LEVEL_TINTS = { reserved: "#7d7d7d", active: "#3b6fb6", requested: "#228833", recorded: "#b3541e", hole: "#aa3377" };
+const LEVEL_TINTS = { reserved: "#7d7d7d", active: "#3b6fb6", requested: "#228833", recorded: "#b3541e", hole: "#aa3377", used: "#66a5ad" };
 
 const drawLedger = (canvas, panel) => {
   const { pen, height, w } = prepared(canvas), { history, axis } = panel, tint = colours();

@@ -6,7 +6,7 @@
 use super::machine::{Machine, Part};
 use super::store::{Object, Pairs, Value};
 use crate::formats::words::{RawEvent, Word};
-use crate::formats::{Origin, ReadError, Segment, SegmentBlock};
+use crate::formats::{HostMemory, Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
@@ -48,7 +48,14 @@ impl Machine<'_, '_, '_> {
             Value::Word(word) if word.is_opaque() => true,
             Value::Opaque => true,
             Value::Text(_) | Value::LostText => {
-                inside(Word::DeviceTraces) || inside(Word::Segments) || inside(Word::ExternalAnnotations)
+                let parts = [
+                    Word::DeviceTraces,
+                    Word::Segments,
+                    Word::ExternalAnnotations,
+                    Word::HostSegments,
+                    Word::HostTraces,
+                ];
+                parts.into_iter().any(inside)
             }
             // An annotation follows on the list or on another annotation.
             Value::Object(_) if self.outcome.receiver.wants_origins => false,
@@ -78,6 +85,8 @@ impl Machine<'_, '_, '_> {
         match self.part {
             Some(part) if part.at == target => match part.key {
                 Word::Segments => self.pass(from, list, Self::take_segment)?,
+                Word::HostSegments => self.pass(from, list, Self::take_host_segment)?,
+                Word::HostTraces => self.pass(from, list, Self::take_host_event)?,
                 Word::DeviceTraces => {
                     let first = self.passed(list);
                     for (number, at) in (first..).zip(from..self.stack.len()) {
@@ -294,6 +303,35 @@ impl Machine<'_, '_, '_> {
         self.within(kept)
     }
 
+    fn take_host_segment(&mut self, value: Value) -> Result<(), ReadError> {
+        let pairs = self.take_pairs(value, "a host segment")?;
+        let size_of = |key: Word| self.number_in(&pairs, key, "a host segment should be a size");
+        let (total, size) = (size_of(Word::TotalSize)?, size_of(Word::Size)?);
+        let (allocated, active) = (size_of(Word::AllocatedSize)?, size_of(Word::ActiveSize)?);
+        let state = match last_of(&pairs, Word::State) {
+            Some(Value::Word(word)) => word.block_state(),
+            _ => None,
+        };
+        self.store.recycle(pairs);
+        let Some(size) = total.or(size) else {
+            return Err(self.content("a host segment has no 'total_size'"));
+        };
+        self.outcome.summary.host.segment(size, HostMemory::is_active(active, allocated, state));
+        Ok(())
+    }
+
+    fn take_host_event(&mut self, value: Value) -> Result<(), ReadError> {
+        let pairs = self.take_pairs(value, "an event of host memory")?;
+        let size = self.number_in(&pairs, Word::Size, "an event of host memory should be a size")?;
+        let action = match last_of(&pairs, Word::Action) {
+            Some(Value::Word(word)) => word.action(),
+            _ => None,
+        };
+        self.store.recycle(pairs);
+        self.outcome.summary.host.event(action, size.unwrap_or(0));
+        Ok(())
+    }
+
     fn take_blocks(&mut self, value: Value) -> Result<Vec<SegmentBlock>, ReadError> {
         let list = match value {
             Value::Object(handle) => self.store.take(handle),
@@ -358,6 +396,20 @@ impl Machine<'_, '_, '_> {
                         self.take_segment(*segment)?;
                     }
                     self.store.release(segments);
+                }
+                Word::HostSegments => {
+                    let segments = self.take_items(*value, "'host_segments'")?;
+                    for segment in &segments {
+                        self.take_host_segment(*segment)?;
+                    }
+                    self.store.release(segments);
+                }
+                Word::HostTraces => {
+                    let events = self.take_items(*value, "'host_traces'")?;
+                    for event in &events {
+                        self.take_host_event(*event)?;
+                    }
+                    self.store.release(events);
                 }
                 Word::AllocatorSettings => self.take_settings(*value)?,
                 Word::ExternalAnnotations => {

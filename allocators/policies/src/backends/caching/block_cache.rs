@@ -10,7 +10,7 @@ use super::exact_index::ExactIndex;
 use super::free_index::FreeIndex;
 use super::ranged_index::RangedIndex;
 use super::tally::Tally;
-use crate::contract::{BlockInfo, Path, PoolKind, SegmentInfo};
+use crate::contract::{BlockInfo, CaptureId, Path, PoolKind, SegmentInfo};
 use crate::policy::split::Split;
 use vramlab_device::{DeviceAddr, StreamId};
 
@@ -198,7 +198,7 @@ impl BlockCache {
     }
 
     /// Segments and blocks at this moment, in no order. Allocates.
-    pub(super) fn segments(&self, stream: StreamId) -> Vec<SegmentInfo> {
+    pub(super) fn segments(&self, stream: StreamId, private: Option<CaptureId>) -> Vec<SegmentInfo> {
         let heads = self.blocks.iter().filter(|(_, block)| block.prev == NONE);
         let info = |block: &BlockRecord| BlockInfo {
             addr: DeviceAddr::handed_out(block.addr),
@@ -210,7 +210,8 @@ impl BlockCache {
             let chain = std::iter::successors(Some(head), |at| Some(self.blocks[*at].next));
             let blocks: Vec<BlockInfo> = chain.take_while(|at| *at != NONE).map(|at| info(&self.blocks[at])).collect();
             let bytes = blocks.iter().map(|block| block.bytes).sum();
-            SegmentInfo { addr: DeviceAddr::handed_out(first.addr), bytes, stream, pool: Some(first.pool), blocks }
+            let (addr, pool) = (DeviceAddr::handed_out(first.addr), Some(first.pool));
+            SegmentInfo { addr, bytes, stream, pool, private, expandable: false, blocks }
         };
         heads.map(segment).collect()
     }

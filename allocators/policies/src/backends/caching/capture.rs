@@ -57,6 +57,11 @@ impl Caching {
         self.capturing.load(Acquire) != 0
     }
 
+    /// Whether any graph is being captured, also by other parts of the program.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.any_capture() || self.driver.is_capture_noted()
+    }
+
     /// The shard that serves a stream: that of its open capture, if it has one, or of the private pool that it is in.
     pub(super) fn shard_for(&self, stream: StreamId) -> &Shard {
         let captured = match self.any_capture() {

@@ -59,8 +59,11 @@ impl Caching {
     /// Every segment at this moment, in address order. The caller holds `growth`, so none comes or goes meanwhile.
     pub(super) fn all_segments(&self) -> Snapshot {
         let shards = self.shards.by_stream();
-        let mut segments: Vec<_> =
-            shards.into_iter().flat_map(|shard| shard.lock().cache().segments(shard.stream)).collect();
+        let of_shard = |shard: &Shard| {
+            let locked = shard.lock();
+            locked.cache().segments(shard.stream, locked.private())
+        };
+        let mut segments: Vec<_> = shards.into_iter().flat_map(of_shard).collect();
         segments.sort_unstable_by_key(|segment| segment.addr);
         Snapshot { segments }
     }
@@ -97,7 +100,7 @@ impl Caching {
                 let list = shard.list(wanted.pool);
                 let miss = Miss { list, bytes: wanted.rounded, segment: segment_size(wanted.rounded) };
                 let again = |_: &mut Grown<'_>| Ok(self.serve_cached(shard, wanted).map(Found::Served));
-                let found = pytorch::ladder(&self.settings).climb(grown, &miss, again)?;
+                let found = pytorch::ladder(&self.settings_now()).climb(grown, &miss, again)?;
                 let refused = || grown.out_of_memory(self.name(), &miss, wanted.requested);
                 let (found, path) = found.ok_or_else(refused)?;
                 (self.take(shard, found, wanted), path)
@@ -157,11 +160,11 @@ impl<'a> Segments for Grown<'a> {
     }
 
     fn limit(&self) -> Option<u64> {
-        self.caching.settings.memory_limit
+        self.caching.settings_now().memory_limit
     }
 
     fn is_capturing(&self) -> bool {
-        self.caching.any_capture()
+        self.caching.is_capturing()
     }
 
     fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<Found>, DriverError> {

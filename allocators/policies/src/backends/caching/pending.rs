@@ -10,7 +10,7 @@ use crate::policy::pending;
 use crate::sync::lock;
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use vramlab_device::{Driver, DriverError, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
 /// A pending block, by the number of its shard and its record.
 type PendingBlock = (u32, BlockIndex);
@@ -27,7 +27,7 @@ impl Caching {
         work: impl FnOnce(&mut Pending, &dyn Driver, bool, &mut Vec<PendingBlock>) -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
         let (was_empty, mut done) = (pending.is_empty(), Vec::new());
-        let outcome = work(pending, self.driver.as_ref(), self.any_capture(), &mut done);
+        let outcome = work(pending, self.driver.as_ref(), self.is_capturing(), &mut done);
         done.into_iter().for_each(|(shard_id, index)| self.complete(shard_id, index));
         // Before the lock is let go, so that a thread that sees no pending block finds none.
         match (was_empty, pending.is_empty()) {
@@ -125,6 +125,9 @@ impl Caching {
         let now = self.searches.load(Relaxed);
         self.totals.step(shard, &self.shards, |cache, waiting| {
             let block = cache.blocks()[index];
+            if let Some(completed) = lock(&self.completed).as_mut() {
+                completed.push(DeviceAddr::handed_out(block.addr));
+            }
             cache.end_pending(index, now);
             waiting.remove_block(block.pool, block.bytes, block.requested);
         });

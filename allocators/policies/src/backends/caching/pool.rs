@@ -3,9 +3,12 @@
 //! While a stream is in a pool, `waiting` is not zero, so that every request looks for one. Otherwise nothing is looked at.
 
 use super::Caching;
+use super::growth::Found;
 use super::shard::Shard;
 use crate::backends::private_pools::PrivatePools;
-use crate::contract::{AllocError, DeviceAllocator, PrivatePool};
+use crate::backends::restore::Restores as _;
+use crate::contract::{AllocError, Block, DeviceAllocator, PrivatePool, Snapshot};
+use crate::space::{FreeList, Owner};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Release;
@@ -33,6 +36,52 @@ impl Caching {
         let pools = &*lock(&self.pools);
         let pool = pools.known.of(stream)?;
         pools.shards.get(&(pool, stream)).and_then(|shard| self.shards.by_id(*shard))
+    }
+
+    /// The shard of a stream's part of a pool, which may be asked for memory.
+    pub(super) fn shard_of_pool(&self, pool: PrivatePool, stream: StreamId) -> Result<&Shard, AllocError> {
+        let pools = &mut *lock(&self.pools);
+        pools.known.need(self.name(), pool)?;
+        let known = pools.shards.get(&(pool, stream)).and_then(|shard| self.shards.by_id(*shard));
+        Ok(known.unwrap_or_else(|| {
+            let made = self.private_shard(stream, pool.id());
+            pools.shards.insert((pool, stream), made.id);
+            made
+        }))
+    }
+
+    /// See [`DeviceAllocator::pool_restore`]. Takes time in proportion to the blocks of the pool.
+    pub(super) fn restore_pool(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, AllocError> {
+        lock(&self.pools).known.need(self.name(), pool)?;
+        let mut freed = Ok(());
+        for (block, _) in held {
+            freed = freed.and(self.free(block).map(|_| ()));
+        }
+        freed?;
+        let gone = |reason: String| AllocError::PrivatePool { allocator: self.name(), reason };
+        let grown = &mut self.grown();
+        let mut restored = Vec::new();
+        for segment in checkpoint.segments.iter().filter(|segment| !segment.is_idle()) {
+            let list =
+                FreeList { owner: Owner { stream: segment.stream, private: Some(pool.id()) }, pool: segment.pool };
+            let shard = self.shard_of_list(list);
+            let whole = {
+                let cache = &mut *self.totals.enter(shard, &self.shards);
+                let addr = segment.addr.get();
+                let found = cache.blocks().iter().find(|(_, block)| block.addr == addr).map(|(index, _)| index);
+                found.and_then(|index| cache.remove_segment(index, addr))
+            };
+            let lies =
+                || gone(format!("the segment of pool {pool} at {:#x} is not there, or in use", segment.addr.get()));
+            let whole = whole.filter(|whole| whole.bytes == segment.bytes).ok_or_else(lies)?;
+            restored.extend(grown.cut(list, Found::New(whole), &segment.parts()));
+        }
+        Ok(restored)
     }
 
     /// Lets the segments of a pool go back.

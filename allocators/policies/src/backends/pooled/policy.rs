@@ -97,6 +97,12 @@ pub trait Policy: fmt::Debug + Send {
         put_back(heap, block, users)
     }
 
+    /// Changes the most bytes that may be held from the device, also while it runs; false where that cannot be done.
+    fn set_memory_limit(&mut self, heap: &mut Heap, bytes: Option<u64>) -> bool {
+        heap.set_limit(bytes);
+        true
+    }
+
     /// Whether it can begin with segments of another allocator.
     fn restores(&self) -> bool {
         true

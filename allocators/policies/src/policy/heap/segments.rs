@@ -19,7 +19,7 @@ impl Segments for Heap {
     }
 
     fn is_capturing(&self) -> bool {
-        self.captures > 0
+        self.captures > 0 || self.source.driver().is_capture_noted()
     }
 
     /// A segment is one free block. Where memory comes in parts, one grows by what a block of `bytes` lacks, see
@@ -81,13 +81,11 @@ impl Segments for Heap {
 
     fn synchronize(&mut self) -> Result<(), DriverError> {
         self.space.account_mut().count_wait();
-        let mut done = Vec::new();
-        let outcome = self.pending.synchronize(self.source.driver().as_ref(), self.captures > 0, &mut done);
-        done.into_iter().for_each(|block| {
-            self.put(block);
-        });
+        let (capturing, mut done) = (self.is_capturing(), Vec::new());
+        let outcome = self.pending.synchronize(self.source.driver().as_ref(), capturing, &mut done);
+        self.put_completed(done);
         // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
-        if self.captures == 0 && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
+        if !capturing && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
             self.stream.synchronized();
         }
         self.take_event_error().and(outcome)

@@ -59,6 +59,12 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
     for part in went.parts.iter().filter(|part| part.bytes > 0) {
         page.labelled(&format!("  {:<10}", part.name), 12, &part.sentence);
     }
+    if let Some(sentence) = beside(found) {
+        page.labelled(&format!("  {:<10}", "beside"), 12, &sentence);
+    }
+    if let Some(sentence) = pinning(found) {
+        page.labelled(&format!("  {:<10}", "host"), 12, &sentence);
+    }
     if went.streams.len() > 1 {
         let columns = [
             Column::left("stream"),
@@ -91,6 +97,44 @@ pub(super) fn where_it_went(found: &Explanation, args: &ExplainArgs, page: &mut 
         page.note(sentence);
     }
     pinned(found, args, page);
+}
+
+/// What is used on the GPU beside PyTorch's.
+pub(super) fn beside(found: &Explanation) -> Option<String> {
+    let beside = found.beside.as_ref()?;
+    let mut out = format!("{} more are used on the GPU", size(beside.not_pytorch_bytes));
+    if let Some((own, others)) = beside.own_bytes.zip(beside.others_bytes) {
+        out += &format!(
+            ": {} by this process (its CUDA context, and libraries such as cuBLAS and NCCL), {} by others",
+            size(own),
+            size(others)
+        );
+    } else {
+        out += " (CUDA contexts, libraries such as cuBLAS and NCCL, other processes)";
+    }
+    let free = beside.total_bytes.saturating_sub(beside.used_bytes);
+    Some(out + &format!("; {} of {} are free", size(free), size(beside.total_bytes)))
+}
+
+/// Pinned memory of the host.
+pub(super) fn pinning(found: &Explanation) -> Option<String> {
+    let pinning = found.pinning.as_ref()?;
+    let mut out = format!(
+        "{} of the host's memory are pinned in {}, {} in use",
+        size(pinning.bytes),
+        counted(pinning.segments, "segment"),
+        size(pinning.active_bytes)
+    );
+    if pinning.peak_bytes > pinning.bytes {
+        out += &format!("; {} at most", size(pinning.peak_bytes));
+    }
+    if pinning.rounding_most_bytes > 0 {
+        out += &format!(
+            "; up to {} are rounding to powers of two (pinned_max_round_threshold_mb, PyTorch 2.13)",
+            size(pinning.rounding_most_bytes)
+        );
+    }
+    Some(out)
 }
 
 /// Memory that no allocation can use any more, in a sentence.

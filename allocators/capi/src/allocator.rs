@@ -1,0 +1,456 @@
+//! An allocator on a device, as the functions of the library use it.
+
+use crate::device::Device;
+use crate::driver::{SegmentEvent, Segments, serving};
+use crate::error::{Failure, Outcome, Status};
+use crate::held::{Held, HeldBlocks};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::Path as FilePath;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vramlab_device::output::{Existing, OutputFile};
+use vramlab_device::{DeviceAddr, Driver, HookedDriver, MeteredDriver};
+use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
+use vramlab_policies::contract::PoolKind;
+use vramlab_policies::instruments::{EventTrace, Timed, restored_streams};
+use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, Selection, Snapshot, Stats};
+
+/// Instruments that are on, as bits of their number.
+const LATENCY: usize = 1;
+const TRACE: usize = 2;
+
+/// An allocator on one device.
+#[derive(Debug)]
+pub struct Allocator {
+    /// The allocator with the instruments that are on: none, latency, trace, both. All are the same allocator.
+    stacks: [Arc<dyn DeviceAllocator>; 4],
+    on: AtomicUsize,
+    timed: Arc<Timed>,
+    traces: [Arc<EventTrace>; 2],
+    selection: Selection,
+    /// Blocks that the program holds.
+    held: HeldBlocks,
+    pools: Mutex<BTreeMap<u64, PrivatePool>>,
+    /// Totals start at those of these statistics.
+    since: Mutex<Option<Stats>>,
+    segments: Arc<HookedDriver<Segments>>,
+    calls: Arc<MeteredDriver>,
+    device: Arc<Device>,
+    /// What the program wants to be called with when a segment comes or goes.
+    tell: Mutex<Option<Teller<*const SegmentEvent>>>,
+    /// What it wants to be called with when a free that waited is done.
+    tell_frees: Mutex<Option<Teller<u64>>>,
+    /// Frees that wait.
+    deferred: AtomicUsize,
+}
+
+/// A callback of the program, with its context.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Teller<T> {
+    pub(crate) context: usize,
+    pub(crate) callback: unsafe extern "C" fn(*mut std::ffi::c_void, T),
+}
+
+/// What a private pool was at a moment.
+#[derive(Debug)]
+pub struct Checkpoint {
+    pool: u64,
+    state: Snapshot,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Allocator {
+    pub(crate) fn open(allocator: &str, device: &str) -> Outcome<Self> {
+        let selection: Selection = allocator.parse()?;
+        let device = Device::open(device)?;
+        let calls = Arc::new(MeteredDriver::new(Arc::clone(device.driver()), None, None));
+        let hooked = HookedDriver::with_hook(Arc::clone(&calls) as Arc<dyn Driver>, Segments::new());
+        let segments = Arc::new(hooked);
+        let driver: Arc<dyn Driver> = Arc::clone(&segments) as _;
+        let plain = selection.build(&driver)?;
+        let timed = Arc::new(Timed::new(Arc::clone(&plain), driver.clock()));
+        let inner: [Arc<dyn DeviceAllocator>; 2] = [Arc::clone(&plain), Arc::clone(&timed) as _];
+        let traces = inner.clone().map(|inner| Arc::new(EventTrace::new(inner, driver.clock())));
+        let [plain, timing] = inner;
+        let traced = traces.clone().map(|trace| trace as Arc<dyn DeviceAllocator>);
+        let [tracing, both] = traced;
+        Ok(Self {
+            stacks: [plain, timing, tracing, both],
+            on: AtomicUsize::new(0),
+            timed,
+            traces,
+            selection,
+            held: HeldBlocks::new(),
+            pools: Mutex::default(),
+            since: Mutex::default(),
+            segments,
+            calls,
+            device,
+            tell: Mutex::default(),
+            tell_frees: Mutex::default(),
+            deferred: AtomicUsize::new(0),
+        })
+    }
+
+    /// The allocator with the instruments that are on.
+    #[inline]
+    fn stack(&self) -> &dyn DeviceAllocator {
+        self.stacks[self.on.load(Relaxed) % self.stacks.len()].as_ref()
+    }
+
+    /// Tells the program of segments that came and went in its call, and of frees that have stopped waiting. No lock is held here.
+    #[inline]
+    pub(crate) fn deliver(&self) {
+        if self.deferred.load(Acquire) != 0 {
+            for address in self.stacks[0].take_completed() {
+                let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| deferred.checked_sub(1));
+                self.tell_free(address.get());
+            }
+        }
+        let events = self.segments.hook().take_events();
+        if events.is_empty() {
+            return;
+        }
+        let Some(teller) = *lock(&self.tell) else { return };
+        for event in &events {
+            // SAFETY: the program promises a function that may be called with its context from any thread, see
+            // `vramlab_on_segment`; the event lives until the function returns.
+            unsafe { (teller.callback)(teller.context as *mut std::ffi::c_void, event) };
+        }
+    }
+
+    #[inline]
+    pub(crate) fn allocate(&self, pool: u64, bytes: u64, stream: u64) -> Outcome<u64> {
+        if bytes == 0 {
+            return Ok(0);
+        }
+        let stream = self.device.stream(stream)?;
+        serving(stream.get());
+        let request = Request::new(bytes);
+        let served = match pool {
+            0 => self.stack().allocate(request, stream),
+            _ => self.stack().allocate_in(request, stream, self.pool(pool)?),
+        };
+        self.deliver();
+        let block = served?;
+        let address = block.addr().get();
+        self.held.insert(Held { block, stream, pool, shared: false });
+        Ok(address)
+    }
+
+    #[inline]
+    pub(crate) fn free(&self, address: u64) -> Outcome<()> {
+        if address == 0 {
+            return Ok(());
+        }
+        let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
+        // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it,
+        // see `vramlab_free`.
+        let freed = unsafe { self.stack().deallocate(block, stream) };
+        self.deliver();
+        if shared {
+            match freed {
+                Ok(Path::Deferred) => _ = self.deferred.fetch_add(1, AcqRel),
+                _ => self.tell_free(address),
+            }
+        }
+        freed?;
+        Ok(())
+    }
+
+    /// Tells the program of a block that is reusable from now on, after other streams used it.
+    fn tell_free(&self, address: u64) {
+        let Some(Teller { context, callback }) = *lock(&self.tell_frees) else { return };
+        // SAFETY: the program promises a function that may be called with its context from any thread, see `vramlab_on_free`.
+        unsafe { callback(context as *mut std::ffi::c_void, address) };
+    }
+
+    fn foreign(&self, address: u64) -> Failure {
+        let inside = self.stacks[0].snapshot().is_some_and(|snapshot| {
+            let addr = |segment: &vramlab_policies::SegmentInfo| segment.addr.get()..segment.addr.get() + segment.bytes;
+            snapshot.segments.iter().any(|segment| addr(segment).contains(&address))
+        });
+        let why = match inside {
+            true => "it lies in its memory, but no live block begins there: it was freed before, or is inside a block",
+            false => "it is memory of another allocator or device, or its segment went back after it was freed",
+        };
+        Failure::new(Status::Foreign, format!("'{}' holds no block at {address:#x}: {why}", self.selection.name()))
+    }
+
+    pub(crate) fn record_stream(&self, address: u64, stream: u64) -> Outcome<()> {
+        if address == 0 {
+            return Ok(());
+        }
+        let stream = self.device.stream(stream)?;
+        let recorded = self.held.with(address, |held| match held.stream == stream {
+            true => Ok(()),
+            false => {
+                held.shared = true;
+                self.stack().record_use(&held.block, stream)
+            }
+        });
+        Ok(recorded.ok_or_else(|| self.foreign(address))??)
+    }
+
+    pub(crate) fn stream_gone(&self, stream: u64) -> Outcome<()> {
+        Ok(self.device.forget(stream)?)
+    }
+
+    pub(crate) fn capturing(&self, open: bool) {
+        self.device.driver().note_capture(open);
+    }
+
+    fn pool(&self, pool: u64) -> Outcome<PrivatePool> {
+        let unknown = || Failure::new(Status::Unknown, format!("there is no private pool {pool}, or it was released"));
+        lock(&self.pools).get(&pool).copied().ok_or_else(unknown)
+    }
+
+    pub(crate) fn pool_create(&self) -> Outcome<u64> {
+        let pool = self.stack().pool_create()?;
+        lock(&self.pools).insert(pool.id().get(), pool);
+        Ok(pool.id().get())
+    }
+
+    pub(crate) fn pool_release(&self, pool: u64) -> Outcome<()> {
+        self.stack().pool_release(self.pool(pool)?)?;
+        Ok(())
+    }
+
+    pub(crate) fn pool_trim(&self, pool: u64) -> Outcome<u64> {
+        let released = self.stack().pool_trim(self.pool(pool)?);
+        self.deliver();
+        Ok(released?)
+    }
+
+    pub(crate) fn pool_checkpoint(&self, pool: u64) -> Outcome<Checkpoint> {
+        let state = self.stack().pool_checkpoint(self.pool(pool)?)?;
+        Ok(Checkpoint { pool, state })
+    }
+
+    /// Lets a pool be as it was. Returns the addresses that were freed, and the blocks that are held now: address, bytes, stream.
+    pub(crate) fn pool_restore(&self, checkpoint: &Checkpoint) -> Outcome<(Vec<u64>, Vec<(u64, u64, u64)>)> {
+        let (pool, of_pool) = (checkpoint.pool, |held: &Held| held.pool == checkpoint.pool);
+        let known = self.pool(pool)?;
+        let taken = self.held.take_where(of_pool);
+        let freed = taken.iter().map(|held| held.block.addr().get()).collect();
+        let given = taken.into_iter().map(|held| (held.block, held.stream)).collect();
+        // SAFETY: these are all blocks of the pool that the program holds, whose uses are queued: it promises that, see
+        // `vramlab_pool_restore`.
+        let restored = unsafe { self.stack().pool_restore(known, &checkpoint.state, given) };
+        self.deliver();
+        let mut created = Vec::new();
+        for (block, stream) in restored?.into_iter().zip(restored_streams(&checkpoint.state)) {
+            created.push((block.addr().get(), block.bytes(), stream.get()));
+            self.held.insert(Held { block, stream, pool, shared: false });
+        }
+        Ok((freed, created))
+    }
+
+    pub(crate) fn trim(&self, keep: u64) -> Outcome<u64> {
+        let released = self.stack().trim(keep);
+        self.deliver();
+        Ok(released?)
+    }
+
+    pub(crate) fn set_limit(&self, bytes: u64) {
+        let own = self.stack().set_memory_limit((bytes != u64::MAX).then_some(bytes));
+        // An allocator that keeps to a limit by itself releases its cache first.
+        self.segments.hook().set_limit(if own { u64::MAX } else { bytes });
+    }
+
+    pub(crate) fn memory(&self) -> Outcome<(u64, u64)> {
+        let info = self.segments.mem_info()?;
+        Ok((info.free, info.total))
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        let stats = self.stack().stats();
+        match &*lock(&self.since) {
+            Some(before) => stats.since(before),
+            None => stats,
+        }
+    }
+
+    pub(crate) fn stats_json(&self) -> String {
+        let entries = self.stats().entries().into_iter();
+        let map: serde_json::Map<String, serde_json::Value> =
+            entries.map(|(name, value)| (name, value.into())).collect();
+        serde_json::Value::Object(map).to_string()
+    }
+
+    pub(crate) fn reset_peaks(&self) {
+        self.stack().reset_peaks();
+    }
+
+    pub(crate) fn reset_accumulated(&self) {
+        *lock(&self.since) = Some(self.stack().stats());
+    }
+
+    /// The setting as it is in effect; `None` where the allocator has no such setting or it is not set.
+    pub(crate) fn setting(&self, name: &str) -> Option<u64> {
+        self.stacks[0].settings().get(name)?.as_u64()
+    }
+
+    pub(crate) fn settings_json(&self) -> String {
+        json!({ "allocator": self.selection.name(), "settings": self.stacks[0].settings() }).to_string()
+    }
+
+    pub(crate) fn snapshot(&self) -> Outcome<Snapshot> {
+        let incapable = || AllocError::Incapable { allocator: self.selection.name(), capability: "snapshots" };
+        Ok(self.stacks[0].snapshot().ok_or_else(incapable)?)
+    }
+
+    /// Writes what is held in PyTorch's layout: JSON for a name that ends so, else a pickle.
+    pub(crate) fn write_snapshot(&self, path: &FilePath) -> Outcome<()> {
+        let segments: Vec<Segment> = self.snapshot()?.segments.iter().map(written).collect();
+        let json = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
+        let export = if json { Export::SnapshotJson } else { Export::Snapshot };
+        let settings = self.stacks[0].settings();
+        let ending = Ending { segments: &segments, allocator_settings: settings.as_object(), ..Ending::default() };
+        export.begin(OutputFile::create(path, Existing::Replace)?)?.finish(&ending)?;
+        Ok(())
+    }
+
+    /// The segment around an address: where it begins and its size.
+    pub(crate) fn base(&self, address: u64) -> Outcome<(u64, u64)> {
+        let snapshot = self.snapshot()?;
+        let around = snapshot.segments.iter().find(|segment| {
+            let start = segment.addr.get();
+            (start..start + segment.bytes).contains(&address)
+        });
+        let segment = around.ok_or_else(|| self.foreign(address))?;
+        if segment.expandable {
+            let text =
+                format!("the memory at {address:#x} was mapped in parts and has no allocation of the driver around it");
+            return Err(Failure::new(Status::Incapable, text));
+        }
+        Ok((segment.addr.get(), segment.bytes))
+    }
+
+    fn turn(&self, instrument: usize, on: bool) {
+        if on {
+            self.on.fetch_or(instrument, Relaxed);
+        } else {
+            self.on.fetch_and(!instrument, Relaxed);
+        }
+    }
+
+    pub(crate) fn latency(&self, on: bool) {
+        self.turn(LATENCY, on);
+    }
+
+    pub(crate) fn latency_json(&self) -> Outcome<String> {
+        to_json(&self.timed.rows())
+    }
+
+    pub(crate) fn trace(&self, on: bool) {
+        self.turn(TRACE, on);
+    }
+
+    /// Writes the events since the last time, a line each.
+    pub(crate) fn write_trace(&self, path: &FilePath) -> Outcome<()> {
+        let mut events: Vec<_> = self.traces.iter().flat_map(|trace| trace.take()).collect();
+        events.sort_by_key(|traced| traced.event.time_ns);
+        let mut lines = String::new();
+        for event in events {
+            lines.push_str(&to_json(&event)?);
+            lines.push('\n');
+        }
+        OutputFile::create(path, Existing::Replace)?.fill(lines)?;
+        Ok(())
+    }
+
+    pub(crate) fn calls_json(&self) -> Outcome<String> {
+        to_json(&self.calls.counts())
+    }
+
+    pub(crate) fn can(&self) -> u32 {
+        let capabilities = self.selection.capabilities();
+        let bits = [
+            (capabilities.private_pools, super::VRAMLAB_CAN_POOLS),
+            (capabilities.private_pools && capabilities.snapshot, super::VRAMLAB_CAN_CHECKPOINT),
+            (capabilities.snapshot, super::VRAMLAB_CAN_SNAPSHOT),
+            (capabilities.segments == vramlab_policies::backends::SegmentUse::Expandable, super::VRAMLAB_CAN_EXPAND),
+            (capabilities.follows_pytorch, super::VRAMLAB_FOLLOWS_PYTORCH),
+        ];
+        bits.into_iter().filter(|(can, _)| *can).map(|(_, bit)| bit).sum()
+    }
+
+    pub(crate) fn tell_completed(&self, teller: Option<Teller<u64>>) {
+        self.stacks[0].tell_completed(teller.is_some());
+        *lock(&self.tell_frees) = teller;
+    }
+
+    /// The live block that begins at an address.
+    pub(crate) fn block(&self, address: u64) -> Outcome<super::BlockRecord> {
+        let record = |held: &mut Held| super::BlockRecord {
+            address,
+            bytes: held.block.bytes(),
+            requested: held.block.requested(),
+            state: super::BlockStateRecord::Allocated,
+        };
+        self.held.with(address, record).ok_or_else(|| self.foreign(address))
+    }
+
+    pub(crate) fn tell_segments(&self, teller: Option<Teller<*const SegmentEvent>>) {
+        self.segments.hook().tell(teller.is_some());
+        *lock(&self.tell) = teller;
+    }
+
+    /// Gives everything back, also blocks that the program still holds, once the device is idle.
+    pub(crate) fn close(self) -> Outcome<()> {
+        self.tell_segments(None);
+        self.tell_completed(None);
+        let synchronized = self.device.driver().device_synchronize();
+        for Held { block, stream, .. } in self.held.take_where(|_| true) {
+            // SAFETY: the device is idle, or broken, and the program promises that it uses the block no more.
+            let _ = unsafe { self.stacks[0].deallocate(block, stream) };
+        }
+        Ok(synchronized?)
+    }
+}
+
+fn to_json(value: &impl serde::Serialize) -> Outcome<String> {
+    serde_json::to_string(value).map_err(|error| Failure::new(Status::Internal, error.to_string()))
+}
+
+/// A segment as files have it.
+fn written(segment: &vramlab_policies::SegmentInfo) -> Segment {
+    let block = |block: &vramlab_policies::BlockInfo| SegmentBlock {
+        address: block.addr.get(),
+        size: block.bytes,
+        requested_size: block.requested,
+        state: block.state,
+    };
+    Segment {
+        device: 0,
+        address: segment.addr.get(),
+        total_size: segment.bytes,
+        stream: segment.stream.get(),
+        segment_type: segment.pool.unwrap_or(PoolKind::Large),
+        pool_id: Some((0, segment.private.map_or(0, |private| private.get()))),
+        is_expandable: segment.expandable,
+        blocks: segment.blocks.iter().map(block).collect(),
+    }
+}
+
+/// Every allocator with its settings, as JSON.
+pub(crate) fn allocators_json() -> String {
+    let each = vramlab_policies::backends::all().into_iter().map(|backend| {
+        let settings: Vec<_> = backend
+            .settings()
+            .iter()
+            .map(|setting| json!({ "name": setting.name, "default": setting.value }))
+            .collect();
+        json!({ "name": backend.name, "summary": backend.summary, "settings": settings })
+    });
+    serde_json::Value::Array(each.collect()).to_string()
+}
+
+/// Addresses of blocks begin at none that C takes for null.
+const _: () = assert!(std::mem::size_of::<Option<DeviceAddr>>() == 8 && std::mem::size_of::<Block>() == 32);

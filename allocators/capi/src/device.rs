@@ -1,0 +1,103 @@
+//! The devices of the process. Allocators on one device share its driver, and its knowledge of the program's streams.
+
+use crate::error::{Failure, Outcome, Status};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use vramlab_device::sim::SimMemory;
+use vramlab_device::{CudaDriver, DeviceKind, DeviceName, Driver, DriverResult, Profile, SimDriver, StreamId};
+
+/// A device that is open.
+#[derive(Debug)]
+pub(crate) struct Device {
+    driver: Arc<dyn Driver>,
+    /// Changes when a stream was forgotten. No two devices of a process ever have one in common.
+    epoch: AtomicU64,
+}
+
+/// The devices that are open, by the text that they were asked for with.
+static OPEN: Mutex<BTreeMap<String, Weak<Device>>> = Mutex::new(BTreeMap::new());
+
+fn next_epoch() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    // Relaxed: only uniqueness matters.
+    NEXT.fetch_add(1, Relaxed)
+}
+
+thread_local! {
+    /// The stream that this thread used last, and the epoch of its device.
+    static LAST: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+}
+
+impl Device {
+    /// Opens a device, or finds it open: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`.
+    pub(crate) fn open(text: &str) -> Outcome<Arc<Self>> {
+        let (driver, key): (Box<dyn FnOnce() -> Outcome<Arc<dyn Driver>>>, String) = match numbered_simulation(text) {
+            Some(number) => (Box::new(|| Ok(simulated(Profile::h200()))), format!("sim:{number}")),
+            None => match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim])? {
+                DeviceName::Cuda(number) => {
+                    (Box::new(move || Ok(Arc::new(CudaDriver::as_guest(number)?) as _)), format!("cuda:{number}"))
+                }
+                DeviceName::Sim(None) => (Box::new(|| Ok(simulated(Profile::h200()))), "sim:0".to_owned()),
+                DeviceName::Sim(Some(path)) => {
+                    let key = format!("sim:{}", path.display());
+                    let profile = move || match Profile::read(&path) {
+                        Ok(profile) => Ok(simulated(profile)),
+                        Err(error) => Err(Failure::new(Status::Unknown, error.to_string())),
+                    };
+                    (Box::new(profile), key)
+                }
+                DeviceName::Null => {
+                    return Err(Failure::new(Status::Unknown, "the null device has no memory to hand out"));
+                }
+            },
+        };
+        let open = &mut *OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = open.get(&key).and_then(Weak::upgrade) {
+            return Ok(device);
+        }
+        let device = Arc::new(Self { driver: driver()?, epoch: AtomicU64::new(next_epoch()) });
+        open.insert(key, Arc::downgrade(&device));
+        Ok(device)
+    }
+
+    pub(crate) fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    /// The program's stream with this handle. One comparison for the stream that the thread used last.
+    #[inline]
+    pub(crate) fn stream(&self, handle: u64) -> DriverResult<StreamId> {
+        // Both handles stand for the legacy default stream.
+        let handle = if handle == 1 { 0 } else { handle };
+        let epoch = self.epoch.load(Acquire);
+        if LAST.get() == (epoch, handle) {
+            // SAFETY: the driver adopted the stream under this value, and has not forgotten any since.
+            return Ok(unsafe { StreamId::from_raw(handle) });
+        }
+        // SAFETY: the program promises a live stream until it says that the stream is gone, see `vramlab_stream_gone`.
+        let stream = unsafe { self.driver.stream_adopt(handle) }?;
+        LAST.set((epoch, handle));
+        Ok(stream)
+    }
+
+    /// Forgets a stream of the program, once the work on the device is done, so that no block waits for it.
+    pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
+        let stream = self.stream(handle)?;
+        self.driver.device_synchronize()?;
+        self.epoch.store(next_epoch(), Release);
+        self.driver.stream_forget(stream)
+    }
+}
+
+/// The number of `sim:2`, which is no file.
+fn numbered_simulation(text: &str) -> Option<u32> {
+    text.strip_prefix("sim:")?.parse().ok()
+}
+
+/// Addresses are all that there is of its memory.
+fn simulated(profile: Profile) -> Arc<dyn Driver> {
+    Arc::new(SimDriver::new(profile, SimMemory::None))
+}

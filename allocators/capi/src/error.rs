@@ -1,0 +1,192 @@
+//! What a call of the library returns: a status, and a text that the thread can ask for.
+//!
+//! No panic crosses the border to C: one is a bug of this library, which is returned as [`Status::Internal`].
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+use vramlab_device::{CudaUnavailable, DeviceNameError, DriverError};
+use vramlab_histories::formats::WriteError;
+use vramlab_policies::AllocError;
+use vramlab_policies::backends::SelectionError;
+
+/// How a call went. `vramlab_error` has the text of the thread's last failure.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// As asked.
+    Ok = 0,
+    /// Neither the allocator nor the device has the memory, or the limit does not allow it.
+    OutOfMemory = 1,
+    /// An argument that can never be served: a null pointer, more than 4 EiB, a text that is not UTF-8.
+    Invalid = 2,
+    /// No allocator, setting, value, device or pool is called so; the text names the nearest.
+    Unknown = 3,
+    /// That GPU is not there, or cannot be worked on.
+    NoDevice = 4,
+    /// No live block of this allocator begins at the address: it is foreign, was freed before, or is another device's.
+    Foreign = 5,
+    /// The allocator or the device cannot do this.
+    Incapable = 6,
+    /// A call of the driver failed.
+    Driver = 7,
+    /// Something is still in use.
+    Live = 8,
+    /// The process was forked from the one that opened the allocator.
+    Forked = 9,
+    /// A file could not be written.
+    Io = 10,
+    /// A bug of this library.
+    Internal = 11,
+}
+
+impl Status {
+    const NAMES: [&'static CStr; 12] = [
+        c"ok",
+        c"out of memory",
+        c"invalid argument",
+        c"unknown name",
+        c"no such device",
+        c"foreign address",
+        c"not supported",
+        c"driver error",
+        c"in use",
+        c"forked process",
+        c"file error",
+        c"internal error",
+    ];
+
+    /// In words. The number may come from C, so it may be none of the list.
+    pub(crate) fn name(number: i32) -> &'static CStr {
+        usize::try_from(number).ok().and_then(|at| Self::NAMES.get(at).copied()).unwrap_or(c"no such status")
+    }
+}
+
+/// Why a call failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) status: Status,
+    pub(crate) text: String,
+}
+
+impl Failure {
+    pub(crate) fn new(status: Status, text: impl Into<String>) -> Self {
+        Self { status, text: text.into() }
+    }
+}
+
+/// What a call comes to.
+pub(crate) type Outcome<T> = Result<T, Failure>;
+
+impl From<AllocError> for Failure {
+    fn from(error: AllocError) -> Self {
+        let status = match &error {
+            AllocError::OutOfMemory(_) => Status::OutOfMemory,
+            AllocError::InvalidRequest { .. } => Status::Invalid,
+            AllocError::ForeignBlock { .. } => Status::Foreign,
+            AllocError::Incapable { .. } | AllocError::Unsupported { .. } => Status::Incapable,
+            AllocError::PrivatePool { .. } | AllocError::Capture { .. } | AllocError::CaptureLive { .. } => {
+                Status::Live
+            }
+            AllocError::Driver(_) => Status::Driver,
+            _ => Status::Internal,
+        };
+        Self::new(status, error.to_string())
+    }
+}
+
+impl From<DriverError> for Failure {
+    fn from(error: DriverError) -> Self {
+        Self::new(Status::Driver, error.to_string())
+    }
+}
+
+impl From<SelectionError> for Failure {
+    fn from(error: SelectionError) -> Self {
+        Self::new(Status::Unknown, error.to_string())
+    }
+}
+
+impl From<DeviceNameError> for Failure {
+    fn from(error: DeviceNameError) -> Self {
+        Self::new(Status::Unknown, error.to_string())
+    }
+}
+
+impl From<CudaUnavailable> for Failure {
+    fn from(error: CudaUnavailable) -> Self {
+        Self::new(Status::NoDevice, error.to_string())
+    }
+}
+
+impl From<WriteError> for Failure {
+    fn from(error: WriteError) -> Self {
+        Self::new(Status::Io, error.to_string())
+    }
+}
+
+impl From<vramlab_device::output::OutputError> for Failure {
+    fn from(error: vramlab_device::output::OutputError) -> Self {
+        Self::new(Status::Io, error.to_string())
+    }
+}
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// The thread's last failure, as C reads it; valid until the thread's next one.
+pub(crate) fn last() -> *const std::ffi::c_char {
+    LAST.with(|last| last.borrow().as_ptr())
+}
+
+fn note(text: String) {
+    // A zero byte would end the text for C.
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    LAST.with(|last| *last.borrow_mut() = text);
+}
+
+/// Runs what a function of the library does.
+pub(crate) fn answer(call: impl FnOnce() -> Outcome<()>) -> Status {
+    let outcome = catch_unwind(AssertUnwindSafe(|| needs_own_process().and_then(|()| call())));
+    let failure = match outcome {
+        Ok(Ok(())) => return Status::Ok,
+        Ok(Err(failure)) => failure,
+        Err(panic) => {
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+            Failure::new(Status::Internal, format!("a bug in libvramlab: {text}; please report it"))
+        }
+    };
+    note(failure.text);
+    failure.status
+}
+
+/// Whether this process was forked from one that had opened an allocator.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn forked() {
+    FORKED.store(true, Relaxed);
+}
+
+/// Lets the children of this process know that they are such: a GPU cannot be used in them, and locks may be held for ever.
+pub(crate) fn watch_forks() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the function is as C calls it and stores to an atomic, which is allowed after a fork. A failure leaves
+        // children without the message.
+        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+    });
+}
+
+fn needs_own_process() -> Outcome<()> {
+    if !FORKED.load(Relaxed) {
+        return Ok(());
+    }
+    let text = "this process was forked from one that had opened an allocator; open it in the child alone, or start the child by \
+                spawn";
+    Err(Failure::new(Status::Forked, text))
+}

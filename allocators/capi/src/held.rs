@@ -1,0 +1,68 @@
+//! The blocks that the program holds, by address: C knows a block by where it begins.
+//!
+//! *Cost.* One look-up in one of 64 tables, each behind a lock of its own.
+
+use rustc_hash::FxHashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use vramlab_device::StreamId;
+use vramlab_policies::Block;
+
+const TABLES: usize = 64;
+
+/// A block of the program.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pub(crate) block: Block,
+    /// The stream that it was allocated on.
+    pub(crate) stream: StreamId,
+    /// The private pool that it is from; 0 for none.
+    pub(crate) pool: u64,
+    /// Whether another stream's use was announced.
+    pub(crate) shared: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct HeldBlocks([Table; TABLES]);
+
+/// On a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Table(Mutex<FxHashMap<u64, Held>>);
+
+impl HeldBlocks {
+    pub(crate) fn new() -> Self {
+        Self(std::array::from_fn(|_| Table::default()))
+    }
+
+    fn table(&self, addr: u64) -> MutexGuard<'_, FxHashMap<u64, Held>> {
+        // Blocks begin at multiples of 256, and those of a thread often lie side by side.
+        // CAST: the shift leaves as many bits as there are tables.
+        let at = (addr >> 8).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - TABLES.ilog2());
+        self.0[at as usize].0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn insert(&self, held: Held) {
+        let addr = held.block.addr().get();
+        self.table(addr).insert(addr, held);
+    }
+
+    pub(crate) fn take(&self, addr: u64) -> Option<Held> {
+        self.table(addr).remove(&addr)
+    }
+
+    /// Looks at a block, which stays held meanwhile.
+    pub(crate) fn with<R>(&self, addr: u64, look: impl FnOnce(&mut Held) -> R) -> Option<R> {
+        self.table(addr).get_mut(&addr).map(look)
+    }
+
+    /// Takes out every block that is wanted, in address order.
+    pub(crate) fn take_where(&self, wanted: impl Fn(&Held) -> bool) -> Vec<Held> {
+        let mut taken = Vec::new();
+        for table in &self.0 {
+            let table = &mut *table.0.lock().unwrap_or_else(PoisonError::into_inner);
+            taken.extend(table.extract_if(|_, held| wanted(held)).map(|(_, held)| held));
+        }
+        taken.sort_unstable_by_key(|held| held.block.addr());
+        taken
+    }
+}

@@ -1,0 +1,785 @@
+//! libvramlab: the allocators as a C library, which knows neither PyTorch nor Python.
+//!
+//! A program opens an allocator on a device by name, allocates and frees on streams that it made itself, and asks for
+//! statistics and snapshots. The header `include/vramlab.h` is made from this file.
+//!
+//! # Safety
+//! This holds of every function, and is what the `SAFETY` lines below build on. The program promises:
+//! - a `vramlab` pointer is null, or came from `vramlab_open` and was not closed; the same holds of checkpoints. Null is an error.
+//! - other pointers are null or point to memory of their type, which no other thread uses during the call. Texts end with a zero
+//!   byte.
+//! - a stream is the handle of a live CUDA stream of the device, until `vramlab_stream_gone`; on a simulated device any number.
+//! - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
+//!
+//! Any thread may call. In a child after `fork` every call is an error.
+
+mod allocator;
+mod device;
+mod driver;
+mod error;
+mod held;
+
+pub use allocator::{Allocator, Checkpoint};
+pub use driver::{SegmentAction, SegmentEvent};
+pub use error::Status;
+
+use allocator::{Teller, allocators_json};
+use error::{Failure, Outcome, answer, last, watch_forks};
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::Path;
+use vramlab_policies::{BlockState, PooledGauge};
+
+/// Number of this interface. It changes when a program that was built with another header no longer works.
+pub const VRAMLAB_ABI: u32 = 1;
+/// No limit, for `vramlab_set_limit`.
+pub const VRAMLAB_NO_LIMIT: u64 = u64::MAX;
+/// The allocator has private pools.
+pub const VRAMLAB_CAN_POOLS: u32 = 1;
+/// Private pools can go back to a checkpoint.
+pub const VRAMLAB_CAN_CHECKPOINT: u32 = 2;
+/// The allocator sees its segments and blocks.
+pub const VRAMLAB_CAN_SNAPSHOT: u32 = 4;
+/// Segments are ranges of addresses that memory is mapped behind in parts.
+pub const VRAMLAB_CAN_EXPAND: u32 = 8;
+/// Every block lies where PyTorch's allocator would put it.
+pub const VRAMLAB_FOLLOWS_PYTORCH: u32 = 16;
+
+/// A quantity over time.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gauge {
+    /// Value now.
+    pub current: u64,
+    /// Highest value since the start or the last `vramlab_reset_peaks`.
+    pub peak: u64,
+    /// Sum of all increases.
+    pub allocated: u64,
+    /// Sum of all decreases.
+    pub freed: u64,
+}
+
+/// A quantity for all memory and for PyTorch's two pools; zero where an allocator does not have them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Pooled {
+    /// All memory.
+    pub all: Gauge,
+    /// The small pool.
+    pub small_pool: Gauge,
+    /// The large pool.
+    pub large_pool: Gauge,
+}
+
+/// PyTorch's statistics, in bytes and numbers.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StatsRecord {
+    /// Blocks that the program holds.
+    pub allocation: Pooled,
+    /// Segments.
+    pub segment: Pooled,
+    /// Blocks that the program holds or a stream still uses.
+    pub active: Pooled,
+    /// Free blocks in segments that are partly in use.
+    pub inactive_split: Pooled,
+    /// Bytes of `allocation`.
+    pub allocated_bytes: Pooled,
+    /// Bytes held from the device.
+    pub reserved_bytes: Pooled,
+    /// Bytes of `active`.
+    pub active_bytes: Pooled,
+    /// Bytes of `inactive_split`.
+    pub inactive_split_bytes: Pooled,
+    /// Bytes that the program asked for, before rounding.
+    pub requested_bytes: Pooled,
+    /// Blocks of at least `max_split_size`.
+    pub oversize_allocations: Gauge,
+    /// Segments of at least `max_split_size`.
+    pub oversize_segments: Gauge,
+    /// Requests for which the cache was released and the device asked again.
+    pub num_alloc_retries: u64,
+    /// Requests that were refused for lack of memory.
+    pub num_ooms: u64,
+    /// Times that all pending frees were waited for.
+    pub num_sync_all_streams: u64,
+    /// Allocation calls of the driver.
+    pub num_device_alloc: u64,
+    /// Free calls of the driver.
+    pub num_device_free: u64,
+    /// The setting of that name, `UINT64_MAX` for none.
+    pub max_split_size: u64,
+}
+
+/// A segment, for `vramlab_visit`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SegmentRecord {
+    /// First address.
+    pub address: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Stream that its free blocks serve.
+    pub stream: u64,
+    /// Private pool that it is of; 0 for none.
+    pub pool: u64,
+    /// Whether it is of the large pool.
+    pub is_large: bool,
+    /// Whether it is a part of a range of addresses that memory is added to.
+    pub expandable: bool,
+    /// Bytes in blocks that the program holds.
+    pub allocated_bytes: u64,
+    /// Bytes in blocks that the program holds or a stream still uses.
+    pub active_bytes: u64,
+    /// Bytes that were asked for in those.
+    pub requested_bytes: u64,
+}
+
+/// What a block is.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockStateRecord {
+    /// Held by the program.
+    Allocated = 0,
+    /// Freed, and still used by a stream.
+    PendingFree = 1,
+    /// Can be handed out.
+    Free = 2,
+}
+
+/// A block of a segment, for `vramlab_visit`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BlockRecord {
+    /// First address.
+    pub address: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Bytes that were asked for; 0 for a free block.
+    pub requested: u64,
+    /// What it is.
+    pub state: BlockStateRecord,
+}
+
+fn gauge(gauge: &vramlab_policies::Gauge) -> Gauge {
+    let vramlab_policies::Gauge { current, peak, allocated, freed, .. } = *gauge;
+    Gauge { current, peak, allocated, freed }
+}
+
+fn pooled(of: &PooledGauge) -> Pooled {
+    let part = |part: &Option<vramlab_policies::Gauge>| part.as_ref().map(gauge).unwrap_or_default();
+    Pooled { all: gauge(&of.all), small_pool: part(&of.small_pool), large_pool: part(&of.large_pool) }
+}
+
+fn missing(what: &str) -> Failure {
+    Failure::new(Status::Invalid, format!("{what} is a null pointer"))
+}
+
+/// # Safety
+/// See the top of this file.
+unsafe fn allocator<'a>(pointer: *const Allocator) -> Outcome<&'a Allocator> {
+    // SAFETY: null, or open (the program's promise).
+    unsafe { pointer.as_ref() }.ok_or_else(|| missing("the allocator"))
+}
+
+/// # Safety
+/// See the top of this file.
+unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Outcome<&'a str> {
+    if pointer.is_null() {
+        return Err(missing(what));
+    }
+    // SAFETY: a text that ends with a zero byte (the program's promise).
+    let text = unsafe { CStr::from_ptr(pointer) };
+    text.to_str().map_err(|_| Failure::new(Status::Invalid, format!("{what} is not UTF-8")))
+}
+
+/// Writes a result to where the program wants it.
+///
+/// # Safety
+/// See the top of this file.
+unsafe fn give<T>(out: *mut T, what: &str, value: impl FnOnce() -> Outcome<T>) -> Outcome<()> {
+    if out.is_null() {
+        return Err(missing(what));
+    }
+    let value = value()?;
+    // SAFETY: not null, so it points to memory of this type (the program's promise), whatever is in there.
+    unsafe { out.write(value) };
+    Ok(())
+}
+
+fn c_text(text: String) -> Outcome<*mut c_char> {
+    let text = CString::new(text).map_err(|_| Failure::new(Status::Internal, "a text holds a zero byte"))?;
+    Ok(text.into_raw())
+}
+
+/// The number of this interface: [`VRAMLAB_ABI`] of the header that the library was built with.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramlab_abi() -> u32 {
+    VRAMLAB_ABI
+}
+
+/// The version of the library.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramlab_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramlab_error() -> *const c_char {
+    last()
+}
+
+/// A status in words. The text lives for ever.
+#[unsafe(no_mangle)]
+pub extern "C" fn vramlab_status_name(status: i32) -> *const c_char {
+    Status::name(status).as_ptr()
+}
+
+/// Gives a text back that a call handed out. Null is fine.
+///
+/// # Safety
+/// It came from this library and is given back once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_text_free(text: *mut c_char) {
+    if !text.is_null() {
+        // SAFETY: it was made by `c_text` (the program's promise).
+        drop(unsafe { CString::from_raw(text) });
+    }
+}
+
+/// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as the programs of this project take it. The device is `cuda`,
+/// `cuda:N`, `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). A GPU's first one takes a good part of
+/// a second.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char, out: *mut *mut Allocator) -> Status {
+    answer(|| {
+        // SAFETY: texts and pointer are as promised.
+        let (name, device) = unsafe { (text(name, "the allocator's name")?, text(device, "the device")?) };
+        // SAFETY: as promised.
+        unsafe { give(out, "the result", || Ok(Box::into_raw(Box::new(Allocator::open(name, device)?)))) }?;
+        watch_forks();
+        Ok(())
+    })
+}
+
+/// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds.
+///
+/// # Safety
+/// See the top of this file; no other thread uses the allocator or will.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_close(vramlab: *mut Allocator) -> Status {
+    answer(|| {
+        if vramlab.is_null() {
+            return Err(missing("the allocator"));
+        }
+        // SAFETY: it came from `vramlab_open` and is closed once (the program's promise).
+        unsafe { Box::from_raw(vramlab) }.close()
+    })
+}
+
+/// Every allocator with its settings and their defaults, as JSON.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_allocators_json(out: *mut *mut c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || c_text(allocators_json())) })
+}
+
+/// Allocates `bytes` for work on a stream. No bytes: the address is 0, which needs no free.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_allocate(vramlab: *mut Allocator, bytes: u64, stream: u64, out: *mut u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the address", || allocator(vramlab)?.allocate(0, bytes, stream)) })
+}
+
+/// Allocates from the memory of a private pool.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_allocate_in(
+    vramlab: *mut Allocator,
+    pool: u64,
+    bytes: u64,
+    stream: u64,
+    out: *mut u64,
+) -> Status {
+    answer(|| {
+        if pool == 0 {
+            return Err(Failure::new(Status::Unknown, "0 is no private pool"));
+        }
+        // SAFETY: as promised.
+        unsafe { give(out, "the address", || allocator(vramlab)?.allocate(pool, bytes, stream)) }
+    })
+}
+
+/// Frees the block that begins at an address. Address 0 is fine.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_free(vramlab: *mut Allocator, address: u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }?.free(address))
+}
+
+/// Says that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that work
+/// is done.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_record_stream(vramlab: *mut Allocator, address: u64, stream: u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }?.record_stream(address, stream))
+}
+
+/// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more.
+///
+/// # Safety
+/// See the top of this file; the stream is still there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_stream_gone(vramlab: *mut Allocator, stream: u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }?.stream_gone(stream))
+}
+
+/// Says that the program began to capture a graph on the device, or that such a capture has ended. It is counted. While one is
+/// open nothing here waits for the device, and no event is recorded on a stream that is captured.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_capturing(vramlab: *mut Allocator, open: bool) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.capturing(open)))
+}
+
+/// Makes a private pool. Its number is not 0 and is never used again.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_pool_create(vramlab: *mut Allocator, out: *mut u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the pool", || allocator(vramlab)?.pool_create()) })
+}
+
+/// Says that no more requests will come for a private pool. Its idle memory goes back when idle memory goes back the next time.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_pool_release(vramlab: *mut Allocator, pool: u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }?.pool_release(pool))
+}
+
+/// Gives back what is idle of a released private pool. `released` may be null.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_pool_trim(vramlab: *mut Allocator, pool: u64, released: *mut u64) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let bytes = unsafe { allocator(vramlab) }?.pool_trim(pool)?;
+        // SAFETY: as promised.
+        if let Some(released) = unsafe { released.as_mut() } {
+            *released = bytes;
+        }
+        Ok(())
+    })
+}
+
+/// Takes down what a private pool is like now.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_pool_checkpoint(
+    vramlab: *mut Allocator,
+    pool: u64,
+    out: *mut *mut Checkpoint,
+) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        unsafe {
+            give(out, "the checkpoint", || Ok(Box::into_raw(Box::new(allocator(vramlab)?.pool_checkpoint(pool)?))))
+        }
+    })
+}
+
+/// Lets a private pool be as it was: every block of it that the program holds is freed, and told by `freed`; then the blocks that
+/// were held at the checkpoint are held again where they lay, and told by `created`. Both may be null. They are called when no
+/// lock is held.
+///
+/// # Safety
+/// See the top of this file; the callbacks may be called with `context`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_pool_restore(
+    vramlab: *mut Allocator,
+    checkpoint: *const Checkpoint,
+    context: *mut c_void,
+    freed: Option<unsafe extern "C" fn(*mut c_void, u64)>,
+    created: Option<unsafe extern "C" fn(*mut c_void, u64, u64, u64)>,
+) -> Status {
+    answer(|| {
+        // SAFETY: null, or a checkpoint that was not given back (the program's promise).
+        let checkpoint = unsafe { checkpoint.as_ref() }.ok_or_else(|| missing("the checkpoint"))?;
+        // SAFETY: as promised.
+        let (gone, held) = unsafe { allocator(vramlab) }?.pool_restore(checkpoint)?;
+        for address in gone {
+            // SAFETY: may be called (the program's promise).
+            freed.inspect(|freed| unsafe { freed(context, address) });
+        }
+        for (address, bytes, stream) in held {
+            // SAFETY: may be called (the program's promise).
+            created.inspect(|created| unsafe { created(context, address, bytes, stream) });
+        }
+        Ok(())
+    })
+}
+
+/// Gives a checkpoint back. Null is fine.
+///
+/// # Safety
+/// It came from this library and is given back once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_checkpoint_free(checkpoint: *mut Checkpoint) {
+    if !checkpoint.is_null() {
+        // SAFETY: it was made by `vramlab_pool_checkpoint` (the program's promise).
+        drop(unsafe { Box::from_raw(checkpoint) });
+    }
+}
+
+/// Waits for pending frees, and gives idle memory back while more than `keep_bytes` are held. `released` may be null.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes: u64, released: *mut u64) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let bytes = unsafe { allocator(vramlab) }?.trim(keep_bytes)?;
+        // SAFETY: as promised.
+        if let Some(released) = unsafe { released.as_mut() } {
+            *released = bytes;
+        }
+        Ok(())
+    })
+}
+
+/// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_set_limit(vramlab: *mut Allocator, bytes: u64) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.set_limit(bytes)))
+}
+
+/// Free and total memory of the device in bytes.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_memory(vramlab: *mut Allocator, free: *mut u64, total: *mut u64) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let (free_now, in_all) = unsafe { allocator(vramlab) }?.memory()?;
+        // SAFETY: as promised.
+        unsafe { give(free, "free", || Ok(free_now)) }?;
+        // SAFETY: as promised.
+        unsafe { give(total, "total", || Ok(in_all)) }
+    })
+}
+
+/// The statistics. Takes the allocator's lock.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_read_stats(vramlab: *mut Allocator, out: *mut StatsRecord) -> Status {
+    let read = |allocator: &Allocator| {
+        let stats = allocator.stats();
+        let or_none = |of: &Option<PooledGauge>| of.as_ref().map(pooled).unwrap_or_default();
+        let plain = |of: &Option<vramlab_policies::Gauge>| of.as_ref().map(gauge).unwrap_or_default();
+        StatsRecord {
+            allocation: pooled(&stats.allocation),
+            segment: or_none(&stats.segment),
+            active: pooled(&stats.active),
+            inactive_split: or_none(&stats.inactive_split),
+            allocated_bytes: pooled(&stats.allocated_bytes),
+            reserved_bytes: pooled(&stats.reserved_bytes),
+            active_bytes: pooled(&stats.active_bytes),
+            inactive_split_bytes: or_none(&stats.inactive_split_bytes),
+            requested_bytes: pooled(&stats.requested_bytes),
+            oversize_allocations: plain(&stats.oversize_allocations),
+            oversize_segments: plain(&stats.oversize_segments),
+            num_alloc_retries: stats.num_alloc_retries,
+            num_ooms: stats.num_ooms,
+            num_sync_all_streams: stats.num_sync_all_streams,
+            num_device_alloc: stats.num_device_alloc,
+            num_device_free: stats.num_device_free,
+            max_split_size: allocator.setting("max_split_size").unwrap_or(u64::MAX),
+        }
+    };
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || allocator(vramlab).map(read)) })
+}
+
+/// The statistics that are known as JSON: one object, under the keys of `torch.cuda.memory_stats` and the allocator's own.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_stats_json(vramlab: *mut Allocator, out: *mut *mut c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.stats_json())) })
+}
+
+/// Lets every peak start again from its current value.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_reset_peaks(vramlab: *mut Allocator) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(Allocator::reset_peaks))
+}
+
+/// Lets every sum and count start again from zero.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_reset_accumulated(vramlab: *mut Allocator) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(Allocator::reset_accumulated))
+}
+
+/// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All is of one moment; no lock is
+/// held while the program looks.
+///
+/// # Safety
+/// See the top of this file; the callbacks may be called with `context`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_visit(
+    vramlab: *mut Allocator,
+    context: *mut c_void,
+    segment: Option<unsafe extern "C" fn(*mut c_void, *const SegmentRecord)>,
+    block: Option<unsafe extern "C" fn(*mut c_void, *const BlockRecord)>,
+) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let snapshot = unsafe { allocator(vramlab) }?.snapshot()?;
+        for info in &snapshot.segments {
+            let sum = |of: fn(&vramlab_policies::BlockInfo) -> u64| info.blocks.iter().map(of).sum();
+            let record = SegmentRecord {
+                address: info.addr.get(),
+                bytes: info.bytes,
+                stream: info.stream.get(),
+                pool: info.private.map_or(0, |private| private.get()),
+                is_large: info.pool != Some(vramlab_policies::PoolKind::Small),
+                expandable: info.expandable,
+                allocated_bytes: sum(|block| if block.state == BlockState::Allocated { block.bytes } else { 0 }),
+                active_bytes: sum(|block| if block.state == BlockState::Free { 0 } else { block.bytes }),
+                requested_bytes: sum(|block| if block.state == BlockState::Free { 0 } else { block.requested }),
+            };
+            // SAFETY: may be called (the program's promise); the record lives until it returns.
+            segment.inspect(|segment| unsafe { segment(context, &raw const record) });
+            for info in &info.blocks {
+                let state = match info.state {
+                    BlockState::Allocated => BlockStateRecord::Allocated,
+                    BlockState::PendingFree => BlockStateRecord::PendingFree,
+                    BlockState::Free => BlockStateRecord::Free,
+                };
+                let (address, bytes, requested) = (info.addr.get(), info.bytes, info.requested);
+                let record = BlockRecord { address, bytes, requested, state };
+                // SAFETY: as for segments.
+                block.inspect(|block| unsafe { block(context, &raw const record) });
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes what is held to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not
+/// there.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_snapshot(vramlab: *mut Allocator, path: *const c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab)?.write_snapshot(Path::new(text(path, "the path")?)) })
+}
+
+/// The live block that begins at an address.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_block_at(vramlab: *mut Allocator, address: u64, out: *mut BlockRecord) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the block", || allocator(vramlab)?.block(address)) })
+}
+
+/// The segment around an address: where it begins, and its size in bytes. What is mapped in parts has none that another process
+/// could open.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_base(
+    vramlab: *mut Allocator,
+    address: u64,
+    base: *mut u64,
+    bytes: *mut u64,
+) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let (start, size) = unsafe { allocator(vramlab) }?.base(address)?;
+        // SAFETY: as promised.
+        unsafe { give(base, "base", || Ok(start)) }?;
+        // SAFETY: as promised.
+        unsafe { give(bytes, "bytes", || Ok(size)) }
+    })
+}
+
+/// Sets what is called when a segment comes or goes: on the thread whose call caused it, before that call returns, when no lock is
+/// held. Null: nothing.
+///
+/// # Safety
+/// See the top of this file; the callback may be called with `context` from any thread, until another one was set and every call
+/// that was under way has returned.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_on_segment(
+    vramlab: *mut Allocator,
+    context: *mut c_void,
+    callback: Option<unsafe extern "C" fn(*mut c_void, *const SegmentEvent)>,
+) -> Status {
+    answer(|| {
+        // CAST: the context is the program's own, and only handed back to it.
+        let teller = callback.map(|callback| Teller { context: context as usize, callback });
+        // SAFETY: as promised.
+        unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_segments(teller))
+    })
+}
+
+/// Sets what is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or in a
+/// later call that finds that they are done with it, before that call returns, when no lock is held. Null: nothing.
+///
+/// # Safety
+/// As of `vramlab_on_segment`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_on_free(
+    vramlab: *mut Allocator,
+    context: *mut c_void,
+    callback: Option<unsafe extern "C" fn(*mut c_void, u64)>,
+) -> Status {
+    answer(|| {
+        // CAST: the context is the program's own, and only handed back to it.
+        let teller = callback.map(|callback| Teller { context: context as usize, callback });
+        // SAFETY: as promised.
+        unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_completed(teller))
+    })
+}
+
+/// Records every allocation and free from now on, or no longer: 64 bytes each until they are written.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_trace(vramlab: *mut Allocator, on: bool) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.trace(on)))
+}
+
+/// Writes what was recorded since the last time to a file, a line of JSON each. The file is whole or not there.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_trace_write(vramlab: *mut Allocator, path: *const c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab)?.write_trace(Path::new(text(path, "the path")?)) })
+}
+
+/// Times every allocation and free from now on, or no longer.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_latency(vramlab: *mut Allocator, on: bool) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.latency(on)))
+}
+
+/// What was timed, as JSON: percentiles in nanoseconds by operation and path.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_latency_json(vramlab: *mut Allocator, out: *mut *mut c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.latency_json()?)) })
+}
+
+/// The driver calls that the allocator made, as JSON: number and time of each kind.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_calls_json(vramlab: *mut Allocator, out: *mut *mut c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.calls_json()?)) })
+}
+
+/// What the allocator can do: a sum of `VRAMLAB_CAN_*` and `VRAMLAB_FOLLOWS_PYTORCH`.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_can(vramlab: *mut Allocator, out: *mut u32) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || allocator(vramlab).map(Allocator::can)) })
+}
+
+/// The allocator's name and the settings in effect, as JSON.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_settings_json(vramlab: *mut Allocator, out: *mut *mut c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.settings_json())) })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    #[test]
+    fn the_header_is_what_the_source_says() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let header = folder.join("include/vramlab.h");
+        let mut made = Vec::new();
+        cbindgen::generate(folder).expect("the sources should make a header").write(&mut made);
+        if std::env::var_os("UPDATE_HEADER").is_some() {
+            std::fs::write(&header, &made).unwrap();
+        }
+        let written = std::fs::read(&header).unwrap_or_default();
+        assert!(written == made, "{} is not current: run UPDATE_HEADER=1 cargo test -p vramlab-capi", header.display());
+    }
+}

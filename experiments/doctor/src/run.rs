@@ -1,0 +1,156 @@
+//! `vramlab run`: a program runs as it would without, and what its allocator did is recorded, under PyTorch's own or another one.
+
+mod device;
+mod folder;
+mod launch;
+mod processes;
+mod summary;
+
+use anyhow::Result;
+use clap::Args;
+use device::Sampler;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+use terminal::arguments;
+use terminal::around::{self, Around, Signalled};
+use vramlab::Selection;
+
+pub(crate) use device::{Curve, curve};
+pub(crate) use folder::Folder;
+pub(crate) use launch::{Frames, Launch};
+pub(crate) use processes::Process;
+use processes::processes;
+
+/// What `run` and `try` are told alike.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct Recorded {
+    /// Most bytes that PyTorch may reserve on each GPU, such as 24GiB
+    #[arg(long, value_name = "BYTES", value_parser = limit)]
+    pub(crate) limit: Option<u64>,
+    /// Folder for what is recorded [default: the first of vramlab-run-1, vramlab-run-2, ... that is not there]
+    #[arg(short, long, value_name = "DIR")]
+    pub(crate) output: Option<PathBuf>,
+    /// Which events have the stack of Python
+    #[arg(long, value_name = "WHICH", default_value = "all")]
+    frames: Frames,
+    /// No event has one, which is faster: --frames none
+    #[arg(long, conflicts_with = "frames")]
+    no_frames: bool,
+    /// Events that are kept, the newest; with frames each takes about 1 kB of the host's memory
+    #[arg(long, value_name = "N", default_value_t = 500_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) events: u32,
+    /// The program and its arguments, behind --
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+impl Recorded {
+    pub(crate) fn frames(&self) -> Frames {
+        if self.no_frames { Frames::None } else { self.frames }
+    }
+}
+
+fn limit(text: &str) -> Result<u64, String> {
+    crate::advise::limit(text).map_err(|error| format!("{error:#}"))
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| seconds.is_finite() && *seconds > 0.0);
+    seconds.ok_or_else(|| "write seconds, such as 60".to_owned())
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Allocator that is put under PyTorch [default: PyTorch's own]
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator())]
+    alloc: Option<Selection>,
+    /// Take a snapshot so often, too
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    every: Option<f64>,
+    /// Do not ask at the end which setting would need less memory, which takes seconds
+    #[arg(long)]
+    no_advise: bool,
+    /// Say nothing at the end; the folder has it all
+    #[arg(short, long)]
+    quiet: bool,
+    #[command(flatten)]
+    recorded: Recorded,
+}
+
+/// Runs the program, and ends as it ended.
+///
+/// # Errors
+/// What stands in the way of starting it.
+pub(crate) fn run(args: &RunArgs) -> Result<()> {
+    let recorded = &args.recorded;
+    let folder = Folder::make(recorded.output.as_deref())?;
+    let runner = Runner::new()?;
+    let launch = Launch {
+        command: &recorded.command,
+        alloc: args.alloc.as_ref(),
+        limit: recorded.limit,
+        every: args.every,
+        frames: recorded.frames(),
+        events: recorded.events,
+        steps: false,
+        conf: None,
+        output_to_stderr: false,
+    };
+    let started = runner.run(&launch, &folder).inspect_err(|_| folder.discard())?;
+    let told = summary::Told { launch: &launch, folder: &folder, started: &started, advise: !args.no_advise };
+    let summary = summary::of(&told)?;
+    if !args.quiet {
+        summary.lines().iter().for_each(|line| terminal::say(line));
+    }
+    folder.finish(&summary)?;
+    around::end_alike(started.status)
+}
+
+/// How a program was run.
+pub(crate) struct Started {
+    pub(crate) status: std::process::ExitStatus,
+    pub(crate) seconds: f64,
+    pub(crate) processes: Vec<Process>,
+    pub(crate) device: device::Sampled,
+}
+
+/// Runs programs, one at a time, with the devices sampled. SIGUSR1 goes to the processes that take it for a request, if there
+/// are any.
+pub(crate) struct Runner {
+    around: Around,
+    /// Where the program that runs is recorded.
+    now: Arc<Mutex<Option<(PathBuf, String)>>>,
+}
+
+impl Runner {
+    /// Listens to signals from now on.
+    pub(crate) fn new() -> Result<Self> {
+        let now: Arc<Mutex<Option<(PathBuf, String)>>> = Arc::default();
+        let asked = Arc::clone(&now);
+        let around = Around::listen(move |signal| match &*asked.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some((folder, run)) => processes::ask_for_snapshots(signal, folder, run),
+            None => Signalled::PassOn,
+        })?;
+        Ok(Self { around, now })
+    }
+
+    /// Runs a program to its end.
+    ///
+    /// # Errors
+    /// It cannot be started, or its records cannot be read or written.
+    pub(crate) fn run(&self, launch: &Launch<'_>, folder: &Folder) -> Result<Started> {
+        let mut command = launch.command(folder)?;
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
+        let sampler = Sampler::start();
+        let began = Instant::now();
+        let status = self.around.run(&mut command)?;
+        let seconds = began.elapsed().as_secs_f64();
+        let device = sampler.stop();
+        folder.sweep();
+        let processes = processes(folder)?;
+        device.write(folder, &processes)?;
+        Ok(Started { status, seconds, processes, device })
+    }
+}

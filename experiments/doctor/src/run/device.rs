@@ -1,0 +1,190 @@
+//! What the driver says of the devices while a program runs: memory used in all, and by each process.
+
+use super::folder::{Folder, now_ns};
+use super::processes::{Gpu, Process};
+use anyhow::Result;
+use nvml_wrapper::Nvml;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use vramlab::output::{Existing, write};
+
+/// Time between samples at first.
+const EVERY: Duration = Duration::from_millis(100);
+/// Samples that are kept of a GPU: with more, each two become one and the time between them doubles.
+const MOST: usize = 4096;
+
+/// Takes samples in a thread of its own.
+pub(super) struct Sampler {
+    stop: Sender<()>,
+    thread: JoinHandle<Sampled>,
+}
+
+/// What was sampled.
+#[derive(Debug, Default)]
+pub(crate) struct Sampled {
+    /// Why nothing was.
+    pub(crate) missing: Option<String>,
+    every: Duration,
+    gpus: Vec<SampledGpu>,
+}
+
+#[derive(Debug)]
+struct SampledGpu {
+    uuid: String,
+    name: String,
+    total_bytes: u64,
+    samples: Vec<Sample>,
+}
+
+/// Memory of a GPU at a moment.
+#[derive(Clone, Debug)]
+struct Sample {
+    time_ns: u64,
+    used_bytes: u64,
+    /// By process; a driver may not tell, and in a container its numbers are the host's.
+    processes: BTreeMap<u32, u64>,
+}
+
+impl Sampler {
+    /// Takes samples from now on; the first is of before the program starts.
+    pub(super) fn start() -> Self {
+        let (stop, stopped) = channel();
+        let thread = std::thread::spawn(move || {
+            let nvml = match Nvml::init() {
+                Ok(nvml) => nvml,
+                Err(error) => return Sampled { missing: Some(format!("NVML: {error}")), ..Sampled::default() },
+            };
+            let mut sampled = Sampled { missing: None, every: EVERY, gpus: gpus(&nvml) };
+            loop {
+                sampled.take(&nvml);
+                match stopped.recv_timeout(sampled.every) {
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return sampled,
+                }
+            }
+        });
+        Self { stop, thread }
+    }
+
+    pub(super) fn stop(self) -> Sampled {
+        // It may have ended already.
+        let _ = self.stop.send(());
+        self.thread.join().unwrap_or_default()
+    }
+}
+
+fn gpus(nvml: &Nvml) -> Vec<SampledGpu> {
+    let of = |index| {
+        let device = nvml.device_by_index(index).ok()?;
+        let total_bytes = device.memory_info().ok()?.total;
+        let (uuid, name) = (device.uuid().ok()?, device.name().unwrap_or_default());
+        Some(SampledGpu { uuid, name, total_bytes, samples: Vec::new() })
+    };
+    (0..nvml.device_count().unwrap_or(0)).filter_map(of).collect()
+}
+
+impl Sampled {
+    fn take(&mut self, nvml: &Nvml) {
+        for gpu in &mut self.gpus {
+            let Ok(device) = nvml.device_by_uuid(gpu.uuid.as_str()) else { continue };
+            let Ok(memory) = device.memory_info() else { continue };
+            let mut processes = BTreeMap::new();
+            for process in device.running_compute_processes().unwrap_or_default() {
+                if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+                    processes.insert(process.pid, bytes);
+                }
+            }
+            gpu.samples.push(Sample { time_ns: now_ns(), used_bytes: memory.used, processes });
+        }
+        if self.gpus.iter().any(|gpu| gpu.samples.len() >= MOST) {
+            self.gpus.iter_mut().for_each(|gpu| gpu.samples = halved(&gpu.samples));
+            self.every *= 2;
+        }
+    }
+
+    /// Most bytes used on one of the GPUs that processes used.
+    pub(super) fn peak(&self, processes: &[Process]) -> Option<u64> {
+        let curves = processes.iter().flat_map(|process| process.devices.iter().map(move |gpu| (process, gpu)));
+        curves.filter_map(|(process, gpu)| self.curve(process, gpu)?.used_bytes.into_iter().max()).max()
+    }
+
+    /// What a process's GPUs held, beside its snapshots: `NAME.device.json`.
+    pub(super) fn write(&self, folder: &Folder, processes: &[Process]) -> Result<()> {
+        for process in processes {
+            let gpus: Vec<Curve> = process.devices.iter().filter_map(|gpu| self.curve(process, gpu)).collect();
+            if gpus.is_empty() {
+                continue;
+            }
+            let curves = Curves { pid: process.pid, gpus };
+            let path = folder.path.join(format!("{}{ENDING}", process.name()));
+            write(&path, Existing::Replace, serde_json::to_string(&curves)? + "\n")?;
+        }
+        Ok(())
+    }
+
+    fn curve(&self, process: &Process, gpu: &Gpu) -> Option<Curve> {
+        let uuid = gpu.uuid.as_deref()?;
+        let of = self
+            .gpus
+            .iter()
+            .find(|sampled| sampled.uuid.trim_start_matches("GPU-") == uuid.trim_start_matches("GPU-"))?;
+        let told = of.samples.iter().any(|sample| sample.processes.contains_key(&process.pid));
+        let own = |sample: &Sample| sample.processes.get(&process.pid).copied().unwrap_or(0);
+        Some(Curve {
+            index: gpu.index,
+            uuid: of.uuid.clone(),
+            name: of.name.clone(),
+            total_bytes: of.total_bytes,
+            time_ns: of.samples.iter().map(|sample| sample.time_ns).collect(),
+            used_bytes: of.samples.iter().map(|sample| sample.used_bytes).collect(),
+            process_bytes: told.then(|| of.samples.iter().map(own).collect()),
+        })
+    }
+}
+
+/// Of each two samples the one at which more was used.
+fn halved(samples: &[Sample]) -> Vec<Sample> {
+    let larger = |two: &[Sample]| two.iter().max_by_key(|sample| sample.used_bytes).cloned();
+    samples.chunks(2).filter_map(larger).collect()
+}
+
+/// How the files' names end.
+const ENDING: &str = ".device.json";
+
+/// Memory of a process's GPUs while it ran.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Curves {
+    pid: u32,
+    gpus: Vec<Curve>,
+}
+
+/// Memory of one GPU over time, as the driver counts it.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Curve {
+    /// PyTorch's number.
+    pub(crate) index: u32,
+    uuid: String,
+    name: String,
+    pub(crate) total_bytes: u64,
+    /// Since 1970, as the events' times.
+    pub(crate) time_ns: Vec<u64>,
+    /// By all processes.
+    pub(crate) used_bytes: Vec<u64>,
+    /// By the process; `null` where the driver does not tell.
+    pub(crate) process_bytes: Option<Vec<u64>>,
+}
+
+/// What was sampled of a GPU beside a snapshot: in `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.
+pub(crate) fn curve(snapshot: &Path, gpu: u16) -> Option<Curve> {
+    let name = snapshot.file_name()?.to_str()?;
+    let stem = name.split_once('.')?.0;
+    let text = std::fs::read_to_string(snapshot.with_file_name(format!("{stem}{ENDING}"))).ok()?;
+    let curves: Curves = serde_json::from_str(&text).ok()?;
+    let curve = curves.gpus.into_iter().find(|curve| curve.index == u32::from(gpu))?;
+    (curve.time_ns.len() == curve.used_bytes.len()).then_some(curve)
+}

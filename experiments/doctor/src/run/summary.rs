@@ -1,0 +1,200 @@
+//! What is said at the end of a run: some ten lines on standard error, and the same for programs in the folder.
+
+use super::Started;
+use super::folder::Folder;
+use super::launch::Launch;
+use super::processes::Process;
+use crate::advise::{First, first};
+use crate::words::counted;
+use anyhow::Result;
+use serde::Serialize;
+use std::path::PathBuf;
+use terminal::{command, duration, quoted};
+use vramlab::{Bytes, Selection};
+
+/// Processes that get a line of their own.
+const LINES: usize = 4;
+
+/// What the end is made from.
+pub(super) struct Told<'a> {
+    pub(super) launch: &'a Launch<'a>,
+    pub(super) folder: &'a Folder,
+    pub(super) started: &'a Started,
+    /// Whether settings are compared.
+    pub(super) advise: bool,
+}
+
+/// A run as its folder keeps it (`run.json`).
+#[derive(Debug, Serialize)]
+pub(super) struct Summary {
+    command: String,
+    /// Of the program; `null` where a signal ended it.
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    wall_s: f64,
+    /// What `--alloc` put under PyTorch.
+    allocator: Option<String>,
+    limit_bytes: Option<u64>,
+    processes: Vec<Process>,
+    /// Why the devices' own figures are missing.
+    device_missing: Option<String>,
+    /// Most bytes used on a GPU by all processes, as the driver counts them.
+    device_peak_bytes: Option<u64>,
+    /// The snapshot of which most is told.
+    worst: Option<PathBuf>,
+    /// What is advised for it.
+    advice: Option<First>,
+    /// Why nothing is advised.
+    no_advice: Option<String>,
+    #[serde(skip)]
+    folder: PathBuf,
+}
+
+/// Looks at what a run left.
+///
+/// # Errors
+/// None of what a program may have done: then it is said.
+pub(super) fn of(told: &Told<'_>) -> Result<Summary> {
+    let Told { launch, folder, started, advise } = told;
+    let worst = started.processes.iter().filter(|process| process.best().is_some());
+    let worst = worst.max_by_key(|process| (process.count("num_ooms") > 0, process.peak("reserved_bytes")));
+    let file = worst.and_then(|process| Some(folder.path.join(&process.best()?.file)));
+    let (mut advice, mut no_advice) = (None, None);
+    match (&file, worst.and_then(|process| process.allocator.as_deref())) {
+        (None, _) => no_advice = Some("no snapshot was taken".to_owned()),
+        _ if !advise => no_advice = Some("not asked".to_owned()),
+        (Some(_), Some(name)) if !as_pytorch(name) => {
+            no_advice = Some(format!("{name} has none of PyTorch's settings"));
+        }
+        (Some(file), _) => match first(file, launch.limit) {
+            Ok(found) => advice = Some(found),
+            Err(error) => no_advice = Some(format!("{error:#}")),
+        },
+    }
+    Ok(Summary {
+        command: launch.shown(),
+        exit_code: started.status.code(),
+        signal: signal(started),
+        wall_s: started.seconds,
+        allocator: launch.alloc.map(ToString::to_string),
+        limit_bytes: launch.limit,
+        processes: started.processes.clone(),
+        device_missing: started.device.missing.clone(),
+        device_peak_bytes: started.device.peak(&started.processes),
+        worst: worst.and_then(|process| Some(folder.shown.join(&process.best()?.file))),
+        advice,
+        no_advice,
+        folder: folder.shown.clone(),
+    })
+}
+
+fn signal(started: &Started) -> Option<i32> {
+    #[cfg(unix)]
+    {
+        std::os::unix::process::ExitStatusExt::signal(&started.status)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = started;
+        None
+    }
+}
+
+/// Whether an allocator has PyTorch's settings, so that these can be advised for it.
+fn as_pytorch(text: &str) -> bool {
+    text.parse::<Selection>().is_ok_and(|selection| selection.capabilities().follows_pytorch)
+}
+
+impl Summary {
+    /// The lines of the screen.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let mut out = vec![self.head()];
+        if self.processes.is_empty() {
+            return out;
+        }
+        let shown = if self.processes.len() > LINES + 1 { LINES } else { self.processes.len() };
+        out.extend(self.processes[..shown].iter().map(of_process));
+        if let rest @ 1.. = self.processes.len() - shown {
+            let peaks = self.processes[shown..].iter().filter_map(|process| process.peak("reserved_bytes"));
+            let most = peaks.max().map_or(String::new(), |bytes| format!(", reserved {} at most", Bytes(bytes)));
+            out.push(format!("         and {} more{most}", many(rest)));
+        }
+        out.push(match (&self.device_missing, self.device_peak_bytes) {
+            (Some(why), _) => format!("device   not sampled: {why}"),
+            (None, Some(bytes)) => {
+                let reserved = self.processes.iter().filter_map(|process| process.peak("reserved_bytes")).max();
+                let reserved = reserved.map_or(String::new(), |bytes| format!("; PyTorch reserved {}", Bytes(bytes)));
+                format!("device   {} used on a GPU at most, by all processes{reserved}", Bytes(bytes))
+            }
+            (None, None) => "device   not sampled: the driver does not know the GPUs that PyTorch used".to_owned(),
+        });
+        let snapshots: usize = self.processes.iter().map(|process| process.snapshots.len()).sum();
+        out.push(format!("files    {} in {}", counted(snapshots as u64, "snapshot"), self.folder.display()));
+        out.push(match (&self.advice, &self.no_advice) {
+            (Some(advice), _) => format!("advise   {}", advice.sentence),
+            (None, Some(why)) => format!("advise   {why}"),
+            (None, None) => "advise   not asked".to_owned(),
+        });
+        if let Some(worst) = &self.worst {
+            let question = if self.advice.is_some() { "explain" } else { "advise" };
+            let next = command("vramlab", &format!("{question} {}", quoted(&worst.to_string_lossy())));
+            out.push(format!("Next: {next}"));
+        }
+        out
+    }
+
+    fn head(&self) -> String {
+        // CAST: seconds to nanoseconds, for display.
+        let time = duration((self.wall_s * 1e9) as u64);
+        let how = match (self.exit_code, self.signal) {
+            (Some(0), _) => String::new(),
+            (Some(code), _) => format!(", exit code {code}"),
+            (None, Some(signal)) => format!(", ended by signal {signal}"),
+            (None, None) => String::new(),
+        };
+        if self.processes.is_empty() {
+            return format!(
+                "vramlab  {time}{how}; no Python process of it used CUDA through PyTorch, so nothing is recorded"
+            );
+        }
+        let under = match &self.processes[0].allocator {
+            Some(name) => name.clone(),
+            None => "PyTorch's own allocator".to_owned(),
+        };
+        let limit = self.limit_bytes.map_or(String::new(), |bytes| format!(", limited to {}", Bytes(bytes)));
+        let torch = &self.processes[0].torch;
+        let count = self.processes.len();
+        let used = many(count);
+        format!("vramlab  {time}{how}; {used} used PyTorch {torch} under {under}{limit}")
+    }
+}
+
+fn many(processes: usize) -> String {
+    if processes == 1 { "1 process".to_owned() } else { format!("{processes} processes") }
+}
+
+/// What one process took.
+fn of_process(process: &Process) -> String {
+    let label = format!("{:8}", process.shown());
+    let gap = if label.ends_with(' ') { "" } else { " " };
+    let figures: Vec<String> = ["reserved", "active", "requested"]
+        .into_iter()
+        .filter_map(|of| Some(format!("{of} {}", Bytes(process.peak(&format!("{of}_bytes"))?))))
+        .collect();
+    if figures.is_empty() {
+        let newest = process.best().map_or("none".to_owned(), |snapshot| snapshot.file.clone());
+        return format!("{label}{gap} ended before it could say what it took; its newest snapshot: {newest}");
+    }
+    let calls = match process.calls() {
+        Some((count, ns)) => format!("{} in {}", counted(count, "driver call"), duration(ns)),
+        None => counted(process.count("num_device_alloc") + process.count("num_device_free"), "driver call"),
+    };
+    let mut out = format!("{label}{gap} {} at most; {calls}", figures.join(", "));
+    for (key, what) in [("num_alloc_retries", "release of the cache"), ("num_ooms", "out-of-memory")] {
+        match process.count(key) {
+            0 => {}
+            count => out += &format!(", {count} × {what}"),
+        }
+    }
+    out
+}

@@ -1,0 +1,229 @@
+//! `vramlab try`: a program runs under its own settings, under those that `advise` names, and under another allocator, and what was
+//! predicted stands beside what was measured.
+
+use crate::advise::{self, First, driver_calls};
+use crate::run::{Folder, Launch, Recorded, Runner, Started};
+use crate::words::counted;
+use anyhow::{Result, bail};
+use clap::Args;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use terminal::{Cell, Column, Page, RuntimeFailure, Table, arguments, around, command, duration, quoted, say};
+use vramlab::{Bytes, Selection};
+
+#[derive(Debug, Args)]
+pub(crate) struct TryArgs {
+    /// Allocator of the last run
+    #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator(), default_value = "remap")]
+    alloc: Selection,
+    /// Print one JSON object on standard output; what the program prints goes to standard error
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    recorded: Recorded,
+}
+
+/// What came of it.
+#[derive(Debug, Serialize)]
+struct Tried {
+    command: String,
+    /// As it is, under what was advised where there is such a setting, and under the allocator.
+    runs: Vec<Ran>,
+    /// What was advised after the first run; `null` where it left no snapshot that says.
+    advice: Option<First>,
+}
+
+/// One run.
+#[derive(Debug, Serialize)]
+struct Ran {
+    /// `as it is`, `advised` or `allocator`.
+    name: &'static str,
+    /// `PYTORCH_CUDA_ALLOC_CONF`, where it was changed for this run.
+    conf: Option<String>,
+    /// What was put under PyTorch.
+    allocator: Option<String>,
+    /// Of the program; `null` where a signal ended it.
+    exit_code: Option<i32>,
+    predicted_reserved_bytes: Option<u64>,
+    /// Peak of the process that reserved most.
+    reserved_bytes: Option<u64>,
+    active_bytes: Option<u64>,
+    /// Median time between two steps of the optimizer.
+    step_ns: Option<u64>,
+    steps: usize,
+    wall_s: f64,
+    predicted_driver_calls: Option<u64>,
+    /// As the allocator counts them, else by a replay of what was recorded.
+    driver_calls: Option<u64>,
+    out_of_memory: u64,
+    folder: PathBuf,
+}
+
+/// Runs the program two or three times, and compares.
+///
+/// # Errors
+/// It cannot be started, or leaves nothing to compare.
+pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
+    let recorded = &args.recorded;
+    let folder = Folder::make(recorded.output.as_deref())?;
+    let runner = Runner::new()?;
+    let launch = Launch {
+        command: &recorded.command,
+        alloc: None,
+        limit: recorded.limit,
+        every: None,
+        frames: recorded.frames(),
+        events: recorded.events,
+        steps: true,
+        conf: None,
+        output_to_stderr: args.json,
+    };
+    say("try      1: as it is");
+    let (first, started) = one(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
+    let Some(snapshot) = snapshot(&started, &first.folder) else {
+        bail!(RuntimeFailure::new(
+            "no process of the program used CUDA through PyTorch, so there is nothing to compare"
+        ));
+    };
+    let advice = match advise::first(&snapshot, recorded.limit) {
+        Ok(advice) => Some(advice),
+        Err(error) => {
+            say(&format!("try      nothing is advised: {error:#}"));
+            None
+        }
+    };
+    let mut runs = vec![Ran {
+        predicted_reserved_bytes: None,
+        driver_calls: advice.as_ref().and_then(|advice| advice.recorded_driver_calls),
+        ..first
+    }];
+    if let Some((advice, conf)) = advice.as_ref().and_then(|advice| Some((advice, advice.conf.as_deref()?))) {
+        say(&format!("try      2: PYTORCH_CUDA_ALLOC_CONF={conf}"));
+        let launch = Launch { conf: Some(conf), ..launch };
+        let (ran, started) = one(&runner, &launch, &folder, "advised")?;
+        let calls = self::snapshot(&started, &ran.folder).and_then(|file| driver_calls(&file, recorded.limit).ok());
+        runs.push(Ran {
+            conf: Some(conf.to_owned()),
+            predicted_reserved_bytes: advice.predicted_reserved_bytes,
+            predicted_driver_calls: advice.predicted_driver_calls,
+            driver_calls: calls,
+            ..ran
+        });
+    }
+    say(&format!("try      {}: {}", runs.len() + 1, args.alloc));
+    let under = Launch { alloc: Some(&args.alloc), ..launch };
+    let (ran, started) = one(&runner, &under, &folder, "allocator")?;
+    // What was replayed is `remap` without settings.
+    let replayed = advice.as_ref().filter(|_| args.alloc.to_string() == "remap");
+    runs.push(Ran {
+        allocator: Some(args.alloc.to_string()),
+        predicted_reserved_bytes: replayed.and_then(|advice| advice.remap_reserved_bytes),
+        predicted_driver_calls: replayed.and_then(|advice| advice.remap_driver_calls),
+        driver_calls: worst(&started).and_then(|process| process.driver_calls()),
+        ..ran
+    });
+    let tried = Tried { command: launch.shown(), runs, advice };
+    folder.finish(&tried)?;
+    if args.json { terminal::print_json(&tried) } else { page(&tried, &folder).print() }
+}
+
+/// One run in a folder of its own. A program that was ended by a signal ends this one, too.
+fn one(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str) -> Result<(Ran, Started)> {
+    let own = Folder::make(Some(&folder.shown.join(name.replace(' ', "-"))))?;
+    let started = runner.run(launch, &own).inspect_err(|_| own.discard())?;
+    own.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes}))?;
+    if started.status.code().is_none() {
+        around::end_alike(started.status);
+    }
+    let process = worst(&started);
+    let mut steps: Vec<u64> = process.map(|process| process.step_ns.clone()).unwrap_or_default();
+    steps.sort_unstable();
+    let ran = Ran {
+        name,
+        conf: None,
+        allocator: None,
+        exit_code: started.status.code(),
+        predicted_reserved_bytes: None,
+        reserved_bytes: process.and_then(|process| process.peak("reserved_bytes")),
+        active_bytes: process.and_then(|process| process.peak("active_bytes")),
+        step_ns: steps.get(steps.len() / 2).copied(),
+        steps: steps.len(),
+        wall_s: started.seconds,
+        predicted_driver_calls: None,
+        driver_calls: None,
+        out_of_memory: started.processes.iter().map(|process| process.count("num_ooms")).sum(),
+        folder: own.shown.clone(),
+    };
+    Ok((ran, started))
+}
+
+/// The process of which most is told.
+fn worst(started: &Started) -> Option<&crate::run::Process> {
+    started.processes.iter().max_by_key(|process| (process.best().is_some(), process.peak("reserved_bytes")))
+}
+
+fn snapshot(started: &Started, folder: &Path) -> Option<PathBuf> {
+    worst(started)?.best().map(|snapshot| folder.join(&snapshot.file))
+}
+
+fn page(tried: &Tried, folder: &Folder) -> Page {
+    let mut page = Page::stdout();
+    page.title(format!("{}: predicted and measured", tried.command));
+    page.table(&table(tried));
+    let stepped = tried.runs.iter().any(|ran| ran.step_ns.is_some());
+    page.note(match stepped {
+        true => "A step is the median time between two steps of the optimizer.",
+        false => "No optimizer stepped, so there is only the time of the whole program.",
+    });
+    let ooms = tried.runs.iter().filter(|ran| ran.out_of_memory > 0);
+    for ran in ooms {
+        page.note(format!("{} ran out of memory {}.", shown(ran), counted(ran.out_of_memory, "time")));
+    }
+    match &tried.advice {
+        Some(advice) if advice.conf.is_none() => {
+            page.note(format!("No second setting was tried: {}.", advice.sentence))
+        }
+        _ => {}
+    }
+    page.gap();
+    let last = tried.runs.last().map(|ran| ran.folder.clone()).unwrap_or_else(|| folder.shown.clone());
+    page.next(&command("vramlab", &format!("report {} --open", quoted(&last.join("*.pickle").to_string_lossy()))));
+    page
+}
+
+fn shown(ran: &Ran) -> String {
+    match (&ran.conf, &ran.allocator) {
+        (Some(conf), _) => arguments::heading(conf),
+        (_, Some(allocator)) => arguments::heading(allocator),
+        _ => ran.name.to_owned(),
+    }
+}
+
+fn table(tried: &Tried) -> Table {
+    let mut table = Table::new([
+        Column::text("run"),
+        Column::right("reserved, predicted"),
+        Column::right("measured"),
+        Column::right("step"),
+        Column::right("program").priority(2),
+        Column::right("driver calls, predicted").priority(1),
+        Column::right("counted").priority(1),
+        Column::right("exit code").priority(3),
+    ]);
+    let bytes = |bytes: Option<u64>| Cell::or_dash(bytes.map(|bytes| Bytes(bytes).to_string()));
+    let number = |number: Option<u64>| Cell::or_dash(number.map(|number| number.to_string()));
+    for ran in &tried.runs {
+        table.row([
+            Cell::from(shown(ran)),
+            bytes(ran.predicted_reserved_bytes),
+            bytes(ran.reserved_bytes),
+            Cell::or_dash(ran.step_ns.map(duration)),
+            // CAST: seconds to nanoseconds, for display.
+            Cell::from(duration((ran.wall_s * 1e9) as u64)),
+            number(ran.predicted_driver_calls),
+            number(ran.driver_calls),
+            Cell::or_dash(ran.exit_code.map(|code| code.to_string())),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,291 @@
+//! `vramlab run` and `vramlab try` around programs: what passes through untouched, and what is left. A stand-in for PyTorch plays
+//! its part in Python.
+
+#![cfg(unix)]
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Place, Ran};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
+}
+
+/// `vramlab run` with a command of the shell.
+fn run(place: &Place, script: &str) -> Command {
+    place.process(&["run", "--", "sh", "-c", script])
+}
+
+/// With the stand-in for PyTorch, and a script of Python as `script.py`.
+fn torch(place: &Place, mut command: Command, script: &str) -> Command {
+    place.write("script.py", script);
+    command.env("PYTHONPATH", root().join("inside/tests/fake"));
+    command.env("FAKE_SNAPSHOT", root().join("histories/mlp.pickle.xz"));
+    for rank in ["RANK", "LOCAL_RANK", "SLURM_PROCID", "VRAMLAB_ALLOC", "VRAMLAB_LIMIT", "PYTORCH_CUDA_ALLOC_CONF"] {
+        command.env_remove(rank);
+    }
+    command
+}
+
+fn started(mut command: Command) -> (Child, BufReader<std::process::ChildStdout>) {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let out = BufReader::new(child.stdout.take().unwrap());
+    (child, out)
+}
+
+fn line(out: &mut impl BufRead) -> String {
+    let mut line = String::new();
+    out.read_line(&mut line).unwrap();
+    line.trim_end().to_owned()
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+fn record(place: &Place, folder: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(place.at(folder).join("run.json")).unwrap()).unwrap()
+}
+
+/// Until something is so; what never comes fails the test.
+fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    for _ in 0..3000 {
+        if is_so() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    panic!("{what} did not come");
+}
+
+#[test]
+fn input_output_and_the_exit_code_pass_through() {
+    let place = Place::new();
+    let mut child = run(&place, "cat; echo told >&2; exit 7");
+    let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"\x00\xffa\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(7), &b"\x00\xffa\n"[..]));
+    let said = String::from_utf8(output.stderr).unwrap();
+    let lines: Vec<&str> = said.lines().collect();
+    assert_eq!(lines[0], "told");
+    assert!(lines[1].starts_with("vramlab ") && lines[1].contains("exit code 7; no Python process"), "{said}");
+    assert_eq!(lines.len(), 2);
+    let left = record(&place, "vramlab-run-1");
+    assert_eq!((&left["exit_code"], &left["signal"], &left["processes"]), (&json!(7), &Value::Null, &json!([])));
+}
+
+#[test]
+fn a_program_that_dies_by_a_signal_ends_this_one_so() {
+    let place = Place::new();
+    for signal in ["TERM", "KILL", "SEGV", "INT", "USR1"] {
+        let status = run(&place, &format!("kill -{signal} $$")).stderr(Stdio::null()).status().unwrap();
+        let expected = Command::new("sh").args(["-c", &format!("kill -{signal} $$")]).status().unwrap();
+        assert_eq!(status.signal(), expected.signal(), "{signal}");
+        assert!(status.signal().is_some());
+    }
+    assert_eq!(record(&place, "vramlab-run-2")["signal"], 9);
+}
+
+#[test]
+fn signals_go_to_the_program() {
+    let place = Place::new();
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2] {
+        let name = signal.as_raw();
+        let script = format!("trap 'echo got; exit 5' {name}; echo ready; while :; do sleep 0.02; done");
+        let (mut child, mut out) = started(run(&place, &script));
+        assert_eq!(line(&mut out), "ready");
+        send(&child, signal);
+        assert_eq!(line(&mut out), "got");
+        assert_eq!(child.wait().unwrap().code(), Some(5), "{signal:?}");
+    }
+    // What is ignored stays so, as under nohup.
+    let mut nohup = Command::new("sh");
+    let script = format!("trap '' HUP; exec {} run -- sh -c 'kill -HUP $$; echo alive'", common::PROGRAM);
+    let output = nohup.args(["-c", &script]).current_dir(place.at(".")).output().unwrap();
+    assert_eq!(output.stdout, b"alive\n");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_program_ends_with_a_run_that_is_killed() {
+    let place = Place::new();
+    let (mut child, mut out) = started(run(&place, "echo $$; exec sleep 600"));
+    let pid = Pid::from_raw(line(&mut out).parse().unwrap()).unwrap();
+    assert!(test_kill_process(pid).is_ok());
+    send(&child, Signal::KILL);
+    child.wait().unwrap();
+    let gone = || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
+        // One that is not collected yet has ended, too.
+        stat.is_empty() || stat.contains(") Z ")
+    };
+    wait_for("the end of the program", gone);
+}
+
+#[test]
+fn what_cannot_be_run_is_said_before_anything_is() {
+    let place = Place::new();
+    let refused = |arguments: &[&str], code: i32, words: &[&str]| {
+        let ran = place.run(arguments);
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{ran:#?}");
+        for word in words {
+            assert!(ran.stderr.contains(word), "{word}: {}", ran.stderr);
+        }
+        ran
+    };
+    refused(&["run", "--", "no-such-program"], 127, &["error: no-such-program: there is no such command"]);
+    place.write("text", "#!/bin/sh\n");
+    refused(&["run", "--", "./text"], 126, &["error: ./text: Permission denied"]);
+    refused(&["run"], 2, &["<COMMAND>"]);
+    refused(&["run", "--"], 2, &["<COMMAND>"]);
+    refused(&["run", "--alloc", "remep", "--", "true"], 2, &["no allocator is called 'remep'", "'remap'"]);
+    refused(&["run", "--alloc", "remap:stael=always", "--", "true"], 2, &["stael", "steal"]);
+    refused(&["run", "--limit", "lots", "--", "true"], 2, &["'lots' is not a size"]);
+    refused(&["run", "--limit", "24", "--", "true"], 2, &["24 B", "24GiB"]);
+    refused(&["run", "--every", "0", "--", "true"], 2, &["write seconds"]);
+    refused(&["run", "--events", "0", "--", "true"], 2, &["--events"]);
+    refused(&["run", "--output", "text", "--", "true"], 2, &["error: --output text: File exists"]);
+    refused(&["run", "--output", "text/in", "--", "true"], 2, &["error: --output text/in: Not a directory"]);
+    assert_eq!(place.files(), ["text"], "nothing is left of what did not run");
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
+    let place = Place::new();
+    let command = place.process(&["run", "--output", "out", "--limit", "20GiB", "--", "python3", "script.py", "x y"]);
+    let script = "import sys, torch\ntorch.cuda.init()\nprint(sys.argv[1:])\nsys.exit(3)\n";
+    let ran = Ran::of(torch(&place, command, script).output().unwrap());
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(3), "['x y']\n"), "{ran:#?}");
+    let lines: Vec<&str> = ran.stderr.lines().collect();
+    assert!(
+        lines[0].contains("exit code 3; 1 process used PyTorch 2.11.0+fake under PyTorch's own allocator"),
+        "{ran:#?}"
+    );
+    assert!(
+        lines[1].contains("reserved 300 MiB, active 200 MiB, requested 190 MiB at most; 14 driver calls"),
+        "{ran:#?}"
+    );
+    assert!(lines[2].starts_with("device "), "{ran:#?}");
+    assert_eq!(lines[3], "files    1 snapshot in out");
+    assert!(
+        lines[4].starts_with("advise   export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "),
+        "{ran:#?}"
+    );
+    assert!(lines[5].starts_with("Next: ") && lines.len() == 6, "{ran:#?}");
+    let left = record(&place, "out");
+    assert_eq!((&left["exit_code"], &left["limit_bytes"]), (&json!(3), &json!(20_u64 << 30)));
+    assert_eq!(left["advice"]["conf"], "expandable_segments:True");
+    let snapshot = place.at("out").join(left["processes"][0]["snapshots"][0]["file"].as_str().unwrap());
+    // The snapshot is PyTorch's, so that the next command works.
+    let next = place.run(&["explain", snapshot.to_str().unwrap()]).ok();
+    assert!(next.stdout.contains("Who held memory"), "{next:#?}");
+    // Without a driver that is said; with one the run has no such GPU.
+    let why = left["device_missing"].as_str();
+    assert!(why.is_none_or(|why| why.contains("libnvidia-ml")), "{left}");
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
+    let place = Place::new();
+    for _ in 0..2 {
+        let command = place.process(&["run", "-q", "--no-advise", "--output", "out", "--", "python3", "script.py"]);
+        let ran = Ran::of(torch(&place, command, "import torch\ntorch.cuda.init()\n").output().unwrap());
+        assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "", ""));
+        assert_eq!(record(&place, "out")["processes"].as_array().unwrap().len(), 1);
+    }
+    let pickles = common::names(&place.at("out")).into_iter().filter(|name| name.ends_with(".pickle"));
+    assert_eq!(pickles.count(), 2);
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() {
+    let place = Place::new();
+    let launcher = "for rank in 0 1; do RANK=$rank python3 script.py & done; wait; echo over; exit 4";
+    let command = place.process(&["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
+    let script = "import os, time, torch\ntorch.cuda.init()\nprint('ready', flush=True)\n\
+        while not [f for f in os.listdir(os.environ['VRAMLAB_OUTPUT']) if 'rank' + os.environ['RANK'] in f and 'signal' in f]:\n    \
+        time.sleep(0.01)\n";
+    let (mut child, mut out) = started(torch(&place, command, script));
+    assert_eq!((line(&mut out), line(&mut out)), ("ready".to_owned(), "ready".to_owned()));
+    // The launcher would die of it.
+    send(&child, Signal::USR1);
+    assert_eq!(line(&mut out), "over");
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(4), "{said}");
+    let left = record(&place, "out");
+    let of = |at: usize, key: &str| left["processes"][at][key].clone();
+    assert_eq!((of(0, "rank"), of(1, "rank")), (json!(0), json!(1)));
+    let why = |at: usize| -> Vec<String> {
+        let all = of(at, "snapshots");
+        all.as_array().unwrap().iter().map(|one| one["why"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(
+        (why(0), why(1)),
+        (vec!["signal".to_owned(), "exit".to_owned()], vec!["signal".to_owned(), "exit".to_owned()])
+    );
+    assert!(said.contains("rank 0 ") && said.contains("rank 1 ") && said.contains("4 snapshots in out"), "{said}");
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn a_process_that_is_killed_leaves_no_half_snapshot() {
+    let place = Place::new();
+    let command = place.process(&["run", "--output", "out", "--", "python3", "script.py"]);
+    let script = "import os, pathlib, torch\nfrom vramlab import _record\ntorch.cuda.init()\n\
+        def half(file):\n    file.write(b'half')\n    file.flush()\n    os.kill(os.getpid(), 9)\n\
+        _record.write_whole(pathlib.Path(os.environ['VRAMLAB_OUTPUT']) / 'x.pickle', half)\n";
+    let output = torch(&place, command, script).output().unwrap();
+    assert_eq!(output.status.signal(), Some(9));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("ended by signal 9") && said.contains("its newest snapshot: none"), "{said}");
+    let names = common::names(&place.at("out"));
+    assert!(names.len() == 2 && names[0].ends_with(".process.json") && names[1] == "run.json", "{names:?}");
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn what_was_predicted_stands_beside_what_was_measured() {
+    let place = Place::new();
+    let script = "import os, torch\ntorch.cuda.init()\noptimizer = torch.optim.Optimizer()\n\
+        for _ in range(5):\n    optimizer.step()\nprint('conf', os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))\n";
+    let command = place.process(&["try", "--json", "--output", "out", "--", "python3", "script.py"]);
+    let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
+    let tried = ran.json();
+    let runs = tried["runs"].as_array().unwrap();
+    assert_eq!((&runs[0]["name"], &runs[1]["conf"]), (&json!("as it is"), &json!("expandable_segments:True")));
+    // What the program prints is not lost.
+    assert!(ran.stderr.contains("conf None\n") && ran.stderr.contains("conf expandable_segments:True\n"), "{ran:#?}");
+    assert_eq!(runs[1]["predicted_reserved_bytes"], tried["advice"]["predicted_reserved_bytes"]);
+    assert_eq!((&runs[1]["reserved_bytes"], &runs[1]["steps"]), (&json!(300_u64 << 20), &json!(4)));
+    assert!(runs[0]["step_ns"].as_u64() >= Some(1_000_000));
+    assert!(
+        runs[0]["driver_calls"].as_u64() > Some(0) && runs[1]["predicted_driver_calls"].as_u64() > Some(0),
+        "{tried}"
+    );
+    // The stand-in takes no other allocator, which is said and shown.
+    assert_eq!((&runs[2]["allocator"], &runs[2]["exit_code"]), (&json!("remap"), &json!(2)));
+    assert!(ran.stderr.contains("vramlab: remap cannot be put under PyTorch"), "{ran:#?}");
+    let command = place.process(&["try", "--output", "again", "--", "python3", "script.py"]);
+    let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
+    for words in ["predicted and measured", "as it is", "expandable_segments:True", "300 MiB", "remap", "A step is"] {
+        assert!(ran.stdout.contains(words), "{words}: {ran:#?}");
+    }
+    let command = place.process(&["try", "--", "true"]);
+    let ran = Ran::of(torch(&place, command, "").output().unwrap());
+    assert_eq!(ran.code, Some(1));
+    assert!(ran.stderr.contains("error: no process of the program used CUDA"), "{ran:#?}");
+}

@@ -1,0 +1,6 @@
+"""Optimizers."""
+
+from torch.optim import optimizer
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["Optimizer", "optimizer"]

@@ -1,0 +1,52 @@
+// Linear layers in 16 bits on compute capability 9.0, a module a type; see linear_hopper.cuh.
+//
+// module linear_hopper_bf16: compute_90a, LINEAR_HOPPER_KERNELS(bf16, bf16)
+// module linear_hopper_f16: compute_90a, LINEAR_HOPPER_KERNELS(f16, f16)
+//
+// The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type)`.
+//
+//   warpgroup       128 x 128
+//   warpgroup_thin  32 examples x 64
+//   streamed        updates of 128 x 128 by up to 64 examples; and both products of the way back, 64 inputs a block
+#include "streamed_backward.cuh"
+
+extern __shared__ __align__(1024) unsigned char hopper_shared[];
+
+#define WARPGROUP_KERNEL(name, at_once, ...)                                                                        \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, at_once)                                    \
+        name(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap a,                        \
+             const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap) {                              \
+        __VA_ARGS__::run(p, a, b, hopper_shared);                                                                   \
+    }
+
+#define LINEAR_HOPPER_KERNELS(name, T)                                                                        \
+    WARPGROUP_KERNEL(linear_forward_##name##_warpgroup, 2,                                                          \
+                     WarpgroupTile<T, ForwardEpilogue<T>, true, true, 2, 128, false, 3>)                         \
+    WARPGROUP_KERNEL(linear_forward_##name##_warpgroup_thin, 1,                                                     \
+                     WarpgroupTile<T, ForwardEpilogue<T>, true, true, 1, 32, true, 14>)                           \
+    WARPGROUP_KERNEL(linear_input_##name##_warpgroup, 2,                                                            \
+                     WarpgroupTile<T, InputEpilogue<T>, true, false, 2, 128, false, 3>)                          \
+    WARPGROUP_KERNEL(linear_input_##name##_warpgroup_thin, 1,                                                       \
+                     WarpgroupTile<T, InputEpilogue<T>, true, false, 1, 32, true, 14>)                            \
+    WARPGROUP_KERNEL(linear_gradient_##name##_warpgroup, 2,                                                         \
+                     WarpgroupTile<T, GradientEpilogue<T>, false, false, 2, 128, false, 3>)                      \
+    extern "C" __global__ void __launch_bounds__(StreamedUpdate<T>::THREADS, 1)                              \
+        linear_update_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap a, \
+                                        const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out) { \
+        if (p.k <= 32) {                                                                                            \
+            StreamedUpdate<T>::run<32, 4>(p, a, b, out, hopper_shared);                                       \
+        } else {                                                                                                    \
+            StreamedUpdate<T>::run<64, 3>(p, a, b, out, hopper_shared);                                       \
+        }                                                                                                           \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(StreamedBackward<T, 32, 4>::THREADS, 1)                      \
+        linear_backward_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap dy, \
+                                          const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight) { \
+        if (p.m <= 32) {                                                                                            \
+            StreamedBackward<T, 32, 4>::run(p, dy, x, weight, hopper_shared);                                 \
+        } else {                                                                                                    \
+            StreamedBackward<T, 64, 3>::run(p, dy, x, weight, hopper_shared);                                 \
+        }                                                                                                           \
+    }
+
+KERNELS
