@@ -32,11 +32,22 @@ def device_used(torch):
     return used
 
 
-def memory(torch):
-    """PyTorch's statistics over all pools, the device's own figures, and what VramLab's allocator says of itself."""
-    stats = torch.cuda.memory_stats()
+def peaks(torch):
+    """The peaks of PyTorch's statistics since the last reset."""
+    return {key: value for key, value in torch.cuda.memory_stats().items() if key.endswith(".all.peak")}
+
+
+def memory(torch, warm_up):
+    """PyTorch's statistics over all pools, the device's own figures, and what VramLab's allocator says of itself.
+
+    `warm_up` has the peaks from before they were reset, when the warm-up had ended. In `stats` peaks are those of the whole
+    run, in `after_warm_up` of the measured steps.
+    """
+    later = peaks(torch)
+    stats = torch.cuda.memory_stats() | {key: max(value, warm_up.get(key, 0)) for key, value in later.items()}
     kept = {key: value for key, value in stats.items() if ".all." in key or key in COUNTERS or key.startswith("oversize")}
-    found = {"stats": kept, "backend": torch.cuda.get_allocator_backend(), **device_used(torch)}
+    after = {key: value for key, value in later.items() if "bytes" in key}
+    found = {"stats": kept, "after_warm_up": after, "backend": torch.cuda.get_allocator_backend(), **device_used(torch)}
     if inside := sys.modules.get("vramlab.torch"):
         try:
             found["vramlab"] = inside.stats()
@@ -52,16 +63,16 @@ def loss_bits(values):
     return [f"{bits:08x}" for bits in numpy.asarray(values, dtype="float32").view("uint32").tolist()]
 
 
-def run(torch, step, device, *, warm_up, steps, before=lambda: None):
+def run(torch, step, device, *, warm_up, steps):
     """Calls `step(number)`, which returns the loss, `warm_up + steps` times; returns what was measured of the last `steps`.
 
-    `before` is called between the two parts, when the device is idle. No step waits for the device, as a training loop that
-    looks at its loss now and then does not. An out-of-memory ends the steps and is reported.
+    No step waits for the device, as a training loop that looks at its loss now and then does not. Peaks are read and reset when
+    the warm-up has ended. An out-of-memory ends the steps and is reported.
     """
     on_gpu = device.type == "cuda"
     losses = torch.zeros(warm_up + steps, device=device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
-    host, refused, began, counted = [], None, 0.0, {}
+    host, refused, began, counted, early = [], None, 0.0, {}, {}
 
     def synchronise():
         if on_gpu:
@@ -72,8 +83,9 @@ def run(torch, step, device, *, warm_up, steps, before=lambda: None):
         for number in range(warm_up + steps):
             if number == warm_up:
                 synchronise()
-                counted = counters(torch) if on_gpu else {}
-                before()
+                if on_gpu:
+                    counted, early = counters(torch), peaks(torch)
+                    torch.cuda.reset_peak_memory_stats()
                 began = last = time.perf_counter()
                 if on_gpu:
                     marks[0].record()
@@ -103,7 +115,7 @@ def run(torch, step, device, *, warm_up, steps, before=lambda: None):
             out["calls_in_steps"] = {key: value - counted[key] for key, value in counters(torch).items()}
     synchronise()
     out["losses"] = loss_bits(losses[:done].cpu().numpy())
-    return out
+    return out | (memory(torch, early) if on_gpu else {})
 
 
 def counters(torch):
@@ -136,4 +148,4 @@ def empty(torch, on_gpu, rounds=5, calls=50_000):
             for _ in range(calls):
                 torch.empty(words, device=device)
             found[key].append(round((time.perf_counter() - began) / calls * 1e9, 1))
-    return found | (memory(torch) if on_gpu else {})
+    return found | (memory(torch, {}) if on_gpu else {})

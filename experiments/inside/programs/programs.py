@@ -280,7 +280,7 @@ def prepare(name, device, seed, small):
     return program(torch.device(device), seed, **(sizes if small else {}))
 
 
-def measured(name, options, before=lambda: None):
+def measured(name, options):
     """Runs a program as often as asked and yields a record each time."""
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
@@ -299,12 +299,11 @@ def measured(name, options, before=lambda: None):
     try:
         step = prepare(name, device, options.seed, options.small)
     except torch.OutOfMemoryError as error:
-        yield record | {"oom": str(error).splitlines()[0], "steps": 0, "losses": []} | measure.memory(torch)
+        yield record | {"oom": str(error).splitlines()[0], "steps": 0, "losses": []} | measure.memory(torch, {})
         return
     for repeat in range(options.repeats):
         one = record | ({"repeat": repeat} if options.repeats > 1 else {})
-        one |= measure.run(torch, step, device, warm_up=warm_up if repeat == 0 else 0, steps=steps, before=before)
-        one |= measure.memory(torch) if on_gpu else {}
+        one |= measure.run(torch, step, device, warm_up=warm_up if repeat == 0 else 0, steps=steps)
         one["seconds"] = round(time.perf_counter() - began, 3)
         yield one
         if one["oom"]:

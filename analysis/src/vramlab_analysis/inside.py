@@ -1,0 +1,284 @@
+"""Runs of PyTorch programs under its own allocators and ours, as `experiments/inside/campaign.py` measures them.
+
+A file is JSON lines, compressed with xz: facts of the machine, then one record a run. Several calls of the campaign may
+have written it, each with a line of the machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from vramlab_analysis import repository, style
+from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+
+MIB = 2**20
+# Every allocator in the order of figures and tables, PyTorch's own first, with its colour and marker.
+ARMS: dict[str, tuple[str, str]] = {
+    "native": (style.BLACK, "o"),
+    "expandable": (style.GREY, "o"),
+    "cudaMallocAsync": (style.GREEN, "^"),
+    "caching": (style.BLUE, "s"),
+    "pytorch-expandable": (style.SKY, "s"),
+    "remap": (style.VERMILION, "D"),
+    "remap:steal=always": (style.ORANGE, "D"),
+    "stream-ordered": (style.PURPLE, "v"),
+    "rmm-pool": ("#7F6000", "X"),
+    "bfc": ("#44AA99", "P"),
+    "tlsf": ("#882255", "*"),
+}
+PROGRAMS = {
+    "gpt2": "GPT-2 124 M",
+    "resnet50": "ResNet-50",
+    "varying": "GPT-2, shapes vary",
+    "moe": "mixture of experts",
+    "generate": "text generation",
+    "gnn": "random subgraphs",
+    "graphed": "CUDA graph by hand",
+    "compiled": "torch.compile",
+}
+# Parts whose runs have the GPU for themselves.
+TIMED = ("timed", "passes", "curve", "empty")
+
+
+@dataclass
+class Runs:
+    """The runs of a file, in the order in which they ended."""
+
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, *parts: str, program: str | None = None, arm: str | None = None) -> list[dict[str, Any]]:
+        """Runs that ended well or out of memory, of these parts (all if none is named), a program and an arm."""
+        return [
+            run
+            for run in self.runs
+            if run["status"] in ("ok", "oom")
+            and (not parts or run["part"] in parts)
+            and program in (None, run["program"])
+            and arm in (None, run["arm"])
+        ]
+
+    def arms(self, runs: Iterable[dict[str, Any]]) -> list[str]:
+        """The arms of some runs, in the order of figures."""
+        there = {run["arm"] for run in runs}
+        return [*(arm for arm in ARMS if arm in there), *sorted(there - set(ARMS))]
+
+    def machine(self) -> str:
+        """Where the runs were made, in words."""
+        found = [one for one in self.machines if "gpu" in one]
+        if not found:
+            return "no machine is named"
+        words = [f"{one['gpu']}, driver {one.get('driver', '?')}, PyTorch {one['torch']}" for one in found]
+        return "; ".join(dict.fromkeys(words))
+
+
+def files() -> list[Path]:
+    """Recorded campaigns, the newest last."""
+    return sorted(repository.results().glob("*-inside.jsonl*"))
+
+
+def load(path: Path | None = None) -> Runs:
+    """The runs of a file, or of the newest that is recorded; none where none is.
+
+    Of runs that were made twice, the last that ended counts. Raises AnalysisError when the file is none of a campaign.
+    """
+    if path is None:
+        there = files()
+        if not there:
+            return Runs()
+        path = there[-1]
+    found = Runs()
+    by_id: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
+        one = parse_json(line, f"{path}: line {number}")
+        if isinstance(one, dict) and one.get("kind") == "machine":
+            found.machines.append(one)
+        elif isinstance(one, dict) and {"id", "part", "program", "arm", "status"} <= one.keys():
+            by_id.pop(one["id"], None)
+            by_id[one["id"]] = one
+        else:
+            raise AnalysisError(f"{path}: line {number}: no run of a campaign.")
+    found.runs = list(by_id.values())
+    return found
+
+
+def peak(run: dict[str, Any], what: str) -> int | None:
+    """Peak bytes of a run, by what is counted: reserved, active, allocated, requested."""
+    value = (run.get("stats") or {}).get(f"{what}_bytes.all.peak")
+    return None if value is None else int(value)
+
+
+def settled(run: dict[str, Any]) -> float | None:
+    """Peak reserved over peak active, both since the warm-up."""
+    after = run.get("after_warm_up") or {}
+    reserved, active = (after.get(f"{what}_bytes.all.peak") for what in ("reserved", "active"))
+    return reserved / active if reserved and active else None
+
+
+def span(values: Sequence[float], number: Any = lambda value: f"{value:,.0f}") -> str:
+    """Median of some values, with the least and the most where they differ."""
+    if not values:
+        return ""
+    low, middle, high = (number(one) for one in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def ratio(runs: Runs, part: str, program: str, arm: str, base: str = "native") -> tuple[float, float, float] | None:
+    """Step time over that of `base`: the median, and the interval that holds it with 95 % (bootstrap over the runs).
+
+    Runs of a repeat were made one after another, so each is compared with that of its repeat. None without two repeats.
+    """
+    times = {
+        one: {run["repeat_of"]: run["ms"] for run in _timed(runs, part, program, one) if "ms" in run}
+        for one in (arm, base)
+    }
+    both = sorted(times[arm].keys() & times[base].keys())
+    if len(both) < 2:
+        return None
+    ratios = np.array([times[arm][repeat] / times[base][repeat] for repeat in both])
+    drawn = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def _timed(runs: Runs, part: str, program: str, arm: str) -> list[dict[str, Any]]:
+    return [run | {"repeat_of": run.get("repeat", 0)} for run in runs.of(part, program=program, arm=arm)]
+
+
+def passes(run: dict[str, Any], shapes: int = 16) -> tuple[float, float] | None:
+    """Median step of the first and of the second pass over the same shapes, in ms."""
+    times = run.get("device_ms") or []
+    if len(times) < 2 * shapes:
+        return None
+    return statistics.median(times[:shapes]), statistics.median(times[shapes : 2 * shapes])
+
+
+def same_losses(runs: Runs, program: str, arm: str) -> str:
+    """Whether an arm's losses are native's to the bit, where native's are always the same."""
+    native = {tuple(run["losses"]) for run in runs.of("timed", program=program, arm="native") if run["status"] == "ok"}
+    ours = {tuple(run["losses"]) for run in runs.of("timed", program=program, arm=arm) if run["status"] == "ok"}
+    if not native or not ours:
+        return "not run"
+    if len(native) > 1:
+        return "native's differ from run to run"
+    return "the same" if ours == native else "differ"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One limit of a curve."""
+
+    over_active: float
+    # None: out of memory.
+    ms: float | None
+
+
+def curve(runs: Runs, program: str, arm: str) -> list[Point]:
+    """What came of each limit, the smallest first."""
+    points = {
+        run["over_active"]: Point(run["over_active"], None if run["status"] == "oom" else run["ms"])
+        for run in runs.of("curve", program=program, arm=arm)
+        if "over_active" in run
+    }
+    return [points[limit] for limit in sorted(points)]
+
+
+def unlimited(runs: Runs, program: str) -> float | None:
+    """Step time of native without a limit, of the same runs as the curve, in ms."""
+    times = [run["ms"] for run in runs.of("curve", program=program, arm="native") if "over_active" not in run]
+    return statistics.median(times) if times else None
+
+
+def smallest(points: Sequence[Point]) -> float | None:
+    """The smallest limit that ran, below which no larger one failed."""
+    found = None
+    for point in reversed(points):
+        if point.ms is None:
+            break
+        found = point.over_active
+    return found
+
+
+def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
+    """Step time over native's without a limit, against the limit, for each allocator; below, where it ran."""
+    figure, axes = style.new(
+        2, len(programs), width=10.0, height=5.6, sharex="col", squeeze=False, height_ratios=[3, 2]
+    )
+    drawn: dict[str, Any] = {}
+    for place, program in enumerate(programs):
+        top, below = axes[0][place], axes[1][place]
+        base = unlimited(runs, program)
+        arms = runs.arms(run for run in runs.of("curve", program=program) if "over_active" in run)
+        if base is None:
+            raise AnalysisError(f"{program}: no run of native without a limit to compare with.")
+        for row, arm in enumerate(arms):
+            colour, mark = ARMS.get(arm, (style.GREY, "X"))
+            points = curve(runs, program, arm)
+            ran = {point.over_active: point.ms / base for point in points if point.ms is not None}
+            out = [point.over_active for point in points if point.ms is None]
+            line = top.plot(list(ran), list(ran.values()), color=colour, marker=mark, linewidth=1.2, markersize=4)
+            drawn.setdefault(arm, line[0])
+            below.plot(list(ran), [row] * len(ran), mark, color=colour, markersize=4)
+            below.plot(out, [row] * len(out), "x", color=colour, markersize=4)
+        top.axhline(1.0, color=style.INK, linewidth=0.8)
+        top.set_title(PROGRAMS.get(program, program))
+        below.set_yticks(range(len(arms)), arms, fontsize=7)
+        below.invert_yaxis()
+        below.set_xlabel("limit over active memory (x: out of memory)")
+        style.grid(top, "both")
+        style.grid(below, "x")
+    axes[0][0].set_ylabel("step time over native's\nwithout a limit")
+    figure.legend(drawn.values(), drawn.keys(), fontsize=7, ncols=6, loc="outside lower center")
+    return figure
+
+
+def draw_coverage(runs: Runs) -> Figure:
+    """How many runs there are of each program and allocator."""
+    programs = [*PROGRAMS, "usual", "checks", "empty"]
+    counts = np.zeros((len(programs), len(ARMS)), dtype=int)
+    for row, program in enumerate(programs):
+        for column, arm in enumerate(ARMS):
+            counts[row, column] = len(runs.of(program=program, arm=arm))
+    figure, axes = style.new(1, 1, width=9.0, height=3.6)
+    axes.imshow(np.minimum(counts, 20), cmap="Greys", vmin=0, vmax=40, aspect="auto")
+    for (row, column), count in np.ndenumerate(counts):
+        axes.text(column, row, str(count) if count else "·", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(ARMS)), list(ARMS), rotation=25, ha="right", fontsize=7)
+    axes.set_yticks(range(len(programs)), [PROGRAMS.get(one, one) for one in programs], fontsize=7)
+    axes.set_title("runs that ended, by program and allocator")
+    return figure
+
+
+def draw_peaks(runs: Runs, programs: Sequence[str]) -> Figure:
+    """Peak reserved over peak active of native, by program and allocator."""
+    figure, axes = style.new(1, 1, width=9.0, height=3.8)
+    arms = runs.arms(run for run in runs.of("memory", "timed") if peak(run, "reserved"))
+    ticks = []
+    for place, program in enumerate(programs):
+        active = [peak(run, "active") for run in runs.of("memory", "timed", program=program, arm="native")]
+        known = [one for one in active if one]
+        if not known:
+            continue
+        ticks.append((place, PROGRAMS.get(program, program)))
+        for at, arm in enumerate(arms):
+            held = [peak(run, "reserved") for run in runs.of("memory", "timed", program=program, arm=arm)]
+            values = [one / statistics.median(known) for one in held if one]
+            if values:
+                x = place + 0.8 * ((at + 0.5) / len(arms) - 0.5)
+                colour, mark = ARMS.get(arm, (style.GREY, "X"))
+                axes.plot([x] * len(values), values, mark, color=colour, markersize=4, label=arm)
+    handles, labels = axes.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    figure.legend(once.values(), once.keys(), fontsize=7, ncols=6, loc="outside lower center")
+    axes.axhline(1.0, color=style.INK, linewidth=0.8)
+    axes.set_xticks([at for at, _ in ticks], [word for _, word in ticks], fontsize=7)
+    axes.set_ylabel("peak reserved over native's active")
+    style.grid(axes)
+    return figure
