@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import summary, write_run
+from tests.nsight.exports import training
 from vramlab_analysis import __main__ as cli
+from vramlab_analysis import output
+from vramlab_analysis.errors import AnalysisError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = ROOT / "analysis" / "notebooks"
@@ -82,3 +87,133 @@ def test_notebooks_are_kept_with_their_outputs() -> None:
         assert any("image/png" in output.get("data", {}) for output in outputs), f"{path.name} has no figure in it"
         assert not any(output["output_type"] == "error" for output in outputs), f"{path.name} holds an error"
     assert sum(path.stat().st_size for path in notebooks) < 6_000_000
+
+
+# A file that was asked for is written whole, or a sentence says why not; nothing else changes.
+
+
+def test_a_file_appears_whole_and_replaces_a_regular_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    output.write(path, "one")
+    assert path.read_text() == "one"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~output._umask()
+    path.chmod(0o640)
+    other = tmp_path / "link"
+    os.link(path, other)
+    output.write(path, b"two")
+    assert (path.read_text(), other.read_text()) == ("two", "one")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "report.html"]
+
+
+def unwritable(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Names that no file can have, what is there, and what is said."""
+    folder.mkdir()
+    (folder / "target").write_text("kept")
+    (folder / "link").symlink_to("target")
+    (folder / "dangling").symlink_to("nowhere")
+    os.mkfifo(folder / "fifo")
+    (folder / "folder").mkdir()
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(folder / "s"))
+    listening.close()
+    return {
+        "link": (folder / "link", "a symbolic link to target"),
+        "dangling": (folder / "dangling", "a symbolic link to nowhere"),
+        "fifo": (folder / "fifo", "is a pipe"),
+        "folder": (folder / "folder", "is a directory"),
+        "socket": (folder / "s", "is a socket"),
+        "device": (Path("/dev/null"), "is a character device"),
+        "stream": (Path("/dev/stdout"), "is a stream"),
+        "dash": (Path("-"), "is a stream"),
+        "no folder": (folder / "none" / "x", "there is no folder"),
+        "under a file": (folder / "target" / "x", "cannot be written"),
+        "long": (folder / ("x" * 300), "cannot be written"),
+    }
+
+
+CASES = [
+    "link",
+    "dangling",
+    "fifo",
+    "folder",
+    "socket",
+    "device",
+    "stream",
+    "dash",
+    "no folder",
+    "under a file",
+    "long",
+]
+
+
+def kinds(folder: Path) -> dict[str, tuple[int, str]]:
+    """Everything in a folder: what it is, and what is in it."""
+    out = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        out[str(path.relative_to(folder))] = (stat.S_IFMT(mode), path.read_text() if stat.S_ISREG(mode) else "")
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_writer_refuses_what_is_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    path, said = unwritable(tmp_path / "place")[case]
+    capture = training(tmp_path / "x.sqlite")
+    monkeypatch.chdir(tmp_path / "place")
+    before, null = kinds(tmp_path / "place"), os.stat("/dev/null").st_rdev
+    with pytest.raises(AnalysisError, match=said):
+        output.write(path, "x")
+    if case not in ("no folder", "under a file"):  # it makes folders
+        drawn = path.with_name(path.name + ".svg") if case == "long" else path
+        if drawn.suffix != ".svg":  # the command wants a name that ends so
+            drawn = tmp_path / "place" / f"{case}.svg"
+            if path.name in os.listdir(tmp_path / "place"):
+                drawn.hardlink_to(path) if case in ("fifo", "socket") else drawn.symlink_to(path)
+            else:
+                return
+        before = kinds(tmp_path / "place")
+        monkeypatch.setattr(sys, "argv", ["vramlab-analysis", "nsight", "draw", str(capture), "-o", str(drawn)])
+        assert cli.main() == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert kinds(tmp_path / "place") == before
+    assert os.stat("/dev/null").st_rdev == null
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_text("before")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(AnalysisError, match="No space left on device"):
+        output.write(path, "after")
+    assert [one.name for one in tmp_path.iterdir()] == ["x"]
+    assert path.read_text() == "before"
+
+
+def test_what_lies_beside_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "report.html.part").write_text("a user's")
+    output.write(tmp_path / "report.html", "page")
+    assert (tmp_path / "report.html.part").read_text() == "a user's"
+
+
+def test_an_extracted_folder_replaces_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vramlab_analysis.nsight.__main__ import main
+
+    capture = str(training(tmp_path / "x.sqlite"))
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    assert main(["extract", capture, "-o", str(tmp_path / "link")]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert main(["extract", capture, "-o", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "capture.json").is_file()
+    assert (tmp_path / "out.partial" / "mine").read_text() == "mine"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert not [one for one in tmp_path.iterdir() if one.name.endswith(".part")]

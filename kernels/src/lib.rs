@@ -61,7 +61,6 @@ mod multiply_add;
 mod operation;
 mod ops;
 mod plan;
-mod precision;
 mod storage;
 
 pub use cuda::{CudaKernels, kernel_names};
@@ -74,4 +73,4 @@ pub use ops::{
     LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
 };
 pub use plan::{Choice, Product, Tile};
-pub use precision::{Element, Precision};
+pub use storage::{Element, Precision};

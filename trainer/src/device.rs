@@ -1,30 +1,26 @@
 //! The device of a run: a driver whose calls are counted, and the means to run kernels on it.
 
 mod cuda;
-mod executor;
-mod graph;
 mod sim;
 mod streams;
 
-pub use graph::StepGraphs;
-pub(crate) use streams::OwnedEvent;
-pub use streams::Role;
-
+use crate::arithmetic::Arithmetic;
 use crate::error::{Result, TrainError};
 use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
-use executor::{Executor, Parts};
 use kernels::{CudaKernels, Operation};
 use std::fmt;
 use std::sync::Arc;
 use streams::Streams;
-use vramlab::device::CallObserver;
-use vramlab::device::Clock;
+use vramlab::device::{CallObserver, Clock};
 use vramlab::instruments::nvtx::{RangeGuard, Ranges};
 use vramlab::{
-    CallCounts, CallKind, CudaDriver, DeviceDescription, DeviceName, Driver, IdleCosts, MeteredDriver, Profile,
-    StreamId,
+    CallCounts, CallKind, Capture, CudaDriver, DeviceDescription, DeviceName, Driver, Graph, IdleCosts, Memory,
+    MeteredDriver, Profile, StreamId,
 };
+
+pub(crate) use streams::OwnedEvent;
+pub use streams::Role;
 
 /// A device that allocates, copies and computes, with one compute stream.
 #[derive(Debug)]
@@ -241,5 +237,149 @@ impl Drop for DeviceRange {
 impl Drop for Device {
     fn drop(&mut self) {
         self.streams.destroy(self.driver.as_ref());
+    }
+}
+
+/// Runs kernels on the streams of one driver. [`Device`] counts and times the launches.
+trait Executor: fmt::Debug + Send + Sync {
+    /// Queues an operation.
+    ///
+    /// # Errors
+    /// [`TrainError::Kernel`](crate::TrainError::Kernel) for shapes or addresses that cannot be,
+    /// [`TrainError::Driver`](crate::TrainError::Driver) when the driver refuses.
+    ///
+    /// # Safety
+    /// Every address in the operation is valid for its shape until the stream has passed it, and no output overlaps another
+    /// buffer of it. The stream is one of this executor's driver.
+    unsafe fn launch(&self, operation: &dyn Operation, stream: StreamId) -> Result<()>;
+
+    /// The host's own work after a call to the driver and before the next, where the device's clock is a model of it too.
+    /// Called outside of what is measured of a call.
+    fn between_calls(&self) {}
+
+    /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
+    ///
+    /// # Errors
+    /// Those of loading them.
+    fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is launched from now on belongs to a graph, and does not run. A driver that captures does this itself.
+    fn begin_graph(&self) {}
+
+    /// Ends that; what a launch of the graph has to compute on the host.
+    fn end_graph(&self) -> Vec<Box<dyn Operation>> {
+        Vec::new()
+    }
+
+    /// Computes what [`end_graph`](Self::end_graph) gave: call it after each launch of that graph.
+    ///
+    /// # Errors
+    /// Those of the operations.
+    ///
+    /// # Safety
+    /// As for [`launch`](Self::launch), of every operation.
+    unsafe fn run_graph(&self, _operations: &[Box<dyn Operation>]) -> Result<()> {
+        Ok(())
+    }
+
+    /// The kernels, where they run on a GPU.
+    fn kernels(&self) -> Option<&CudaKernels> {
+        None
+    }
+
+    /// Device time in kernels and copies so far; `None` on a device that cannot tell.
+    fn busy_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Names a stream on a profiler's timeline, if a profiler can see it.
+    ///
+    /// # Safety
+    /// The stream is a live one of this executor's driver.
+    unsafe fn name_stream(&self, _ranges: Ranges, _stream: StreamId, _name: &str) {}
+
+    /// Starts or stops what a profiler captures, if a profiler can see the device.
+    fn profile(&self, _on: bool) {}
+}
+
+/// What a device is made of.
+#[derive(Debug)]
+struct Parts {
+    executor: Arc<dyn Executor>,
+    /// What allocators and copies call.
+    driver: Arc<dyn Driver>,
+    /// The meter of that driver's calls; launches are counted by it too.
+    meter: Arc<MeteredDriver>,
+    /// The first stream.
+    stream: StreamId,
+    /// What calls cost on the idle device, if that was measured.
+    idle: Option<IdleCosts>,
+}
+
+/// Graphs that were captured one after the other, with the memory that they share.
+#[derive(Debug)]
+pub struct StepGraphs {
+    graph: Graph,
+    /// What a launch of each computes, where the host does.
+    operations: Vec<Vec<Box<dyn Operation>>>,
+}
+
+impl StepGraphs {
+    /// Waits for the last launch and gives up the memory.
+    ///
+    /// # Errors
+    /// Those of the driver and of the allocator.
+    pub fn release(self) -> Result<()> {
+        Ok(self.graph.release()?)
+    }
+}
+
+impl Device {
+    /// Captures the work that `queue` queues on the stream that is under way, as one graph for each number below `count`;
+    /// nothing of it runs. All buffers that a call of it allocates are gone when that returns, so that graphs, which run one
+    /// after another, can share their memory.
+    ///
+    /// # Errors
+    /// Those of the driver and of the allocator, and of `queue`.
+    pub fn capture(
+        &self,
+        memory: &Arc<Memory>,
+        count: usize,
+        mut queue: impl FnMut(usize) -> Result<()>,
+    ) -> Result<StepGraphs> {
+        let _range = self.range(format_args!("capture"));
+        let mut capture = Capture::begin(memory, &self.driver(), self.stream())?;
+        let mut operations = Vec::with_capacity(count);
+        for number in 0..count {
+            if number > 0 {
+                capture.cut()?;
+            }
+            self.executor.begin_graph();
+            let queued = queue(number);
+            operations.push(self.executor.end_graph());
+            queued?;
+        }
+        Ok(StepGraphs { graph: capture.end()?, operations })
+    }
+
+    /// Queues the graph of this number on the stream that is under way.
+    ///
+    /// # Errors
+    /// Those of the driver, and on the simulated device of the operations.
+    pub fn launch(&self, graphs: &mut StepGraphs, number: usize) -> Result<()> {
+        graphs.graph.launch_nth(number, self.stream())?;
+        // SAFETY: the memory is pinned as long as the graphs live; buffers from outside are live by the contract of the
+        // capture.
+        unsafe { self.executor.run_graph(&graphs.operations[number]) }
+    }
+
+    /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
+    ///
+    /// # Errors
+    /// Those of loading them.
+    pub(crate) fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
+        self.executor.prepare(arithmetic)
     }
 }

@@ -14,7 +14,6 @@ pub mod device;
 pub mod doctor;
 mod error;
 pub mod export;
-pub mod init;
 pub mod latency;
 pub mod loader;
 pub mod mlp;

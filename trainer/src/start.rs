@@ -8,9 +8,10 @@
 
 use crate::data::{Dataset, DatasetName, Features, FileChecksum, Hashed, Split, hex};
 use crate::error::{Result, TrainError};
+use crate::mlp::initial_weights;
 use crate::observer::Observer;
 use crate::settings::Settings;
-use crate::{init, loader, train};
+use crate::{loader, train};
 use serde_json::{Map, Value, json};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -57,7 +58,7 @@ impl Tensor<'_> {
         };
         match self.values {
             Values::Weights { layer, outputs, inputs } => {
-                floats(&init::weights(settings.init, settings.seed, layer, outputs, inputs), out)
+                floats(&initial_weights(settings.init, settings.seed, layer, outputs, inputs), out)
             }
             Values::Zeros(count) => (0..count).try_for_each(|_| out.write_all(&0f32.to_le_bytes())),
             Values::Order { epoch, rows } => {

@@ -3,8 +3,6 @@
 mod capture;
 mod check;
 mod epoch;
-mod graphs;
-mod last_allocation;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
@@ -26,7 +24,6 @@ use crate::stack::Stack;
 use crate::start;
 use crate::tensor::Context;
 use capture::Capture;
-pub use last_allocation::LastAllocation;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -35,6 +32,8 @@ use vramlab::device::CallObserver;
 use vramlab::instruments::NvtxMode;
 use vramlab::instruments::nvtx::Ranges;
 use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
+
+pub use crate::record::LastAllocation;
 
 /// What a finished or ended run leaves.
 #[derive(Debug)]

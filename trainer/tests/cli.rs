@@ -19,8 +19,6 @@ mod outside;
 #[cfg(unix)]
 #[path = "cli/signals.rs"]
 mod signals;
-#[path = "cli/start.rs"]
-mod start;
 
 use assert_cmd::Command;
 use common::{column, read_json};

@@ -2,22 +2,27 @@
 //! data for the same seed.
 //!
 //! No test touches the user's cache or the network beyond 127.0.0.1. The real MNIST is read if `MNIST_DIR` names it.
-
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "download")]
+#[path = "data/download.rs"]
+mod download;
+#[path = "../../allocators/tests/common/mutate.rs"]
+mod mutate;
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use mutate::{mutations, seeds};
+use ring::digest::{SHA256, digest};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-
-use flate2::Compression;
-use flate2::write::GzEncoder;
-use ring::digest::{SHA256, digest};
 use tempfile::TempDir;
 use trainer::data::{
-    DataError, DataRequest, Dataset, DatasetName, Download, Features, Origin, Sources, Split, load_with,
-    locate_mnist_with,
+    DataError, DataRequest, Dataset, DatasetName, Download, Features, IdxKind, IdxLimits, Origin, Sources, Split,
+    load_with, locate_mnist_with, parse_idx,
 };
 use trainer::observer::Silent;
 
@@ -359,6 +364,28 @@ fn a_directory_that_is_not_used_is_mentioned() {
     assert!(data.notice.unwrap().contains("--data-dir"));
 }
 
-#[cfg(feature = "download")]
-#[path = "data/download.rs"]
-mod download;
+// The fuzz target of IDX files: its seeds and some thousand mutations of them.
+
+fn parse(bytes: &[u8]) -> bool {
+    [IdxKind::Images, IdxKind::Labels].into_iter().fold(false, |sound, kind| {
+        let limits = IdxLimits { max_bytes: 1 << 24, ..IdxLimits::new(kind) };
+        match parse_idx(bytes, "fuzz", &limits) {
+            Ok(idx) => {
+                assert_eq!(idx.data.len(), idx.items() * idx.features());
+                true
+            }
+            Err(error) => {
+                assert!(!error.to_string().contains('\n'), "an error is one line: {error}");
+                sound
+            }
+        }
+    })
+}
+
+#[test]
+fn idx_files() {
+    let seeds = seeds("idx");
+    assert!(seeds.iter().all(|(_, seed)| parse(seed)), "a seed should be sound");
+    let sound = mutations(&seeds, 5000).filter(|mutation| parse(mutation)).count();
+    assert!(sound > 0, "some mutations should still be sound, or they reach nothing but the head");
+}

@@ -4,10 +4,10 @@
 //! A comment in the document says which type a table is of: `fields of Summary in trainer/src/record.rs`, or `values of` an
 //! enumeration. Keys, types and what may be absent are read from the declarations and their serde attributes, the meaning
 //! from the documentation. Types without a table of their own are spread out in the tables of those that hold them.
-
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+use assert_cmd::Command;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -540,5 +540,31 @@ fn its_tables_are_those_of_the_types() {
         panic!("analysis/schema.md is out of date, UPDATE_SCHEMA=1 writes it anew:\n  there:  {old}\n  should: {new}");
     } else {
         assert_eq!(text.len(), out.len(), "analysis/schema.md is out of date, UPDATE_SCHEMA=1 writes it anew");
+    }
+}
+
+// The README shows what the first command prints.
+
+#[test]
+fn the_readme_shows_what_the_program_prints() {
+    let readme = Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md");
+    let readme = std::fs::read_to_string(readme).unwrap();
+    let shown = readme.split("```text\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let output = Command::cargo_bin("trainer")
+        .unwrap()
+        .args(["--alloc", "caching", "--device", "sim", "--dataset", "digits", "--out"])
+        .arg(folder.path().join("run"))
+        .env("NO_COLOR", "1")
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    let printed = [output.stderr, output.stdout].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+    let mut left = printed.as_str();
+    for line in shown.lines().filter(|line| *line != "...") {
+        let at = left
+            .find(line)
+            .unwrap_or_else(|| panic!("README.md shows '{line}', which the program does not print there"));
+        left = &left[at + line.len()..];
     }
 }

@@ -54,7 +54,30 @@ fn doctor_at_80_columns_and_others() {
     // With a driver the screen is the machine's.
     if shown.screen.contains("libcuda was not found") {
         insta::with_settings!({ filters => CHANGES }, {
-            insta::assert_snapshot!("doctor", shown.screen);
+            insta::assert_snapshot!(shown.screen, @r"
+                --  CUDA driver            no NVIDIA driver: libcuda was not found; install one
+                                           or use --device sim
+                                           -> training uses the simulated GPU; for a real one
+                                           install NVIDIA's driver 550 or newer (no CUDA toolkit
+                                           is needed)
+                ok  simulated GPU          NVIDIA H200 (simulated), built in (--device sim)
+                ok    stream-ordered pools there
+                ok    virtual memory       there
+                --  MNIST                  not here: cache/mnist (the cache) has none of its
+                                           files; would be downloaded from
+                                           https://ossci-datasets.s3.amazonaws.com/mnist/ or
+                                           https://storage.googleapis.com/cvdf-datasets/mnist/
+                                           -> put the four files into a directory and name it
+                                           with --data-dir or MNIST_DIR; without them --dataset
+                                           auto tries a download and else generates digits
+                --  Nsight Systems         nsys is not on PATH
+                                           -> install Nsight Systems to see runs on a timeline;
+                                           NVTX ranges switch themselves on under it
+                --  NVTX tool              none attached; ranges are off and cost one branch
+
+                There is no GPU that can be used; a run takes the simulated one.
+                Next: cargo run -p trainer -- --alloc caching
+            ");
         });
     }
 }

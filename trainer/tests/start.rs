@@ -14,10 +14,11 @@ use std::sync::Arc;
 use tempfile::TempDir;
 use trainer::arithmetic::{self, FuseMode};
 use trainer::data::FileChecksum;
+use trainer::mlp::initial_weights;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::InitMode;
 use trainer::start;
-use trainer::{Settings, TrainError, init, loader};
+use trainer::{Settings, TrainError, loader};
 
 fn write(settings: &Settings, path: &Path) -> trainer::Result<FileChecksum> {
     let observer: Arc<dyn Observer> = Arc::new(Silent);
@@ -65,7 +66,7 @@ fn weights_and_orders_are_those_of_the_run() {
         for (layer, (outputs, inputs)) in (0..).zip([(24, 4), (24, 24), (3, 24)]) {
             let name = format!("layers.{layer}.weight");
             assert_eq!(file.tensor(&name).unwrap().shape(), [outputs as usize, inputs as usize]);
-            assert_eq!(floats(&file, &name), init::weights(mode, 9, layer, outputs, inputs));
+            assert_eq!(floats(&file, &name), initial_weights(mode, 9, layer, outputs, inputs));
             assert_eq!(floats(&file, &format!("layers.{layer}.bias")), vec![0.0; outputs as usize]);
         }
         let mut expected = vec![0; 120];

@@ -423,6 +423,12 @@ vramlab_status vramlab_visit(struct vramlab *vramlab,
 vramlab_status vramlab_snapshot(struct vramlab *vramlab,
                                 const char *path);
 
+// The live block that begins at an address.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_block_at(struct vramlab *vramlab, uint64_t address, struct vramlab_block *out);
+
 // The segment around an address: where it begins, and its size in bytes. What is mapped in parts has none that another process
 // could open.
 //
@@ -442,6 +448,15 @@ vramlab_status vramlab_base(struct vramlab *vramlab,
 vramlab_status vramlab_on_segment(struct vramlab *vramlab,
                                   void *context,
                                   void (*callback)(void*, const struct vramlab_segment_event*));
+
+// Sets what is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or in a
+// later call that finds that they are done with it, before that call returns, when no lock is held. Null: nothing.
+//
+// # Safety
+// As of `vramlab_on_segment`.
+vramlab_status vramlab_on_free(struct vramlab *vramlab,
+                               void *context,
+                               void (*callback)(void*, uint64_t));
 
 // Records every allocation and free from now on, or no longer: 64 bytes each until they are written.
 //

@@ -8,14 +8,14 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path as FilePath;
 use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::output::{Existing, OutputFile};
 use vramlab_device::{DeviceAddr, Driver, HookedDriver, MeteredDriver};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::{EventTrace, Timed, restored_streams};
-use vramlab_policies::{AllocError, Block, DeviceAllocator, PrivatePool, Request, Selection, Snapshot, Stats};
+use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, Selection, Snapshot, Stats};
 
 /// Instruments that are on, as bits of their number.
 const LATENCY: usize = 1;
@@ -39,14 +39,18 @@ pub struct Allocator {
     calls: Arc<MeteredDriver>,
     device: Arc<Device>,
     /// What the program wants to be called with when a segment comes or goes.
-    pub(crate) tell: Mutex<Option<Teller>>,
+    tell: Mutex<Option<Teller<*const SegmentEvent>>>,
+    /// What it wants to be called with when a free that waited is done.
+    tell_frees: Mutex<Option<Teller<u64>>>,
+    /// Frees that wait.
+    deferred: AtomicUsize,
 }
 
-/// A callback of the program, with its argument.
+/// A callback of the program, with its context.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Teller {
+pub(crate) struct Teller<T> {
     pub(crate) context: usize,
-    pub(crate) callback: unsafe extern "C" fn(*mut std::ffi::c_void, *const SegmentEvent),
+    pub(crate) callback: unsafe extern "C" fn(*mut std::ffi::c_void, T),
 }
 
 /// What a private pool was at a moment.
@@ -88,6 +92,8 @@ impl Allocator {
             calls,
             device,
             tell: Mutex::default(),
+            tell_frees: Mutex::default(),
+            deferred: AtomicUsize::new(0),
         })
     }
 
@@ -97,9 +103,15 @@ impl Allocator {
         self.stacks[self.on.load(Relaxed) % self.stacks.len()].as_ref()
     }
 
-    /// Tells the program of segments that came and went in its call. No lock is held here.
+    /// Tells the program of segments that came and went in its call, and of frees that have stopped waiting. No lock is held here.
     #[inline]
     pub(crate) fn deliver(&self) {
+        if self.deferred.load(Acquire) != 0 {
+            for address in self.stacks[0].take_completed() {
+                let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| deferred.checked_sub(1));
+                self.tell_free(address.get());
+            }
+        }
         let events = self.segments.hook().take_events();
         if events.is_empty() {
             return;
@@ -127,7 +139,7 @@ impl Allocator {
         self.deliver();
         let block = served?;
         let address = block.addr().get();
-        self.held.insert(Held { block, stream, pool });
+        self.held.insert(Held { block, stream, pool, shared: false });
         Ok(address)
     }
 
@@ -136,13 +148,26 @@ impl Allocator {
         if address == 0 {
             return Ok(());
         }
-        let Held { block, stream, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
+        let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
         // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it,
         // see `vramlab_free`.
         let freed = unsafe { self.stack().deallocate(block, stream) };
         self.deliver();
+        if shared {
+            match freed {
+                Ok(Path::Deferred) => _ = self.deferred.fetch_add(1, AcqRel),
+                _ => self.tell_free(address),
+            }
+        }
         freed?;
         Ok(())
+    }
+
+    /// Tells the program of a block that is reusable from now on, after other streams used it.
+    fn tell_free(&self, address: u64) {
+        let Some(Teller { context, callback }) = *lock(&self.tell_frees) else { return };
+        // SAFETY: the program promises a function that may be called with its context from any thread, see `vramlab_on_free`.
+        unsafe { callback(context as *mut std::ffi::c_void, address) };
     }
 
     fn foreign(&self, address: u64) -> Failure {
@@ -164,7 +189,10 @@ impl Allocator {
         let stream = self.device.stream(stream)?;
         let recorded = self.held.with(address, |held| match held.stream == stream {
             true => Ok(()),
-            false => self.stack().record_use(&held.block, stream),
+            false => {
+                held.shared = true;
+                self.stack().record_use(&held.block, stream)
+            }
         });
         Ok(recorded.ok_or_else(|| self.foreign(address))??)
     }
@@ -218,7 +246,7 @@ impl Allocator {
         let mut created = Vec::new();
         for (block, stream) in restored?.into_iter().zip(restored_streams(&checkpoint.state)) {
             created.push((block.addr().get(), block.bytes(), stream.get()));
-            self.held.insert(Held { block, stream, pool });
+            self.held.insert(Held { block, stream, pool, shared: false });
         }
         Ok((freed, created))
     }
@@ -353,7 +381,23 @@ impl Allocator {
         bits.into_iter().filter(|(can, _)| *can).map(|(_, bit)| bit).sum()
     }
 
-    pub(crate) fn tell_segments(&self, teller: Option<Teller>) {
+    pub(crate) fn tell_completed(&self, teller: Option<Teller<u64>>) {
+        self.stacks[0].tell_completed(teller.is_some());
+        *lock(&self.tell_frees) = teller;
+    }
+
+    /// The live block that begins at an address.
+    pub(crate) fn block(&self, address: u64) -> Outcome<super::BlockRecord> {
+        let record = |held: &mut Held| super::BlockRecord {
+            address,
+            bytes: held.block.bytes(),
+            requested: held.block.requested(),
+            state: super::BlockStateRecord::Allocated,
+        };
+        self.held.with(address, record).ok_or_else(|| self.foreign(address))
+    }
+
+    pub(crate) fn tell_segments(&self, teller: Option<Teller<*const SegmentEvent>>) {
         self.segments.hook().tell(teller.is_some());
         *lock(&self.tell) = teller;
     }
@@ -361,6 +405,7 @@ impl Allocator {
     /// Gives everything back, also blocks that the program still holds, once the device is idle.
     pub(crate) fn close(self) -> Outcome<()> {
         self.tell_segments(None);
+        self.tell_completed(None);
         let synchronized = self.device.driver().device_synchronize();
         for Held { block, stream, .. } in self.held.take_where(|_| true) {
             // SAFETY: the device is idle, or broken, and the program promises that it uses the block no more.

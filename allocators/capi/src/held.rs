@@ -17,6 +17,8 @@ pub(crate) struct Held {
     pub(crate) stream: StreamId,
     /// The private pool that it is from; 0 for none.
     pub(crate) pool: u64,
+    /// Whether another stream's use was announced.
+    pub(crate) shared: bool,
 }
 
 #[derive(Debug)]
@@ -49,8 +51,8 @@ impl HeldBlocks {
     }
 
     /// Looks at a block, which stays held meanwhile.
-    pub(crate) fn with<R>(&self, addr: u64, look: impl FnOnce(&Held) -> R) -> Option<R> {
-        self.table(addr).get(&addr).map(look)
+    pub(crate) fn with<R>(&self, addr: u64, look: impl FnOnce(&mut Held) -> R) -> Option<R> {
+        self.table(addr).get_mut(&addr).map(look)
     }
 
     /// Takes out every block that is wanted, in address order.

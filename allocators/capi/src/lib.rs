@@ -625,6 +625,16 @@ pub unsafe extern "C" fn vramlab_snapshot(vramlab: *mut Allocator, path: *const 
     answer(|| unsafe { allocator(vramlab)?.write_snapshot(Path::new(text(path, "the path")?)) })
 }
 
+/// The live block that begins at an address.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_block_at(vramlab: *mut Allocator, address: u64, out: *mut BlockRecord) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { give(out, "the block", || allocator(vramlab)?.block(address)) })
+}
+
 /// The segment around an address: where it begins, and its size in bytes. What is mapped in parts has none that another process
 /// could open.
 ///
@@ -664,6 +674,25 @@ pub unsafe extern "C" fn vramlab_on_segment(
         let teller = callback.map(|callback| Teller { context: context as usize, callback });
         // SAFETY: as promised.
         unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_segments(teller))
+    })
+}
+
+/// Sets what is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or in a
+/// later call that finds that they are done with it, before that call returns, when no lock is held. Null: nothing.
+///
+/// # Safety
+/// As of `vramlab_on_segment`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_on_free(
+    vramlab: *mut Allocator,
+    context: *mut c_void,
+    callback: Option<unsafe extern "C" fn(*mut c_void, u64)>,
+) -> Status {
+    answer(|| {
+        // CAST: the context is the program's own, and only handed back to it.
+        let teller = callback.map(|callback| Teller { context: context as usize, callback });
+        // SAFETY: as promised.
+        unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_completed(teller))
     })
 }
 

@@ -111,6 +111,28 @@ static void blocks_and_streams(const char *name) {
   OK(vramlab_close(v));
 }
 
+static void see_completed(void *context, uint64_t address);
+
+static void frees_that_wait(const char *name) {
+  vramlab *v = open_on(name, "sim");
+  uint64_t sum = 0, a = allocate(v, MIB, 4), b = allocate(v, MIB, 4), c = allocate(v, MIB, 4);
+  vramlab_block block;
+  OK(vramlab_on_free(v, &sum, see_completed));
+  OK(vramlab_block_at(v, a, &block));
+  CHECK(block.address == a && block.bytes >= MIB && block.requested == MIB);
+  FAILS(FOREIGN, "holds no block", vramlab_block_at(v, a + 1, &block));
+  OK(vramlab_record_stream(v, a, 5));
+  OK(vramlab_record_stream(v, b, 4));
+  OK(vramlab_record_stream(v, c, 5));
+  OK(vramlab_free(v, a));
+  OK(vramlab_free(v, b));
+  OK(vramlab_free(v, c));
+  OK(vramlab_trim(v, 0, NULL));
+  CHECK(sum == a + c);
+  OK(vramlab_on_free(v, NULL, NULL));
+  OK(vramlab_close(v));
+}
+
 static void limits(const char *name) {
   vramlab *v = open_on(name, "sim:3");
   uint64_t address = 0, free_bytes = 0, total = 0;
@@ -145,6 +167,8 @@ static void see_event(void *context, const vramlab_segment_event *event) {
   // No lock is held, so the allocator can be asked.
   CHECK(stats_of(all->v).reserved_bytes.all.current <= all->events[0] + all->events[2]);
 }
+
+static void see_completed(void *context, uint64_t address) { *(uint64_t *)context += address; }
 
 static void see_freed(void *context, uint64_t address) { ((seen *)context)->freed += address != 0; }
 
@@ -265,6 +289,7 @@ int main(int count, char **arguments) {
   const char *names[] = {"caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "bfc", "tlsf", "lab"};
   for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
     if (i != 2 && i != 3) blocks_and_streams(names[i]);
+    frees_that_wait(names[i]);
     limits(names[i]);
     pools(names[i]);
     threads(names[i]);

@@ -2,17 +2,18 @@
 
 mod beginning;
 mod changes;
-mod error;
 mod op;
 mod out_of_memory;
-mod segment;
+
+use vramlab_device::DriverError;
+use vramlab_device::budget::OverBudget;
+use vramlab_policies::contract::{AllocError, PoolKind};
+use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
 pub(crate) use beginning::{Beginning, StartBlock, StartSegment};
-pub use error::ReplayError;
 pub use op::MAX_STREAMS;
 pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
 pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
-pub(crate) use segment::SegmentEvent;
 
 /// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
 pub const MAX_BYTES: u64 = 1 << 48;
@@ -189,5 +190,90 @@ impl History {
             Some(why) => Err(ReplayError::History(format!("{why}; use the device's own addresses (--addresses own)"))),
             None => Ok(()),
         }
+    }
+}
+
+/// Why a history cannot be replayed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplayError {
+    /// An event contradicts the ones before it or names what cannot be.
+    #[error("event {number}: {what}")]
+    Event {
+        /// Number of the event, from 1.
+        number: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The history as a whole cannot be replayed in the way that was asked for.
+    #[error("{0}")]
+    History(String),
+    /// The allocator failed for another reason than memory.
+    #[error(transparent)]
+    Alloc(#[from] AllocError),
+    /// The device failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The history needs more memory than its compilation may take.
+    #[error(transparent)]
+    TooLarge(#[from] OverBudget),
+}
+
+impl ReplayError {
+    /// Whether the history is at fault and not the device.
+    #[must_use]
+    pub fn is_bad_input(&self) -> bool {
+        matches!(self, Self::Event { .. } | Self::History(_) | Self::TooLarge(_))
+    }
+}
+
+/// A segment, or a part of an expandable one, that came from the device or went back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SegmentEvent {
+    /// First address.
+    pub(crate) addr: u64,
+    /// Bytes.
+    pub(crate) bytes: u64,
+    /// Handle of its stream.
+    pub(crate) stream: u64,
+    /// The pool of a part of an expandable segment; `None` for whole segments.
+    pub(crate) part: Option<PoolKind>,
+    /// The operation inside which it happened.
+    pub(crate) op: u32,
+    /// Whether it went back.
+    pub(crate) released: bool,
+    /// Whether a device that refused is the only explanation, so that a replay has to refuse as well.
+    pub(crate) refused: bool,
+}
+
+impl SegmentEvent {
+    /// A whole segment that came before the first operation.
+    pub(crate) fn made(addr: u64, bytes: u64, stream: u64) -> Self {
+        Self { addr, bytes, stream, part: None, op: 0, released: false, refused: false }
+    }
+
+    /// This memory on its way back to the device.
+    pub(crate) fn released(self) -> Self {
+        Self { released: true, ..self }
+    }
+
+    /// This memory as a part of an expandable segment.
+    pub(crate) fn part_of(self, pool: PoolKind) -> Self {
+        Self { part: Some(pool), ..self }
+    }
+
+    /// The pool that it serves: that of a whole segment follows from its size.
+    pub(crate) fn pool(&self) -> PoolKind {
+        self.part.unwrap_or(if self.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large })
+    }
+
+    /// The first address behind it.
+    pub(crate) fn end(&self) -> u64 {
+        self.addr + self.bytes
+    }
+
+    /// Whether an address lies in it.
+    pub(crate) fn contains(&self, addr: u64) -> bool {
+        addr >= self.addr && addr - self.addr < self.bytes
     }
 }

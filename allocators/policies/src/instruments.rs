@@ -66,6 +66,14 @@ macro_rules! pass_on {
             self.inner.ledger_at_peak()
         }
 
+        fn tell_completed(&self, on: bool) {
+            self.inner.tell_completed(on);
+        }
+
+        fn take_completed(&self) -> Vec<vramlab_device::DeviceAddr> {
+            self.inner.take_completed()
+        }
+
         fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
             self.inner.set_memory_limit(bytes)
         }

@@ -1,13 +1,28 @@
 //! Deterministic mutations of seeds. Included by the smoke tests of `allocators` and of `trainer`.
 
+use flate2::read::GzDecoder;
+use std::io::Read;
 use std::path::Path;
 
-/// The files of a folder, by name.
-pub(crate) fn seeds(folder: &Path) -> Vec<Vec<u8>> {
-    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    paths.sort();
-    assert!(!paths.is_empty(), "{} should hold seeds", folder.display());
-    paths.iter().map(|path| std::fs::read(path).unwrap()).collect()
+/// The seeds of a target, by name: the files of its folder in `fuzz/corpus.tar.gz`.
+pub(crate) fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
+    let archive =
+        Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().map(|folder| folder.join("allocators/fuzz/corpus.tar.gz"));
+    let archive =
+        archive.into_iter().find_map(|path| std::fs::File::open(path).ok()).expect("the corpus lies in the checkout");
+    let mut archive = tar::Archive::new(GzDecoder::new(archive));
+    let mut found = Vec::new();
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        let path = entry.path().unwrap().into_owned();
+        if entry.header().entry_type().is_file() && path.parent().is_some_and(|folder| folder.ends_with(target)) {
+            let mut bytes = Vec::new();
+            entry.read_to_end(&mut bytes).unwrap();
+            found.push((path.file_name().unwrap().to_str().unwrap().to_owned(), bytes));
+        }
+    }
+    assert!(!found.is_empty(), "there should be seeds of {target}");
+    found
 }
 
 /// Marsaglia's xorshift.
@@ -28,9 +43,9 @@ impl Random {
 }
 
 /// `rounds` mutations of each seed.
-pub(crate) fn mutations(seeds: &[Vec<u8>], rounds: u64) -> impl Iterator<Item = Vec<u8>> {
+pub(crate) fn mutations(seeds: &[(String, Vec<u8>)], rounds: u64) -> impl Iterator<Item = Vec<u8>> {
     (0..rounds).flat_map(move |round| {
-        seeds.iter().enumerate().map(move |(number, seed)| {
+        seeds.iter().enumerate().map(move |(number, (_, seed))| {
             let mut random = Random((round + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ number as u64);
             let mut bytes = seed.clone();
             for _ in 0..=random.below(3) {
@@ -41,7 +56,7 @@ pub(crate) fn mutations(seeds: &[Vec<u8>], rounds: u64) -> impl Iterator<Item = 
     })
 }
 
-fn mutate(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], random: &mut Random) {
+fn mutate(bytes: &mut Vec<u8>, seeds: &[(String, Vec<u8>)], random: &mut Random) {
     if bytes.is_empty() {
         bytes.push(0);
     }
@@ -72,7 +87,7 @@ fn mutate(bytes: &mut Vec<u8>, seeds: &[Vec<u8>], random: &mut Random) {
             bytes.splice(at..at + length, edges[random.below(edges.len())].bytes());
         }
         _ => {
-            let other = &seeds[random.below(seeds.len())];
+            let (_, other) = &seeds[random.below(seeds.len())];
             let from = random.below(other.len());
             let until = (from + 1 + random.below(64)).min(other.len());
             bytes.splice(at..at + length, other[from..until].iter().copied());

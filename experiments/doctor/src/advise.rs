@@ -5,11 +5,9 @@ mod evaluate;
 mod evidence;
 mod first;
 mod not_recorded;
-mod obstacle;
 mod program;
 mod ranks;
 mod recorded_run;
-mod retries;
 mod search;
 mod sentences;
 mod versions;
@@ -26,8 +24,7 @@ use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
 pub(crate) use first::{First, driver_calls, first};
-use recorded_run::{LimitSource, RecordedRun};
-use retries::Retries;
+use recorded_run::{LimitSource, RecordedRun, Retries};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -449,7 +446,7 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
         torch: versions.are_told().then(|| versions.to_string()),
         without_expandable_segments: without,
         obstacle: (expandable && !recorded.expandable)
-            .then(|| obstacle::shown(&recording.origins))
+            .then(|| versions::shown(&recording.origins))
             .flatten()
             .map(|obstacle| obstacle.to_string()),
         settings,

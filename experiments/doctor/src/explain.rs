@@ -10,18 +10,10 @@ mod frames;
 mod holes;
 pub(crate) mod lines;
 mod moments;
-mod peaks;
 mod purposes;
 mod ranks;
 mod screen;
 mod survey;
-
-pub(crate) use explanation::{Explanation, Moment};
-pub(crate) use lines::line_of;
-pub(crate) use moments::{Held, Line};
-pub(crate) use purposes::is_cublas_workspace;
-pub(crate) use screen::{place, when};
-pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 
 use crate::history::{Devices, adopted};
 use crate::phases::phases;
@@ -40,6 +32,13 @@ use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::formats::Action;
 use vramlab::histories::replay::{ReplaySettings, replay};
 use vramlab::{Bytes, Selection};
+
+pub(crate) use explanation::{Explanation, Moment};
+pub(crate) use lines::line_of;
+pub(crate) use moments::{Held, Line};
+pub(crate) use purposes::is_cublas_workspace;
+pub(crate) use screen::{place, when};
+pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
 
 /// Rows of each table where the command line names no number.
 const ROWS: u16 = 5;

@@ -1,24 +1,24 @@
 //! `vramlab replay`: recorded histories under each allocator, one object or column for each.
 
-mod against;
 pub(crate) mod bound;
 mod table;
 
 use crate::history::{Compiled, Devices, adopted, failed, load};
 use crate::reading::ReadArgs;
-use against::Compared;
-use anyhow::{Result, anyhow, bail};
-pub(crate) use bound::{Bounds, Search};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use terminal::arguments::{self, Selections};
 use terminal::{Bar, Page};
-use vramlab::backends::{TorchAllocator, of_torch};
+use vramlab::backends::{TorchAllocator, all, of_torch};
+use vramlab::histories::formats::Placements;
 use vramlab::histories::memory::Peaks;
 use vramlab::histories::replay::{Addresses, OutOfMemory, ReplayReport, ReplaySettings, Requests, replay_against};
 use vramlab::{Bytes, DeviceKind, DeviceName, Ledger, Selection};
+
+pub(crate) use bound::{Bounds, Search};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
@@ -391,4 +391,50 @@ fn run(
         driver_calls: report.driver_calls,
         allocator_settings: report.settings,
     })
+}
+
+/// What a replay is compared with.
+#[derive(Debug)]
+struct Compared {
+    path: PathBuf,
+    placements: Placements,
+}
+
+impl Compared {
+    /// Reads the file.
+    fn read(path: &Path, args: &ReplayArgs) -> Result<Self> {
+        ensure!(args.files.len() == 1, "--against compares one history; {} are named", args.files.len());
+        let placements = Placements::read(path, &args.read.options().budget)?;
+        Ok(Self { path: path.to_owned(), placements })
+    }
+
+    /// The allocators that were named, or the one that the file is of. Each gets what the file's header says of its settings.
+    fn chosen(&self, named: &[Selections]) -> Result<Vec<Selection>> {
+        let (name, bytes) = self.placements.setting();
+        let (path, theirs) = (self.path.display(), self.placements.allocator());
+        let expected = all().into_iter().find(|backend| backend.has_setting(name));
+        let expected = expected.with_context(|| format!("{path} is of {theirs}, which no allocator here follows"))?;
+        let mut chosen: Vec<Selection> = named.iter().flat_map(|list| list.0.iter().cloned()).collect();
+        if chosen.is_empty() {
+            chosen.push(Selection::of(expected));
+        }
+        for alloc in &mut chosen {
+            ensure!(
+                alloc.backend() == expected,
+                "{path} says where {theirs} put the blocks, and not {}; write --alloc {expected}",
+                alloc.name()
+            );
+            if alloc.settings().json()[name].as_u64() == Some(bytes) {
+                continue;
+            }
+            ensure!(
+                !alloc.is_given(name),
+                "{path} begins with a block of {} by its header, and {name} is another; leave {name} out",
+                Bytes(bytes)
+            );
+            alloc.set(name, &bytes.to_string()).with_context(|| path.to_string())?;
+            alloc.check()?;
+        }
+        Ok(chosen)
+    }
 }

@@ -4,8 +4,6 @@
 //! divides up, and what other allocators would have made of the same program. Of a run it shows what its record says: the
 //! host's time, driver calls, memory and losses over the steps, latencies. A run that recorded its events has both.
 
-mod address_ranges;
-mod browser;
 mod columns;
 mod data;
 mod maps;
@@ -13,7 +11,6 @@ mod page;
 mod replays;
 mod run;
 mod source;
-mod stacks;
 mod timeline;
 
 use crate::history::{Devices, PYTORCH};
@@ -88,7 +85,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let runs = run::read(&folders)?;
     let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
     write(args, out, &inputs, &runs, &replays)?;
-    if args.open { browser::open(&args.out) } else { Ok(()) }
+    if args.open { page::open(&args.out) } else { Ok(()) }
 }
 
 fn write(

@@ -4,6 +4,9 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+#[path = "../../../allocators/tests/common/mutate.rs"]
+#[allow(dead_code, reason = "only the seeds are of use here")]
+mod mutate;
 
 use common::{Place, Ran};
 use serde_json::{Value, json};
@@ -144,10 +147,12 @@ fn uses_are_left_out_where_pytorch_has_no_name_for_them() {
 #[test]
 fn other_formats_become_snapshots() {
     let place = Place::new();
-    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/fuzz/corpus/csv");
+    let seeds = mutate::seeds("csv");
     for name in ["rmm.csv", "minimalloc.csv", "stalloc.txt"] {
-        let (events, _) = read_all(&corpus.join(name));
-        convert(&place, &corpus.join(name), "snapshot", "out.pickle", &["--force"]).line();
+        let (_, bytes) = seeds.iter().find(|(seed, _)| seed == name).unwrap();
+        let file = place.file(name, bytes);
+        let (events, _) = read_all(&file);
+        convert(&place, &file, "snapshot", "out.pickle", &["--force"]).line();
         let (again, _) = read_all(&place.at("out.pickle"));
         let told = |events: &[Event]| -> Vec<(Action, u64, u64)> {
             events.iter().map(|event| (event.action, event.addr, event.bytes)).collect()

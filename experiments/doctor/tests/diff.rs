@@ -1,5 +1,4 @@
 //! `diff` on small histories whose answers are known.
-
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
@@ -8,6 +7,7 @@ mod common;
 use common::Place;
 use common::story::{MIB, Story, script};
 use serde_json::{Value, json};
+use std::path::Path;
 
 /// Four blocks: of `keeps` one, of `grows` one and then two, of `goes` one that goes.
 fn story(frames: bool) -> Story {
@@ -111,4 +111,49 @@ fn what_cannot_be_compared_is_said_in_a_line() {
     ] {
         place.run(&[&["diff"], arguments].concat()).refused(2, &[words]);
     }
+}
+
+// `vramlab plan`, and the allocator that follows what it makes.
+
+/// A history of the repository's.
+fn trace(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../histories").join(name);
+    path.to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_history_that_is_replayed_by_its_plan_needs_what_the_plan_says() {
+    let place = Place::new();
+    let plan = place.at("plan.json");
+    let alloc = format!("plan:file={}", plan.to_str().unwrap());
+    // With two streams both plans: that with waits between them, and that without.
+    for (name, order) in [("mlp", &[][..]), ("streams", &[][..]), ("streams", &["--known-order"][..])] {
+        let file = trace(&format!("{name}.pickle.xz"));
+        let made = ["plan", &file, "-o", plan.to_str().unwrap(), "--steps", "1000000", "--json"];
+        let made: serde_json::Value =
+            serde_json::from_str(&place.run(&[&made[..], order].concat()).ok().stdout).unwrap();
+        assert_eq!(made["known_order"], !order.is_empty());
+        let count = |key: &str| made[key].as_u64().unwrap();
+        assert!(0 < count("segment_requests") && count("segment_requests") < count("allocations") / 10, "{made}");
+        assert!(count("stitchable_requests") < count("segment_requests"), "{made}");
+        for device in ["sim", "null"] {
+            let rows =
+                place.run(&["replay", &file, "--alloc", &alloc, "--device", device, "--plan", "off", "--json"]).rows();
+            let row = &rows[0];
+            assert_eq!((&row["peak_reserved_bytes"], &row["unplanned_allocations"]), (&made["plan_bytes"], &json!(0)));
+            assert_eq!((&row["planned_allocations"], &row["segment_allocs"]), (&made["allocations"], &json!(1)));
+            assert!(row["lower_bound_bytes"].as_u64() <= made["plan_bytes"].as_u64(), "{name}");
+        }
+    }
+    // Another history, by the last plan.
+    let file = trace("mlp.pickle.xz");
+    let rows = place.run(&["replay", &file, "--alloc", &alloc, "--device", "null", "--plan", "off", "--json"]).rows();
+    assert!(rows[0]["unplanned_allocations"].as_u64() > Some(0) && rows[0]["failed_allocations"] == 0, "{}", rows[0]);
+    let table = place.run(&["replay", &file, "--alloc", &alloc, "--device", "null", "--plan", "off"]).ok().stdout;
+    assert!(table.contains("not as planned"), "{table}");
+    let text = place.run(&["plan", &file, "--steps", "1000"]).ok().stdout;
+    assert!(text.contains("A plan of") && text.contains("plan.json"), "{text}");
+    let bad = place.write("bad.json", "[]");
+    place.run(&["replay", &file, "--alloc", &format!("plan:file={bad}")]).refused(2, &["bad.json", "vramlab plan"]);
+    place.run(&["plan", "missing.pickle"]).refused(2, &["missing.pickle"]);
 }

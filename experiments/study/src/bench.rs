@@ -6,9 +6,7 @@
 
 mod baselines;
 mod cases;
-mod histories;
 mod measure;
-mod per_stream;
 mod report;
 
 use anyhow::{Context, Result, bail};
@@ -18,9 +16,8 @@ use measure::Setup;
 use report::{Report, Row};
 use std::path::PathBuf;
 use std::sync::Arc;
-use terminal::RuntimeFailure;
 use terminal::arguments::{self, Selections};
-use terminal::{Bar, say};
+use terminal::{Bar, RuntimeFailure, say};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection};
 
@@ -66,7 +63,7 @@ fn device(text: &str) -> Result<DeviceName, DeviceNameError> {
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let chosen = arguments::chosen(&args.alloc);
     chosen.iter().try_for_each(Selection::check)?;
-    let histories = histories::read(&args.history)?;
+    let histories = cases::read_histories(&args.history)?;
     let groups = cases::groups(&chosen, &args.threads, &histories, &args.case)?;
     if args.baselines && args.device != DeviceName::Cuda(0) {
         bail!("the baselines need the first GPU, and figures of different devices do not compare: add --device cuda");

@@ -5,9 +5,7 @@
 //! run and table, a JSON array a column. The same folder gives the same bytes, and unpacking gives back what was kept.
 //! `analysis/schema.md` describes the files. Commands that read experiments take both forms, through [`open`].
 
-mod cell;
 mod columns;
-mod compressed;
 mod flat;
 mod manifest;
 mod pack;

@@ -5,13 +5,10 @@
 //! A run's folder appears whole, so a runner that was killed goes on where it was, and shards merge by
 //! lying together, or work in one folder.
 
-mod child;
 mod execute;
 pub(crate) mod figures;
 mod list;
 mod lock;
-mod noise;
-mod options;
 pub(crate) mod plan;
 mod programs;
 pub(crate) mod record;

@@ -8,7 +8,7 @@ use super::{CudaKernels, LaunchShape, argument, queue};
 use crate::error::KernelError;
 use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
-use crate::precision::Precision;
+use crate::storage::Precision;
 
 /// Kernels of one precision.
 const KERNELS: usize = 14;

@@ -14,7 +14,7 @@ use super::{LaunchShape, LinearArguments, argument, driver_error, queue};
 use crate::error::KernelError;
 use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
-use crate::precision::{Element, Precision};
+use crate::storage::{Element, Precision};
 
 /// Products and tiles in the order of the kernels, of 16-bit types. One more kernel makes both products of the way back.
 const HALF_PLACES: [(Product, Tile); BACKWARD] = [

@@ -7,8 +7,7 @@ use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
-use crate::precision::Element;
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Stored, with_stored};
 
 /// `y[r,c] = x[r,c] + bias[c]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,9 +3,6 @@
 //! With a cursor, `indices` is the order of the whole data set, and a launch takes the part of the step that the cursor
 //! counts: `rows` indices from number `batch · cursor` on.
 
-use bytemuck::Pod;
-use cudarc::driver::sys::CUstream;
-
 use super::{
     ELEMENTWISE_THREADS, F32, U32, area, at_step, check_room, check_sizes, elementwise_blocks, groups, or_null, span,
     step, total, typed,
@@ -15,8 +12,9 @@ use crate::error::KernelError;
 use crate::host::{HostBuffers, check_range};
 use crate::multiply_add::{scale_bytes, scale_floats};
 use crate::operation::{Definition, Work};
-use crate::precision::Element;
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Stored, with_stored};
+use bytemuck::Pod;
+use cudarc::driver::sys::CUstream;
 
 /// Type of a data set's values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,6 +258,42 @@ impl Definition for GatherLabels {
         for (out, &index) in out.iter_mut().zip(indices) {
             *out = source[index as usize].into();
         }
+        Ok(())
+    }
+}
+
+/// `cursor[0] += 1`, the last launch of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdvanceCursor {
+    /// Address of the number of the step, `u32[1]`, read and written.
+    pub cursor: u64,
+}
+
+impl Definition for AdvanceCursor {
+    fn name(&self) -> &'static str {
+        Kernel::AdvanceCursor.name()
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
+    fn work(&self) -> Work {
+        Work { kernel: self.name(), blocks: 1, iterations: 1, bytes: 2 * U32, flops: 0 }
+    }
+
+    fn buffers(&self) -> Vec<(u64, u64)> {
+        vec![(self.cursor, U32)]
+    }
+
+    unsafe fn queue(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
+        // SAFETY: an address, as `cursor.cu` declares; the caller vouches for it.
+        unsafe { cuda.launch(Kernel::AdvanceCursor, 1, 1, stream, arguments![self.cursor]) }
+    }
+
+    fn compute(&self, buffers: &mut HostBuffers<'_>) -> Result<(), KernelError> {
+        let cursor = buffers.write::<u32>(self.cursor, 1)?;
+        cursor[0] = cursor[0].wrapping_add(1);
         Ok(())
     }
 }

@@ -22,8 +22,7 @@ use super::{GemmLayout, U32, check_sizes, gemm};
 use crate::cuda::LinearArguments;
 use crate::error::KernelError;
 use crate::host::HostBuffers;
-use crate::precision::{Element, Precision};
-use crate::storage::{Operand, Stored};
+use crate::storage::{Element, Operand, Precision, Stored};
 
 /// The tile arithmetic of the kernels is in 32 bits.
 const LARGEST: u32 = i32::MAX as u32;

@@ -10,8 +10,7 @@ use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, check_range};
 use crate::operation::{Definition, Work};
-use crate::precision::Element;
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Stored, with_stored};
 
 /// Classes that a warp takes in one trip.
 const LANES: u64 = 32;

@@ -3,7 +3,6 @@
 mod accuracy;
 mod bias;
 mod convert;
-mod cursor;
 mod fill;
 mod gather;
 mod gemm;
@@ -13,23 +12,22 @@ mod relu;
 mod sgd;
 mod softmax_loss;
 
+use crate::cuda::Kernel;
+use crate::error::KernelError;
+use crate::host::HostBuffers;
+use crate::storage::Element;
+
 pub use accuracy::CountCorrect;
 pub use bias::{AddBias, BiasGradient};
 pub use convert::ConvertElements;
-pub use cursor::AdvanceCursor;
 pub use fill::Fill;
-pub use gather::{GatherLabels, GatherRows, SourceElement};
+pub use gather::{AdvanceCursor, GatherLabels, GatherRows, SourceElement};
 pub use gemm::{Gemm, GemmLayout};
 pub use linear::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
 pub use loss::{CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy};
 pub use relu::{Relu, ReluBackward};
 pub use sgd::Sgd;
 pub use softmax_loss::SoftmaxLoss;
-
-use crate::cuda::Kernel;
-use crate::error::KernelError;
-use crate::host::HostBuffers;
-use crate::precision::Element;
 
 /// Threads in a block of the kernels that give each element a thread.
 const ELEMENTWISE_THREADS: u32 = 256;

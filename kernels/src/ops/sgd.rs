@@ -8,8 +8,7 @@ use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::multiply_add::descend;
 use crate::operation::{Definition, Work};
-use crate::precision::Element;
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Stored, with_stored};
 
 /// `weights −= learning_rate · gradient`, in place, with a fused multiply-add.
 ///

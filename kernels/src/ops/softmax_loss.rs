@@ -9,8 +9,7 @@ use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, check_range};
 use crate::operation::{Definition, Work};
-use crate::precision::Element;
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Stored, with_stored};
 
 /// Mean cross-entropy, gradient of the logits and number of right answers in one launch:
 /// [`SoftmaxCrossEntropy`](crate::SoftmaxCrossEntropy), [`MeanLoss`](crate::MeanLoss),

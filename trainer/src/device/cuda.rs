@@ -1,6 +1,6 @@
 //! A GPU: kernels are launched through the CUDA driver.
 
-use super::executor::{Executor, Parts};
+use super::{Executor, Parts};
 use crate::arithmetic::Arithmetic;
 use crate::error::Result;
 use kernels::{CudaKernels, Fill, Operation};

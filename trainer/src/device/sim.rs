@@ -1,6 +1,6 @@
 //! The simulated GPU: a launch is charged to its clocks and computed on the host.
 
-use super::executor::{Executor, Parts};
+use super::{Executor, Parts};
 use crate::error::Result;
 use kernels::{HostMemory, Operation};
 use std::ptr::NonNull;

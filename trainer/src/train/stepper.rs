@@ -1,7 +1,7 @@
 //! How training steps are queued: operation by operation, or as a graph.
 
-use super::graphs::GraphStepper;
 use crate::data::Split;
+use crate::device::StepGraphs;
 use crate::error::Result;
 use crate::loader::Loader;
 use crate::mlp::{LossSlot, Mlp};
@@ -106,5 +106,161 @@ impl Stepper {
     /// Those of the driver and of the allocator.
     pub(super) fn release(self) -> Result<()> {
         self.graphs.map_or(Ok(()), GraphStepper::release)
+    }
+}
+
+// Steps as CUDA graphs: one graph for several steps, one for a single step, one for an epoch's last, smaller batch.
+
+/// What tells graphs apart: rows in each batch, and steps one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Kind {
+    rows: usize,
+    steps: u64,
+}
+
+/// Graphs by kind. Their arguments never change, so a step's number lies on the device, from where it picks the batch and
+/// the slot of the loss.
+#[derive(Debug)]
+pub(super) struct GraphStepper {
+    /// One u32.
+    pub(super) cursor: DeviceBuffer,
+    /// Address of the losses of an epoch's steps.
+    losses: u64,
+    /// Steps of a full graph.
+    full: u64,
+    /// Kinds that the run will need and that are not captured yet.
+    planned: Vec<Kind>,
+    /// Each set of graphs shares its memory, as they run one after another.
+    captured: Vec<(Vec<Kind>, StepGraphs)>,
+}
+
+impl GraphStepper {
+    /// For a run with so many steps in all, on so many rows.
+    pub(super) fn new(settings: &Settings, (rows, steps): (usize, u64), cursor: DeviceBuffer, losses: u64) -> Self {
+        let full = settings.steps_in_graph().unwrap_or(1).into();
+        let planned = kinds(rows, settings.batch as usize, steps, full, settings.profile_steps.is_some());
+        Self { cursor, losses, full, planned, captured: Vec::new() }
+    }
+
+    /// Steps of the next graph, when so many with the same number of rows come next.
+    pub(super) fn at_once(&self, alike: u64) -> u64 {
+        if alike >= self.full { self.full } else { 1 }
+    }
+
+    /// Launches the graph of so many steps with so many rows each; captures it if it is the first.
+    ///
+    /// # Errors
+    /// Those of the allocator, of captures and launches.
+    pub(super) fn step(
+        &mut self,
+        context: &Context,
+        loader: &mut Loader,
+        of: &StepOf<'_>,
+        (rows, steps): (usize, u64),
+    ) -> Result<()> {
+        let kind = Kind { rows, steps };
+        let place = |kinds: &[Kind]| kinds.iter().position(|known| *known == kind);
+        let found = self.captured.iter().enumerate().find_map(|(set, (kinds, _))| Some((set, place(kinds)?)));
+        let (set, number) = match found {
+            Some(found) => found,
+            None => {
+                let mut kinds = std::mem::take(&mut self.planned);
+                let number = place(&kinds).unwrap_or_else(|| {
+                    kinds.push(kind);
+                    kinds.len() - 1
+                });
+                let graphs = self.capture(context, loader, of, &kinds)?;
+                self.captured.push((kinds, graphs));
+                (self.captured.len() - 1, number)
+            }
+        };
+        let plural = if steps == 1 { "" } else { "s" };
+        let _range = context.device.range(format_args!("graph of {steps} step{plural}"));
+        context.device.launch(&mut self.captured[set].1, number)
+    }
+
+    /// Each step allocates and frees as it does by itself, so the next one is served from what it has freed.
+    fn capture(&self, context: &Context, loader: &mut Loader, of: &StepOf<'_>, kinds: &[Kind]) -> Result<StepGraphs> {
+        let loss = LossSlot { addr: self.losses, cursor: Some(self.cursor.addr().get()) };
+        context.device.capture(&context.memory, kinds.len(), |number| {
+            let Kind { rows, steps } = kinds[number];
+            (0..steps).try_for_each(|_| {
+                // With a cursor the device knows which rows, and their number alone counts.
+                let batch = loader.batch(context, of.split, of.order, 0..rows)?;
+                of.model.step(context, batch, loss, of.learning_rate)
+            })
+        })
+    }
+
+    /// Gives up the graphs and their memory.
+    ///
+    /// # Errors
+    /// Those of the driver and of the allocator.
+    pub(super) fn release(self) -> Result<()> {
+        self.captured.into_iter().try_for_each(|(_, graphs)| graphs.release())
+    }
+}
+
+/// The kinds of graphs that a run of so many steps needs, the one with the most work first, so that the others find memory
+/// of its. With a profiled range of steps, which graphs may not cross, single steps are there in any case.
+fn kinds(rows: usize, batch: usize, steps: u64, full: u64, profiled: bool) -> Vec<Kind> {
+    // CAST: rows are those of a data set in memory.
+    let (whole, left) = ((rows / batch) as u64, rows % batch);
+    let in_epoch = whole + u64::from(left > 0);
+    // Steps with a whole batch each that follow one another: in a whole epoch, and in one that `--steps` cuts short.
+    let of_epoch = if steps >= in_epoch { whole } else { 0 };
+    let spans = [of_epoch, (steps % in_epoch.max(1)).min(whole)];
+    let several = full > 1 && spans.iter().any(|span| *span >= full);
+    let single = spans.iter().any(|span| span % full > 0) || full == 1 || profiled;
+    let last = left > 0 && steps >= in_epoch;
+    let all = [
+        (several, Kind { rows: batch, steps: full }),
+        (single && spans.iter().any(|span| *span > 0), Kind { rows: batch, steps: 1 }),
+        (last, Kind { rows: left, steps: 1 }),
+    ];
+    all.into_iter().filter_map(|(needed, kind)| needed.then_some(kind)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the loop over an epoch's steps asks for, step by step.
+    fn walked(rows: usize, batch: usize, steps: u64, full: u64) -> Vec<Kind> {
+        let (mut out, mut left) = (Vec::new(), steps);
+        while left > 0 {
+            let mut from = 0;
+            while from < rows && left > 0 {
+                let alike = (((rows - from) / batch).max(1) as u64).min(left);
+                let steps = if alike >= full { full } else { 1 };
+                let kind = Kind { rows: batch.min(rows - from), steps };
+                if !out.contains(&kind) {
+                    out.push(kind);
+                }
+                from += batch * steps as usize;
+                left -= steps;
+            }
+        }
+        out.sort_by_key(|kind| std::cmp::Reverse(kind.rows as u64 * kind.steps));
+        out
+    }
+
+    #[test]
+    fn exactly_the_graphs_that_a_run_needs_are_planned() {
+        for (rows, batch) in [(120, 25), (120, 30), (120, 1), (7, 10), (10, 10), (17, 16)] {
+            for full in [1, 2, 3, 4, 8, 64] {
+                for steps in 1..300 {
+                    let found = kinds(rows, batch, steps, full, false);
+                    assert_eq!(found, walked(rows, batch, steps, full), "{rows} {batch} {steps} {full}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_profiled_range_may_need_single_steps_anywhere() {
+        let planned = |profiled| kinds(60_000, 32, 1872, 8, profiled);
+        assert_eq!(planned(false), [Kind { rows: 32, steps: 8 }]);
+        assert_eq!(planned(true), [Kind { rows: 32, steps: 8 }, Kind { rows: 32, steps: 1 }]);
     }
 }

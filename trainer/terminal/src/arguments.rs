@@ -1,9 +1,13 @@
 //! How command lines name allocators (`NAME:key=value,...`, one or a list) and formats. The names are the library's lists.
 
+use anyhow::Result;
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::error::Error;
-use clap::{Arg, Command};
+use clap::{Arg, Args, Command};
+use clap_complete::Shell;
 use std::ffi::OsStr;
+use std::fmt;
+use std::str::FromStr;
 use vramlab::Selection;
 use vramlab::backends::{SelectionError, all, compared, parse_list};
 use vramlab::histories::formats::Export;
@@ -77,4 +81,57 @@ pub fn export() -> impl TypedValueParser<Value = Export> {
         // The parser before has refused every other name.
         Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
     })
+}
+
+/// The arguments of a program's `completions`.
+#[derive(Clone, Debug, Args)]
+pub struct Completions {
+    /// The shell that is to read it, as in: source <(PROGRAM completions bash)
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Prints the shell's script for a program's grammar.
+///
+/// # Errors
+/// As [`print_json`](crate::print_json).
+pub fn completions(args: &Completions, mut program: Command) -> Result<()> {
+    let name = program.get_name().to_owned();
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut program, name, &mut script);
+    crate::write_out(&String::from_utf8_lossy(&script))
+}
+
+/// A share of the plan: every N-th run, beginning with the K-th.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// From 1.
+    pub number: usize,
+    /// How many shards there are.
+    pub of: usize,
+}
+
+impl Shard {
+    /// Whether the run of this number in the plan is its own.
+    pub fn holds(self, index: usize) -> bool {
+        index % self.of == self.number - 1
+    }
+}
+
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.number, self.of)
+    }
+}
+
+impl FromStr for Shard {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let parts = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
+        match parts {
+            Some((number, of)) if (1..=of).contains(&number) => Ok(Self { number, of }),
+            _ => Err("write K/N with K from 1 to N, as 2/8".into()),
+        }
+    }
 }

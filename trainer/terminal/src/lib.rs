@@ -6,23 +6,11 @@
 pub mod arguments;
 pub mod around;
 mod bar;
-mod completions;
-mod duration;
 mod escape;
 pub mod exit;
 mod page;
-mod shard;
 pub mod signals;
 mod table;
-
-pub use bar::Bar;
-pub use completions::{Completions, completions};
-pub use duration::duration;
-pub use escape::visible;
-pub use exit::RuntimeFailure;
-pub use page::{Page, Screen};
-pub use shard::Shard;
-pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
 use anyhow::Result;
 use clap::Parser;
@@ -30,6 +18,13 @@ use serde::Serialize;
 use std::ffi::OsString;
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
+
+pub use arguments::{Completions, Shard, completions};
+pub use bar::Bar;
+pub use escape::visible;
+pub use exit::RuntimeFailure;
+pub use page::{Page, Screen, duration};
+pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
 /// Lines on standard error begin with a word of this width.
 const LABEL: usize = 9;

@@ -18,20 +18,19 @@
 //! What fits that is not always one answer. Blocks whose segment fits another pool as well are counted. The placements are the
 //! same in either case.
 
-mod effort;
 mod evidence;
 mod groups;
-mod names;
 mod order;
-
-pub(super) use names::NamedRange;
 
 use super::timeline::{Operation, Placements, Timeline};
 use super::transcript::Transcript;
+use crate::formats::Segment;
 use crate::history::{Beginning, Kind, MAX_POOLS, PrivatePools};
+use crate::steps;
 use evidence::Evidence;
 use order::Labels;
-use std::collections::BTreeMap;
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::budget::OverBudget;
 use vramlab_policies::backends::CachingSettings;
 
@@ -164,4 +163,69 @@ fn write(timeline: &mut Timeline, allocations: &[u32], labels: &Labels, streams:
         *trim = trim.of_pool(1);
     }
     pools
+}
+
+/// Steps for each operation and segment, and some for all. Recorded histories take a small part of that.
+const EACH: u64 = 16;
+const SOME: u64 = 1 << 20;
+
+/// How much work the search for pools may be: in proportion to the history, whatever that says. What says of pairs of segments
+/// that they are of different pools can be as much as there are pairs.
+#[derive(Debug)]
+struct Effort(Cell<u64>);
+
+impl Effort {
+    fn new(items: usize) -> Self {
+        Self(Cell::new(EACH * items as u64 + SOME))
+    }
+
+    /// Takes steps. Whether some are left.
+    fn take(&self, steps: usize) -> bool {
+        steps::count(if self.is_spent() { 0 } else { steps });
+        self.0.set(self.0.get().saturating_sub(steps as u64));
+        !self.is_spent()
+    }
+
+    fn is_spent(&self) -> bool {
+        self.0.get() == 0
+    }
+}
+
+/// The name of PyTorch's default pool.
+const DEFAULT: (u64, u64) = (0, 0);
+
+/// A range of addresses whose pool a snapshot names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamedRange {
+    addr: u64,
+    end: u64,
+    pool: (u64, u64),
+    /// The number of the private pool, from 1 in the order of names; 0 for the default pool.
+    number: u32,
+}
+
+impl NamedRange {
+    /// Those of some segments in address order; `None` unless all are named.
+    pub(super) fn of(segments: &[Segment]) -> Option<Vec<Self>> {
+        let pools: BTreeSet<(u64, u64)> = segments.iter().filter_map(|segment| segment.pool_id).collect();
+        let private = pools.into_iter().filter(|pool| *pool != DEFAULT);
+        let numbers: BTreeMap<(u64, u64), u32> = private.zip(1..=MAX_POOLS).collect();
+        let named = |segment: &Segment| {
+            let (addr, end) = (segment.address, segment.address.saturating_add(segment.total_size));
+            let number = |pool| numbers.get(&pool).copied().unwrap_or(0);
+            segment.pool_id.map(|pool| Self { addr, end, pool, number: number(pool) })
+        };
+        segments.iter().map(named).collect()
+    }
+
+    /// The number of the private pool that is named at an address; 0 where none is.
+    pub(super) fn number_at(names: &[Self], addr: u64) -> u32 {
+        let before = names.partition_point(|named| named.addr <= addr);
+        before.checked_sub(1).map(|at| names[at]).filter(|named| addr < named.end).map_or(0, |named| named.number)
+    }
+
+    /// How many private pools are named.
+    fn private_pools(names: &[Self]) -> u32 {
+        names.iter().map(|named| named.number).max().unwrap_or(0)
+    }
 }

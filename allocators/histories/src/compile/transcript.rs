@@ -1,9 +1,9 @@
 //! First stage: checks a history event by event and turns addresses into slots.
 
-use super::frees::Frees;
-use super::refusals::{Refusal, Refusals};
+use super::out_of_memory::{Refusal, Refusals};
 use super::segments::Segments;
 use super::slots::Slots;
+use super::timeline::Frees;
 use super::timeline::{Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};

@@ -7,7 +7,7 @@
 use super::input::Input;
 use super::lines::Lines;
 use super::list::Reader;
-use super::receiver::{Receiver, emit};
+use super::summary::{Receiver, emit};
 use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary};
 use serde::Deserialize;
 use std::borrow::Cow;

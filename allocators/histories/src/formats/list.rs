@@ -3,7 +3,7 @@
 //! A format is added by a file with its entry, and by its name here.
 
 use super::input::Input;
-use super::receiver::Receiver;
+use super::summary::Receiver;
 use super::{
     Action, ReadError, ReadOptions, Summary, TraceWriter, WriteError, jsonl, minimalloc, pickle, rmm, snapshot_json,
     stalloc, write_minimalloc, write_perfetto, write_rmm, write_snapshot,

@@ -9,7 +9,7 @@ use super::error::Place;
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
 use super::list::Reader;
-use super::receiver::{Receiver, emit};
+use super::summary::{Receiver, emit};
 use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
 use crate::steps;
 

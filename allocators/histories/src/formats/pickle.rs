@@ -20,9 +20,9 @@ mod snapshot;
 mod store;
 
 use super::input::Input;
-use super::kept_settings::Room;
 use super::list::Reader;
-use super::receiver::Receiver;
+use super::summary::Receiver;
+use super::summary::Room;
 use super::{Format, Origin, ReadError, ReadOptions, Summary};
 use vramlab_device::budget::{Budget, Claim};
 

@@ -3,7 +3,7 @@
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
 use super::list::Start;
-use super::receiver::Receiver;
+use super::summary::Receiver;
 use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
 use std::io::Read;
 use std::path::Path;

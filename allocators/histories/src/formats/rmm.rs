@@ -10,7 +10,7 @@
 use super::input::Input;
 use super::lines::{Lines, clip, columns, fields};
 use super::list::Reader;
-use super::receiver::{Receiver, emit};
+use super::summary::{Receiver, emit};
 use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
 
 /// Names of the columns that are read.

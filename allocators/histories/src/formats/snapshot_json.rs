@@ -2,6 +2,21 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
+use self::origins::{Annotations, OriginText, Printed, Stack};
+use self::segments::{Host, Segments};
+use self::settings::{Keep, Node};
+use self::state::{Handle, Name, Part, Seed, State};
+use super::error::{Place, Problem};
+use super::input::Input;
+use super::list::Reader;
+use super::summary::{Receiver, Room};
+use super::words::{RawEvent, Word};
+use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};
+use crate::steps;
+use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+use std::io::{self, Read};
+
 /// Expands to the part of a [`Visitor`] that says what it wants.
 macro_rules! expecting {
     ($text:literal) => {
@@ -11,29 +26,10 @@ macro_rules! expecting {
     };
 }
 
-mod guard;
-mod host;
 mod origins;
 mod segments;
 mod settings;
 mod state;
-
-use self::guard::Guarded;
-use self::host::Host;
-use self::origins::{Annotations, OriginText, Printed, Stack};
-use self::segments::Segments;
-use self::settings::{Keep, Node};
-use self::state::{Handle, Name, Part, Seed, State};
-use super::error::{Place, Problem};
-use super::input::Input;
-use super::kept_settings::Room;
-use super::list::Reader;
-use super::receiver::Receiver;
-use super::words::{RawEvent, Word};
-use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};
-use crate::steps;
-use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::Value;
 
 /// The entry in the [list](super::list).
 pub(super) const READER: Reader =
@@ -217,5 +213,78 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
         let whole = self.0.receiver.origins.with_forward(origin.stack, forward);
         origin.stack = self.0.within(whole)?;
         Ok((raw, origin))
+    }
+}
+
+// Bounds on what the parser of JSON can be made to keep or to wait for.
+
+/// Longest text in bytes; the parser keeps the one that it reads.
+const LONGEST_TEXT: u32 = 1 << 18;
+/// Longest stretch between two texts.
+const LONGEST_STRETCH: u32 = 1 << 24;
+/// Deepest nesting; the parser keeps a byte for each level that it passes over.
+const DEEPEST: u32 = 128;
+
+/// The bytes of an input, up to what no snapshot holds.
+struct Guarded<'r, 'i> {
+    input: &'r mut Input<'i>,
+    /// Bytes since a text began or ended.
+    run: u32,
+    in_text: bool,
+    escaped: bool,
+    depth: u32,
+    /// What ended the reading.
+    fault: Option<&'static str>,
+}
+
+impl<'r, 'i> Guarded<'r, 'i> {
+    fn new(input: &'r mut Input<'i>) -> Self {
+        Self { input, run: 0, in_text: false, escaped: false, depth: 0, fault: None }
+    }
+
+    #[inline]
+    fn look(&mut self, byte: u8) {
+        self.run += 1;
+        if self.in_text {
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = true,
+                b'"' => (self.in_text, self.run) = (false, 0),
+                _ => {}
+            }
+        } else {
+            match byte {
+                b'"' => (self.in_text, self.run) = (true, 0),
+                b'[' | b'{' => self.depth += 1,
+                b']' | b'}' => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+        if self.run > if self.in_text { LONGEST_TEXT } else { LONGEST_STRETCH } {
+            self.fault = Some("a text, or a stretch between two texts, is longer than any snapshot's");
+        } else if self.depth > DEEPEST {
+            self.fault = Some("its lists and dictionaries are nested deeper than any snapshot's");
+        }
+    }
+}
+
+impl Read for Guarded<'_, '_> {
+    #[inline]
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        // The parser asks for one byte at a time.
+        let count = match (&mut *out, self.input.buffered().first()) {
+            ([slot], Some(byte)) => {
+                *slot = *byte;
+                self.input.advance(1);
+                1
+            }
+            _ => self.input.read(out)?,
+        };
+        steps::count(count);
+        out[..count].iter().for_each(|byte| self.look(*byte));
+        match self.fault {
+            Some(fault) => Err(io::Error::other(fault)),
+            None => Ok(count),
+        }
     }
 }

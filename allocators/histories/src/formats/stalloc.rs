@@ -6,7 +6,7 @@
 use super::input::Input;
 use super::lines::{Lines, clip};
 use super::list::Reader;
-use super::receiver::{Receiver, emit};
+use super::summary::{Receiver, emit};
 use super::{Action, Event, Format, ReadError, ReadOptions, Summary};
 
 /// The entry in the [list](super::list).

@@ -1,8 +1,9 @@
 //! What is read from a file of events, and how.
 
-use super::{Format, HostMemory, Keys, Segment};
+use super::{Action, Event, Format, HostMemory, Keys, Origin, Origins, ReadError, Segment};
+use serde_json::Value;
 use std::fmt;
-use vramlab_device::budget::Budget;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// How to read.
 #[derive(Clone, Debug, Default)]
@@ -113,4 +114,90 @@ impl Summary {
     pub fn all_events(&self) -> u64 {
         self.events.iter().sum()
     }
+}
+
+// What is kept of the allocator's settings in a snapshot. A training run has some twenty of them.
+
+/// Deepest nesting that is kept.
+pub(super) const DEEPEST: usize = 16;
+
+/// What the settings may still take. Sharing could make few bytes into many, and a file may hold settings more than
+/// once, so it is counted over the whole file.
+#[derive(Debug)]
+pub(super) struct Room {
+    /// Values, those in lists and dictionaries included.
+    nodes: usize,
+    /// Bytes of texts.
+    text: usize,
+}
+
+impl Default for Room {
+    fn default() -> Self {
+        Self { nodes: 1 << 14, text: 1 << 18 }
+    }
+}
+
+impl Room {
+    /// Takes room for a value; false when there is none.
+    pub(super) fn take_node(&mut self) -> bool {
+        self.nodes = self.nodes.saturating_sub(1);
+        self.nodes > 0
+    }
+
+    /// Whether a list of `count` values may have room; they take it one by one.
+    pub(super) fn fits(&self, count: usize) -> bool {
+        count <= self.nodes
+    }
+
+    /// Takes room for a text.
+    ///
+    /// # Errors
+    /// [`OverBudget`] where the settings would have room and the reading has none.
+    pub(super) fn take_text(&mut self, text: &str, claim: &mut Claim) -> Result<Option<String>, OverBudget> {
+        let Some(left) = self.text.checked_sub(text.len() + 1) else { return Ok(None) };
+        claim.add(text.len())?;
+        self.text = left;
+        Ok(Some(text.to_owned()))
+    }
+}
+
+/// Memory of the next entry of a dictionary that has `entries`: key, value, hash and place in the table, while all of
+/// these double.
+pub(super) fn entry_cost(entries: usize) -> usize {
+    let entry = size_of::<Value>() + size_of::<String>() + 2 * size_of::<usize>();
+    // Room for the first entries is made at once.
+    if entries == 0 { 8 * entry } else { 4 * entry }
+}
+
+// What takes the events of a file as they are read.
+
+/// Takes events as they are read; its error ends the reading ([`ReadError::stop`]).
+pub type Sink<'a> = dyn FnMut(Event) -> Result<(), ReadError> + 'a;
+
+/// As [`Sink`], with where each event came from.
+pub type OriginSink<'a> = dyn FnMut(Event, Origin, &Origins) -> Result<(), ReadError> + 'a;
+
+/// The sink of a reading, and what is kept of where events came from.
+pub(super) struct Receiver<'s> {
+    pub(super) sink: &'s mut OriginSink<'s>,
+    pub(super) origins: Origins,
+    /// Whether the caller asks where they came from.
+    pub(super) wants_origins: bool,
+}
+
+impl Receiver<'_> {
+    pub(super) fn take(&mut self, event: Event, origin: Origin) -> Result<(), ReadError> {
+        (self.sink)(event, origin, &self.origins)
+    }
+}
+
+/// Hands on an event of a format that does not say when a free completed: it completes at once.
+pub(super) fn emit(event: Event, summary: &mut Summary, receiver: &mut Receiver<'_>) -> Result<(), ReadError> {
+    summary.count(event.device);
+    receiver.take(event, Origin::default())?;
+    if event.action == Action::FreeRequested {
+        summary.count(event.device);
+        receiver.take(Event { action: Action::FreeCompleted, ..event }, Origin::default())?;
+    }
+    Ok(())
 }

@@ -13,8 +13,6 @@
 //! Times are microseconds with decimals from the first event. Memory is taken for all blocks of the history, some 50 bytes each.
 //! Source: the Trace Event Format document of Chromium.
 
-mod tracks;
-
 use super::list::Writer;
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, BlockPlace, Event};
@@ -217,8 +215,8 @@ impl PerfettoWriter {
     fn blocks(&mut self) -> Result<(), WriteError> {
         let most = self.block_tracks();
         let lives = std::mem::take(&mut self.lives);
-        let spans: Vec<tracks::Span> = lives.iter().map(|life| tracks::Span::of(life, self.latest_ns)).collect();
-        let found = tracks::assign(&spans, most);
+        let spans: Vec<Span> = lives.iter().map(|life| Span::of(life, self.latest_ns)).collect();
+        let found = assign(&spans, most);
         let mut named: BTreeMap<(u16, usize), u64> = BTreeMap::new();
         let mut numbers: BTreeMap<u16, usize> = BTreeMap::new();
         for (life, track) in lives.iter().zip(found) {
@@ -385,5 +383,68 @@ impl TraceWriter for PerfettoWriter {
         self.blocks()?;
         self.file.put(|out| out.write_all(b"\n]}\n"))?;
         self.file.finish()
+    }
+}
+
+// Which blocks get the few tracks that a timeline has.
+
+/// A block as its track sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Span {
+    device: u16,
+    bytes: u64,
+    start: u64,
+    end: u64,
+}
+
+impl Span {
+    fn of(life: &Life, latest: u64) -> Self {
+        let end = life.end.unwrap_or(latest).max(life.start);
+        Self { device: life.device, bytes: life.bytes, start: life.start, end }
+    }
+}
+
+/// The track of each block, from the largest block to the smallest each on the first on which nothing else lies at its time;
+/// `None` where there is none. O(n log n) for `most` tracks a device.
+fn assign(spans: &[Span], most: usize) -> Vec<Option<usize>> {
+    let mut order: Vec<usize> = (0..spans.len()).collect();
+    order.sort_by_key(|at| (std::cmp::Reverse(spans[*at].bytes), *at));
+    // Starts with ends, of each track.
+    let mut tracks: BTreeMap<u16, Vec<BTreeMap<u64, u64>>> = BTreeMap::new();
+    let mut out = vec![None; spans.len()];
+    for at in order {
+        let Span { device, start, end, .. } = spans[at];
+        let own = tracks.entry(device).or_default();
+        let free = |track: &BTreeMap<u64, u64>| {
+            // One that takes no time lies there for a moment all the same.
+            track.range(..end.max(start + 1)).next_back().is_none_or(|(other, last)| *last <= start && *other < start)
+        };
+        let track = match own.iter().position(free) {
+            Some(track) => track,
+            None if own.len() < most => {
+                own.push(BTreeMap::new());
+                own.len() - 1
+            }
+            None => continue,
+        };
+        own[track].insert(start, end);
+        out[at] = Some(track);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_blocks_get_tracks_and_none_overlap() {
+        let span = |bytes, start, end| Span { device: 0, bytes, start, end };
+        let spans = [span(1, 0, 10), span(5, 0, 4), span(3, 4, 8), span(9, 2, 6), span(2, 6, 6), span(2, 6, 7)];
+        // The second track has 0..4 and 4..8, the first 2..6 and then one of those that begin at 6.
+        assert_eq!(assign(&spans, 2), [None, Some(1), Some(1), Some(0), Some(0), None]);
+        assert_eq!(assign(&spans, 0), [None; 6]);
+        let other = Span { device: 1, ..spans[3] };
+        assert_eq!(assign(&[spans[3], other], 1), [Some(0), Some(0)], "each device has its own");
     }
 }

@@ -1,6 +1,6 @@
 //! The smallest memory in which a history still runs.
 
-use super::report::ReplayReport;
+use super::ReplayReport;
 use super::run::{ReplaySettings, replay};
 use crate::history::{History, ReplayError};
 use std::sync::Arc;

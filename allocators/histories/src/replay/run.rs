@@ -1,10 +1,10 @@
 //! The loop that runs a compiled history.
 
+use super::ReplayReport;
 use super::against::{Against, DefaultStream};
 use super::counting::{ByPath, CallCounter};
 use super::driver::{ReplayDriver, Replaying};
 use super::pools::Pools;
-use super::report::ReplayReport;
 use super::watched::{SegmentWatch, Watched};
 use crate::formats::Placements;
 use crate::history::{BY_DEVICE, Beginning, History, Kind, NO_STREAM, Op, Release, ReplayError, StartBlock};

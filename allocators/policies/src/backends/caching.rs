@@ -101,7 +101,7 @@ const NO_LIMIT: u64 = u64::MAX;
 /// See the [module](self).
 ///
 /// Locks are taken in the order `growth`, `pending`, `captures`, `pools`, the sums of `totals`, one shard; after these only
-/// `oversize_allocations`, or the table's numbers and then its further ones, which are held over nothing.
+/// `oversize_allocations` or `completed`, or the table's numbers and then its further ones, which are held over nothing.
 #[derive(Debug)]
 pub struct Caching {
     driver: Arc<dyn Driver>,
@@ -129,6 +129,8 @@ pub struct Caching {
     /// block is what was added since it became free.
     searches: AtomicU64,
     oversize_allocations: Mutex<Gauge>,
+    /// Where blocks lay whose free has stopped waiting, if that is asked for.
+    completed: Mutex<Option<Vec<DeviceAddr>>>,
 }
 
 impl Caching {
@@ -152,6 +154,7 @@ impl Caching {
             pools: Mutex::new(Pools::default()),
             searches: AtomicU64::new(0),
             oversize_allocations: Mutex::new(Gauge::default()),
+            completed: Mutex::new(None),
         }
     }
 
@@ -286,6 +289,14 @@ impl DeviceAllocator for Caching {
 
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         self.announce(block, stream)
+    }
+
+    fn tell_completed(&self, on: bool) {
+        *lock(&self.completed) = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        lock(&self.completed).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     fn stats(&self) -> Stats {

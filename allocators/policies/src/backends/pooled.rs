@@ -157,6 +157,14 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         Ok(())
     }
 
+    fn tell_completed(&self, on: bool) {
+        *self.lock().heap.completed() = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        self.lock().heap.completed().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
     fn stats(&self) -> Stats {
         let state = self.lock();
         let stranded_bytes = state.heap.pending().stranded_bytes();

@@ -367,6 +367,18 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
     }
 
+    /// Remembers from now on, or no longer, where blocks lay whose free had to wait, once they are reusable: a history has them
+    /// as `free_completed`.
+    fn tell_completed(&self, on: bool) {
+        let _ = on;
+    }
+
+    /// First addresses of blocks whose free [waited](Path::Deferred) and that have become reusable since the last call, in that
+    /// order, if [they are remembered](Self::tell_completed). It may be handed out again by then.
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        Vec::new()
+    }
+
     /// Statistics so far.
     fn stats(&self) -> Stats;
 

@@ -18,7 +18,7 @@ use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
 use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use vramlab_device::{Driver, DriverError, EventId, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 
 /// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
 #[derive(Debug)]
@@ -43,6 +43,8 @@ pub struct Heap {
     captures: usize,
     /// The first error by which blocks that were put are of no use to other streams for now.
     event_error: Option<DriverError>,
+    /// Where blocks lay whose free has stopped waiting, if that is asked for.
+    completed: Option<Vec<DeviceAddr>>,
 }
 
 impl Heap {
@@ -67,6 +69,7 @@ impl Heap {
             pinned: BTreeSet::new(),
             captures: 0,
             event_error: None,
+            completed: None,
         }
     }
 
@@ -361,10 +364,22 @@ impl Heap {
         }
         let (capturing, mut done) = (self.is_capturing(), Vec::new());
         let outcome = self.pending.process(self.source.driver().as_ref(), capturing, &mut done);
-        done.into_iter().for_each(|block| {
-            self.put(block);
-        });
+        self.put_completed(done);
         self.take_event_error().and(outcome)
+    }
+
+    /// Makes pending blocks reusable, and remembers where they lay if that is asked for.
+    fn put_completed(&mut self, done: Vec<BlockId>) {
+        for block in done {
+            let addr = DeviceAddr::handed_out(self.space[block].addr);
+            self.completed.iter_mut().for_each(|completed| completed.push(addr));
+            self.put(block);
+        }
+    }
+
+    /// See [`DeviceAllocator::tell_completed`](crate::DeviceAllocator::tell_completed).
+    pub(crate) fn completed(&mut self) -> &mut Option<Vec<DeviceAddr>> {
+        &mut self.completed
     }
 
     /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.

@@ -8,26 +8,42 @@ use super::events::Events;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
+/// Frees of a stream that share an event. A free is known to be over when the event behind it is, which is recorded with the last of
+/// as many frees, or when a page is asked for. An event costs as much as all else that a free does.
+const SHARED: u64 = 16;
+
 /// Events of a stream that wait for this many are looked at, so that there are never many more.
-const MANY: usize = 256;
+const MANY: usize = 64;
 
 /// See the [module](self).
 #[derive(Debug, Default)]
 pub(super) struct Pages {
     /// Frees so far.
     frees: u64,
-    /// By address of a page, the stream and the number of the last free that touched it. Pages that were never used are not here.
-    last: BTreeMap<u64, (StreamId, u64)>,
+    /// The last frees of pages, by the first address of a run of them. Pages that were never used are not here.
+    last: BTreeMap<u64, Run>,
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
+}
+
+/// Pages side by side that one free touched last.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    end: u64,
+    stream: StreamId,
+    /// Number of the free.
+    free: u64,
 }
 
 /// Frees on a stream.
 #[derive(Debug, Default)]
 struct Frees {
-    /// Those whose work may not be over, oldest first. An event is missing where none could be recorded; it is recorded
-    /// later, which is late but safe.
+    /// Frees up to a number, whose work is over when the event is, oldest first. An event is missing where none could be recorded;
+    /// it is recorded later, which is late but safe.
     waiting: VecDeque<(u64, Option<EventId>)>,
+    /// Frees behind the last of these, and the number of the latest one.
+    without: u64,
+    latest: u64,
     /// The last one whose work is over.
     over: u64,
 }
@@ -38,7 +54,8 @@ fn unless_gone(error: DriverError) -> Result<(), DriverError> {
 }
 
 impl Pages {
-    /// Notes that the pages from `start` to `end`, each `page` bytes, became free on a stream.
+    /// Notes that the pages from `start` to `end` became free on a stream. Takes logarithmic time in the runs of pages, however many
+    /// there are.
     ///
     /// # Errors
     /// Those of the driver: the pages are of no use for now.
@@ -46,23 +63,50 @@ impl Pages {
         &mut self,
         driver: &dyn Driver,
         stream: StreamId,
-        (start, end, page): (u64, u64, u64),
+        (start, end): (u64, u64),
         capturing: bool,
     ) -> Result<(), DriverError> {
         self.frees += 1;
-        let mut at = start;
-        while at < end {
-            self.last.insert(at, (stream, self.frees));
-            at += page;
-        }
-        // A stream that is gone takes no event; its pages stay where they are.
-        let event = self.events.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
+        self.cut_out(start, end);
+        self.last.insert(start, Run { end, stream, free: self.frees });
         let frees = self.streams.entry(stream).or_default();
-        frees.waiting.push_back((self.frees, event.clone().unwrap_or(None)));
-        if frees.waiting.len() > MANY {
+        (frees.without, frees.latest) = (frees.without + 1, self.frees);
+        if frees.without < SHARED {
+            return Ok(());
+        }
+        let recorded = self.record(driver, stream, capturing);
+        if self.streams.get(&stream).is_some_and(|frees| frees.waiting.len() > MANY) {
             self.poll(driver, stream, capturing)?;
         }
+        recorded
+    }
+
+    /// Records an event behind the frees of a stream that have none.
+    fn record(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
+        let Some(frees) = self.streams.get_mut(&stream).filter(|frees| frees.without > 0) else { return Ok(()) };
+        // A stream that is gone takes no event; its pages stay where they are.
+        let event = self.events.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
+        frees.waiting.push_back((frees.latest, event.clone().unwrap_or(None)));
+        frees.without = 0;
         event.map(|_| ())
+    }
+
+    /// Forgets the last frees of the pages from `start` to `end`.
+    fn cut_out(&mut self, start: u64, end: u64) {
+        while let Some((&at, &run)) = self.last.range(..end).next_back().filter(|(_, run)| run.end > start) {
+            self.last.remove(&at);
+            if run.end > end {
+                self.last.insert(end, run);
+            }
+            if at < start {
+                self.last.insert(at, Run { end: start, ..run });
+            }
+        }
+    }
+
+    /// The last free of a page.
+    fn run(&self, page: u64) -> Option<Run> {
+        self.last.range(..=page).next_back().map(|(_, run)| *run).filter(|run| run.end > page)
     }
 
     /// Finds out which frees of a stream are over by now.
@@ -76,7 +120,7 @@ impl Pages {
         Ok(())
     }
 
-    /// The event of the oldest free of a stream that may not be over, recorded now where it is missing.
+    /// The event of the oldest frees of a stream that may not be over, recorded now where it is missing.
     fn oldest(
         &mut self,
         driver: &dyn Driver,
@@ -84,7 +128,10 @@ impl Pages {
         capturing: bool,
     ) -> Result<Option<EventId>, DriverError> {
         let front = |pages: &Self| pages.streams.get(&stream).and_then(|frees| frees.waiting.front().copied());
-        let Some((_, event)) = front(self) else { return Ok(None) };
+        let Some((_, event)) = front(self) else {
+            self.record(driver, stream, capturing)?;
+            return Ok(front(self).and_then(|(_, event)| event));
+        };
         if event.is_some() {
             return Ok(event);
         }
@@ -120,16 +167,16 @@ impl Pages {
 
     /// Number of the free that touched a page last; 0 for a page that was never used.
     pub(super) fn last_free(&self, page: u64) -> u64 {
-        self.last.get(&page).map_or(0, |(_, number)| *number)
+        self.run(page).map_or(0, |run| run.free)
     }
 
-    /// Whether the work that used a page is over. With `wait` the host waits for it, and for nothing that was queued later.
+    /// Whether the work that used a page is over. With `wait` the host waits for it, and for little that was queued later.
     ///
     /// # Errors
     /// Those of the driver.
     pub(super) fn is_over(&mut self, driver: &dyn Driver, page: u64, wait: bool) -> Result<bool, DriverError> {
-        let Some(&(stream, number)) = self.last.get(&page) else { return Ok(true) };
-        while self.streams.get(&stream).is_some_and(|frees| frees.over < number) {
+        let Some(Run { stream, free, .. }) = self.run(page) else { return Ok(true) };
+        while self.streams.get(&stream).is_some_and(|frees| frees.over < free) {
             let oldest = self.oldest(driver, stream, false);
             let Some(event) = oldest.or_else(|error| unless_gone(error).map(|()| None))? else { return Ok(false) };
             if !wait {
@@ -141,9 +188,9 @@ impl Pages {
         Ok(true)
     }
 
-    /// A page is somewhere else now.
-    pub(super) fn forget(&mut self, page: u64) {
-        self.last.remove(&page);
+    /// The page from `start` to `end` is somewhere else now.
+    pub(super) fn forget(&mut self, start: u64, end: u64) {
+        self.cut_out(start, end);
     }
 
     /// Every event, for the end.
@@ -173,22 +220,24 @@ mod tests {
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::default();
         work(&driver, stream);
-        pages.freed(&driver, stream, (0, 2 * PAGE, PAGE), false).unwrap();
+        (1..SHARED).for_each(|_| pages.freed(&driver, stream, (8 * PAGE, 9 * PAGE), false).unwrap());
+        pages.freed(&driver, stream, (0, 2 * PAGE), false).unwrap();
         work(&driver, stream);
-        pages.freed(&driver, stream, (PAGE, 3 * PAGE, PAGE), false).unwrap();
-        assert_eq!([0, PAGE, 2 * PAGE, 3 * PAGE].map(|page| pages.last_free(page)), [1, 2, 2, 0]);
+        pages.freed(&driver, stream, (PAGE, 3 * PAGE), false).unwrap();
+        let last = [0, PAGE, 2 * PAGE, 3 * PAGE, 8 * PAGE].map(|page| pages.last_free(page));
+        assert_eq!(last, [SHARED, SHARED + 1, SHARED + 1, 0, SHARED - 1]);
 
         assert!(pages.is_over(&driver, 3 * PAGE, false).unwrap(), "nothing ever used it");
         assert!(!pages.is_over(&driver, 0, false).unwrap());
-        // Waiting for the first page waits for nothing that was queued later.
+        // Waiting for the first page waits for nothing that was queued after the event that it shares.
         assert!(pages.is_over(&driver, 0, true).unwrap());
         assert!(!pages.is_over(&driver, PAGE, false).unwrap());
         driver.device_synchronize().unwrap();
         pages.poll_all(&driver, false).unwrap();
         assert!(pages.is_over(&driver, 2 * PAGE, false).unwrap());
-        pages.forget(PAGE);
-        assert_eq!(pages.last_free(PAGE), 0);
-        assert_eq!(pages.take_events().len(), 2);
+        pages.forget(PAGE, 2 * PAGE);
+        assert_eq!([0, PAGE, 2 * PAGE].map(|page| pages.last_free(page)), [SHARED, 0, SHARED + 1]);
+        assert_eq!(pages.take_events().len(), 1, "the first was used again");
     }
 
     #[test]
@@ -197,7 +246,8 @@ mod tests {
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::default();
         driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
-        assert!(pages.freed(&driver, stream, (0, PAGE, PAGE), false).is_err());
+        let outcomes: Vec<_> = (0..SHARED).map(|_| pages.freed(&driver, stream, (0, PAGE), false)).collect();
+        assert!(outcomes.iter().position(Result::is_err).is_some_and(|at| at as u64 == SHARED - 1), "{outcomes:?}");
         assert!(!pages.is_over(&driver, 0, false).unwrap(), "no event says so");
         pages.poll_all(&driver, false).unwrap();
         assert!(pages.is_over(&driver, 0, false).unwrap());
@@ -210,7 +260,7 @@ mod tests {
         let gone = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
         let mut pages = Pages::default();
         gone();
-        pages.freed(&driver, stream, (0, PAGE, PAGE), false).unwrap();
+        pages.freed(&driver, stream, (0, PAGE), false).unwrap();
         gone();
         pages.poll_all(&driver, false).unwrap();
         gone();
@@ -223,7 +273,7 @@ mod tests {
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::default();
         for free in 0..10 * MANY as u64 {
-            pages.freed(&driver, stream, (free % 7 * PAGE, (free % 7 + 1) * PAGE, PAGE), false).unwrap();
+            pages.freed(&driver, stream, (free % 7 * PAGE, (free % 7 + 1) * PAGE), false).unwrap();
         }
         assert!(pages.take_events().len() <= MANY + 1);
     }

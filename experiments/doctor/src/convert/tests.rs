@@ -67,9 +67,8 @@ impl Outcomes {
 fn mutated_files_that_are_converted_are_replayed() {
     let folder = TempDir::new().unwrap();
     let mut outcomes = Outcomes::default();
-    for corpus in ["fuzz/corpus/pickle", "fuzz/corpus/json", "fuzz/corpus/csv"] {
-        let seeds = seeds(&in_repository("allocators").join(corpus));
-        for mutation in mutations(&seeds, 200) {
+    for target in ["pickle", "json", "csv"] {
+        for mutation in mutations(&seeds(target), 200) {
             outcomes.convert(folder.path(), &mutation);
         }
     }

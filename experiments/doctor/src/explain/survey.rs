@@ -2,9 +2,9 @@
 
 use super::causes::Cause;
 use super::checkpoints::Checkpoints;
+use super::checkpoints::Peaks;
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
-use super::peaks::Peaks;
 use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
@@ -303,6 +303,7 @@ fn draw(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
             active_bytes: totals.active,
             requested_bytes: totals.requested,
             largest_hole_bytes: least,
+            device_used_bytes: None,
         };
     }
     point.largest_hole_bytes = least;

@@ -7,7 +7,7 @@ use super::replays::ReplaysData;
 use super::run::Figure;
 use super::run::RunData;
 use super::source::Source;
-use super::stacks::Stacks;
+use super::timeline::Stacks;
 use super::timeline::{Mark, Timeline};
 use crate::history::Compiled;
 use crate::replay::bound::Bounds;

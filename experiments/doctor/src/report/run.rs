@@ -1,18 +1,18 @@
 //! Runs, as their records tell them: the figures by which they are compared, and the curves over their steps.
 
-mod latency;
 mod record;
 mod steps;
 
 use anyhow::{Context, Result, bail};
 use record::{Call, Calls, Epoch};
-pub(super) use record::{Figure, Record};
 use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-pub(super) use steps::Steps;
 use vramlab::input;
+
+pub(super) use record::{Figure, Record};
+pub(super) use steps::Steps;
 
 /// Runs on one page. A chart of more lines cannot be read, and a browser takes long to draw it.
 const MOST: usize = 200;
@@ -45,7 +45,7 @@ pub(super) struct RunData {
     /// Parts of reserved memory when it was at its peak, by name.
     ledger: BTreeMap<&'static str, u64>,
     steps: Option<steps::Curves>,
-    spectra: Vec<latency::Spectrum>,
+    spectra: Vec<steps::Spectrum>,
     /// What its losses say beside those of the first run of the same work.
     losses: Option<String>,
 }
@@ -160,7 +160,7 @@ fn shown(folder: &Path, record: &Record, steps: Option<&Steps>, name: String) ->
         host: record.epochs.last().and_then(|last| Some(host(last.driver_calls.as_ref()?, last.wall_s * 1e9))),
         ledger: record.ledger(),
         steps: steps.map(Steps::curves),
-        spectra: latency::read(&folder.join("latency.hlog"), record.simulated())?,
+        spectra: steps::read(&folder.join("latency.hlog"), record.simulated())?,
         losses: None,
         folder: folder.display().to_string(),
         name,

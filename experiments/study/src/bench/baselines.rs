@@ -1,7 +1,6 @@
 //! Other projects' allocators, measured by programs of their own (`experiments/baselines`).
 
-use super::cases::Case;
-use super::histories::{self, Named};
+use super::cases::{Case, Named, write_history};
 use super::report::{Missing, Report, Row};
 use crate::repository;
 use anyhow::{Context, Result, bail};
@@ -44,7 +43,7 @@ pub(crate) fn run(folder: &Path, cases: &[Case], histories: &[Named], repeats: u
     command.arg(folder.join(PROGRAM));
     for case in cases {
         if let Case::History { number } = case {
-            command.arg("--history").arg(histories::write(&histories[*number], calls.path())?);
+            command.arg("--history").arg(write_history(&histories[*number], calls.path())?);
         }
     }
     let command = command

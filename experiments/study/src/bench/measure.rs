@@ -1,17 +1,19 @@
 //! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
 
+use super::cases::Named;
 use super::cases::{Case, Instrument, Job, THREAD_LIVE};
-use super::histories::Named;
-use super::per_stream::PerStream;
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 use vramlab::histories::workload::{self, Sequence, Slots};
 use vramlab::instruments::{EventTrace, Timed};
-use vramlab::{AllocError, DeviceAllocator, DeviceKind, Driver, Selection, StreamId};
+use vramlab::{
+    AllocError, Block, DeviceAllocator, DeviceKind, Driver, Ledger, Path, Request, Selection, Snapshot, Stats, StreamId,
+};
 
 /// Allocations that the passes of a case `history` come to at least.
 const HISTORY_ALLOCATIONS: u64 = 300_000;
@@ -249,11 +251,76 @@ fn in_threads<T: Send>(
     })
 }
 
+/// Sends each call to the allocator of its stream.
+#[derive(Debug)]
+pub(crate) struct PerStream(Vec<(StreamId, Arc<dyn DeviceAllocator>)>);
+
+impl PerStream {
+    /// An allocator made by `build` for each stream; there is at least one.
+    pub(crate) fn new(
+        streams: &[StreamId],
+        build: impl Fn() -> Result<Arc<dyn DeviceAllocator>, AllocError>,
+    ) -> Result<Self> {
+        ensure!(!streams.is_empty(), "no stream to work on");
+        Ok(Self(streams.iter().map(|stream| Ok((*stream, build()?))).collect::<Result<_, AllocError>>()?))
+    }
+
+    /// Of the first stream, for a stream that is none of ours.
+    fn of(&self, stream: StreamId) -> &dyn DeviceAllocator {
+        self.0.iter().find(|(own, _)| *own == stream).unwrap_or(&self.0[0]).1.as_ref()
+    }
+}
+
+impl DeviceAllocator for PerStream {
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        self.of(stream).allocate(request, stream)
+    }
+
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        // SAFETY: the caller's promise is the inner allocator's; `stream` is the block's, so it is the one that made it.
+        unsafe { self.of(stream).deallocate(block, stream) }
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        self.of(stream).record_use(block, stream)
+    }
+
+    fn name(&self) -> &'static str {
+        self.0[0].1.name()
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.0[0].1.settings()
+    }
+
+    /// Of the first.
+    fn stats(&self) -> Stats {
+        self.0[0].1.stats()
+    }
+
+    fn reset_peaks(&self) {
+        self.0.iter().for_each(|(_, inner)| inner.reset_peaks());
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        None
+    }
+
+    /// Of the first.
+    fn ledger_at_peak(&self) -> Ledger {
+        self.0[0].1.ledger_at_peak()
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        self.0.iter().map(|(_, inner)| inner.trim(keep_bytes)).sum()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::bench::cases::groups;
-    use crate::bench::histories;
+    use crate::bench::cases::read_histories;
     use vramlab::NullDriver;
 
     #[test]
@@ -265,7 +332,7 @@ mod tests {
     #[test]
     fn streams_and_blocks_go_back() {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
-        let setup = Setup::new(&driver, 2, histories::read(&[]).unwrap()).unwrap();
+        let setup = Setup::new(&driver, 2, read_histories(&[]).unwrap()).unwrap();
         let patterns =
             ["history", "alternate", "pair/512", "threads", "shared", "instrument/trace/1"].map(str::to_owned);
         for job in

@@ -1,9 +1,9 @@
 //! `experiments pack`: makes the tables of an experiment's folder.
 
-use super::flat::{Depth, flatten, insert, is_at_or_below};
+use super::flat::{Depth, flatten, insert, is_at_or_below, write_cell};
 use super::manifest::{Counts, Manifest, Table};
 use super::series::{self, Content, Line};
-use super::{MANIFEST, SERIES, TABLE, cell, compressed};
+use super::{MANIFEST, SERIES, TABLE};
 use crate::repository;
 use crate::study::figures::read_text;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, SCHEMA_VERSION, read_json};
@@ -176,7 +176,7 @@ fn packed(folder: &Path, args: &PackArgs) -> Result<Packed> {
     let started_at = started_at(&rows);
     let (same_in_all, rows) = shared(rows, &plan_keys);
     let (table, lines) = tables(&rows)?;
-    let table = compressed::write(&table)?;
+    let table = series::compress(&table)?;
     let mut listed = vec![Table::of(TABLE, rows.len(), &table)];
     files.push((TABLE, table));
     if !lines.is_empty() {
@@ -354,7 +354,7 @@ fn tables(rows: &[Row]) -> Result<(Vec<u8>, Vec<Line>)> {
     let columns: Vec<String> = ALWAYS.iter().map(|name| (*name).to_owned()).chain(others).collect();
     writer.write_record(&columns)?;
     for own in &cells {
-        writer.write_record(columns.iter().map(|name| own.get(name).map_or_else(String::new, cell::write)))?;
+        writer.write_record(columns.iter().map(|name| own.get(name).map_or_else(String::new, write_cell)))?;
     }
     let table = writer.into_inner().map_err(|error| anyhow::anyhow!("{}", error.error()))?;
     Ok((table, lines))

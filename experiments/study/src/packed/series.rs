@@ -1,10 +1,13 @@
 //! `series.jsonl.xz`: the tables of the runs that are longer than a cell, a line a run and table.
 
 use super::columns::Columns;
-use super::{SERIES, compressed, flat};
-use anyhow::{Context, Result};
+use super::{SERIES, flat};
+use anyhow::{Context, Result, bail};
+use liblzma::read::XzDecoder;
+use liblzma::write::XzEncoder;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::io::{Read, Write};
 use std::path::Path;
 
 /// What a table was before.
@@ -127,17 +130,46 @@ pub(super) fn write(lines: &[Line]) -> Result<Vec<u8>> {
         serde_json::to_writer(&mut text, line)?;
         text.push(b'\n');
     }
-    compressed::write(&text)
+    compress(&text)
 }
 
 /// Reads them from a folder's file with these bytes.
 pub(super) fn read(folder: &Path, bytes: &[u8]) -> Result<Vec<Line>> {
     let path = folder.join(SERIES);
-    let text = compressed::read(&path, bytes)?;
+    let text = decompress(&path, bytes)?;
     let line = |(number, line): (usize, &str)| {
         serde_json::from_str(line).with_context(|| format!("{}: line {}", path.display(), number + 1))
     };
     text.lines().enumerate().map(line).collect()
+}
+
+// The tables' files, compressed: the same bytes for the same table.
+
+/// Most bytes of a table when it is unpacked: no experiment comes near.
+const MOST_BYTES: u64 = 1 << 30;
+/// As `xz -6e`: the bytes of this level do not depend on the machine, and a reader needs 9 MiB.
+const LEVEL: u32 = 6 | (1 << 31);
+
+/// A table's file.
+pub(super) fn compress(text: &[u8]) -> Result<Vec<u8>> {
+    let mut encoder = XzEncoder::new(Vec::new(), LEVEL);
+    encoder.write_all(text)?;
+    Ok(encoder.finish()?)
+}
+
+/// The text of a table, whose file `path` has these bytes.
+///
+/// # Errors
+/// It is damaged, no text, or too long.
+pub(super) fn decompress(path: &Path, bytes: &[u8]) -> Result<String> {
+    let mut text = String::new();
+    let mut decoder = XzDecoder::new(bytes).take(MOST_BYTES + 1);
+    decoder.read_to_string(&mut text).with_context(|| format!("{} is damaged", path.display()))?;
+    // CAST: a length in memory.
+    if text.len() as u64 > MOST_BYTES {
+        bail!("{} unpacks to more than 1 GiB, which no experiment does", path.display());
+    }
+    Ok(text)
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! `experiments unpack`: the folder of an experiment as `experiments run` leaves it, from its tables.
 
-use super::flat::insert;
+use super::flat::{insert, read_cell};
 use super::manifest::{self, Manifest};
 use super::series::{self, Content, From, Line};
-use super::{PLAIN_TABLE, SERIES, TABLE, cell, compressed};
+use super::{PLAIN_TABLE, SERIES, TABLE};
 use crate::study::record::{EXPERIMENT, RUN, RUNS, compress, write_compact, write_json};
 use crate::study::{experiments_in, is_plain};
 use anyhow::{Context, Result, bail};
@@ -98,7 +98,7 @@ fn table(folder: &Path, manifest: &Manifest, name: &str) -> Result<Vec<u8>> {
 fn rows(folder: &Path, manifest: &Manifest, name: &str) -> Result<Vec<Map<String, Value>>> {
     let (path, mut bytes) = (folder.join(name), table(folder, manifest, name)?);
     if name == TABLE {
-        bytes = compressed::read(&path, &bytes)?.into_bytes();
+        bytes = series::decompress(&path, &bytes)?.into_bytes();
     }
     let here = || format!("cannot read {}", path.display());
     let mut reader = csv::ReaderBuilder::new().from_reader(bytes.as_slice());
@@ -107,7 +107,7 @@ fn rows(folder: &Path, manifest: &Manifest, name: &str) -> Result<Vec<Map<String
     for record in reader.records() {
         let mut row = Map::new();
         for (name, text) in names.iter().zip(&record.with_context(here)?) {
-            if let Some(value) = cell::read(text).with_context(here)? {
+            if let Some(value) = read_cell(text).with_context(here)? {
                 row.insert(name.clone(), value);
             }
         }

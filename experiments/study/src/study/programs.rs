@@ -1,7 +1,7 @@
 //! The programs that arms run: their command lines, and what can be said about options before anything runs.
 
-use super::options::OptionValue;
 use super::plan::{self, Run};
+use super::spec::OptionValue;
 use super::spec::{Program, Setting, Source};
 use crate::repository;
 use anyhow::{Context, Result, bail};

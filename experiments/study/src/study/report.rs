@@ -1,7 +1,7 @@
 //! The table at the end of an experiment: one row for each cell.
 
 use super::figures::{self, Figures, Measure, median};
-use super::noise::{NOISY, outliers, spread};
+use super::figures::{NOISY, outliers, spread};
 use super::plan::{Planned, Run};
 use super::record::RunStatus;
 use crate::table::percent;

@@ -9,8 +9,7 @@ use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
 use crate::ops::{GemmLayout, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Precision};
-use crate::storage::{Operand, Stored, with_stored};
+use crate::storage::{Element, Operand, Precision, Stored, with_stored};
 
 /// `dx = dy·weight`, zero where the layer's input was not positive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

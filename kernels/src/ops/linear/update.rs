@@ -11,8 +11,7 @@ use crate::operation::{Definition, Work};
 use crate::ops::sgd::{check_master, step_weights};
 use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Precision};
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Precision, Stored, with_stored};
 
 /// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

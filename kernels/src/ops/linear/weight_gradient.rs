@@ -9,8 +9,7 @@ use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
 use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
-use crate::precision::{Element, Precision};
-use crate::storage::{Stored, with_stored};
+use crate::storage::{Element, Precision, Stored, with_stored};
 
 /// `dweight = dyᵀ·x · scale` and `dbias = Σ_rows dy · scale`, both f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -1,7 +1,7 @@
 //! Puts segments together that are of one pool, and says which.
 
+use super::DEFAULT;
 use super::evidence::{Evidence, Gone, Region, Returned};
-use super::names::DEFAULT;
 use super::order::{Labels, Pools};
 use std::collections::{BTreeMap, BTreeSet};
 

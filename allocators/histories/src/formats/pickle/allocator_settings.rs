@@ -3,7 +3,7 @@
 use super::machine::Machine;
 use super::store::Value;
 use crate::formats::ReadError;
-use crate::formats::kept_settings::{DEEPEST, entry_cost};
+use crate::formats::summary::{DEEPEST, entry_cost};
 use crate::steps;
 use serde_json::{Map, Value as Json};
 use vramlab_device::budget::OverBudget;

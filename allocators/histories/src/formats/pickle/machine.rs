@@ -5,7 +5,7 @@ use super::frames::Stacks;
 use super::memo::Memo;
 use super::store::{Store, Value};
 use crate::formats::input::Input;
-use crate::formats::receiver::Receiver;
+use crate::formats::summary::Receiver;
 use crate::formats::words::Word;
 use crate::formats::{Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;

@@ -1,7 +1,7 @@
 //! The allocator's settings, which are kept as they are.
 
 use super::state::Seed;
-use crate::formats::kept_settings::{DEEPEST, Room, entry_cost};
+use crate::formats::summary::{DEEPEST, Room, entry_cost};
 use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use vramlab_device::budget::{Claim, OverBudget};

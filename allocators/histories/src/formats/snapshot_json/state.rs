@@ -1,8 +1,8 @@
 //! What was understood of a document so far, and streams as documents name them.
 
 use crate::formats::error::Place;
-use crate::formats::kept_settings::Room;
-use crate::formats::receiver::Receiver;
+use crate::formats::summary::Receiver;
+use crate::formats::summary::Room;
 use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError, Summary};
 use serde::Deserialize;

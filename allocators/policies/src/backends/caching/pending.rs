@@ -10,7 +10,7 @@ use crate::policy::pending;
 use crate::sync::lock;
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use vramlab_device::{Driver, DriverError, StreamId};
+use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
 /// A pending block, by the number of its shard and its record.
 type PendingBlock = (u32, BlockIndex);
@@ -125,6 +125,9 @@ impl Caching {
         let now = self.searches.load(Relaxed);
         self.totals.step(shard, &self.shards, |cache, waiting| {
             let block = cache.blocks()[index];
+            if let Some(completed) = lock(&self.completed).as_mut() {
+                completed.push(DeviceAddr::handed_out(block.addr));
+            }
             cache.end_pending(index, now);
             waiting.remove_block(block.pool, block.bytes, block.requested);
         });

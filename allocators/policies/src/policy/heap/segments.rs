@@ -83,9 +83,7 @@ impl Segments for Heap {
         self.space.account_mut().count_wait();
         let (capturing, mut done) = (self.is_capturing(), Vec::new());
         let outcome = self.pending.synchronize(self.source.driver().as_ref(), capturing, &mut done);
-        done.into_iter().for_each(|block| {
-            self.put(block);
-        });
+        self.put_completed(done);
         // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
         if !capturing && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
             self.stream.synchronized();

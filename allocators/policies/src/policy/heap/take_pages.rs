@@ -9,8 +9,8 @@ use std::ops::Range;
 use vramlab_device::DriverError;
 
 impl Heap {
-    /// Makes the heap note when each page is used last, so that pages [can be taken](Self::take_pages). A free that leaves
-    /// whole pages free records an event.
+    /// Makes the heap note when each page is used last, so that pages [can be taken](Self::take_pages). Of the frees that leave
+    /// whole pages free, every sixteenth records an event.
     #[must_use]
     pub fn with_pages(self) -> Self {
         let mut heap = Self { pages: Some(Pages::default()), ..self };
@@ -31,7 +31,7 @@ impl Heap {
         let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
-            let noted = pages.freed(driver, block.list.owner.stream, (start, end, page), capturing);
+            let noted = pages.freed(driver, block.list.owner.stream, (start, end), capturing);
             self.event_error = self.event_error.take().or(noted.err());
         }
     }
@@ -72,7 +72,7 @@ impl Heap {
             }
             match pages.is_over(driver.as_ref(), at, wait) {
                 Ok(true) => {
-                    pages.forget(at);
+                    pages.forget(at, at + page);
                     taken.entry(block).or_default().push((at, page));
                     (found, count) = (found + page, count + 1);
                 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::contract::PoolKind;
-use crate::policy::grow::{Segments as _, release_private};
+use crate::policy::grow::release_private;
 use crate::policy::stream::LastFrees;
 use crate::space::Account;
 use vramlab_device::{CallKind, FaultyDriver, Profile, SimDriver, sim::SimMemory};

@@ -1,0 +1,139 @@
+"""Measures the steps of a program: losses to the bit, time of each step, memory at the end, as one line of JSON.
+
+The measuring allocates nothing on the device after its start, so a program has the same peaks with it as without but for
+one block that holds the losses.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+
+# What `torch.cuda.memory_stats` has besides its nine gauges.
+COUNTERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
+
+
+def device_used(torch):
+    """Bytes of the device in use: by all programs, and by this process alone where the driver tells that."""
+    free, total = torch.cuda.mem_get_info()
+    used = {"device_used": total - free, "device_total": total}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        mine = [one for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == os.getpid()]
+        if mine and mine[0].usedGpuMemory:
+            used["process_used"] = mine[0].usedGpuMemory
+    except Exception as error:  # NVML is missing, or may not be asked in this machine.
+        used["nvml"] = str(error).splitlines()[0]
+    return used
+
+
+def memory(torch):
+    """PyTorch's statistics over all pools, the device's own figures, and what VramLab's allocator says of itself."""
+    stats = torch.cuda.memory_stats()
+    kept = {key: value for key, value in stats.items() if ".all." in key or key in COUNTERS or key.startswith("oversize")}
+    found = {"stats": kept, "backend": torch.cuda.get_allocator_backend(), **device_used(torch)}
+    if inside := sys.modules.get("vramlab.torch"):
+        try:
+            found["vramlab"] = inside.stats()
+        except Exception as error:
+            found["vramlab"] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return found
+
+
+def loss_bits(values):
+    """Losses as the 32 bits of their floats, in hexadecimal."""
+    import numpy
+
+    return [f"{bits:08x}" for bits in numpy.asarray(values, dtype="float32").view("uint32").tolist()]
+
+
+def run(torch, step, device, *, warm_up, steps, before=lambda: None):
+    """Calls `step(number)`, which returns the loss, `warm_up + steps` times; returns what was measured of the last `steps`.
+
+    `before` is called between the two parts, when the device is idle. No step waits for the device, as a training loop that
+    looks at its loss now and then does not. An out-of-memory ends the steps and is reported.
+    """
+    on_gpu = device.type == "cuda"
+    losses = torch.zeros(warm_up + steps, device=device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if on_gpu else []
+    host, refused, began, counted = [], None, 0.0, {}
+
+    def synchronise():
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    done = 0
+    try:
+        for number in range(warm_up + steps):
+            if number == warm_up:
+                synchronise()
+                counted = counters(torch) if on_gpu else {}
+                before()
+                began = last = time.perf_counter()
+                if on_gpu:
+                    marks[0].record()
+            loss = step(number)
+            if loss is not None:
+                losses[number].copy_(loss.detach())
+            del loss
+            done += 1
+            if number >= warm_up:
+                if on_gpu:
+                    marks[number - warm_up + 1].record()
+                now = time.perf_counter()
+                host.append(1e3 * (now - last))
+                last = now
+        synchronise()
+    except torch.OutOfMemoryError as error:
+        refused = str(error).splitlines()[0]
+    ended = time.perf_counter()
+    out = {"steps": max(0, done - warm_up), "warm_up": min(done, warm_up), "oom": refused}
+    if refused is None:
+        out["wall_ms"] = 1e3 * (ended - began) / steps
+        out["host_ms"] = [round(one, 4) for one in host]
+        if on_gpu:
+            out["device_ms"] = [round(first.elapsed_time(second), 4) for first, second in itertools.pairwise(marks)]
+        out["ms"] = statistics.median(out.get("device_ms") or host)
+        if on_gpu:
+            out["calls_in_steps"] = {key: value - counted[key] for key, value in counters(torch).items()}
+    synchronise()
+    out["losses"] = loss_bits(losses[:done].cpu().numpy())
+    return out
+
+
+def counters(torch):
+    """How often the driver was asked so far."""
+    stats = torch.cuda.memory_stats()
+    return {key: stats[key] for key in COUNTERS if key in stats}
+
+
+def write(record, output=None):
+    """Prints a record as one line, or appends it to a file."""
+    line = json.dumps(record, separators=(",", ":")) + "\n"
+    if output is None:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    else:
+        with open(output, "a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def empty(torch, on_gpu, rounds=5, calls=50_000):
+    """Nanoseconds for torch.empty and its free: one thousand floats, and one million, with nothing else alive; each round."""
+    device = "cuda" if on_gpu else "cpu"
+    found = {"program": "empty"}
+    for words, key in ((1000, "ns"), (1_000_000, "ns_large")):
+        for _ in range(calls // 5):
+            torch.empty(words, device=device)
+        found[key] = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            for _ in range(calls):
+                torch.empty(words, device=device)
+            found[key].append(round((time.perf_counter() - began) / calls * 1e9, 1))
+    return found | (memory(torch) if on_gpu else {})

@@ -1,0 +1,338 @@
+"""An allocator of libvramlab for Python, on a GPU or a simulated one; needs no PyTorch.
+
+    with vramlab.Allocator("caching", device="sim") as allocator:
+        block = allocator.alloc(1 << 20)
+        allocator.free(block)
+        print(allocator.stats()["reserved_bytes.all.current"])
+
+Streams are CUDA's handles as numbers (0: the legacy default stream); on a simulated device they are any number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from vramlab._library import (
+    CREATED,
+    FREED,
+    NO_LIMIT,
+    ON_SEGMENT,
+    VISIT_BLOCK,
+    VISIT_SEGMENT,
+    DriverError,
+    Error,
+    FileError,
+    ForeignError,
+    ForkedError,
+    IncapableError,
+    InternalError,
+    InvalidError,
+    LiveError,
+    NoDeviceError,
+    OutOfMemoryError,
+    UnknownError,
+    allocators,
+    library,
+    spec,
+)
+
+__all__ = [
+    "Allocator",
+    "Checkpoint",
+    "DriverError",
+    "Error",
+    "FileError",
+    "ForeignError",
+    "ForkedError",
+    "IncapableError",
+    "InternalError",
+    "InvalidError",
+    "LiveError",
+    "NoDeviceError",
+    "OutOfMemoryError",
+    "Pool",
+    "UnknownError",
+    "allocators",
+]
+
+_ACTIONS = ("alloc", "free", "map", "unmap")
+_STATES = ("active_allocated", "active_pending_free", "inactive")
+_CAPABILITIES = ("pools", "checkpoint", "snapshot", "expand", "follows_pytorch")
+
+
+def _number(value: int, what: str) -> int:
+    """ctypes cuts a number that is too large without a word."""
+    if not 0 <= value < 2**64:
+        raise InvalidError(f"{what} is {value}; write a number from 0 to 2^64 - 1")
+    return value
+
+
+class Allocator:
+    """An allocator on one device. Its calls may come from any thread; `close` comes when no other thread calls any more.
+
+    Raises [`UnknownError`] for a name or setting that is not there, naming the nearest, and [`NoDeviceError`] for a GPU that is not.
+    """
+
+    def __init__(
+        self, allocator: str = "caching", device: str = "cuda", *, limit: int | None = None, **settings: Any
+    ) -> None:
+        """Opens one. `allocator` is NAME or NAME:key=value,…; settings may stand as keywords, too. `device` is "cuda", "cuda:1", "sim" (a simulated H200), "sim:2" (further ones) or "sim:FILE" (of a profile)."""
+        self._handle: int | None = None
+        self._library = library()
+        self.name = spec(allocator, settings)
+        self.device = device
+        self._pid = os.getpid()
+        self._callback: Any = ON_SEGMENT()
+        handle = ctypes.c_void_p()
+        self._library.check(self._library.open(self.name.encode(), device.encode(), ctypes.byref(handle)))
+        self._handle = handle.value
+        if limit is not None:
+            self.set_limit(limit)
+
+    def __repr__(self) -> str:
+        """As it was opened, and whether it is."""
+        return f"<vramlab.Allocator {self.name!r} on {self.device}{'' if self._handle else ', closed'}>"
+
+    def __enter__(self) -> Allocator:
+        """The allocator itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Closes it where the program did not; a child of a fork leaves its parent's alone."""
+        if self._handle is not None and self._pid == os.getpid():
+            self._library.close(self._handle)
+            self._handle = None
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise Error(f"{self!r} was used after it was closed")
+        return self._handle
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        self._library.check(getattr(self._library, function)(self._open(), *arguments))
+
+    def _ask(self, function: str, *arguments: Any) -> int:
+        return self._library.number(getattr(self._library, function), self._open(), *arguments)
+
+    def _json(self, function: str) -> Any:
+        return self._library.json(getattr(self._library, function), self._open())
+
+    def close(self) -> None:
+        """Waits for the device and gives everything back, also blocks that are still held. A second time does nothing."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._library.check(self._library.close(handle))
+
+    # --- blocks ---
+
+    def alloc(self, bytes: int, stream: int = 0) -> int:
+        """Allocates for work on a stream and returns the address; 0 for no bytes, which needs no free."""
+        return self._ask("allocate", _number(bytes, "a size"), _number(stream, "a stream"))
+
+    def free(self, address: int) -> None:
+        """Frees a block. Work that uses it was queued before, on its stream or on those that were recorded."""
+        self._call("free", _number(address, "an address"))
+
+    def record_stream(self, address: int, stream: int) -> None:
+        """Says that work queued so far on another stream uses a block, which then serves nobody else before that work is done."""
+        self._call("record_stream", _number(address, "an address"), _number(stream, "a stream"))
+
+    def stream_gone(self, stream: int) -> None:
+        """Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream."""
+        self._call("stream_gone", _number(stream, "a stream"))
+
+    def capturing(self, open: bool) -> None:
+        """Says that the program began to capture a graph on the device, or that such a capture ended; counted."""
+        self._call("capturing", open)
+
+    def base(self, address: int) -> tuple[int, int]:
+        """The segment around an address: where it begins, and its size in bytes."""
+        base, size = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call("base", _number(address, "an address"), ctypes.byref(base), ctypes.byref(size))
+        return base.value, size.value
+
+    # --- private pools ---
+
+    def pool(self) -> Pool:
+        """Makes a private pool: its memory serves no other request."""
+        return Pool(self, self._ask("pool_create"))
+
+    def restore(self, checkpoint: Checkpoint) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Lets a private pool be as it was at a checkpoint.
+
+        Returns the addresses of the blocks that were held and are freed, and (address, bytes, stream) of those that are held now.
+        """
+        freed: list[int] = []
+        created: list[tuple[int, int, int]] = []
+        on_freed = FREED(lambda _, address: freed.append(address))
+        on_created = CREATED(lambda _, address, size, stream: created.append((address, size, stream)))
+        self._call("pool_restore", checkpoint.handle, None, on_freed, on_created)
+        return freed, created
+
+    # --- memory ---
+
+    def trim(self, keep: int = 0) -> int:
+        """Waits for pending frees, gives idle memory back while more than `keep` bytes are held, and returns how much."""
+        return self._ask("trim", _number(keep, "a size"))
+
+    def set_limit(self, bytes: int | None) -> None:
+        """Sets the most bytes that may be held from the device, or none; at any time. Nothing goes back at once."""
+        self._call("set_limit", NO_LIMIT if bytes is None else _number(bytes, "a limit"))
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total memory of the device in bytes."""
+        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call("memory", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    # --- what it did ---
+
+    def stats(self) -> dict[str, int]:
+        """The statistics that are known, under the keys of `torch.cuda.memory_stats` and the allocator's own."""
+        stats: dict[str, int] = self._json("stats_json")
+        return stats
+
+    def reset_peaks(self) -> None:
+        """Lets every peak start again from its current value."""
+        self._call("reset_peaks")
+
+    def reset_accumulated(self) -> None:
+        """Lets every sum and count start again from zero."""
+        self._call("reset_accumulated")
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Segments in address order, each with its blocks, at one moment."""
+        out: list[dict[str, Any]] = []
+
+        def segment(_: Any, of: Any) -> None:
+            one = of.contents
+            fields = {name: getattr(one, name) for name, _ in one._fields_}
+            out.append({**fields, "blocks": []})
+
+        def block(_: Any, of: Any) -> None:
+            one = of.contents
+            out[-1]["blocks"].append(
+                {
+                    "address": one.address,
+                    "bytes": one.bytes,
+                    "requested": one.requested,
+                    "state": _STATES[one.state],
+                }
+            )
+
+        self._call("visit", None, VISIT_SEGMENT(segment), VISIT_BLOCK(block))
+        return out
+
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Writes what is held in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not there."""
+        self._call("snapshot", os.fsencode(path))
+
+    def on_segment(self, callback: Callable[[str, int, int, int], None] | None) -> None:
+        """Sets what is called with (action, address, bytes, stream) when a segment comes or goes; the action is alloc, free, map or unmap.
+
+        It runs on the thread whose call caused it, before that call returns. An exception in it is printed and goes no further.
+        """
+        if callback is None:
+            raw = ON_SEGMENT()
+        else:
+            call = callback
+            raw = ON_SEGMENT(
+                lambda _, of: call(
+                    _ACTIONS[of.contents.action], of.contents.address, of.contents.bytes, of.contents.stream
+                )
+            )
+        self._call("on_segment", None, raw)
+        # The one before may be running on another thread for a moment.
+        self._callback = (raw, self._callback)
+
+    def trace(self, on: bool = True) -> None:
+        """Records every allocation and free from now on, 64 bytes each, or no longer."""
+        self._call("trace", on)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes what was recorded since the last time, a line of JSON each."""
+        self._call("trace_write", os.fsencode(path))
+
+    def latency(self, on: bool = True) -> None:
+        """Times every allocation and free from now on, or no longer."""
+        self._call("latency", on)
+
+    def latencies(self) -> list[dict[str, Any]]:
+        """What was timed: percentiles in nanoseconds by operation and path."""
+        rows: list[dict[str, Any]] = self._json("latency_json")
+        return rows
+
+    def calls(self) -> Any:
+        """The driver calls that the allocator made: number and time of each kind."""
+        return self._json("calls_json")
+
+    def settings(self) -> dict[str, Any]:
+        """The settings in effect."""
+        told: dict[str, Any] = self._json("settings_json")["settings"]
+        return told
+
+    def can(self) -> set[str]:
+        """What it can do: pools, checkpoint, snapshot, expand, follows_pytorch."""
+        bits = ctypes.c_uint32()
+        self._call("can", ctypes.byref(bits))
+        return {name for at, name in enumerate(_CAPABILITIES) if bits.value >> at & 1}
+
+
+class Pool:
+    """A private pool of an allocator: memory that serves no other request. As a context it is released at the end."""
+
+    def __init__(self, allocator: Allocator, number: int) -> None:
+        """Made by [`Allocator.pool`]."""
+        self.allocator = allocator
+        self.number = number
+
+    def __enter__(self) -> Pool:
+        """The pool itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Releases it."""
+        self.release()
+
+    def alloc(self, bytes: int, stream: int = 0) -> int:
+        """Allocates from the pool. The block is freed as any other."""
+        return self.allocator._ask("allocate_in", self.number, _number(bytes, "a size"), _number(stream, "a stream"))
+
+    def release(self) -> None:
+        """Says that no more requests come. Idle memory goes back when idle memory goes back the next time."""
+        self.allocator._call("pool_release", self.number)
+
+    def trim(self) -> int:
+        """Gives back what is idle of the released pool, and returns how many bytes."""
+        return self.allocator._ask("pool_trim", self.number)
+
+    def checkpoint(self) -> Checkpoint:
+        """Takes down what the pool is like now, for [`Allocator.restore`]."""
+        out = ctypes.c_void_p()
+        self.allocator._call("pool_checkpoint", self.number, ctypes.byref(out))
+        return Checkpoint(self.allocator, out)
+
+
+class Checkpoint:
+    """What a private pool was at a moment."""
+
+    def __init__(self, allocator: Allocator, handle: ctypes.c_void_p) -> None:
+        """Made by [`Pool.checkpoint`]."""
+        self._library = allocator._library
+        self.handle = handle
+
+    def __del__(self) -> None:
+        """Gives it back."""
+        self._library.checkpoint_free(self.handle)

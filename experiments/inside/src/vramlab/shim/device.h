@@ -1,0 +1,429 @@
+// One device: its allocator, the private pools that PyTorch made on it, and what is recorded of it.
+#pragma once
+
+#include "history.h"
+#include "library.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+
+namespace vramlab_shim {
+
+class Device;
+
+// An allocator of libvramlab, on one device. Never closed while a block of it may live.
+struct Owner {
+    vramlab* handle = nullptr;
+    Device* device = nullptr;
+    uint8_t index = 0;
+    std::string spec;
+    MempoolId_t pool = NO_POOL;  // of an allocator that serves one pool alone
+
+    bool is_of_pool() const { return pool != NO_POOL; }
+};
+
+// Which allocator a block belongs to is not written into it: a deleter gets the address and nothing else. Each 2 MiB of
+// addresses have a byte that says who gave out memory there last. It is a guess that is right but where small pieces of
+// the driver share 2 MiB; the library knows its own blocks, so a wrong guess costs a second question.
+class Owners {
+  public:
+    static constexpr size_t MOST = 250;
+
+    Owner* add(std::unique_ptr<Owner> owner) {
+        std::unique_lock<std::shared_mutex> guard(lock_);
+        size_t index = 0;
+        while (index < MOST && all_[index].load() != nullptr) {
+            index += 1;
+        }
+        TORCH_CHECK(index < MOST, "vramlab: more than ", MOST, " allocators at once; share a MemPool between its uses");
+        owner->index = static_cast<uint8_t>(index);
+        Owner* added = owner.release();
+        all_[index].store(added);
+        if (index >= count()) {
+            count_.store(index + 1, std::memory_order_release);
+        }
+        return added;
+    }
+
+    // Closes an allocator that holds no block any more. Its bytes may stay: they are guesses.
+    void close(Owner* owner) {
+        std::unique_lock<std::shared_mutex> guard(lock_);
+        all_[owner->index].store(nullptr);
+        guard.unlock();
+        const vramlab_status status = library.close(owner->handle);
+        delete owner;
+        TORCH_CHECK(status == VRAMLAB_STATUS_OK, "vramlab: ", library.error());
+    }
+
+    // Calls `act` for each, until it returns true; none of them is closed meanwhile.
+    template <typename Act>
+    bool any(Act&& act) {
+        std::shared_lock<std::shared_mutex> guard(lock_);
+        for (size_t index = 0; index < count(); index++) {
+            Owner* owner = at(index);
+            if (owner != nullptr && act(*owner)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    // Calls `act` for the allocators of a device: its own, and those of its pools.
+    template <typename Act>
+    void each_of(const Device* device, Act&& act) {
+        any([&](Owner& owner) {
+            if (owner.device == device) {
+                act(owner);
+            }
+            return false;
+        });
+    }
+
+    void note(uint64_t address, const Owner& owner) {
+        if (C10_UNLIKELY(count() > 1)) {
+            std::atomic<uint8_t>& byte = byte_of(address);
+            if (byte.load(std::memory_order_relaxed) != owner.index) {
+                byte.store(owner.index, std::memory_order_relaxed);
+            }
+        }
+    }
+
+    // Null where no allocator is known there.
+    Owner* guess(uint64_t address) {
+        if (C10_LIKELY(count() == 1)) {
+            return at(0);
+        }
+        return at(byte_of(address).load(std::memory_order_relaxed));
+    }
+
+  private:
+    std::atomic<uint8_t>& byte_of(uint64_t address) { return bytes_[(address >> 21) % bytes_.size()]; }
+
+    // Places that were ever taken; some may be empty.
+    size_t count() const { return count_.load(std::memory_order_acquire); }
+
+    Owner* at(size_t index) const { return all_[index].load(std::memory_order_acquire); }
+
+    std::shared_mutex lock_;
+    std::atomic<size_t> count_{0};
+    std::array<std::atomic<Owner*>, 256> all_{};
+    std::array<std::atomic<uint8_t>, 1 << 20> bytes_{};
+};
+
+// A private pool: of a CUDA graph, or a `torch.cuda.MemPool`.
+struct Pool {
+    MempoolId_t id = NO_POOL;
+    int uses = 1;
+    Owner* owner = nullptr;  // the device's, or one of its own
+    uint64_t number = 0;     // the library's; 0: all of the owner
+    bool last_resort = false;
+    bool native = false;  // a pool with an allocator of the program's stays with PyTorch
+};
+
+// Requests that its filter takes go to a pool.
+struct Route {
+    std::shared_ptr<Pool> pool;
+    std::function<bool(cudaStream_t)> filter;
+    cudaStream_t stream = nullptr;
+    bool told = false;  // the library knows of a capture on this stream
+};
+
+// What a call of the library is for, for events that it causes on this thread.
+struct Request {
+    Context context;
+    MempoolId_t pool = NO_POOL;
+};
+inline thread_local const Request* request = nullptr;
+
+class RequestScope {
+  public:
+    explicit RequestScope(const Request& now) : before_(request) { request = &now; }
+    ~RequestScope() { request = before_; }
+    RequestScope(const RequestScope&) = delete;
+    RequestScope& operator=(const RequestScope&) = delete;
+
+  private:
+    const Request* before_;
+};
+
+class Device {
+  public:
+    explicit Device(DeviceIndex index) : index(index) {}
+
+    const DeviceIndex index;
+    History history;
+    Owner* owner = nullptr;
+
+    // Whether the short way through the allocator is too short: something is recorded, or requests may go to pools.
+    bool is_slow() const { return slow_.load(std::memory_order_relaxed); }
+
+    void update() { slow_.store(history.wanted() || routes_open_.load() > 0); }
+
+    // --- pools ---
+
+    std::shared_ptr<Pool> pool_of(cudaStream_t stream) {
+        if (routes_open_.load(std::memory_order_acquire) == 0) {
+            return nullptr;
+        }
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        for (const Route& route : routes_) {
+            if (route.filter(stream)) {
+                return route.pool;
+            }
+        }
+        return nullptr;
+    }
+
+    std::shared_ptr<Pool> find(MempoolId_t id) {
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        auto at = pools_.find(id);
+        return at == pools_.end() ? nullptr : at->second;
+    }
+
+    std::shared_ptr<Pool> at(MempoolId_t id, const char* what) {
+        std::shared_ptr<Pool> pool = find(id);
+        TORCH_CHECK(pool != nullptr, "vramlab: ", what, ": there is no pool (", id.first, ", ", id.second,
+                    ") on cuda:", int(index));
+        return pool;
+    }
+
+    // How many use it; 0 where there is none.
+    int uses(MempoolId_t id) {
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        auto at = pools_.find(id);
+        return at == pools_.end() ? 0 : at->second->uses;
+    }
+
+    // The pool, made where there is none, with one more use.
+    std::shared_ptr<Pool> use(MempoolId_t id, bool native) {
+        {
+            std::unique_lock<std::shared_mutex> guard(pools_lock_);
+            auto at = pools_.find(id);
+            if (at != pools_.end()) {
+                at->second->uses += 1;
+                return at->second;
+            }
+        }
+        auto pool = std::make_shared<Pool>();
+        pool->id = id;
+        pool->native = native;
+        if (!native) {
+            pool->owner = owner;
+            check(library.pool_create(owner->handle, &pool->number));
+        }
+        std::unique_lock<std::shared_mutex> guard(pools_lock_);
+        if (!native) {
+            names_[pool->number] = id;
+        }
+        return pools_.emplace(id, pool).first->second;
+    }
+
+    // Gives a pool that holds nothing yet an allocator of its own.
+    void give_allocator(MempoolId_t id, Owner* own) {
+        std::unique_lock<std::shared_mutex> guard(pools_lock_);
+        auto at = pools_.find(id);
+        TORCH_CHECK(at != pools_.end(), "vramlab: there is no pool (", id.first, ", ", id.second,
+                    ") on cuda:", int(index));
+        const uint64_t number = at->second->number;
+        at->second->owner = own;
+        at->second->number = 0;
+        guard.unlock();
+        if (number != 0) {
+            check(library.pool_release(owner->handle, number));
+        }
+    }
+
+    // One use less; with the last the pool is released.
+    std::shared_ptr<Pool> release(MempoolId_t id) {
+        std::shared_ptr<Pool> pool;
+        {
+            std::unique_lock<std::shared_mutex> guard(pools_lock_);
+            auto at = pools_.find(id);
+            TORCH_CHECK(at != pools_.end(), "vramlab: releasePool of (", id.first, ", ", id.second,
+                        "), which is no pool of cuda:", int(index));
+            if (--at->second->uses > 0) {
+                return at->second;
+            }
+            pool = at->second;
+            released_.push_back(pool);
+            pools_.erase(at);
+        }
+        if (!pool->native && pool->number != 0) {
+            check(library.pool_release(pool->owner->handle, pool->number));
+        }
+        return pool;
+    }
+
+    // Gives back what is idle of released pools, of one or of all; returns allocators that no pool needs any more.
+    std::vector<Owner*> trim_released(MempoolId_t id) {
+        std::vector<std::shared_ptr<Pool>> pools;
+        {
+            std::shared_lock<std::shared_mutex> guard(pools_lock_);
+            std::copy_if(released_.begin(), released_.end(), std::back_inserter(pools),
+                         [&](const auto& pool) { return !pool->native && (id == NO_POOL || pool->id == id); });
+        }
+        std::vector<Owner*> done;
+        for (const auto& pool : pools) {
+            uint64_t bytes = 0;
+            bool gone = false;
+            if (pool->number != 0) {
+                check(library.pool_trim(pool->owner->handle, pool->number, &bytes));
+                // To look for what is left of each pool is too much where all are trimmed.
+                gone = id != NO_POOL && !holds_segments(*pool);
+            } else {
+                check(library.trim(pool->owner->handle, 0, &bytes));
+                vramlab_stats stats{};
+                check(library.read_stats(pool->owner->handle, &stats));
+                gone = stats.active.all.current == 0;
+                if (gone) {
+                    done.push_back(pool->owner);
+                }
+            }
+            if (gone) {
+                std::unique_lock<std::shared_mutex> guard(pools_lock_);
+                released_.erase(std::remove(released_.begin(), released_.end(), pool), released_.end());
+                names_.erase(pool->number);
+            }
+        }
+        return done;
+    }
+
+    void open_route(Route route) {
+        std::unique_lock<std::shared_mutex> guard(pools_lock_);
+        for (const Route& other : routes_) {
+            TORCH_CHECK(other.pool->id != route.pool->id, "vramlab: requests go to pool (", route.pool->id.first, ", ",
+                        route.pool->id.second, ") already");
+        }
+        routes_.push_back(std::move(route));
+        routes_open_ += 1;
+        guard.unlock();
+        update();
+    }
+
+    std::shared_ptr<Pool> close_route(MempoolId_t id) {
+        std::unique_lock<std::shared_mutex> guard(pools_lock_);
+        auto at =
+            std::find_if(routes_.begin(), routes_.end(), [&](const Route& route) { return route.pool->id == id; });
+        TORCH_CHECK(at != routes_.end(), "vramlab: no requests go to pool (", id.first, ", ", id.second, ")");
+        const Route route = std::move(*at);
+        routes_.erase(at);
+        routes_open_ -= 1;
+        guard.unlock();
+        update();
+        if (route.told) tell_capture(false);
+        return route.pool;
+    }
+
+    bool has_routes() const { return routes_open_.load() > 0; }
+
+    std::vector<std::shared_ptr<Pool>> last_resorts() {
+        std::vector<std::shared_ptr<Pool>> out;
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        for (const auto& [id, pool] : pools_) {
+            if (pool->last_resort && !pool->native) {
+                out.push_back(pool);
+            }
+        }
+        return out;
+    }
+
+    MempoolId_t name_of(const Owner& of, uint64_t number) {
+        if (of.is_of_pool()) {
+            return of.pool;
+        }
+        if (number == 0) {
+            return NO_POOL;
+        }
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        auto at = names_.find(number);
+        return at == names_.end() ? NO_POOL : at->second;
+    }
+
+    // Tells the library of captures that began since a route was opened. Before PyTorch 2.13 nothing tells a MemPool's
+    // region from a capture, and the capture begins after the route: so the stream is asked when memory is.
+    void notice_captures() {
+#if VRAMLAB_TORCH < 213
+        if (C10_LIKELY(!has_routes())) {
+            return;
+        }
+        size_t begun = 0;
+        {
+            std::unique_lock<std::shared_mutex> guard(pools_lock_);
+            for (Route& route : routes_) {
+                if (!route.told && is_capturing(route.stream)) {
+                    route.told = true;
+                    begun += 1;
+                }
+            }
+        }
+        for (; begun > 0; begun--) {
+            tell_capture(true);
+        }
+#endif
+    }
+
+    // Allocators on one device share what they know of it.
+    void tell_capture(bool open) { check(library.capturing(owner->handle, open)); }
+
+    bool in_capture() {
+        std::shared_lock<std::shared_mutex> guard(pools_lock_);
+        return marked_captures_ > 0 ||
+               std::any_of(routes_.begin(), routes_.end(), [](const Route& route) { return route.told; });
+    }
+
+    void mark_capture(bool open) {
+        {
+            std::unique_lock<std::shared_mutex> guard(pools_lock_);
+            marked_captures_ += open ? 1 : -1;
+        }
+        tell_capture(open);
+    }
+
+    // --- errors ---
+
+    // Throws what a failed call of the library said.
+    static void check(vramlab_status status) { TORCH_CHECK(status == VRAMLAB_STATUS_OK, "vramlab: ", library.error()); }
+
+  private:
+    static bool holds_segments(const Pool& pool) {
+        std::pair<uint64_t, bool> sought(pool.number, false);
+        check(library.visit(
+            pool.owner->handle, &sought,
+            [](void* context, const vramlab_segment* segment) {
+                auto& to = *static_cast<std::pair<uint64_t, bool>*>(context);
+                to.second |= segment->pool == to.first;
+            },
+            [](void*, const vramlab_block*) {}));
+        return sought.second;
+    }
+
+    static bool is_capturing(cudaStream_t stream) {
+        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+        const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+        if (error != cudaSuccess) {
+            // The legacy default stream answers so while a stream that blocks it is captured.
+            (void)cudaGetLastError();
+            return error == cudaErrorStreamCaptureImplicit;
+        }
+        return status != cudaStreamCaptureStatusNone;
+    }
+
+    std::atomic<bool> slow_{false};
+    std::shared_mutex pools_lock_;
+    std::map<MempoolId_t, std::shared_ptr<Pool>> pools_;
+    std::deque<std::shared_ptr<Pool>> released_;
+    std::unordered_map<uint64_t, MempoolId_t> names_;
+    std::vector<Route> routes_;
+    std::atomic<int> routes_open_{0};
+    int marked_captures_ = 0;
+};
+
+}  // namespace vramlab_shim

@@ -1,0 +1,181 @@
+// PyTorch's memory history: a ring of events, the context of every live block and segment, and those who listen.
+#pragma once
+
+#include "torch_versions.h"
+
+#include <c10/util/ApproximateClock.h>
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace vramlab_shim {
+
+// The last `most` entries, oldest first when they are read.
+template <typename Entry>
+class Ring {
+  public:
+    void resize(size_t most) {
+        std::vector<Entry> kept = read();
+        most_ = std::max<size_t>(most, 1);
+        next_ = 0;
+        if (kept.size() > most_) {
+            kept.erase(kept.begin(), kept.end() - static_cast<ptrdiff_t>(most_));
+        }
+        entries_ = std::move(kept);
+    }
+
+    void push(Entry entry) {
+        if (entries_.size() < most_) {
+            entries_.push_back(std::move(entry));
+            return;
+        }
+        entries_[next_] = std::move(entry);
+        next_ = (next_ + 1) % most_;
+    }
+
+    void clear() {
+        entries_.clear();
+        next_ = 0;
+    }
+
+    std::vector<Entry> read() const {
+        std::vector<Entry> out;
+        out.reserve(entries_.size());
+        out.insert(out.end(), entries_.begin() + static_cast<ptrdiff_t>(next_), entries_.end());
+        out.insert(out.end(), entries_.begin(), entries_.begin() + static_cast<ptrdiff_t>(next_));
+        return out;
+    }
+
+  private:
+    size_t most_ = 1;
+    size_t next_ = 0;
+    std::vector<Entry> entries_;
+};
+
+// What the program says of its own accord, by thread, as PyTorch has it.
+inline thread_local std::vector<std::string> compile_contexts;
+inline thread_local std::string user_metadata;
+
+// What `recordHistory` asked for.
+struct Recording {
+    bool on = false;
+    CreateContextFn recorder = nullptr;
+    size_t most = 1;
+    RecordContext when = RecordContext::NEVER;
+    uint32_t skipped = 0;  // a bit for each action
+
+    static uint32_t bits(const std::vector<std::string>& actions) {
+        uint32_t out = 0;
+        for (const std::string& action : actions) {
+            out |= 1U << static_cast<uint32_t>(parseTraceEntryAction(action));
+        }
+        return out;
+    }
+};
+
+struct Live {
+    size_t requested = 0;
+    void* stream = nullptr;
+    MempoolId_t pool = NO_POOL;
+    Context context;
+    bool used_elsewhere = false;  // by a stream that is not its own: its free may have to wait
+};
+
+struct SegmentOrigin {
+    MempoolId_t pool = NO_POOL;
+    Context context;
+};
+
+// The history of one device. All but `gather` needs the lock.
+//
+// While something is recorded, an operation of the allocator and its entries are one step under `lock`: otherwise
+// another thread's entry for the same memory could come before this one's, and the history would show two owners of one
+// block. PyTorch's own lock does the same. Callbacks of the library come on the thread that holds it, so it is
+// recursive. Nothing that runs under it waits for another lock that a caller of the allocator may hold: contexts, which
+// need Python's lock, are gathered before, and observers run after.
+class History {
+  public:
+    std::recursive_mutex lock;
+
+    // Whether entries are wanted, by the ring or by a listener.
+    bool wanted() const { return wanted_.load(std::memory_order_relaxed); }
+
+    bool recording() const { return recording_.load(std::memory_order_relaxed); }
+
+    // Takes Python's lock: never called under one of ours.
+    Context gather(RecordContext level) const {
+        if (when_.load(std::memory_order_relaxed) < level) {
+            return nullptr;
+        }
+        CreateContextFn recorder = recorder_.load(std::memory_order_relaxed);
+        return recorder == nullptr ? nullptr : recorder();
+    }
+
+    void set(const Recording& recording, bool clear) {
+        recording_.store(recording.on);
+        recorder_.store(recording.on ? recording.recorder : nullptr);
+        when_.store(recording.on ? recording.when : RecordContext::NEVER);
+        skipped_ = recording.skipped;
+        ring_.resize(recording.most);
+        if (!recording.on || clear) {
+            ring_.clear();
+        }
+        update();
+    }
+
+    void listen(AllocatorTraceTracker listener) {
+        listeners_.push_back(std::move(listener));
+        update();
+    }
+
+    void add(TraceEntry::Action action, DeviceIndex device, size_t address, size_t bytes, void* stream,
+             MempoolId_t pool, const Context& context, const std::string* metadata = nullptr) {
+        if (!wanted()) {
+            return;
+        }
+        const bool with_context = when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC;
+        TraceEntry entry(action, device, address, bytes, stream, pool, c10::getApproximateTime(),
+                         with_context ? context : nullptr,
+                         compile_contexts.empty() ? std::string() : compile_contexts.back(),
+                         metadata == nullptr ? user_metadata : *metadata);
+        for (const AllocatorTraceTracker& listener : listeners_) {
+            listener(entry);
+        }
+        if (recording() && (skipped_ >> static_cast<uint32_t>(action) & 1U) == 0) {
+            ring_.push(std::move(entry));
+        }
+    }
+
+    std::vector<TraceEntry> entries() const { return ring_.read(); }
+
+    // Every block that is held, while entries are wanted.
+    std::unordered_map<uint64_t, Live> live;
+    std::unordered_map<uint64_t, SegmentOrigin> segments;
+    // Blocks whose free was asked for and waits for other streams.
+    std::unordered_map<uint64_t, Live> pending;
+
+  private:
+    void update() {
+        wanted_.store(recording_.load() || !listeners_.empty());
+        if (!wanted()) {
+            live.clear();
+            segments.clear();
+            pending.clear();
+        }
+    }
+
+    std::atomic<bool> wanted_{false};
+    std::atomic<bool> recording_{false};
+    std::atomic<CreateContextFn> recorder_{nullptr};
+    std::atomic<RecordContext> when_{RecordContext::NEVER};
+    uint32_t skipped_ = 0;
+    Ring<TraceEntry> ring_;
+    std::vector<AllocatorTraceTracker> listeners_;
+};
+
+}  // namespace vramlab_shim

@@ -1,0 +1,506 @@
+// How a request is served and a block given back: the devices, their limits, and what is recorded of them.
+#pragma once
+
+#include "visits.h"
+
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/core/impl/PyInterpreter.h>
+#include <c10/cuda/CUDAAllocatorConfig.h>
+#include <cstdlib>
+
+namespace vramlab_shim {
+
+inline Owners owners;
+
+inline uint64_t number(const void* address) {
+    return reinterpret_cast<uint64_t>(address);
+}
+inline void* pointer(uint64_t address) {
+    return reinterpret_cast<void*>(address);
+}
+
+// A segment came or went, on the thread whose request caused it.
+inline void on_segment(void* context, const vramlab_segment_event* event) {
+    const Owner& owner = *static_cast<Owner*>(context);
+    Device& device = *owner.device;
+    History& history = device.history;
+    if (!history.wanted()) return;
+    constexpr TraceEntry::Action ACTIONS[] = {TraceEntry::SEGMENT_ALLOC, TraceEntry::SEGMENT_FREE,
+                                              TraceEntry::SEGMENT_MAP, TraceEntry::SEGMENT_UNMAP};
+    std::lock_guard<std::recursive_mutex> guard(history.lock);
+    SegmentOrigin origin;
+    if (event->action == VRAMLAB_SEGMENT_ACTION_ALLOC || event->action == VRAMLAB_SEGMENT_ACTION_MAP) {
+        if (request != nullptr) origin = SegmentOrigin{request->pool, request->context};
+        history.segments[event->address] = origin;
+    } else {
+        auto known = history.segments.find(event->address);
+        if (known != history.segments.end()) {
+            origin = known->second;
+            history.segments.erase(known);
+        }
+        if (request != nullptr && request->context != nullptr) origin.context = request->context;
+    }
+    history.add(ACTIONS[event->action], device.index, event->address, event->bytes, pointer(event->stream), origin.pool,
+                origin.context);
+}
+
+// A free that had to wait for other streams is done.
+inline void on_free(void* context, uint64_t address) {
+    Device& device = *static_cast<Owner*>(context)->device;
+    History& history = device.history;
+    if (!history.wanted()) return;
+    std::lock_guard<std::recursive_mutex> guard(history.lock);
+    auto at = history.pending.find(address);
+    if (at == history.pending.end()) return;
+    const Live block = std::move(at->second);
+    history.pending.erase(at);
+    history.add(TraceEntry::FREE_COMPLETED, device.index, address, block.requested, block.stream, block.pool,
+                request != nullptr && request->context != nullptr ? request->context : block.context);
+}
+
+class Server {
+  public:
+    Server(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
+        : native(native), spec(std::move(spec)), limit_(limit), latency_(latency) {
+        fractions_.fill(UNSET);
+    }
+
+    // PyTorch's own allocator. It opens the handles of other processes, and keeps pools that bring an allocator of the
+    // program's.
+    CUDAAllocator* const native;
+    const std::string spec;
+    // Whether it keeps any.
+    std::atomic<bool> native_serves{false};
+    // Whether any memory here is mapped, and not a piece of cudaMalloc's.
+    std::atomic<bool> maps_memory{false};
+
+    // --- blocks ---
+
+    // A block of `bytes`, at least 1, or an error of PyTorch's.
+    void* take(DeviceIndex index, size_t bytes, cudaStream_t stream) {
+        constexpr size_t ONE_EXABYTE = size_t{1} << 60;
+        TORCH_CHECK_WITH(OutOfMemoryError, bytes < ONE_EXABYTE,
+                         "CUDA out of memory. Tried to allocate more than 1EB memory.");
+        Device& from = device(index);
+        uint64_t address = 0;
+        if (C10_LIKELY(!from.is_slow() && !c10::memoryProfilingEnabled())) {
+            const vramlab_status status = library.allocate(from.owner->handle, bytes, number(stream), &address);
+            if (C10_UNLIKELY(status != VRAMLAB_STATUS_OK)) {
+                address = take_after_failure(from, Asked{nullptr, bytes, stream, nullptr}, status);
+            }
+            owners.note(address, *from.owner);
+        } else {
+            address = take_slowly(from, bytes, stream);
+        }
+        const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+        if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, address);
+        return pointer(address);
+    }
+
+    // Throws where the address is of no live block.
+    void give_back(void* block) {
+        if (block == nullptr) return;
+        const uint64_t address = number(block);
+        const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+        if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, address);
+        Owner* guessed = owners.guess(address);
+        vramlab_status status = guessed == nullptr ? VRAMLAB_STATUS_FOREIGN : free_in(*guessed, address);
+        if (C10_LIKELY(status == VRAMLAB_STATUS_OK)) return;
+        const bool found = status != VRAMLAB_STATUS_FOREIGN || owners.any([&](Owner& other) {
+            if (&other == guessed) return false;
+            status = free_in(other, address);
+            return status != VRAMLAB_STATUS_FOREIGN;
+        });
+        if (!found && native_serves) {
+            native->raw_delete(block);
+            return;
+        }
+        TORCH_CHECK(found, "vramlab: free of ", block,
+                    ", where no live block begins: it was freed before, or another allocator made it");
+        // A child after fork() frees what it inherited, which is its parent's.
+        if (status != VRAMLAB_STATUS_FORKED) Device::check(status);
+    }
+
+    void record_stream(void* block, cudaStream_t stream) {
+        const uint64_t address = number(block);
+        ask_owner(address, "record_stream", [&](Owner& owner) {
+            Device& device = *owner.device;
+            if (C10_LIKELY(!device.is_slow())) return library.record_stream(owner.handle, address, number(stream));
+            device.notice_captures();
+            std::lock_guard<std::recursive_mutex> guard(device.history.lock);
+            const vramlab_status status = library.record_stream(owner.handle, address, number(stream));
+            auto at = device.history.live.find(address);
+            if (status == VRAMLAB_STATUS_OK && at != device.history.live.end() && at->second.stream != stream) {
+                at->second.used_elsewhere = true;
+            }
+            return status;
+        });
+    }
+
+    // Whether the address lies in memory of one of ours.
+    bool is_ours(uint64_t address) {
+        return owners.any([&](Owner& owner) {
+            uint64_t base = 0;
+            uint64_t bytes = 0;
+            const vramlab_status status = library.base(owner.handle, address, &base, &bytes);
+            return status == VRAMLAB_STATUS_OK || status == VRAMLAB_STATUS_INCAPABLE;
+        });
+    }
+
+    // Asks the likely owner of an address, then the others, until one knows it.
+    template <typename Call>
+    void ask_owner(uint64_t address, const char* what, Call&& call) {
+        Owner* guessed = owners.guess(address);
+        vramlab_status status = guessed == nullptr ? VRAMLAB_STATUS_FOREIGN : call(*guessed);
+        if (status == VRAMLAB_STATUS_FOREIGN) {
+            owners.any([&](Owner& other) {
+                if (&other != guessed) status = call(other);
+                return status != VRAMLAB_STATUS_FOREIGN;
+            });
+        }
+        TORCH_CHECK(status != VRAMLAB_STATUS_FOREIGN, "vramlab: ", what, " of ", pointer(address),
+                    ", where no live block is");
+        Device::check(status);
+    }
+
+    // --- devices ---
+
+    void init(int count) { device_count_ = std::min<int>(count, static_cast<int>(devices_.size())); }
+
+    int device_count() const { return device_count_; }
+
+    // Opened now, where it was not.
+    Device& device(DeviceIndex index) {
+        Device* known = opened(index);
+        return C10_LIKELY(known != nullptr) ? *known : open(index);
+    }
+
+    // Null until memory is asked for there: a question opens no device.
+    Device* opened(DeviceIndex index) const {
+        TORCH_CHECK(index >= 0 && index < device_count_, "vramlab: there is no cuda:", int(index), " among ",
+                    device_count(), " devices",
+                    device_count_ == 0 ? ": CUDA is not initialised (torch.cuda.init())" : "");
+        return devices_[static_cast<size_t>(index)].load(std::memory_order_acquire);
+    }
+
+    template <typename Act>
+    void each_device(Act&& act) {
+        for (auto& place : devices_) {
+            if (Device* device = place.load(std::memory_order_acquire)) act(*device);
+        }
+    }
+
+    Owner* open_owner(Device& device, const std::string& spec, MempoolId_t pool) {
+        auto owner = std::make_unique<Owner>();
+        // The simulated devices of the library take the place of GPUs in tests.
+        const char* kind = std::getenv("VRAMLAB_SHIM_DEVICE");
+        const std::string name = std::string(kind == nullptr ? "cuda" : kind) + ":" + std::to_string(int(device.index));
+        Device::check(library.open(spec.c_str(), name.c_str(), &owner->handle));
+        owner->device = &device;
+        owner->spec = spec;
+        owner->pool = pool;
+        uint32_t can = 0;
+        Device::check(library.can(owner->handle, &can));
+        if ((can & VRAMLAB_CAN_EXPAND) != 0) maps_memory = true;
+        Owner* added = owners.add(std::move(owner));
+        Device::check(library.on_segment(added->handle, added, &on_segment));
+        if (library.on_free != nullptr) Device::check(library.on_free(added->handle, added, &on_free));
+        Device::check(library.latency(added->handle, latency_));
+        return added;
+    }
+
+    // --- what is set for all devices, also for those that open later ---
+
+    void set_limit(uint64_t bytes) {
+        std::lock_guard<std::mutex> guard(lock_);
+        limit_ = bytes;
+        each_device([&](Device& device) { apply_limit(device); });
+    }
+
+    void set_fraction(DeviceIndex index, double fraction) {
+        Device& to = device(index);
+        std::lock_guard<std::mutex> guard(lock_);
+        fractions_[static_cast<size_t>(index)] = fraction;
+        apply_limit(to);
+    }
+
+    double fraction(DeviceIndex index) {
+        opened(index);  // checks the number
+        std::lock_guard<std::mutex> guard(lock_);
+        const double set = fractions_[static_cast<size_t>(index)];
+        return set == UNSET ? 1.0 : set;
+    }
+
+    void set_latency(bool on) {
+        latency_ = on;
+        owners.any([&](Owner& owner) {
+            Device::check(library.latency(owner.handle, on));
+            return false;
+        });
+    }
+
+    void record(const Recording& recording, bool clear) {
+        std::lock_guard<std::mutex> guard(lock_);
+        recording_ = recording;
+        is_recording = recording.on;
+        each_device([&](Device& device) { change(device, [&](History& history) { history.set(recording, clear); }); });
+    }
+
+    std::atomic<bool> is_recording{false};
+
+    void listen(AllocatorTraceTracker tracker) {
+        std::lock_guard<std::mutex> guard(lock_);
+        trackers_.push_back(tracker);
+        each_device([&](Device& device) { change(device, [&](History& history) { history.listen(tracker); }); });
+    }
+
+    void observe(OutOfMemoryObserver observer) {
+        std::lock_guard<std::mutex> guard(lock_);
+        observers_.push_back(std::move(observer));
+    }
+
+  private:
+    struct Asked {
+        const Pool* pool;  // null: the device's cache
+        size_t bytes;
+        cudaStream_t stream;
+        Context context;
+
+        MempoolId_t id() const { return pool == nullptr ? NO_POOL : pool->id; }
+    };
+
+    C10_NOINLINE uint64_t take_slowly(Device& from, size_t bytes, cudaStream_t stream) {
+        from.notice_captures();
+        const std::shared_ptr<Pool> pool = from.pool_of(stream);
+        if (pool != nullptr && pool->native) return number(native->raw_alloc_with_stream(bytes, stream));
+        const Asked asked{pool.get(), bytes, stream, from.history.gather(RecordContext::STATE)};
+        uint64_t address = 0;
+        const vramlab_status status = ask(from, asked, &address);
+        if (status != VRAMLAB_STATUS_OK) address = take_after_failure(from, asked, status);
+        const Owner& owner = pool == nullptr ? *from.owner : *pool->owner;
+        owners.note(address, owner);
+        if (c10::memoryProfilingEnabled()) {
+            const int64_t size = rounded(owner, address, bytes);
+            {
+                std::lock_guard<std::mutex> guard(profiled_lock_);
+                profiled_[address] = size;
+            }
+            report_to_profiler(owner, address, size);
+        }
+        return address;
+    }
+
+    // The library's answer; a block is recorded in the same step.
+    vramlab_status ask(Device& from, const Asked& asked, uint64_t* address) {
+        std::unique_lock<std::recursive_mutex> guard(from.history.lock, std::defer_lock);
+        if (from.history.wanted()) guard.lock();
+        const Request now{asked.context, asked.id()};
+        const RequestScope scope(now);
+        const Owner& owner = asked.pool == nullptr ? *from.owner : *asked.pool->owner;
+        const vramlab_status status =
+            asked.pool == nullptr || asked.pool->number == 0
+                ? library.allocate(owner.handle, asked.bytes, number(asked.stream), address)
+                : library.allocate_in(owner.handle, asked.pool->number, asked.bytes, number(asked.stream), address);
+        if (status == VRAMLAB_STATUS_OK && guard.owns_lock()) {
+            from.history.live[*address] = Live{asked.bytes, asked.stream, asked.id(), asked.context, false};
+            from.history.add(TraceEntry::ALLOC, from.index, *address, asked.bytes, asked.stream, asked.id(),
+                             asked.context);
+        }
+        return status;
+    }
+
+    // As PyTorch answers a lack of memory: those who can free some are asked, then pools of last resort; then observers
+    // are told.
+    C10_NOINLINE uint64_t take_after_failure(Device& from, const Asked& asked, vramlab_status status) {
+        std::string said = library.error();
+        TORCH_CHECK(status == VRAMLAB_STATUS_OUT_OF_MEMORY, "vramlab: ", said);
+        uint64_t address = 0;
+        bool freed = false;
+        for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
+            freed |= c10::FreeCudaMemoryCallbacksRegistry()->Create(name)->Execute();
+        }
+        if (freed) {
+            if (ask(from, asked, &address) == VRAMLAB_STATUS_OK) return address;
+            said = library.error();
+        }
+        if (asked.pool == nullptr) {
+            for (const auto& pool : from.last_resorts()) {
+                const Asked instead{pool.get(), asked.bytes, asked.stream, asked.context};
+                if (ask(from, instead, &address) == VRAMLAB_STATUS_OK) return address;
+            }
+        }
+        fail_out_of_memory(from, asked, said);
+    }
+
+    [[noreturn]] void fail_out_of_memory(Device& from, const Asked& asked, const std::string& said) {
+        uint64_t free = 0;
+        uint64_t total = 0;
+        Device::check(library.memory(from.owner->handle, &free, &total));
+        vramlab_stats stats{};
+        Device::check(library.read_stats(from.owner->handle, &stats));
+        const uint64_t allocated = stats.allocated_bytes.all.current;
+        const uint64_t reserved = stats.reserved_bytes.all.current;
+        const size_t in_pools = Visit::allocated_in_pools(*from.owner);
+        if (from.history.wanted()) {
+            std::lock_guard<std::recursive_mutex> guard(from.history.lock);
+            from.history.add(TraceEntry::OOM, from.index, free, asked.bytes, asked.stream, asked.id(), asked.context);
+        }
+        c10::reportOutOfMemoryToProfiler(static_cast<int64_t>(asked.bytes), allocated, reserved,
+                                         c10::Device(c10::DeviceType::CUDA, from.index));
+        std::vector<OutOfMemoryObserver> observers;
+        uint64_t allowed = VRAMLAB_NO_LIMIT;
+        {
+            std::lock_guard<std::mutex> guard(lock_);
+            observers = observers_;
+            allowed = limits_[static_cast<size_t>(from.index)];
+        }
+        // No lock is held: an observer may dump a snapshot.
+        for (const OutOfMemoryObserver& observer : observers)
+            observer(from.index, asked.bytes, std::min(allowed, total), free);
+        using c10::CachingAllocator::format_size;
+        const std::string limit = allowed == VRAMLAB_NO_LIMIT ? "" : format_size(allowed) + " allowed; ";
+        const std::string pools =
+            in_pools == 0 ? "" : "with " + format_size(in_pools) + " allocated in private pools (e.g., CUDA Graphs), ";
+        throw_out_of_memory(c10::str("CUDA out of memory. Tried to allocate ", format_size(asked.bytes), ". GPU ",
+                                     int(from.index), " has a total capacity of ", format_size(total), " of which ",
+                                     format_size(free), " is free. ", limit, "Of the allocated memory ",
+                                     format_size(allocated), " is allocated by PyTorch, ", pools, "and ",
+                                     format_size(reserved - std::min(reserved, allocated)),
+                                     " is reserved by PyTorch but unallocated. vramlab: ", said));
+    }
+
+    [[noreturn]] static void throw_out_of_memory(const std::string& text) {
+        throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text);
+    }
+
+    vramlab_status free_in(Owner& owner, uint64_t address) {
+        if (C10_LIKELY(!owner.device->is_slow() && !c10::memoryProfilingEnabled()))
+            return library.free(owner.handle, address);
+        return free_slowly(owner, address);
+    }
+
+    C10_NOINLINE vramlab_status free_slowly(Owner& owner, uint64_t address) {
+        owner.device->notice_captures();
+        const Context context = owner.device->history.gather(RecordContext::ALL);
+        if (!c10::memoryProfilingEnabled()) return free_recorded(owner, address, context);
+        int64_t size = rounded(owner, address, 0);
+        {
+            std::lock_guard<std::mutex> guard(profiled_lock_);
+            auto at = profiled_.find(address);
+            if (at != profiled_.end()) {
+                size = at->second;
+                profiled_.erase(at);
+            }
+        }
+        const vramlab_status status = free_recorded(owner, address, context);
+        if (status == VRAMLAB_STATUS_OK && size > 0) report_to_profiler(owner, address, -size);
+        return status;
+    }
+
+    // The entries come before the block goes back: after that it is another thread's.
+    vramlab_status free_recorded(Owner& owner, uint64_t address, const Context& context) {
+        Device& device = *owner.device;
+        History& history = device.history;
+        if (!history.wanted()) return library.free(owner.handle, address);
+        std::lock_guard<std::recursive_mutex> guard(history.lock);
+        const Request now{context, NO_POOL};
+        const RequestScope scope(now);
+        auto at = history.live.find(address);
+        if (at == history.live.end()) return library.free(owner.handle, address);
+        const Live block = std::move(at->second);
+        history.live.erase(at);
+        const Context& shown = context != nullptr ? context : block.context;
+        history.add(TraceEntry::FREE_REQUESTED, device.index, address, block.requested, block.stream, block.pool,
+                    shown);
+        if (block.used_elsewhere && library.on_free != nullptr) {
+            history.pending[address] = block;
+        } else {
+            history.add(TraceEntry::FREE_COMPLETED, device.index, address, block.requested, block.stream, block.pool,
+                        shown);
+        }
+        return library.free(owner.handle, address);
+    }
+
+    // What a live block takes, for the profiler; a library that does not say leaves a guess.
+    static int64_t rounded(const Owner& owner, uint64_t address, size_t requested) {
+        vramlab_block block{};
+        if (library.block_at != nullptr && library.block_at(owner.handle, address, &block) == VRAMLAB_STATUS_OK) {
+            return static_cast<int64_t>(block.bytes);
+        }
+        return static_cast<int64_t>((requested + 511) / 512 * 512);
+    }
+
+    static void report_to_profiler(const Owner& owner, uint64_t address, int64_t bytes) {
+        vramlab_stats stats{};
+        Device::check(library.read_stats(owner.handle, &stats));
+        c10::reportMemoryUsageToProfiler(pointer(address), bytes, stats.allocated_bytes.all.current,
+                                         stats.reserved_bytes.all.current,
+                                         c10::Device(c10::DeviceType::CUDA, owner.device->index));
+    }
+
+    // Blocks that are there when recording begins are taken in: their frees need a size and a stream.
+    template <typename Change>
+    static void change(Device& device, Change&& changed) {
+        std::lock_guard<std::recursive_mutex> guard(device.history.lock);
+        const bool before = device.history.wanted();
+        changed(device.history);
+        if (!before && device.history.wanted()) owners.each_of(&device, [](Owner& owner) { Visit::adopt(owner); });
+        device.update();
+    }
+
+    C10_NOINLINE Device& open(DeviceIndex index) {
+        std::lock_guard<std::mutex> guard(lock_);
+        std::atomic<Device*>& place = devices_[static_cast<size_t>(index)];
+        if (Device* known = place.load()) return *known;
+        // The thread's device stays what it was.
+        const c10::cuda::CUDAGuard device_guard(index);
+        // Never freed: the library's callbacks name it.
+        auto* device = new Device(index);
+        device->owner = open_owner(*device, spec, NO_POOL);
+        const double configured = CUDAAllocatorConfig::per_process_memory_fraction();
+        if (configured < 1.0 && fractions_[static_cast<size_t>(index)] == UNSET) {
+            fractions_[static_cast<size_t>(index)] = configured;
+        }
+        apply_limit(*device);
+        change(*device, [&](History& history) {
+            history.set(recording_, true);
+            for (const AllocatorTraceTracker& tracker : trackers_) history.listen(tracker);
+        });
+        place.store(device, std::memory_order_release);
+        return *device;
+    }
+
+    // The smaller of what the user of vramlab and the program allow.
+    void apply_limit(Device& device) {
+        const auto index = static_cast<size_t>(device.index);
+        uint64_t allowed = limit_;
+        if (fractions_[index] != UNSET) {
+            uint64_t free = 0;
+            uint64_t total = 0;
+            Device::check(library.memory(device.owner->handle, &free, &total));
+            allowed = std::min(allowed, static_cast<uint64_t>(fractions_[index] * static_cast<double>(total)));
+        }
+        limits_[index] = allowed;
+        Device::check(library.set_limit(device.owner->handle, allowed));
+    }
+
+    static constexpr double UNSET = -1.0;
+
+    std::atomic<int> device_count_{0};
+    std::array<std::atomic<Device*>, C10_COMPILE_TIME_MAX_GPUS> devices_{};
+
+    // Guards what follows and the opening of devices. Neither observers nor the allocation of a block run under it.
+    std::mutex lock_;
+    uint64_t limit_;
+    std::array<double, C10_COMPILE_TIME_MAX_GPUS> fractions_{};
+    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};
+    std::atomic<bool> latency_;
+    Recording recording_;
+    std::vector<AllocatorTraceTracker> trackers_;
+    std::vector<OutOfMemoryObserver> observers_;
+
+    std::mutex profiled_lock_;
+    std::unordered_map<uint64_t, int64_t> profiled_;
+};
+
+}  // namespace vramlab_shim

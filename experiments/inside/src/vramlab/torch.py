@@ -1,0 +1,281 @@
+"""Puts an allocator of libvramlab under PyTorch: statistics, snapshots, graphs, MemPools and errors stay PyTorch's.
+
+    import torch, vramlab.torch
+    vramlab.torch.use("remap")  # before CUDA is used
+
+A program that cannot be changed is started with VRAMLAB_ALLOC=remap, by `vramlab run` or with the package's start hook.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from vramlab import _build
+from vramlab._library import NO_LIMIT, Error, UnknownError, allocators, library, spec
+
+__all__ = ["MemPool", "allocator", "latency", "set_limit", "stats", "use"]
+
+_MIB = 1 << 20
+_lock = threading.Lock()
+
+
+class _Shim:
+    """The shim, loaded and put in."""
+
+    def __init__(self, spec: str, file: str, latency: bool) -> None:
+        self.spec = spec
+        self.latency = latency
+        # For the exceptions that cross between its C++ and PyTorch's.
+        self.functions = ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
+        for name, result, arguments in (
+            ("error", ctypes.c_char_p, []),
+            ("install", ctypes.c_int, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p]),
+            ("set_limit", ctypes.c_int, [ctypes.c_uint64]),
+            ("latency", ctypes.c_int, [ctypes.c_bool]),
+            ("allocator", ctypes.c_void_p, [ctypes.c_int]),
+            ("pool", ctypes.c_void_p, [ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_char_p]),
+        ):
+            function: Any = getattr(self.functions, f"vramlab_shim_{name}")
+            function.restype = result
+            function.argtypes = arguments
+            setattr(self, name if name != "latency" else "set_latency", function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def error_text(self) -> str:
+        """What the last failing call said."""
+        return str(self.error().decode(errors="replace"))
+
+
+_shim: _Shim | None = None
+
+
+def use(allocator: str = "caching", *, limit: int | None = None, latency: bool = False, **settings: Any) -> None:
+    """Runs PyTorch's CUDA memory under an allocator from now on. Call it before CUDA is used.
+
+    `allocator` is NAME or NAME:key=value,…, and settings may stand as keywords. `limit` is the most bytes that may be held of each GPU. `latency` times
+    every call, for [`stats`]. Settings of PYTORCH_CUDA_ALLOC_CONF count where the allocator has them; the others are named in a warning.
+
+    The first time for a version of PyTorch this compiles the shim, which takes some ten seconds. A second call with the same allocator does
+    nothing. Raises [`vramlab.Error`] where CUDA is in use, another allocator was put in, the name or a setting is unknown, or the shim cannot
+    be built.
+    """
+    global _shim
+    with _lock:
+        asked = spec(allocator, settings)
+        if _shim is not None and asked in (_shim.spec, _shim.spec.partition(":")[0]):
+            if limit is not None:
+                _set_limit(_shim, limit)
+            return
+        if _shim is not None:
+            raise Error(
+                f"PyTorch runs under {_shim.spec} already, and cannot change to {asked}: blocks of both would mix. Use one allocator a "
+                "process, or vramlab.torch.MemPool for a part of it"
+            )
+        if torch.cuda.is_initialized():
+            raise Error(
+                "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use of CUDA, or "
+                f"start the program with VRAMLAB_ALLOC={asked}"
+            )
+        known = _known_settings(asked)
+        conf, ignored = _from_conf(asked, known, limit)
+        file = _build.shim(_build.Torch.installed())
+        made = _Shim(spec(asked, conf), str(file), latency)
+        options = ",".join([f"limit={limit}"] * (limit is not None) + [f"latency={int(latency)}"])
+        if made.install(os.fsencode(library().path), made.spec.encode(), options.encode()) != 0:
+            raise Error(made.error_text())
+        if ignored:
+            names = ", ".join(ignored)
+            warnings.warn(f"vramlab: of PyTorch's settings {made.spec} does not have {names}; they do nothing", stacklevel=2)
+        # The name as it was asked for: a second call asks so again.
+        made.spec = asked
+        _shim = made
+
+
+def _installed() -> _Shim:
+    if _shim is None:
+        raise Error("PyTorch runs under its own allocator; call vramlab.torch.use() before CUDA is used")
+    return _shim
+
+
+def allocator() -> str | None:
+    """What PyTorch runs under, as it was asked for; None for its own."""
+    return None if _shim is None else _shim.spec
+
+
+def set_limit(limit: int | None) -> None:
+    """Sets the most bytes that may be held of each GPU, or none. A fraction that the program set counts where it is smaller."""
+    _set_limit(_installed(), limit)
+
+
+def _set_limit(shim: _Shim, limit: int | None) -> None:
+    if limit is not None and not 0 <= limit < NO_LIMIT:
+        raise Error(f"a limit of {limit} bytes: write a number of bytes, or None")
+    if shim.set_limit(NO_LIMIT if limit is None else limit) != 0:
+        raise Error(shim.error_text())
+
+
+def latency(on: bool = True) -> None:
+    """Times every allocation and free from now on, or no longer; [`stats`] has the times."""
+    shim = _installed()
+    if shim.set_latency(on) != 0:
+        raise Error(shim.error_text())
+
+
+def stats(device: int | None = None) -> dict[str, Any]:
+    """What PyTorch's statistics have no word for, of each GPU that memory was asked for on, by its number as text, or of one.
+
+    Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved), driver `calls` by kind, and where
+    `latency` is on the percentiles in nanoseconds by operation and path.
+    """
+    shim, functions = _installed(), library()
+    if device is not None:
+        handle = shim.allocator(device)
+        if not handle:
+            raise Error(shim.error_text() or f"no memory was asked for on cuda:{device} yet")
+        return _stats_of(functions, handle)
+    if not torch.cuda.is_initialized():
+        return {}
+    handles = {str(index): shim.allocator(index) for index in range(torch.cuda.device_count())}
+    return {index: _stats_of(functions, handle) for index, handle in handles.items() if handle}
+
+
+def _stats_of(functions: Any, handle: int) -> dict[str, Any]:
+    told = functions.json(functions.settings_json, handle)
+    return {
+        "allocator": told["allocator"],
+        "settings": told["settings"],
+        "stats": functions.json(functions.stats_json, handle),
+        "calls": functions.json(functions.calls_json, handle),
+        "latency": functions.json(functions.latency_json, handle),
+    }
+
+
+class MemPool(torch.cuda.MemPool):
+    """A pool of memory that comes from an allocator of its own, for a part of a program.
+
+        pool = vramlab.torch.MemPool("rmm-pool")
+        with pool:
+            x = torch.empty(1 << 20, device="cuda")
+
+    It is a `torch.cuda.MemPool`: `torch.cuda.use_mem_pool` takes it, too. It is of the GPU that is current when it is made. PyTorch runs under an allocator of
+    vramlab then, say `use("caching")`. A tensor keeps its memory when the pool is gone.
+    """
+
+    def __init__(self, allocator: str = "caching", **settings: Any) -> None:
+        """Makes the pool; `allocator` and settings are as for [`use`]."""
+        shim = _installed()
+        asked = spec(allocator, settings)
+        _known_settings(asked)
+        super().__init__()
+        self._device = torch.cuda.current_device()
+        self._contexts: list[Any] = []
+        first, second = self.id
+        self._handle = shim.pool(self._device, first, second, asked.encode())
+        if not self._handle:
+            raise Error(shim.error_text())
+
+    def __enter__(self) -> MemPool:
+        """Lets requests of this thread be served from the pool."""
+        context = torch.cuda.use_mem_pool(self, self._device)
+        context.__enter__()
+        self._contexts.append(context)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Lets them be served as before."""
+        self._contexts.pop().__exit__(kind, error, trace)
+
+    def stats(self) -> dict[str, Any]:
+        """What the pool's allocator says of itself, as [`stats`] of a GPU."""
+        return _stats_of(library(), self._handle)
+
+
+# --- PyTorch's settings ---
+
+
+def _known_settings(asked: str) -> dict[str, Any]:
+    """The settings of the allocator that a text names, with their defaults."""
+    name, _, text = asked.partition(":")
+    every = allocators()
+    if name not in every:
+        near = get_close_matches(name, every, 1)
+        raise UnknownError(f"no allocator is called '{name}'{_meant(near)}; there are {', '.join(every)}")
+    known: dict[str, Any] = every[name]["settings"]
+    for part in _parts(text):
+        key = part.partition("=")[0]
+        if key not in known:
+            near = get_close_matches(key, known, 1)
+            raise UnknownError(f"allocator '{name}' has no setting '{key}'{_meant(near)}; there are {', '.join(known) or 'none'}")
+    return known
+
+
+def _meant(near: list[str]) -> str:
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a list whose values may be lists in brackets."""
+    return [part for part in re.split(r",(?![^\[]*\])", text.replace(" ", "")) if part]
+
+
+def _bytes(value: str) -> str:
+    return str(int(value) * _MIB)
+
+
+# PyTorch's keys that an allocator may have, with the allocator's name of each.
+_SAME: dict[str, tuple[str, Callable[[str], str]]] = {
+    "max_split_size_mb": ("max_split_size", _bytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding", _bytes),
+    "garbage_collection_threshold": ("garbage_collection_threshold", str),
+    "roundup_power2_divisions": ("roundup_power2_divisions", str),
+}
+# What PyTorch itself heeds whatever serves the GPU's memory, by the beginnings of their names.
+_STILL_PYTORCHS = ("pinned_", "per_process_memory_fraction")
+# Values that ask for nothing that would not be so.
+_NOTHING_ASKED = {("backend", "native"), ("expandable_segments", "False")}
+
+
+def _from_conf(asked: str, known: dict[str, Any], limit: int | None) -> tuple[dict[str, Any], list[str]]:
+    """What PyTorch's settings say to an allocator: settings of it, and those that it does not have."""
+    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    name, _, own = asked.partition(":")
+    given = {part.partition("=")[0] for part in _parts(own)}
+    settings: dict[str, Any] = {}
+    ignored: list[str] = []
+    for part in _parts(text):
+        key, _, value = part.partition(":")
+        if key.startswith(_STILL_PYTORCHS) or (key, value) in _NOTHING_ASKED:
+            continue
+        same, convert = _SAME.get(key, ("", str))
+        if same in given:
+            continue
+        if same and same in known:
+            settings[same] = convert(value)
+        elif key == "expandable_segments" and name in ("pytorch-expandable", "remap"):
+            continue
+        elif key == "expandable_segments":
+            ignored.append("expandable_segments (use pytorch-expandable)")
+        else:
+            ignored.append(key)
+    # A threshold is a fraction of what may be held.
+    if "garbage_collection_threshold" in settings and "memory_limit" not in given:
+        if limit is None or "memory_limit" not in known:
+            del settings["garbage_collection_threshold"]
+            ignored.append("garbage_collection_threshold (needs a limit)")
+        else:
+            settings["memory_limit"] = limit
+    return settings, ignored
