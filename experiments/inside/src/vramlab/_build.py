@@ -1,7 +1,8 @@
 """Compiles the shim between PyTorch and libvramlab, once for each version of PyTorch, and keeps it in the user's cache.
 
-The shim is a class of PyTorch's own, so it fits the version that it was compiled for and no other. It needs a C++ compiler and no nvcc. Built
-shims lie in $XDG_CACHE_HOME/vramlab (~/.cache/vramlab); `build_shims.py` puts some into the package, for machines without a compiler.
+The shim is a class of PyTorch's own, so it fits the version that it was compiled for and no other. It needs a C++
+compiler and no nvcc. Built shims lie in $XDG_CACHE_HOME/vramlab (~/.cache/vramlab); `build_shims.py` puts some into
+the package, for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Torch:
 
 
 def shim(torch: Torch) -> Path:
-    """The file of the shim for a PyTorch: from the package, from the cache, or compiled now, which takes some ten seconds."""
+    """The file of the shim for a PyTorch: from the package, the cache, or compiled now, which takes some seconds."""
     torch.check()
     digest = source_digest()
     shipped = PACKAGE / "prebuilt" / file_name(torch)
@@ -94,8 +95,9 @@ def shim(torch: Torch) -> Path:
     if compiler is None:
         named = ", ".join(COMPILERS)
         raise BuildError(
-            f"vramlab's shim for torch {torch.version} has to be compiled, and there is no C++ compiler ({named}): install one (apt "
-            "install g++, or conda install gxx), name it in CXX, or install a wheel of vramlab that holds this shim"
+            f"vramlab's shim for torch {torch.version} has to be compiled, and there is no C++ compiler ({named}): "
+            "install one (apt install g++, or conda install gxx), name it in CXX, or install a wheel of vramlab that "
+            "holds this shim"
         )
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -106,8 +108,8 @@ def shim(torch: Torch) -> Path:
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
         warnings.warn(
-            f"vramlab: {kept.parent} cannot be written ({error.strerror}), so the shim is compiled for this process alone, in {folder}; "
-            "set XDG_CACHE_HOME to a folder that can be",
+            f"vramlab: {kept.parent} cannot be written ({error.strerror}), so the shim is compiled for this process "
+            "alone; set XDG_CACHE_HOME to a folder that can be",
             stacklevel=3,
         )
         return compile_shim(torch, folder / kept.name, compiler)
@@ -169,7 +171,7 @@ def _is_of(file: Path, digest: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lets one process of this machine at a time in, where the file system knows locks: the ranks of a job start together."""
+    """Lets one process at a time in, where the file system knows locks: the ranks of a job start together."""
     import fcntl
 
     with open(lock, "w") as file:
@@ -179,7 +181,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = ()) -> Path:
-    """Compiles the shim for a PyTorch to a file, which is whole or not there. `cuda`: folders of CUDA's headers, before those that are found."""
+    """Compiles the shim for a PyTorch to a file, which is whole or not there.
+
+    `cuda` are folders of CUDA's headers that come before those that are found here.
+    """
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
     includes = [torch.root / "include", torch.root / "include" / "torch" / "csrc" / "api" / "include"]
     includes += cuda_includes(torch, [*cuda])
@@ -225,8 +230,8 @@ def cuda_includes(torch: Torch, first: list[Path]) -> list[Path]:
         if major < 13:
             wheels = f"nvidia-cuda-runtime-cu{major} nvidia-cuda-nvcc-cu{major}"
         raise BuildError(
-            f"the shim for torch {torch.version} needs CUDA's header {which}: pip install {wheels}, or name a CUDA {major} "
-            "installation in CUDA_HOME"
+            f"the shim for torch {torch.version} needs CUDA's header {which}: pip install {wheels}, or name an "
+            f"installation of CUDA {major} in CUDA_HOME"
         )
     complete = (runtime / "crt" / "host_config.h").is_file()
     return [runtime] if complete else [runtime, crt]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from ctypes import POINTER, c_bool, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class NoDeviceError(Error):
 
 
 class ForeignError(Error):
-    """No live block of this allocator begins at the address: it is foreign, was freed before, or is another device's."""
+    """No live block of this allocator begins there: it is foreign, was freed before, or is another device's."""
 
 
 class IncapableError(Error):
@@ -153,7 +153,7 @@ _OF_ALLOCATOR: dict[str, list[Any]] = {
 
 
 class Library:
-    """libvramlab, loaded. Its functions are attributes without the prefix; `check` turns their status into an exception."""
+    """libvramlab, loaded: its functions without their prefix. `check` turns a status into an exception."""
 
     def __init__(self, path: Path) -> None:
         """Loads the file and looks whether it is of this package's version."""
@@ -206,7 +206,7 @@ class Library:
             self.text_free(out)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(path: Path) -> Library:
     return Library(path)
 

@@ -72,15 +72,21 @@ def _number(value: int, what: str) -> int:
 
 
 class Allocator:
-    """An allocator on one device. Its calls may come from any thread; `close` comes when no other thread calls any more.
+    """An allocator on one device. Calls may come from any thread; `close` comes when no other thread calls any more.
 
-    Raises [`UnknownError`] for a name or setting that is not there, naming the nearest, and [`NoDeviceError`] for a GPU that is not.
+    Raises [`UnknownError`] for a name or setting that is not there, naming the nearest, and [`NoDeviceError`] for a
+    GPU.
     """
 
     def __init__(
         self, allocator: str = "caching", device: str = "cuda", *, limit: int | None = None, **settings: Any
     ) -> None:
-        """Opens one. `allocator` is NAME or NAME:key=value,…; settings may stand as keywords, too. `device` is "cuda", "cuda:1", "sim" (a simulated H200), "sim:2" (further ones) or "sim:FILE" (of a profile)."""
+        """Opens one.
+
+        `allocator` is NAME or NAME:key=value,…; settings may stand as keywords, too. `device` is "cuda", "cuda:1",
+        "sim" (a simulated H200), "sim:2" (further ones) or "sim:FILE" (with a profile). `limit` is as for
+        [`set_limit`].
+        """
         self._handle: int | None = None
         self._library = library()
         self.name = spec(allocator, settings)
@@ -128,7 +134,7 @@ class Allocator:
         return self._library.json(getattr(self._library, function), self._open())
 
     def close(self) -> None:
-        """Waits for the device and gives everything back, also blocks that are still held. A second time does nothing."""
+        """Waits for the device and gives everything back, also blocks that are held. A second time does nothing."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             self._library.check(self._library.close(handle))
@@ -144,7 +150,7 @@ class Allocator:
         self._call("free", _number(address, "an address"))
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Says that work queued so far on another stream uses a block, which then serves nobody else before that work is done."""
+        """Says that work queued so far on another stream uses a block: it serves no other request before."""
         self._call("record_stream", _number(address, "an address"), _number(stream, "a stream"))
 
     def stream_gone(self, stream: int) -> None:
@@ -170,7 +176,8 @@ class Allocator:
     def restore(self, checkpoint: Checkpoint) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Lets a private pool be as it was at a checkpoint.
 
-        Returns the addresses of the blocks that were held and are freed, and (address, bytes, stream) of those that are held now.
+        Returns the addresses of the blocks that were held, which are freed, and (address, bytes, stream) of those
+        that are held now.
         """
         freed: list[int] = []
         created: list[tuple[int, int, int]] = []
@@ -182,7 +189,7 @@ class Allocator:
     # --- memory ---
 
     def trim(self, keep: int = 0) -> int:
-        """Waits for pending frees, gives idle memory back while more than `keep` bytes are held, and returns how much."""
+        """Waits for pending frees, gives idle memory back while more than `keep` bytes are held, and says how much."""
         return self._ask("trim", _number(keep, "a size"))
 
     def set_limit(self, bytes: int | None) -> None:
@@ -234,13 +241,14 @@ class Allocator:
         return out
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is held in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not there."""
+        """Writes what is held in PyTorch's layout: a pickle, or JSON for a name in `.json`; whole or not at all."""
         self._call("snapshot", os.fsencode(path))
 
     def on_segment(self, callback: Callable[[str, int, int, int], None] | None) -> None:
-        """Sets what is called with (action, address, bytes, stream) when a segment comes or goes; the action is alloc, free, map or unmap.
+        """Sets what is called with (action, address, bytes, stream) when a segment comes or goes, or nothing.
 
-        It runs on the thread whose call caused it, before that call returns. An exception in it is printed and goes no further.
+        The action is alloc, free, map or unmap. It is called on the thread whose call caused it, before that call
+        returns. An exception in it is printed and goes no further.
         """
         if callback is None:
             raw = ON_SEGMENT()

@@ -15,11 +15,13 @@ from vramlab.allocator import Allocator
 __all__ = ["resource"]
 
 
-def resource(allocator: str = "caching", device: str | None = None, *, limit: int | None = None, **settings: Any) -> Any:
+def resource(
+    allocator: str = "caching", device: str | None = None, *, limit: int | None = None, **settings: Any
+) -> Any:
     """An `rmm.mr.CallbackMemoryResource` whose memory comes from an allocator of libvramlab.
 
-    `device` is "cuda:N"; without it CUDA's current device is taken. The allocator is `resource.vramlab`, for statistics and snapshots; it
-    lives as long as the resource, and longer than every buffer of it.
+    `device` is "cuda:N"; without it CUDA's current device is taken. The allocator is its attribute `vramlab`, for
+    statistics and snapshots, and lives as long.
     """
     import rmm
 
@@ -48,7 +50,7 @@ def resource(allocator: str = "caching", device: str | None = None, *, limit: in
             own.record_stream(address, handle)
         own.free(address)
 
-    class Resource(rmm.mr.CallbackMemoryResource):  # type: ignore[misc, name-defined]
+    class Resource(rmm.mr.CallbackMemoryResource):  # type: ignore[misc]
         """RMM's resource, with its allocator."""
 
         vramlab = own

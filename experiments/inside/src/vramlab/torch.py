@@ -64,12 +64,13 @@ _shim: _Shim | None = None
 def use(allocator: str = "caching", *, limit: int | None = None, latency: bool = False, **settings: Any) -> None:
     """Runs PyTorch's CUDA memory under an allocator from now on. Call it before CUDA is used.
 
-    `allocator` is NAME or NAME:key=value,…, and settings may stand as keywords. `limit` is the most bytes that may be held of each GPU. `latency` times
-    every call, for [`stats`]. Settings of PYTORCH_CUDA_ALLOC_CONF count where the allocator has them; the others are named in a warning.
+    `allocator` is NAME or NAME:key=value,…, and settings may stand as keywords. `limit` is the most bytes that may be
+    held of each GPU. `latency` times every call, for [`stats`]. Settings of PYTORCH_CUDA_ALLOC_CONF count where the
+    allocator has them; the others are named in a warning.
 
-    The first time for a version of PyTorch this compiles the shim, which takes some ten seconds. A second call with the same allocator does
-    nothing. Raises [`vramlab.Error`] where CUDA is in use, another allocator was put in, the name or a setting is unknown, or the shim cannot
-    be built.
+    The first time for a version of PyTorch this compiles the shim, which takes some ten seconds. A second call with
+    the same allocator does nothing. Raises [`vramlab.Error`] where CUDA is in use, another allocator was put in, the
+    name or a setting is unknown, or the shim cannot be built.
     """
     global _shim
     with _lock:
@@ -80,13 +81,13 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
             return
         if _shim is not None:
             raise Error(
-                f"PyTorch runs under {_shim.spec} already, and cannot change to {asked}: blocks of both would mix. Use one allocator a "
-                "process, or vramlab.torch.MemPool for a part of it"
+                f"PyTorch runs under {_shim.spec} already, and cannot change to {asked}: blocks of both would mix. Use "
+                "one allocator a process, or vramlab.torch.MemPool for a part of it"
             )
         if torch.cuda.is_initialized():
             raise Error(
-                "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use of CUDA, or "
-                f"start the program with VRAMLAB_ALLOC={asked}"
+                "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use "
+                f"of CUDA, or start the program with VRAMLAB_ALLOC={asked}"
             )
         known = _known_settings(asked)
         conf, ignored = _from_conf(asked, known, limit)
@@ -96,8 +97,8 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
         if made.install(os.fsencode(library().path), made.spec.encode(), options.encode()) != 0:
             raise Error(made.error_text())
         if ignored:
-            names = ", ".join(ignored)
-            warnings.warn(f"vramlab: of PyTorch's settings {made.spec} does not have {names}; they do nothing", stacklevel=2)
+            text = f"vramlab: of PyTorch's settings {asked} does not have {', '.join(ignored)}; they do nothing"
+            warnings.warn(text, stacklevel=2)
         # The name as it was asked for: a second call asks so again.
         made.spec = asked
         _shim = made
@@ -115,7 +116,7 @@ def allocator() -> str | None:
 
 
 def set_limit(limit: int | None) -> None:
-    """Sets the most bytes that may be held of each GPU, or none. A fraction that the program set counts where it is smaller."""
+    """Sets the most bytes that may be held of each GPU, or none. The program's own fraction counts if it is less."""
     _set_limit(_installed(), limit)
 
 
@@ -134,10 +135,10 @@ def latency(on: bool = True) -> None:
 
 
 def stats(device: int | None = None) -> dict[str, Any]:
-    """What PyTorch's statistics have no word for, of each GPU that memory was asked for on, by its number as text, or of one.
+    """What PyTorch's statistics have no word for: of one GPU, or of each that is in use, by its number as text.
 
-    Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved), driver `calls` by kind, and where
-    `latency` is on the percentiles in nanoseconds by operation and path.
+    Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved),
+    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path.
     """
     shim, functions = _installed(), library()
     if device is not None:
@@ -162,15 +163,16 @@ def _stats_of(functions: Any, handle: int) -> dict[str, Any]:
     }
 
 
-class MemPool(torch.cuda.MemPool):
+class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
     """A pool of memory that comes from an allocator of its own, for a part of a program.
 
         pool = vramlab.torch.MemPool("rmm-pool")
         with pool:
             x = torch.empty(1 << 20, device="cuda")
 
-    It is a `torch.cuda.MemPool`: `torch.cuda.use_mem_pool` takes it, too. It is of the GPU that is current when it is made. PyTorch runs under an allocator of
-    vramlab then, say `use("caching")`. A tensor keeps its memory when the pool is gone.
+    It is a `torch.cuda.MemPool`: `torch.cuda.use_mem_pool` takes it, too. It is of the GPU that is current when it is
+    made. The rest of the program runs under an allocator of vramlab, say `use("caching")`. A tensor outlives its
+    pool.
     """
 
     def __init__(self, allocator: str = "caching", **settings: Any) -> None:
@@ -219,7 +221,8 @@ def _known_settings(asked: str) -> dict[str, Any]:
         key = part.partition("=")[0]
         if key not in known:
             near = get_close_matches(key, known, 1)
-            raise UnknownError(f"allocator '{name}' has no setting '{key}'{_meant(near)}; there are {', '.join(known) or 'none'}")
+            there = f"there are {', '.join(known)}" if known else "there are none"
+            raise UnknownError(f"allocator '{name}' has no setting '{key}'{_meant(near)}; {there}")
     return known
 
 

@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <array>
 #include <deque>
@@ -387,6 +388,48 @@ class Device {
         tell_capture(open);
     }
 
+    // --- peers ---
+
+    // Lets kernels of another GPU reach what is mapped here, now and later. Memory of cudaMalloc is open to peers by
+    // itself.
+    void add_peer(DeviceIndex peer) {
+        {
+            std::unique_lock<std::shared_mutex> guard(peers_lock_);
+            if (std::find(peers_.begin(), peers_.end(), peer) != peers_.end()) return;
+            peers_.push_back(peer);
+            has_peers_ = true;
+        }
+        std::vector<std::pair<uint64_t, uint64_t>> mapped;
+        check(library.visit(
+            owner->handle, &mapped,
+            [](void* context, const vramlab_segment* segment) {
+                auto& to = *static_cast<std::vector<std::pair<uint64_t, uint64_t>>*>(context);
+                if (segment->expandable) to.emplace_back(segment->address, segment->bytes);
+            },
+            [](void*, const vramlab_block*) {}));
+        for (const auto& [address, bytes] : mapped) open_to_peers(address, bytes);
+    }
+
+    void open_to_peers(uint64_t address, uint64_t bytes) {
+        if (C10_LIKELY(!has_peers_)) return;
+        std::vector<CUmemAccessDesc> access;
+        {
+            std::shared_lock<std::shared_mutex> guard(peers_lock_);
+            for (const DeviceIndex peer : peers_) {
+                access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, {peer}}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+            }
+        }
+        using SetAccess = CUresult (*)(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t);
+        static const auto set_access =
+            reinterpret_cast<SetAccess>(dlsym(dlopen("libcuda.so.1", RTLD_LAZY), "cuMemSetAccess"));
+        const CUresult result =
+            set_access == nullptr ? CUDA_ERROR_NOT_FOUND : set_access(address, bytes, access.data(), access.size());
+        if (result != CUDA_SUCCESS) {
+            TORCH_WARN("vramlab: ", bytes, " bytes at ", reinterpret_cast<void*>(address), " on cuda:", int(index),
+                       " stay closed to other GPUs (cuMemSetAccess: error ", int(result), ")");
+        }
+    }
+
     // --- errors ---
 
     // Throws what a failed call of the library said.
@@ -423,6 +466,9 @@ class Device {
     std::unordered_map<uint64_t, MempoolId_t> names_;
     std::vector<Route> routes_;
     std::atomic<int> routes_open_{0};
+    std::shared_mutex peers_lock_;
+    std::vector<DeviceIndex> peers_;
+    std::atomic<bool> has_peers_{false};
     int marked_captures_ = 0;
 };
 

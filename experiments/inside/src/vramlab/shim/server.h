@@ -19,11 +19,17 @@ inline void* pointer(uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
+// Both handles of the legacy default stream are one stream.
+inline bool same_stream(const void* a, const void* b) {
+    return a == b || (number(a) <= 1 && number(b) <= 1);
+}
+
 // A segment came or went, on the thread whose request caused it.
 inline void on_segment(void* context, const vramlab_segment_event* event) {
     const Owner& owner = *static_cast<Owner*>(context);
     Device& device = *owner.device;
     History& history = device.history;
+    if (event->action == VRAMLAB_SEGMENT_ACTION_MAP) device.open_to_peers(event->address, event->bytes);
     if (!history.wanted()) return;
     constexpr TraceEntry::Action ACTIONS[] = {TraceEntry::SEGMENT_ALLOC, TraceEntry::SEGMENT_FREE,
                                               TraceEntry::SEGMENT_MAP, TraceEntry::SEGMENT_UNMAP};
@@ -130,7 +136,8 @@ class Server {
             std::lock_guard<std::recursive_mutex> guard(device.history.lock);
             const vramlab_status status = library.record_stream(owner.handle, address, number(stream));
             auto at = device.history.live.find(address);
-            if (status == VRAMLAB_STATUS_OK && at != device.history.live.end() && at->second.stream != stream) {
+            if (status == VRAMLAB_STATUS_OK && at != device.history.live.end() &&
+                !same_stream(at->second.stream, stream)) {
                 at->second.used_elsewhere = true;
             }
             return status;
@@ -204,7 +211,7 @@ class Server {
         if ((can & VRAMLAB_CAN_EXPAND) != 0) maps_memory = true;
         Owner* added = owners.add(std::move(owner));
         Device::check(library.on_segment(added->handle, added, &on_segment));
-        if (library.on_free != nullptr) Device::check(library.on_free(added->handle, added, &on_free));
+        Device::check(library.on_free(added->handle, added, &on_free));
         Device::check(library.latency(added->handle, latency_));
         return added;
     }
@@ -279,14 +286,7 @@ class Server {
         if (status != VRAMLAB_STATUS_OK) address = take_after_failure(from, asked, status);
         const Owner& owner = pool == nullptr ? *from.owner : *pool->owner;
         owners.note(address, owner);
-        if (c10::memoryProfilingEnabled()) {
-            const int64_t size = rounded(owner, address, bytes);
-            {
-                std::lock_guard<std::mutex> guard(profiled_lock_);
-                profiled_[address] = size;
-            }
-            report_to_profiler(owner, address, size);
-        }
+        if (c10::memoryProfilingEnabled()) report_to_profiler(owner, address, size_of(owner, address));
         return address;
     }
 
@@ -383,15 +383,7 @@ class Server {
         owner.device->notice_captures();
         const Context context = owner.device->history.gather(RecordContext::ALL);
         if (!c10::memoryProfilingEnabled()) return free_recorded(owner, address, context);
-        int64_t size = rounded(owner, address, 0);
-        {
-            std::lock_guard<std::mutex> guard(profiled_lock_);
-            auto at = profiled_.find(address);
-            if (at != profiled_.end()) {
-                size = at->second;
-                profiled_.erase(at);
-            }
-        }
+        const int64_t size = size_of(owner, address);
         const vramlab_status status = free_recorded(owner, address, context);
         if (status == VRAMLAB_STATUS_OK && size > 0) report_to_profiler(owner, address, -size);
         return status;
@@ -412,7 +404,7 @@ class Server {
         const Context& shown = context != nullptr ? context : block.context;
         history.add(TraceEntry::FREE_REQUESTED, device.index, address, block.requested, block.stream, block.pool,
                     shown);
-        if (block.used_elsewhere && library.on_free != nullptr) {
+        if (block.used_elsewhere) {
             history.pending[address] = block;
         } else {
             history.add(TraceEntry::FREE_COMPLETED, device.index, address, block.requested, block.stream, block.pool,
@@ -421,13 +413,11 @@ class Server {
         return library.free(owner.handle, address);
     }
 
-    // What a live block takes, for the profiler; a library that does not say leaves a guess.
-    static int64_t rounded(const Owner& owner, uint64_t address, size_t requested) {
+    // What a live block takes; 0 where none begins.
+    static int64_t size_of(const Owner& owner, uint64_t address) {
         vramlab_block block{};
-        if (library.block_at != nullptr && library.block_at(owner.handle, address, &block) == VRAMLAB_STATUS_OK) {
-            return static_cast<int64_t>(block.bytes);
-        }
-        return static_cast<int64_t>((requested + 511) / 512 * 512);
+        const vramlab_status status = library.block_at(owner.handle, address, &block);
+        return status == VRAMLAB_STATUS_OK ? static_cast<int64_t>(block.bytes) : 0;
     }
 
     static void report_to_profiler(const Owner& owner, uint64_t address, int64_t bytes) {
@@ -498,9 +488,6 @@ class Server {
     Recording recording_;
     std::vector<AllocatorTraceTracker> trackers_;
     std::vector<OutOfMemoryObserver> observers_;
-
-    std::mutex profiled_lock_;
-    std::unordered_map<uint64_t, int64_t> profiled_;
 };
 
 }  // namespace vramlab_shim

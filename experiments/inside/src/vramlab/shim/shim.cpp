@@ -316,8 +316,6 @@ class Shim final : public CUDAAllocator {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setNoSplit");
         if (pool->native) {
             server.native->setNoSplit(index, id);
-        } else if (library.pool_no_split != nullptr) {
-            Device::check(library.pool_no_split(pool->owner->handle, pool->number));
         } else {
             TORCH_WARN_ONCE("vramlab: no_split of torch.cuda.MemPool is not known to ", server.spec,
                             "; blocks of the pool may be split");
@@ -434,8 +432,7 @@ class Shim final : public CUDAAllocator {
 
     void enablePeerAccess(DeviceIndex from, DeviceIndex to) override {
         server.native->enablePeerAccess(from, to);
-        Device* of = server.opened(to);
-        if (library.peer != nullptr && of != nullptr) Device::check(library.peer(of->owner->handle, from));
+        server.device(to).add_peer(from);
     }
 
 #if VRAMLAB_TORCH >= 212

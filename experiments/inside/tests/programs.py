@@ -1,0 +1,465 @@
+"""What an allocator under PyTorch must do. `test_torch.py` runs it in a process of its own, on a GPU or a stand-in.
+
+    python programs.py ALLOCATOR [NAME…]
+
+Nothing here fills or reads a tensor, so that no kernel is needed. Each prints a line: its name and how it went, as
+JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vramlab.torch
+from torch.cuda import memory
+
+MIB = 1 << 20
+PROGRAMS: dict[str, Callable[[], Any]] = {}
+
+
+def program(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Names it for the command line."""
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+def held(size: int) -> torch.Tensor:
+    return torch.empty(size, device="cuda", dtype=torch.uint8)
+
+
+def pools() -> set[tuple[int, int]]:
+    return {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} - {(0, 0)}
+
+
+def inside(tensor: torch.Tensor, segments: list[dict[str, Any]]) -> bool:
+    at = tensor.data_ptr()
+    return any(one["address"] <= at < one["address"] + one["total_size"] for one in segments)
+
+
+@program
+def name() -> None:
+    assert torch.cuda.get_allocator_backend() == f"vramlab:{vramlab.torch.allocator()}"
+    vramlab.torch.use(ALLOCATOR)
+    try:
+        vramlab.torch.use("naive" if ALLOCATOR != "naive" else "caching")
+    except vramlab.Error as error:
+        assert "already" in str(error)
+    else:
+        raise AssertionError("a second allocator was taken")
+
+
+@program
+def statistics() -> None:
+    torch.cuda.empty_cache()
+    before, requested = torch.cuda.memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.current"]
+    tensor = held(3 * MIB)
+    assert torch.cuda.memory_allocated() >= before + 3 * MIB
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] == requested + 3 * MIB
+    assert torch.cuda.memory_reserved() >= torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_allocated() >= before + 3 * MIB
+    del tensor
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == before
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+    assert "CUDA memory summary" in torch.cuda.memory_summary()
+    torch.cuda.mem_get_info()
+
+
+@program
+def no_bytes() -> None:
+    assert torch.empty(0, device="cuda").data_ptr() == 0
+    assert torch.cuda.caching_allocator_alloc(0) == 0
+
+
+@program
+def out_of_memory() -> None:
+    seen: list[tuple[int, ...]] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *told: seen.append(told))
+    before = torch.cuda.memory_stats()["num_ooms"]
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    try:
+        assert abs(torch.cuda.get_per_process_memory_fraction() - 0.05) < 1e-9
+        kept = held(1 << 30)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            held(40 << 30)
+            raise AssertionError("no error")
+        assert [(device, size) for device, size, _, _ in seen] == [(0, 40 << 30)]
+        assert seen[0][2] < torch.cuda.get_device_properties(0).total_memory * 0.051
+        assert torch.cuda.memory_stats()["num_ooms"] == before + 1
+        # Smaller requests go on.
+        held(MIB)
+        del kept
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    try:
+        held(1 << 59)
+    except torch.cuda.OutOfMemoryError as error:
+        assert "Tried to allocate 536870912.00 GiB. GPU 0 has a total capacity of" in str(error)
+        assert "vramlab: " in str(error)
+    try:
+        torch.empty(1 << 61, device="cuda", dtype=torch.uint8)
+    except torch.cuda.OutOfMemoryError as error:
+        assert "more than 1EB" in str(error)
+    torch.cuda.empty_cache()
+
+
+@program
+def a_limit_of_the_user() -> None:
+    total = torch.cuda.mem_get_info()[1]
+    vramlab.torch.set_limit(2 << 30)
+    try:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            held(3 << 30)
+            raise AssertionError("the program's fraction lifted the user's limit")
+    finally:
+        vramlab.torch.set_limit(None)
+    held(total // 10)
+    torch.cuda.empty_cache()
+
+
+def _history(**more: Any) -> list[dict[str, Any]]:
+    before = held(1000)
+    memory._record_memory_history(max_entries=10_000, stacks="python", **more)
+    try:
+        kept = held(MIB)
+        gone = held(30 * MIB)
+        del gone, before
+        used = held(2 * MIB)
+        used.record_stream(torch.cuda.Stream())
+        del used
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        snapshot = memory._snapshot()
+        again = memory._snapshot()["device_traces"][0]
+    finally:
+        memory._record_memory_history(enabled=None)
+    assert memory._snapshot()["device_traces"][0] == []
+    frames = [
+        [frame["name"] for frame in block.get("frames", [])]
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["address"] == kept.data_ptr()
+    ]
+    assert [names[:2] for names in frames] == [["held", "_history"]], frames
+    assert "snapshot" in [event["action"] for event in again]
+    events: list[dict[str, Any]] = snapshot["device_traces"][0]
+    return events
+
+
+@program
+def history() -> list[str]:
+    events = _history()
+    actions = [event["action"] for event in events]
+    assert "snapshot" not in actions
+    assert actions.count("alloc") == 3, actions
+    # Each free was asked for and completed, once, in that order.
+    for address in {event["addr"] for event in events if event["action"] == "free_requested"}:
+        of_block = [event["action"] for event in events if event["addr"] == address and "free" in event["action"]]
+        of_block = [action for action in of_block if not action.startswith("segment")]
+        assert of_block == ["free_requested", "free_completed"] * (len(of_block) // 2), of_block
+    assert sorted(event["size"] for event in events if event["action"] == "free_completed") == [1000, 2 * MIB, 30 * MIB]
+    assert [event["time_us"] for event in events] == sorted(event["time_us"] for event in events)
+    assert all(event["frames"] for event in events if event["action"] == "alloc")
+    return actions
+
+
+@program
+def history_without_what_is_skipped() -> None:
+    events = _history(skip_actions=["free_requested", "segment_alloc", "segment_map"])
+    actions = {event["action"] for event in events}
+    assert not actions & {"free_requested", "segment_alloc", "segment_map"}
+    assert {"alloc", "free_completed"} <= actions
+
+
+@program
+def history_in_a_ring() -> None:
+    memory._record_memory_history(max_entries=10, stacks="python")
+    sizes = [1000 + number for number in range(50)]
+    for size in sizes:
+        held(size)
+    events = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    assert len(events) == 10
+    assert [event["size"] for event in events if event["action"] == "alloc"] == sizes[-3:]
+    assert events[-1]["action"] == "free_completed"
+    assert events[-1]["size"] == sizes[-1]
+
+
+@program
+def history_on_two_threads() -> None:
+    memory._record_memory_history(max_entries=100_000, stacks="python")
+    _threads()
+    snapshot = memory._snapshot()
+    memory._record_memory_history(enabled=None)
+    for trace in snapshot["device_traces"]:
+        live: dict[int, int] = {}
+        for event in trace:
+            if event["action"] == "alloc":
+                assert event["addr"] not in live, "two owners of one block"
+                live[event["addr"]] = event["size"]
+            elif event["action"] == "free_completed":
+                live.pop(event["addr"], None)
+
+
+def _threads() -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with torch.cuda.device(number % torch.cuda.device_count()), torch.cuda.stream(torch.cuda.Stream()):
+                kept: list[torch.Tensor] = []
+                for step in range(300):
+                    kept.append(held(step * 7919 % 300_000 + 1))
+                    if len(kept) > 20:
+                        kept.pop(step * 31 % 20)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@program
+def threads() -> None:
+    before = [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())]
+    _threads()
+    gc.collect()
+    assert [torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())] == before
+
+
+@program
+def mempool() -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        tensor = held(5 * MIB)
+        assert pool.use_count() == 2
+    outside = held(5 * MIB)
+    assert inside(tensor, pool.snapshot())
+    assert not inside(outside, pool.snapshot())
+    assert pool.use_count() == 1
+    del tensor
+    before = torch.cuda.memory_reserved()
+    del pool
+    gc.collect()
+    assert torch.cuda.memory_reserved() < before
+    assert not pools()
+
+
+@program
+def mempool_of_last_resort() -> None:
+    torch.cuda.empty_cache()
+    pool = torch.cuda.MemPool(use_on_oom=True)
+    with torch.cuda.use_mem_pool(pool):
+        held(100 * MIB)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + MIB) / total)
+    try:
+        tensor = held(90 * MIB)
+        assert inside(tensor, pool.snapshot())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@program
+def mempool_that_does_not_split() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pool = torch.cuda.MemPool(no_split=True)
+    with torch.cuda.use_mem_pool(pool):
+        held(MIB)
+
+
+@program
+def mempool_of_another_allocator() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    other = "rmm-pool" if ALLOCATOR != "rmm-pool" else "caching"
+    pool = vramlab.torch.MemPool(other)
+    with pool:
+        tensor = held(MIB)
+    assert torch.cuda.memory_allocated() == before + MIB
+    assert pool.stats()["allocator"] == other
+    assert pool.stats()["stats"]["allocated_bytes.all.current"] == MIB
+    assert inside(tensor, pool.snapshot())
+    assert not inside(held(MIB), pool.snapshot())
+    # A tensor outlives its pool.
+    del pool
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before + MIB
+    del tensor
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() == before
+    assert not pools()
+    for wrong in ("rmm-pol", "rmm-pool:what=1"):
+        try:
+            vramlab.torch.MemPool(wrong)
+        except vramlab.Error as error:
+            assert "rmm-pool" in str(error)
+        else:
+            raise AssertionError(wrong)
+
+
+@program
+def graphs() -> None:
+    torch.cuda.synchronize()
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        first.capture_begin()
+        kept = held(MIB)
+        used = held(300)
+        used.record_stream(other)
+        del used
+        more = held(300)
+        first.capture_end()
+        second.capture_begin(pool=first.pool())
+        again = held(MIB)
+        second.capture_end()
+    assert len(pools()) == 1
+    assert held(300).data_ptr() != more.data_ptr()
+    del kept, more, again
+    assert len(pools()) == 1
+    first.reset()
+    second.reset()
+    torch.cuda.empty_cache()
+    assert not pools()
+
+
+@program
+def checkpoints() -> None:
+    pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    kept = held(2 * MIB)
+    state = torch._C._cuda_getCheckpointState(device, pool)
+    gone = held(3 * MIB)
+    torch._C._cuda_endAllocateToPool(device, pool)
+    at, more = kept.data_ptr(), gone.data_ptr()
+    storages = [tensor.untyped_storage()._cdata for tensor in (kept, gone)]
+    assert all(torch._C._has_Standard_Deleter(storage) for storage in storages)
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, {at, more})
+    torch._C._cuda_setCheckpointPoolState(device, state, storages, [])
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, {at})
+    assert not torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
+    # The block lives, and no tensor owns it.
+    del kept, gone
+    torch.cuda.caching_allocator_delete(at)
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
+    torch._C._cuda_releasePool(device, pool)
+    torch.cuda.empty_cache()
+    assert not pools()
+
+
+@program
+def a_second_free() -> None:
+    address = torch.cuda.caching_allocator_alloc(1000)
+    torch.cuda.caching_allocator_delete(address)
+    for wrong in (address, address + 512, 0xBAD00):
+        try:
+            torch.cuda.caching_allocator_delete(wrong)
+        except RuntimeError as error:
+            assert f"{wrong:#x}" in str(error)
+        else:
+            raise AssertionError(hex(wrong))
+
+
+@program
+def devices() -> None:
+    if torch.cuda.device_count() < 2:
+        return
+    before = [torch.cuda.memory_allocated(index) for index in (0, 1)]
+    with torch.cuda.device(1):
+        there = held(MIB)
+    here = held(2 * MIB)
+    assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [before[0] + 2 * MIB, before[1] + MIB]
+    # Frees come on whichever device the thread is.
+    del there
+    with torch.cuda.device(1):
+        del here
+    assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == before
+    assert set(vramlab.torch.stats()) == {"0", "1"}
+
+
+@program
+def own_statistics() -> None:
+    vramlab.torch.latency()
+    held(1000)
+    vramlab.torch.latency(False)
+    told = vramlab.torch.stats(torch.cuda.current_device())
+    assert told["allocator"] == ALLOCATOR.partition(":")[0]
+    assert told["stats"]["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert {row["operation"] for row in told["latency"]} == {"allocate", "deallocate"}
+    assert json.loads(json.dumps(told)) == told
+
+
+@program
+def profiler() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+        tensor = held(4 * MIB)
+        del tensor
+    used = [event.self_device_memory_usage for event in told.key_averages()]
+    assert sorted(used) == [-4 * MIB, 4 * MIB], used
+
+
+@program
+def shared_with_another_process() -> None:
+    tensor = held(MIB)
+    try:
+        told = tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"], error
+        assert "'caching'" in str(error)
+        return
+    handle, offset = told[1], told[3]
+    assert handle[:2] == b"\x02c"
+    assert offset >= 0
+
+
+@program
+def a_dump() -> None:
+    memory._record_memory_history(max_entries=1000, stacks="python")
+    kept = [held(size) for size in (1000, 3 * MIB)]
+    target = os.environ.get("DUMP") or Path(tempfile.mkdtemp()) / "snapshot.pickle"
+    memory._dump_snapshot(str(target))
+    memory._record_memory_history(enabled=None)
+    assert Path(target).stat().st_size > 1000
+    assert len(kept) == 2
+
+
+def main() -> None:
+    torch.cuda.init()
+    for called, run in PROGRAMS.items():
+        if len(sys.argv) > 2 and called not in sys.argv[2:]:
+            continue
+        failed = None
+        try:
+            run()
+        except BaseException:
+            failed = traceback.format_exc()
+        gc.collect()
+        print(json.dumps({"name": called, "failed": failed}), flush=True)
+
+
+if __name__ == "__main__":
+    ALLOCATOR = sys.argv[1]
+    vramlab.torch.use(ALLOCATOR)
+    main()

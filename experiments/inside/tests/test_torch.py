@@ -1,0 +1,190 @@
+"""The allocators under PyTorch: what `programs.py` does, on a GPU, or without one over a stand-in for CUDA's runtime.
+
+Needs PyTorch with CUDA and a C++ compiler; skipped where one is missing. No GPU: the shim opens the library's
+simulated devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent / "src"
+sys.path.insert(0, str(SOURCE))
+
+import vramlab  # noqa: E402
+
+if find_spec("torch") is None:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+try:
+    vramlab.library_path()
+except ImportError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+from vramlab import _build  # noqa: E402
+
+if _build.find_compiler() is None:
+    pytest.skip("no C++ compiler", allow_module_level=True)
+
+NAMES = re.findall(r"^@program\ndef (\w+)", (HERE / "programs.py").read_text(), re.MULTILINE)
+# With pools and snapshots.
+ALLOCATORS = ["caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "tlsf"]
+
+
+@cache
+def installed() -> _build.Torch:
+    torch = _build.Torch.installed()
+    if torch.cuda is None:
+        pytest.skip("PyTorch was built without CUDA")
+    return torch
+
+
+@pytest.fixture(scope="session")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process with PyTorch: on the GPU, or with the stand-in loaded."""
+    out = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_ALLOC", "PYTORCH_"))}
+    out["PYTHONPATH"] = str(SOURCE)
+    out["VRAMLAB_LIBRARY"] = str(vramlab.library_path())
+    import torch
+
+    if torch.cuda.is_available():
+        return out
+    folder = tmp_path_factory.mktemp("fake")
+    stand_in = folder / "libcuda.so.1"
+    header = (installed().root / "include" / "c10" / "cuda" / "driver_api.h").read_text()
+    names = {*re.findall(r"_\((cu[A-Z]\w+)", header)} - {"cuDeviceGet", "cuDevicePrimaryCtxGetState"}
+    listed = " ".join(f"X({name})" for name in sorted(names))
+    command = [_build.find_compiler() or "", "-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
+    command += [f"-DDRIVER_FUNCTIONS(X)={listed}"]
+    command += [part for include in _build.cuda_includes(installed(), []) for part in ("-isystem", str(include))]
+    subprocess.run([*command, str(HERE / "fake_cuda.cpp"), "-o", str(stand_in)], check=True)
+    # Loaded first, it is found under the name of the driver, too.
+    return out | {"LD_PRELOAD": str(stand_in), "VRAMLAB_SHIM_DEVICE": "sim"}
+
+
+def python(variables: dict[str, str], *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=variables | more, capture_output=True, text=True, timeout=300, check=False, cwd=HERE
+    )
+
+
+_RAN: dict[str, dict[str, Any]] = {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_program(allocator: str, name: str, variables: dict[str, str]) -> None:
+    # All of an allocator run in one process: importing PyTorch takes longer than they do.
+    if allocator not in _RAN:
+        done = python(variables, "programs.py", allocator)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        _RAN[allocator] = {line["name"]: line["failed"] for line in lines}
+        assert done.returncode == 0, done.stderr
+        assert set(_RAN[allocator]) == set(NAMES)
+    failed = _RAN[allocator][name]
+    assert failed is None, failed
+
+
+REFUSED = """
+import torch, vramlab, vramlab.torch
+torch.cuda.init()
+try:
+    vramlab.torch.use("caching")
+except vramlab.Error as error:
+    print(error)
+assert torch.cuda.get_allocator_backend() == "native" and vramlab.torch.allocator() is None
+for late in (vramlab.torch.stats, lambda: vramlab.torch.set_limit(1), vramlab.torch.MemPool):
+    try:
+        late()
+    except vramlab.Error as error:
+        assert "use()" in str(error)
+    else:
+        raise SystemExit(late)
+"""
+
+
+def test_after_cuda_is_in_use_it_is_too_late(variables: dict[str, str]) -> None:
+    done = python(variables, "-c", REFUSED)
+    assert done.returncode == 0, done.stderr
+    assert "before the first use of CUDA" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+UNKNOWN = """
+import sys, torch, vramlab, vramlab.torch
+try:
+    vramlab.torch.use(sys.argv[1])
+except vramlab.Error as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [("cachin", "did you mean 'caching'"), ("caching:max_split=1", "did you mean 'max_split_size'")],
+)
+def test_an_unknown_name_is_said_before_anything_is_built(asked: str, words: str, variables: dict[str, str]) -> None:
+    done = python(variables, "-c", UNKNOWN, asked, XDG_CACHE_HOME="/no/such/folder")
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert done.stderr == ""
+
+
+CONF = """
+import sys, torch, vramlab.torch
+vramlab.torch.use(*sys.argv[1:2], **({"limit": int(sys.argv[2])} if len(sys.argv) > 2 else {}))
+torch.empty(1, device="cuda")
+told = vramlab.torch.stats(0)["settings"]
+print(told.get("max_split_size"), told.get("garbage_collection_threshold"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("conf", "arguments", "settings", "named"),
+    [
+        ("max_split_size_mb:64", ["caching"], "67108864 0.0", []),
+        ("max_split_size_mb:64", ["caching:max_split_size=32M"], "33554432 0.0", []),
+        ("max_split_size_mb:64,garbage_collection_threshold:0.8", ["caching", "1000000000"], "67108864 0.8", []),
+        ("garbage_collection_threshold:0.8", ["caching"], "None 0.0", ["garbage_collection_threshold (needs a limit)"]),
+        ("expandable_segments:True", ["caching"], "None 0.0", ["expandable_segments (use pytorch-expandable)"]),
+        ("expandable_segments:True,pinned_num_register_threads:2", ["pytorch-expandable"], "None 0.0", []),
+        ("max_split_size_mb:64,release_lock_on_cudamalloc:True", ["bfc"], "None None",
+         ["max_split_size_mb, release_lock_on_cudamalloc"]),
+    ],
+)  # fmt: skip
+def test_pytorchs_settings(
+    conf: str, arguments: list[str], settings: str, named: list[str], variables: dict[str, str]
+) -> None:
+    done = python(variables, "-c", CONF, *arguments, PYTORCH_CUDA_ALLOC_CONF=conf)
+    assert done.stdout == settings + "\n", done.stderr
+    assert [words for words in named if words in done.stderr] == named
+    assert done.stderr.count("UserWarning") == len(named)
+
+
+ENDS = """
+import torch, vramlab.torch
+vramlab.torch.use("caching")
+kept = torch.empty(1000, device="cuda")
+import os
+child = os.fork()
+if child == 0:
+    del kept
+    raise SystemExit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_program_and_its_forked_child_end_without_a_word(variables: dict[str, str]) -> None:
+    done = python(variables, "-c", ENDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
