@@ -33,7 +33,7 @@ def project(folder: str) -> dict[str, Any]:
 def test_the_two_distributions_agree() -> None:
     program, package = project("experiments"), project("analysis")
     assert (program["name"], package["name"]) == ("vramlab", "vramlab-analysis")
-    # A script of the wheel would be there without the libraries that it needs; the program hands on the package's commands.
+    # A script would be there without the libraries that it needs; the program hands on the commands of the package.
     assert "scripts" not in program
     assert set(package["scripts"]) == {"vramlab-analysis"}
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]

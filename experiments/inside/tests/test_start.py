@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from places import FAKE, HISTORY, PACKAGE, Place
 
 USES_CUDA = "import torch\ntorch.cuda.init()\n"

@@ -146,12 +146,13 @@ class Recorder:
 
     def watch(self) -> None:
         """Has the recording begin with the first use of CUDA, which it does not cause."""
+        self.torch.cuda._lazy_call(self.begin)
         self.signal.install()
         if os.environ.get("VRAMLAB_STEPS"):
-            hook = getattr(self.torch.optim.optimizer, "register_optimizer_step_post_hook", None)
-            if hook is not None:
-                hook(self._stepped)
-        self.torch.cuda._lazy_call(self.begin)
+            # PyTorch takes the name of this module out of `torch.optim`.
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            register_optimizer_step_post_hook(self._stepped)
 
     def begin(self) -> None:
         """Is called by PyTorch while it initialises CUDA: what goes wrong here must not stop it."""
@@ -372,7 +373,10 @@ def _torch_is_there() -> None:
         _limit(torch, limit)
     folder = os.environ.get("VRAMLAB_OUTPUT")
     if folder:
-        Recorder(torch, Path(folder)).watch()
+        try:
+            Recorder(torch, Path(folder)).watch()
+        except Exception as error:
+            say(f"this process is not recorded: {type(error).__name__}: {error}")
 
 
 def install() -> None:
