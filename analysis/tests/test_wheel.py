@@ -145,7 +145,7 @@ def runs_programs(new: Environment) -> None:
     assert (done.returncode, done.stdout) == (0, "2.11.0+fake\n")
     assert "advise   export PYTORCH_CUDA_ALLOC_CONF=" in done.stderr
     names = sorted(re.sub(r"\d+", "", path.name) for path in (new.folder / "out").iterdir())
-    assert names == ["pid.pickle", "pid.process.json", "run.json"]
+    assert names == ["pid.pickle", "pid.process.json", "program.json"]
     # Installed, the package does it for programs that are started without `vramlab run`, too.
     (new.folder / "alone").mkdir()
     new.run("python", "-c", script, VRAMLAB_OUTPUT=str(new.folder / "alone"), **recorded)

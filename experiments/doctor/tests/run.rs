@@ -53,7 +53,7 @@ fn send(child: &Child, signal: Signal) {
 }
 
 fn record(place: &Place, folder: &str) -> Value {
-    serde_json::from_str(&std::fs::read_to_string(place.at(folder).join("run.json")).unwrap()).unwrap()
+    serde_json::from_str(&std::fs::read_to_string(place.at(folder).join("program.json")).unwrap()).unwrap()
 }
 
 /// Until something is so; what never comes fails the test.
@@ -173,7 +173,8 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
         "{ran:#?}"
     );
     assert!(
-        lines[1].contains("reserved 300 MiB, active 200 MiB, requested 190 MiB at most; 14 driver calls"),
+        lines[1]
+            .contains("reserved 300 MiB, active 200 MiB, requested 190 MiB at most; 14 driver calls, 64 MiB pinned"),
         "{ran:#?}"
     );
     assert!(lines[2].starts_with("device "), "{ran:#?}");
@@ -192,7 +193,7 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
     assert!(next.stdout.contains("Who held memory"), "{next:#?}");
     // Without a driver that is said; with one the run has no such GPU.
     let why = left["device_missing"].as_str();
-    assert!(why.is_none_or(|why| why.contains("libnvidia-ml")), "{left}");
+    assert!(why.is_none_or(|why| why.contains("no NVIDIA driver")), "{left}");
 }
 
 #[test]
@@ -253,7 +254,7 @@ fn a_process_that_is_killed_leaves_no_half_snapshot() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("ended by signal 9") && said.contains("its newest snapshot: none"), "{said}");
     let names = common::names(&place.at("out"));
-    assert!(names.len() == 2 && names[0].ends_with(".process.json") && names[1] == "run.json", "{names:?}");
+    assert!(names.len() == 2 && names[0].ends_with(".process.json") && names[1] == "program.json", "{names:?}");
 }
 
 #[test]
@@ -383,7 +384,7 @@ fn what_was_sampled_of_the_gpu_is_a_line_of_the_ledger_and_a_curve() {
     );
     let said = place.run(&["explain", &file]).ok().stdout;
     let words = "566 MiB more are used on the GPU: 466 MiB by this process (its CUDA context, and libraries such as cuBLAS and \
-        NCCL), 100 MiB by others; 424 MiB of 1.00 GiB are free";
+        NCCL), 100 MiB by others; 424 MiB of 1 GiB are free";
     assert!(said.contains(words), "{said}");
     let points = told["timeline"].as_array().unwrap();
     assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{told}");

@@ -53,6 +53,20 @@ def test_the_history_begins_with_cuda_and_a_snapshot_comes_at_the_end(place: Pla
         assert pickle.load(file)["device_traces"]
 
 
+def test_pinned_memory_is_recorded_where_pytorch_can(place: Place) -> None:
+    newer = """
+import torch
+before = torch.cuda.memory._record_memory_history
+def record(enabled="all", record_pinned_host_memory=False, **options):
+    before(enabled, pinned=record_pinned_host_memory, **options)
+torch.cuda.memory._record_memory_history = record
+torch.cuda.init()
+"""
+    place.run(newer)
+    assert place.calls("history")[0][2]["pinned"] is True
+    assert place.record()["pinned_bytes"] == 64 << 20
+
+
 @pytest.mark.parametrize(("frames", "context"), [("none", None), ("alloc", "alloc")])
 def test_frames_are_as_asked_for(place: Place, frames: str, context: str | None) -> None:
     place.run(USES_CUDA, VRAMLAB_FRAMES=frames)

@@ -253,6 +253,7 @@ class Recorder:
             "until_ns": time.time_ns(),
             "snapshots": self.snapshots,
             "devices": self._devices() if state == "ended" else [],
+            "pinned_bytes": self._pinned() if state == "ended" else None,
             "step_ns": self._step_times(),
             "allocator_stats": self._own_stats() if state == "ended" else None,
         }
@@ -276,6 +277,13 @@ class Recorder:
             uuid = getattr(cuda.get_device_properties(index), "uuid", None)
             out.append({"index": index, "uuid": None if uuid is None else str(uuid), "stats": dict(stats)})
         return out
+
+    def _pinned(self) -> int | None:
+        """Most bytes of pinned memory of the host; none where this PyTorch does not count them."""
+        try:
+            return int(self.torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+        except (AttributeError, KeyError):
+            return None
 
     def _step_times(self) -> list[int]:
         """Times between the steps of the optimizer that steps most often."""
