@@ -3,7 +3,7 @@
 usage: compile_ptx.py TOOLCHAIN SOURCES STORED [--check]
   TOOLCHAIN  folder that holds the unpacked NVRTC wheel
   SOURCES    folder with *.cu and the headers they include (*.cuh)
-  STORED     folder with one *.ptx.xz for each *.cu: rewritten where the text differs
+  STORED     folder with one *.ptx.xz for each module: rewritten where the text differs
   --check    rewrite nothing, and fail where the text differs
 """
 
@@ -14,19 +14,28 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 # No fast math: results are compared with a CPU reference.
 OPTIONS = ["--std=c++17", "--fmad=true"]
-# What a source is compiled for unless its first line says something else.
+# What a source is compiled for unless it says something else.
 BASELINE = "compute_75"
-ARCHITECTURE = re.compile(r"// architecture: (compute_[0-9]+a?)")
+MODULE = re.compile(r"^// module (\w+): (compute_[0-9]+a?), (.*)$", re.MULTILINE)
 
 
-def architecture(source: Path) -> str:
-    """The virtual architecture that a source's first line states (`// architecture: compute_80`), or the baseline."""
-    with source.open(encoding="utf-8") as lines:
-        stated = ARCHITECTURE.fullmatch(lines.readline().strip())
-    return stated[1] if stated else BASELINE
+class Module(NamedTuple):
+    """A source, and what of it one module is made of: KERNELS in the source stands for `kernels`."""
+
+    source: Path
+    name: str
+    architecture: str
+    kernels: str
+
+
+def modules(source: Path) -> list[Module]:
+    """Those that a source states (`// module linear_f32: compute_80, LINEAR_KERNELS(f32, PrecisionF32)`), else one of its name."""
+    stated = [Module(source, *parts) for parts in MODULE.findall(source.read_text(encoding="utf-8"))]
+    return stated or [Module(source, source.stem, BASELINE, "")]
 
 
 def load_nvrtc(toolchain: Path) -> ctypes.CDLL:
@@ -36,21 +45,25 @@ def load_nvrtc(toolchain: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "libnvrtc.so.12"))
 
 
-def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
+def compile_module(nvrtc: ctypes.CDLL, module: Module) -> str:
+    source = module.source
+
     def check(result: int, call: str) -> None:
         if result != 0:
             nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-            raise RuntimeError(f"{source.name}: {call}: {nvrtc.nvrtcGetErrorString(result).decode()}")
+            raise RuntimeError(f"{module.name}: {call}: {nvrtc.nvrtcGetErrorString(result).decode()}")
 
     program = ctypes.c_void_p()
-    # Only the file's name goes in, never its path, so that the output is the same on every machine.
+    # Only the module's name goes in, never a path, so that the output is the same on every machine.
     check(
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None
+            ctypes.byref(program), source.read_bytes(), f"{module.name}.cu".encode(), 0, None, None
         ),
         "nvrtcCreateProgram",
     )
-    stated = [f"--gpu-architecture={architecture(source)}", f"--include-path={source.parent}"]
+    stated = [f"--gpu-architecture={module.architecture}", f"--include-path={source.parent}"]
+    if module.kernels:
+        stated.append(f"--define-macro=KERNELS={module.kernels}")
     options = [option.encode() for option in [*OPTIONS, *stated]]
     result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
 
@@ -69,12 +82,12 @@ def compile_source(nvrtc: ctypes.CDLL, source: Path) -> str:
 
     text = ptx.value.decode("ascii")
     if str(source.parent) in text:
-        raise RuntimeError(f"{source.name}: the PTX names a folder of this machine")
+        raise RuntimeError(f"{module.name}: the PTX names a folder of this machine")
     return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
 
 
-def text_of(toolchain: Path, source: Path) -> tuple[str, bytes]:
-    return source.stem, compile_source(load_nvrtc(toolchain), source).encode("ascii")
+def text_of(toolchain: Path, module: Module) -> tuple[str, bytes]:
+    return module.name, compile_module(load_nvrtc(toolchain), module).encode("ascii")
 
 
 # The dictionary holds the largest module, and is what a reader sets aside.
@@ -103,7 +116,7 @@ def main() -> int:
     # One compiler a process, because its library is not used from several threads.
     try:
         with ProcessPoolExecutor() as pool:
-            texts = dict(pool.map(partial(text_of, toolchain), sorted(sources.glob("*.cu"))))
+            texts = dict(pool.map(partial(text_of, toolchain), [module for source in sorted(sources.glob("*.cu")) for module in modules(source)]))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

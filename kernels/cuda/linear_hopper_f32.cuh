@@ -11,7 +11,7 @@
 // transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
 #pragma once
 
-#include "early_epilogues.cuh"
+#include "linear_epilogues.cuh"
 #include "hopper.cuh"
 
 // TERMS: 3 for f32x3, 1 for tf32. RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:

@@ -304,7 +304,7 @@ fn driver_error(call: &'static str, error: DriverError) -> KernelError {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::path::Path;
 
     use super::*;
@@ -316,11 +316,27 @@ mod tests {
             .collect()
     }
 
-    fn stems(folder: &str, suffix: &str) -> BTreeSet<String> {
-        std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
-            .unwrap()
-            .filter_map(|entry| entry.unwrap().file_name().to_str().unwrap().strip_suffix(suffix).map(str::to_owned))
-            .collect()
+    /// The names of the modules that the sources state (`// module NAME: ARCHITECTURE, KERNELS`, or one of a source's own name for
+    /// the oldest GPUs), with the architecture of each.
+    fn sources() -> BTreeMap<String, String> {
+        let mut out = BTreeMap::new();
+        for entry in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda")).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "cu") {
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            let stated = |line: &str| {
+                let (name, rest) = line.strip_prefix("// module ")?.split_once(": compute_")?;
+                Some((name.to_owned(), rest.split(',').next()?.to_owned()))
+            };
+            let before = out.len();
+            out.extend(text.lines().filter_map(stated));
+            if out.len() == before {
+                out.insert(path.file_stem().unwrap().to_str().unwrap().to_owned(), "75".to_owned());
+            }
+        }
+        out
     }
 
     /// Every module with the kernels that it declares.
@@ -337,8 +353,10 @@ mod tests {
     fn each_source_has_its_ptx_and_each_ptx_is_embedded() {
         let embedded: BTreeSet<String> = modules().iter().map(|(ptx, _)| ptx.stem.to_owned()).collect();
         assert_eq!(embedded.len(), modules().len());
-        assert_eq!(stems("cuda", ".cu"), embedded);
-        assert_eq!(stems("ptx", ".ptx.xz"), embedded);
+        assert_eq!(sources().into_keys().collect::<BTreeSet<_>>(), embedded);
+        let stored = std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("ptx")).unwrap();
+        let stored = stored.map(|entry| entry.unwrap().file_name().into_string().unwrap().replace(".ptx.xz", ""));
+        assert_eq!(stored.collect::<BTreeSet<_>>(), embedded);
     }
 
     #[test]
@@ -349,20 +367,13 @@ mod tests {
         }
     }
 
-    /// The architecture that a source's first line states, or the baseline.
-    fn architecture(stem: &str) -> String {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda").join(stem).with_extension("cu");
-        let text = std::fs::read_to_string(source).unwrap();
-        let stated = text.lines().next().unwrap().strip_prefix("// architecture: compute_");
-        format!("sm_{}", stated.unwrap_or("75"))
-    }
-
     #[test]
     fn ptx_is_for_the_stated_architecture_and_names_no_folder() {
+        let sources = sources();
         for (ptx, _) in modules() {
             let (stem, text) = (ptx.stem, ptx.text().unwrap());
             let text = text.to_str().unwrap();
-            let header = format!("\n.version 8.4\n.target {}\n", architecture(stem));
+            let header = format!("\n.version 8.4\n.target sm_{}\n", sources[stem]);
             assert!(text.contains(&header), "{stem}");
             assert!(!text.contains(".file") && !text.contains("/home") && !text.contains("/tmp"), "{stem}");
         }

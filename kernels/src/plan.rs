@@ -61,8 +61,8 @@ impl Product {
     }
 }
 
-/// The part of C that one block computes, and how its warps divide it; see `cuda/linear_entry.cuh` and, for those of compute
-/// capability 9.0, `cuda/linear_hopper_entry.cuh` and `cuda/linear_hopper_f32_entry.cuh`.
+/// The part of C that one block computes, and how its warps divide it; see `cuda/linear.cu` and, for those of compute
+/// capability 9.0, `cuda/linear_hopper.cu` and `cuda/linear_hopper_f32.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// 32×16; eight warps share out k.
@@ -93,7 +93,7 @@ pub enum Tile {
 /// more, which prepare an operand as well.
 pub(crate) const THREADS: u32 = 256;
 
-/// Layout of a tile's kernel; the figures of `cuda/linear_entry.cuh`.
+/// Layout of a tile's kernel; the figures of `cuda/linear.cu`.
 struct Layout {
     rows: u64,
     cols: u64,

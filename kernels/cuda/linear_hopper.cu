@@ -1,10 +1,13 @@
+// Linear layers in 16 bits on compute capability 9.0, a module a type; see linear_hopper.cuh.
+//
+// module linear_hopper_bf16: compute_90a, LINEAR_HOPPER_KERNELS(bf16, bf16)
+// module linear_hopper_f16: compute_90a, LINEAR_HOPPER_KERNELS(f16, f16)
+//
 // The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type)`.
 //
 //   warpgroup       128 x 128
 //   warpgroup_thin  32 examples x 64
 //   streamed        updates of 128 x 128 by up to 64 examples; and both products of the way back, 64 inputs a block
-#pragma once
-
 #include "streamed_backward.cuh"
 
 extern __shared__ __align__(1024) unsigned char hopper_shared[];
@@ -45,3 +48,5 @@ extern __shared__ __align__(1024) unsigned char hopper_shared[];
             StreamedBackward<T, 64, 3>::run(p, dy, x, weight, hopper_shared);                                 \
         }                                                                                                           \
     }
+
+KERNELS

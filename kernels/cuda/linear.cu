@@ -1,3 +1,11 @@
+// Linear layers, a module a precision; see linear.cuh.
+//
+// module linear_bf16: compute_80, LINEAR_KERNELS(bf16, PrecisionBf16)
+// module linear_f16: compute_80, LINEAR_KERNELS(f16, PrecisionF16)
+// module linear_f32: compute_80, LINEAR_KERNELS(f32, PrecisionF32)
+// module linear_f32x3: compute_80, LINEAR_KERNELS(f32x3, PrecisionF32x3)
+// module linear_tf32: compute_80, LINEAR_KERNELS(tf32, PrecisionTf32)
+//
 // The entry points of one precision: tile shapes, by product. `LINEAR_KERNELS(name, precision)` defines them all.
 //
 //   thin16, thin32, thin64   32 examples and that many columns; eight warps share out k
@@ -5,8 +13,6 @@
 //   wide                     128 x 128; the warps tile it
 //   fine, flat               gradient of few examples, 32 x 64 and 64 x 128: the warps tile it
 //   slim                     gradient of few outputs, 16 x 128, over many examples
-#pragma once
-
 #include "linear.cuh"
 
 // Steps of k for one warp and stage: 32 bytes where warps share out k, so that a stage is 256 bytes of a row.
@@ -58,3 +64,5 @@ extern __shared__ __align__(16) unsigned char linear_shared[];
     LINEAR_KERNEL(linear_gradient_##name##_flat, precision::FLAT_AT_ONCE, GradientFlat<precision>)           \
     LINEAR_KERNEL(linear_gradient_##name##_slim, 1, GradientSlim<precision>)                                 \
     LINEAR_KERNEL(linear_gradient_##name##_wide, 1, GradientWide<precision>)
+
+KERNELS
