@@ -58,7 +58,7 @@ fi
 export MPLBACKEND=agg
 
 step "ruff"
-linted=(analysis experiments/inside)
+linted=(analysis experiments/inside/{src,tests,wheel.py})
 "$bin/ruff" check --quiet --config analysis/pyproject.toml "${linted[@]}"
 "$bin/ruff" format --quiet --check --config analysis/pyproject.toml "${linted[@]}"
 

@@ -33,7 +33,7 @@ def project(folder: str) -> dict[str, Any]:
 def test_the_two_distributions_agree() -> None:
     program, package = project("experiments"), project("analysis")
     assert (program["name"], package["name"]) == ("vramlab", "vramlab-analysis")
-    # A script of the wheel would be there without the libraries that it needs; the program hands on the package's commands.
+    # A script would be there without the libraries that it needs; the program hands on the commands of the package.
     assert "scripts" not in program
     assert set(package["scripts"]) == {"vramlab-analysis"}
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
@@ -145,7 +145,7 @@ def runs_programs(new: Environment) -> None:
     assert (done.returncode, done.stdout) == (0, "2.11.0+fake\n")
     assert "advise   export PYTORCH_CUDA_ALLOC_CONF=" in done.stderr
     names = sorted(re.sub(r"\d+", "", path.name) for path in (new.folder / "out").iterdir())
-    assert names == ["pid.pickle", "pid.process.json", "run.json"]
+    assert names == ["pid.pickle", "pid.process.json", "program.json"]
     # Installed, the package does it for programs that are started without `vramlab run`, too.
     (new.folder / "alone").mkdir()
     new.run("python", "-c", script, VRAMLAB_OUTPUT=str(new.folder / "alone"), **recorded)

@@ -10,8 +10,14 @@ use terminal::RuntimeFailure;
 const COMMANDS: [&str; 6] = ["steps", "losses", "nsight", "readme-figures", "readme", "notebooks"];
 
 /// What help says of them.
-pub(crate) const HELP: &str = "The analysis package (pip install ./analysis) adds: steps, losses, nsight, readme-figures, \
-                               readme, notebooks";
+pub(crate) const HELP: &str = "The analysis package (pip install './experiments[analysis]') adds: steps, losses, nsight, \
+                               readme-figures, readme, notebooks";
+
+/// What runs the commands.
+const PACKAGE: &str = "vramlab_analysis.__main__";
+
+/// Modules without which it does not load; the wheel has the package alone.
+const NEEDS: [&str; 7] = [PACKAGE, "hdrh", "matplotlib", "numpy", "PIL", "polars", "pydantic"];
 
 /// The interpreter: that of the environment in which this program is installed, else the first of the path.
 pub(crate) fn interpreter() -> PathBuf {
@@ -20,12 +26,19 @@ pub(crate) fn interpreter() -> PathBuf {
     beside.filter(|path| path.is_file()).unwrap_or_else(|| name.into())
 }
 
-/// Whether a module of the package can be imported.
-pub(crate) fn has(module: &str) -> bool {
-    let mut command = Command::new(interpreter());
-    command.arg("-c").arg(format!("import importlib.util as u, sys; sys.exit(u.find_spec('{module}') is None)"));
-    let quiet = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    quiet.status().is_ok_and(|status| status.success())
+/// The first of some modules that cannot be imported; that of the list without an interpreter.
+fn missing<'m>(modules: &[&'m str]) -> Option<&'m str> {
+    const LOOK: &str = "import importlib.util as u, sys\nfor name in sys.argv[1:]:\n    try:\n        found = u.find_spec(name)\n    \
+                        except ImportError:\n        found = None\n    if found is None:\n        sys.exit(name)\n";
+    let looked = Command::new(interpreter()).args(["-c", LOOK]).args(modules).stdin(Stdio::null()).output();
+    match looked {
+        Ok(looked) if looked.status.success() => None,
+        Ok(looked) => {
+            let said = String::from_utf8_lossy(&looked.stderr).into_owned();
+            modules.iter().find(|module| said.trim_end() == **module).or(modules.first()).copied()
+        }
+        Err(_) => modules.first().copied(),
+    }
 }
 
 /// Has the package run a command of its own, whose words are `arguments`. Its exit code is this program's.
@@ -37,11 +50,13 @@ pub(crate) fn run(arguments: &[OsString]) -> Result<()> {
     if !COMMANDS.contains(&name.as_str()) {
         bail!("'{name}' is no command of vramlab; vramlab --help lists them");
     }
-    if !has("vramlab_analysis.__main__") {
-        bail!(
-            "{name}: the analysis package has this command, and {} does not have it; pip install ./analysis",
-            interpreter().display()
-        );
+    if let Some(module) = missing(&NEEDS) {
+        let python = interpreter().display().to_string();
+        const BRINGS: &str = "pip install './experiments[analysis]' brings it, for Python 3.11 or newer";
+        match module {
+            PACKAGE => bail!("{name}: the analysis package has this command, and {python} does not have it; {BRINGS}"),
+            _ => bail!("{name}: the analysis needs {module}, and {python} does not have it; {BRINGS}"),
+        }
     }
     match Command::new(interpreter()).args(["-m", "vramlab_analysis"]).args(arguments).status() {
         Ok(status) if status.success() => Ok(()),

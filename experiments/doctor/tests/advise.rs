@@ -499,7 +499,7 @@ fn commands_of_the_package_are_handed_on() {
         process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
         Ran::of(process.output().unwrap())
     };
-    run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
+    run(false).refused(2, &["steps: the analysis package has this command", "pip install './experiments[analysis]'"]);
     let ran = run(true);
     assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
     let help = place.run(&["--help"]).ok().stdout;

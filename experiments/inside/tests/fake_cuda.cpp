@@ -1,7 +1,8 @@
-// A CUDA runtime and driver without a GPU: two devices whose memory nothing reads, streams that are numbers, and no work.
+// A CUDA runtime and driver without a GPU: two devices whose memory nothing reads, streams that are numbers, and no
+// work.
 //
-// Loaded before PyTorch (LD_PRELOAD), it lets PyTorch's Python run over the shim and the library's simulated devices: tensors
-// that are never filled, streams, captures, pools. There are no kernels.
+// Loaded before PyTorch (LD_PRELOAD), it lets PyTorch's Python run over the shim and the library's simulated devices:
+// tensors that are never filled, streams, captures, pools. There are no kernels.
 
 #include <cuda_runtime_api.h>
 #include <atomic>
@@ -99,7 +100,9 @@ CUDA cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* to) {
 }
 CUDA cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) { return *count = 1, cudaSuccess; }
 CUDA cudaError_t cudaGraphInstantiate(cudaGraphExec_t* to, cudaGraph_t, unsigned long long) { return make(to); }
-CUDA cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* to, cudaGraph_t, unsigned long long) { return make(to); }
+CUDA cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* to, cudaGraph_t, unsigned long long) {
+    return make(to);
+}
 CUDA cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 CUDA cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 CUDA cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
@@ -121,7 +124,8 @@ CUDA cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* to, cudaEvent_t) {
 
 // The driver, of which PyTorch looks for these when CUDA starts.
 // `DRIVER_FUNCTIONS` lists what the installed version looks for.
-#define DRIVER(name) CUDA int name() { return 0; }
+#define DRIVER(name) \
+    CUDA int name() { return 0; }
 DRIVER_FUNCTIONS(DRIVER)
 CUDA int cuDeviceGet(int* to, int ordinal) { return *to = ordinal, 0; }
 CUDA int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, 0; }

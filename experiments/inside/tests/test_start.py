@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from places import FAKE, HISTORY, PACKAGE, Place
 
 USES_CUDA = "import torch\ntorch.cuda.init()\n"
@@ -52,6 +51,20 @@ def test_the_history_begins_with_cuda_and_a_snapshot_comes_at_the_end(place: Pla
     assert gpu["stats"]["reserved_bytes.all.peak"] == 300 << 20
     with (place.out / record["snapshots"][0]["file"]).open("rb") as file:
         assert pickle.load(file)["device_traces"]
+
+
+def test_pinned_memory_is_recorded_where_pytorch_can(place: Place) -> None:
+    newer = """
+import torch
+before = torch.cuda.memory._record_memory_history
+def record(enabled="all", record_pinned_host_memory=False, **options):
+    before(enabled, pinned=record_pinned_host_memory, **options)
+torch.cuda.memory._record_memory_history = record
+torch.cuda.init()
+"""
+    place.run(newer)
+    assert place.calls("history")[0][2]["pinned"] is True
+    assert place.record()["pinned_bytes"] == 64 << 20
 
 
 @pytest.mark.parametrize(("frames", "context"), [("none", None), ("alloc", "alloc")])

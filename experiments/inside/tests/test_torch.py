@@ -172,6 +172,23 @@ def test_pytorchs_settings(
     assert done.stderr.count("UserWarning") == len(named)
 
 
+LIMITED = """
+import torch, vramlab.torch
+vramlab.torch.use("caching", memory_limit="64M")
+try:
+    torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
+except torch.cuda.OutOfMemoryError:
+    print("out of memory")
+vramlab.torch.set_limit(200 << 20)
+torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_limit_among_the_settings_holds_until_another_is_set(variables: dict[str, str]) -> None:
+    done = python(variables, "-c", LIMITED)
+    assert (done.returncode, done.stdout) == (0, "out of memory\n"), done.stderr
+
+
 ENDS = """
 import torch, vramlab.torch
 vramlab.torch.use("caching")

@@ -2,9 +2,8 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
-use self::host::Host;
 use self::origins::{Annotations, OriginText, Printed, Stack};
-use self::segments::Segments;
+use self::segments::{Host, Segments};
 use self::settings::{Keep, Node};
 use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
@@ -27,7 +26,6 @@ macro_rules! expecting {
     };
 }
 
-mod host;
 mod origins;
 mod segments;
 mod settings;

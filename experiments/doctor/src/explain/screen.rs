@@ -74,7 +74,7 @@ pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
 #[derive(Debug, Serialize)]
 pub(super) struct Sentences {
     headline: Vec<String>,
-    /// What memory is stranded, and what waits for other streams.
+    /// What memory is stranded, what waits for other streams, and what lies beside PyTorch's.
     streams: Vec<String>,
     /// One for each of `retries`.
     retries: Vec<String>,
@@ -86,6 +86,8 @@ pub(super) struct Sentences {
 pub(super) fn sentences(found: &Explanation) -> Sentences {
     let mut streams: Vec<String> = found.reserved.stranded.iter().map(where_when::stranded).collect();
     streams.extend(where_when::pending(found));
+    streams.extend(where_when::beside(found));
+    streams.extend(where_when::pinning(found));
     Sentences {
         headline: headline(found),
         streams,

@@ -111,6 +111,7 @@ class Panel {
     this.key(this.levelsKey, LEVEL_TINTS.active, "active");
     this.key(this.levelsKey, LEVEL_TINTS.requested, "asked for");
     if (this.number === 0 && this.history.hole) this.key(this.levelsKey, LEVEL_TINTS.hole, "largest hole").title = "How large a request would have succeeded without the driver";
+    if (this.number === 0 && this.history.used) this.key(this.levelsKey, LEVEL_TINTS.used, "used on the GPU").title = "By all processes, as the driver counts it";
     if (this.history.about.recorded) this.key(this.levelsKey, null, "lower bound " + formatBytes(this.history.about.lower_bound_bytes) + " (dotted)");
     if (this.history.about.plan_bytes) this.key(this.levelsKey, null, "a plan needs " + formatBytes(this.history.about.plan_bytes) + " (dashed)");
     if (this.ledger) {

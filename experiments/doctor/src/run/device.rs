@@ -5,6 +5,7 @@ use super::processes::{Gpu, Process};
 use anyhow::Result;
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -57,7 +58,7 @@ impl Sampler {
         let thread = std::thread::spawn(move || {
             let nvml = match Nvml::init() {
                 Ok(nvml) => nvml,
-                Err(error) => return Sampled { missing: Some(format!("NVML: {error}")), ..Sampled::default() },
+                Err(error) => return Sampled { missing: Some(why(&error)), ..Sampled::default() },
             };
             let mut sampled = Sampled { missing: None, every: EVERY, gpus: gpus(&nvml) };
             loop {
@@ -75,6 +76,14 @@ impl Sampler {
         // It may have ended already.
         let _ = self.stop.send(());
         self.thread.join().unwrap_or_default()
+    }
+}
+
+/// Why there is no NVML, in a few words.
+fn why(error: &NvmlError) -> String {
+    match error {
+        NvmlError::LibloadingError(_) => "there is no NVIDIA driver (libnvidia-ml.so.1)".to_owned(),
+        other => format!("NVML: {other}"),
     }
 }
 

@@ -9,7 +9,7 @@ use terminal::RuntimeFailure;
 use vramlab::output::{Existing, OutputFile};
 
 /// Its record.
-const RECORD: &str = "run.json";
+const RECORD: &str = "program.json";
 
 /// A folder for one run, which can be written.
 #[derive(Debug)]

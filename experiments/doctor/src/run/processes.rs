@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use terminal::around::Signalled;
+use vramlab::Selection;
 
 /// A process of the run.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -31,6 +32,8 @@ pub(crate) struct Process {
     pub(crate) snapshots: Vec<Snapshot>,
     /// GPUs on which PyTorch reserved memory.
     pub(crate) devices: Vec<Gpu>,
+    /// Most bytes of pinned memory of the host, which PyTorch rounds to powers of two; `null` where it does not count them.
+    pub(crate) pinned_bytes: Option<u64>,
     /// Times between the steps of the optimizer that stepped most often.
     pub(crate) step_ns: Vec<u64>,
     /// What an allocator says that PyTorch has no word for.
@@ -87,6 +90,12 @@ impl Process {
     pub(crate) fn peak(&self, of: &str) -> Option<u64> {
         let key = format!("{of}.all.peak");
         self.devices.iter().filter_map(|gpu| gpu.stat(&key)).max()
+    }
+
+    /// Whether its allocator has PyTorch's settings, so that these can be advised for it.
+    pub(crate) fn follows_pytorch(&self) -> bool {
+        let follows = |text: &str| text.parse::<Selection>().is_ok_and(|one| one.capabilities().follows_pytorch);
+        self.allocator.as_deref().is_none_or(follows)
     }
 
     /// Calls of the driver with their time, as an allocator of ours counts them.

@@ -10,7 +10,7 @@ use anyhow::Result;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::{command, duration, quoted};
-use vramlab::{Bytes, Selection};
+use vramlab::Bytes;
 
 /// Processes that get a line of their own.
 const LINES: usize = 4;
@@ -24,7 +24,7 @@ pub(super) struct Told<'a> {
     pub(super) advise: bool,
 }
 
-/// A run as its folder keeps it (`run.json`).
+/// A run as its folder keeps it (`program.json`).
 #[derive(Debug, Serialize)]
 pub(super) struct Summary {
     command: String,
@@ -63,7 +63,7 @@ pub(super) fn of(told: &Told<'_>) -> Result<Summary> {
     match (&file, worst.and_then(|process| process.allocator.as_deref())) {
         (None, _) => no_advice = Some("no snapshot was taken".to_owned()),
         _ if !advise => no_advice = Some("not asked".to_owned()),
-        (Some(_), Some(name)) if !as_pytorch(name) => {
+        (Some(_), Some(name)) if worst.is_some_and(|process| !process.follows_pytorch()) => {
             no_advice = Some(format!("{name} has none of PyTorch's settings"));
         }
         (Some(file), _) => match first(file, launch.limit) {
@@ -100,11 +100,6 @@ fn signal(started: &Started) -> Option<i32> {
     }
 }
 
-/// Whether an allocator has PyTorch's settings, so that these can be advised for it.
-fn as_pytorch(text: &str) -> bool {
-    text.parse::<Selection>().is_ok_and(|selection| selection.capabilities().follows_pytorch)
-}
-
 impl Summary {
     /// The lines of the screen.
     pub(super) fn lines(&self) -> Vec<String> {
@@ -136,7 +131,8 @@ impl Summary {
             (None, None) => "advise   not asked".to_owned(),
         });
         if let Some(worst) = &self.worst {
-            let question = if self.advice.is_some() { "explain" } else { "advise" };
+            let asks = self.advice.is_none() && self.processes.iter().all(|one| one.follows_pytorch());
+            let question = if asks { "advise" } else { "explain" };
             let next = command("vramlab", &format!("{question} {}", quoted(&worst.to_string_lossy())));
             out.push(format!("Next: {next}"));
         }
@@ -190,6 +186,9 @@ fn of_process(process: &Process) -> String {
         None => counted(process.count("num_device_alloc") + process.count("num_device_free"), "driver call"),
     };
     let mut out = format!("{label}{gap} {} at most; {calls}", figures.join(", "));
+    if let Some(bytes @ 1..) = process.pinned_bytes {
+        out += &format!(", {} pinned on the host", Bytes(bytes));
+    }
     for (key, what) in [("num_alloc_retries", "release of the cache"), ("num_ooms", "out-of-memory")] {
         match process.count(key) {
             0 => {}

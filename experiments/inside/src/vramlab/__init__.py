@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
 
 __all__ = ["Allocator", "Error", "OutOfMemoryError", "library_path", "record"]
 
@@ -41,6 +44,8 @@ def library_path() -> Path:
 
     Raises ImportError with the places that were looked at where there is none.
     """
+    from pathlib import Path
+
     named = os.environ.get("VRAMLAB_LIBRARY")
     if named:
         if not Path(named).is_file():

@@ -7,6 +7,7 @@ the package, for machines without a compiler.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -89,9 +90,27 @@ def shim(torch: Torch) -> Path:
     if _is_of(shipped, digest):
         return shipped
     compiler = find_compiler()
-    kept = cache_folder() / f"shim-{torch.version}-{_key(torch, digest)}.so"
-    if kept.is_file():
-        return kept
+    name = f"shim-{torch.version}-{_key(torch, digest)}.so"
+    why = "there is no home folder"
+    folder = cache_folder()
+    if folder is not None:
+        kept = folder / name
+        if kept.is_file():
+            return kept
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _alone(kept.with_suffix(".lock")):
+                return kept if kept.is_file() else compile_shim(torch, kept, _need(compiler, torch))
+        except OSError as error:
+            why = f"{folder} cannot be written ({error.strerror})"
+    text = "so vramlab's shim is compiled for this process alone; set XDG_CACHE_HOME to a folder that can be written"
+    warnings.warn(f"vramlab: {why}, {text}", stacklevel=3)
+    own = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return compile_shim(torch, own / name, _need(compiler, torch))
+
+
+def _need(compiler: str | None, torch: Torch) -> str:
     if compiler is None:
         named = ", ".join(COMPILERS)
         raise BuildError(
@@ -99,20 +118,7 @@ def shim(torch: Torch) -> Path:
             "install one (apt install g++, or conda install gxx), name it in CXX, or install a wheel of vramlab that "
             "holds this shim"
         )
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(kept.with_suffix(".lock")):
-            if not kept.is_file():
-                compile_shim(torch, kept, compiler)
-        return kept
-    except OSError as error:
-        folder = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
-        warnings.warn(
-            f"vramlab: {kept.parent} cannot be written ({error.strerror}), so the shim is compiled for this process "
-            "alone; set XDG_CACHE_HOME to a folder that can be",
-            stacklevel=3,
-        )
-        return compile_shim(torch, folder / kept.name, compiler)
+    return compiler
 
 
 def file_name(torch: Torch) -> str:
@@ -120,10 +126,11 @@ def file_name(torch: Torch) -> str:
     return f"shim-{torch.version}.so"
 
 
-def cache_folder() -> Path:
-    """Where built shims are kept."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    return (Path(named) if named and Path(named).is_absolute() else Path.home() / ".cache") / "vramlab"
+def cache_folder() -> Path | None:
+    """Where built shims are kept; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser("~")) / ".cache"
+    return cache / "vramlab" if cache.is_absolute() else None
 
 
 def find_compiler() -> str | None:
@@ -202,6 +209,8 @@ def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = (
         f"-L{torch.root / 'lib'}",
         # CUDA's runtime comes with them, whichever file it is.
         *("-lc10", "-lc10_cuda"),
+        # PyTorch has the shared one. A second copy inside of the shim would not know its locales.
+        "-l:libstdc++.so.6",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

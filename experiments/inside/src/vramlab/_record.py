@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
 import sys
@@ -27,7 +28,11 @@ def start_history(events: int = EVENTS, frames: str = "all") -> None:
     if frames not in FRAMES:
         raise ValueError(f"frames={frames!r}: write one of {', '.join(FRAMES)}")
     context = None if frames == "none" else frames
-    torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=events)
+    begin = torch.cuda.memory._record_memory_history
+    # Pinned memory of the host, from PyTorch 2.14 on.
+    host = "record_pinned_host_memory"
+    more = {host: True} if host in inspect.signature(begin).parameters else {}
+    begin("all", context=context, stacks="python", max_entries=events, **more)
 
 
 def history_is_on() -> bool:

@@ -48,9 +48,9 @@ class Owners {
         owner->index = static_cast<uint8_t>(index);
         Owner* added = owner.release();
         all_[index].store(added);
-        if (index >= count()) {
-            count_.store(index + 1, std::memory_order_release);
-        }
+        if (index >= count()) count_.store(index + 1, std::memory_order_release);
+        // The first one's blocks need no byte: they are all 0.
+        several_ = index > 0 || several_;
         return added;
     }
 
@@ -89,23 +89,32 @@ class Owners {
     }
 
     void note(uint64_t address, const Owner& owner) {
-        if (C10_UNLIKELY(count() > 1)) {
-            std::atomic<uint8_t>& byte = byte_of(address);
-            if (byte.load(std::memory_order_relaxed) != owner.index) {
-                byte.store(owner.index, std::memory_order_relaxed);
-            }
-        }
+        if (C10_UNLIKELY(several_)) note_index(address, owner.index);
     }
 
-    // Null where no allocator is known there.
+    // Null where no allocator of ours is known.
     Owner* guess(uint64_t address) {
-        if (C10_LIKELY(count() == 1)) {
-            return at(0);
-        }
-        return at(byte_of(address).load(std::memory_order_relaxed));
+        return at(C10_LIKELY(!several_) ? 0 : byte_of(address).load(std::memory_order_relaxed));
+    }
+
+    // PyTorch's own allocator gave out the address, for a pool that stays with it.
+    void note_native(uint64_t address) {
+        several_ = true;
+        note_index(address, NATIVE);
+    }
+
+    bool may_be_native(uint64_t address) {
+        return C10_UNLIKELY(several_) && byte_of(address).load(std::memory_order_relaxed) == NATIVE;
     }
 
   private:
+    static constexpr uint8_t NATIVE = 255;
+
+    void note_index(uint64_t address, uint8_t index) {
+        std::atomic<uint8_t>& byte = byte_of(address);
+        if (byte.load(std::memory_order_relaxed) != index) byte.store(index, std::memory_order_relaxed);
+    }
+
     std::atomic<uint8_t>& byte_of(uint64_t address) { return bytes_[(address >> 21) % bytes_.size()]; }
 
     // Places that were ever taken; some may be empty.
@@ -115,6 +124,7 @@ class Owners {
 
     std::shared_mutex lock_;
     std::atomic<size_t> count_{0};
+    std::atomic<bool> several_{false};
     std::array<std::atomic<Owner*>, 256> all_{};
     std::array<std::atomic<uint8_t>, 1 << 20> bytes_{};
 };

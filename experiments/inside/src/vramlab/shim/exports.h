@@ -35,14 +35,10 @@ uint64_t option(const std::string& options, const std::string& key, uint64_t oth
 extern "C" {
 
 // Text of the last failure of a call below.
-__attribute__((visibility("default"))) const char* vramlab_shim_error() {
-    return last_error.c_str();
-}
+__attribute__((visibility("default"))) const char* vramlab_shim_error() { return last_error.c_str(); }
 
 // The version of PyTorch that this shim was compiled for.
-__attribute__((visibility("default"))) const char* vramlab_shim_torch() {
-    return TORCH_VERSION;
-}
+__attribute__((visibility("default"))) const char* vramlab_shim_torch() { return TORCH_VERSION; }
 
 #ifdef VRAMLAB_SHIM_SOURCE
 // What the shim was made of: `_build.py` looks for it in the file.

@@ -12,17 +12,11 @@ namespace vramlab_shim {
 
 inline Owners owners;
 
-inline uint64_t number(const void* address) {
-    return reinterpret_cast<uint64_t>(address);
-}
-inline void* pointer(uint64_t address) {
-    return reinterpret_cast<void*>(address);
-}
+inline uint64_t number(const void* address) { return reinterpret_cast<uint64_t>(address); }
+inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
 // Both handles of the legacy default stream are one stream.
-inline bool same_stream(const void* a, const void* b) {
-    return a == b || (number(a) <= 1 && number(b) <= 1);
-}
+inline bool same_stream(const void* a, const void* b) { return a == b || (number(a) <= 1 && number(b) <= 1); }
 
 // A segment came or went, on the thread whose request caused it.
 inline void on_segment(void* context, const vramlab_segment_event* event) {
@@ -69,6 +63,7 @@ class Server {
     Server(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
         : native(native), spec(std::move(spec)), limit_(limit), latency_(latency) {
         fractions_.fill(UNSET);
+        limits_.fill(VRAMLAB_NO_LIMIT);
     }
 
     // PyTorch's own allocator. It opens the handles of other processes, and keeps pools that bring an allocator of the
@@ -109,6 +104,10 @@ class Server {
         const uint64_t address = number(block);
         const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
         if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, address);
+        if (owners.may_be_native(address)) {
+            native->raw_delete(block);
+            return;
+        }
         Owner* guessed = owners.guess(address);
         vramlab_status status = guessed == nullptr ? VRAMLAB_STATUS_FOREIGN : free_in(*guessed, address);
         if (C10_LIKELY(status == VRAMLAB_STATUS_OK)) return;
@@ -117,10 +116,6 @@ class Server {
             status = free_in(other, address);
             return status != VRAMLAB_STATUS_FOREIGN;
         });
-        if (!found && native_serves) {
-            native->raw_delete(block);
-            return;
-        }
         TORCH_CHECK(found, "vramlab: free of ", block,
                     ", where no live block begins: it was freed before, or another allocator made it");
         // A child after fork() frees what it inherited, which is its parent's.
@@ -141,16 +136,6 @@ class Server {
                 at->second.used_elsewhere = true;
             }
             return status;
-        });
-    }
-
-    // Whether the address lies in memory of one of ours.
-    bool is_ours(uint64_t address) {
-        return owners.any([&](Owner& owner) {
-            uint64_t base = 0;
-            uint64_t bytes = 0;
-            const vramlab_status status = library.base(owner.handle, address, &base, &bytes);
-            return status == VRAMLAB_STATUS_OK || status == VRAMLAB_STATUS_INCAPABLE;
         });
     }
 
@@ -279,7 +264,11 @@ class Server {
     C10_NOINLINE uint64_t take_slowly(Device& from, size_t bytes, cudaStream_t stream) {
         from.notice_captures();
         const std::shared_ptr<Pool> pool = from.pool_of(stream);
-        if (pool != nullptr && pool->native) return number(native->raw_alloc_with_stream(bytes, stream));
+        if (pool != nullptr && pool->native) {
+            const uint64_t address = number(native->raw_alloc_with_stream(bytes, stream));
+            owners.note_native(address);
+            return address;
+        }
         const Asked asked{pool.get(), bytes, stream, from.history.gather(RecordContext::STATE)};
         uint64_t address = 0;
         const vramlab_status status = ask(from, asked, &address);
@@ -470,8 +459,10 @@ class Server {
             Device::check(library.memory(device.owner->handle, &free, &total));
             allowed = std::min(allowed, static_cast<uint64_t>(fractions_[index] * static_cast<double>(total)));
         }
-        limits_[index] = allowed;
-        Device::check(library.set_limit(device.owner->handle, allowed));
+        // What the settings of the allocator limit stays as long as nothing else is asked for.
+        if (std::exchange(limits_[index], allowed) != allowed) {
+            Device::check(library.set_limit(device.owner->handle, allowed));
+        }
     }
 
     static constexpr double UNSET = -1.0;

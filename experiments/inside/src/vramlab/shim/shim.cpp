@@ -114,7 +114,7 @@ class Shim final : public CUDAAllocator {
         if (block.get_deleter() != &delete_block) {
             // PyTorch's own ignores what is not its own either.
             server.native->recordStream(block, stream);
-        } else if (C10_UNLIKELY(server.native_serves) && !server.is_ours(number(block.get()))) {
+        } else if (owners.may_be_native(number(block.get()))) {
             // It looks for its own deleter.
             c10::DataPtr alias(block.get(), block.get(), server.native->raw_deleter(), block.device());
             server.native->recordStream(alias, stream);
@@ -522,14 +522,15 @@ void delete_block(void* address) {
     try {
         installed->server.give_back(address);
     } catch (const c10::Error& error) {
+        // When the program ends the driver may be gone before the last tensor, and nothing is left to free.
+        int device = 0;
+        if (cudaGetDevice(&device) == cudaErrorCudartUnloading) return;
         // A destructor runs this: an exception would end the program without a word.
         std::fprintf(stderr, "%s\n", error.what_without_backtrace());
     }
 }
 
-void delete_uncached(void* address) {
-    C10_CUDA_CHECK_WARN(cudaFree(address));
-}
+void delete_uncached(void* address) { C10_CUDA_CHECK_WARN(cudaFree(address)); }
 
 }  // namespace
 

@@ -3,4 +3,7 @@
 from torch.optim import optimizer
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Optimizer", "optimizer"]
+__all__ = ["Optimizer"]
+
+# As PyTorch does.
+del optimizer

@@ -1,0 +1,337 @@
+"""The recording of a process that uses PyTorch, in a program that `vramlab run` started: see `_start`."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vramlab import _record
+
+# Where launchers say which of a job's processes this is.
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# A program that looks for its batch size by running out of memory does so often: the first few are kept.
+MOST_OUT_OF_MEMORY = 3
+# Steps whose times are kept: the newest.
+MOST_STEPS = 100_000
+
+
+def say(text: object) -> None:
+    """One line to the standard error of the program."""
+    print(f"vramlab: {text}", file=sys.stderr, flush=True)
+
+
+def _number(name: str, kind: Callable[[str], Any], default: Any) -> Any:
+    """The value of a variable, or the default where it is not set or is none."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return kind(text)
+    except ValueError:
+        say(f"{name}={text} is no number; it is read over")
+        return default
+
+
+class _Signal:
+    """SIGUSR1 asks for a snapshot. The program sees its own handler, which is called afterwards."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+        self.installed = False
+        self.theirs: Any = signal.SIG_DFL
+
+    def install(self) -> None:
+        """Takes the signal, where the system has it and this thread may."""
+        number = getattr(signal, "SIGUSR1", None)
+        if number is None or self.installed or threading.current_thread() is not threading.main_thread():
+            return
+        set_handler, get_handler = signal.signal, signal.getsignal
+        self.theirs = get_handler(number)
+
+        def ours(caught: int, frame: Any) -> None:
+            self.act()
+            if callable(self.theirs):
+                self.theirs(caught, frame)
+
+        # Programs that look whether the signal is taken, as PyTorch Lightning does, find what they put there.
+        def signal_signal(which: int, handler: Any) -> Any:
+            if which != number:
+                return set_handler(which, handler)
+            if not callable(handler) and handler not in (signal.SIG_DFL, signal.SIG_IGN):
+                return set_handler(which, handler)
+            before, self.theirs = self.theirs, handler
+            return before
+
+        def signal_getsignal(which: int) -> Any:
+            return self.theirs if which == number else get_handler(which)
+
+        set_handler(number, ours)
+        replaced: Any = signal
+        replaced.signal, replaced.getsignal = signal_signal, signal_getsignal
+        self.installed = True
+
+
+class Recorder:
+    """The recording of this process, from its first use of CUDA on."""
+
+    def __init__(self, torch: Any, folder: Path) -> None:
+        self.torch = torch
+        self.folder = folder
+        self.signal = _Signal(lambda: self.write("signal"))
+        # The process that began it; one that was forked off has the object and not the recording.
+        self.pid = 0
+        self.snapshots: list[dict[str, Any]] = []
+        self.steps: dict[int, list[int]] = {}
+        self.began_ns = 0
+        self.lock = threading.RLock()
+        self.over = False
+
+    def watch(self) -> None:
+        """Has the recording begin with the first use of CUDA, which it does not cause."""
+        self.torch.cuda._lazy_call(self.begin)
+        self.signal.install()
+        if os.environ.get("VRAMLAB_STEPS"):
+            # PyTorch takes the name of this module out of `torch.optim`.
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            register_optimizer_step_post_hook(self._stepped)
+
+    def begin(self) -> None:
+        """Is called by PyTorch while it initialises CUDA: what goes wrong here must not stop it."""
+        try:
+            self._begin()
+        except Exception as error:
+            say(f"this process is not recorded: {type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        self.pid = os.getpid()
+        self.began_ns = time.time_ns()
+        self.snapshots = []
+        self.over = False
+        events = _number("VRAMLAB_EVENTS", int, _record.EVENTS)
+        _record.start_history(events, os.environ.get("VRAMLAB_FRAMES") or "all")
+        attach = getattr(self.torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if attach is not None:
+            attach(self._out_of_memory)
+        self.signal.install()
+        atexit.register(self.end)
+        # Processes that multiprocessing forks end without `atexit`.
+        if "multiprocessing.process" in sys.modules:
+            from multiprocessing import process, util
+
+            if process.parent_process() is not None:
+                util.Finalize(None, self.end, exitpriority=0)
+        every = _number("VRAMLAB_EVERY", float, 0.0)
+        if every > 0:
+            threading.Thread(target=self._every, args=(every,), name="vramlab", daemon=True).start()
+        self._say_what("running")
+
+    @property
+    def name(self) -> str:
+        """What the files of this process begin with."""
+        rank = _rank()
+        return f"pid{self.pid}" if rank is None else f"rank{rank}-pid{self.pid}"
+
+    def write(self, why: str) -> None:
+        """Writes a snapshot beside those of before: at the end `NAME.pickle`, else `NAME.WHY-N.pickle`."""
+        if self.pid != os.getpid():
+            return
+        with self.lock:
+            number = 1 + sum(snapshot["why"] == why for snapshot in self.snapshots)
+            if why == "out-of-memory" and number > MOST_OUT_OF_MEMORY:
+                return
+            file = f"{self.name}.pickle" if why == "exit" else f"{self.name}.{why}-{number}.pickle"
+            began = time.monotonic()
+            try:
+                _record.write_snapshot(self.folder / file)
+            except Exception as error:
+                say(f"{self.folder / file} is not written: {type(error).__name__}: {error}")
+                return
+            seconds = round(time.monotonic() - began, 3)
+            self.snapshots.append({"file": file, "why": why, "time_ns": time.time_ns(), "took_s": seconds})
+            if why != "exit":
+                self._say_what("running")
+
+    def end(self) -> None:
+        """The last snapshot, and what the process came to."""
+        if self.pid != os.getpid() or self.over:
+            return
+        with self.lock:
+            self.over = True
+            self.write("exit")
+            self._say_what("ended")
+
+    def _out_of_memory(self, device: int, allocating: int, allocated: int, free: int) -> None:
+        self.write("out-of-memory")
+
+    def _every(self, seconds: float) -> None:
+        while not self.over:
+            time.sleep(seconds)
+            if not self.over:
+                self.write("every")
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        # Compiled steps are traced through here; the clock is none of theirs.
+        compiler = getattr(self.torch, "compiler", None)
+        if compiler is not None and compiler.is_compiling():
+            return
+        times = self.steps.setdefault(id(optimizer), [])
+        times.append(time.perf_counter_ns())
+        if len(times) > MOST_STEPS:
+            del times[: MOST_STEPS // 2]
+
+    def _say_what(self, state: str) -> None:
+        """Writes what is known of the process, for the program that started the run."""
+        told = {
+            "run": os.environ.get("VRAMLAB_RUN"),
+            "state": state,
+            "pid": self.pid,
+            "rank": _rank(),
+            "command": sys.orig_argv if hasattr(sys, "orig_argv") else sys.argv,
+            "torch": str(self.torch.__version__),
+            "allocator": os.environ.get("VRAMLAB_ALLOC"),
+            "takes_signal": self.signal.installed,
+            "began_ns": self.began_ns,
+            "until_ns": time.time_ns(),
+            "snapshots": self.snapshots,
+            "devices": self._devices() if state == "ended" else [],
+            "pinned_bytes": self._pinned() if state == "ended" else None,
+            "step_ns": self._step_times(),
+            "allocator_stats": self._own_stats() if state == "ended" else None,
+        }
+        text = json.dumps(told, indent=1).encode()
+        try:
+            _record.write_whole(self.folder / f"{self.name}.process.json", lambda file: file.write(text))
+        except OSError as error:
+            say(f"{self.folder}: {error}")
+
+    def _devices(self) -> list[dict[str, Any]]:
+        """PyTorch's statistics of each GPU that it reserved memory on."""
+        cuda, out = self.torch.cuda, []
+        for index in range(cuda.device_count()):
+            try:
+                stats = cuda.memory_stats(index)
+            except Exception as error:
+                say(f"statistics of GPU {index}: {error}")
+                continue
+            if not stats.get("reserved_bytes.all.peak"):
+                continue
+            uuid = getattr(cuda.get_device_properties(index), "uuid", None)
+            out.append({"index": index, "uuid": None if uuid is None else str(uuid), "stats": dict(stats)})
+        return out
+
+    def _pinned(self) -> int | None:
+        """Most bytes of pinned memory of the host; none where this PyTorch does not count them."""
+        try:
+            return int(self.torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+        except (AttributeError, KeyError):
+            return None
+
+    def _step_times(self) -> list[int]:
+        """Times between the steps of the optimizer that steps most often."""
+        times = max(self.steps.values(), key=len, default=[])
+        return [times[at] - times[at - 1] for at in range(1, len(times))]
+
+    def _own_stats(self) -> Any:
+        """What the allocator says that PyTorch has no word for; nothing under PyTorch's own."""
+        if not os.environ.get("VRAMLAB_ALLOC"):
+            return None
+        try:
+            import vramlab.torch
+
+            stats = vramlab.torch.stats()
+            json.dumps(stats)
+            return stats
+        except Exception as error:
+            say(f"statistics of {os.environ['VRAMLAB_ALLOC']}: {error}")
+            return None
+
+
+def _rank() -> int | None:
+    """Which of a job's processes this is, where a launcher says so."""
+    for name in RANKS:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return None
+
+
+def _limit(torch: Any, limit: int) -> None:
+    """Limits what PyTorch may reserve on each GPU that the process turns to.
+
+    Setting a limit makes a context on the GPU, so it is not done for those of other ranks.
+    """
+    cuda = torch.cuda
+    limited: set[int] = set()
+    # The GPU of a call that is under way: PyTorch initialises CUDA before it turns to it.
+    turning_to: list[int] = []
+    set_device = cuda.set_device
+
+    def limit_on(index: int) -> None:
+        if index in limited:
+            return
+        limited.add(index)
+        try:
+            total = cuda.get_device_properties(index).total_memory
+            before = torch._C._cuda_getDevice()
+            cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
+            # Releases of PyTorch turn to the GPU, and do not turn back.
+            if torch._C._cuda_getDevice() != before:
+                torch._C._cuda_setDevice(before)
+        except Exception as error:
+            say(f"the limit of {limit} bytes is not set on GPU {index}: {error}")
+
+    def begin() -> None:
+        own = os.environ.get("LOCAL_RANK", "")
+        if turning_to:
+            limit_on(turning_to[0])
+        elif own.isdigit() and int(own) < cuda.device_count():
+            limit_on(int(own))
+        else:
+            limit_on(torch._C._cuda_getDevice())
+
+    def set_device_and_limit(device: Any) -> None:
+        index = getattr(torch.device(device), "index", None) if not isinstance(device, int) else device
+        if index is not None and index >= 0:
+            turning_to.append(index)
+        try:
+            set_device(device)
+        finally:
+            turning_to.clear()
+        limit_on(torch._C._cuda_getDevice())
+
+    cuda._lazy_call(begin)
+    cuda.set_device = set_device_and_limit
+
+
+def torch_is_there() -> None:
+    """Torch has just been imported."""
+    import torch
+
+    allocator = os.environ.get("VRAMLAB_ALLOC")
+    if allocator:
+        try:
+            import vramlab.torch
+
+            vramlab.torch.use(allocator)
+        except Exception as error:
+            # Under another allocator than was asked for its figures would be taken for those of this one.
+            say(f"{allocator} cannot be put under PyTorch: {error}")
+            raise SystemExit(2) from None
+    limit = _number("VRAMLAB_LIMIT", int, 0)
+    if limit > 0:
+        _limit(torch, limit)
+    folder = os.environ.get("VRAMLAB_OUTPUT")
+    if folder:
+        try:
+            Recorder(torch, Path(folder)).watch()
+        except Exception as error:
+            say(f"this process is not recorded: {type(error).__name__}: {error}")
