@@ -158,8 +158,8 @@ def outcome(running, code):
         result = {"checks": lines, "passed": sum(line.startswith("PASS") for line in lines), "failed": sum(line.startswith("FAIL") for line in lines)}
         bad = code != 0 or result["failed"] > 0 or not lines
     elif task.program == "usual":
-        said = log.strip().splitlines()[-1:] or [""]
-        result = json.loads(said[0]) if said[0].startswith("{") else {}
+        said = [one for one in log.splitlines() if one.startswith('{"program"')]
+        result = json.loads(said[-1]) if said else {}
         bad = code != 0 or not result
     else:
         result = json.loads(record.read_text().splitlines()[-1]) if record.exists() and record.stat().st_size else {}

@@ -29,6 +29,8 @@ def environment(arm, hook=None):
         paths.insert(0, str(hook))
     clean["PYTHONPATH"] = os.pathsep.join(paths)
     clean["PYTHONUNBUFFERED"] = "1"
+    # Many compile at once.
+    clean.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     return clean
 
 

@@ -11,11 +11,15 @@
 #   -o DIR/NAME          where the report goes (needed)
 #   -f                   replace a report that is there
 #   -e NAME              pass this environment variable on, besides those below (may be given several times)
+#   --whole              the whole program, for one that does not call cuProfilerStart
 #   --no-memory-usage    leave out the record of device memory, which slows allocations down
 #   -h                   this text
 #
 # What is captured is what lies between cuProfilerStart and cuProfilerStop. The trainer calls them around the whole
-# training, or with --profile-steps FIRST..LAST around those steps, which leaves out the warming up.
+# training, or with --profile-steps FIRST..LAST around those steps, which leaves out the warming up. A PyTorch program does by
+# torch.cuda.profiler.start() and stop(); one that is to stay as it is is captured with --whole:
+#
+#   VRAMLAB_ALLOC=caching experiments/nsight/capture.sh --whole -o DIR/NAME -- python3 train.py
 #
 # A report holds the environment of the program, so only a few variables are passed on, and reports are best not
 # published: `vramlab-analysis nsight extract` writes the small tables that can be.
@@ -24,7 +28,8 @@
 # capturing side is installed there is a .qdstrm and no .sqlite; this script says what to do with it.
 set -euo pipefail
 
-passed_on=(PATH HOME TMPDIR LANG LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER MNIST_DIR)
+passed_on=(PATH HOME TMPDIR LANG LD_LIBRARY_PATH CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER MNIST_DIR
+  PYTHONPATH VIRTUAL_ENV PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF VRAMLAB_ALLOC VRAMLAB_LIBRARY VRAMLAB_LIMIT)
 
 usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
@@ -52,7 +57,7 @@ program"
   printf '%s\n' "$found"
 }
 
-output='' force=false memory_usage=true
+output='' force=false memory_usage=true range=(--capture-range=cudaProfilerApi --capture-range-end=stop)
 while [ $# -gt 0 ]; do
   case $1 in
     -o) [ $# -ge 2 ] || refuse "-o needs DIR/NAME"
@@ -60,6 +65,7 @@ while [ $# -gt 0 ]; do
     -f) force=true; shift ;;
     -e) [ $# -ge 2 ] || refuse "-e needs the name of an environment variable"
         passed_on+=("$2"); shift 2 ;;
+    --whole) range=(); shift ;;
     --no-memory-usage) memory_usage=false; shift ;;
     -h|--help) usage; exit 0 ;;
     --) shift; break ;;
@@ -85,7 +91,7 @@ done
 # --capture-range-end=stop, because the default ends the program, which has its own record to write.
 status=0
 env -i "${environment[@]}" "$nsys" profile --trace=cuda,nvtx --sample=none --cpuctxsw=none \
-  --cuda-memory-usage="$memory_usage" --capture-range=cudaProfilerApi --capture-range-end=stop \
+  --cuda-memory-usage="$memory_usage" "${range[@]}" \
   --force-overwrite=true --output="$output" "$@" || status=$?
 
 if [ -e "$output.nsys-rep" ]; then
@@ -104,7 +110,7 @@ TEXT
   status=0
 else
   printf 'error: there is no capture: %s\n' \
-    "the program ended with $status, or never called cuProfilerStart (the trainer does with --device cuda)" >&2
+    "the program ended with $status, or never called cuProfilerStart (the trainer does with --device cuda; for another program use --whole)" >&2
   [ "$status" -ne 0 ] || status=1
 fi
 exit "$status"
