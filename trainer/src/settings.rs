@@ -232,6 +232,10 @@ pub struct Settings {
     #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
     #[serde(serialize_with = "is_on")]
     pub nvtx: NvtxMode,
+    /// Tell a memory checker (compute-sanitizer) of each block; auto is on when one is attached
+    #[arg(long, value_parser = nvtx_parser(), default_value = "auto", value_name = "auto|on|off", help_heading = "Record and instruments")]
+    #[serde(serialize_with = "is_on", default)]
+    pub nvtx_memory: NvtxMode,
     /// What a profiler captures: these steps of the run, both included, between two waits for the device [default: the
     /// whole training]
     #[arg(long, value_name = "FIRST..LAST", help_heading = "Record and instruments")]

@@ -1,18 +1,19 @@
 //! The allocator under study with the instruments around it.
 
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Result, TrainError};
 use crate::settings::Settings;
 use std::sync::Arc;
 use vramlab::device::{InstrumentCost, MonotonicClock};
-use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, Timed, measure_cost, measure_cost_on};
+use vramlab::instruments::nvtx::memory::{Heaps, NvtxMemory};
+use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Timed, measure_cost, measure_cost_on};
 use vramlab::{DeviceAllocator, MeteredDriver};
 
 /// Pairs of operations from which an instrument's cost is taken.
 const PAIRS: u32 = 10_000;
 
-/// A backend and its instruments, from the inside out: latency, NVTX, trace, limit, checker. The histograms are
-/// innermost, so that they hold the backend's time and not that of the other instruments.
+/// A backend and its instruments, from the inside out: a memory checker that is told of blocks, latency,
+/// NVTX, trace, limit, checker. The histograms are innermost but for the first, which is there under a tool alone, so that they hold the backend's time and not that of the other instruments.
 #[derive(Debug)]
 pub(crate) struct Stack {
     /// What the trainer allocates from.
@@ -23,6 +24,8 @@ pub(crate) struct Stack {
     pub(crate) trace: Option<Arc<EventTrace>>,
     /// Checker.
     pub(crate) checker: Option<Arc<Checker>>,
+    /// Whether a memory checker is told of blocks.
+    pub(crate) told: bool,
     /// What the instruments that are on cost.
     pub(crate) costs: Vec<InstrumentCost>,
 }
@@ -35,7 +38,20 @@ impl Stack {
     pub(crate) fn build(settings: &Settings, device: &Device) -> Result<Self> {
         let mut allocator = settings.allocator.clone();
         let keeps_limit = allocator.set_memory_limit(settings.memory_limit);
-        let mut top = allocator.build(&device.driver())?;
+        let heaps = if settings.nvtx_memory == NvtxMode::Off { None } else { Heaps::of_attached_tool() };
+        let told = heaps.is_some();
+        if settings.nvtx_memory == NvtxMode::On && !told {
+            return Err(TrainError::Input(
+                "--nvtx-memory on: no memory checker is attached to this process; start it with `compute-sanitizer \
+                 --force-blocking-launches yes trainer …`, or leave the option out"
+                    .into(),
+            ));
+        }
+        let driver = heaps.as_ref().map_or_else(|| device.driver(), |heaps| heaps.watch(device.driver()));
+        let mut top = allocator.build(&driver)?;
+        if let Some(heaps) = heaps {
+            top = Arc::new(NvtxMemory::new(top, heaps));
+        }
         let mut costs = vec![MeteredDriver::own_cost()?];
         let mut timed = None;
         if settings.latency {
@@ -80,6 +96,6 @@ impl Stack {
                 Arc::new(unsafe { Checker::new(inner, Arc::clone(&driver)) })
             })?);
         }
-        Ok(Self { top, timed, trace, checker, costs })
+        Ok(Self { top, timed, trace, checker, told, costs })
     }
 }

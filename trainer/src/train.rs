@@ -473,6 +473,7 @@ fn effective(
             loss_scale: Some(loss_scale),
             graph_steps: settings.steps_in_graph(),
             nvtx: if device.ranges().is_on() { NvtxMode::On } else { NvtxMode::Off },
+            nvtx_memory: if stack.told { NvtxMode::On } else { NvtxMode::Off },
             latency: stack.timed.is_some(),
             trace: stack.trace.is_some(),
             exports,

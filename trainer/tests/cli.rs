@@ -396,7 +396,7 @@ fn help_names_every_option_and_the_exit_codes() {
     let place = Place::new();
     let help = place.run(&["--help"]).ok().stdout;
     let options = "alloc memory-limit device dataset data-dir offline loader hidden layers batch epochs \
-                   steps lr seed init dtype weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx latency trace check log-driver-calls";
+                   steps lr seed init dtype weights loss-scale gemm fuse launch graph-steps streams sync out json nvtx nvtx-memory latency trace check log-driver-calls";
     for option in options.split_whitespace() {
         assert!(help.contains(&format!("--{option}")), "{option}");
     }

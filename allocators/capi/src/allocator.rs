@@ -14,7 +14,9 @@ use vramlab_device::output::{Existing, OutputFile};
 use vramlab_device::{DeviceAddr, Driver, HookedDriver, MeteredDriver};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
 use vramlab_policies::contract::PoolKind;
-use vramlab_policies::instruments::{EventTrace, Timed, restored_streams};
+use vramlab_policies::instruments::nvtx::Ranges;
+use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
+use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, restored_streams};
 use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, Selection, Snapshot, Stats};
 
 /// Instruments that are on, as bits of their number.
@@ -64,6 +66,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The memory checker that wants to know of blocks, if one is attached.
+fn memory_checker() -> Option<Arc<Heaps>> {
+    if is_off("VRAMLAB_NVTX_MEMORY") { None } else { Heaps::of_attached_tool() }
+}
+
+fn is_off(variable: &str) -> bool {
+    std::env::var_os(variable).is_some_and(|mode| mode == "off")
+}
+
 impl Allocator {
     pub(crate) fn open(allocator: &str, device: &str) -> Outcome<Self> {
         let selection: Selection = allocator.parse()?;
@@ -71,8 +82,20 @@ impl Allocator {
         let calls = Arc::new(MeteredDriver::new(Arc::clone(device.driver()), None, None));
         let hooked = HookedDriver::with_hook(Arc::clone(&calls) as Arc<dyn Driver>, Segments::new());
         let segments = Arc::new(hooked);
-        let driver: Arc<dyn Driver> = Arc::clone(&segments) as _;
-        let plain = selection.build(&driver)?;
+        let mut driver: Arc<dyn Driver> = Arc::clone(&segments) as _;
+        let checker = memory_checker();
+        if let Some(heaps) = &checker {
+            driver = heaps.watch(driver);
+        }
+        let mut plain = selection.build(&driver)?;
+        if let Some(heaps) = checker {
+            plain = Arc::new(NvtxMemory::new(plain, heaps));
+        } else {
+            let ranges = Ranges::new(if is_off("VRAMLAB_NVTX") { NvtxMode::Off } else { NvtxMode::Auto });
+            if ranges.is_on() {
+                plain = Arc::new(Nvtx::new(plain, ranges));
+            }
+        }
         let timed = Arc::new(Timed::new(Arc::clone(&plain), driver.clock()));
         let inner: [Arc<dyn DeviceAllocator>; 2] = [Arc::clone(&plain), Arc::clone(&timed) as _];
         let traces = inner.clone().map(|inner| Arc::new(EventTrace::new(inner, driver.clock())));

@@ -5,6 +5,7 @@
 //! | [`Timed`] | latency histograms by operation and path |
 //! | [`EventTrace`] | every allocation and free in order |
 //! | [`Nvtx`] | ranges on a profiler's timeline |
+//! | [`NvtxMemory`](nvtx::memory::NvtxMemory) | blocks, to a memory checker |
 //! | [`Limit`] | refuses what exceeds a byte budget |
 //! | [`Checker`] | broken contracts: overlap, foreign blocks, writes after free, leaks |
 //!

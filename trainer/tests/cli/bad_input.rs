@@ -26,6 +26,7 @@ fn numbers_that_cannot_work_are_refused() {
             "--alloc bfc: allow_growth=off takes the whole memory_limit at once; set memory_limit, too",
         ),
         (["--alloc", "caching:memory_limit=1K"], "--memory-limit 1 KiB is less than the model's weights"),
+        (["--nvtx-memory", "on"], "no memory checker is attached to this process"),
     ] {
         place.iris(&arguments).refused(&[words]);
     }
@@ -125,6 +126,7 @@ fn words_that_mean_nothing_are_refused() {
         ["--fuse", "everything"],
         ["--loss-scale", "much"],
         ["--nvtx", "nonsense"],
+        ["--nvtx-memory", "nonsense"],
         ["--export", "nonsense"],
         ["--latency", "nonsense"],
         ["--hidden", "4294967296"],

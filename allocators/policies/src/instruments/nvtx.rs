@@ -3,6 +3,7 @@
 //! On when a tool is there: Nsight Systems sets `NVTX_INJECTION64_PATH` for the programs it starts. Off, a range
 //! costs one branch.
 
+pub mod memory;
 mod stream_names;
 
 use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};

@@ -121,7 +121,7 @@ unsafe fn attach(entry: Entry) -> Option<NameStream> {
 }
 
 /// The function of the tool that is attached to this process.
-fn attached() -> Option<NameStream> {
+pub(super) fn attached() -> Option<NameStream> {
     static FOUND: OnceLock<Option<NameStream>> = OnceLock::new();
     *FOUND.get_or_init(|| {
         let path = std::env::var_os("NVTX_INJECTION64_PATH").filter(|path| !path.is_empty())?;
