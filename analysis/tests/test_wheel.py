@@ -89,7 +89,7 @@ def test_the_wheel_is_the_program_the_library_and_the_packages(tmp_path: Path) -
     new.run("python", "-m", "pip", "install", "--no-deps", "--no-compile", wheel)
     listed = new.run("python", "-m", "pip", "show", "--files", "vramlab").split("Files:\n")[1]
     files = [Path(line.strip()) for line in listed.splitlines()]
-    assert [file.stem for file in files if file.parts[-2] in ("bin", "Scripts")] == ["vramlab"]
+    assert [file.stem for file in files if file.parent.name in ("bin", "Scripts")] == ["vramlab"]
     top = {file.parts[0] for file in files if file.parts[0] != ".."}
     assert top == {
         "vramlab",

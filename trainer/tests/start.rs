@@ -17,8 +17,7 @@ use trainer::data::FileChecksum;
 use trainer::mlp::initial_weights;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::InitMode;
-use trainer::start;
-use trainer::{Settings, TrainError, loader};
+use trainer::{Settings, TrainError, loader, start};
 
 fn write(settings: &Settings, path: &Path) -> trainer::Result<FileChecksum> {
     let observer: Arc<dyn Observer> = Arc::new(Silent);

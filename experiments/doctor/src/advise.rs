@@ -12,9 +12,9 @@ mod search;
 mod sentences;
 mod versions;
 
+use crate::explain::phases::{Phase, phases};
 use crate::gpus::Gpus;
 use crate::history::Compiled;
-use crate::phases::{Phase, phases};
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};

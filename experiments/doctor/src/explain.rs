@@ -10,13 +10,14 @@ mod frames;
 mod holes;
 pub(crate) mod lines;
 mod moments;
+pub(crate) mod phases;
 mod purposes;
 mod ranks;
 mod screen;
 mod survey;
 
+use self::phases::phases;
 use crate::history::{Devices, adopted};
-use crate::phases::phases;
 use crate::reading::{ReadArgs, share_of};
 use crate::recording::{Recording, START};
 use anyhow::{Result, anyhow, bail};

@@ -10,7 +10,6 @@ mod diff;
 mod explain;
 mod gpus;
 mod history;
-mod phases;
 mod plan;
 mod python;
 mod reading;

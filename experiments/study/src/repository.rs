@@ -1,8 +1,8 @@
 //! Where the folders of `experiments/` lie: specs, histories, baselines, results.
 
-use crate::study::record::sha256;
 use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
+use ring::digest::{SHA256, digest};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -31,6 +31,11 @@ pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
 /// This program's own file, which is also the trainer and `vramlab`.
 pub(crate) fn this_program() -> Result<PathBuf> {
     std::env::current_exe().context("cannot find this program's own file")
+}
+
+/// SHA-256 in hexadecimal digits.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The folder of recorded results, if it is there. Each `LABEL.tar.xz` in it is unpacked to the folder `LABEL` beside it.

@@ -1,8 +1,7 @@
 //! The recorded memory along a timeline. Third stage: how large the blocks were whose frees were held up, where that says why
 //! segments went back.
 
-use super::timeline::Frees;
-use super::timeline::Timeline;
+use super::timeline::{Frees, Timeline};
 use super::transcript::Transcript;
 use super::windows::ClosedWindow;
 use crate::formats::Origin;

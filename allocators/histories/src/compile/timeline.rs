@@ -3,7 +3,9 @@
 use crate::formats::{Action, Event};
 use crate::history::{BY_DEVICE, Beginning, DueFrees, Kind, NO_STREAM, Op, Release, SegmentEvent};
 use crate::steps;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use vramlab_policies::backends::CachingSettings;
+use vramlab_policies::policy::size::torch::{round_size, segment_size};
 
 /// A block whose free had been requested before the first event.
 #[derive(Clone, Copy, Debug)]
@@ -218,6 +220,56 @@ impl Frees {
     }
 }
 
+// Requests that the recorded allocator refused, and what they say of the device.
+
+/// Refused requests that are looked at; a history may have any number, and the last ones tell why a program ended.
+const MOST: usize = 100;
+
+/// A refused request as the log has it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Refusal {
+    pub(super) number: u64,
+    pub(super) bytes: u64,
+    pub(super) stream: u64,
+    /// Bytes free on the device; 0 where the log does not say.
+    pub(super) device_free: u64,
+    /// Bytes reserved beyond those before the first event; below zero it wraps.
+    pub(super) reserved: u64,
+    /// The operation before which it was.
+    pub(super) op: u32,
+}
+
+/// Refused requests.
+#[derive(Debug, Default)]
+pub(super) struct Refusals {
+    /// How many there were.
+    pub(super) count: u64,
+    /// The last of them.
+    pub(super) last: VecDeque<Refusal>,
+}
+
+impl Refusals {
+    pub(super) fn add(&mut self, refusal: Refusal) {
+        self.count += 1;
+        if self.last.len() == MOST {
+            self.last.pop_front();
+        }
+        self.last.push_back(refusal);
+    }
+
+    /// From how many reserved bytes on the device refused, as far as refused requests tell: that many, and more than
+    /// `most_reserved`, which were reserved at one time. Before the first event `before` bytes were held.
+    pub(super) fn refused_from(&self, settings: &CachingSettings, before: u64, most_reserved: i64) -> Option<u64> {
+        let lacked = |refusal: &Refusal| {
+            let needed = segment_size(round_size(refusal.bytes, &settings.roundup_power2_divisions));
+            let free = Some(refusal.device_free).filter(|free| *free > 0);
+            refusal.reserved.wrapping_add(before).saturating_add(free.map_or(needed, |free| needed.min(free + 1)))
+        };
+        let least = self.last.iter().map(lacked).min()?;
+        Some(least.max(most_reserved.wrapping_add_unsigned(before).cast_unsigned().saturating_add(1)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -269,5 +321,23 @@ mod tests {
         timeline.set_ready(before, 7);
         assert_eq!((timeline.op_mut(before).release().ready, timeline.op_mut(before).stream()), (7, 3));
         assert_eq!(timeline.op_mut(0).release().ready, BY_DEVICE);
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_device_refuses_from_the_least_that_was_refused_and_above_the_most_that_was_held() {
+        let refusal =
+            |bytes, device_free, reserved| Refusal { number: 1, bytes, stream: 0, device_free, reserved, op: 0 };
+        let mut refusals = Refusals::default();
+        assert_eq!(refusals.refused_from(&CachingSettings::default(), 0, 0), None);
+        refusals.add(refusal(100 * MIB, 0, 900 * MIB));
+        let from = |refusals: &Refusals, most| refusals.refused_from(&CachingSettings::default(), 0, most).unwrap();
+        assert_eq!(from(&refusals, 0), 1000 * MIB);
+        refusals.add(refusal(100 * MIB, 10 * MIB, 960 * MIB));
+        assert_eq!(from(&refusals, 0), 970 * MIB + 1, "it said how much was free");
+        assert_eq!(from(&refusals, (980 * MIB).cast_signed()), 980 * MIB + 1, "so much was there at one time");
+        (0..200).for_each(|_| refusals.add(refusal(MIB, 0, 0)));
+        assert_eq!((refusals.count, refusals.last.len()), (202, MOST));
     }
 }

@@ -1,10 +1,8 @@
 //! First stage: checks a history event by event and turns addresses into slots.
 
-use super::out_of_memory::{Refusal, Refusals};
 use super::segments::Segments;
 use super::slots::Slots;
-use super::timeline::Frees;
-use super::timeline::{Timeline, free_op};
+use super::timeline::{Frees, Refusal, Refusals, Timeline, free_op};
 use super::windows::{End, Windows};
 use crate::formats::{Action, Event};
 use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock};

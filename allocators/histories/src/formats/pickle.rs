@@ -21,8 +21,7 @@ mod store;
 
 use super::input::Input;
 use super::list::Reader;
-use super::summary::Receiver;
-use super::summary::Room;
+use super::summary::{Receiver, Room};
 use super::{Format, Origin, ReadError, ReadOptions, Summary};
 use vramlab_device::budget::{Budget, Claim};
 

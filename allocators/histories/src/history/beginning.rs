@@ -1,8 +1,7 @@
 //! The state from which a replay starts: what was held before the first event.
 
-use super::History;
-use super::SegmentEvent;
 use super::op::Op;
+use super::{History, SegmentEvent};
 use vramlab_device::{DeviceAddr, StreamId};
 use vramlab_policies::contract::{BlockInfo, BlockState, PoolKind, SegmentInfo, Snapshot};
 

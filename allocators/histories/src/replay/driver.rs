@@ -1,7 +1,6 @@
 //! The device of a replay: events complete where the history says so, and segments come at recorded addresses.
 
-use super::near::HandedOut;
-use super::near::Near;
+use super::near::{HandedOut, Near};
 use crate::history::{BY_DEVICE, NEVER, SegmentEvent};
 use crate::steps;
 use std::collections::HashMap;

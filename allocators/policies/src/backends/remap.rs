@@ -15,8 +15,9 @@
 //! 3. When these do not suffice, frees that are pending and pages that are still in use are waited for, the oldest first.
 //!
 //! *Safe.* `cuMemUnmap` does not wait, and a wait on the device would not protect the old address. So a page is taken only when
-//! the host knows that the work which used it is over. Of the frees that leave whole pages free, every sixteenth of a stream records
-//! an event; a page is over when the event behind the last free that touched it is. Nothing waits for the whole device.
+//! the host knows that the work which used it is over. Frees that leave whole pages free record events: every sixteenth of a stream,
+//! and each once pages were taken. A page is over when the event behind the last free that touched it is. Nothing waits for the whole
+//! device.
 //!
 //! *A free* is that of [`pytorch`](super::pytorch).
 //!
@@ -39,7 +40,7 @@
 //! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most: PyTorch's
 //! MLP of 82 MiB reserves 1.004 times its live bytes instead of 1.029, with `steal=always`.
 //!
-//! *Cost.* As `pytorch-expandable`, an event every sixteen frees, and O(n log n) in the free pages for a steal.
+//! *Cost.* As `pytorch-expandable`, an event every sixteen frees (a free once pages were taken), and O(n log n) in the free pages for a steal.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
 //! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page has one place. The VPMM of

@@ -8,8 +8,9 @@ use super::events::Events;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
-/// Frees of a stream that share an event. A free is known to be over when the event behind it is, which is recorded with the last of
-/// as many frees, or when a page is asked for. An event costs as much as all else that a free does.
+/// Frees of a stream that share an event while no page was asked for. A free is known to be over when the event behind it is, which is
+/// recorded with the last of as many frees, or when a page is asked for. An event costs as much as all else that a free does. Once
+/// pages are asked for, each free has its own, so that nothing is waited for that was queued later.
 const SHARED: u64 = 16;
 
 /// Events of a stream that wait for this many are looked at, so that there are never many more.
@@ -24,6 +25,8 @@ pub(super) struct Pages {
     last: BTreeMap<u64, Run>,
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
+    /// Whether pages were asked for.
+    asked: bool,
 }
 
 /// Pages side by side that one free touched last.
@@ -71,7 +74,7 @@ impl Pages {
         self.last.insert(start, Run { end, stream, free: self.frees });
         let frees = self.streams.entry(stream).or_default();
         (frees.without, frees.latest) = (frees.without + 1, self.frees);
-        if frees.without < SHARED {
+        if frees.without < SHARED && !self.asked {
             return Ok(());
         }
         let recorded = self.record(driver, stream, capturing);
@@ -151,11 +154,12 @@ impl Pages {
         }
     }
 
-    /// Looks at every stream. One that is gone keeps its pages.
+    /// Looks at every stream, because pages are asked for. One that is gone keeps its pages.
     ///
     /// # Errors
     /// The first of the driver; all were looked at.
     pub(super) fn poll_all(&mut self, driver: &dyn Driver, capturing: bool) -> Result<(), DriverError> {
+        self.asked = true;
         let streams: Vec<StreamId> = self.streams.keys().copied().collect();
         let mut outcome = Ok(());
         for stream in streams {
@@ -170,7 +174,7 @@ impl Pages {
         self.run(page).map_or(0, |run| run.free)
     }
 
-    /// Whether the work that used a page is over. With `wait` the host waits for it, and for little that was queued later.
+    /// Whether the work that used a page is over. With `wait` the host waits for it, and for what was queued before its event.
     ///
     /// # Errors
     /// Those of the driver.
@@ -265,6 +269,21 @@ mod tests {
         pages.poll_all(&driver, false).unwrap();
         gone();
         assert!(!pages.is_over(&driver, 0, true).unwrap());
+    }
+
+    #[test]
+    fn each_free_has_an_event_once_pages_are_asked_for() {
+        let driver = SimDriver::new(Profile::h200(), SimMemory::None);
+        let stream = driver.stream_create().unwrap();
+        let mut pages = Pages::default();
+        pages.poll_all(&driver, false).unwrap();
+        for page in 0..3 {
+            work(&driver, stream);
+            pages.freed(&driver, stream, (page * PAGE, (page + 1) * PAGE), false).unwrap();
+        }
+        assert!(pages.is_over(&driver, 0, true).unwrap());
+        assert!(!pages.is_over(&driver, PAGE, false).unwrap(), "nothing that was queued later was waited for");
+        assert_eq!(pages.take_events().len(), 3);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::evaluate::{Outcome, Setting};
 use super::evidence::Evidence;
 use super::{Advice, LimitSource, Other, Verdict, program};
-use crate::phases;
+use crate::explain::phases;
 use crate::replay::Bounds;
 use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};

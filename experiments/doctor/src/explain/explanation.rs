@@ -2,8 +2,8 @@
 
 use super::causes::Cause;
 use super::purposes::Purpose;
+use crate::explain::phases::Phase;
 use crate::gpus::Gpus;
-use crate::phases::Phase;
 use serde::Serialize;
 
 /// One history explained; the keys are described in `analysis/schema.md`.

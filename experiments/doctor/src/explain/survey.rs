@@ -1,8 +1,7 @@
 //! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
 
 use super::causes::Cause;
-use super::checkpoints::Checkpoints;
-use super::checkpoints::Peaks;
+use super::checkpoints::{Checkpoints, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
 use super::{Lines, View};

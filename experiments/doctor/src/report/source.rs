@@ -1,8 +1,7 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
 use super::run::{Figure, Record, Steps};
-use super::timeline::{Known, Stacks};
-use super::timeline::{Mark, Timeline};
+use super::timeline::{Known, Mark, Stacks, Timeline};
 use crate::history::Compiled;
 use crate::recording::Recording;
 use anyhow::{Context, Result};

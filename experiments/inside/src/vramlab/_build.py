@@ -33,6 +33,10 @@ ANYWAY = "VRAMLAB_TORCH_ANYWAY"
 PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE / "shim"
 COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+# CUDA's runtime comes with PyTorch's, whichever file it is. PyTorch has the shared library of C++: a second copy inside of the
+# shim would not know its locales.
+LIBRARIES = ("-lc10", "-lc10_cuda", "-l:libstdc++.so.6")
 
 
 class BuildError(Error):
@@ -156,7 +160,7 @@ def header_folder() -> Path:
 
 def source_digest() -> str:
     """What the shim is made of, as a short text; it stands in what was built."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(" ".join(FLAGS + LIBRARIES).encode())
     for file in [*sorted(SOURCES.iterdir()), header_folder() / "vramlab.h"]:
         if file.suffix in (".h", ".cpp"):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -199,7 +203,7 @@ def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = (
         *compiler.split(),
         # What the headers are written in.
         f"-std=c++{20 if torch.minor >= (2, 13) else 17}",
-        *("-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
+        *FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.new_abi)}",
         f'-DVRAMLAB_SHIM_SOURCE="{source_digest()}"',
         f"-I{header_folder()}",
@@ -207,10 +211,7 @@ def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = (
         str(SOURCES / "shim.cpp"),
         *("-o", str(partial)),
         f"-L{torch.root / 'lib'}",
-        # CUDA's runtime comes with them, whichever file it is.
-        *("-lc10", "-lc10_cuda"),
-        # PyTorch has the shared one. A second copy inside of the shim would not know its locales.
-        "-l:libstdc++.so.6",
+        *LIBRARIES,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -317,17 +317,17 @@ def torch_is_there() -> None:
     import torch
 
     allocator = os.environ.get("VRAMLAB_ALLOC")
+    limit = _number("VRAMLAB_LIMIT", int, 0)
     if allocator:
         try:
             import vramlab.torch
 
-            vramlab.torch.use(allocator)
+            vramlab.torch.use(allocator, limit=limit or None)
         except Exception as error:
             # Under another allocator than was asked for its figures would be taken for those of this one.
             say(f"{allocator} cannot be put under PyTorch: {error}")
             raise SystemExit(2) from None
-    limit = _number("VRAMLAB_LIMIT", int, 0)
-    if limit > 0:
+    elif limit > 0:
         _limit(torch, limit)
     folder = os.environ.get("VRAMLAB_OUTPUT")
     if folder:

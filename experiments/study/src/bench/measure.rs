@@ -1,7 +1,6 @@
 //! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
 
-use super::cases::Named;
-use super::cases::{Case, Instrument, Job, THREAD_LIVE};
+use super::cases::{Case, Instrument, Job, Named, THREAD_LIVE};
 use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;

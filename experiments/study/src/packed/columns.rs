@@ -3,8 +3,7 @@
 //! A column compresses where rows do not: the losses of two runs are the same text once the times between them are gone.
 //! What would not come back as it was is not converted.
 
-use super::flat::is_number;
-use super::flat::{Depth, flatten, insert};
+use super::flat::{Depth, flatten, insert, is_number};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;

@@ -1,7 +1,8 @@
 //! `manifest.json` of a packed experiment: what was run, what all runs share, and the sums of the tables.
 
 use super::MANIFEST;
-use crate::study::record::{SCHEMA_VERSION, read_json, sha256};
+use crate::repository::sha256;
+use crate::study::record::{SCHEMA_VERSION, read_json};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

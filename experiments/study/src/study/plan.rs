@@ -1,8 +1,7 @@
 //! The runs of a spec on a device: cells of the matrix, repeats, their names and their order.
 
 use super::record::{RUNS, RunStatus, status_of};
-use super::spec::OptionValue;
-use super::spec::{Program, Source};
+use super::spec::{OptionValue, Program, Source};
 use anyhow::{Result, bail};
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;

@@ -1,15 +1,13 @@
 //! The programs that arms run: their command lines, and what can be said about options before anything runs.
 
 use super::plan::{self, Run};
-use super::spec::OptionValue;
-use super::spec::{Program, Setting, Source};
+use super::spec::{OptionValue, Program, Setting, Source};
 use crate::repository;
 use anyhow::{Context, Result, bail};
 use std::ffi::OsString;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
-use vramlab::backends;
-use vramlab::{DeviceKind, DeviceName, Selection};
+use vramlab::{DeviceKind, DeviceName, Selection, backends};
 
 /// The option that names allocators.
 const ALLOC: &str = "alloc";

@@ -2,10 +2,10 @@
 
 use super::plan::Run;
 use super::spec::Spec;
+use crate::repository::sha256;
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fs::File;
@@ -138,11 +138,6 @@ pub(crate) fn provenance() -> Provenance {
 pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;
     Ok(sha256(text.as_bytes()))
-}
-
-/// SHA-256 in hexadecimal digits.
-pub(crate) fn sha256(bytes: &[u8]) -> String {
-    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Replaces a file as a whole, laid out for people.

@@ -1,15 +1,13 @@
 //! The table at the end of an experiment: one row for each cell.
 
-use super::figures::{self, Figures, Measure, median};
-use super::figures::{NOISY, outliers, spread};
+use super::figures::{self, Figures, Measure, NOISY, median, outliers, spread};
 use super::plan::{Planned, Run};
 use super::record::RunStatus;
 use crate::table::percent;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use terminal::duration;
-use terminal::{Cell as Text, Column, Page, command, quoted};
+use terminal::{Cell as Text, Column, Page, command, duration, quoted};
 use vramlab::Bytes;
 
 /// One cell of the matrix, over its repeats.

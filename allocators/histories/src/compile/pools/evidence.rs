@@ -1,8 +1,7 @@
 //! What the recorded placements say of pools: segments and ranges that cannot be of one.
 
 use super::super::timeline::{Operation, Placements};
-use super::Effort;
-use super::{DEFAULT, NamedRange};
+use super::{DEFAULT, Effort, NamedRange};
 use crate::history::{Kind, Op, SegmentEvent};
 use crate::memory::Rules;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

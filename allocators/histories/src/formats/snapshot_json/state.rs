@@ -1,8 +1,7 @@
 //! What was understood of a document so far, and streams as documents name them.
 
 use crate::formats::error::Place;
-use crate::formats::summary::Receiver;
-use crate::formats::summary::Room;
+use crate::formats::summary::{Receiver, Room};
 use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError, Summary};
 use serde::Deserialize;

@@ -10,7 +10,7 @@ use vramlab_device::DriverError;
 
 impl Heap {
     /// Makes the heap note when each page is used last, so that pages [can be taken](Self::take_pages). Of the frees that leave
-    /// whole pages free, every sixteenth records an event.
+    /// whole pages free every sixteenth records an event, and each once pages were taken.
     #[must_use]
     pub fn with_pages(self) -> Self {
         let mut heap = Self { pages: Some(Pages::default()), ..self };
