@@ -15,7 +15,7 @@ use vramlab::instruments::nvtx::memory::{Heaps, NvtxMemory};
 use vramlab::{CudaDriver, DeviceAllocator, Driver, Request, Selection};
 
 /// Values of a block.
-const VALUES: u32 = 1000;
+const VALUES: u64 = 1000;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -34,12 +34,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         allocator = Arc::new(NvtxMemory::new(allocator, Arc::clone(heaps)));
     }
     let stream = driver.stream_create()?;
-    let bytes = u64::from(VALUES) * 4;
+    let bytes = VALUES * 4;
     let first = allocator.allocate(Request::new(bytes), stream)?;
     let second = allocator.allocate(Request::new(bytes), stream)?;
     let apart = second.addr().get().saturating_sub(first.addr().get()) / 4;
-    let len = if given("--inside") { u64::from(VALUES) } else { apart + 1 };
-    let fill = Fill { len: u32::try_from(len)?, value: 7.0, out: first.addr().get() };
+    let len = if given("--inside") { VALUES } else { apart + 1 };
+    let fill = Fill { len, value: 7.0, out: first.addr().get() };
     // SAFETY: the kernels are of this driver's context. Beyond the block lies the neighbour, which this program holds, so the
     // wrong write that is shown here harms nothing else.
     unsafe { fill.launch(&kernels, cuda.raw_stream(stream)?) }?;
