@@ -206,6 +206,35 @@ def smallest(points: Sequence[Point]) -> float | None:
     return found
 
 
+# Arms of the README's table.
+QUOTED = ("native", "expandable", "caching", "pytorch-expandable", "remap")
+TITLE = "under PyTorch 2.11"
+
+
+def table() -> str:
+    """The README's table: what two programs reserve, what a step takes, and the smallest limit that they run in."""
+    runs = load()
+    programs = ("gpt2", "resnet50")
+    heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in ("reserved", "ms a step", "least limit (ms there)")]
+    lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for arm in QUOTED:
+        cells = []
+        for program in programs:
+            there = runs.of("timed", program=program, arm=arm)
+            reserved = statistics.median(peak(run, "reserved") or 0 for run in there)
+            points = curve(runs, program, arm)
+            least = next((point for point in points if point.over_active == smallest(points)), None)
+            cells += [f"{reserved / MIB:,.0f} MiB", f"{statistics.median(run['ms'] for run in there):.1f}"]
+            cells.append(f"{least.over_active:g} ({least.ms:.1f})" if least and least.ms else "none tried")
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def quoted_curves() -> Figure:
+    """The README's figure: step time under a limit."""
+    return draw_curves(load(), ("gpt2", "resnet50"))
+
+
 def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
     """Step time over native's without a limit, against the limit, for each allocator; below, where it ran."""
     figure, axes = style.new(

@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from vramlab_analysis import repository, steps, truth
+from vramlab_analysis import inside, repository, steps, truth
 from vramlab_analysis.errors import AnalysisError, read_json
 from vramlab_analysis.experiments import holds_experiment, load_experiment, results
 from vramlab_analysis.measures import middle, train_pace
@@ -473,6 +473,7 @@ def rewritten(old: dict[str, str]) -> dict[str, str]:
         "allocator | epoch, H200": epochs(),
         RESERVED: family(),
         truth.TITLE: truth.table(),
+        inside.TITLE: inside.table(),
         "ns for one allocation and its free": _calls("ns for one allocation and its free", TIMES),
         "million of them a second, all threads": _calls("million of them a second, all threads", RATES),
     }

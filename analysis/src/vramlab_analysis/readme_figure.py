@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 from matplotlib.figure import Figure
 
-from vramlab_analysis import histograms, output, repository, style, truth
+from vramlab_analysis import histograms, inside, output, repository, style, truth
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
@@ -102,6 +102,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "time_graph.png": time_graph,
     "latency_spectrum.png": latency_spectrum,
     "advise.png": truth.draw,
+    "limits.png": inside.quoted_curves,
 }
 
 
