@@ -34,8 +34,8 @@ PACKAGE = Path(__file__).resolve().parent
 SOURCES = PACKAGE / "shim"
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-# CUDA's runtime comes with PyTorch's libraries, whichever file it is. PyTorch has the shared library of C++: a second copy
-# inside of the shim would not know its locales.
+# CUDA's runtime comes with PyTorch's libraries, whichever file it is. PyTorch has the shared library of C++: a second
+# copy inside of the shim would not know its locales.
 LIBRARIES = ("-lc10", "-lc10_cuda", "-l:libstdc++.so.6")
 
 
