@@ -262,6 +262,12 @@ vramlab_status vramlab_open(const char *name,
                             const char *device,
                             struct vramlab **out);
 
+// Whether `vramlab_open` would know an allocator and its settings. Opens nothing.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_check(const char *name);
+
 // Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds.
 //
 // # Safety

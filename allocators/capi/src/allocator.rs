@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::output::{Existing, OutputFile};
-use vramlab_device::{DeviceAddr, Driver, HookedDriver, MeteredDriver};
+use vramlab_device::{Bytes, DeviceAddr, Driver, HookedDriver, MeteredDriver};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
@@ -160,10 +160,21 @@ impl Allocator {
             _ => self.stack().allocate_in(request, stream, self.pool(pool)?),
         };
         self.deliver();
-        let block = served?;
+        let block = served.map_err(|error| self.refused(error))?;
         let address = block.addr().get();
         self.held.insert(Held { block, stream, pool, shared: false });
         Ok(address)
+    }
+
+    /// Names the limit to which an allocator was held that does not know of it.
+    #[cold]
+    fn refused(&self, error: AllocError) -> Failure {
+        let limit = self.segments.hook().limit().filter(|_| error.is_out_of_memory());
+        let mut failure = Failure::from(error);
+        if let Some(limit) = limit {
+            failure.text.push_str(&format!("; the limit is {}", Bytes(limit)));
+        }
+        failure
     }
 
     #[inline]
@@ -221,7 +232,9 @@ impl Allocator {
     }
 
     pub(crate) fn stream_gone(&self, stream: u64) -> Outcome<()> {
-        Ok(self.device.forget(stream)?)
+        let gone = self.device.forget(stream)?;
+        self.stacks[0].forget_stream(gone);
+        Ok(())
     }
 
     pub(crate) fn capturing(&self, open: bool) {
@@ -436,6 +449,11 @@ impl Allocator {
         }
         Ok(synchronized?)
     }
+}
+
+/// Refuses a text that names no allocator, or settings that it has not or that do not go together.
+pub(crate) fn check(text: &str) -> Outcome<()> {
+    Ok(text.parse::<Selection>()?.check()?)
 }
 
 fn to_json(value: &impl serde::Serialize) -> Outcome<String> {

@@ -84,11 +84,11 @@ impl Device {
     }
 
     /// Forgets a stream of the program, once the work on the device is done, so that no block waits for it.
-    pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
+    pub(crate) fn forget(&self, handle: u64) -> DriverResult<StreamId> {
         let stream = self.stream(handle)?;
         self.driver.device_synchronize()?;
         self.epoch.store(next_epoch(), Release);
-        self.driver.stream_forget(stream)
+        self.driver.stream_forget(stream).map(|()| stream)
     }
 }
 

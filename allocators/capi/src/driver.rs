@@ -83,6 +83,11 @@ impl Segments {
         self.limit.store(bytes, Relaxed);
     }
 
+    /// The limit, if there is one.
+    pub(crate) fn limit(&self) -> Option<u64> {
+        Some(self.limit.load(Relaxed)).filter(|limit| *limit != u64::MAX)
+    }
+
     /// Tells the program of segments from now on, or no longer.
     pub(crate) fn tell(&self, told: bool) {
         self.told.store(told, Release);

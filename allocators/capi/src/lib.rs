@@ -265,6 +265,16 @@ pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char
     })
 }
 
+/// Whether `vramlab_open` would know an allocator and its settings. Opens nothing.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_check(name: *const c_char) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { text(name, "the allocator's name") }.and_then(allocator::check))
+}
+
 /// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds.
 ///
 /// # Safety

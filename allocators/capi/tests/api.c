@@ -58,6 +58,9 @@ static void names_and_null(void) {
   CHECK(vramlab_abi() == VRAMLAB_ABI && strlen(vramlab_version()) >= 5 && vramlab_error()[0] == 0);
   CHECK(strcmp(vramlab_status_name(VRAMLAB_STATUS_FOREIGN), "foreign address") == 0);
   CHECK(strcmp(vramlab_status_name(99), "no such status") == 0);
+  OK(vramlab_check("caching:max_split_size=32M"));
+  FAILS(UNKNOWN, "caching", vramlab_check("cachng"));
+  FAILS(UNKNOWN, "memory_limit", vramlab_check("caching:garbage_collection_threshold=0.5"));
   FAILS(UNKNOWN, "caching", vramlab_open("cachng", "sim", &v));
   FAILS(UNKNOWN, "memory_limit", vramlab_open("caching:memory_limt=1G", "sim", &v));
   FAILS(UNKNOWN, "cuda", vramlab_open("caching", "tpu", &v));
@@ -129,6 +132,13 @@ static void frees_that_wait(const char *name) {
   OK(vramlab_free(v, c));
   OK(vramlab_trim(v, 0, NULL));
   CHECK(sum == a + c);
+  // A stream that is gone is waited for no more, also by what is freed later.
+  uint64_t d = allocate(v, MIB, 4);
+  OK(vramlab_record_stream(v, d, 7));
+  OK(vramlab_stream_gone(v, 7));
+  OK(vramlab_free(v, d));
+  OK(vramlab_trim(v, 0, NULL));
+  CHECK(stats_of(v).active.all.current == 0 && sum == a + c + d);
   OK(vramlab_on_free(v, NULL, NULL));
   OK(vramlab_close(v));
 }
@@ -139,7 +149,8 @@ static void limits(const char *name) {
   OK(vramlab_memory(v, &free_bytes, &total));
   CHECK(free_bytes <= total && total > ((uint64_t)100 << 30));
   OK(vramlab_set_limit(v, 64 * MIB));
-  FAILS(OUT_OF_MEMORY, "out of memory", vramlab_allocate(v, 100 * MIB, 0, &address));
+  FAILS(OUT_OF_MEMORY, "64", vramlab_allocate(v, 100 * MIB, 0, &address));
+  CHECK(strstr(vramlab_error(), "limit") != NULL);
   OK(vramlab_set_limit(v, VRAMLAB_NO_LIMIT));
   OK(vramlab_free(v, allocate(v, 100 * MIB, 0)));
   OK(vramlab_close(v));

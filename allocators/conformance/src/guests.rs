@@ -41,8 +41,14 @@ pub(super) fn a_stream_that_was_forgotten_costs_no_block(bench: &Bench) {
     allocator.use_on(&block, guest);
     allocator.record_use(&block, guest).unwrap();
     allocator.give(block, own);
+    let later = allocator.take(5 * MIB, own);
+    allocator.record_use(&later, guest).unwrap();
     driver.device_synchronize().unwrap();
     driver.stream_forget(guest).unwrap();
+    allocator.forget_stream(guest);
+    // What was held then is freed as any other.
+    allocator.give(later, own);
+    driver.device_synchronize().unwrap();
     allocator.trim(0).unwrap();
     check_nothing_held(&allocator.stats());
     // SAFETY: as above; the bench destroys the stream.

@@ -150,8 +150,11 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
     allocator.check_all_returns();
 }
 
+/// Blocks of a segment: sizes, and what was asked for where one is in use.
+type Parts = Vec<(u64, Option<u64>)>;
+
 /// What a pool's memory looks like where something of it is in use: free neighbours count as one.
-fn in_use(checkpoint: &Snapshot) -> Vec<(u64, Vec<(u64, Option<u64>)>)> {
+fn in_use(checkpoint: &Snapshot) -> Vec<(u64, Parts)> {
     let used = checkpoint.segments.iter().filter(|segment| !segment.is_idle());
     used.map(|segment| (segment.addr.get(), segment.parts())).collect()
 }

@@ -67,6 +67,10 @@ macro_rules! pass_on {
             self.inner.ledger_at_peak()
         }
 
+        fn forget_stream(&self, stream: StreamId) {
+            self.inner.forget_stream(stream);
+        }
+
         fn tell_completed(&self, on: bool) {
             self.inner.tell_completed(on);
         }

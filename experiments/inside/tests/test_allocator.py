@@ -95,7 +95,6 @@ def test_a_stream_that_is_gone_holds_no_block(caching: va.Allocator) -> None:
     assert caching.stats()["active_bytes.all.current"] == 0
 
 
-@pytest.mark.xfail(strict=True, raises=va.DriverError, reason="the free asks for an event on the stream that is gone")
 def test_a_stream_that_is_gone_holds_no_block_that_is_freed_later(caching: va.Allocator) -> None:
     block = caching.alloc(MIB, 1)
     caching.record_stream(block, 2)

@@ -291,6 +291,12 @@ impl DeviceAllocator for Caching {
         self.announce(block, stream)
     }
 
+    fn forget_stream(&self, stream: StreamId) {
+        for shard in self.shards.by_stream() {
+            shard.lock().uses().values_mut().for_each(|users| users.retain(|user| *user != stream));
+        }
+    }
+
     fn tell_completed(&self, on: bool) {
         *lock(&self.completed) = on.then(Vec::new);
     }

@@ -157,6 +157,10 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         Ok(())
     }
 
+    fn forget_stream(&self, stream: StreamId) {
+        self.lock().heap.forget_stream(stream);
+    }
+
     fn tell_completed(&self, on: bool) {
         *self.lock().heap.completed() = on.then(Vec::new);
     }

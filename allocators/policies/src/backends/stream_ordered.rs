@@ -388,6 +388,10 @@ impl DeviceAllocator for StreamOrdered {
         Ok(())
     }
 
+    fn forget_stream(&self, stream: StreamId) {
+        self.lock().live.values_mut().for_each(|live| live.uses.retain(|user| *user != stream));
+    }
+
     fn stats(&self) -> Stats {
         let mut state = self.lock();
         let counters = self.counters(&mut state);

@@ -367,6 +367,12 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
     }
 
+    /// Says that all work of a stream is done and that none will come, because it is about to be destroyed: blocks that are held
+    /// wait for it no more.
+    fn forget_stream(&self, stream: StreamId) {
+        let _ = stream;
+    }
+
     /// Remembers from now on, or no longer, where blocks lay whose free had to wait, once they are reusable: a history has them
     /// as `free_completed`.
     fn tell_completed(&self, on: bool) {

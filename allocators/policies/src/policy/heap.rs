@@ -315,6 +315,11 @@ impl Heap {
         }
     }
 
+    /// Lets no held block wait for a stream whose work is done.
+    pub(crate) fn forget_stream(&mut self, stream: StreamId) {
+        self.uses.values_mut().for_each(|users| users.retain(|user| *user != stream));
+    }
+
     /// The streams that a block was announced to, which are forgotten here.
     pub(crate) fn take_uses(&mut self, block: BlockId) -> Vec<StreamId> {
         if self.uses.is_empty() {
