@@ -97,6 +97,8 @@ def test_the_wheel_is_the_program_the_library_and_the_packages(tmp_path: Path) -
         "vramlab.pth",
         f"vramlab-{project('experiments')['version']}.dist-info",
     }
+    # What the shim is compiled from, where PyTorch is.
+    assert {Path("vramlab/shim/shim.cpp"), Path("vramlab/include/vramlab.h")} <= set(files)
     # For any Python, on any Linux of the tag that the name says.
     if sys.platform == "linux":
         new.run("python", "-m", "pip", "install", "auditwheel")

@@ -55,6 +55,9 @@ pub(crate) struct Teller<T> {
     pub(crate) callback: unsafe extern "C" fn(*mut std::ffi::c_void, T),
 }
 
+/// The addresses of blocks that were freed, and the blocks that are held now: address, bytes, stream.
+pub(crate) type Restored = (Vec<u64>, Vec<(u64, u64, u64)>);
+
 /// What a private pool was at a moment.
 #[derive(Debug)]
 pub struct Checkpoint {
@@ -268,8 +271,8 @@ impl Allocator {
         Ok(Checkpoint { pool, state })
     }
 
-    /// Lets a pool be as it was. Returns the addresses that were freed, and the blocks that are held now: address, bytes, stream.
-    pub(crate) fn pool_restore(&self, checkpoint: &Checkpoint) -> Outcome<(Vec<u64>, Vec<(u64, u64, u64)>)> {
+    /// Lets a pool be as it was.
+    pub(crate) fn pool_restore(&self, checkpoint: &Checkpoint) -> Outcome<Restored> {
         let (pool, of_pool) = (checkpoint.pool, |held: &Held| held.pool == checkpoint.pool);
         let known = self.pool(pool)?;
         let taken = self.held.take_where(of_pool);

@@ -20,6 +20,9 @@ pub(crate) struct Device {
 /// The devices that are open, by the text that they were asked for with.
 static OPEN: Mutex<BTreeMap<String, Weak<Device>>> = Mutex::new(BTreeMap::new());
 
+/// How a device is opened that is not open yet.
+type Opening = Box<dyn FnOnce() -> Outcome<Arc<dyn Driver>>>;
+
 fn next_epoch() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     // Relaxed: only uniqueness matters.
@@ -34,7 +37,7 @@ thread_local! {
 impl Device {
     /// Opens a device, or finds it open: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`.
     pub(crate) fn open(text: &str) -> Outcome<Arc<Self>> {
-        let (driver, key): (Box<dyn FnOnce() -> Outcome<Arc<dyn Driver>>>, String) = match numbered_simulation(text) {
+        let (driver, key): (Opening, String) = match numbered_simulation(text) {
             Some(number) => (Box::new(|| Ok(simulated(Profile::h200()))), format!("sim:{number}")),
             None => match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim])? {
                 DeviceName::Cuda(number) => {

@@ -23,7 +23,7 @@ use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
-pub(crate) use first::{First, driver_calls, first};
+pub(crate) use first::{First, first, replayed};
 use recorded_run::{LimitSource, RecordedRun, Retries};
 use serde::Serialize;
 use serde_json::Value;

@@ -1,7 +1,7 @@
 //! `vramlab try`: a program runs under its own settings, under those that `advise` names, and under another allocator, and what was
 //! predicted stands beside what was measured.
 
-use crate::advise::{self, First, driver_calls};
+use crate::advise::{self, First, replayed};
 use crate::run::{Folder, Launch, Recorded, Runner, Started};
 use crate::words::counted;
 use anyhow::{Result, bail};
@@ -101,30 +101,30 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         say(&format!("try      2: PYTORCH_CUDA_ALLOC_CONF={conf}"));
         let launch = Launch { conf: Some(conf), ..launch };
         let (ran, started) = one(&runner, &launch, &folder, "advised")?;
-        let calls = self::snapshot(&started, &ran.folder).and_then(|file| driver_calls(&file, recorded.limit).ok());
+        let again = self::snapshot(&started, &ran.folder).map(|file| replayed(&file, recorded.limit, None));
+        let again = again.and_then(|replayed| replayed.ok().flatten());
         runs.push(Ran {
             conf: Some(conf.to_owned()),
             predicted_reserved_bytes: advice.predicted_reserved_bytes,
             predicted_driver_calls: advice.predicted_driver_calls,
-            driver_calls: calls,
+            driver_calls: again.map(|replayed| replayed.driver_calls),
             ..ran
         });
     }
     say(&format!("try      {}: {}", runs.len() + 1, args.alloc));
     let under = Launch { alloc: Some(&args.alloc), ..launch };
     let (ran, started) = one(&runner, &under, &folder, "allocator")?;
-    // What was replayed is `remap` without settings.
-    let replayed = advice.as_ref().filter(|_| args.alloc.to_string() == "remap");
+    let predicted = replayed(&snapshot, recorded.limit, Some(&args.alloc)).ok().flatten();
     runs.push(Ran {
         allocator: Some(args.alloc.to_string()),
-        predicted_reserved_bytes: replayed.and_then(|advice| advice.remap_reserved_bytes),
-        predicted_driver_calls: replayed.and_then(|advice| advice.remap_driver_calls),
+        predicted_reserved_bytes: predicted.map(|replayed| replayed.reserved_bytes),
+        predicted_driver_calls: predicted.map(|replayed| replayed.driver_calls),
         driver_calls: worst(&started).and_then(|process| process.driver_calls()),
         ..ran
     });
     let tried = Tried { command: launch.shown(), runs, advice };
     folder.finish(&tried)?;
-    if args.json { terminal::print_json(&tried) } else { page(&tried, &folder).print() }
+    if args.json { terminal::print_json(&tried) } else { page(&tried, &snapshot).print() }
 }
 
 /// One run in a folder of its own. A program that was ended by a signal ends this one, too.
@@ -166,7 +166,7 @@ fn snapshot(started: &Started, folder: &Path) -> Option<PathBuf> {
     worst(started)?.best().map(|snapshot| folder.join(&snapshot.file))
 }
 
-fn page(tried: &Tried, folder: &Folder) -> Page {
+fn page(tried: &Tried, snapshot: &Path) -> Page {
     let mut page = Page::stdout();
     page.title(format!("{}: predicted and measured", tried.command));
     page.table(&table(tried));
@@ -186,8 +186,7 @@ fn page(tried: &Tried, folder: &Folder) -> Page {
         _ => {}
     }
     page.gap();
-    let last = tried.runs.last().map(|ran| ran.folder.clone()).unwrap_or_else(|| folder.shown.clone());
-    page.next(&command("vramlab", &format!("report {} --open", quoted(&last.join("*.pickle").to_string_lossy()))));
+    page.next(&command("vramlab", &format!("explain {}", quoted(&snapshot.to_string_lossy()))));
     page
 }
 

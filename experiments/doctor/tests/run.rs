@@ -279,6 +279,9 @@ fn what_was_predicted_stands_beside_what_was_measured() {
     );
     // The stand-in takes no other allocator, which is said and shown.
     assert_eq!((&runs[2]["allocator"], &runs[2]["exit_code"]), (&json!("remap"), &json!(2)));
+    assert!(
+        runs[2]["predicted_reserved_bytes"].as_u64() > Some(0) && runs[2]["predicted_driver_calls"].as_u64() > Some(0)
+    );
     assert!(ran.stderr.contains("vramlab: remap cannot be put under PyTorch"), "{ran:#?}");
     let command = place.process(&["try", "--output", "again", "--", "python3", "script.py"]);
     let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();

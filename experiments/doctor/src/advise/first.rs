@@ -1,13 +1,13 @@
 //! The answer in one line, for programs that ran here.
 
-use super::{Advice, Asked, Verdict, advice};
+use super::{Advice, Asked, Other, Outcome, Verdict, advice};
 use crate::advise::recorded_run::RecordedRun;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::Path;
-use vramlab::Bytes;
+use vramlab::{Bytes, Selection};
 
 /// What is advised for one snapshot.
 #[derive(Clone, Debug, Serialize)]
@@ -26,10 +26,6 @@ pub(crate) struct First {
     pub(crate) recorded_reserved_bytes: Option<u64>,
     /// Calls of the driver that it made, by its replay under the same settings.
     pub(crate) recorded_driver_calls: Option<u64>,
-    /// What `remap` would reserve.
-    pub(crate) remap_reserved_bytes: Option<u64>,
-    /// Calls of the driver that `remap` would make.
-    pub(crate) remap_driver_calls: Option<u64>,
 }
 
 /// Advice for one snapshot.
@@ -48,27 +44,40 @@ pub(crate) fn first(file: &Path, limit: Option<u64>) -> Result<First> {
             predicted_driver_calls: None,
             recorded_reserved_bytes: None,
             recorded_driver_calls: None,
-            remap_reserved_bytes: None,
-            remap_driver_calls: None,
         });
     }
     let happened = RecordedRun::of(limit, &recording)?;
     Ok(told(&advice(file, &happened, &Asked::default(), false, &recording)?))
 }
 
-/// Calls of the driver that a program made, by a replay of its history under the settings that it had.
+/// What a program comes to in a replay of its history.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Replayed {
+    pub(crate) reserved_bytes: u64,
+    pub(crate) driver_calls: u64,
+}
+
+/// Replays a snapshot's history under an allocator, or under the settings that it had; `None` where memory runs out.
 ///
 /// # Errors
 /// Those of reading the snapshot and of the replay.
-pub(crate) fn driver_calls(file: &Path, limit: Option<u64>) -> Result<u64> {
+pub(crate) fn replayed(file: &Path, limit: Option<u64>, alloc: Option<&Selection>) -> Result<Option<Replayed>> {
     let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
-    Ok(happened.trial(file)?.run(&happened.conf)?.calls())
+    let trial = happened.trial(file)?;
+    Ok(match alloc {
+        Some(alloc) => figures(&trial.under(Other { alloc: alloc.clone() }, alloc)?),
+        None => figures(&trial.run(&happened.conf)?),
+    })
+}
+
+fn figures<T>(outcome: &Outcome<T>) -> Option<Replayed> {
+    let (reserved_bytes, driver_calls) = (outcome.peak_reserved_bytes, outcome.calls());
+    outcome.runs().then_some(Replayed { reserved_bytes, driver_calls })
 }
 
 fn told(advice: &Advice) -> First {
     let first = advice.settings.first();
     let conf = first.filter(|_| matches!(advice.verdict, Verdict::Change | Verdict::NotSaid));
-    let remap = advice.other_allocators.iter().find(|outcome| outcome.of.alloc.name() == "remap" && outcome.runs());
     First {
         verdict: advice.verdict,
         conf: conf.map(|setting| setting.conf().text().to_owned()),
@@ -78,8 +87,6 @@ fn told(advice: &Advice) -> First {
         predicted_driver_calls: conf.map(|setting| setting.outcome.calls()),
         recorded_reserved_bytes: advice.recorded.peak_reserved_bytes,
         recorded_driver_calls: Some(advice.recorded.replayed.calls()),
-        remap_reserved_bytes: remap.map(|outcome| outcome.peak_reserved_bytes),
-        remap_driver_calls: remap.map(super::evaluate::Outcome::calls),
     }
 }
 
