@@ -1,5 +1,6 @@
 """The plans of the campaign and what it learns from its records; PyTorch's tests, run on made ones."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
-import campaign
+campaign = importlib.import_module("campaign")
 
 
 def made(tmp_path, **options):
