@@ -290,11 +290,13 @@ class Campaign:
         wanted = (task for task in tasks if self.wanted(task))
         running = None
         while True:
-            following = next(wanted, None) if running is None or self.options.ahead else None
+            # Calls of two microseconds feel what another core does.
+            ahead = self.options.ahead and running is not None and running.task.program != "empty"
+            following = next(wanted, None) if running is None or ahead else None
             started = following and starter.start(following, self.limit(following), go=False)
             if running:
                 self.finish(running, starter, file)
-                if not self.options.ahead:
+                if not ahead:
                     following = next(wanted, None)
                     started = following and starter.start(following, self.limit(following), go=False)
             if not started:

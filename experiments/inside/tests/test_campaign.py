@@ -1,0 +1,149 @@
+"""The plans of the campaign and what it learns from its records; PyTorch's tests, run on made ones."""
+
+import importlib
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(HERE))
+
+campaign = importlib.import_module("campaign")
+
+
+def made(tmp_path, **options):
+    chosen = {"resume": [], "budget": 100.0, "jobs": 2, "output": tmp_path, "ahead": True}
+    return campaign.Campaign(Namespace(**chosen | options))
+
+
+def test_every_planned_run_has_an_id_of_its_own():
+    tasks = campaign.planned(campaign.PARTS, campaign.ARMS, 10, "checks.py")
+    assert len({task.id for task in tasks}) == len(tasks)
+    assert {task.part for task in tasks} == set(campaign.PARTS)
+    assert {task.program for task in tasks} <= campaign.SIZES.keys()
+    # Each round has every arm once, in an order of its own.
+    timed = [task for task in tasks if task.part == "timed" and task.program == "gpt2" and task.arm in campaign.MAIN]
+    assert all(sum(task.arm == arm for task in timed) == 10 for arm in campaign.MAIN)
+    assert len({tuple(task.arm for task in timed if task.repeat == repeat) for repeat in range(10)}) > 1
+
+
+def test_limits_are_multiples_of_what_native_holds_active(tmp_path):
+    one = made(tmp_path)
+    task = campaign.Task("curve", "gpt2", "remap", limit=1.02, alone=True)
+    assert not one.wanted(task), "nothing is known yet"
+    stats = {"active_bytes.all.peak": 1000, "reserved_bytes.all.peak": 1200}
+    native = {
+        "id": "curve gpt2 native #0",
+        "part": "curve",
+        "program": "gpt2",
+        "arm": "native",
+        "status": "ok",
+        "stats": stats,
+    }
+    one.learn(native)
+    assert one.wanted(task)
+    assert one.limit(task) == 1020
+    assert not one.wanted(campaign.Task("curve", "gpt2", "native", alone=True)), "it was done"
+    for limit in (1.3, 1.2):
+        known = {
+            "part": "curve",
+            "program": "gpt2",
+            "arm": "remap",
+            "status": "oom",
+            "oom": "no",
+            "limit": int(1000 * limit),
+        }
+        one.learn(known | {"id": f"curve gpt2 remap at {limit} #0", "over_active": limit})
+    assert not one.wanted(task), "it ran out of memory under two larger limits"
+
+
+def test_what_was_done_is_not_done_again_and_what_failed_is(tmp_path):
+    ok, failed = (campaign.Task("memory", "moe", arm) for arm in ("native", "caching"))
+    file = tmp_path / "results.jsonl"
+    lines = [{"kind": "machine"}]
+    for task, status in ((ok, "ok"), (failed, "failed")):
+        lines.append({"id": task.id, "part": task.part, "program": task.program, "arm": task.arm, "status": status})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one = made(tmp_path, resume=[file])
+    assert not one.wanted(ok)
+    assert one.wanted(failed)
+    assert not made(tmp_path, resume=[file], budget=1.0).wanted(failed), "there is no time"
+
+
+def test_a_plan_needs_no_gpu(tmp_path):
+    command = [
+        sys.executable,
+        HERE / "campaign.py",
+        "-o",
+        tmp_path / "out",
+        "--plan",
+        "--parts",
+        "curve",
+        "--arms",
+        "native,remap",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "curve gpt2 remap at 1.005 #0" in done.stdout.splitlines()
+    assert not (tmp_path / "out").exists()
+    done = subprocess.run([*command[:-1], "remapp"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no arm is called 'remapp'" in done.stderr
+
+
+TESTS = """
+import os, time, unittest
+class TestCuda(unittest.TestCase):
+    def test_passes(self): pass
+    def test_breaks(self): os._exit(7)
+    def test_fails(self): self.assertEqual(1, 2)
+    def test_hangs(self): time.sleep(60)
+    def test_passes_natively(self): self.assertNotIn("expandable", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    @unittest.skip("never")
+    def test_skipped(self): pass
+"""
+
+
+@pytest.fixture
+def tests(tmp_path, monkeypatch):
+    """Files of tests, and a module in PyTorch's place."""
+    internal = tmp_path / "torch" / "testing" / "_internal"
+    internal.mkdir(parents=True)
+    for folder in (internal, internal.parent, internal.parents[1]):
+        (folder / "__init__.py").touch()
+    (internal / "inductor_utils.py").write_text("HAS_CUDA_AND_TRITON = False\n")
+    (tmp_path / "test_cuda.py").write_text(TESTS)
+    (tmp_path / "test_cudagraph_trees.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_a_test_that_breaks_or_hangs_costs_no_other(tests):
+    command = [
+        sys.executable,
+        HERE / "torch_tests.py",
+        "-o",
+        tests / "out",
+        "--tests",
+        tests,
+        "--arms",
+        "native,expandable",
+    ]
+    done = subprocess.run([*command, "--timeout", "2", "--jobs", "2"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {}
+    for line in (tests / "out" / "torch-tests.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        found[one["arm"], one["test"].rpartition("_")[2]] = one
+    outcomes = {"passes": "passed", "breaks": "crashed", "fails": "failed", "hangs": "timed out", "skipped": "skipped"}
+    for arm in ("native", "expandable"):
+        assert {name: found[arm, name]["outcome"] for name in outcomes} == outcomes
+    assert found["native", "natively"]["outcome"] == "passed"
+    assert found["expandable", "natively"]["reason"].startswith("AssertionError: 'expandable' unexpectedly found")
+    # What fails natively is no fault of an allocator, so it is not looked at again.
+    assert found["native", "fails"].get("alone")
+    assert not found["expandable", "fails"].get("alone")
+    assert "1 of 2 that pass natively do not under expandable" in done.stdout
