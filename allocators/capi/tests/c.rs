@@ -5,17 +5,17 @@ use std::process::Command;
 
 /// The library. Cargo builds none for tests, which cannot link it.
 fn library() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
+    let test = std::env::current_exe().expect("a test should know its file");
     // The test lies in `target/PROFILE/deps`.
-    let folder = test.ancestors().nth(2).unwrap();
+    let folder = test.ancestors().nth(2).expect("a test should lie in target/PROFILE/deps");
     let mut cargo = Command::new(env!("CARGO"));
     cargo
         .args(["build", "--quiet", "--locked", "--package", "vramlab-capi", "--target-dir"])
-        .arg(folder.parent().unwrap());
+        .arg(folder.parent().expect("a profile should lie in a target folder"));
     if folder.ends_with("release") {
         cargo.arg("--release");
     }
-    assert!(cargo.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
+    assert!(cargo.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("Cargo should run").success());
     folder.join("libvramlab.so")
 }
 
