@@ -37,9 +37,13 @@
 //! 3. As long as a block's top lies above the bound, blocks that do move forward in the order, and all are placed
 //!    again: "squeaky wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
 //!
-//! The search ends at the bound (or within 0.012 % of it), or when it has made [`PlanSettings::steps`] steps. A step is a block
-//! that is looked at or sorted, or two lists of byte ranges that are looked at. Nothing reads a clock, so the same history
-//! gives the same plan everywhere.
+//! 4. An eighth of the steps is spent on orders. If that is not enough, up to 32,768 blocks of one group are searched exactly
+//!    for plans of fewer and fewer bytes (`plan/skyline.rs`). That takes a plan close to the bound, and can prove that
+//!    there is none: [`Plan::least`].
+//!
+//! The search ends at the bound, where orders come within 0.012 % of it, or when it has made [`PlanSettings::steps`] steps. A step
+//! is a block that is looked at or sorted, or two lists of byte ranges, or sixteen of the numbers that the exact search
+//! looks at. Nothing reads a clock, so the same history gives the same plan everywhere.
 //!
 //! # What a history does not tell
 //! - Blocks from before the first event are in use from the beginning, in address order, and blocks that are never freed are
@@ -47,17 +51,20 @@
 //! - Requests that the recorded allocator refused never lived, and are left out.
 //! - In a log that does not say when frees complete, they complete at once.
 //!
-//! *Source.* The heuristic is that of TensorFlow Lite's and TVM's memory planners (greedy by size) with the search added;
-//! exact solvers are <https://github.com/google/minimalloc> and TelaMalloc (ASPLOS 2023).
+//! *Source.* The heuristic is that of TensorFlow Lite's and TVM's memory planners (greedy by size) with the search added.
+//! The exact search has ideas of MiniMalloc (ASPLOS 2023), <https://github.com/google/minimalloc>.
 
 mod bound;
 mod conflicts;
+mod exact;
 mod lifetime;
 mod lifetimes;
 mod occupied;
 mod online;
+mod parts;
 mod placed;
 mod search;
+mod skyline;
 mod stitched;
 
 pub use bound::lower_bound;

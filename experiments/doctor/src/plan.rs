@@ -52,6 +52,9 @@ struct Found {
     lower_bound_bytes: u64,
     /// Bytes that are enough by the plan.
     plan_bytes: u64,
+    /// Bytes below which no plan keeps each block in one piece, as far as the search proved it: `lower_bound_bytes` or
+    /// more. If it is `plan_bytes`, the plan is the best there is.
+    least_bytes: u64,
     /// `plan_bytes / lower_bound_bytes - 1`.
     gap: f64,
     /// What an allocator would reserve that makes each block above 1 MiB of any free pages of 2 MiB of its stream
@@ -96,6 +99,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             allocations: lifetimes.len(),
             lower_bound_bytes: found.lower_bound,
             plan_bytes: found.bytes,
+            least_bytes: found.least,
             gap: found.gap(),
             stitched_bytes: stitched(&lifetimes),
             segment_requests: misses.requests,

@@ -14,6 +14,9 @@ pub struct Plan {
     pub bytes: u64,
     /// Bytes below which there is no plan.
     pub lower_bound: u64,
+    /// Bytes below which no plan keeps each block in one piece, as far as the search proved it: `lower_bound` or more. If it is
+    /// `bytes`, this is the best plan there is.
+    pub least: u64,
     /// Steps that the search made.
     pub steps: u64,
 }

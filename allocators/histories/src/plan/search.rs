@@ -1,6 +1,7 @@
 //! The search for a plan: placing in an order, and finding a better order.
 
 use super::conflicts::Placed;
+use super::exact::Exact;
 use super::occupied::Occupied;
 use super::{CrossStream, Lifetime, Plan, PlanSettings, online};
 use crate::random::Random;
@@ -14,8 +15,17 @@ const OFFENDERS: [u32; 2] = [1, 4];
 /// A plan that is above the bound by less than this part of it is good enough: 0.012 %.
 const ENOUGH: u64 = 8192;
 
+/// The part of the steps that orders are tried for before the exact search begins.
+const FIRST: u64 = 8;
+
+/// Steps that orders are tried for at least, because the exact search has found little by then.
+const FEWEST_FIRST: u64 = 1 << 20;
+
+/// Blocks of a history up to which it begins at all.
+const MOST_BLOCKS: usize = 1 << 15;
+
 /// One doubling of the size, in priorities.
-const DOUBLING: u64 = 1 << 16;
+pub(super) const DOUBLING: u64 = 1 << 16;
 
 /// A search over orders.
 #[derive(Debug)]
@@ -29,6 +39,8 @@ pub(super) struct Search<'a> {
     /// Ranges of the blocks that conflict with the one to be placed.
     taken: Vec<(u64, u64)>,
     steps: u64,
+    /// Most steps.
+    most: u64,
 }
 
 /// Blocks that were placed.
@@ -69,7 +81,7 @@ impl<'a> Search<'a> {
     pub(super) fn new(lifetimes: &'a [Lifetime], settings: &'a PlanSettings, lower_bound: u64) -> Self {
         let placed = Blocks::new(lifetimes, settings.cross_stream);
         let offsets = vec![0; lifetimes.len()];
-        Self { lifetimes, settings, lower_bound, placed, offsets, taken: Vec::new(), steps: 0 }
+        Self { lifetimes, settings, lower_bound, placed, offsets, taken: Vec::new(), steps: 0, most: settings.steps }
     }
 
     /// The best plan that is found. Not generic, so that it is compiled, and optimised, with this crate.
@@ -83,6 +95,11 @@ impl<'a> Search<'a> {
         order.sort_by_cached_key(|&block| (Reverse(self.lifetimes[block as usize].bytes()), self.tie(block)));
         let mut limit = u64::MAX;
         let mut offenders = OFFENDERS.iter().cycle();
+        let all = self.settings.steps;
+        let mut exact = None;
+        if matches!(self.placed, Blocks::OneGroup(_)) && self.lifetimes.len() <= MOST_BLOCKS {
+            self.most = (all / FIRST).max(FEWEST_FIRST).min(all);
+        }
         while bytes - self.lower_bound > self.lower_bound / ENOUGH {
             progress(self.steps, bytes);
             let offenders = offenders.next().copied().unwrap_or(1);
@@ -94,6 +111,14 @@ impl<'a> Search<'a> {
                     order.len()
                 }
                 Attempt::Worse(placed) => placed,
+                Attempt::OutOfSteps if self.most < all => {
+                    exact = Exact::new(self.lifetimes, self.settings);
+                    self.most = all;
+                    match exact {
+                        Some(_) => break,
+                        None => continue,
+                    }
+                }
                 Attempt::OutOfSteps => break,
             };
             limit = bytes;
@@ -107,8 +132,13 @@ impl<'a> Search<'a> {
             order.sort_by_cached_key(|&block| (Reverse(priorities[block as usize]), self.tie(block)));
             self.steps += order.len() as u64;
         }
-        progress(self.steps, bytes);
-        Plan { offsets: best, bytes, lower_bound: self.lower_bound, steps: self.steps }
+        let Self { lower_bound, steps, .. } = self;
+        let mut plan = Plan { offsets: best, bytes, lower_bound, least: lower_bound, steps };
+        if let Some(exact) = exact {
+            exact.improve(&mut plan, all, progress);
+        }
+        progress(plan.steps, plan.bytes);
+        plan
     }
 
     /// Of equal blocks the longest-lived comes first, then the one that was allocated first.
@@ -127,7 +157,7 @@ impl<'a> Search<'a> {
             if above == offenders {
                 return Attempt::Worse(count + 1);
             }
-            if self.steps >= self.settings.steps {
+            if self.steps >= self.most {
                 return Attempt::OutOfSteps;
             }
         }
@@ -190,7 +220,7 @@ fn lowest_gap(ranges: &mut [(u64, u64)], bytes: u64, offset: &mut u64) -> bool {
 
 /// The binary logarithm, with sixteen bits behind the point that are linear between powers of two. Integers only, so that it
 /// is the same everywhere.
-fn log2(bytes: u64) -> u64 {
+pub(super) fn log2(bytes: u64) -> u64 {
     let Some(power) = bytes.checked_ilog2() else { return 0 };
     let rest = bytes - (1 << power);
     // CAST: the quotient is below 2^16.
