@@ -40,6 +40,8 @@ struct Look {
     stats: Vec<(String, u64)>,
     ledger: Ledger,
     snapshot: Option<Snapshot>,
+    /// Whether each of its segments is a private pool's.
+    private: Vec<bool>,
 }
 
 /// What one of the two did.
@@ -99,8 +101,11 @@ impl Watched {
     }
 
     fn look(&self, step: usize) -> Look {
-        let (stats, snapshot) = (self.inner.stats(), self.inner.snapshot());
-        Look { step, stats: stats.entries(), ledger: self.inner.ledger_at_peak(), snapshot }
+        let (stats, mut snapshot) = (self.inner.stats(), self.inner.snapshot());
+        // No two allocators of a process number their pools alike.
+        let segments = snapshot.iter_mut().flat_map(|snapshot| &mut snapshot.segments);
+        let private = segments.map(|segment| segment.private.take().is_some()).collect();
+        Look { step, stats: stats.entries(), ledger: self.inner.ledger_at_peak(), snapshot, private }
     }
 
     /// The report says which allocator refused.
