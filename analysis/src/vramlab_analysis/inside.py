@@ -215,7 +215,8 @@ def table() -> str:
     """The README's table: what two programs reserve, what a step takes, and the smallest limit that they run in."""
     runs = load()
     programs = ("gpt2", "resnet50")
-    heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in ("reserved", "ms a step", "least limit (ms there)")]
+    columns = ("reserved", "ms a step", "least limit (ms there)")
+    heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in columns]
     lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for arm in QUOTED:
         cells = []
