@@ -58,7 +58,7 @@ pub enum Format {
 
 impl Format {
     /// Every format, in the order in which a file is tried.
-    pub(super) const ALL: [Format; 6] = [
+    pub const ALL: [Format; 6] = [
         Format::SnapshotPickle,
         Format::Jsonl,
         Format::SnapshotJson,
