@@ -270,6 +270,10 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
             let users = state.heap.take_uses(held);
             state.policy.free(&mut state.heap, held, &users)?;
         }
+        // A policy that cuts blocks by a scheme of its own cannot take over what was cut otherwise.
+        if !state.policy.restores() {
+            return Err(AllocError::Incapable { allocator: self.name, capability: "checkpoints of private pools" });
+        }
         let blocks = state.heap.cut_as_before(pool.id(), checkpoint);
         let blocks = blocks.map_err(|reason| AllocError::PrivatePool { allocator: self.name, reason })?;
         Ok(blocks.into_iter().map(|block| self.mint(&state.heap, block, Path::Hit)).collect())

@@ -522,7 +522,8 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`AllocError::PrivatePool`] when there is no such pool, a block of it waits for another stream or was not given back
-    /// here, or memory of the checkpoint is there no more. What was given back is free then.
+    /// here, or memory of the checkpoint is there no more; [`AllocError::Incapable`] for an allocator that cuts blocks by a scheme
+    /// of its own. What was given back is free then.
     ///
     /// # Safety
     /// `held` is every block of the pool that the client holds, each with the stream that it was allocated on, given back as by

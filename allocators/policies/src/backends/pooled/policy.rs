@@ -103,7 +103,7 @@ pub trait Policy: fmt::Debug + Send {
         true
     }
 
-    /// Whether it can begin with segments of another allocator.
+    /// Whether it can begin with segments of another allocator, and go back to a checkpoint of a private pool.
     fn restores(&self) -> bool {
         true
     }
