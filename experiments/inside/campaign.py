@@ -96,7 +96,9 @@ def rounds(part, programs, arms, repeats, **options):
     """Each arm once, in an order of its own, then each once more: a drift of the machine touches all arms alike."""
     for repeat in range(repeats):
         for program in programs:
-            yield from shuffled((Task(part, program, arm, repeat, **options) for arm in arms), f"{part} {program} {repeat}")
+            yield from shuffled(
+                (Task(part, program, arm, repeat, **options) for arm in arms), f"{part} {program} {repeat}"
+            )
 
 
 def planned(parts, arms, repeats, checks):
@@ -110,7 +112,11 @@ def planned(parts, arms, repeats, checks):
             # Once as a user would start it, and once forked, which is what the other parts do.
             tasks += [Task(part, "gpt2", arm, 0, few, fresh=True) for arm in arms]
             tasks += [Task(part, "gpt2", arm, 1, few) for arm in arms]
-            tasks += [Task(part, "usual", arm, 0, ["--steps", "8"], fresh=True) for arm in arms if arm in ("native", "caching", "remap")]
+            tasks += [
+                Task(part, "usual", arm, 0, ["--steps", "8"], fresh=True)
+                for arm in arms
+                if arm in ("native", "caching", "remap")
+            ]
         elif part == "checks":
             tasks += [Task(part, "checks", arm, options=[str(checks)], fresh=True, timeout=200) for arm in arms]
         elif part == "empty":
@@ -146,7 +152,11 @@ def planned(parts, arms, repeats, checks):
 def outcome(running, code):
     """The record of a run that ended: what it wrote, or the end of what it printed."""
     task = running.task
-    base = {key: value for key, value in asdict(task).items() if value not in (None, False, []) and key not in ("timeout", "alone")}
+    base = {
+        key: value
+        for key, value in asdict(task).items()
+        if value not in (None, False, []) and key not in ("timeout", "alone")
+    }
     base["id"] = task.id
     if task.limit:
         base["over_active"] = base.pop("limit")
@@ -155,7 +165,11 @@ def outcome(running, code):
     record = running.record
     if task.program == "checks":
         lines = [line for line in log.splitlines() if line.startswith(("PASS ", "FAIL "))]
-        result = {"checks": lines, "passed": sum(line.startswith("PASS") for line in lines), "failed": sum(line.startswith("FAIL") for line in lines)}
+        result = {
+            "checks": lines,
+            "passed": sum(line.startswith("PASS") for line in lines),
+            "failed": sum(line.startswith("FAIL") for line in lines),
+        }
         bad = code != 0 or result["failed"] > 0 or not lines
     elif task.program == "usual":
         said = [one for one in log.splitlines() if one.startswith('{"program"')]
@@ -191,13 +205,17 @@ def machine(build):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if found.returncode:
-        raise SystemExit(f"error: PyTorch finds no GPU: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+        raise SystemExit(
+            f"error: PyTorch finds no GPU: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
     facts = json.loads(found.stdout.splitlines()[-1])
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError):
         facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     with contextlib.suppress(OSError):
-        commit = subprocess.run(["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
         build = build or commit
     return {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "build": build, "cores": os.cpu_count(),
             "python": sys.version.split()[0], "kernel": os.uname().release, **facts}  # fmt: skip
@@ -373,22 +391,46 @@ def choice(words, known, what):
 
 def arguments():
     """What the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be"
+    )
     parts = f"of {', '.join(PARTS)} (default: all)"
-    parser.add_argument("--parts", type=lambda words: choice(words, PARTS, "part"), default=list(PARTS), metavar="A,B", help=parts)
+    parser.add_argument(
+        "--parts", type=lambda words: choice(words, PARTS, "part"), default=list(PARTS), metavar="A,B", help=parts
+    )
     arms = f"of {', '.join(ARMS)} (default: all)"
-    parser.add_argument("--arms", type=lambda words: choice(words, ARMS, "arm"), default=list(ARMS), metavar="A,B", help=arms)
+    parser.add_argument(
+        "--arms", type=lambda words: choice(words, ARMS, "arm"), default=list(ARMS), metavar="A,B", help=arms
+    )
     parser.add_argument("--programs", metavar="A,B", help="only runs of these programs")
-    parser.add_argument("--repeats", type=int, default=10, metavar="N", help="runs of each arm in the part `timed` (default: 10)")
-    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="no run begins that would end later (default: 540)")
-    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="FILE", help="results of an earlier call")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), metavar="N", help="runs side by side at most")
-    parser.add_argument("--checks", type=Path, metavar="FILE", help="a program that prints PASS or FAIL a line, for the part `checks`")
-    parser.add_argument("--build", metavar="TEXT", help="commit of what is measured, where there is no repository to ask")
+    parser.add_argument(
+        "--repeats", type=int, default=10, metavar="N", help="runs of each arm in the part `timed` (default: 10)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=540, metavar="SECONDS", help="no run begins that would end later (default: 540)"
+    )
+    parser.add_argument(
+        "--resume", type=Path, action="append", default=[], metavar="FILE", help="results of an earlier call"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), metavar="N", help="runs side by side at most"
+    )
+    parser.add_argument(
+        "--checks", type=Path, metavar="FILE", help="a program that prints PASS or FAIL a line, for the part `checks`"
+    )
+    parser.add_argument(
+        "--build", metavar="TEXT", help="commit of what is measured, where there is no repository to ask"
+    )
     parser.add_argument("--fresh", action="store_true", help="start a Python for each run")
-    parser.add_argument("--no-ahead", dest="ahead", action="store_false", help="begin a timed run only when the last one has ended")
-    parser.add_argument("--cpu", action="store_true", help="small programs on the CPU under PyTorch's allocator, to try this program")
+    parser.add_argument(
+        "--no-ahead", dest="ahead", action="store_false", help="begin a timed run only when the last one has ended"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="small programs on the CPU under PyTorch's allocator, to try this program"
+    )
     parser.add_argument("--plan", action="store_true", help="print what would run, and start nothing")
     return parser.parse_args()
 
@@ -398,7 +440,9 @@ def on_cpu(task):
     if task.program not in ("checks", "usual", "empty"):
         task.options = ["--device", "cpu", "--small", "--warm-up", "1", "--steps", "2"]
     elif task.program != "checks":
-        task.options = ["--device", "cpu"] + ["--small", "--steps", "6", "--length", "16", "--batch", "2"] * (task.program == "usual")
+        task.options = ["--device", "cpu"] + ["--small", "--steps", "6", "--length", "16", "--batch", "2"] * (
+            task.program == "usual"
+        )
     return task
 
 
@@ -432,7 +476,10 @@ def main():
         if any(task.arm not in NATIVE for task in tasks):
             facts["shim_s"] = compile_shim()
     room = facts.get("memory", 64 * GIB) / GIB * 0.94
-    with tempfile.TemporaryDirectory(prefix="campaign-") as folder, open(options.output / "results.jsonl", "a", encoding="utf-8") as file:
+    with (
+        tempfile.TemporaryDirectory(prefix="campaign-") as folder,
+        open(options.output / "results.jsonl", "a", encoding="utf-8") as file,
+    ):
         file.write(json.dumps(facts, separators=(",", ":")) + "\n")
         file.flush()
         starter = Starter(folder, options.fresh)
@@ -440,7 +487,9 @@ def main():
             campaign.run(tasks, starter, file, room)
         finally:
             starter.close()
-    print(f"{campaign.kept} runs kept, {campaign.failed} failed, {campaign.skipped} not begun, {time.monotonic() - campaign.began:.0f} s")
+    print(
+        f"{campaign.kept} runs kept, {campaign.failed} failed, {campaign.skipped} not begun, {time.monotonic() - campaign.began:.0f} s"
+    )
     return 1 if campaign.failed else 4 if campaign.skipped else 0
 
 

@@ -123,7 +123,9 @@ class Starter:
                 done = json.loads(line)
                 self.forked.pop(done["id"]).code = done["code"]
             if zygote.poll() is not None:
-                raise SystemExit(f"error: the process that runs under '{conf}' are forked from ended with code {zygote.returncode}")
+                raise SystemExit(
+                    f"error: the process that runs under '{conf}' are forked from ended with code {zygote.returncode}"
+                )
         return running.code
 
     def wait(self):

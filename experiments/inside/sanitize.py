@@ -59,17 +59,26 @@ def first_error(text):
 
 def main():
     """Runs the cases one after another."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be"
+    )
     overrun = "the example of the trainer: cargo build --release -p trainer --example overrun"
     parser.add_argument("--overrun", type=Path, metavar="PROGRAM", help=overrun)
-    parser.add_argument("--trainer", type=Path, metavar="PROGRAM", help="the trainer, to be checked in a short training")
+    parser.add_argument(
+        "--trainer", type=Path, metavar="PROGRAM", help="the trainer, to be checked in a short training"
+    )
     parser.add_argument("--jobs", type=int, default=3, metavar="N", help="runs side by side (default: 3)")
     parser.add_argument("--timeout", type=int, default=150, metavar="SECONDS", help="for one run (default: 150)")
     options = parser.parse_args()
     for program in filter(None, (options.overrun, options.trainer)):
         if not program.is_file():
-            print(f"error: {program}: no such program; build it: cargo build --release -p trainer [--example overrun]", file=sys.stderr)
+            print(
+                f"error: {program}: no such program; build it: cargo build --release -p trainer [--example overrun]",
+                file=sys.stderr,
+            )
             return 2
     checker = sanitizer()
     options.output.mkdir(parents=True, exist_ok=True)
@@ -88,7 +97,9 @@ def main():
                 runs.append((name, [str(options.overrun), *words], dict(os.environ), told and beyond))
         if options.trainer:
             for arm in ("caching", "pytorch-expandable"):
-                arguments = "--device cuda --dataset digits --hidden 64 --batch 32 --steps 20 --nvtx-memory on --nvtx off"
+                arguments = (
+                    "--device cuda --dataset digits --hidden 64 --batch 32 --steps 20 --nvtx-memory on --nvtx off"
+                )
                 command = [str(options.trainer), "--alloc", arm, *arguments.split(), "--out", f"{folder}/{arm}"]
                 runs.append((f"trainer-{arm}-on", command, dict(os.environ), False))
         waiting, running, unexpected = list(runs), [], 0
@@ -98,7 +109,9 @@ def main():
                     name, command, own, expected = waiting.pop(0)
                     log = open(options.output / f"{name}.log", "w+", encoding="utf-8")
                     whole = ["timeout", "-k", "5", str(options.timeout), *checker, *command]
-                    process = subprocess.Popen(whole, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=own)
+                    process = subprocess.Popen(
+                        whole, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=own
+                    )
                     running.append((name, process, log, expected, time.monotonic()))
                 for one in list(running):
                     name, process, log, expected, began = one
@@ -122,7 +135,10 @@ def main():
                     file.write(json.dumps(record) + "\n")
                     file.flush()
                     word = "as expected" if as_expected else "NOT as expected"
-                    print(f"{record['took_s']:6.1f} s  {name}: code {process.returncode}, {word}: {error or 'no error'}", flush=True)
+                    print(
+                        f"{record['took_s']:6.1f} s  {name}: code {process.returncode}, {word}: {error or 'no error'}",
+                        flush=True,
+                    )
                 time.sleep(0.05)
     return 1 if unexpected else 0
 

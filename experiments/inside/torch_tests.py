@@ -148,9 +148,20 @@ class Tests:
         piece.output, piece.log = self.folder / f"{self.count}.jsonl", self.folder / f"{self.count}.log"
         piece.output.touch()
         module = piece.tests[0].partition(".")[0]
-        command = [sys.executable, __file__, "--worker", str(self.options.tests.resolve()), module, str(piece.output), *piece.tests]
+        command = [
+            sys.executable,
+            __file__,
+            "--worker",
+            str(self.options.tests.resolve()),
+            module,
+            str(piece.output),
+            *piece.tests,
+        ]
         # A cache of its own, as tests of compiled graphs count what was compiled.
-        own = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self.count}"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self.count}"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
         with open(piece.log, "wb") as log:
             piece.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.folder,
@@ -178,7 +189,13 @@ class Tests:
 
     def keep(self, piece, one, file):
         """Writes what came of a test."""
-        known = {"arm": piece.arm, "test": one["test"], "outcome": one["outcome"], "reason": one["reason"], "seconds": one["seconds"]}
+        known = {
+            "arm": piece.arm,
+            "test": one["test"],
+            "outcome": one["outcome"],
+            "reason": one["reason"],
+            "seconds": one["seconds"],
+        }
         if piece.alone:
             known["alone"] = True
         self.found[piece.arm, one["test"]] = known
@@ -201,10 +218,18 @@ class Tests:
         left = [test for test in piece.tests if test not in piece.seen]
         if left:
             lines = piece.log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"]
-            why = f"took more than {self.options.timeout} s" if too_long else f"process ended with code {code}: {lines[-1][:200]}"
+            why = (
+                f"took more than {self.options.timeout} s"
+                if too_long
+                else f"process ended with code {code}: {lines[-1][:200]}"
+            )
             broke = current if current in left else left[0]
             outcome = "timed out" if too_long else "crashed"
-            self.keep(piece, {"test": broke, "outcome": outcome, "reason": why, "seconds": round(time.monotonic() - since, 1)}, file)
+            self.keep(
+                piece,
+                {"test": broke, "outcome": outcome, "reason": why, "seconds": round(time.monotonic() - since, 1)},
+                file,
+            )
             left.remove(broke)
         piece.tests = left
         return True
@@ -236,7 +261,12 @@ class Tests:
         failed = {}
         for (of, test), one in self.found.items():
             natively = self.found.get(("native", test), {}).get("outcome")
-            if of == arm and one["outcome"] in BAD and not one.get("alone") and (arm == "native" or natively not in BAD):
+            if (
+                of == arm
+                and one["outcome"] in BAD
+                and not one.get("alone")
+                and (arm == "native" or natively not in BAD)
+            ):
                 failed.setdefault(test.partition(".")[0], []).append(test)
         return [Piece(arm, some, alone=True) for some in failed.values()]
 
@@ -245,13 +275,27 @@ class Tests:
         names = []
         for module in FILES:
             output = self.folder / f"{module}.list"
-            command = [sys.executable, __file__, "--worker", str(self.options.tests.resolve()), module, str(output), "list"]
+            command = [
+                sys.executable,
+                __file__,
+                "--worker",
+                str(self.options.tests.resolve()),
+                module,
+                str(output),
+                "list",
+            ]
             found = subprocess.run(command, capture_output=True, text=True, env=environment("native"), cwd=self.folder)
             if found.returncode:
-                raise SystemExit(f"error: {module} cannot be loaded: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+                raise SystemExit(
+                    f"error: {module} cannot be loaded: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+                )
             names += [json.loads(line)["test"] for line in output.read_text().splitlines()]
         only = self.options.only
-        return [name for name in names if name.rpartition(".")[2] not in LEFT_OUT and (not only or any(one in name for one in only))]
+        return [
+            name
+            for name in names
+            if name.rpartition(".")[2] not in LEFT_OUT and (not only or any(one in name for one in only))
+        ]
 
 
 def summary(tests, names, arms):
@@ -261,7 +305,9 @@ def summary(tests, names, arms):
     classes = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     worse = 0
     for arm in arms:
-        counts = Counter((name.rpartition(".")[0], tests.found[arm, name]["outcome"]) for name in names if (arm, name) in tests.found)
+        counts = Counter(
+            (name.rpartition(".")[0], tests.found[arm, name]["outcome"]) for name in names if (arm, name) in tests.found
+        )
         lines.append(f"\n{arm}")
         for kind in classes:
             said = ", ".join(f"{counts[kind, one]} {one}" for one in outcomes if counts[kind, one])
@@ -288,15 +334,25 @@ def main():
         folder, module, output, *names = sys.argv[2:]
         worker(folder, module, names, output)
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be"
+    )
     parser.add_argument("--tests", type=Path, required=True, metavar="FOLDER", help="where PyTorch's test files are")
-    parser.add_argument("--arms", default="native,caching,remap", metavar="A,B", help="allocators (default: %(default)s)")
+    parser.add_argument(
+        "--arms", default="native,caching,remap", metavar="A,B", help="allocators (default: %(default)s)"
+    )
     parser.add_argument("--only", action="append", metavar="TEXT", help="only tests whose name has this in it")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), metavar="N", help="processes side by side")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), metavar="N", help="processes side by side"
+    )
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for one test (default: 60)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="for all (default: 540)")
-    parser.add_argument("--resume", type=Path, action="append", default=[], metavar="FILE", help="results of an earlier call")
+    parser.add_argument(
+        "--resume", type=Path, action="append", default=[], metavar="FILE", help="results of an earlier call"
+    )
     options = parser.parse_args()
     for module in FILES:
         file = options.tests / f"{module}.py"
@@ -325,7 +381,10 @@ def main():
             tests.run(pieces, options.jobs, file)
             for arm in dict.fromkeys(["native", *arms]):
                 again = tests.again(arm)
-                print(f"{time.monotonic() - tests.began:.0f} s; {sum(len(p.tests) for p in again)} fail under {arm} and run alone", flush=True)
+                print(
+                    f"{time.monotonic() - tests.began:.0f} s; {sum(len(p.tests) for p in again)} fail under {arm} and run alone",
+                    flush=True,
+                )
                 tests.run(again, 1, file)
         text, worse = summary(tests, names, arms)
     (options.output / "torch-tests.txt").write_text(text)

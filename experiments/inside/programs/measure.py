@@ -45,7 +45,9 @@ def memory(torch, warm_up):
     """
     later = peaks(torch)
     stats = torch.cuda.memory_stats() | {key: max(value, warm_up.get(key, 0)) for key, value in later.items()}
-    kept = {key: value for key, value in stats.items() if ".all." in key or key in COUNTERS or key.startswith("oversize")}
+    kept = {
+        key: value for key, value in stats.items() if ".all." in key or key in COUNTERS or key.startswith("oversize")
+    }
     after = {key: value for key, value in later.items() if "bytes" in key}
     found = {"stats": kept, "after_warm_up": after, "backend": torch.cuda.get_allocator_backend(), **device_used(torch)}
     if inside := sys.modules.get("vramlab.torch"):

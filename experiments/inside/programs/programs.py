@@ -319,7 +319,9 @@ def parser():
     parser.add_argument("--steps", type=int, metavar="N", help="steps to measure (default: by program)")
     parser.add_argument("--warm-up", type=int, metavar="N", help="steps before (default: by program)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of weights and data (default: 1)")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="measure N times in this process (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="measure N times in this process (default: 1)"
+    )
     parser.add_argument("--limit", type=int, metavar="BYTES", help="most memory that PyTorch may reserve")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="a small version of the program")

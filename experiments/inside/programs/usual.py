@@ -41,7 +41,9 @@ def main():
 
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 200, "n_positions": args.length} if args.small else {}
+    size = (
+        {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 200, "n_positions": args.length} if args.small else {}
+    )
     config = GPT2Config(**size, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -66,9 +68,13 @@ def main():
             profiler.step()
             if step % 5 == 0 and device.type == "cuda":
                 allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-                print(f"step {step}: loss {losses[-1]:.4f}, {allocated / 2**20:.0f} MiB allocated, {reserved / 2**20:.0f} MiB reserved")
+                print(
+                    f"step {step}: loss {losses[-1]:.4f}, {allocated / 2**20:.0f} MiB allocated, {reserved / 2**20:.0f} MiB reserved"
+                )
     averages = profiler.key_averages()
-    print(averages.table(sort_by="self_device_memory_usage" if device.type == "cuda" else "cpu_time_total", row_limit=5))
+    print(
+        averages.table(sort_by="self_device_memory_usage" if device.type == "cuda" else "cpu_time_total", row_limit=5)
+    )
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "checkpoint.pt")

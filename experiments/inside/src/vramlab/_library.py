@@ -170,6 +170,7 @@ class Library:
         self.text_free = self._declare("text_free", None, [c_void_p])
         self.checkpoint_free = self._declare("checkpoint_free", None, [c_void_p])
         self.open = self._declare("open", c_int32, [c_char_p, c_char_p, POINTER(c_void_p)])
+        self._check = self._declare("check", c_int32, [c_char_p])
         self.allocators_json = self._declare("allocators_json", c_int32, [_TEXT])
         for name, arguments in _OF_ALLOCATOR.items():
             setattr(self, name, self._declare(name, c_int32, [c_void_p, *arguments]))
@@ -183,6 +184,10 @@ class Library:
         function.restype = result
         function.argtypes = arguments
         return function
+
+    def known(self, spec: str) -> None:
+        """Raises where a text names no allocator, or settings or values that it has not. Opens nothing."""
+        self.check(self._check(spec.encode()))
 
     def check(self, status: int) -> None:
         """Raises what a call's status says."""

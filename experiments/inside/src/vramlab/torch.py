@@ -14,14 +14,13 @@ import re
 import threading
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from vramlab import _build
-from vramlab._library import NO_LIMIT, Error, UnknownError, allocators, library, spec
+from vramlab._library import NO_LIMIT, Error, allocators, library, spec
 
 __all__ = ["MemPool", "allocator", "latency", "set_limit", "stats", "use"]
 
@@ -210,24 +209,10 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
 
 
 def _known_settings(asked: str) -> dict[str, Any]:
-    """The settings of the allocator that a text names, with their defaults."""
-    name, _, text = asked.partition(":")
-    every = allocators()
-    if name not in every:
-        near = get_close_matches(name, every, 1)
-        raise UnknownError(f"no allocator is called '{name}'{_meant(near)}; there are {', '.join(every)}")
-    known: dict[str, Any] = every[name]["settings"]
-    for part in _parts(text):
-        key = part.partition("=")[0]
-        if key not in known:
-            near = get_close_matches(key, known, 1)
-            there = f"there are {', '.join(known)}" if known else "there are none"
-            raise UnknownError(f"allocator '{name}' has no setting '{key}'{_meant(near)}; {there}")
+    """The settings of the allocator that a text names, with their defaults; raises where it names none."""
+    library().known(asked)
+    known: dict[str, Any] = allocators()[asked.partition(":")[0].strip()]["settings"]
     return known
-
-
-def _meant(near: list[str]) -> str:
-    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def _parts(text: str) -> list[str]:
