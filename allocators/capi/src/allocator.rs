@@ -8,11 +8,12 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path as FilePath;
 use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::output::{Existing, OutputFile};
 use vramlab_device::{Bytes, DeviceAddr, Driver, HookedDriver, MeteredDriver};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
+use vramlab_policies::backends::SegmentUse;
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
@@ -44,7 +45,7 @@ pub struct Allocator {
     tell: Mutex<Option<Teller<*const SegmentEvent>>>,
     /// What it wants to be called with when a free that waited is done.
     tell_frees: Mutex<Option<Teller<u64>>>,
-    /// Frees that wait.
+    /// Frees that the program is to be told of.
     deferred: AtomicUsize,
 }
 
@@ -134,7 +135,6 @@ impl Allocator {
     pub(crate) fn deliver(&self) {
         if self.deferred.load(Acquire) != 0 {
             for address in self.stacks[0].take_completed() {
-                let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| deferred.checked_sub(1));
                 self.tell_free(address.get());
             }
         }
@@ -186,22 +186,25 @@ impl Allocator {
             return Ok(());
         }
         let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
+        let told = shared && lock(&self.tell_frees).is_some();
+        if told {
+            // Before the free, so that another thread that finds it done counts it down.
+            self.deferred.fetch_add(1, AcqRel);
+        }
         // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it,
         // see `vramlab_free`.
         let freed = unsafe { self.stack().deallocate(block, stream) };
-        self.deliver();
-        if shared {
-            match freed {
-                Ok(Path::Deferred) => _ = self.deferred.fetch_add(1, AcqRel),
-                _ => self.tell_free(address),
-            }
+        if told && !matches!(freed, Ok(Path::Deferred)) {
+            self.tell_free(address);
         }
+        self.deliver();
         freed?;
         Ok(())
     }
 
     /// Tells the program of a block that is reusable from now on, after other streams used it.
     fn tell_free(&self, address: u64) {
+        let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| deferred.checked_sub(1));
         let Some(Teller { context, callback }) = *lock(&self.tell_frees) else { return };
         // SAFETY: the program promises a function that may be called with its context from any thread, see `vramlab_on_free`.
         unsafe { callback(context as *mut std::ffi::c_void, address) };
@@ -412,9 +415,9 @@ impl Allocator {
         let capabilities = self.selection.capabilities();
         let bits = [
             (capabilities.private_pools, super::VRAMLAB_CAN_POOLS),
-            (capabilities.private_pools && capabilities.snapshot, super::VRAMLAB_CAN_CHECKPOINT),
+            (capabilities.checkpoints, super::VRAMLAB_CAN_CHECKPOINT),
             (capabilities.snapshot, super::VRAMLAB_CAN_SNAPSHOT),
-            (capabilities.segments == vramlab_policies::backends::SegmentUse::Expandable, super::VRAMLAB_CAN_EXPAND),
+            (capabilities.segments == SegmentUse::Expandable, super::VRAMLAB_CAN_EXPAND),
             (capabilities.follows_pytorch, super::VRAMLAB_FOLLOWS_PYTORCH),
         ];
         bits.into_iter().filter(|(can, _)| *can).map(|(_, bit)| bit).sum()
@@ -423,6 +426,7 @@ impl Allocator {
     pub(crate) fn tell_completed(&self, teller: Option<Teller<u64>>) {
         self.stacks[0].tell_completed(teller.is_some());
         *lock(&self.tell_frees) = teller;
+        self.deferred.store(0, Release);
     }
 
     /// The live block that begins at an address.
@@ -454,9 +458,10 @@ impl Allocator {
     }
 }
 
-/// Refuses a text that names no allocator, or settings that it has not or that do not go together.
+/// Refuses a text that names no allocator, or settings or values that it has not.
 pub(crate) fn check(text: &str) -> Outcome<()> {
-    Ok(text.parse::<Selection>()?.check()?)
+    text.parse::<Selection>()?;
+    Ok(())
 }
 
 fn to_json(value: &impl serde::Serialize) -> Outcome<String> {

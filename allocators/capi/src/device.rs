@@ -30,8 +30,8 @@ fn next_epoch() -> u64 {
 }
 
 thread_local! {
-    /// The stream that this thread used last, and the epoch of its device.
-    static LAST: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+    /// The epoch of the device and the handle that this thread used last, and what the driver knows that as.
+    static LAST: Cell<Option<(u64, u64, StreamId)>> = const { Cell::new(None) };
 }
 
 impl Device {
@@ -73,16 +73,13 @@ impl Device {
     /// The program's stream with this handle. One comparison for the stream that the thread used last.
     #[inline]
     pub(crate) fn stream(&self, handle: u64) -> DriverResult<StreamId> {
-        // Both handles stand for the legacy default stream.
-        let handle = if handle == 1 { 0 } else { handle };
         let epoch = self.epoch.load(Acquire);
-        if LAST.get() == (epoch, handle) {
-            // SAFETY: the driver adopted the stream under this value, and has not forgotten any since.
-            return Ok(unsafe { StreamId::from_raw(handle) });
+        if let Some((_, _, stream)) = LAST.get().filter(|last| (last.0, last.1) == (epoch, handle)) {
+            return Ok(stream);
         }
         // SAFETY: the program promises a live stream until it says that the stream is gone, see `vramlab_stream_gone`.
         let stream = unsafe { self.driver.stream_adopt(handle) }?;
-        LAST.set((epoch, handle));
+        LAST.set(Some((epoch, handle, stream)));
         Ok(stream)
     }
 

@@ -18,16 +18,17 @@ mod device;
 mod driver;
 mod error;
 mod held;
+mod records;
 
 pub use allocator::{Allocator, Checkpoint};
 pub use driver::{SegmentAction, SegmentEvent};
 pub use error::Status;
+pub use records::{BlockRecord, BlockStateRecord, Gauge, Pooled, SegmentRecord, StatsRecord};
 
 use allocator::{Teller, allocators_json};
 use error::{Failure, Outcome, answer, last, watch_forks};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
-use vramlab_policies::{BlockState, PooledGauge};
 
 /// Number of this interface. It changes when a program that was built with another header no longer works.
 pub const VRAMLAB_ABI: u32 = 1;
@@ -43,132 +44,6 @@ pub const VRAMLAB_CAN_SNAPSHOT: u32 = 4;
 pub const VRAMLAB_CAN_EXPAND: u32 = 8;
 /// Every block lies where PyTorch's allocator would put it.
 pub const VRAMLAB_FOLLOWS_PYTORCH: u32 = 16;
-
-/// A quantity over time.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Gauge {
-    /// Value now.
-    pub current: u64,
-    /// Highest value since the start or the last `vramlab_reset_peaks`.
-    pub peak: u64,
-    /// Sum of all increases.
-    pub allocated: u64,
-    /// Sum of all decreases.
-    pub freed: u64,
-}
-
-/// A quantity for all memory and for PyTorch's two pools; zero where an allocator does not have them.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Pooled {
-    /// All memory.
-    pub all: Gauge,
-    /// The small pool.
-    pub small_pool: Gauge,
-    /// The large pool.
-    pub large_pool: Gauge,
-}
-
-/// PyTorch's statistics, in bytes and numbers.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct StatsRecord {
-    /// Blocks that the program holds.
-    pub allocation: Pooled,
-    /// Segments.
-    pub segment: Pooled,
-    /// Blocks that the program holds or a stream still uses.
-    pub active: Pooled,
-    /// Free blocks in segments that are partly in use.
-    pub inactive_split: Pooled,
-    /// Bytes of `allocation`.
-    pub allocated_bytes: Pooled,
-    /// Bytes held from the device.
-    pub reserved_bytes: Pooled,
-    /// Bytes of `active`.
-    pub active_bytes: Pooled,
-    /// Bytes of `inactive_split`.
-    pub inactive_split_bytes: Pooled,
-    /// Bytes that the program asked for, before rounding.
-    pub requested_bytes: Pooled,
-    /// Blocks of at least `max_split_size`.
-    pub oversize_allocations: Gauge,
-    /// Segments of at least `max_split_size`.
-    pub oversize_segments: Gauge,
-    /// Requests for which the cache was released and the device asked again.
-    pub num_alloc_retries: u64,
-    /// Requests that were refused for lack of memory.
-    pub num_ooms: u64,
-    /// Times that all pending frees were waited for.
-    pub num_sync_all_streams: u64,
-    /// Allocation calls of the driver.
-    pub num_device_alloc: u64,
-    /// Free calls of the driver.
-    pub num_device_free: u64,
-    /// The setting of that name, `UINT64_MAX` for none.
-    pub max_split_size: u64,
-}
-
-/// A segment, for `vramlab_visit`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct SegmentRecord {
-    /// First address.
-    pub address: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Stream that its free blocks serve.
-    pub stream: u64,
-    /// Private pool that it is of; 0 for none.
-    pub pool: u64,
-    /// Whether it is of the large pool.
-    pub is_large: bool,
-    /// Whether it is a part of a range of addresses that memory is added to.
-    pub expandable: bool,
-    /// Bytes in blocks that the program holds.
-    pub allocated_bytes: u64,
-    /// Bytes in blocks that the program holds or a stream still uses.
-    pub active_bytes: u64,
-    /// Bytes that were asked for in those.
-    pub requested_bytes: u64,
-}
-
-/// What a block is.
-#[repr(i32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockStateRecord {
-    /// Held by the program.
-    Allocated = 0,
-    /// Freed, and still used by a stream.
-    PendingFree = 1,
-    /// Can be handed out.
-    Free = 2,
-}
-
-/// A block of a segment, for `vramlab_visit`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct BlockRecord {
-    /// First address.
-    pub address: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Bytes that were asked for; 0 for a free block.
-    pub requested: u64,
-    /// What it is.
-    pub state: BlockStateRecord,
-}
-
-fn gauge(gauge: &vramlab_policies::Gauge) -> Gauge {
-    let vramlab_policies::Gauge { current, peak, allocated, freed, .. } = *gauge;
-    Gauge { current, peak, allocated, freed }
-}
-
-fn pooled(of: &PooledGauge) -> Pooled {
-    let part = |part: &Option<vramlab_policies::Gauge>| part.as_ref().map(gauge).unwrap_or_default();
-    Pooled { all: gauge(&of.all), small_pool: part(&of.small_pool), large_pool: part(&of.large_pool) }
-}
 
 fn missing(what: &str) -> Failure {
     Failure::new(Status::Invalid, format!("{what} is a null pointer"))
@@ -520,30 +395,7 @@ pub unsafe extern "C" fn vramlab_memory(vramlab: *mut Allocator, free: *mut u64,
 /// See the top of this file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_read_stats(vramlab: *mut Allocator, out: *mut StatsRecord) -> Status {
-    let read = |allocator: &Allocator| {
-        let stats = allocator.stats();
-        let or_none = |of: &Option<PooledGauge>| of.as_ref().map(pooled).unwrap_or_default();
-        let plain = |of: &Option<vramlab_policies::Gauge>| of.as_ref().map(gauge).unwrap_or_default();
-        StatsRecord {
-            allocation: pooled(&stats.allocation),
-            segment: or_none(&stats.segment),
-            active: pooled(&stats.active),
-            inactive_split: or_none(&stats.inactive_split),
-            allocated_bytes: pooled(&stats.allocated_bytes),
-            reserved_bytes: pooled(&stats.reserved_bytes),
-            active_bytes: pooled(&stats.active_bytes),
-            inactive_split_bytes: or_none(&stats.inactive_split_bytes),
-            requested_bytes: pooled(&stats.requested_bytes),
-            oversize_allocations: plain(&stats.oversize_allocations),
-            oversize_segments: plain(&stats.oversize_segments),
-            num_alloc_retries: stats.num_alloc_retries,
-            num_ooms: stats.num_ooms,
-            num_sync_all_streams: stats.num_sync_all_streams,
-            num_device_alloc: stats.num_device_alloc,
-            num_device_free: stats.num_device_free,
-            max_split_size: allocator.setting("max_split_size").unwrap_or(u64::MAX),
-        }
-    };
+    let read = |allocator: &Allocator| StatsRecord::of(&allocator.stats(), allocator.setting("max_split_size"));
     // SAFETY: as promised.
     answer(|| unsafe { give(out, "the result", || allocator(vramlab).map(read)) })
 }
@@ -594,28 +446,11 @@ pub unsafe extern "C" fn vramlab_visit(
         // SAFETY: as promised.
         let snapshot = unsafe { allocator(vramlab) }?.snapshot()?;
         for info in &snapshot.segments {
-            let sum = |of: fn(&vramlab_policies::BlockInfo) -> u64| info.blocks.iter().map(of).sum();
-            let record = SegmentRecord {
-                address: info.addr.get(),
-                bytes: info.bytes,
-                stream: info.stream.get(),
-                pool: info.private.map_or(0, |private| private.get()),
-                is_large: info.pool != Some(vramlab_policies::PoolKind::Small),
-                expandable: info.expandable,
-                allocated_bytes: sum(|block| if block.state == BlockState::Allocated { block.bytes } else { 0 }),
-                active_bytes: sum(|block| if block.state == BlockState::Free { 0 } else { block.bytes }),
-                requested_bytes: sum(|block| if block.state == BlockState::Free { 0 } else { block.requested }),
-            };
+            let record = SegmentRecord::of(info);
             // SAFETY: may be called (the program's promise); the record lives until it returns.
             segment.inspect(|segment| unsafe { segment(context, &raw const record) });
             for info in &info.blocks {
-                let state = match info.state {
-                    BlockState::Allocated => BlockStateRecord::Allocated,
-                    BlockState::PendingFree => BlockStateRecord::PendingFree,
-                    BlockState::Free => BlockStateRecord::Free,
-                };
-                let (address, bytes, requested) = (info.addr.get(), info.bytes, info.requested);
-                let record = BlockRecord { address, bytes, requested, state };
+                let record = BlockRecord::of(info);
                 // SAFETY: as for segments.
                 block.inspect(|block| unsafe { block(context, &raw const record) });
             }

@@ -60,7 +60,7 @@ static void names_and_null(void) {
   CHECK(strcmp(vramlab_status_name(99), "no such status") == 0);
   OK(vramlab_check("caching:max_split_size=32M"));
   FAILS(UNKNOWN, "caching", vramlab_check("cachng"));
-  FAILS(UNKNOWN, "memory_limit", vramlab_check("caching:garbage_collection_threshold=0.5"));
+  FAILS(UNKNOWN, "max_split_size", vramlab_check("caching:max_split_size=much"));
   FAILS(UNKNOWN, "caching", vramlab_open("cachng", "sim", &v));
   FAILS(UNKNOWN, "memory_limit", vramlab_open("caching:memory_limt=1G", "sim", &v));
   FAILS(UNKNOWN, "cuda", vramlab_open("caching", "tpu", &v));

@@ -209,9 +209,11 @@ const POOLS: &[Entry] = entries! { 64 * GIB =>
     private_pools::memory_of_a_private_pool_stays_until_it_is_released
     private_pools::a_recorded_use_delays_the_reuse_in_a_private_pool
     private_pools::a_named_pool_serves_beside_the_others
-    private_pools::a_pool_goes_back_to_its_checkpoint
     private_pools::private_pools_out_of_order_are_refused
 };
+const CHECKPOINTS: &[Entry] = entries! { 64 * GIB => private_pools::a_pool_goes_back_to_its_checkpoint };
+/// Checks of backends with private pools that refuse checkpoints.
+const NO_CHECKPOINTS: &[Entry] = entries! { 64 * GIB => private_pools::checkpoints_are_refused };
 const POOLS_AND_CAPTURES: &[Entry] = entries! { 64 * GIB => guests::a_capture_of_the_program_is_left_alone };
 /// Checks of backends that refuse private pools.
 const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
@@ -251,7 +253,7 @@ fn has(device: Device, needs: Needs) -> bool {
 
 /// The checks that a backend with these settings has to pass on a device.
 fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
-    let Capabilities { graph_capture, needs, private_pools, .. } = selection.capabilities();
+    let Capabilities { graph_capture, needs, private_pools, checkpoints, .. } = selection.capabilities();
     if !has(device, needs) {
         return vec![LACKING];
     }
@@ -260,6 +262,7 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     let mut out = vec![ALWAYS, WHEN_FULL];
     out.extend(if captures { vec![CAPTURES, CAPTURES_WHEN_FULL] } else { vec![NO_CAPTURES] });
     out.push(if private_pools { POOLS } else { NO_POOLS });
+    out.extend(private_pools.then_some(if checkpoints { CHECKPOINTS } else { NO_CHECKPOINTS }));
     out.extend((private_pools && captures).then_some(POOLS_AND_CAPTURES));
     match device {
         Device::SimWithoutMemory => {

@@ -186,11 +186,7 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
             allocator.give_each([held.remove(at)]);
         }
         // SAFETY: these are the blocks of the pool that are held, and no work uses them.
-        let restored = match unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) } {
-            // What was given back is free then.
-            Err(AllocError::Incapable { .. }) => break,
-            restored => restored.unwrap(),
-        };
+        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap();
         let streams = restored_streams(&checkpoint);
         held = restored.into_iter().zip(streams).collect();
         let mut found: Vec<(Range, u64, StreamId)> =
@@ -216,6 +212,19 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
     bench.driver.device_synchronize().unwrap();
     drop(stranger);
     allocator.check_all_returns();
+}
+
+pub(super) fn checkpoints_are_refused(bench: &Bench) {
+    let (allocator, stream) = (bench.build(), bench.stream());
+    let pool = allocator.pool_create().unwrap();
+    let block = allocator.allocate_in(Request::new(3 * MIB), stream, pool).unwrap();
+    // Where it says what lies in the pool, nothing can be done with that.
+    let checkpoint = allocator.pool_checkpoint(pool).unwrap_or_default();
+    // SAFETY: this is the only block of the pool, and no work uses it.
+    let refused = unsafe { allocator.pool_restore(pool, &checkpoint, vec![(block, stream)]) }.unwrap_err();
+    assert!(matches!(refused, AllocError::Incapable { .. }), "{refused}");
+    // What was given back is free.
+    check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {

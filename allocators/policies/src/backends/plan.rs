@@ -56,7 +56,12 @@ pub const UNIT: u64 = 512;
 pub static BACKEND: Backend = Backend {
     name: "plan",
     summary: "serves a program that repeats itself where an offline plan says, and falls back on pytorch's rules",
-    capabilities: Capabilities { restores: false, private_pools: false, ..Pooled::<Plan>::CAPABILITIES },
+    capabilities: Capabilities {
+        restores: false,
+        private_pools: false,
+        checkpoints: false,
+        ..Pooled::<Plan>::CAPABILITIES
+    },
     // Without a plan it places every block where `caching` does.
     compared: false,
     constructor: &Varying {

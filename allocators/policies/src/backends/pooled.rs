@@ -54,6 +54,7 @@ impl<P: Policy> Pooled<P> {
         snapshot: true,
         restores: true,
         private_pools: true,
+        checkpoints: true,
         used_elsewhere: Path::Deferred,
         ..Capabilities::LEAST
     };

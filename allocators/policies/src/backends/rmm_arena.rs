@@ -61,6 +61,7 @@ pub static BACKEND: Backend = Backend {
         coalesces: false,
         keeps_segments: true,
         restores: false,
+        checkpoints: false,
         ..Pooled::<RmmArena>::CAPABILITIES
     },
     compared: false,

@@ -35,6 +35,8 @@ pub struct Capabilities {
     pub restores: bool,
     /// Whether a program can keep some of its memory apart, in [private pools](crate::DeviceAllocator#private-pools).
     pub private_pools: bool,
+    /// Whether such a pool can go back to a checkpoint.
+    pub checkpoints: bool,
     /// Whether it does what PyTorch's native allocator does, to the address.
     pub follows_pytorch: bool,
     /// How the free of a block goes that another stream was announced to use.
@@ -62,6 +64,7 @@ impl Capabilities {
         snapshot: false,
         restores: false,
         private_pools: false,
+        checkpoints: false,
         follows_pytorch: false,
         used_elsewhere: Path::Deferred,
     };
@@ -99,6 +102,7 @@ impl Capabilities {
             if self.snapshot { "snapshots" } else { "" },
             if self.restores { "begins with a snapshot's blocks" } else { "" },
             if self.private_pools { "private pools" } else { "" },
+            if self.checkpoints { "checkpoints of them" } else { "" },
             if self.follows_pytorch { "PyTorch's addresses" } else { "" },
         ];
         said.into_iter().filter(|words| !words.is_empty()).collect()
