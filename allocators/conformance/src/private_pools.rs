@@ -202,6 +202,16 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         // What is held again is memory like any other.
         held.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
     }
+    // A block that is kept back stands in the way: then nothing of the checkpoint is held.
+    let (kept, stream) = held.remove(0);
+    // SAFETY: these are the blocks of the pool that are held but for one, so memory of the checkpoint is in use.
+    let refused = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap_err();
+    assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
+    let of_pool = allocator.pool_checkpoint(pool).unwrap().segments;
+    let in_use: usize =
+        of_pool.iter().flat_map(|segment| segment.parts()).filter(|(_, requested)| requested.is_some()).count();
+    assert_eq!(in_use, 1, "the block that was kept back");
+    held.push((kept, stream));
     let stranger = bench.build();
     // SAFETY: nothing is given back.
     let refused = unsafe { stranger.pool_restore(pool, &checkpoint, Vec::new()) }.unwrap_err();

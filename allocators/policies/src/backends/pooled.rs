@@ -266,11 +266,18 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     ) -> Result<Vec<Block>, AllocError> {
         let state = &mut *self.lock();
         state.pools.need(self.name, pool)?;
+        let mut freed = Ok(());
         for (block, _) in held {
-            let Some(held) = self.find(&state.heap, &block) else { return Err(foreign(self.name, block)) };
-            let users = state.heap.take_uses(held);
-            state.policy.free(&mut state.heap, held, &users)?;
+            let back = match self.find(&state.heap, &block) {
+                Some(held) => {
+                    let users = state.heap.take_uses(held);
+                    state.policy.free(&mut state.heap, held, &users).map(|_| ())
+                }
+                None => Err(foreign(self.name, block)),
+            };
+            freed = freed.and(back);
         }
+        freed?;
         // A policy that cuts blocks by a scheme of its own cannot take over what was cut otherwise.
         if !state.policy.restores() {
             return Err(AllocError::Incapable { allocator: self.name, capability: "checkpoints of private pools" });

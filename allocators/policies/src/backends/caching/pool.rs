@@ -63,22 +63,24 @@ impl Caching {
             freed = freed.and(self.free(block).map(|_| ()));
         }
         freed?;
-        let gone = |reason: String| AllocError::PrivatePool { allocator: self.name(), reason };
         let grown = &mut self.grown();
         let mut restored = Vec::new();
         for segment in checkpoint.segments.iter().filter(|segment| !segment.is_idle()) {
-            let list =
-                FreeList { owner: Owner { stream: segment.stream, private: Some(pool.id()) }, pool: segment.pool };
-            let shard = self.shard_of_list(list);
+            let (addr, bytes) = (segment.addr.get(), segment.bytes);
+            let owner = Owner { stream: segment.stream, private: Some(pool.id()) };
+            let list = FreeList { owner, pool: segment.pool };
             let whole = {
-                let cache = &mut *self.totals.enter(shard, &self.shards);
-                let addr = segment.addr.get();
-                let found = cache.blocks().iter().find(|(_, block)| block.addr == addr).map(|(index, _)| index);
+                let cache = &mut *self.totals.enter(self.shard_of_list(list), &self.shards);
+                let there = cache.blocks().iter().find(|(_, block)| (block.addr, block.bytes) == (addr, bytes));
+                let found = there.map(|(index, _)| index);
                 found.and_then(|index| cache.remove_segment(index, addr))
             };
-            let lies =
-                || gone(format!("the segment of pool {pool} at {:#x} is not there, or in use", segment.addr.get()));
-            let whole = whole.filter(|whole| whole.bytes == segment.bytes).ok_or_else(lies)?;
+            let Some(whole) = whole else {
+                // What is held again by then goes back; it was just handed out, so its free cannot fail.
+                restored.into_iter().for_each(|block| _ = self.free(block));
+                let reason = format!("the segment of pool {pool} at {addr:#x} is not there, or in use");
+                return Err(AllocError::PrivatePool { allocator: self.name(), reason });
+            };
             restored.extend(grown.cut(list, Found::New(whole), &segment.parts()));
         }
         Ok(restored)
