@@ -25,7 +25,8 @@ from pathlib import Path
 from processes import HERE, environment, start_hook
 
 FOUND = 9
-# Allocator, whether it tells of its blocks, and whether the program writes beyond: then the error must be found.
+# Allocator, whether it tells of its blocks, and whether the program writes beyond: then the error must be found, but for expandable
+# memory, in which the checker takes no heaps.
 CASES = [
     ("native", False, True),
     ("caching", False, True),
@@ -34,6 +35,7 @@ CASES = [
     ("pytorch-expandable", True, True),
     ("remap", True, True),
 ]
+EXPANDABLE = ("pytorch-expandable", "remap")
 
 
 def sanitizer():
@@ -44,7 +46,11 @@ def sanitizer():
         raise SystemExit("error: compute-sanitizer was not found; it is part of the CUDA toolkit")
     known = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
     options = {"--nvtx": "yes", "--force-blocking-launches": "yes", "--target-processes": "all", "--print-limit": "20"}
-    chosen = [word for name, value in options.items() if re.search(rf"{name}\b", known) for word in (name, value)]
+    chosen = []
+    for name, value in options.items():
+        if shown := re.search(rf"^\s+{name}\b( arg)?", known, re.MULTILINE):
+            # A switch takes no value. With "=", as the value of some is optional and a word after them would be the program.
+            chosen.append(f"{name}={value}" if shown[1] else name)
     return [found, "--tool", "memcheck", "--error-exitcode", str(FOUND), *chosen]
 
 
@@ -89,12 +95,13 @@ def main():
             command = [sys.executable, str(HERE / "programs" / "overrun.py"), *([] if beyond else ["--inside"])]
             own = {"VRAMLAB_NVTX_MEMORY": "on" if told else "off"}
             name = f"{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
-            runs.append((name, command, environment(arm, hook) | own, told and beyond))
+            runs.append((name, command, environment(arm, hook) | own, told and beyond and arm not in EXPANDABLE))
         if options.overrun:
             for arm, told, beyond in CASES[1:]:
                 words = [arm, *([] if told else ["--nvtx-memory", "off"]), *([] if beyond else ["--inside"])]
                 name = f"overrun-{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
-                runs.append((name, [str(options.overrun), *words], dict(os.environ), told and beyond))
+                expected = told and beyond and arm not in EXPANDABLE
+                runs.append((name, [str(options.overrun), *words], dict(os.environ), expected))
         if options.trainer:
             for arm in ("caching", "pytorch-expandable"):
                 arguments = (

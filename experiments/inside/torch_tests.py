@@ -46,15 +46,17 @@ BAD = ("failed", "crashed", "timed out")
 
 def worker(folder, module, names, output):
     """Runs tests of a file in this process; writes a line when each begins and one when it ends."""
+    import faulthandler
     import importlib
     import unittest
 
+    # Before PyTorch's testing modules, which import expecttest.
+    sys.path.insert(0, folder)
     import torch.testing._internal.inductor_utils as inductor
 
     if not hasattr(inductor, "HAS_CUDA"):
         # The name before 2.9.
         inductor.HAS_CUDA = inductor.HAS_CUDA_AND_TRITON
-    sys.path.insert(0, folder)
     sys.argv = [module]
     loaded = importlib.import_module(module)
     file = open(output, "a", encoding="utf-8", buffering=1)
@@ -74,6 +76,8 @@ def worker(folder, module, names, output):
 
         def startTest(self, test):
             super().startTest(test)
+            # Where it hangs is the end of the log, which becomes the reason.
+            faulthandler.dump_traceback_later(float(os.environ["HANGS_AFTER"]))
             self.began, self.found = time.monotonic(), ("passed", "")
             write(begin=test.id())
 
@@ -161,6 +165,7 @@ class Tests:
         own = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self.count}"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "HANGS_AFTER": str(self.options.timeout * 0.9),
         }
         with open(piece.log, "wb") as log:
             piece.process = subprocess.Popen(
@@ -219,7 +224,7 @@ class Tests:
         if left:
             lines = piece.log.read_text(errors="replace").strip().splitlines() or ["nothing was printed"]
             why = (
-                f"took more than {self.options.timeout} s"
+                f"took more than {self.options.timeout} s: {' | '.join(lines[-12:])[:600]}"
                 if too_long
                 else f"process ended with code {code}: {lines[-1][:200]}"
             )
@@ -348,6 +353,9 @@ def main():
     parser.add_argument(
         "--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2), metavar="N", help="processes side by side"
     )
+    parser.add_argument(
+        "--piece", type=int, default=PIECE, metavar="N", help="tests of one process (default: %(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="for one test (default: 60)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="for all (default: 540)")
     parser.add_argument(
@@ -371,9 +379,9 @@ def main():
             for module, kinds in FILES.items():
                 for kind in kinds:
                     wanted = [name for name in names if name.startswith(f"{module}.{kind}.")]
-                    for at in range(0, len(wanted), PIECE):
+                    for at in range(0, len(wanted), options.piece):
                         for arm in arms:
-                            some = [name for name in wanted[at : at + PIECE] if (arm, name) not in tests.found]
+                            some = [name for name in wanted[at : at + options.piece] if (arm, name) not in tests.found]
                             pieces += [Piece(arm, some)] if some else []
             print(f"{len(names)} tests, {len(pieces)} pieces", flush=True)
             # Compiled graphs take longest.

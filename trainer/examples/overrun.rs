@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! cargo build --release -p trainer --example overrun
-//! compute-sanitizer --force-blocking-launches yes target/release/examples/overrun caching
+//! compute-sanitizer --nvtx=yes --force-blocking-launches target/release/examples/overrun caching
 //! ```
 //!
 //! `--nvtx-memory off` after the allocator keeps the blocks from the checker, which then finds nothing; `--inside` stays inside

@@ -43,7 +43,7 @@ impl Stack {
         if settings.nvtx_memory == NvtxMode::On && !told {
             return Err(TrainError::Input(
                 "--nvtx-memory on: no memory checker is attached to this process; start it with `compute-sanitizer \
-                 --force-blocking-launches yes trainer …`, or leave the option out"
+                 --force-blocking-launches trainer …`, or leave the option out"
                     .into(),
             ));
         }
