@@ -376,6 +376,7 @@ ITEMS = {
     "Simulated times are fitted:": fidelity,
     "Over the": noise,
     "**How far it is off.**": truth.sentence,
+    "**Held out:**": truth.held_out,
 }
 
 
