@@ -1,4 +1,4 @@
-"""What `vramlab advise` predicted beside what PyTorch really reserved: the table that `experiments advise-truth` wrote."""
+"""What `vramlab advise` predicted beside what PyTorch really reserved, as `experiments advise-truth` wrote it."""
 
 from __future__ import annotations
 
@@ -81,10 +81,11 @@ def runs() -> list[dict[str, Any]]:
 def table() -> str:
     """Peak reserved of the held-out programs, each with how far the first prediction was off."""
     frame = pairs().filter(IS_HELD_OUT & ~LIMIT)
-    recorded = {run["program"]: run["peak_reserved_bytes"] for run in runs() if run["conf"] == "" and run["recording"]}
-    lines = [f"| {TITLE} | defaults, recorded | {' | '.join(COLUMNS.values())} |", "|---|" + "--:|" * (1 + len(COLUMNS))]
+    recorded = {run["program"]: run for run in runs() if run["conf"] == "" and run["limit_bytes"] is None}
+    heads = ["in use", "defaults", *COLUMNS.values()]
+    lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for program, words in HELD_OUT.items():
-        cells = [f"{recorded[program] / MIB:,.0f}"]
+        cells = [f"{recorded[program][f'peak_{kind}_bytes'] / MIB:,.0f}" for kind in ("active", "reserved")]
         for conf in COLUMNS:
             row = frame.filter((pl.col("program") == program) & (pl.col("conf") == conf)).row(0, named=True)
             cells.append(f"{row['real_peak_reserved_bytes'] / MIB:,.0f} ({_percent(row['first_off_percent'])})")
@@ -124,16 +125,16 @@ def held_out() -> str:
     easy, others = (_near(frame.filter(~IS_HELD_OUT & which)) for which in (~hard, hard))
     return (
         f"**Held out:** recorded after commit {_commit()}. {first} of {count} predictions were within 1 % (worst "
-        f"{worst:.1f} %); the code has learnt from them since, which changed {changed}: now {now}. Of recordings that it "
-        f"knew {easy[2]} of {easy[0]} are, and {others[2]} of {others[0]} with limits, private pools or waiting frees "
-        f"(worst {others[3]:.1f} %)."
+        f"{worst:.1f} %); the code has learnt from them since, which changed {changed}: now {now}. Of known recordings "
+        f"{easy[2]} of {easy[0]} are, {others[2]} of {others[0]} with limits, private pools or waiting frees (worst "
+        f"{others[3]:.1f} %)."
     )
 
 
 def sentence() -> str:
     """How often a prediction was near, over all pairs, with limits, first choices and retries."""
     frame = pairs()
-    known = frame.filter(~IS_HELD_OUT)
+    ours, known = frame.filter(IS_HELD_OUT), frame.filter(~IS_HELD_OUT)
     kinds = {
         "where frees wait for other streams, so that timing decides": WAITS,
         "with private pools": POOLS & ~WAITS,
@@ -148,18 +149,21 @@ def sentence() -> str:
     choices = frame.filter(pl.col("first_choice_right").is_not_null()).unique(["recording", "limit_bytes"])
     return (
         f"**How far it is off.** Of {frame.height} pairs of a recording and another setting: held-out programs "
-        f"{_said(frame.filter(IS_HELD_OUT))}; known ones {_said(known.filter(~(WAITS | POOLS | LIMIT)))} where nothing is "
-        f"hard; {hard}. Under a limit, where memory could run out, whether it does was right in {oom} of "
-        f"{limited.height} (it did in {int(limited['real_out_of_memory'].sum())}), and the number of retries was wrong in "
+        f"{_said(ours)} ({_near(ours, 'first_off_percent')[2]} within 1 % when first predicted); known ones "
+        f"{_said(known.filter(~(WAITS | POOLS | LIMIT)))} where nothing is hard; {hard}. Under a limit, where memory "
+        f"could run out, whether it does was right in {oom} of {limited.height} (it did in "
+        f"{int(limited['real_out_of_memory'].sum())}), and the number of retries was wrong in "
         f"{limited.height - retries}. The first choice was right {int(choices['first_choice_right'].sum())} times of "
         f"{choices.height}."
     )
 
 
 def draw() -> Figure:
-    """How far each prediction was off, by program; a mark for each recording, setting and limit."""
+    """How far each prediction was off (of held-out programs the first): a mark for each recording, setting, limit."""
     shown = HELD_OUT | KNOWN
-    frame = pairs().filter(pl.col("off_percent").is_not_null() & pl.col("program").is_in(list(shown)))
+    first = pl.coalesce("first_off_percent", "off_percent")
+    frame = pairs().with_columns(off_percent=first).drop_nulls("off_percent")
+    frame = frame.filter(pl.col("program").is_in(list(shown)))
     figure, axes = style.new(1, 1, height=4.0)
     names = [name for name in shown if name in set(frame["program"])]
     colours = (style.BLUE, style.GREEN, style.VERMILION, style.ORANGE, style.PURPLE)
@@ -180,7 +184,7 @@ def draw() -> Figure:
     axes.set_xticks(range(len(names)), [_folded(shown[name]) for name in names], fontsize=7, rotation=60)
     axes.set_ylabel("predicted peak reserved, off by")
     axes.legend(ncols=3, fontsize=7, loc="upper left")
-    axes.set_title("advise beside what PyTorch reserved on an H200; held-out programs on the left")
+    axes.set_title("advise beside what PyTorch reserved on an H200; held-out programs, as first predicted, on the left")
     return figure
 
 

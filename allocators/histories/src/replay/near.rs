@@ -121,3 +121,27 @@ impl HandedOut {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+    use vramlab_device::NullDriver;
+
+    #[test]
+    fn a_segment_of_a_size_that_was_not_recorded_fills_the_place_of_the_next_larger_one() {
+        const MIB: u64 = 1 << 20;
+        let recorded = [(3000, 16), (1000, 32), (2000, 64)];
+        let segments = recorded.map(|(addr, mib)| SegmentEvent::made(addr * MIB, mib * MIB, 0));
+        let mut near = Near::new(segments.into_iter());
+        let driver = NullDriver::new(1 << 40);
+        let mut place = |mib: u64| near.mem_alloc(&driver, mib * MIB).unwrap().get() / MIB;
+        assert_eq!(place(16), 3000, "one of its own size comes first");
+        assert_eq!(place(20), 1000, "without one the next that is large enough, in the recorded order");
+        assert_eq!(place(32), 2000, "that one is taken now");
+        assert_eq!(place(12), 1020, "what is left of a place is one, too");
+        assert_eq!(place(16), 2032);
+        assert!(place(64) < 1000, "where none is large enough it is below all of them");
+    }
+}

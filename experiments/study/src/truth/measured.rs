@@ -19,8 +19,8 @@ const HISTORIES: &str = "histories/truth.tar";
 pub(super) struct Measured {
     /// What ran.
     pub(super) program: String,
-    /// `heldout`: recorded after the commit of `recorded_after` and shown to no earlier version of `advise`. `known`: `advise` was
-    /// made on it or has learnt from it.
+    /// `heldout`: recorded after the commit of `recorded_after`, so that `advise` had learnt nothing from it by then. `known`: `advise`
+    /// was made on it or has learnt from it.
     pub(super) set: String,
     /// The setting, as `PYTORCH_CUDA_ALLOC_CONF` had it; empty: the defaults.
     pub(super) conf: String,
@@ -28,6 +28,9 @@ pub(super) struct Measured {
     pub(super) limit_bytes: Option<u64>,
     /// PyTorch's own statistic; where memory ran out, of then.
     pub(super) peak_reserved_bytes: u64,
+    /// Most bytes in blocks at once, PyTorch's own statistic.
+    #[serde(rename = "peak_active_bytes")]
+    _peak_active_bytes: Option<u64>,
     /// Whether memory ran out; the program may have caught it.
     pub(super) out_of_memory: bool,
     /// How often PyTorch emptied its cache to serve a request.
@@ -169,6 +172,7 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
         conf: said("conf").unwrap_or_else(|| unnamed.to_owned()).trim().to_owned(),
         limit_bytes,
         peak_reserved_bytes,
+        _peak_active_bytes: number("active_bytes.all.peak"),
         // A program may catch the error and go on.
         out_of_memory: facts.get("oom").is_some_and(|oom| !oom.is_null())
             || number("num_ooms").is_some_and(|ooms| ooms > 0),
