@@ -13,6 +13,8 @@ use vramlab_device::{CallKind, DeviceAddr, Driver, DriverError, DriverResult};
 
 /// Distances between addresses are kept in multiples of this.
 const GRANULE: u64 = 32 << 20;
+/// What is left of a place begins at a multiple of this, as memory of the device does.
+const PAGE: u64 = 2 << 20;
 
 /// What the recording had, and what is out.
 #[derive(Debug)]
@@ -50,8 +52,9 @@ impl Near {
             let ((number, addr), size) = exact.or_else(larger)?;
             self.recorded.get_mut(&size)?.remove(&(number, addr));
             if self.held.is_free(addr, bytes) {
-                if size > bytes {
-                    self.recorded.entry(size - bytes).or_default().insert((number, addr + bytes));
+                let rest = (addr + bytes).next_multiple_of(PAGE);
+                if let Some(left) = (addr + size).checked_sub(rest).filter(|left| *left > 0) {
+                    self.recorded.entry(left).or_default().insert((number, rest));
                 }
                 return Some(addr);
             }
@@ -141,7 +144,8 @@ mod tests {
         assert_eq!(place(20), 1000, "without one the next that is large enough, in the recorded order");
         assert_eq!(place(32), 2000, "that one is taken now");
         assert_eq!(place(12), 1020, "what is left of a place is one, too");
-        assert_eq!(place(16), 2032);
+        assert_eq!(place(15), 2032);
+        assert_eq!(place(16), 2048, "and begins where memory of a device can");
         assert!(place(64) < 1000, "where none is large enough it is below all of them");
     }
 }
