@@ -111,28 +111,29 @@ fn read(path: &Path) -> Result<Vec<Pair>> {
     rows.map_err(|error| anyhow!("{}: {error}; write it anew: {AGAIN}", path.display()))
 }
 
+/// The rows of some recordings.
+fn by_key<'a>(pairs: &'a [Pair], recordings: &BTreeSet<&str>) -> BTreeMap<Key<'a>, &'a Pair> {
+    let of_these = pairs.iter().filter(|pair| recordings.contains(pair.recording.as_str()));
+    of_these.map(|pair| (pair.key(), pair)).collect()
+}
+
 /// Holds what was made of some recordings to the kept table.
 ///
 /// # Errors
 /// A row differs, or is in one of the two only.
 fn compare(made: &[Pair], kept: &[Pair], recordings: &BTreeSet<&str>) -> Result<()> {
-    let by_key = |pairs: &'_ [Pair]| -> BTreeMap<(String, Option<u64>, String), Pair> {
-        let own = |(recording, limit, conf): Key<'_>| (recording.to_owned(), limit, conf.to_owned());
-        let of_these = pairs.iter().filter(|pair| recordings.contains(pair.recording.as_str()));
-        of_these.map(|pair| (own(pair.key()), pair.clone())).collect()
-    };
-    let (made, kept) = (by_key(made), by_key(kept));
-    let keys: BTreeSet<_> = made.keys().chain(kept.keys()).collect();
-    let differs = |key: &_| match (made.get(key), kept.get(key)) {
+    let (made, kept) = (by_key(made, recordings), by_key(kept, recordings));
+    let keys: BTreeSet<Key<'_>> = made.keys().chain(kept.keys()).copied().collect();
+    let differs = |key: &Key<'_>| match (made.get(key), kept.get(key)) {
         (Some(one), Some(other)) => !one.agrees(other),
         _ => true,
     };
-    let different: Vec<_> = keys.iter().filter(|key| differs(**key)).collect();
+    let different: Vec<Key<'_>> = keys.iter().copied().filter(differs).collect();
     let Some(key) = different.first() else {
         terminal::say(&format!("{} pairs are as experiments/{KEPT} has them.", made.len()));
         return Ok(());
     };
-    let says = |pairs: &BTreeMap<_, Pair>| match pairs.get(**key) {
+    let says = |pairs: &BTreeMap<Key<'_>, &Pair>| match pairs.get(key) {
         Some(pair) if pair.predicted_out_of_memory => {
             format!("out of memory at {}", pair.predicted_peak_reserved_bytes)
         }
@@ -144,7 +145,7 @@ fn compare(made: &[Pair], kept: &[Pair], recordings: &BTreeSet<&str>) -> Result<
     };
     let (recording, limit, conf) = key;
     let limit = limit.map_or(String::new(), |limit| format!(" in {}", Bytes(limit)));
-    let conf = if conf.is_empty() { "the defaults" } else { conf };
+    let conf = if conf.is_empty() { "the defaults" } else { *conf };
     Err(RuntimeFailure::new(format!(
         "{} of {} pairs are not as experiments/{KEPT} has them, first {recording} under {conf}{limit}: {} now, {} there; if that is \
          meant: {AGAIN}",
@@ -177,16 +178,14 @@ fn page(pairs: &[Pair]) -> Page {
     let mut page = Page::stdout();
     page.table(&table);
     page.gap();
-    let is_heldout = |pair: &Pair| pair.set == "heldout";
-    let kinds: [(&str, &dyn Fn(&Pair) -> bool); 3] = [
-        ("Held out", &is_heldout),
-        ("Known, easy", &|pair| !is_heldout(pair) && !pair.is_hard()),
-        ("Known, hard (a limit, private pools, or frees that wait for other streams)", &|pair| {
-            !is_heldout(pair) && pair.is_hard()
-        }),
-    ];
-    for (words, is_kind) in kinds {
-        let off: Vec<f64> = pairs.iter().filter(|pair| is_kind(pair)).filter_map(|pair| pair.off_percent).collect();
+    let (held_out, known): (Vec<&Pair>, Vec<&Pair>) = pairs.iter().partition(|pair| pair.set == "heldout");
+    let (hard, easy): (Vec<&Pair>, Vec<&Pair>) = known.into_iter().partition(|pair| pair.is_hard());
+    for (words, kind) in [
+        ("Held out", held_out),
+        ("Known, easy", easy),
+        ("Known, hard (a limit, private pools, or frees that wait for other streams)", hard),
+    ] {
+        let off: Vec<f64> = kind.iter().filter_map(|pair| pair.off_percent).collect();
         let within = |percent: f64| off.iter().filter(|off| off.abs() <= percent).count();
         let worst = off.iter().map(|off| off.abs()).fold(0.0, f64::max);
         if !off.is_empty() {
