@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
         help="compare the documents with the records, and the README's samples with the programs that are built",
     )
     readme.add_argument("--write", action="store_true", help="put the figures of the records there")
-    notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
+    notebooks = commands.add_parser(
+        "notebooks", help="execute the notebooks; without --write compare what they say with what is kept"
+    )
     notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
     notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
     return top

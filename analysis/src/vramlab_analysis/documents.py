@@ -24,7 +24,6 @@ PENDING = {
     "experiments/notes/inside.md": (
         "## Behaviour",
         "## PyTorch's own tests",
-        "## Histories",
         "## What does not hold",
     ),
 }
