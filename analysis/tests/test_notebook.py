@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,5 +112,7 @@ def cells(path: Path, kind: str) -> list[str]:
 def test_what_a_notebook_claims_is_computed(path: Path) -> None:
     # What stands there as text stays true whatever is recorded: a claim among it would not be tested.
     assert not [text for text in cells(path, "markdown") if "**Claim" in text]
+    measured = re.compile(r"\d\s*(?:[µumn]s|MiB|GiB|times)\b")
+    assert not [text for text in cells(path, "markdown") if measured.search(text)]
     # The first is a form for a run of one's own, and claims nothing.
     assert any("verdict(" in text for text in cells(path, "code")) or path.stem == "00_your_own_run"
