@@ -20,12 +20,7 @@ from vramlab_analysis.errors import AnalysisError
 Pieces = Mapping[str, Callable[[], str | None]]
 # Sections, by their headings, whose figures are not all computed yet. One that has none left must not be listed.
 PENDING = {
-    "experiments/answers.md": ("## What `vramlab advise` predicts", "## Inside real programs"),
-    "experiments/notes/inside.md": (
-        "## Behaviour",
-        "## PyTorch's own tests",
-        "## What does not hold",
-    ),
+    "experiments/answers.md": ("## What `vramlab advise` predicts",),
 }
 # What may have digits in it and is no figure.
 RULES = {
@@ -36,7 +31,7 @@ RULES = {
     "the number of a notebook": r"\[\d\d\](?=\(|_)|\b[Nn]otebooks? (?:\d\d(?:, | and )?)+",
     "the number of an item": r"^\d+\. ",
     "a date": r"\b20\d\d-\d\d-\d\d\b",
-    "a version": r"\b(?:PyTorch|Rust|CUDA|Python|Linux|RMM|driver|protocol|compute capability) \(?\d+(?:\.\d+)*",
+    "a version": r"\b(?:PyTorch|Rust|CUDA|Python|Linux|RMM|driver|protocol|compute capability)[ \n]\(?\d+(?:\.\d+)*",
     "a version in the table of versions": r"^\| 2\.\d+(?= )",
     "a commit": r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,40}\b",
     "an exit code": r"\bexit code \d+",

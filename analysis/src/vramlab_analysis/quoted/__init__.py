@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vramlab_analysis import inside, truth
 from vramlab_analysis.documents import Pieces
-from vramlab_analysis.quoted import answers, builds, calls, memory, notes, readme, simulated
+from vramlab_analysis.quoted import answers, builds, calls, inside_note, memory, notes, readme, simulated
 
 ANSWERS: Pieces = {
     f"| {answers.QUESTION} |": answers.questions,
@@ -42,5 +42,6 @@ PIECES: dict[str, Pieces] = {
     },
     "experiments/answers.md": ANSWERS,
     "experiments/README.md": {"**Memory.** Reading": readme.reading},
+    "experiments/notes/inside.md": inside_note.PIECES,
     **notes.PIECES,
 }
