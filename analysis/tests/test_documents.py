@@ -13,7 +13,7 @@ from vramlab_analysis import documents, experiments, readme_figure, repository, 
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import attribute, load, timeline
-from vramlab_analysis.quoted import simulated
+from vramlab_analysis.quoted import builds, simulated
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,22 @@ def test_a_piece_that_is_gone_or_stands_twice_is_named(pages: dict[str, str]) ->
         documents.check("experiments/answers.md", text.replace("- Instruments cost", "- They cost"))
     with pytest.raises(AnalysisError, match="2 places"):
         documents.check("experiments/answers.md", text + text[text.index("- Instruments cost") :])
+
+
+def test_builds_are_told_only_with_the_whole_history(pages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = builds.sentence()
+    if told is not None:
+        # A commit is in the repository if the history of what is checked out has it.
+        monkeypatch.setattr(builds, "here", lambda _: False)
+        gone = builds.sentence()
+        assert gone is not None
+        assert gone.count("not in this repository") > told.count("not in this repository")
+    monkeypatch.setattr(builds, "_git", lambda *_: "true")
+    assert builds.sentence() is None, "of a shallow clone"
+    page = "experiments/answers.md"
+    unknown = documents.fresh() | {page: documents.fresh()[page] | {"Builds.": None}}
+    monkeypatch.setattr(documents, "fresh", lambda: unknown)
+    assert documents.check(page, pages[page]) == pages[page], "what cannot be told stays as it is"
 
 
 @pytest.mark.parametrize("page", documents.PENDING)

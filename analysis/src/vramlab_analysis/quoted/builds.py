@@ -11,8 +11,8 @@ from vramlab_analysis.errors import read_json
 from vramlab_analysis.experiments import holds_experiment, load_experiment
 
 
-def _records() -> Iterator[tuple[str, str | None]]:
-    """Each record of a GPU and the commit that it names."""
+def _records() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each record of a GPU and where it says that it is from."""
     for label in sorted(repository.results().glob("*-h200")):
         for path in sorted(label.iterdir()):
             if holds_experiment(path):
@@ -22,10 +22,10 @@ def _records() -> Iterator[tuple[str, str | None]]:
                 told = told[0] if isinstance(told, list) else told
             else:
                 continue
-            yield f"{label.name}/{path.name}", (told.get("provenance") or {}).get("git_commit")
+            yield path.name, told.get("provenance") or {}
     for path in inside.files():
         for machine in inside.load(path).machines[:1]:
-            yield path.name, machine.get("commit") or machine.get("build")
+            yield path.name, {"git_commit": machine.get("build"), **(machine.get("provenance") or {})}
 
 
 def _git(*words: str) -> str | None:
@@ -49,17 +49,20 @@ def sentence() -> str | None:
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
     named: dict[str, list[str]] = {}
-    unnamed = 0
-    for record, commit in _records():
-        if commit is None:
-            unnamed += 1
+    unnamed, told = 0, []
+    for record, where in _records():
+        if commit := where.get("git_commit"):
+            named.setdefault(commit[:8], []).append(f"`{record}`")
+            told.append(where)
         else:
-            named.setdefault(commit[:8], []).append(record.partition("/")[2] or record)
-    parts = []
-    for commit, records in named.items():
-        gone = "" if here(commit) else ", which is not in this repository"
-        parts.append(f"`{commit}`{gone} ({', '.join(f'`{one}`' for one in records)})")
+            unnamed += 1
+    parts = [
+        f"`{commit}`{'' if here(commit) else ', which is not in this repository'} ({', '.join(records)})"
+        for commit, records in named.items()
+    ]
+    dirty = sum(bool(where.get("git_dirty")) for where in told)
+    profiles = sorted({where["build_profile"] for where in told if "build_profile" in where})
     return (
-        f"Builds. Of {unnamed + sum(map(len, named.values()))} records of a GPU {unnamed} name no commit. The others "
-        f"are of {'; '.join(parts)}."
+        f"Builds. Of {unnamed + len(told)} records of a GPU {unnamed} name no commit. The others are "
+        f"{' and '.join(profiles)} builds, {dirty or 'none'} of a changed tree, of {'; '.join(parts)}."
     )

@@ -119,6 +119,23 @@ def empty() -> str:
     )
 
 
+def source() -> str:
+    """Where the table of real programs is from."""
+    runs = inside.load()
+    told = runs.machines[0]
+    repeats = {len(runs.of("timed", program=one, arm=arm)) for one in inside.QUOTED_PROGRAMS for arm in inside.QUOTED}
+    return (
+        "Peak reserved, milliseconds a step, and the smallest limit on reserved memory in which the program ran, as a "
+        "multiple of what `native` holds active, with the step there. `experiments/inside/campaign.py`: "
+        f"{listed(map(str, sorted(repeats)))} runs in turn, medians; under a limit one run each. One {told['gpu']}, "
+        f"driver {told['driver']}, {told['at'][:10]} (build {told['build']}; `remap` has changed since: once pages "
+        "were taken it records an event a free, and not one for several). `caching` follows PyTorch's policy and "
+        "`pytorch-expandable` its expandable segments to the byte. [Notebook "
+        "12](../analysis/notebooks/12_inside_real_programs.ipynb) says more, [a note](notes/inside.md) what was "
+        "checked and what does not hold."
+    )
+
+
 PIECES: Pieces = {
     "| allocator | passes |": checks,
     "| CUDA-graph trees |": tests,
