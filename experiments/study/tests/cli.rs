@@ -27,6 +27,8 @@ fn compare_has_a_row_for_each_arm() {
     for row in rows {
         assert_eq!((&row["dataset"], &row["steps"]), (&"iris".into(), &2.into()));
         assert!(row["device"].as_str().unwrap().contains("simulated"));
+        assert_eq!((&row["repeats"], row["started_at"].as_str().unwrap().len()), (&1.into(), 20));
+        assert!(row["provenance"]["build_profile"].is_string() && row["provenance"]["host_hash"].is_string(), "{row}");
         let number = |key: &str| row[key].as_f64().unwrap();
         assert!(number("epoch_s") > 0.0 && number("final_train_loss") > 0.0);
         assert!((0.0..=1.0).contains(&number("val_accuracy")));
