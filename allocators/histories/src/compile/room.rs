@@ -3,6 +3,7 @@
 use super::slots::Live;
 use super::timeline::Pending;
 use super::transcript::Transcript;
+use super::windows::Windows;
 use crate::formats::Segment;
 use crate::history::{Beginning, StartBlock, StartSegment};
 use vramlab_device::budget::OverBudget;
@@ -48,11 +49,13 @@ impl Transcript {
         fn bytes<T>(items: &Vec<T>) -> usize {
             items.capacity() * size_of::<T>()
         }
-        let Self { claim, timeline, slots, frees, segments, unknown, .. } = self;
+        let Self { claim, timeline, slots, frees, segments, windows, unknown, .. } = self;
         let of_operations = bytes(&timeline.ops) + bytes(&timeline.addresses) + bytes(&timeline.segments);
         let of_frees = bytes(&frees.deferred) + bytes(&frees.held_up) + bytes(&frees.completed);
         let of_blocks = bytes(&timeline.pending) + bytes(&slots.spare) + bytes(unknown) + bytes(&segments.departed);
-        claim.set(of_operations + of_frees + of_blocks)
+        let Windows { current, closed } = windows;
+        let of_windows = bytes(closed) + bytes(&current.completions) + bytes(&current.segments);
+        claim.set(of_operations + of_frees + of_blocks + of_windows)
     }
 
     /// Claims what finishing takes: what was there before the first event, by what was held at the end, and each window's free.
