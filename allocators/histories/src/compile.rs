@@ -20,11 +20,9 @@
 mod ages;
 mod beginning;
 mod causes;
-mod gaps;
 mod memory;
 mod out_of_memory;
 mod pools;
-mod room;
 mod segments;
 mod sizes;
 mod slots;

@@ -2,13 +2,11 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
-use self::origins::{Annotations, OriginText, Printed, Stack};
-use self::segments::{Host, Segments};
-use self::settings::{Keep, Node};
-use self::state::{Handle, Name, Part, Seed, State};
-use super::error::{Place, Problem};
+use self::origins::{Annotations, Handle, Name, OriginText, Part, Printed, Seed, Stack, State};
+use self::segments::{Host, Keep, Node, Segments};
 use super::input::Input;
 use super::list::Reader;
+use super::read::{Place, Problem};
 use super::summary::{Receiver, Room};
 use super::words::{RawEvent, Word};
 use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};
@@ -28,8 +26,6 @@ macro_rules! expecting {
 
 mod origins;
 mod segments;
-mod settings;
-mod state;
 
 /// The entry in the [list](super::list).
 pub(super) const READER: Reader =
