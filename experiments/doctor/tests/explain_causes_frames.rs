@@ -5,8 +5,8 @@
 mod common;
 
 use common::Place;
-use common::explained::{agrees, explain, found, part};
 use common::story::{BASE, MIB, Story, script};
+use common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

@@ -5,8 +5,8 @@
 mod common;
 
 use common::Place;
-use common::explained::{explain, found};
 use common::story::{BASE, MIB, Story, script};
+use common::story::{explain, found};
 use serde_json::{Value, json};
 
 const GIB: u64 = 1 << 30;

@@ -1,4 +1,4 @@
-//! `experiments bench` as a user meets it.
+//! `experiments bench` as a user meets it, and `experiments fidelity`: how near a simulated run is to one on a GPU.
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 

@@ -1,6 +1,4 @@
 //! `experiments pack` and `unpack`: nothing of what is kept changes, and what reads experiments reads both forms.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
-// The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
 mod common;

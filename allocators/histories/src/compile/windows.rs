@@ -145,7 +145,9 @@ impl Windows {
     /// Forgets all of them. Their memory serves the next ones.
     pub(super) fn clear(&mut self) {
         let Self { current: Window { mut completions, mut segments, .. }, mut closed } = std::mem::take(self);
-        (completions.clear(), segments.clear(), closed.clear());
+        completions.clear();
+        segments.clear();
+        closed.clear();
         *self = Self { current: Window { completions, segments, ..Window::default() }, closed };
     }
 
