@@ -7,6 +7,7 @@
 //! [`read()`] takes any of the formats in [`Format`], plain or compressed, and tells them apart by their content.
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
+mod error;
 mod input;
 mod jsonl;
 mod list;
@@ -25,13 +26,13 @@ mod write_perfetto;
 mod write_plain;
 mod write_snapshot;
 
+pub use error::{Place, Problem, ReadError};
 pub use jsonl::jsonl_placements;
 pub use list::{Export, Format};
 pub use minimalloc::MinimallocWriter;
 pub use origins::{Annotation, FORWARD_PASS, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
-pub use read::{Place, Problem, ReadError};
 pub use read::{read, read_from, read_origins, read_origins_from};
 pub use rmm::RmmWriter;
 pub use summary::HostMemory;

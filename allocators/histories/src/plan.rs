@@ -59,6 +59,7 @@ mod conflicts;
 mod exact;
 mod lifetime;
 mod occupied;
+mod parts;
 mod search;
 mod skyline;
 mod stitched;

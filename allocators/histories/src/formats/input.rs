@@ -1,6 +1,6 @@
 //! Bytes of a file, unpacked if it is compressed, through one buffer.
 
-use super::read::{Place, Problem, ReadError};
+use super::error::{Place, Problem, ReadError};
 use crate::steps;
 use flate2::bufread::MultiGzDecoder;
 use liblzma::bufread::XzDecoder;

@@ -5,9 +5,9 @@
 //! an address of its own, one behind the other. Times are the file's, counted from its earliest if that is negative;
 //! at equal times what ends goes before what begins. Source: minimalloc `src/converter.cc`.
 
+use super::error::Place;
 use super::input::{Input, Lines, clip, columns, fields};
 use super::list::{Reader, Writer};
-use super::read::Place;
 use super::summary::{Receiver, emit};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::{Action, Event, Format, ReadError, ReadOptions, Summary};

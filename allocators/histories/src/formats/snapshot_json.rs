@@ -4,9 +4,9 @@
 
 use self::origins::{Annotations, Handle, Name, OriginText, Part, Printed, Seed, Stack, State};
 use self::segments::{Host, Keep, Node, Segments};
+use super::error::{Place, Problem};
 use super::input::Input;
 use super::list::Reader;
-use super::read::{Place, Problem};
 use super::summary::{Receiver, Room};
 use super::words::{RawEvent, Word};
 use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};

@@ -18,7 +18,7 @@
 //! *Source.* Sections, floors, dominance and parts are ideas of MiniMalloc (Moffitt, ASPLOS 2023), which places blocks in the
 //! order of their offsets. Here a place is chosen first and then its block, by the fewest choices.
 
-use super::exact::{Item, Part};
+use super::parts::{Item, Part};
 use std::cmp::Reverse;
 
 /// What is undone when the search goes back, with the value before.

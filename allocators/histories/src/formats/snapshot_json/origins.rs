@@ -1,6 +1,6 @@
 //! Where events came from: stack frames and annotations, which are numbered as they are read.
 
-use crate::formats::read::Place;
+use crate::formats::error::Place;
 use crate::formats::summary::{Receiver, Room};
 use crate::formats::words::Word;
 use crate::formats::{Annotation, Cut, Frame, ReadError, StackId, Summary, TextId};
