@@ -1,8 +1,13 @@
-//! Compiling a history.
+//! Compiling a history, following the recorded memory, as `explain` and `report` do, and replaying.
 
 use super::{MANY, linear};
-use crate::formats::{Action, Event};
-use crate::replay::{History, HistoryBuilder};
+use crate::formats::{Action, Event, Format, Origin, Origins, Summary};
+use crate::memory::{Before, Events, Leftover, Memory, Pool, Recorded, Rules};
+use crate::replay::{Addresses, History, HistoryBuilder, ReplaySettings, replay};
+use std::sync::Arc;
+use vramlab_device::budget::Budget;
+use vramlab_device::{Driver, NullDriver};
+use vramlab_policies::Selection;
 use vramlab_policies::backends::CachingSettings;
 
 const KIB: u64 = 1 << 10;
@@ -141,4 +146,90 @@ fn idle_segments_at_every_release() {
         [Action::SegmentAlloc, Action::SegmentFree, Action::Snapshot].map(|action| event(action, place, 2 * MIB))
     });
     find_pools("releases", idle.chain(freed).chain(released).collect());
+}
+
+// Replaying a history. What the allocator itself does is its own and not counted.
+
+#[test]
+fn segments_that_another_allocator_does_not_take() {
+    // The recorded program took a segment for each block. What a replay does not take is passed over once.
+    let each = |at: u64| {
+        let (addr, stream) = (BASE + at * 2 * MIB, 1 + at % 8);
+        [Action::SegmentAlloc, Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentFree]
+            .map(|action| Event { action, device: 0, addr, bytes: 2 * MIB, stream, time_ns: 0 })
+    };
+    let mut builder = HistoryBuilder::new(None);
+    (0..MANY / 5).flat_map(each).for_each(|event| builder.push(&event).unwrap());
+    let history = builder.finish(&CachingSettings::default()).unwrap();
+    for addresses in [Addresses::Recorded, Addresses::Near] {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 46));
+        let settings = ReplaySettings { addresses, ..ReplaySettings::default() };
+        let selection: Selection = "caching".parse().unwrap();
+        let report = linear("replay", 2 * history.allocations(), || replay(&history, &selection, &driver, &settings));
+        assert_eq!(report.unwrap().allocations, MANY / 5);
+    }
+}
+
+// Following the recorded memory, as `explain` and `report` do.
+
+/// Following as many events as there are takes a number of steps that is near their number, with a look at what is free after each.
+fn follow(what: &str, history: impl Iterator<Item = (Action, u64, u64, u64)>) {
+    let mut events = Events::new(&Budget::default());
+    for (action, addr, bytes, stream) in history {
+        let event = Recorded { addr, bytes, stream, time_ns: 0, origin: Origin::default(), action };
+        events.push(event).unwrap();
+    }
+    let (budget, summary) = (Budget::new(u64::MAX), Summary::new(Format::SnapshotPickle));
+    let rules = Rules::new(&summary, 0, &CachingSettings::default());
+    linear(what, events.len() as u64, || {
+        let before = Before::new(&events, &rules, &summary, &Origins::new(&budget), 0);
+        let _ = Leftover::of(&events, &before);
+        let mut memory = Memory::beginning(rules, &before, &budget).unwrap();
+        for (index, event, at_once) in events.walk(0) {
+            memory.apply(&event, index as u32, at_once).unwrap();
+            let pool = Pool { stream: event.stream, small: false };
+            assert!(memory.largest_hole(pool) <= memory.largest_with_pending(pool));
+        }
+    });
+}
+
+fn blocks(action: Action, count: u64) -> impl Iterator<Item = (Action, u64, u64, u64)> {
+    (0..count).map(move |at| (action, BASE + at * KIB, KIB, 0))
+}
+
+#[test]
+fn frees_that_wait() {
+    let segment = [(Action::SegmentAlloc, BASE, MANY * KIB, 0)];
+    let all = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted].map(|action| blocks(action, MANY / 4));
+    follow("frees that wait", segment.into_iter().chain(all.into_iter().flatten()));
+}
+
+#[test]
+fn segments_that_come_and_go() {
+    let each = |at: u64| {
+        let (addr, stream) = (BASE + at * 2 * MIB, at % 4000);
+        [Action::SegmentAlloc, Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentFree]
+            .map(|action| (action, addr, 2 * MIB, stream))
+    };
+    follow("segments on many streams", (0..MANY / 5).flat_map(each));
+}
+
+#[test]
+fn parts_that_join() {
+    // Every second part first, so that each of the others joins two.
+    let part = |action, at: u64| (action, BASE + at * 2 * MIB, 2 * MIB, 0);
+    let even = (0..MANY / 4).map(|at| part(Action::SegmentMap, 2 * at));
+    let odd = (0..MANY / 4).map(|at| part(Action::SegmentMap, 2 * at + 1));
+    let gone = (0..MANY / 2).map(|at| part(Action::SegmentUnmap, at));
+    follow("parts of an expandable segment", even.chain(odd).chain(gone));
+}
+
+#[test]
+fn blocks_over_frees_that_wait() {
+    // The completions are missing, and one block comes where many lay.
+    let segment = [(Action::SegmentAlloc, BASE, MANY * KIB, 0)];
+    let waiting = [Action::Alloc, Action::FreeRequested].map(|action| blocks(action, MANY / 4));
+    let whole = (0..MANY / 4)
+        .flat_map(|_| [Action::Alloc, Action::FreeRequested].map(|action| (action, BASE, MANY / 4 * KIB, 0)));
+    follow("blocks over many", segment.into_iter().chain(waiting.into_iter().flatten()).chain(whole));
 }
