@@ -5,19 +5,17 @@
 
 #[path = "plain/arena.rs"]
 mod arena;
+#[path = "plain/by_lists.rs"]
+mod by_lists;
 mod common;
 #[path = "plain/device.rs"]
 mod device;
 #[path = "plain/lists.rs"]
 mod lists;
-#[path = "plain/own_lists.rs"]
-mod own_lists;
-#[path = "plain/shared_lists.rs"]
-mod shared_lists;
 
+use by_lists::{CuPy, Own, Paddle, Tlsf};
 use common::{KIB, MIB, Random, allocate, free};
 use device::{ByHand, Device};
-use own_lists::{CuPy, Own, Paddle, Tlsf};
 use std::sync::Arc;
 use vramlab::device::HookedDriver;
 use vramlab::{Block, BlockState, Driver, NullDriver, Selection};
@@ -102,7 +100,7 @@ fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_lo
 
 #[test]
 fn rmm_pool() {
-    let model = |maximum| move || shared_lists::RmmPool::new(MIB, maximum);
+    let model = |maximum| move || by_lists::RmmPool::new(MIB, maximum);
     hold("rmm-pool:initial_pool_size=1M", model(None), 60, 17, 256 * MIB);
     // Where the device refuses to double the pool, and where whole blocks go back to stay below a maximum.
     let refused = hold("rmm-pool:initial_pool_size=1M", model(None), 60, 20, 6 * MIB);
@@ -118,7 +116,7 @@ fn rmm_arena() {
 
 #[test]
 fn bfc() {
-    let model = |limit| move || shared_lists::Bfc::new(64 * KIB, limit);
+    let model = |limit| move || by_lists::Bfc::new(64 * KIB, limit);
     hold("bfc:initial_region=64K", model(None), 60, 18, 256 * MIB);
     let limited = hold("bfc:initial_region=64K,memory_limit=4M", model(Some(4 * MIB)), 60, 19, 256 * MIB);
     let refused = hold("bfc:initial_region=64K", model(None), 60, 19, 4 * MIB);

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import lzma
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import summary, write_experiment
-from vramlab_analysis import experiments
-from vramlab_analysis.errors import AnalysisError
+from tests.conftest import summary, unpacked, write_experiment, write_run
+from tests.hostile import mutations
+from vramlab_analysis import experiments, inside, losses, packed, records, repository, steps
+from vramlab_analysis.errors import AnalysisError, printable
 from vramlab_analysis.experiments import load_experiment
+from vramlab_analysis.measures import measures
 from vramlab_analysis.plots.cells import matrix
 
 ARMS = [(name, {"alloc": name, "release-threshold": "0"}, summary(name)) for name in ("naive", "caching")]
@@ -92,3 +98,259 @@ def test_results_are_the_latest_and_say_how_to_make_them(tmp_path: Path, monkeyp
     assert experiments.results("an-experiment", "sim").frame()["name"].to_list() == ["caching"]
     with pytest.raises(AnalysisError, match="experiments run other --device cuda"):
         experiments.results("other", "h200")
+
+
+# Packed experiments are read as the folders that they were made of, and damaged ones are refused in one sentence.
+
+
+RECORDED = repository.root() / "experiments/results"
+SIM = RECORDED / "2026-11-21-sim"
+
+
+def resealed(folder: Path, name: str, data: bytes) -> None:
+    """Changes a table, and the manifest so that it is the one that was packed."""
+    (folder / name).write_bytes(data)
+    manifest = json.loads((folder / packed.MANIFEST).read_text())
+    for table in manifest["tables"]:
+        if table["name"] == name:
+            table["sha256"] = hashlib.sha256(data).hexdigest()
+    (folder / packed.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(SIM / "where-time-goes", tmp_path / "packed"))
+
+
+def as_recorded(tmp_path: Path, spec: Path) -> Path:
+    """The folder of a packed experiment before it was packed."""
+    tables = packed.load(spec)
+    document = {**tables.manifest["experiment"], "runs": [{"id": run} for run in tables.rows]}
+    place = write_experiment(tmp_path / "plain", [], **document)
+    for run in tables.recorded():
+        one = unpacked(spec / "runs" / run, place / "runs" / run)
+        (one / "run.json").write_text(json.dumps(tables.document(run, "run")))
+    return place
+
+
+@pytest.mark.parametrize("spec", ["where-time-goes", "memory", "fidelity", "latency"])
+def test_both_forms_say_the_same(tmp_path: Path, spec: str) -> None:
+    one, other = load_experiment(SIM / spec), load_experiment(as_recorded(tmp_path, SIM / spec))
+    assert (one.question, one.missing()) == (other.question, [])
+    left = packed.load(SIM / spec).manifest["left_out"]
+    for entry, plain in zip(one.runs, other.runs, strict=True):
+        assert entry.meta == plain.meta
+        assert entry.record.summary == plain.record.summary
+        assert entry.record.has("trace.jsonl") == plain.record.has("trace.jsonl")
+        if not any(part.startswith("steps.csv") for part in left):
+            assert entry.record.steps.equals(plain.record.steps)
+            assert measures(entry.record) == measures(plain.record)
+    if spec == "memory":
+        assert one.runs[0].record.trace.equals(other.runs[0].record.trace)
+        assert one.runs[0].record.calls.equals(other.runs[0].record.calls)
+    if spec == "latency":
+        histograms = [[(h.path, h.counts.tolist()) for h in e.runs[0].record.histograms] for e in (one, other)]
+        assert histograms[0] == histograms[1]
+
+
+def test_a_run_keeps_its_name_and_commands_take_it() -> None:
+    run = records.load_run(SIM / "loss-against-pytorch/runs/00-trainer-128-0.003-r0")
+    assert run.ended
+    assert run.steps.height > 100
+    assert len(steps.gather([str(SIM / "width")])) == 15
+    assert "pytorch" in losses.show([str(SIM / "loss-against-pytorch")], as_json=False)
+    with pytest.raises(AnalysisError, match="no run record of that name"):
+        records.load_run(SIM / "width/runs/none")
+    with pytest.raises(AnalysisError, match="an experiment, no run"):
+        records.load_run(SIM / "width")
+
+
+def test_what_was_left_out_is_said() -> None:
+    run = load_experiment(SIM / "width").runs[0].record
+    with pytest.raises(AnalysisError, match=r"no steps\.csv .*left out when the experiment was packed"):
+        _ = run.steps
+    lean = load_experiment(SIM / "fidelity").runs[0].record
+    assert {"host_ns", "loss"}.isdisjoint(lean.steps.columns)
+    with pytest.raises(AnalysisError, match="losses of the steps were left out"):
+        losses.frame([lean])
+
+
+def test_results_of_replays_are_there() -> None:
+    frame = load_experiment(SIM / "capacity").replays()
+    assert frame["capacity_bytes"].min() > 0  # type: ignore[operator]
+
+
+def test_a_table_of_runs_may_be_plain(folder: Path) -> None:
+    before = packed.load(folder)
+    plain = lzma.decompress((folder / packed.TABLE).read_bytes())
+    (folder / packed.TABLE).unlink()
+    manifest = json.loads((folder / packed.MANIFEST).read_text())
+    next(table for table in manifest["tables"] if table["name"] == packed.TABLE)["name"] = packed.PLAIN_TABLE
+    (folder / packed.MANIFEST).write_text(json.dumps(manifest))
+    resealed(folder, packed.PLAIN_TABLE, plain)
+    assert packed.load(folder).rows == before.rows
+
+
+def test_a_table_that_was_changed_is_refused(folder: Path) -> None:
+    for name in (packed.TABLE, packed.SERIES):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1])
+        with pytest.raises(AnalysisError, match=f"{name}: not the file that was packed"):
+            packed.load(folder)
+        (folder / name).write_bytes(whole)
+    (folder / packed.SERIES).unlink()
+    with pytest.raises(AnalysisError, match="cannot be read"):
+        packed.load(folder)
+
+
+def _read(folder: Path) -> None:
+    for run in steps.gather([str(folder)]):
+        _ = (run.steps, run.calls)
+
+
+def test_hostile_tables_are_refused_in_one_line(folder: Path) -> None:
+    series = lzma.decompress((folder / packed.SERIES).read_bytes())
+    table = lzma.decompress((folder / packed.TABLE).read_bytes())
+    rows = (table + b"a,b\n", b'id\n"\n', table.replace(b"naive", b"[naive"), b"id\n\xff\n")
+    tables: list[tuple[str, bytes]] = [
+        (packed.SERIES, lzma.compress(data))
+        for data in (
+            b"{}\n",
+            b"no line\n",
+            series[: len(series) // 2],
+            series.replace(b'"columns":{', b'"columns":[{', 1),
+            series.replace(b'"columns":', b'"column":'),
+            series.replace(b'"differences":["', b'"differences":["x'),
+            series.replace(b'"epoch":[1,', b'"epoch":[', 1),
+        )
+    ]
+    tables += [(packed.TABLE, lzma.compress(data)) for data in rows]
+    tables += [(packed.SERIES, b"no xz"), (packed.TABLE, b"no xz")]
+    for name, data in tables:
+        whole = (folder / name).read_bytes()
+        resealed(folder, name, data)
+        with pytest.raises(AnalysisError) as caught:
+            _read(folder)
+        assert str(caught.value) == printable(str(caught.value))
+        resealed(folder, name, whole)
+    _read(folder)
+
+
+def test_every_field_of_a_manifest_mutated(folder: Path) -> None:
+    path = folder / packed.MANIFEST
+    whole: dict[str, Any] = json.loads(path.read_text())
+    # What is read, and of what all runs share some.
+    whole["experiment"] = {"schema_version": 1, "name": "a", "question": "Why?", "spec_sha256": "aa"}
+    shared = whole["same_in_all"]
+    shared["summary"] = {key: shared["summary"][key] for key in ("schema_version", "settings", "device", "status")}
+    shared["summary"]["settings"] = dict(list(shared["summary"]["settings"].items())[:6])
+    refused = 0
+    for name, text in mutations(whole):
+        path.write_text(text)
+        try:
+            steps.gather([str(folder)])
+        except AnalysisError as error:
+            assert str(error) == printable(str(error))
+            refused += 1
+        except Exception as error:
+            pytest.fail(f"{name}: {type(error).__name__}: {error}")
+    assert refused
+
+
+def test_a_run_record_beside_a_packed_one_is_read(tmp_path: Path) -> None:
+    run = records.load_run(write_run(tmp_path / "runs" / "mine"))
+    assert run.packed is None
+    assert run.steps.height == 4
+
+
+# Runs of programs under several allocators: which count, what is compared with what, and what is refused.
+
+
+Write = Callable[..., Path]
+
+
+def run(part: str, program: str, arm: str, **facts: Any) -> dict[str, Any]:
+    number = facts.get("repeat", 0)
+    limit = f" at {facts['over_active']:g}" if "over_active" in facts else ""
+    base = {"id": f"{part} {program} {arm}{limit} #{number}", "part": part, "program": program, "arm": arm}
+    return base | {"status": "ok", "losses": ["3f800000"]} | facts
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Write:
+    def write(*records: dict[str, Any]) -> Path:
+        path = tmp_path / "2026-11-24-h200-inside.jsonl.xz"
+        with lzma.open(path, "wt") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        return path
+
+    return write
+
+
+def test_of_a_run_made_twice_the_last_counts(written: Write) -> None:
+    machine = {"kind": "machine", "gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0"}
+    first, second = (run("timed", "gpt2", "native", ms=ms) for ms in (60.0, 58.0))
+    broken = run("smoke", "gpt2", "remap", status="failed")
+    runs = inside.load(written(machine, first, machine, second, broken))
+    assert [one["ms"] for one in runs.of("timed")] == [58.0]
+    assert runs.of("smoke") == []
+    assert len(runs.runs) == 2
+    assert runs.machine() == "NVIDIA H200, driver 580, PyTorch 2.11.0"
+
+
+def test_a_line_that_is_no_run_is_refused_by_its_number(written: Write) -> None:
+    with pytest.raises(AnalysisError, match="line 2: no run of a campaign"):
+        inside.load(written(run("timed", "gpt2", "native"), {"program": "gpt2"}))
+
+
+def test_without_results_there_are_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    assert inside.load().of() == []
+
+
+def test_each_run_is_compared_with_its_own_round() -> None:
+    # The machine becomes half as fast: rounds tell that from the allocator.
+    times = [50.0, 60.0, 75.0, 100.0]
+    records = [run("timed", "gpt2", "native", repeat=at, ms=ms) for at, ms in enumerate(times)]
+    records += [run("timed", "gpt2", "remap", repeat=at, ms=1.02 * ms) for at, ms in enumerate(times)]
+    runs = inside.Runs(runs=records)
+    assert inside.ratio(runs, "timed", "gpt2", "remap") == pytest.approx((1.02, 1.02, 1.02))
+    assert inside.ratio(runs, "timed", "gpt2", "caching") is None
+
+
+def test_losses_are_compared_only_where_natives_repeat() -> None:
+    native = [run("timed", "gpt2", "native", repeat=at) for at in range(2)]
+    other = run("timed", "gpt2", "remap", losses=["3f800001"])
+    assert (
+        inside.same_losses(inside.Runs(runs=[*native, run("timed", "gpt2", "caching")]), "gpt2", "caching")
+        == "the same"
+    )
+    assert inside.same_losses(inside.Runs(runs=[*native, other]), "gpt2", "remap") == "differ"
+    unsteady = [*native, run("timed", "gpt2", "native", repeat=2, losses=["40000000"])]
+    assert (
+        inside.same_losses(inside.Runs(runs=[*unsteady, other]), "gpt2", "remap") == "native's differ from run to run"
+    )
+
+
+def test_the_smallest_limit_has_no_failure_above_it() -> None:
+    limits = {1.3: 60.0, 1.1: 61.0, 1.04: None, 1.01: 62.0}
+    records = [
+        run("curve", "gpt2", "remap", over_active=limit, **({"ms": ms} if ms else {"status": "oom"}))
+        for limit, ms in limits.items()
+    ]
+    runs = inside.Runs(runs=[*records, run("curve", "gpt2", "native", ms=50.0)])
+    points = inside.curve(runs, "gpt2", "remap")
+    assert [point.ms for point in points] == [62.0, None, 61.0, 60.0]
+    assert inside.smallest(points) == 1.1
+    assert inside.unlimited(runs, "gpt2") == 50.0
+    assert [one.get_title(loc="left") for one in inside.draw_curves(runs, ["gpt2"]).axes] == ["GPT-2 124 M", ""]
+    with pytest.raises(AnalysisError, match="no run of native"):
+        inside.draw_curves(inside.Runs(runs=records), ["gpt2"])
+
+
+def test_passes_and_settled_need_what_they_compare() -> None:
+    assert inside.passes({"device_ms": [1.0] * 16 + [2.0] * 16}) == (1.0, 2.0)
+    assert inside.passes({"device_ms": [1.0] * 20}) is None
+    after = {"reserved_bytes.all.peak": 110, "active_bytes.all.peak": 100}
+    assert inside.settled({"after_warm_up": after}) == pytest.approx(1.1)
+    assert inside.settled({}) is None

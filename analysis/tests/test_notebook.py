@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import polars as pl
 import pytest
 
-from vramlab_analysis import notebook
+from vramlab_analysis import execute, notebook
 from vramlab_analysis.errors import AnalysisError
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -68,6 +70,40 @@ def test_a_table_is_repeated_only_where_it_differs(page: list[str]) -> None:
     ]  # fmt: skip
 
 
+def kept(*outputs: tuple[str, str]) -> Any:
+    """A notebook with one cell and these outputs: kind, and what they say."""
+    cell = nbformat.v4.new_code_cell("say()")  # type: ignore[no-untyped-call]
+    cell.outputs = [
+        nbformat.v4.new_output("display_data", {kind: text})  # type: ignore[no-untyped-call]
+        for kind, text in outputs
+    ]
+    return nbformat.v4.new_notebook(cells=[cell])  # type: ignore[no-untyped-call]
+
+
+def test_what_a_notebook_keeps_is_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    table, picture = ("text/markdown", "| a |\n|---|\n| 12 |"), ("image/png", "aGVsbG8=")
+    nbformat.write(kept(table, picture), path)  # type: ignore[no-untyped-call]
+    execute.compare(path, kept(table, ("image/png", "b3RoZXI=")))
+    for other in (kept(("text/markdown", "| a |\n|---|\n| 13 |"), picture), kept(table), kept(picture, table)):
+        with pytest.raises(AnalysisError, match=r"a\.ipynb: cell 1 keeps .*`notebooks --write` mends it"):
+            execute.compare(path, other)
+
+
+def test_a_notebook_whose_outputs_are_stale_is_named(tmp_path: Path) -> None:
+    # The smallest of all, with one figure of its kept outputs changed by hand.
+    notebook_file = json.loads((NOTEBOOKS / "12_inside_real_programs.ipynb").read_text())
+    told = [one["data"]["text/markdown"] for cell in notebook_file["cells"] for one in cell.get("outputs", [])
+            if "text/markdown" in one.get("data", {})]  # fmt: skip
+    line = next(line for text in told for line in text if any(one.isdigit() for one in line))
+    at = next(at for at, one in enumerate(line) if one.isdigit())
+    told_in = next(text for text in told if line in text)
+    told_in[told_in.index(line)] = line[:at] + str((int(line[at]) + 1) % 10) + line[at + 1 :]
+    (tmp_path / "stale.ipynb").write_text(json.dumps(notebook_file))
+    with pytest.raises(AnalysisError, match=r"1 of 1 notebooks failed: stale\.ipynb"):
+        execute.execute([tmp_path / "stale.ipynb"], write=False)
+
+
 def cells(path: Path, kind: str) -> list[str]:
     return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
@@ -76,5 +112,7 @@ def cells(path: Path, kind: str) -> list[str]:
 def test_what_a_notebook_claims_is_computed(path: Path) -> None:
     # What stands there as text stays true whatever is recorded: a claim among it would not be tested.
     assert not [text for text in cells(path, "markdown") if "**Claim" in text]
+    measured = re.compile(r"\d\s*(?:[µumn]s|MiB|GiB|times)\b")
+    assert not [text for text in cells(path, "markdown") if measured.search(text)]
     # The first is a form for a run of one's own, and claims nothing.
     assert any("verdict(" in text for text in cells(path, "code")) or path.stem == "00_your_own_run"

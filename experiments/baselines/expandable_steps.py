@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from record_histories import BadInput, Parser, framework, positive, write
+from run_record import provenance
 
 SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
 PASSES = 3
@@ -103,7 +104,8 @@ def main():
             runs.append(run)
             means = [statistics.mean(row[3] for row in run["rows"] if row[0] == turn) for turn in range(PASSES)]
             print(f"{name}: {', '.join(f'{mean:.1f}' for mean in means)} ms a step in the three passes", flush=True)
-    record = {"columns": ["pass", "batch", "length", "ms", "driver_allocations"], "runs": runs}
+    columns = ["pass", "batch", "length", "ms", "driver_allocations"]
+    record = {"provenance": provenance(), "columns": columns, "runs": runs}
     try:
         write(options.output, (json.dumps(record, separators=(",", ":")) + "\n").encode())
     except OSError as error:

@@ -57,7 +57,6 @@
 mod cuda;
 mod error;
 mod host;
-mod multiply_add;
 mod operation;
 mod ops;
 mod plan;

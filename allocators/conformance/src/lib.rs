@@ -21,7 +21,6 @@ mod faults;
 mod guests;
 mod private_pools;
 mod stress;
-mod subject;
 mod support;
 mod threads;
 
@@ -29,7 +28,7 @@ pub use support::{Random, check_nothing_held, check_stats};
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use subject::Subject;
+use support::Subject;
 use support::{GIB, MIB};
 use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};

@@ -20,11 +20,9 @@
 mod ages;
 mod beginning;
 mod causes;
-mod gaps;
 mod memory;
 mod out_of_memory;
 mod pools;
-mod room;
 mod segments;
 mod sizes;
 mod slots;
@@ -35,7 +33,6 @@ mod windows;
 
 use self::beginning::LookBack;
 use self::transcript::Transcript;
-use self::windows::Windows;
 use crate::formats::{Event, Segment, SegmentBlock, Summary};
 use crate::history::{Beginning, History, Kind, Op, ReplayError};
 use vramlab_device::budget::Budget;
@@ -229,7 +226,7 @@ impl Soundness {
         frees.completed.clear();
         segments.departed.clear();
         unknown.truncate(1);
-        *windows = Windows::default();
+        windows.clear();
         Ok(self.0.give_room_back()?)
     }
 

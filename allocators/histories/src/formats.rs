@@ -8,10 +8,8 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
-mod host;
 mod input;
 mod jsonl;
-mod lines;
 mod list;
 mod minimalloc;
 mod origins;
@@ -19,32 +17,29 @@ mod pickle;
 mod placements;
 mod read;
 mod rmm;
-mod segment;
 mod snapshot_json;
 mod stalloc;
 mod summary;
 mod words;
 mod write;
-mod write_minimalloc;
 mod write_perfetto;
 mod write_plain;
-mod write_rmm;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
-pub use host::HostMemory;
 pub use jsonl::jsonl_placements;
 pub use list::{Export, Format};
+pub use minimalloc::MinimallocWriter;
 pub use origins::{Annotation, FORWARD_PASS, Frame, Origin, Origins, StackId, TextId};
 pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};
-pub use segment::{Segment, SegmentBlock};
+pub use rmm::RmmWriter;
+pub use summary::HostMemory;
 pub use summary::{Cut, OriginSink, ReadOptions, Sink, Summary};
+pub use summary::{Segment, SegmentBlock};
 pub use vramlab_policies::contract::{Action, Event};
 pub use words::Keys;
 pub use write::{Ending, TraceWriter, WriteError, WriteProblem};
-pub use write_minimalloc::MinimallocWriter;
 pub use write_perfetto::PerfettoWriter;
-pub use write_rmm::RmmWriter;
 pub use write_snapshot::SnapshotWriter;

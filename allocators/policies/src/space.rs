@@ -23,7 +23,6 @@
 #![forbid(unsafe_code)]
 
 mod account;
-mod arena;
 mod block;
 mod mapping;
 mod view;

@@ -34,10 +34,13 @@ def parser() -> argparse.ArgumentParser:
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
     figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
     readme = commands.add_parser(
-        "readme", help="compare the README with the recorded results, and its samples with the programs that are built"
+        "readme",
+        help="compare the documents with the records, and the README's samples with the programs that are built",
     )
     readme.add_argument("--write", action="store_true", help="put the figures of the records there")
-    notebooks = commands.add_parser("notebooks", help="execute the notebooks; without --write they stay as they are")
+    notebooks = commands.add_parser(
+        "notebooks", help="execute the notebooks; without --write compare what they say with what is kept"
+    )
     notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
     notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
     return top
@@ -46,9 +49,9 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> None:
     """Runs one command."""
     if args.command == "readme":
-        from vramlab_analysis import quoted
+        from vramlab_analysis import documents
 
-        print(quoted.readme(args.write))
+        print(documents.readme(args.write))
     elif args.command == "steps":
         from vramlab_analysis import steps
 

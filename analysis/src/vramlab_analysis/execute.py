@@ -1,11 +1,17 @@
-"""Executes the notebooks, each in a fresh kernel at the repository's root, and keeps their outputs if asked."""
+"""Executes the notebooks, each in a fresh kernel at the repository's root, and keeps their outputs if asked.
+
+Without that what they say is compared with what the files keep: sentences and tables, not pictures, whose bytes differ
+with the version of a library.
+"""
 
 from __future__ import annotations
 
 import base64
+import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,8 @@ from vramlab_analysis.errors import AnalysisError
 TIMEOUT_S = 240
 # What GitHub shows quickly, and what a clone should not have to carry.
 MOST_BYTES_FIGURE = 150_000
+# Variables by which a notebook reads other records than those of the repository.
+OTHERS = ("RESULTS", "DEVICES", "RUN")
 
 
 def run_one(path: Path) -> tuple[Any, float]:
@@ -78,11 +86,42 @@ def clean(notebook: Any) -> None:
     )  # fmt: skip
 
 
+def said(cell: Any) -> list[str]:
+    """What a cell's outputs say: each as its text, a picture as its kind."""
+    told = []
+    for one in cell.get("outputs", []):
+        data = one.get("data", {})
+        if one.output_type == "stream":
+            told.append(one.text)
+        elif "image/png" in data:
+            told.append("a picture")
+        else:
+            told.append(data.get("text/markdown") or data.get("text/plain", ""))
+    return ["".join(one) if isinstance(one, list) else str(one) for one in told]
+
+
+def compare(path: Path, fresh: Any) -> None:
+    """Holds what a notebook keeps to what it says when it is executed.
+
+    Raises AnalysisError that names the first cell that says something else.
+    """
+    kept = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    for number, (old, new) in enumerate(zip(kept.cells, fresh.cells, strict=True), 1):
+        for before, now in zip_longest(said(old), said(new), fillvalue="nothing"):
+            if before != now:
+                at = next((at for at, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
+                words = f"'{before[at : at + 40]}' where it now says '{now[at : at + 40]}'".replace("\n", " ")
+                raise AnalysisError(f"{path.name}: cell {number} keeps {words}; `notebooks --write` mends it.")
+
+
 def execute(paths: list[Path], *, write: bool) -> None:
-    """Executes notebooks, two at a time. With `write` those that succeed keep their outputs.
+    """Executes notebooks, two at a time. With `write` those that succeed keep their outputs, else these are compared.
+
+    Of other records than the repository's (`OTHERS`) nothing is compared.
 
     Raises AnalysisError that names every notebook that failed.
     """
+    own = not any(os.environ.get(name) for name in OTHERS)
     folder = repository.root() / "analysis" / "notebooks"
     chosen = paths or sorted(folder.glob("*.ipynb"))
     if not chosen:
@@ -91,6 +130,8 @@ def execute(paths: list[Path], *, write: bool) -> None:
     def one(path: Path) -> str | None:
         try:
             notebook, seconds = run_one(path)
+            if own and not write:
+                compare(path, notebook)
         except AnalysisError as error:
             print(f"FAILED {error}", flush=True)
             return path.name

@@ -206,7 +206,8 @@ def smallest(points: Sequence[Point]) -> float | None:
     return found
 
 
-# Arms of the README's table.
+# Programs and arms of the documents' table.
+QUOTED_PROGRAMS = ("gpt2", "resnet50")
 QUOTED = ("native", "expandable", "caching", "pytorch-expandable", "remap")
 TITLE = "under PyTorch 2.11"
 
@@ -214,7 +215,7 @@ TITLE = "under PyTorch 2.11"
 def table() -> str:
     """The README's table: what two programs reserve, what a step takes, and the smallest limit that they run in."""
     runs = load()
-    programs = ("gpt2", "resnet50")
+    programs = QUOTED_PROGRAMS
     columns = ("reserved", "ms a step", "least limit (ms there)")
     heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in columns]
     lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
@@ -233,7 +234,7 @@ def table() -> str:
 
 def quoted_curves() -> Figure:
     """The README's figure: step time under a limit."""
-    return draw_curves(load(), ("gpt2", "resnet50"))
+    return draw_curves(load(), QUOTED_PROGRAMS)
 
 
 def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:

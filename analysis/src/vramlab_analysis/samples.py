@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from vramlab_analysis import repository
@@ -20,7 +21,7 @@ COMMANDS = {
     "vramlab advise snapshot.pickle": ("vramlab", ["advise", "experiments/histories/resnet50.pickle.xz"]),
 }
 PAGE = "README.md"
-_BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)```$", re.MULTILINE)
+BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)```$", re.MULTILINE)
 
 
 def built(name: str) -> Path | None:
@@ -30,7 +31,8 @@ def built(name: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
 
-def printed(program: Path, words: list[str]) -> str:
+@cache
+def printed(program: Path, *words: str) -> str:
     """What a program prints, errors and progress first."""
     root = repository.root()
     with tempfile.TemporaryDirectory(prefix="sample-") as folder:
@@ -66,7 +68,7 @@ def check(page: str | None = None) -> list[str]:
     Raises AnalysisError for a line that is not printed, and for a sample of a command that is not known here.
     """
     text = (repository.root() / PAGE).read_text() if page is None else page
-    blocks = _BLOCK.findall(text)
+    blocks = BLOCK.findall(text)
     if len(blocks) != text.count("\n```text\n"):
         raise AnalysisError(f"{PAGE}: a `text` block does not follow the `sh` block of its command.")
     missing = []
@@ -78,6 +80,6 @@ def check(page: str | None = None) -> list[str]:
         program = built(name)
         if program is None:
             missing.append(name)
-        elif line := stale(shown, printed(program, words)):
+        elif line := stale(shown, printed(program, *words)):
             raise AnalysisError(f"{PAGE}: shows '{line.strip()}', which '{command}' does not print there.")
     return missing

@@ -1,126 +1,169 @@
-"""What `vramlab advise` predicted beside what PyTorch really reserved: tables that `experiments advise-truth` wrote."""
+"""What `vramlab advise` predicted beside what PyTorch really reserved, as `experiments advise-truth` wrote it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import polars as pl
 from matplotlib.figure import Figure
 
 from vramlab_analysis import repository, style
-from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 
-# Programs of the tables, in the order in which they are shown.
-PROGRAMS = {
+# Programs of the held-out set, in the order in which they are shown.
+HELD_OUT = {
+    "gnn_sample": "graph network, sampled",
+    "bert_eval": "BERT, evaluated between",
+    "vit_ckpt": "ViT, checkpoints, sizes vary",
+    "lstm_var": "LSTM, lengths vary",
+    "sparse_rec": "sparse embeddings",
+    "load_serve": "quantise, then serve",
+}
+# Those that `advise` was made on or has learnt from, in the figure only.
+KNOWN = {
     "mlp": "MLP",
     "gpt2": "GPT-2, lengths vary",
     "resnet50": "ResNet-50",
-    "generate": "text generation",
-    "moe": "mixture of experts",
-    "scales": "ResNet-50, sizes vary",
-    "unet": "U-Net, sizes vary",
-    "streams": "prefetch",
-    "prefetch": "prefetch, larger",
-    "adapters": "GPT adapters",
-    "adversaries": "image GAN",
-    "rollouts": "RL rollouts",
-}
-# Those whose histories lack something, in the figure only.
-HARD = {
-    "compiled": "torch.compile",
-    "graphtrain": "graph, one step",
-    "lategraph": "graph, from before",
+    "graph_step": "graph, one step",
+    "graphed_callables": "graphed callables",
     "mempool": "MemPool",
-    "late": "recorded late",
-    "ring": "ring full",
-    "recover": "out of memory, caught",
+    "streams": "prefetch",
+    "gpt2_fsdp1.rank0": "FSDP, one rank",
     "threestreams": "three streams",
 }
 # Settings that have a column in the table.
 COLUMNS = {
-    "": "defaults",
     "expandable_segments:True": "expandable",
-    "max_split_size_mb:32": "split 32 MB",
+    "max_split_size_mb:128": "split 128 MB",
+    "roundup_power2_divisions:8": "roundup 8",
 }
 # Settings that have a colour in the figure.
-SHOWN = {**COLUMNS, "max_split_size_mb:128": "split 128 MB", "roundup_power2_divisions:8": "roundup 8"}
+SHOWN = {"": "defaults", **COLUMNS, "max_split_size_mb:32": "split 32 MB"}
 TITLE = "MiB PyTorch reserved, and how far `advise` was off"
-# Which programs each table is of, by what the name of its file ends with.
-TABLES = {
-    "truth": "the programs that it was made on",
-    "later": "five recorded after that, from which it learnt where the driver puts segments",
-    "last": "three recorded when all was done",
-    "hard": "eight chosen to be hard (CUDA graphs, no beginning, three streams, errors that are caught)",
-}
+RUNS, PAIRS = "advise-truth.jsonl", "advise-truth.csv"
 # How near a prediction has to be, in percent.
 NEAR = 1.0
 MIB = 2**20
 
+WAITS = pl.col("deferred_frees") > 0
+POOLS = pl.col("private_pools") > 0
+LIMIT = pl.col("limit_bytes").is_not_null()
+IS_HELD_OUT = pl.col("set") == "heldout"
+
 
 def pairs() -> pl.DataFrame:
-    """A row for each program, setting and limit: what was predicted from the history under the defaults, and what was.
+    """A row for each recording and setting other than its own: what was predicted, and what was.
 
-    Raises AnalysisError when no table is there.
+    Raises AnalysisError when the table is not there.
     """
-    files = sorted(repository.results().glob("advise-truth*.csv"))
-    if not files:
-        raise AnalysisError(f"{repository.results()}: no advise-truth.csv; `experiments advise-truth` writes it.")
-    types = {"conf": pl.String, "limit_bytes": pl.Int64, "off_percent": pl.Float64}
-    frames = [
-        pl.read_csv(file, schema_overrides=types).with_columns(table=pl.lit(file.stem.rpartition("-")[2]))
-        for file in files
-    ]
-    frame = pl.concat(frames).with_columns(conf=pl.col("conf").fill_null(""))
-    # Some settings were recorded twice.
-    return frame.unique(["program", "conf", "limit_bytes"], keep="first", maintain_order=True)
+    file = repository.results() / PAIRS
+    if not file.is_file():
+        raise AnalysisError(f"{file}: is not there; `experiments advise-truth -o {file}` writes it.")
+    types = {
+        "conf": pl.String,
+        "recorded_conf": pl.String,
+        "limit_bytes": pl.Int64,
+        "off_percent": pl.Float64,
+        "first_off_percent": pl.Float64,
+        "first_choice_right": pl.Boolean,
+        "build": pl.String,
+    }
+    return pl.read_csv(file, schema_overrides=types).with_columns(pl.col("conf", "recorded_conf").fill_null(""))
+
+
+def runs() -> list[dict[str, Any]]:
+    """What was measured, a dictionary for each run."""
+    file = repository.results() / RUNS
+    lines = enumerate(read_bytes(file).splitlines(), 1)
+    return [parse_json(line, f"{file}:{number}") for number, line in lines]
 
 
 def table() -> str:
-    """Peak reserved by program and setting without a limit, each with how far the prediction was off."""
-    frame = pairs().filter(pl.col("limit_bytes").is_null())
-    lines = [f"| {TITLE} | {' | '.join(COLUMNS.values())} |", "|---|" + "--:|" * len(COLUMNS)]
-    for program, words in PROGRAMS.items():
-        if frame.filter(pl.col("program") == program).is_empty():
-            continue
-        cells = []
+    """Peak reserved of the held-out programs, each with how far the first prediction was off."""
+    frame = pairs().filter(IS_HELD_OUT & ~LIMIT)
+    recorded = {run["program"]: run for run in runs() if run["conf"] == "" and run["limit_bytes"] is None}
+    heads = ["in use", "defaults", *COLUMNS.values()]
+    lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for program, words in HELD_OUT.items():
+        cells = [f"{recorded[program][f'peak_{kind}_bytes'] / MIB:,.0f}" for kind in ("active", "reserved")]
         for conf in COLUMNS:
-            found = frame.filter((pl.col("program") == program) & (pl.col("conf") == conf))
-            if found.is_empty():
-                cells.append("")
-                continue
-            row = found.row(0, named=True)
-            cells.append(f"{row['real_peak_reserved_bytes'] / MIB:,.0f} ({_percent(row['off_percent'])})")
+            row = frame.filter((pl.col("program") == program) & (pl.col("conf") == conf)).row(0, named=True)
+            cells.append(f"{row['real_peak_reserved_bytes'] / MIB:,.0f} ({_percent(row['first_off_percent'])})")
         lines.append(f"| {words} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def sentence() -> str:
-    """How often a prediction was near, over all pairs, those with a limit included."""
+def _near(frame: pl.DataFrame, column: str = "off_percent") -> tuple[int, int, int, float]:
+    """How many predictions there are, how many are right to the byte and within 1 %, and how far off the worst is."""
+    off = frame[column].drop_nulls().abs()
+    return len(off), int((off == 0).sum()), int((off <= NEAR).sum()), float(off.max() or 0)  # type: ignore[arg-type]
+
+
+def _said(frame: pl.DataFrame) -> str:
+    count, exact, near, worst = _near(frame)
+    if exact == count:
+        return f"all {count} to the byte"
+    return f"{near} of {count} within 1 % ({exact} to the byte, the worst {worst:.1f} % off)"
+
+
+def _commit() -> str:
+    """The commit after which the held-out programs were recorded."""
+    commits = {run["recorded_after"] for run in runs() if run["set"] == "heldout"}
+    if len(commits) != 1:
+        raise AnalysisError(f"{RUNS}: the held-out runs name {len(commits)} commits, which should be one.")
+    return str(commits.pop())
+
+
+def held_out() -> str:
+    """The README's sentence: the held-out set, and all others."""
     frame = pairs()
-    off = frame.filter(pl.col("off_percent").is_not_null()).with_columns(off=pl.col("off_percent").abs())
-
-    def said(table: str) -> str:
-        one = off.filter((pl.col("deferred_frees") == 0) & (pl.col("table") == table))
-        near, exact = one.filter(pl.col("off") <= NEAR).height, one.filter(pl.col("off") == 0).height
-        if exact == one.height:
-            return f"all {one.height} are right to the byte"
-        worst = max(one["off"].to_list())
-        return f"{near} of {one.height} are within 1 % ({exact} to the byte, the worst {worst:.1f} % off)"
-
-    there = set(frame["table"])
-    tables = "; ".join(f"{said(table)} for {words}" for table, words in TABLES.items() if table in there)
-    several = off.filter(pl.col("deferred_frees") > 0)["off"].to_list()
-    right = frame.filter(pl.col("real_out_of_memory") == pl.col("predicted_out_of_memory"))
+    ours = frame.filter(IS_HELD_OUT)
+    count, _, first, worst = _near(ours, "first_off_percent")
+    _, _, now, _ = _near(ours)
+    changed = ours.filter(pl.col("off_percent") != pl.col("first_off_percent")).height
+    hard = WAITS | POOLS | LIMIT
+    easy, others = (_near(frame.filter(~IS_HELD_OUT & which)) for which in (~hard, hard))
     return (
-        f"**How far it is off.** Of pairs of program and setting {tables}. "
-        "Where frees wait for other streams, timing decides: "
-        f"{sum(one <= 5 for one in several)} of {len(several)} are within 5 %, the worst {max(several):.0f} % "
-        f"off. Whether memory runs out was right in {right.height} of {frame.height}."
+        f"**Held out:** recorded after commit {_commit()}. {first} of {count} predictions were within 1 % (worst "
+        f"{worst:.1f} %); the code has learnt from them since, which changed {changed}: now {now}. Of known recordings "
+        f"{easy[2]} of {easy[0]} are, {others[2]} of {others[0]} with limits, private pools or waiting frees (worst "
+        f"{others[3]:.1f} %)."
+    )
+
+
+def sentence() -> str:
+    """How often a prediction was near, over all pairs, with limits, first choices and retries."""
+    frame = pairs()
+    ours, known = frame.filter(IS_HELD_OUT), frame.filter(~IS_HELD_OUT)
+    kinds = {
+        "where frees wait for other streams, so that timing decides": WAITS,
+        "with private pools": POOLS & ~WAITS,
+        "else under a limit": LIMIT & ~POOLS & ~WAITS,
+    }
+    hard = "; ".join(f"{_said(known.filter(which))} {words}" for words, which in kinds.items())
+    limited = frame.filter(LIMIT)
+    oom, retries = (
+        limited.filter(pl.col(f"real_{what}") == pl.col(f"predicted_{what}")).height
+        for what in ("out_of_memory", "retries")
+    )
+    choices = frame.filter(pl.col("first_choice_right").is_not_null()).unique(["recording", "limit_bytes"])
+    return (
+        f"**How far it is off.** Of {frame.height} pairs of a recording and another setting: held-out programs "
+        f"{_said(ours)} ({_near(ours, 'first_off_percent')[2]} within 1 % when first predicted); known ones "
+        f"{_said(known.filter(~(WAITS | POOLS | LIMIT)))} where nothing is hard; {hard}. Under a limit, where memory "
+        f"could run out, whether it does was right in {oom} of {limited.height} (it did in "
+        f"{int(limited['real_out_of_memory'].sum())}), and the number of retries was wrong in "
+        f"{limited.height - retries}. The first choice was right {int(choices['first_choice_right'].sum())} times of "
+        f"{choices.height}."
     )
 
 
 def draw() -> Figure:
-    """How far each prediction was off, by program; a mark for each setting and limit."""
-    shown = PROGRAMS | HARD
-    frame = pairs().filter(pl.col("off_percent").is_not_null() & pl.col("program").is_in(list(shown)))
+    """How far each prediction was off (of held-out programs the first): a mark for each recording, setting, limit."""
+    shown = HELD_OUT | KNOWN
+    first = pl.coalesce("first_off_percent", "off_percent")
+    frame = pairs().with_columns(off_percent=first).drop_nulls("off_percent")
+    frame = frame.filter(pl.col("program").is_in(list(shown)))
     figure, axes = style.new(1, 1, height=4.0)
     names = [name for name in shown if name in set(frame["program"])]
     colours = (style.BLUE, style.GREEN, style.VERMILION, style.ORANGE, style.PURPLE)
@@ -134,13 +177,14 @@ def draw() -> Figure:
         axes.scatter(places, some["off_percent"], s=22, label=words, color=colour)
     axes.axhspan(-NEAR, NEAR, color=style.GREY, alpha=0.2, linewidth=0)
     axes.axhline(0, color=style.INK, linewidth=0.8)
+    axes.axvline(len(HELD_OUT) - 0.5, color=style.GREY, linewidth=0.8)
     axes.set_yscale("symlog", linthresh=NEAR)
     ticks = (-10, -5, -1, 0, 1, 5, 10, 30)
     axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
     axes.set_xticks(range(len(names)), [_folded(shown[name]) for name in names], fontsize=7, rotation=60)
     axes.set_ylabel("predicted peak reserved, off by")
     axes.legend(ncols=3, fontsize=7, loc="upper left")
-    axes.set_title("advise, from a history under the defaults, beside what PyTorch reserved on an H200")
+    axes.set_title("advise beside what PyTorch reserved on an H200; held-out programs, as first predicted, on the left")
     return figure
 
 

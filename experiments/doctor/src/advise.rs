@@ -308,24 +308,37 @@ pub struct Predicted {
     pub num_alloc_retries: u64,
 }
 
-/// What a history would do under settings, the best first, and how many of its frees waited for other streams.
+/// What a history would do under settings, and what of it no replay can tell.
+#[derive(Debug)]
+pub struct Predictions {
+    /// The best first.
+    pub settings: Vec<Predicted>,
+    /// Frees that waited for other streams.
+    pub deferred_frees: u64,
+    /// Private pools, of CUDA graphs and of `MemPool`.
+    pub private_pools: u64,
+}
+
+/// What a history would do under settings.
 ///
 /// # Errors
 /// Those of reading the history, and of settings that are none.
-pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<(Vec<Predicted>, u64)> {
+pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<Predictions> {
     let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
     // As under a limit of PyTorch's, which expandable segments may pass.
     let trial = Trial::new(file, &happened.recorded.history, limit, false)?;
     let confs = self::confs(confs)?;
     let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
     search::rank(&mut outcomes, &happened.conf);
-    let predicted = outcomes.into_iter().map(|outcome| Predicted {
+    let settings = outcomes.into_iter().map(|outcome| Predicted {
         conf: outcome.of.conf.text().to_owned(),
         peak_reserved_bytes: outcome.peak_reserved_bytes,
         out_of_memory: outcome.out_of_memory,
         num_alloc_retries: outcome.num_alloc_retries,
     });
-    Ok((predicted.collect(), happened.recorded.history.deferred_frees()))
+    let history = &happened.recorded.history;
+    let (deferred_frees, private_pools) = (history.deferred_frees(), history.private_pools());
+    Ok(Predictions { settings: settings.collect(), deferred_frees, private_pools })
 }
 
 /// Reads one history.

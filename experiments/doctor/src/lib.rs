@@ -20,6 +20,6 @@ mod run;
 mod tried;
 mod words;
 
-pub use advise::{Predicted, predict};
+pub use advise::{Predicted, Predictions, predict};
 pub use command_line::{command, main};
 pub use history::read_history;

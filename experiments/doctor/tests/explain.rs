@@ -6,8 +6,8 @@
 mod common;
 
 use common::Place;
-use common::explained::{agrees, explain, found, part};
 use common::story::{BASE, MIB, Story, library, script, torch};
+use common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;

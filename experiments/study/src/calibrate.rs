@@ -227,6 +227,7 @@ fn measure_device(device: &DeviceName, base: Profile, source: &str) -> Result<Ca
     let measurements = Measurements {
         schema_version: 1,
         code_version: env!("CARGO_PKG_VERSION"),
+        provenance: crate::study::record::provenance(),
         source: source.to_owned(),
         started_at,
         clock: if device.virtual_time { "virtual" } else { "monotonic" },

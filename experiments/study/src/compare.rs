@@ -137,6 +137,12 @@ struct Row {
     driver_calls_per_batch: f64,
     /// Driver calls of the last epoch by kind.
     driver_calls: Value,
+    /// How many runs the medians are over.
+    repeats: usize,
+    /// When the first of them began, in UTC.
+    started_at: String,
+    /// What the trainer was built from, and where it ran, as in its record.
+    provenance: Value,
 }
 
 /// Runs all arms and prints the table.
@@ -228,6 +234,9 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
         final_train_loss: number(&last, "/train_loss")?,
         driver_calls_per_batch: figures.driver_calls.unwrap_or(f64::NAN),
         driver_calls: last["driver_calls"].clone(),
+        repeats: records.len(),
+        started_at: records.first().map_or_else(String::new, |first| text(first, "/started_at")),
+        provenance: record["provenance"].clone(),
     })
 }
 

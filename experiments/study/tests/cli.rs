@@ -1,12 +1,16 @@
 //! The program as a user meets it: comparisons, fits, and what it refuses.
-
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
+#![cfg(unix)]
 
 mod common;
 
 use common::{Place, Ran};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use serde_json::json;
+use std::io::Write;
+use std::path::Path;
 use std::process::Stdio;
 use vramlab::Profile;
 
@@ -27,6 +31,8 @@ fn compare_has_a_row_for_each_arm() {
     for row in rows {
         assert_eq!((&row["dataset"], &row["steps"]), (&"iris".into(), &2.into()));
         assert!(row["device"].as_str().unwrap().contains("simulated"));
+        assert_eq!((&row["repeats"], row["started_at"].as_str().unwrap().len()), (&1.into(), 20));
+        assert!(row["provenance"]["build_profile"].is_string() && row["provenance"]["host_hash"].is_string(), "{row}");
         let number = |key: &str| row[key].as_f64().unwrap();
         assert!(number("epoch_s") > 0.0 && number("final_train_loss") > 0.0);
         assert!((0.0..=1.0).contains(&number("val_accuracy")));
@@ -301,4 +307,54 @@ fn a_reader_that_goes_away_is_no_error() {
         assert_eq!(output.status.code(), Some(0), "{stderr}");
         assert!(!stderr.contains("panicked"), "{stderr}");
     }
+}
+
+// Files that `experiments` writes: nothing replaced that is no regular file.
+
+#[test]
+fn links_stay_whatever_is_written() {
+    let place = Place::new();
+    let target = place.file("target", "old");
+    std::os::unix::fs::symlink("target", place.at("link")).unwrap();
+    let said = ["link: is a symbolic link to target; name the file itself"];
+    // Before the minutes that measuring takes.
+    let calibrate = ["calibrate", "--device", "sim", "--source", "here"];
+    place.run(&[&calibrate[..], &["-o", "link"]].concat()).refused(2, &said);
+    place.run(&[&calibrate[..], &["-o", "profile.json", "-m", "link"]].concat()).refused(2, &said);
+    let timings = place.write("timings", "");
+    assert_eq!(place.run(&["fit-kernels", &timings, "-o", "link"]).code, Some(2));
+    assert_eq!(std::fs::read_to_string(target).unwrap(), "old");
+    assert_eq!(std::fs::read_link(place.at("link")).unwrap(), Path::new("target"));
+    assert_eq!(place.files(), ["link", "target", "timings"]);
+}
+
+// Files that never end, and small ones that ask for all the memory there is: each is refused in one line.
+
+/// So many times the same, compressed.
+fn packed(item: &[u8], times: usize) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    (0..times).for_each(|_| encoder.write_all(item).unwrap());
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn devices_that_never_end() {
+    let place = Place::new();
+    let longer = "it is longer than 1 MiB";
+    place.run(&["fit-kernels", "/dev/null", "--profile", "/dev/zero", "-o", "new.json"]).refused(2, &[longer]);
+    place.run(&["run", "/dev/zero", "--dry-run"]).refused(2, &["/dev/zero", longer]);
+}
+
+#[test]
+fn a_record_that_unpacks_to_more_than_any() {
+    let place = Place::new();
+    std::fs::create_dir_all(place.at("record/runs/a")).unwrap();
+    place.write("record/experiment.json", r#"{"schema_version": 1, "runs": [{"id": "a", "options": {}}]}"#);
+    place.write("record/runs/a/run.json", r#"{"schema_version": 1, "status": "done"}"#);
+    // 64 MiB in 64 KiB.
+    place.write("record/runs/a/summary.json.gz", packed(&vec![b' '; 1 << 20], 64));
+    let fidelity = || place.run(&["fidelity", "--measured", "record", "--against", "record"]);
+    fidelity().refused(2, &["summary.json.gz", "it is longer than 16 MiB"]);
+    place.write("record/runs/a/run.json", vec![b' '; 17 << 20]);
+    fidelity().refused(2, &["run.json", "it is longer than 16 MiB"]);
 }

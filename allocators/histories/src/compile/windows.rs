@@ -142,6 +142,15 @@ pub(super) struct Windows {
 }
 
 impl Windows {
+    /// Forgets all of them. Their memory serves the next ones.
+    pub(super) fn clear(&mut self) {
+        let Self { current: Window { mut completions, mut segments, .. }, mut closed } = std::mem::take(self);
+        completions.clear();
+        segments.clear();
+        closed.clear();
+        *self = Self { current: Window { completions, segments, ..Window::default() }, closed };
+    }
+
     /// A free of the client completed at once.
     pub(super) fn completed_at_once(&mut self, op: u32, event: &Event) {
         self.current.before = Some(Completion::of(op, event, false));

@@ -6,7 +6,7 @@ use super::input::Input;
 use super::summary::Receiver;
 use super::{
     Action, ReadError, ReadOptions, Summary, TraceWriter, WriteError, jsonl, minimalloc, pickle, rmm, snapshot_json,
-    stalloc, write_minimalloc, write_perfetto, write_rmm, write_snapshot,
+    stalloc, write_perfetto, write_snapshot,
 };
 use serde::Serialize;
 use std::path::Path;
@@ -131,8 +131,8 @@ impl Export {
             Export::Snapshot => &write_snapshot::PICKLE,
             Export::SnapshotJson => &write_snapshot::JSON,
             Export::Perfetto => &write_perfetto::WRITER,
-            Export::Rmm => &write_rmm::WRITER,
-            Export::Minimalloc => &write_minimalloc::WRITER,
+            Export::Rmm => &rmm::WRITER,
+            Export::Minimalloc => &minimalloc::WRITER,
         }
     }
 

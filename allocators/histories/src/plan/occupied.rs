@@ -79,15 +79,18 @@ impl Occupied {
     /// Bytes are taken from one allocation to another. Returns the steps.
     pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> u64 {
         let Self { leaves, lists, filled, .. } = self;
-        let before = filled.len();
+        let mut steps = 0;
         let mut take = |list: usize| {
+            if lists[list].is_empty() {
+                // CAST: as above.
+                filled.push(list as u32);
+            }
             add(&mut lists[list], bytes);
-            // CAST: as above.
-            filled.push(list as u32);
+            steps += 1;
         };
         cover(*leaves, from, to, |node| lists_of(node).into_iter().for_each(&mut take));
         above(*leaves, from, to, |node| take(lists_of(node)[1]));
-        (filled.len() - before) as u64
+        steps
     }
 }
 

@@ -1,9 +1,7 @@
 //! A million of whatever a file can hold takes a number of steps that is near a million.
 
-mod compilation;
-mod memory;
+mod histories;
 mod reading;
-mod replaying;
 
 use std::cell::Cell;
 

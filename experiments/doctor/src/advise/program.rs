@@ -334,7 +334,7 @@ fn workspaces(recording: &Recording) -> Option<Found> {
         match event.action {
             Action::Alloc if event.bytes > 0 => {
                 let number = numbers.next()?;
-                if event.bytes > SMALL_WORKSPACE && is_cublas_workspace(&recording.origins, event.origin.stack) {
+                if event.bytes > SMALL_WORKSPACE {
                     live.insert(event.addr, (number, event.origin.stack, event.bytes));
                 }
             }
@@ -344,6 +344,8 @@ fn workspaces(recording: &Recording) -> Option<Found> {
             _ => {}
         }
     }
+    // Reading frames takes long, and few blocks are held to the end.
+    live.retain(|_, (_, stack, _)| is_cublas_workspace(&recording.origins, *stack));
     let numbers: BTreeSet<u64> = live.values().map(|(number, ..)| *number).collect();
     let (times, bytes) = (live.len() as u64, live.values().map(|(.., bytes)| bytes).sum());
     let small = move |number: u64| numbers.contains(&number).then_some(SMALL_WORKSPACE);

@@ -7,7 +7,7 @@ use super::moments::{Sample, moment};
 use super::{Lines, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
@@ -221,9 +221,9 @@ pub(crate) fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
     let origins = &recording.origins;
     let mut out = vec![false; origins.stacks()];
     let went_back = |event: &Recorded| matches!(event.action, Action::SegmentFree | Action::SegmentUnmap);
-    for event in recording.events.iter().filter(went_back) {
-        let mut frames = origins.frames(event.origin.stack);
-        out[event.origin.stack.index()] = frames.any(|frame| origins.spelt(frame.name).contains("empty_cache"));
+    let stacks: HashSet<StackId> = recording.events.iter().filter(went_back).map(|event| event.origin.stack).collect();
+    for stack in stacks {
+        out[stack.index()] = origins.frames(stack).any(|frame| origins.spelt(frame.name).contains("empty_cache"));
     }
     out
 }

@@ -2,7 +2,6 @@
 
 #![allow(dead_code, unused_imports, reason = "each test program uses its part")]
 
-pub(crate) mod explained;
 mod place;
 pub(crate) mod story;
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 use std::path::Path;
 use terminal::duration;
 use terminal::{Cell, Column, Page, command, quoted};
+use trainer::provenance::Provenance;
 use vramlab::output::OutputFile;
 use vramlab::{Bytes, DeviceDescription};
 
@@ -16,6 +17,8 @@ use vramlab::{Bytes, DeviceDescription};
 pub(crate) struct Measurements {
     pub(crate) schema_version: u32,
     pub(crate) code_version: &'static str,
+    /// What it was built from, and where it ran.
+    pub(crate) provenance: Provenance,
     /// Where the profile's figures come from, in words.
     pub(crate) source: String,
     pub(crate) started_at: String,

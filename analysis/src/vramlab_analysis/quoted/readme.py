@@ -1,0 +1,63 @@
+"""Captions of the README's tables and figures."""
+
+from __future__ import annotations
+
+import re
+
+from vramlab_analysis import inside
+from vramlab_analysis.errors import AnalysisError, read_json
+from vramlab_analysis.quoted.answers import compared as rows
+from vramlab_analysis.quoted.parts import listed, newest
+from vramlab_analysis.repository import results as folder
+from vramlab_analysis.repository import root
+
+
+def _day() -> str:
+    """The day of the newest comparison on a GPU."""
+    return newest("cuda.json").parent.name[:10]
+
+
+def caption() -> str:
+    """What the table of allocators is of, and what other comparisons came to."""
+    told = rows()[0]
+    ratios = []
+    for path in sorted(folder().glob("*-h200/cuda.json")):
+        times = {row["arm"]: row["epoch_s"] for row in read_json(path)}
+        ratios.append(times["naive"] / min(times.values()))
+    return (
+        f"One epoch of {told['steps']} steps and its validation; four layers of width 784, batch 64, f32, "
+        f"{told['dataset'].upper()}; one {told['device']}, virtual machine, {_day()}: `experiments compare` with five "
+        "repeats, medians. The host had other work: in the comparisons that are recorded `naive` took "
+        f"{listed(f'{ratio:.2f}' for ratio in ratios)} times the best. More in [what the runs "
+        "answered](experiments/answers.md)."
+    )
+
+
+def compared() -> str:
+    """How the table of allocators was made."""
+    told = rows()[0]
+    return (
+        f"- H200: one {told['device']}, virtual machine, {_day()}. `experiments compare --repeats 5 --json -- --device "
+        "cuda --hidden 784 --layers 4 --batch 64 --epochs 4` (release build), MNIST; medians over five runs without "
+        f"their first epoch, {told['steps']} steps and validation in an epoch, in the time, too. Calls are of the last "
+        "epoch; latencies are of the most frequent path, with the time for taking them included. The host had other "
+        "work, so ratios say more than times."
+    )
+
+
+def limits() -> str:
+    """What build the figure of limits is of."""
+    told = inside.load().machines[0]
+    return f"Build {told['build']} on one {told['gpu']} ([table](experiments/answers.md)); `remap` has changed since."
+
+
+def reading() -> str:
+    """How much memory `vramlab` takes to read a history, as its help says."""
+    source = (root() / "experiments/doctor/src/reading.rs").read_text()
+    least = re.findall(r"Most memory that reading the history may take \[default: (\d+)GiB\]", source)
+    if len(least) != 1:
+        raise AnalysisError("experiments/doctor/src/reading.rs: does not say how much memory reading takes by default.")
+    return (
+        f"**Memory.** Reading takes at most {least[0]} GiB, for `explain` one and a half times a larger file; "
+        "`--read-memory` allows more."
+    )

@@ -1,0 +1,366 @@
+//! Histories that are damaged: events that contradict each other, which every command refuses in the same line or all answer, and
+//! recordings whose beginning or end is missing.
+// The lint spares only functions marked as tests, not what they call.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::Place;
+use common::story::{self, Story};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Edits of each history.
+const EDITS: usize = 16;
+
+/// Marsaglia's xorshift.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from(self.0 % bound as u64).unwrap()
+    }
+}
+
+/// Changes one event.
+fn edit(events: &mut Vec<Value>, random: &mut Random) {
+    let (at, other) = (random.below(events.len()), random.below(events.len()));
+    match random.below(7) {
+        0 => events.insert(at, events[at].clone()),
+        1 => drop(events.remove(at)),
+        2 => {
+            let allocs: Vec<usize> = (0..events.len()).filter(|at| events[*at]["action"] == "alloc").collect();
+            events.remove(allocs[at % allocs.len()]);
+        }
+        3 => events.swap(at, other),
+        4 => events[at]["addr"] = events[other]["addr"].clone(),
+        5 => events[at]["addr"] = json!(events[at]["addr"].as_u64().unwrap_or(0) ^ 512 << random.below(14)),
+        _ => events[at]["size"] = json!(events[at]["size"].as_u64().unwrap() << 1 << random.below(5)),
+    }
+}
+
+/// A history of the repository as a snapshot in JSON.
+fn snapshot(place: &Place, name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
+    place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
+    serde_json::from_slice(&std::fs::read(place.at("seed.json")).unwrap()).unwrap()
+}
+
+/// Every object that tells both figures has no more in use than reserved. A point of the curve may lie before the segment of a block
+/// came, where that event was moved.
+fn check_levels(value: &Value, what: &str) {
+    if let (Some(active), Some(reserved)) = (value["active_bytes"].as_u64(), value["reserved_bytes"].as_u64()) {
+        assert!(active <= reserved, "{what}: {value}");
+    }
+    match value {
+        Value::Object(map) => {
+            map.iter().filter(|(key, _)| *key != "timeline").for_each(|(_, value)| check_levels(value, what))
+        }
+        Value::Array(list) => list.iter().for_each(|value| check_levels(value, what)),
+        _ => {}
+    }
+}
+
+/// Whether every command answers; otherwise all refuse in the same words.
+fn answered(place: &Place, file: &str, what: &str) -> bool {
+    let commands: [&[&str]; 5] = [
+        &["replay", file, "--alloc", "caching", "--device", "null", "--plan", "off"],
+        &["explain", file, "--json"],
+        &["advise", file, "--conf", "", "--json"],
+        &["diff", file, file],
+        &["report", file, "-o", "page.html"],
+    ];
+    let ran = commands.map(|command| (command, place.run(command)));
+    let (_, first) = &ran[0];
+    for (command, other) in &ran {
+        assert_eq!((other.code, error(&other.stderr)), (first.code, error(&first.stderr)), "{what}: {command:?}");
+    }
+    match first.code {
+        Some(0) => check_levels(&ran[1].1.json(), what),
+        _ => first.refused(2, &[": event "]),
+    }
+    first.code == Some(0)
+}
+
+fn error(stderr: &str) -> Option<&str> {
+    stderr.lines().find(|line| line.starts_with("error: "))
+}
+
+#[test]
+fn every_command_refuses_the_same_edits() {
+    let (place, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
+    let (mut told, mut refused) = (0, 0);
+    let fixtures = ["resnet50.gcsplit", "graph_step.expandable", "streams.expandable"];
+    for name in fixtures.map(|name| format!("allocators/tests/fixtures/{name}.pickle.xz")) {
+        let mut snapshot = snapshot(&place, &name);
+        let events = snapshot["device_traces"][0].as_array().unwrap().clone();
+        for number in 0..EDITS {
+            let mut edited = events.clone();
+            edit(&mut edited, &mut random);
+            snapshot["device_traces"][0] = json!(edited);
+            let file = place.write("edited.json", snapshot.to_string());
+            *if answered(&place, &file, &format!("{name} {number}")) { &mut told } else { &mut refused } += 1;
+        }
+    }
+    assert!(refused > EDITS && told > EDITS / 2, "{refused} refused and {told} answered");
+}
+
+#[test]
+fn every_command_refuses_the_same_edits_of_a_log() {
+    let (place, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
+    let mut events = snapshot(&place, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
+    let events = events.as_array_mut().unwrap();
+    events.retain(|event| event["action"] != "free_completed");
+    events.truncate(1200);
+    let (mut told, mut refused) = (0, 0);
+    // Few of them can be answered.
+    for number in 0..4 * EDITS {
+        let mut edited = events.clone();
+        edit(&mut edited, &mut random);
+        let line = |event: &Value| {
+            let [action, addr, size, stream] = ["action", "addr", "size", "stream"].map(|key| event[key].clone());
+            json!({"time_ns": 1, "action": action, "addr": addr, "size": size, "stream": stream}).to_string() + "\n"
+        };
+        let file = place.write("edited.jsonl", edited.iter().map(line).collect::<String>());
+        *if answered(&place, &file, &format!("log {number}")) { &mut told } else { &mut refused } += 1;
+    }
+    assert!(refused > EDITS && told > 0, "{refused} refused and {told} answered");
+}
+
+/// Two frees wait. One completes before a block is freed, the other after 18 MiB were asked for; `idle` goes back between.
+fn two_frees_that_wait(idle: bool) -> Story {
+    let mut story = Story::default();
+    if idle {
+        story.segment(200 * MIB, 2 * MIB, 0);
+    }
+    story.segment(0, 20 * MIB, 0);
+    for at in [0, 8, 16] {
+        story.alloc(at * MIB, if at < 16 { 8 * MIB } else { 2 * MIB }, 0, json!([]));
+    }
+    story.event("free_requested", story::BASE, 8 * MIB, 0, json!([]));
+    story.event("free_requested", story::BASE + 8 * MIB, 8 * MIB, 0, json!([]));
+    story.event("free_completed", story::BASE, 8 * MIB, 0, json!([]));
+    if idle {
+        story.event("segment_free", story::BASE + 200 * MIB, 2 * MIB, 0, json!([]));
+    }
+    story.free(16 * MIB, 2 * MIB, 0);
+    story.segment(100 * MIB, 18 * MIB, 0);
+    story.alloc(100 * MIB, 18 * MIB, 0, json!([]));
+    story.event("free_completed", story::BASE + 8 * MIB, 8 * MIB, 0, json!([]));
+    story
+}
+
+#[test]
+fn what_waits_on_shows_that_the_cache_was_not_emptied() {
+    let place = Place::new();
+    let replay = |story: &Story| {
+        let file = place.write("waits.json", story.text());
+        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
+    };
+    let rows = replay(&two_frees_that_wait(false)).rows();
+    let figure = |name: &str| rows[0][name].as_u64().unwrap() / MIB;
+    assert_eq!(
+        (figure("peak_reserved_bytes"), figure("lower_bound_bytes")),
+        (38, 26),
+        "20 and 18 of which 8 and 18 are used"
+    );
+    // `empty_cache` waits for every free, and one of them went on waiting.
+    let why = "caching reserves 20 MiB at most, less than the 26 MiB that are in use at once";
+    replay(&two_frees_that_wait(true)).refused(2, &["waits.json", "the events contradict each other", why]);
+}
+
+// What `advise` says of histories that lack their beginning or events of segments. Each recorded history is cut as PyTorch's ring does
+// it: the oldest events go, the end of the snapshot stays.
+
+const MIB: u64 = 1 << 20;
+
+/// Shares of the events that are lost, in percent.
+const LOST: [usize; 6] = [10, 25, 50, 75, 90, 97];
+/// By so many points more than the whole history shows, what is promised of a cut one may be.
+const POINTS: f64 = 2.0;
+
+/// The recorded histories: the repository's, and what lies beside the checkout.
+fn histories() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let folders =
+        ["experiments/histories", "experiments/histories/ranks", "../shared/traces", "../shared/traces/configs"];
+    let entries = folders.iter().filter_map(|folder| std::fs::read_dir(root.join(folder)).ok()).flatten();
+    let mut out: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    out.retain(|path| path.to_string_lossy().ends_with(".pickle.xz"));
+    out.sort();
+    out
+}
+
+/// What is said of a whole history and of what each cut leaves.
+struct Answers {
+    name: String,
+    whole: Value,
+    cut: Vec<Value>,
+}
+
+impl Answers {
+    fn of(place: &Place, number: usize, path: &Path) -> Self {
+        let json = format!("{number}.json");
+        place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
+        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(place.at(&json)).unwrap()).unwrap();
+        let advise = |file: &str| place.run(&["advise", file, "--json"]).ok().json();
+        let whole = advise(&json);
+        let traces = snapshot["device_traces"].take();
+        let cut = LOST.map(|lost| {
+            let keep = |events: &Value| {
+                let events = events.as_array().unwrap();
+                Value::from(&events[events.len() * lost / 100..])
+            };
+            snapshot["device_traces"] = traces.as_array().unwrap().iter().map(keep).collect();
+            advise(&place.write(&format!("{number}.{lost}.json"), snapshot.to_string()))
+        });
+        Self { name: path.file_name().unwrap().to_string_lossy().into_owned(), whole, cut: cut.to_vec() }
+    }
+}
+
+#[test]
+fn no_more_is_promised_of_a_cut_history_than_of_the_whole() {
+    let (place, histories) = (Place::new(), histories());
+    let (next, answers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some((number, path)) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, histories.get(at)?)))
+                {
+                    let found = Answers::of(&place, number, path);
+                    answers.lock().unwrap().push(found);
+                }
+            });
+        }
+    });
+    let answers = answers.into_inner().unwrap();
+    assert!(answers.len() >= 4, "the repository's histories are there");
+    let (mut told, mut least, mut same) = (0, 0, 0);
+    for Answers { name, whole, cut } in &answers {
+        let saved = whole["saving_percent"].as_f64().unwrap_or(0.0);
+        assert_eq!(whole["evidence"]["before"]["reserved_bytes"], 0, "{name}: recorded from the first CUDA call");
+        for (lost, answer) in LOST.iter().zip(cut) {
+            let verdict = answer["verdict"].as_str().unwrap();
+            match answer["saving_percent"].as_f64() {
+                Some(said) => {
+                    told += 1;
+                    assert!(said <= saved + POINTS, "{name} without {lost} %: -{said:.1} % for -{saved:.1} %");
+                }
+                // What ran out of memory has no saving, and what is kept needs none.
+                None => assert!(
+                    verdict != "change" || whole["saving_percent"].is_null(),
+                    "{name} without {lost} %: {answer}"
+                ),
+            }
+            if *lost <= 50 {
+                least += 1;
+                same += u32::from(answer["settings"][0]["conf"] == whole["settings"][0]["conf"]);
+            }
+        }
+    }
+    println!(
+        "{} histories; a saving is said of {told} of {} cut ones; the same first choice {same} of {least} times",
+        answers.len(),
+        answers.len() * LOST.len()
+    );
+    assert!(same * 2 >= least, "the whole history's first choice: {same} of {least} times");
+}
+
+fn event(action: &str, addr: u64, size: u64) -> Value {
+    json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1})
+}
+
+/// A snapshot whose recording begins with the `empty_cache` of an earlier run, and goes on with three requests.
+fn after_an_earlier_run(place: &Place) -> String {
+    let mut events = vec![event("segment_free", 1 << 40, 512 * MIB), event("segment_free", 1 << 41, 512 * MIB)];
+    let mut segments = Vec::new();
+    for at in 1..=3 {
+        let addr = at << 30;
+        events.push(event("segment_alloc", addr, 32 * MIB));
+        events.push(event("alloc", addr, 32 * MIB));
+        let block = json!({"address": addr, "size": 32 * MIB, "requested_size": 32 * MIB, "state": "active_allocated"});
+        segments
+            .push(json!({"device": 0, "address": addr, "total_size": 32 * MIB, "stream": 0, "segment_type": "large",
+            "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]}));
+    }
+    let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
+    place.write("later.json", snapshot.to_string())
+}
+
+#[test]
+fn what_an_earlier_run_left_is_said_and_saves_nothing() {
+    let place = Place::new();
+    let file = after_an_earlier_run(&place);
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let evidence = &advice["evidence"];
+    assert_eq!(evidence["before"]["returned_at_once_bytes"], 1024 * MIB, "{evidence}");
+    assert_eq!(
+        (&evidence["needed_reserved_bytes"], &evidence["compared"]["segments_taken"]),
+        (&json!(96 * MIB), &json!(3))
+    );
+    assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("keep"), &json!(0.0)), "{advice}");
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    assert!(screen.contains("1 GiB were cached and went back before the first allocation"), "{screen}");
+    assert!(screen.contains("Without that, at most 96 MiB were reserved, 0.0 % more"), "{screen}");
+}
+
+#[test]
+fn nothing_is_promised_where_more_was_reserved_before_than_is_seen() {
+    let place = Place::new();
+    let mut snapshot: Value =
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+    // The same gigabyte, which stays cached.
+    let events = snapshot["device_traces"][0].as_array_mut().unwrap();
+    events.drain(..2);
+    for at in [40, 41] {
+        let cached = json!({"address": 1_u64 << at, "size": 512 * MIB, "requested_size": 0, "state": "inactive"});
+        snapshot["segments"].as_array_mut().unwrap().push(json!({"device": 0, "address": 1_u64 << at,
+            "total_size": 512 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 0],
+            "is_expandable": false, "blocks": [cached]}));
+    }
+    let file = place.write("cached.json", snapshot.to_string());
+    let advice = place.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
+    assert_eq!(advice["evidence"]["before"]["kept_unused_bytes"], 1024 * MIB, "{advice}");
+    assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("not-said"), &Value::Null), "{advice}");
+    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    assert!(screen.contains("The recording does not say") && screen.contains("_record_memory_history"), "{screen}");
+}
+
+#[test]
+fn without_events_of_segments_nothing_is_reserved_for_certain() {
+    let place = Place::new();
+    let mut snapshot: Value =
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+    // Three blocks were asked for, and the segment of one is still held.
+    let events = snapshot["device_traces"][0].as_array_mut().unwrap();
+    events.retain(|event| event["action"] == "alloc");
+    let freed: Vec<Value> = events[1..]
+        .iter()
+        .flat_map(|event| {
+            ["free_requested", "free_completed"].map(|action| {
+                let mut freed = event.clone();
+                freed["action"] = action.into();
+                freed
+            })
+        })
+        .collect();
+    events.extend(freed);
+    snapshot["segments"].as_array_mut().unwrap().truncate(1);
+    let file = place.write("few.json", snapshot.to_string());
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    assert_eq!(advice["recorded"]["peak_reserved_bytes"], Value::Null, "{advice}");
+    assert_eq!(advice["saving_percent"], Value::Null, "{advice}");
+    for command in ["advise", "explain"] {
+        let screen = place.run(&[command, &file]).ok().stdout;
+        assert!(!screen.contains("more than") && !screen.contains("(300"), "{screen}");
+        let words =
+            if command == "advise" { "At least 96 MiB were reserved" } else { "what was reserved is not known" };
+        assert!(screen.contains(words), "{screen}");
+    }
+}

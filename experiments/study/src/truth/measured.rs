@@ -1,0 +1,187 @@
+//! What PyTorch really did: runs of the repository's record, or of folders that `record_settings.py` and its kind wrote.
+
+use crate::repository;
+use anyhow::{Context, Result, anyhow, bail};
+use serde::Deserialize;
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// The measured runs, a JSON object a line.
+const RUNS: &str = "results/advise-truth.jsonl";
+/// Their histories, as far as nothing else in the repository holds them.
+const HISTORIES: &str = "histories/truth.tar";
+
+/// A run of a program under a setting; the keys are described in `analysis/schema.md`.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Measured {
+    /// What ran.
+    pub(super) program: String,
+    /// `heldout`: recorded after the commit of `recorded_after`, so that `advise` had learnt nothing from it by then. `known`: `advise`
+    /// was made on it or has learnt from it.
+    pub(super) set: String,
+    /// The setting, as `PYTORCH_CUDA_ALLOC_CONF` had it; empty: the defaults.
+    pub(super) conf: String,
+    /// What PyTorch might reserve at most.
+    pub(super) limit_bytes: Option<u64>,
+    /// PyTorch's own statistic; where memory ran out, of then.
+    pub(super) peak_reserved_bytes: u64,
+    /// Most bytes in blocks at once, PyTorch's own statistic.
+    #[serde(rename = "peak_active_bytes")]
+    _peak_active_bytes: Option<u64>,
+    /// Whether memory ran out; the program may have caught it.
+    pub(super) out_of_memory: bool,
+    /// How often PyTorch emptied its cache to serve a request.
+    pub(super) retries: u64,
+    /// The run's history: a file of `experiments/histories/truth.tar`, or with a `/` a file of the repository.
+    pub(super) recording: Option<String>,
+    /// PyTorch's version.
+    #[serde(rename = "torch")]
+    _torch: Option<String>,
+    /// The GPU's name.
+    #[serde(rename = "gpu")]
+    _gpu: Option<String>,
+    /// The last commit before which nothing of this program was known.
+    #[serde(rename = "recorded_after")]
+    _recorded_after: Option<String>,
+    /// What was predicted before `advise` changed for anything that these runs show.
+    pub(super) first_predicted: Option<First>,
+    /// Where its history lies now.
+    #[serde(skip)]
+    pub(super) file: Option<PathBuf>,
+}
+
+/// A prediction of an earlier build.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct First {
+    /// Its commit.
+    #[serde(rename = "build")]
+    _build: String,
+    /// Its prediction from the history under the defaults.
+    pub(super) peak_reserved_bytes: u64,
+}
+
+/// Runs, and the folder in which their histories lie as long as this lives.
+#[derive(Debug)]
+pub(super) struct Runs {
+    pub(super) all: Vec<Measured>,
+    _place: Option<TempDir>,
+}
+
+impl Runs {
+    /// Those of the repository.
+    ///
+    /// # Errors
+    /// The record is not there or is damaged, or names a history that is not there.
+    pub(super) fn recorded() -> Result<Self> {
+        let (Some(runs), Some(archive)) = (repository::find(RUNS), repository::find(HISTORIES)) else {
+            bail!(
+                "experiments/{RUNS} and experiments/{HISTORIES} are not here; change into the repository, or name folders"
+            )
+        };
+        let place = tempfile::Builder::new().prefix("histories-").tempdir()?;
+        let damaged = || format!("{} is damaged; check it out anew", archive.display());
+        let packed = fs::File::open(&archive).with_context(|| archive.display().to_string())?;
+        tar::Archive::new(packed).unpack(place.path()).with_context(damaged)?;
+        // The repository's root: the record lies two folders below `experiments`.
+        let root = runs.ancestors().nth(3).unwrap_or(Path::new("."));
+        let mut all = Vec::new();
+        let text = fs::read_to_string(&runs).with_context(|| runs.display().to_string())?;
+        for (number, line) in (1..).zip(text.lines()) {
+            let place_of = |error: &dyn std::fmt::Display| anyhow!("{}:{number}: {error}", runs.display());
+            let mut run: Measured = serde_json::from_str(line).map_err(|error| place_of(&error))?;
+            if let Some(name) = &run.recording {
+                let file = if name.contains('/') { root.join(name) } else { place.path().join(name) };
+                if !file.is_file() {
+                    return Err(place_of(&format!("there is no {name}; check the repository out anew")));
+                }
+                run.file = Some(file);
+            }
+            all.push(run);
+        }
+        Ok(Self { all, _place: Some(place) })
+    }
+
+    /// Those of folders.
+    ///
+    /// # Errors
+    /// A folder cannot be read, or a file in it is no JSON.
+    pub(super) fn of_folders(folders: &[PathBuf]) -> Result<Self> {
+        let mut all: Vec<Measured> = Vec::new();
+        for folder in folders {
+            for path in json_files(folder)? {
+                let Some(run) = run_of(&path)? else { continue };
+                // Some settings were recorded twice, of which one may have a history.
+                let same = |other: &&mut Measured| {
+                    (&other.program, &other.conf, other.limit_bytes) == (&run.program, &run.conf, run.limit_bytes)
+                };
+                match all.iter_mut().find(same) {
+                    Some(other) if other.file.is_none() => *other = run,
+                    Some(_) => {}
+                    None => all.push(run),
+                }
+            }
+        }
+        Ok(Self { all, _place: None })
+    }
+}
+
+/// The JSON files of a folder, sorted by name.
+fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let cannot = "name a folder with histories and statistics";
+    let entries = fs::read_dir(folder).map_err(|error| anyhow!("{}: {error}; {cannot}", folder.display()))?;
+    let mut paths = Vec::new();
+    for entry in entries {
+        let path = entry.with_context(|| folder.display().to_string())?.path();
+        if path.extension().is_some_and(|extension| extension == "json") {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// What a file of statistics says; `None` where it holds something else.
+fn run_of(path: &Path) -> Result<Option<Measured>> {
+    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let facts: Value = serde_json::from_str(&text)
+        .map_err(|error| anyhow!("{}: it is no JSON ({error}); record it anew, or move it away", path.display()))?;
+    let number = |key: &str| facts.get(key).or_else(|| facts.get("stats")?.get(key)).and_then(Value::as_u64);
+    let Some(peak_reserved_bytes) = number("reserved_bytes.all.peak") else { return Ok(None) };
+    let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let said = |key: &str| facts.get(key).and_then(Value::as_str).map(str::to_owned);
+    let config = said("config").unwrap_or_else(|| "default".to_owned());
+    // Some name the setting by the run's name only.
+    let names_setting = |part: &str| part == config || ["default", "expandable"].contains(&part);
+    let program: Vec<&str> = stem.split('.').filter(|part| !names_setting(part)).collect();
+    let unnamed = if config.starts_with("expandable") { "expandable_segments:True" } else { "" };
+    // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
+    let limit_bytes = facts.get("limit_mib").and_then(Value::as_f64).filter(|mib| *mib > 0.0).and_then(|mib| {
+        let total = facts.get("total_memory").and_then(Value::as_f64)?;
+        // CAST: bytes of a device; the fraction is dropped, as PyTorch does.
+        Some((mib * (1_u64 << 20) as f64 / total * total) as u64)
+    });
+    let names = [stem.clone(), program.join(".")];
+    let file = names.iter().map(|name| path.with_file_name(format!("{name}.pickle.xz"))).find(|path| path.is_file());
+    Ok(Some(Measured {
+        program: program.join("."),
+        set: "known".to_owned(),
+        conf: said("conf").unwrap_or_else(|| unnamed.to_owned()).trim().to_owned(),
+        limit_bytes,
+        peak_reserved_bytes,
+        _peak_active_bytes: number("active_bytes.all.peak"),
+        // A program may catch the error and go on.
+        out_of_memory: facts.get("oom").is_some_and(|oom| !oom.is_null())
+            || number("num_ooms").is_some_and(|ooms| ooms > 0),
+        retries: number("num_alloc_retries").unwrap_or(0),
+        recording: file.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),
+        _torch: said("torch"),
+        _gpu: said("gpu"),
+        _recorded_after: None,
+        first_predicted: None,
+        file,
+    }))
+}
