@@ -2,7 +2,7 @@
 //!
 //! Memory of expandable segments comes and goes in parts. PyTorch reports each part that is mapped or unmapped. It does not say
 //! where a range of addresses begins, but its first part is at its start. Parts of the small pool are one handle of 2 MiB,
-//! larger ones are of the large pool.
+//! larger ones are of the large pool, and so is a part right behind one of that.
 
 use crate::formats::{Action, Event, Segment};
 use crate::history::SegmentEvent;
@@ -69,9 +69,13 @@ impl Segments {
             return Err(format!("the mapping of {bytes} bytes at {addr:#x} overlaps memory that is there"));
         }
         self.expandable = true;
+        // Ranges lie far apart, so what comes right behind memory is of its range: `remap` maps no more there than is lacking.
+        let behind = self.mapped.contains(addr - 1, addr);
+        let before = self.pools.range(..addr).next_back().map(|(_, pool)| *pool).filter(|_| behind);
+        let of = if before == Some(PoolKind::Large) { PoolKind::Large } else { pool(bytes) };
         self.mapped.insert(addr, addr + bytes);
-        self.pools.insert(addr, pool(bytes));
-        Ok(self.grow(SegmentEvent::made(addr, bytes, stream).part_of(pool(bytes))))
+        self.pools.insert(addr, of);
+        Ok(self.grow(SegmentEvent::made(addr, bytes, stream).part_of(of)))
     }
 
     fn grow(&mut self, event: SegmentEvent) -> SegmentEvent {
@@ -177,5 +181,25 @@ impl Segments {
         });
         let first = strange.map(|segment| segment.address).min()?;
         Some(format!("the history is incomplete: it does not show how the memory at {first:#x} was mapped"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_of_one_small_handle_right_behind_one_of_the_large_pool_is_of_that_pool() {
+        const MIB: u64 = 1 << 20;
+        let mut segments = Segments::default();
+        let mut map = |addr, bytes| {
+            let event = Event { action: Action::SegmentMap, device: 0, addr, bytes, stream: 0, time_ns: 0 };
+            segments.map(&event).unwrap().part
+        };
+        assert_eq!(map(1 << 30, 12 * MIB), Some(PoolKind::Large));
+        assert_eq!(map((1 << 30) + 12 * MIB, 2 * MIB), Some(PoolKind::Large));
+        assert_eq!(map((1 << 30) + 14 * MIB, 2 * MIB), Some(PoolKind::Large), "the one before was");
+        assert_eq!(map(1 << 40, 2 * MIB), Some(PoolKind::Small), "another range");
+        assert_eq!(map((1 << 40) + 2 * MIB, 2 * MIB), Some(PoolKind::Small));
     }
 }
