@@ -87,7 +87,8 @@ def files() -> list[Path]:
 def load(path: Path | None = None) -> Runs:
     """The runs of a file, or of the newest that is recorded; none where none is.
 
-    Of runs that were made twice, the last that ended counts. Raises AnalysisError when the file is none of a campaign.
+    Of runs that were made twice, the last that ended counts. Each has the build that its call names. Raises AnalysisError
+    when the file is none of a campaign.
     """
     if path is None:
         there = files()
@@ -102,7 +103,7 @@ def load(path: Path | None = None) -> Runs:
             found.machines.append(one)
         elif isinstance(one, dict) and {"id", "part", "program", "arm", "status"} <= one.keys():
             by_id.pop(one["id"], None)
-            by_id[one["id"]] = one
+            by_id[one["id"]] = one | {"build": found.machines[-1].get("build") if found.machines else None}
         else:
             raise AnalysisError(f"{path}: line {number}: no run of a campaign.")
     found.runs = list(by_id.values())

@@ -61,19 +61,39 @@ def checks() -> str:
 
 def tests() -> str:
     """The table of PyTorch's own tests."""
-    told: dict[str, dict[str, str]] = {}
+    told: dict[str, dict[str, dict[str, str]]] = {}
     for line in _logs()["torch-tests.jsonl"]:
         one = json.loads(line)
-        told.setdefault(one["arm"], {})[one["test"]] = one["outcome"]
-    native = told["native"]
-    lines = ["| CUDA-graph trees | run | pass | skipped | fail, as natively | fail, pass natively |"]
-    lines.append("|---|--:|--:|--:|--:|--:|")
-    for arm, outcomes in told.items():
-        count = Counter(outcomes.values())
-        failed = [test for test, outcome in outcomes.items() if outcome == "failed"]
-        alone = sum(native.get(test) != "failed" for test in failed)
-        row = (len(outcomes), count["passed"], count["skipped"], len(failed) - alone, alone)
-        lines.append(f"| `{arm}` | {' | '.join(map(str, row))} |")
+        module = one["test"].partition(".")[0]
+        # Of a test that was run again, with the GPU for itself, the last run counts.
+        told.setdefault(module, {}).setdefault(one["arm"], {})[one["test"]] = one["outcome"]
+    lines = ["| PyTorch's tests | allocator | run | pass | skipped | fail, as natively | fail, pass natively |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|")
+    for module, arms in sorted(told.items()):
+        native = arms["native"]
+        for arm, outcomes in sorted(arms.items(), key=lambda one: one[0] != "native"):
+            count = Counter(outcomes.values())
+            failed = [test for test, outcome in outcomes.items() if outcome not in ("passed", "skipped")]
+            alone = sum(native.get(test) == "passed" for test in failed)
+            row = (len(outcomes), count["passed"], count["skipped"], len(failed) - alone, alone)
+            lines.append(f"| `{module}.py` | `{arm}` | {' | '.join(map(str, row))} |")
+    return "\n".join(lines) + "\n"
+
+
+def sanitizer() -> str:
+    """The table of what compute-sanitizer sees."""
+    lines = ["| program | allocator | blocks told | writes beyond | compute-sanitizer |", "|---|---|---|---|---|"]
+    for line in _logs()["sanitizer.jsonl"]:
+        one = json.loads(line)
+        words = one["run"].removesuffix("-beyond").removesuffix("-inside").removesuffix("-on").removesuffix("-off")
+        program, _, arm = words.partition("-") if words.startswith(("overrun-", "trainer-")) else ("", "", words)
+        name = {"overrun": "example `overrun`", "trainer": "a short training"}.get(program, "PyTorch")
+        if one["code"] == 0:
+            seen = "no error"
+        else:
+            seen = "the write, with the bounds of the block" if one["error"] else "refuses the heap"
+        yes = {key: "yes" if f"-{key}" in one["run"] else "no" for key in ("on", "beyond")}
+        lines.append(f"| {name} | `{arm}` | {yes['on']} | {yes['beyond']} | {seen} |")
     return "\n".join(lines) + "\n"
 
 
@@ -93,13 +113,14 @@ def limits() -> str:
         needs.append(f"{inside.smallest(inside.curve(runs, program, 'native')):g} on {inside.PROGRAMS[program]}")
     return (
         f"- A step under `remap` takes, in multiples of active memory: {'; '.join(parts)}. The bar was {BAR[1]:g} "
-        f"times within {BAR[0]:g}. Native needs {listed(needs)} to run at all."
+        f"times within {BAR[0]:g}. Native needs {listed(needs)} to run at all. What is compared with is native's step "
+        "of an earlier call on another H200."
     )
 
 
 def left_by_the_start() -> str:
     """The most that `remap:steal=always` reserves of what is active, after the warm-up."""
-    found = [(inside.settled(run), run["program"]) for run in inside.load().of(arm="remap:steal=always")]
+    found = [(inside.settled(run), run["program"]) for run in inside.load().of("timed", arm="remap:steal=always")]
     most, program = max((settled, program) for settled, program in found if settled)
     return (
         f"- `remap:steal=always` reserves up to {most:.3f} times what is active after the warm-up "
@@ -108,14 +129,32 @@ def left_by_the_start() -> str:
 
 
 def empty() -> str:
-    """How far the runs of `torch.empty` are apart."""
+    """What `torch.empty` and its free take, and how that lies to PyTorch's own."""
     times: dict[str, list[float]] = {}
     for run in inside.load().of("empty"):
-        times.setdefault(run["arm"], []).append(statistics.median(run["ns"]))
-    apart = [(max(values) - min(values)) / 1e3 for values in times.values()]
+        times.setdefault(run["arm"], []).append(statistics.median(run["ns"]) / 1e3)
+    medians = {arm: statistics.median(values) for arm, values in times.items()}
+    told = [f"`{arm}` {medians[arm]:.1f} ({min(times[arm]):.1f} to {max(times[arm]):.1f})" for arm in medians]
+    most = max(medians["native"], medians["expandable"])
+    slower = [f"`{arm}`" for arm in medians if medians[arm] > most]
+    verdict = f"slower than PyTorch's own: {listed(slower)}" if slower else "none is slower than PyTorch's own"
     return (
-        f"- `torch.empty` and its free: the runs lay {min(apart):.1f} to {max(apart):.1f} µs apart under every "
-        "allocator, so they say nothing of one another."
+        f"- `torch.empty` of a thousand floats and its free, serial, in µs, median of {len(times['native'])} runs and "
+        f"their range: {listed(told)}; {verdict}."
+    )
+
+
+def passes() -> str:
+    """What a second pass over varying shapes takes."""
+    times: dict[str, list[float]] = {}
+    for run in inside.load().of("passes"):
+        times.setdefault(run["arm"], []).append(run["ms"])
+    native = statistics.median(times["native"])
+    told = [f"`{arm}` {statistics.median(values) / native:.2f}" for arm, values in times.items() if arm != "native"]
+    spread = (max(times["native"]) - min(times["native"])) / native
+    return (
+        f"- A later pass over varying shapes, in multiples of native's step, medians of {len(times['native'])} runs: "
+        f"{listed(told)}. Native's own runs lie {spread:.0%} apart, so no order can be told."
     )
 
 
@@ -123,13 +162,14 @@ def source() -> str:
     """Where the table of real programs is from."""
     runs = inside.load()
     told = runs.machines[0]
+    newest = next(run["build"] for run in reversed(runs.runs) if run["part"] == "curve" and run["arm"] == "remap")
     repeats = {len(runs.of("timed", program=one, arm=arm)) for one in inside.QUOTED_PROGRAMS for arm in inside.QUOTED}
     return (
         "Peak reserved, milliseconds a step, and the smallest limit on reserved memory in which the program ran, as a "
         "multiple of what `native` holds active, with the step there. `experiments/inside/campaign.py`: "
         f"{listed(map(str, sorted(repeats)))} runs in turn, medians; under a limit one run each. One {told['gpu']}, "
-        f"driver {told['driver']}, {told['at'][:10]} (build {told['build']}; `remap` has changed since: once pages "
-        "were taken it records an event a free, and not one for several). `caching` follows PyTorch's policy and "
+        f"driver {told['driver']}, {told['at'][:10]} (build {told['build']}, the limits of `remap` and "
+        f"`pytorch-expandable` {newest}). `caching` follows PyTorch's policy and "
         "`pytorch-expandable` its expandable segments to the byte. [Notebook "
         "12](../analysis/notebooks/12_inside_real_programs.ipynb) says more, [a note](notes/inside.md) what was "
         "checked and what does not hold."
@@ -138,8 +178,10 @@ def source() -> str:
 
 PIECES: Pieces = {
     "| allocator | passes |": checks,
-    "| CUDA-graph trees |": tests,
+    "| PyTorch's tests |": tests,
+    "| program | allocator | blocks told |": sanitizer,
     "- A step under `remap`": limits,
     "- `remap:steal=always` reserves": left_by_the_start,
-    "- `torch.empty` and its free:": empty,
+    "- `torch.empty` of a thousand floats": empty,
+    "- A later pass over varying shapes": passes,
 }

@@ -47,8 +47,9 @@ def compared() -> str:
 
 def limits() -> str:
     """What build the figure of limits is of."""
-    told = inside.load().machines[0]
-    return f"Build {told['build']} on one {told['gpu']} ([table](experiments/answers.md)); `remap` has changed since."
+    told = inside.load().machines
+    builds = list(dict.fromkeys(one["build"] for one in told))
+    return f"Build {' and '.join(builds)} on one {told[0]['gpu']} ([table](experiments/answers.md))."
 
 
 def reading() -> str:
