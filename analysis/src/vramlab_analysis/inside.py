@@ -87,8 +87,8 @@ def files() -> list[Path]:
 def load(path: Path | None = None) -> Runs:
     """The runs of a file, or of the newest that is recorded; none where none is.
 
-    Of runs that were made twice, the last that ended counts. Each has the build that its call names. Raises AnalysisError
-    when the file is none of a campaign.
+    Of runs that were made twice, the last that ended counts. Each has the build that its call names.
+    Raises AnalysisError when the file is none of a campaign.
     """
     if path is None:
         there = files()
