@@ -19,9 +19,7 @@ from vramlab_analysis.errors import AnalysisError
 # Pieces by the words that they open with; None where it cannot be told here, as without the history of the repository.
 Pieces = Mapping[str, Callable[[], str | None]]
 # Sections, by their headings, whose figures are not all computed yet. One that has none left must not be listed.
-PENDING = {
-    "experiments/answers.md": ("## What `vramlab advise` predicts",),
-}
+PENDING: dict[str, tuple[str, ...]] = {}
 # What may have digits in it and is no figure.
 RULES = {
     "a block of code; what `text` blocks show is compared with what programs print": r"^```[^`]*?^```$",
