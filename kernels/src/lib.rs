@@ -57,6 +57,7 @@
 mod cuda;
 mod error;
 mod host;
+mod multiply_add;
 mod operation;
 mod ops;
 mod plan;

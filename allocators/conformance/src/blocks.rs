@@ -1,10 +1,10 @@
 //! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
 
+use super::subject::Subject;
 use super::support::{
     GIB, KIB, MIB, Random, check_ledger, check_nothing_held, check_snapshot, check_stats, read, write,
 };
 use super::{Bench, Device};
-use crate::support::Subject;
 use vramlab_device::StreamId;
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
 use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};

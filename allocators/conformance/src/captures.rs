@@ -1,8 +1,8 @@
 //! Graph capture: memory of a capture is its own, pinned until the release, and nothing is lost.
 
+use super::subject::{Range, Subject, assert_apart, overlap, range};
 use super::support::{KIB, MIB, Random, check_nothing_held, check_stats, free_bytes, launch, read, write};
 use super::{Bench, Device};
-use crate::support::{Range, Subject, assert_apart, overlap, range};
 use vramlab_device::{GraphId, StreamId};
 use vramlab_policies::backends::GraphCapture;
 use vramlab_policies::contract::{AllocError, Block, CaptureId, Path};

@@ -1,8 +1,8 @@
 //! Guests: allocators inside a program that made its streams, began its captures and sets its limits by itself.
 
 use super::Bench;
+use super::subject::{overlap, range};
 use super::support::{MIB, check_nothing_held, check_stats};
-use crate::support::{overlap, range};
 use vramlab_device::StreamId;
 use vramlab_policies::contract::{AllocError, Path, PrivatePool, Request};
 
@@ -56,7 +56,7 @@ pub(super) fn a_stream_that_was_forgotten_costs_no_block(bench: &Bench) {
 }
 
 /// Asks for memory until it is refused; whatever came is given back.
-fn room(bench: &Bench, allocator: &super::support::Subject<'_>, stream: StreamId) -> u64 {
+fn room(bench: &Bench, allocator: &super::subject::Subject<'_>, stream: StreamId) -> u64 {
     let (blocks, error) = allocator.take_until_full(24 * MIB, stream);
     assert!(error.is_out_of_memory(), "{error}");
     let bytes = blocks.iter().map(|block| block.bytes()).sum();

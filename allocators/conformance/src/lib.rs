@@ -21,6 +21,7 @@ mod faults;
 mod guests;
 mod private_pools;
 mod stress;
+mod subject;
 mod support;
 mod threads;
 
@@ -28,7 +29,7 @@ pub use support::{Random, check_nothing_held, check_stats};
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use support::Subject;
+use subject::Subject;
 use support::{GIB, MIB};
 use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};

@@ -1,8 +1,8 @@
 //! Private pools: memory of a pool serves no other request, and goes back when the pool is released.
 
 use super::Bench;
+use super::subject::{Range, Subject, assert_apart, overlap, range};
 use super::support::{MIB, Random, check_nothing_held, check_stats};
-use crate::support::{Range, Subject, assert_apart, overlap, range};
 use vramlab_device::StreamId;
 use vramlab_policies::backends::SegmentUse;
 use vramlab_policies::contract::{AllocError, Block, PrivatePool, Request, Snapshot};

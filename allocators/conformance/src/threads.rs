@@ -1,7 +1,7 @@
 //! Several threads: streams of their own, and blocks that are freed elsewhere.
 
 use super::Bench;
-use super::support::Subject;
+use super::subject::Subject;
 use super::support::{Random, check_nothing_held, read, write};
 use std::sync::mpsc;
 use std::thread;

@@ -24,21 +24,22 @@ mod pools;
 mod probe;
 mod vmm;
 
+pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
+
 use super::{CallKind, DeviceAddr, DriverResult, EventId, StreamId};
+use crate::DriverError;
+use crate::MonotonicClock;
 use crate::bytes::Bytes;
-use crate::ids::NotedCaptures;
-use crate::{DriverError, MonotonicClock};
+use crate::graph::NotedCaptures;
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUevent, CUmemLocation, CUmemLocationType, CUresult, CUstream, CUstreamCaptureMode,
 };
 use handles::Handles;
 use std::cell::Cell;
+use std::fmt;
+use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
-use std::{fmt, ptr};
-
-pub use probe::{CudaDeviceInfo, CudaUnavailable, CudaVersion};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 thread_local! {
     /// Serial number of the driver whose context is current on this thread; 0 before the first call.

@@ -30,9 +30,10 @@
 //! ```
 
 mod folder;
+mod room;
 
-pub use folder::{NoRoom, Reserve};
 pub use folder::{OutputFolder, OwnFolder};
+pub use room::{NoRoom, Reserve};
 
 use fs4::{FileExt, TryLockError};
 use std::fs::{File, FileType, OpenOptions};
@@ -168,7 +169,7 @@ impl OutputFile {
     pub fn expect(&mut self, bytes: u64) -> Result<(), OutputError> {
         self.expected = Some(bytes);
         match FileExt::allocate(self.out.get_ref().as_file(), bytes) {
-            Err(error) if folder::is_full(&error) => Err(self.failed(error)),
+            Err(error) if room::is_full(&error) => Err(self.failed(error)),
             // Some file systems cannot reserve room; there a full disk shows when the file is written.
             _ => Ok(()),
         }
@@ -179,7 +180,7 @@ impl OutputFile {
     pub fn failed(&self, error: io::Error) -> OutputError {
         let (needed, whole) = self.expected.map_or((self.written, false), |bytes| (bytes, true));
         // What the part holds comes free when it is removed.
-        let held = self.out.get_ref().as_file().metadata().map_or(0, |part| folder::held(&part));
+        let held = self.out.get_ref().as_file().metadata().map_or(0, |part| room::held(&part));
         let problem = match NoRoom::of(folder(&self.path), needed, whole, held, error) {
             Ok(full) => OutputProblem::NoRoom(full),
             Err(error) => OutputProblem::Io(error),

@@ -21,14 +21,21 @@ mod profile;
 mod timeline;
 mod vmm;
 
+pub use host_room::{HostBound, HostRoom};
+pub use profile::{
+    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
+    VirtualMemory,
+};
+
 use super::plain_range::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
     PoolDriver, StreamId, VmmDriver,
 };
+use crate::Clock;
+use crate::DriverError;
 use crate::bytes::Bytes;
-use crate::ids::NotedCaptures;
-use crate::{Clock, DriverError};
+use crate::graph::NotedCaptures;
 use graphs::{Graphs, Node};
 use heap::{Heap, Packing};
 use host_memory::{HostMemoryMap, NoRoom};
@@ -39,12 +46,6 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 use timeline::{Order, Recorded, Timeline};
-
-pub use host_room::{HostBound, HostRoom};
-pub use profile::{
-    Copies, CostBySize, GraphCosts, KernelCost, MemoryCost, PlainMemory, PoolMemory, Profile, ProfileError, Queues,
-    VirtualMemory,
-};
 
 /// Where plain memory starts; pools and reservations have ranges of their own above it.
 const SMALL_BASE: u64 = 1 << 41;

@@ -20,9 +20,11 @@
 mod ages;
 mod beginning;
 mod causes;
+mod gaps;
 mod memory;
 mod out_of_memory;
 mod pools;
+mod room;
 mod segments;
 mod sizes;
 mod slots;

@@ -8,8 +8,10 @@
 //! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
 
 mod error;
+mod host;
 mod input;
 mod jsonl;
+mod lines;
 mod list;
 mod minimalloc;
 mod origins;
@@ -17,6 +19,7 @@ mod pickle;
 mod placements;
 mod read;
 mod rmm;
+mod segment;
 mod snapshot_json;
 mod stalloc;
 mod summary;
@@ -27,6 +30,7 @@ mod write_plain;
 mod write_snapshot;
 
 pub use error::{Place, Problem, ReadError};
+pub use host::HostMemory;
 pub use jsonl::jsonl_placements;
 pub use list::{Export, Format};
 pub use minimalloc::MinimallocWriter;
@@ -35,9 +39,8 @@ pub(super) use placements::Placed;
 pub use placements::{BlockPlace, Placements};
 pub use read::{read, read_from, read_origins, read_origins_from};
 pub use rmm::RmmWriter;
-pub use summary::HostMemory;
+pub use segment::{Segment, SegmentBlock};
 pub use summary::{Cut, OriginSink, ReadOptions, Sink, Summary};
-pub use summary::{Segment, SegmentBlock};
 pub use vramlab_policies::contract::{Action, Event};
 pub use words::Keys;
 pub use write::{Ending, TraceWriter, WriteError, WriteProblem};

@@ -13,25 +13,29 @@
 mod before;
 mod contents;
 mod events;
+mod gaps;
+mod leftover;
 mod levels;
 mod lifetimes;
+mod limit;
+mod pool;
 mod rules;
 
-use self::contents::{Gap, Gaps};
-use crate::formats::{Action, Origin, StackId};
-use crate::steps;
-use std::collections::BTreeMap;
-use vramlab_device::budget::{Budget, Claim, OverBudget};
-
-pub use before::Leftover;
 pub use before::{Before, BlockBefore, SegmentBefore};
 pub use contents::Contents;
-pub use contents::{Pool, Segment};
 pub use events::{Events, Recorded};
-pub use levels::LimitBound;
+pub use leftover::Leftover;
 pub use levels::{Levels, Peaks};
 pub use lifetimes::{BlockLifetime, Lifetimes, NEVER, SegmentLifetime, SegmentLifetimes};
+pub use limit::LimitBound;
+pub use pool::{Pool, Segment};
 pub use rules::Rules;
+
+use crate::formats::{Action, Origin, StackId};
+use crate::steps;
+use gaps::{Gap, Gaps};
+use std::collections::BTreeMap;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// The index of an event that was before the first.
 pub const BEFORE: u32 = u32::MAX;

@@ -58,15 +58,18 @@ mod bound;
 mod conflicts;
 mod exact;
 mod lifetime;
+mod lifetimes;
 mod occupied;
+mod online;
 mod parts;
+mod placed;
 mod search;
 mod skyline;
 mod stitched;
 
 pub use bound::lower_bound;
-pub use conflicts::{Overlap, Plan};
 pub use lifetime::{CrossStream, Lifetime, NEVER, PlanSettings};
+pub use placed::{Overlap, Plan};
 pub use stitched::{Misses, misses, stitched};
 
 use search::Search;

@@ -6,14 +6,15 @@
 mod allocator;
 mod error;
 mod event;
+mod private_pool;
 mod snapshot;
 mod stats;
 mod token;
 
-pub use allocator::PrivatePool;
 pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
 pub use error::{AllocError, OomReport, Refused};
 pub use event::{Action, Event};
+pub use private_pool::PrivatePool;
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};
 pub use token::{Token, Tokens};

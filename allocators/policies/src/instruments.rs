@@ -136,6 +136,7 @@ pub fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<I
 }
 
 mod check;
+mod cost;
 mod limit;
 pub mod nvtx;
 mod per_thread;
@@ -143,8 +144,8 @@ mod timed;
 mod trace;
 
 pub use check::{CheckReport, Checker, POISON, assert_layout, assert_tiled};
+pub use cost::{measure_cost, measure_cost_on};
 pub use limit::Limit;
 pub use nvtx::{Nvtx, NvtxMode};
 pub use timed::{LatencyRow, Operation, Timed};
-pub use timed::{measure_cost, measure_cost_on};
 pub use trace::{EventTrace, Traced};

@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod account;
+mod arena;
 mod block;
 mod mapping;
 mod view;

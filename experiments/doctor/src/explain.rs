@@ -2,6 +2,7 @@
 //!
 //! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
 
+mod beside;
 mod causes;
 mod checkpoints;
 mod explanation;
@@ -166,8 +167,8 @@ fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanatio
         found.reserved.pending.replayed_reserved_bytes = replayed(recording, false);
         found.reserved.pending.replayed_instant_reserved_bytes = replayed(recording, true);
     }
-    found.beside = causes::beside(file, recording, &found.reserved.moment, &mut found.timeline);
-    found.pinning = causes::pinning(recording);
+    found.beside = beside::beside(file, recording, &found.reserved.moment, &mut found.timeline);
+    found.pinning = beside::pinning(recording);
     Ok(found)
 }
 

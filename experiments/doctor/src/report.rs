@@ -4,14 +4,15 @@
 //! divides up, and what other allocators would have made of the same program. Of a run it shows what its record says: the
 //! host's time, driver calls, memory and losses over the steps, latencies. A run that recorded its events has both.
 
+mod columns;
 mod data;
 mod maps;
 mod page;
+mod replays;
 mod run;
 mod source;
 mod timeline;
 
-use self::source::ReplaysData;
 use crate::history::{Devices, PYTORCH};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
@@ -22,6 +23,7 @@ use clap::Args;
 use data::{Answers, HistoryData, PageData};
 use maps::Replayed;
 use page::Numbers;
+use replays::ReplaysData;
 use run::RunData;
 use source::{Input, Source};
 use std::path::PathBuf;
@@ -73,7 +75,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let out = OutputFile::create(&args.out, Existing::Replace)?;
     let (mut folders, mut replays) = (Vec::new(), Vec::new());
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
-        let (trained, replayed) = (run::folders(path)?, source::read(path)?);
+        let (trained, replayed) = (run::folders(path)?, replays::read(path)?);
         if trained.is_empty() && replayed.is_empty() {
             bail!("{}: no finished run of a training program or replay in this experiment", path.display());
         }

@@ -1,6 +1,7 @@
 //! `vramlab run`: a program runs as it would without, and what its allocator did is recorded, under PyTorch's own or another one.
 
 mod device;
+mod folder;
 mod launch;
 mod processes;
 mod summary;
@@ -17,7 +18,7 @@ use terminal::around::{self, Around, Signalled};
 use vramlab::Selection;
 
 pub(crate) use device::{Curve, curve};
-pub(crate) use launch::Folder;
+pub(crate) use folder::Folder;
 pub(crate) use launch::{Frames, Launch};
 pub(crate) use processes::Process;
 use processes::processes;

@@ -9,7 +9,8 @@ use super::{
 };
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, check_range, scale_bytes, scale_floats};
+use crate::host::{HostBuffers, check_range};
+use crate::multiply_add::{scale_bytes, scale_floats};
 use crate::operation::{Definition, Work};
 use crate::storage::{Element, Stored, with_stored};
 use bytemuck::Pod;

@@ -1,12 +1,14 @@
 //! Stochastic gradient descent; kernel in `cuda/sgd.cu`.
 
+use cudarc::driver::sys::CUstream;
+
 use super::{ELEMENTWISE_THREADS, F32, check_sizes, or_null, total, typed, typed_blocks};
 use crate::cuda::{CudaKernels, Kernel, arguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, descend};
+use crate::host::HostBuffers;
+use crate::multiply_add::descend;
 use crate::operation::{Definition, Work};
 use crate::storage::{Element, Stored, with_stored};
-use cudarc::driver::sys::CUstream;
 
 /// `weights −= learning_rate · gradient`, in place, with a fused multiply-add.
 ///

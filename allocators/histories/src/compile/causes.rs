@@ -1,6 +1,6 @@
 //! Why segments went back: a call of `empty_cache`, or an allocation in need of memory.
 
-use super::memory::Gaps;
+use super::gaps::Gaps;
 use super::timeline::Timeline;
 use super::windows::{Cause, ClosedWindow, Completion, End, Window};
 use crate::history::{Kind, Release, SegmentEvent};

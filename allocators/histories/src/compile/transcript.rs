@@ -1,13 +1,11 @@
 //! First stage: checks a history event by event and turns addresses into slots.
 
 use super::segments::Segments;
-use super::slots::{Live, Slots};
-use super::timeline::{Frees, Pending, Refusal, Refusals, Timeline, free_op};
+use super::slots::Slots;
+use super::timeline::{Frees, Refusal, Refusals, Timeline, free_op};
 use super::windows::{End, Windows};
-use crate::formats::{Action, Event, Segment};
-use crate::history::{
-    BY_DEVICE, Beginning, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock, StartSegment,
-};
+use crate::formats::{Action, Event};
+use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayError, StartBlock};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
@@ -357,81 +355,5 @@ impl Transcript {
         }
         self.close_window(End::Other);
         Ok(())
-    }
-}
-
-// What a compilation may hold: memory is claimed before it is taken.
-
-/// Memory of a map's entry where its nodes are as empty as they get.
-const fn in_tree<K, V>() -> usize {
-    3 * size_of::<(K, V)>() + 16
-}
-
-/// Memory of a table's entry while the table doubles at seven eighths.
-const fn in_table<K, V>() -> usize {
-    4 * (size_of::<(K, V)>() + 1)
-}
-
-impl Transcript {
-    /// Claims what the next event adds at most.
-    #[inline]
-    pub(super) fn make_room(&mut self) -> Result<(), OverBudget> {
-        let Self { claim, timeline, slots, frees, segments, windows, .. } = self;
-        claim.reserve(&mut timeline.ops, 4)?;
-        claim.reserve(&mut timeline.addresses, 1)?;
-        claim.reserve(&mut timeline.segments, windows.current.segments.len())?;
-        claim.reserve(&mut timeline.pending, 1)?;
-        claim.reserve(&mut slots.spare, 1)?;
-        claim.reserve(&mut frees.deferred, 2)?;
-        claim.reserve(&mut frees.held_up, 1)?;
-        claim.reserve(&mut frees.completed, 1)?;
-        claim.reserve(&mut self.unknown, 1)?;
-        claim.reserve(&mut segments.departed, 1)?;
-        claim.reserve(&mut windows.closed, 1)?;
-        claim.reserve(&mut windows.current.completions, 1)?;
-        claim.reserve(&mut windows.current.segments, 1)?;
-        let (whole, parts) = segments.entries();
-        let maps = (slots.live() + 1) * in_tree::<u64, Live>()
-            + (slots.seen() + whole + parts + 8) * in_tree::<u64, u64>()
-            + (frees.waiting() + 1) * in_table::<u64, u32>();
-        // In steps, so that most events find what they need.
-        self.maps.set(maps.next_multiple_of(1 << 14))
-    }
-
-    /// Gives back the claims of what was dropped since: what is left are the lists that the timeline and its like hold.
-    pub(super) fn give_room_back(&mut self) -> Result<(), OverBudget> {
-        fn bytes<T>(items: &Vec<T>) -> usize {
-            items.capacity() * size_of::<T>()
-        }
-        let Self { claim, timeline, slots, frees, segments, windows, unknown, .. } = self;
-        let of_operations = bytes(&timeline.ops) + bytes(&timeline.addresses) + bytes(&timeline.segments);
-        let of_frees = bytes(&frees.deferred) + bytes(&frees.held_up) + bytes(&frees.completed);
-        let of_blocks = bytes(&timeline.pending) + bytes(&slots.spare) + bytes(unknown) + bytes(&segments.departed);
-        let Windows { current, closed } = windows;
-        let of_windows = bytes(closed) + bytes(&current.completions) + bytes(&current.segments);
-        claim.set(of_operations + of_frees + of_blocks + of_windows)
-    }
-
-    /// Claims what finishing takes: what was there before the first event, by what was held at the end, and each window's free.
-    pub(super) fn make_room_to_finish(&mut self, ending: Option<&[Segment]>) -> Result<(), OverBudget> {
-        let Self { claim, timeline, frees, segments, windows, .. } = self;
-        let ending = ending.unwrap_or_default();
-        let at_end: usize = ending.iter().map(|end| end.blocks.len()).sum();
-        let blocks = self.unknown.len() + timeline.pending.len() + at_end;
-        let before = segments.departed.len() + ending.len();
-        claim.reserve(&mut frees.deferred, windows.closed.len() + blocks + 1)?;
-        let block = 2 * size_of::<StartBlock>() + 2 * size_of::<Pending>() + in_table::<u32, u64>();
-        let held = blocks * block + before * 2 * size_of::<StartSegment>();
-        claim.add(held + frees.deferred.len() * size_of::<u32>())
-    }
-
-    /// Claims what it takes to follow the placements from what was there before.
-    pub(super) fn make_room_to_follow(&mut self, beginning: &Beginning) -> Result<(), OverBudget> {
-        // Between two blocks that are live at once there is at most one free one.
-        let live = self.timeline.slots as usize + beginning.blocks.len();
-        let segments = self.timeline.segments.len() + beginning.segments.len();
-        let block = 2 * in_tree::<u64, (u64, u64, u64)>() + in_tree::<(u64, u64, u64), ()>() + 2 * size_of::<u64>();
-        let segment = 2 * in_tree::<u64, (u64, u64, u64)>();
-        self.maps.add(live * block + segments * segment + self.frees.deferred.len() * in_tree::<u32, Vec<u64>>())
     }
 }

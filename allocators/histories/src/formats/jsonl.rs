@@ -4,7 +4,8 @@
 //! It does not say when a deferred free completed, so each free completes at once here; for a refused request it does
 //! not say what was free, which is 0 here. `analysis/schema.md` describes the fields.
 
-use super::input::{Input, Lines};
+use super::input::Input;
+use super::lines::Lines;
 use super::list::Reader;
 use super::summary::{Receiver, emit};
 use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary};
@@ -50,7 +51,7 @@ fn parse(text: &str) -> Result<Event, String> {
     let line: Line<'_> = serde_json::from_str(text)
         .map_err(|error| format!("the line is no event: {error}; it was cut short or damaged"))?;
     let action: Action =
-        line.action.parse().map_err(|()| format!("'{}' is no action", super::input::clip(&line.action)))?;
+        line.action.parse().map_err(|()| format!("'{}' is no action", super::lines::clip(&line.action)))?;
     let addr = match line.addr {
         Some(addr) => addr,
         None if action == Action::Oom => 0,

@@ -6,7 +6,8 @@
 //! at equal times what ends goes before what begins. Source: minimalloc `src/converter.cc`.
 
 use super::error::Place;
-use super::input::{Input, Lines, clip, columns, fields};
+use super::input::Input;
+use super::lines::{Lines, clip, columns, fields};
 use super::list::{Reader, Writer};
 use super::summary::{Receiver, emit};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};

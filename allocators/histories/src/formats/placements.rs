@@ -10,7 +10,8 @@
 //! The header gives what RMM took from the device, in order. Only the addresses' differences mean anything: they decide between
 //! blocks of one size. Each line is an allocation or a free. A slot names a block until it is freed; streams are numbered.
 
-use super::input::{Input, Lines, clip};
+use super::input::Input;
+use super::lines::{Lines, clip};
 use super::{Place, Problem, ReadError, read};
 use std::collections::HashMap;
 use std::io::Read;

@@ -1,10 +1,10 @@
 //! One entry for every format.
 
 use super::error::{Place, Problem, ReadError};
-use super::input::{self, Input};
+use super::input::Input;
 use super::list::Start;
 use super::summary::Receiver;
-use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary};
+use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
 use std::io::Read;
 use std::path::Path;
 
@@ -93,8 +93,8 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
         return Err(ReadError::at(Place::Whole, Problem::Empty));
     }
     // However little a pipe gives at once; less is there when the file is shorter.
-    input.ensure(input::LONGEST_LINE)?;
-    let bytes = &input.buffered()[..input.buffered().len().min(input::LONGEST_LINE)];
+    input.ensure(lines::LONGEST_LINE)?;
+    let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
     let text = bytes.trim_ascii_start();
     if text.starts_with(b"[") {
         return Err(ReadError::content(

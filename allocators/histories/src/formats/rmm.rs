@@ -7,7 +7,8 @@
 //!
 //! Source: RMM `cpp/src/mr/detail/logging_resource_adaptor_impl.cpp`, `cpp/benchmarks/utilities/log_parser.hpp`.
 
-use super::input::{Input, Lines, clip, columns, fields};
+use super::input::Input;
+use super::lines::{Lines, clip, columns, fields};
 use super::list::{Reader, Writer};
 use super::summary::{Receiver, emit};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};

@@ -2,8 +2,10 @@
 //!
 //! Events are handed out as they are read. Unknown keys are passed over without being kept.
 
-use self::origins::{Annotations, Handle, Name, OriginText, Part, Printed, Seed, Stack, State};
-use self::segments::{Host, Keep, Node, Segments};
+use self::origins::{Annotations, OriginText, Printed, Stack};
+use self::segments::{Host, Segments};
+use self::settings::{Keep, Node};
+use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::list::Reader;
@@ -26,6 +28,8 @@ macro_rules! expecting {
 
 mod origins;
 mod segments;
+mod settings;
+mod state;
 
 /// The entry in the [list](super::list).
 pub(super) const READER: Reader =

@@ -3,7 +3,8 @@
 //!
 //! The trace has no times and names no device. Source: STAlloc `Allocator/trace.cpp`, `Synthesizer/trace_parser.py`.
 
-use super::input::{Input, Lines, clip};
+use super::input::Input;
+use super::lines::{Lines, clip};
 use super::list::Reader;
 use super::summary::{Receiver, emit};
 use super::{Action, Event, Format, ReadError, ReadOptions, Summary};

@@ -8,7 +8,7 @@
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
 use super::list::Writer;
-use super::summary::{pool_name, state_name};
+use super::segment::{pool_name, state_name};
 use super::write::{Ending, HistoryFile, TraceWriter, WriteError};
 use super::write_plain::{Plain, Recurring};
 use super::{Action, Event, Origin, Origins, Segment, StackId, TextId};

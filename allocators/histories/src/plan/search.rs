@@ -2,13 +2,11 @@
 
 use super::conflicts::Placed;
 use super::exact::Exact;
-use super::lifetime::{Ends, Group};
 use super::occupied::Occupied;
-use super::{CrossStream, Lifetime, Plan, PlanSettings};
+use super::{CrossStream, Lifetime, Plan, PlanSettings, online};
 use crate::random::Random;
 use crate::steps;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
 
 /// An attempt ends when so many blocks lie above the best plan, because it cannot become better. Attempts take turns: the
 /// first is over sooner, the second tells more about what stands in the way.
@@ -88,7 +86,7 @@ impl<'a> Search<'a> {
 
     /// The best plan that is found. Not generic, so that it is compiled, and optimised, with this crate.
     pub(super) fn run(mut self, progress: &mut dyn FnMut(u64, u64)) -> Plan {
-        let (mut best, mut bytes) = best_fit(self.lifetimes, self.settings.cross_stream);
+        let (mut best, mut bytes) = online::best_fit(self.lifetimes, self.settings.cross_stream);
         let mut random = Random(self.settings.seed);
         // CAST: a history has fewer than 2^32 allocations.
         let mut order: Vec<u32> = (0..self.lifetimes.len() as u32).collect();
@@ -227,98 +225,6 @@ pub(super) fn log2(bytes: u64) -> u64 {
     let rest = bytes - (1 << power);
     // CAST: the quotient is below 2^16.
     u64::from(power) * DOUBLING + ((u128::from(rest) * u128::from(DOUBLING)) >> power) as u64
-}
-
-// The plan that every history has: blocks are placed in the order of the history, by best fit.
-
-/// One space in which free ranges are joined with their neighbours.
-#[derive(Debug, Default)]
-struct Space {
-    /// Bytes of free ranges by offset.
-    by_offset: BTreeMap<u64, u64>,
-    /// (bytes, offset) of the same.
-    by_bytes: BTreeSet<(u64, u64)>,
-    /// Where it ends.
-    end: u64,
-}
-
-impl Space {
-    fn remove(&mut self, offset: u64, bytes: u64) {
-        self.by_offset.remove(&offset);
-        self.by_bytes.remove(&(bytes, offset));
-    }
-
-    fn insert(&mut self, offset: u64, bytes: u64) {
-        self.by_offset.insert(offset, bytes);
-        self.by_bytes.insert((bytes, offset));
-    }
-
-    /// The smallest free range that fits, or the end, which grows by what is missing.
-    fn take(&mut self, bytes: u64) -> u64 {
-        let fit = self.by_bytes.range((bytes, 0)..).next().copied();
-        let last = || {
-            self.by_offset.last_key_value().map(|(&at, &free)| (free, at)).filter(|(free, at)| at + free == self.end)
-        };
-        let (free, at) = fit.or_else(last).unwrap_or((0, self.end));
-        if free > 0 {
-            self.remove(at, free);
-        }
-        if free > bytes {
-            self.insert(at + bytes, free - bytes);
-        }
-        self.end = self.end.max(at + bytes);
-        at
-    }
-
-    fn give(&mut self, mut offset: u64, mut bytes: u64) {
-        if let Some((&before, &free)) =
-            self.by_offset.range(..offset).next_back().filter(|(at, free)| **at + **free == offset)
-        {
-            self.remove(before, free);
-            (offset, bytes) = (before, bytes + free);
-        }
-        if let Some(&free) = self.by_offset.get(&(offset + bytes)) {
-            self.remove(offset + bytes, free);
-            bytes += free;
-        }
-        self.insert(offset, bytes);
-    }
-}
-
-/// Offsets of the blocks of a kind, and where the space of each group ends. O(n log n).
-pub(super) fn spaces(
-    lifetimes: &[Lifetime],
-    cross: CrossStream,
-    kind: impl Fn(&Lifetime) -> bool,
-) -> (Vec<u64>, BTreeMap<Group, u64>) {
-    let mut spaces: BTreeMap<Group, Space> = BTreeMap::new();
-    let mut offsets = vec![0; lifetimes.len()];
-    let mut ends = Ends::default();
-    // CAST: a history has fewer than 2^32 allocations.
-    for (now, lifetime) in (0u32..).zip(lifetimes).filter(|(_, one)| kind(one)) {
-        while let Some(gone) = ends.pop(now) {
-            let block = &lifetimes[gone as usize];
-            spaces.entry(block.group(cross)).or_default().give(offsets[gone as usize], block.bytes());
-        }
-        offsets[now as usize] = spaces.entry(lifetime.group(cross)).or_default().take(lifetime.bytes());
-        ends.add(lifetime, now);
-    }
-    (offsets, spaces.into_iter().map(|(number, space)| (number, space.end)).collect())
-}
-
-/// Offsets, and the bytes that they need: the spaces follow one another.
-pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>, u64) {
-    let (mut offsets, ends) = spaces(lifetimes, cross, |_| true);
-    let mut base = 0;
-    let mut bases = BTreeMap::new();
-    for (number, end) in ends {
-        bases.insert(number, base);
-        base += end;
-    }
-    for (offset, lifetime) in offsets.iter_mut().zip(lifetimes) {
-        *offset += bases[&lifetime.group(cross)];
-    }
-    (offsets, base)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 //! took memory from the device.
 
 use super::lifetime::{Ends, Group};
-use super::{CrossStream, Lifetime, search};
+use super::{CrossStream, Lifetime, online};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, NullDriver, StreamId};
@@ -37,7 +37,7 @@ pub fn stitched(lifetimes: &[Lifetime]) -> u64 {
         *most = (*used).max(*most);
     }
     let large_pages: u64 = pages.values().map(|(_, most)| most).sum();
-    let (_, small) = search::spaces(lifetimes, CrossStream::KnownOrder, |one| !large(one));
+    let (_, small) = online::spaces(lifetimes, CrossStream::KnownOrder, |one| !large(one));
     PAGE * (large_pages + small.values().map(|end| end.div_ceil(PAGE)).sum::<u64>())
 }
 

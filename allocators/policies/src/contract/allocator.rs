@@ -1,9 +1,8 @@
 //! The upper seam: what every backend and every instrument implements.
 
-use crate::contract::{AllocError, Ledger, Snapshot, Stats, Token};
+use crate::contract::{AllocError, Ledger, PrivatePool, Snapshot, Stats, Token};
 use std::fmt;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vramlab_device::{DeviceAddr, StreamId};
 
 /// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
@@ -542,35 +541,6 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
 
 fn no_checkpoints(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "checkpoints of private pools" }
-}
-
-// Private pools: memory that only requests which name the pool are served from.
-
-/// A private pool of the allocator that made it (PyTorch's `torch.cuda.MemPool`, and the pool that CUDA graphs share).
-///
-/// No two pools of a process share one, so who was not given it cannot use or release a pool, and another allocator knows
-/// nothing of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PrivatePool(CaptureId);
-
-impl PrivatePool {
-    /// The next one, for an allocator that makes a pool.
-    #[must_use]
-    pub fn next() -> Self {
-        Self(CaptureId::next())
-    }
-
-    /// As an [`Owner`](crate::space::Owner) names it: captures and private pools are numbered together.
-    #[must_use]
-    pub fn id(self) -> CaptureId {
-        self.0
-    }
-}
-
-impl fmt::Display for PrivatePool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
 }
 
 #[cfg(test)]

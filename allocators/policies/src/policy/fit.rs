@@ -6,12 +6,12 @@
 
 mod best;
 pub mod lowest;
+mod next;
+mod oldest;
 pub mod tlsf;
 
 use crate::space::{BlockId, FreeBlock, FreeList};
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::ops::Bound::{Excluded, Included};
 
 /// An index of free blocks, with a rule for choosing one: a kind of [`Fit`]. What it holds is what was inserted and not removed
 /// since. It names no other block, and a found one has the size that was asked for.
@@ -64,7 +64,7 @@ impl Fit {
     /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
     #[must_use]
     pub fn oldest() -> Self {
-        Self(Box::<Oldest>::default())
+        Self(Box::<oldest::Oldest>::default())
     }
 
     /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. O(log n).
@@ -77,7 +77,7 @@ impl Fit {
     /// reached. A search looks at the blocks in between.
     #[must_use]
     pub fn next() -> Self {
-        Self(Box::<Next>::default())
+        Self(Box::<next::Next>::default())
     }
 
     /// Adds a block that was just made: it came from the device, or a cut left it.
@@ -114,89 +114,6 @@ impl Fit {
         let blocks = self.0.of(list);
         blocks.iter().for_each(|block| self.remove(*block));
         blocks
-    }
-}
-
-// The first block that fits behind the last one that was chosen.
-
-/// Free blocks by list and address.
-#[derive(Debug, Default)]
-struct Next {
-    /// Their sizes and names.
-    blocks: BTreeMap<(FreeList, u64), (u64, BlockId)>,
-    /// Address of the block that was chosen last, by list.
-    last: BTreeMap<FreeList, u64>,
-}
-
-impl FreeBlocks for Next {
-    fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
-        self.blocks.insert((list, addr), (bytes, id));
-    }
-
-    fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
-        self.blocks.remove(&(list, addr)) == Some((bytes, id))
-    }
-
-    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        let at = self.last.get(&list).copied().unwrap_or(0);
-        let behind = self.blocks.range((Excluded((list, at)), Included((list, u64::MAX))));
-        let before = self.blocks.range((list, 0)..=(list, at));
-        let (&(_, addr), &(_, id)) = behind.chain(before).find(|(_, (size, _))| (bytes..=largest).contains(size))?;
-        self.last.insert(list, addr);
-        Some(id)
-    }
-
-    fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let own = self.blocks.range((list, 0)..=(list, u64::MAX));
-        own.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
-    }
-}
-
-// The smallest block that fits, and of equal ones the one that was made first.
-
-/// Free blocks by list, size and the number of their making.
-#[derive(Clone, Debug, Default)]
-struct Oldest {
-    blocks: BTreeSet<(FreeList, u64, u64, BlockId, u64)>,
-    /// When each block was made, counted: by a driver call, or by a cut that left it.
-    made: BTreeMap<BlockId, u64>,
-    count: u64,
-}
-
-impl Oldest {
-    fn number(&mut self, id: BlockId) -> u64 {
-        if !self.made.contains_key(&id) {
-            self.made(id);
-        }
-        self.made[&id]
-    }
-}
-
-impl FreeBlocks for Oldest {
-    /// It keeps its number until its name is given to another.
-    fn made(&mut self, id: BlockId) {
-        self.count += 1;
-        self.made.insert(id, self.count);
-    }
-
-    fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
-        let number = self.number(id);
-        self.blocks.insert((list, bytes, number, id, addr));
-    }
-
-    fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
-        let number = self.number(id);
-        self.blocks.remove(&(list, bytes, number, id, addr))
-    }
-
-    fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        let (found, size, _, id, _) = self.blocks.range((list, bytes, 0, BlockId::LOWEST, 0)..).next()?;
-        (*found == list && *size <= largest).then_some(*id)
-    }
-
-    fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let own = self.blocks.range((list, 0, 0, BlockId::LOWEST, 0)..).take_while(|(of, ..)| *of == list);
-        own.map(|&(list, bytes, _, id, addr)| FreeBlock { list, addr, bytes, id }).collect()
     }
 }
 

@@ -1,11 +1,11 @@
 //! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
 
+mod arena;
 mod checkpoint;
 mod extend;
 mod segments;
 mod take_pages;
 
-use self::segments::Arena;
 use super::fit::Fit;
 use super::grow::Segments as _;
 use super::join::Join;
@@ -15,6 +15,7 @@ use super::source::Source;
 use super::stream::{LastFrees, Stream};
 use crate::contract::CaptureId;
 use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
+use arena::Arena;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};

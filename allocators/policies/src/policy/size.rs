@@ -1,6 +1,7 @@
 //! Part `size`: how a request is rounded, which pool serves it, and how large a segment for it is.
 #![forbid(unsafe_code)]
 
+mod divisions;
 pub mod torch;
 
 use crate::contract::PoolKind;

@@ -1,10 +1,12 @@
 //! What the page says in words and figures, as JSON that its script reads (`data.js`).
 
+use super::columns::Columns;
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
+use super::replays::ReplaysData;
 use super::run::{Figure, RunData};
-use super::source::{ReplaysData, Source};
-use super::timeline::{Columns, Mark, Stacks, Timeline};
+use super::source::Source;
+use super::timeline::{Mark, Stacks, Timeline};
 use crate::history::Compiled;
 use crate::replay::bound::Bounds;
 use crate::words::RECORD;

@@ -1,7 +1,8 @@
 //! Block maps: where the blocks of a history lay when it was recorded, and where they lie under other allocators.
 
+use super::columns::Columns;
 use super::source::Source;
-use super::timeline::{Columns, Timeline};
+use super::timeline::Timeline;
 use crate::history::{Compiled, Devices, adopted, failed, is_as_recorded};
 use anyhow::Result;
 use std::collections::BTreeMap;

@@ -5,7 +5,7 @@
 //! that a browser opens early, without sending anything (to the server of a frame that it then refuses, or for a `preconnect`
 //! link), and a refresh that leaves the page: against these stands only that no markup is made of what files say.
 
-use super::timeline::Columns;
+use super::columns::Columns;
 use anyhow::{Context, Result};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;

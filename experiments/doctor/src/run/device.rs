@@ -1,6 +1,6 @@
 //! What the driver says of the devices while a program runs: memory used in all, and by each process.
 
-use super::launch::{Folder, now_ns};
+use super::folder::{Folder, now_ns};
 use super::processes::{Gpu, Process};
 use anyhow::Result;
 use nvml_wrapper::Nvml;

@@ -1,6 +1,6 @@
 //! What each Python process of a run that used CUDA wrote of itself.
 
-use super::launch::Folder;
+use super::folder::Folder;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

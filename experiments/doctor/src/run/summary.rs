@@ -1,7 +1,8 @@
 //! What is said at the end of a run: some ten lines on standard error, and the same for programs in the folder.
 
 use super::Started;
-use super::launch::{Folder, Launch};
+use super::folder::Folder;
+use super::launch::Launch;
 use super::processes::Process;
 use crate::advise::{First, first};
 use crate::words::counted;

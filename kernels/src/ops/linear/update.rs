@@ -1,15 +1,17 @@
 //! The update of a linear layer by a gradient that stays in registers; kernels in `cuda/linear.cuh`.
 
+use cudarc::driver::sys::CUstream;
+
 use super::{check_alignment, gradient, linear};
 use crate::cuda::{CudaKernels, LinearArguments};
 use crate::error::KernelError;
-use crate::host::{HostBuffers, descend};
+use crate::host::HostBuffers;
+use crate::multiply_add::descend;
 use crate::operation::{Definition, Work};
 use crate::ops::sgd::{check_master, step_weights};
 use crate::ops::{F32, U32, area, check_room, or_null, span, total};
 use crate::plan::{Choice, Plan, Product};
 use crate::storage::{Element, Precision, Stored, with_stored};
-use cudarc::driver::sys::CUstream;
 
 /// `weight -= rate · dyᵀ·x` and `bias -= rate · Σ_rows dy`: a gradient that is never written.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

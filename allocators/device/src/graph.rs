@@ -1,0 +1,87 @@
+//! Graphs: the work of a stream captured once and launched many times.
+
+use super::{DriverResult, GraphId, StreamId};
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+/// How many captures a program has open that the driver did not begin, see [`Driver::note_capture`](super::Driver::note_capture).
+#[derive(Debug, Default)]
+pub(crate) struct NotedCaptures(AtomicUsize);
+
+impl NotedCaptures {
+    /// One more, or one less; an end without a beginning changes nothing.
+    pub(crate) fn note(&self, open: bool) {
+        if open {
+            self.0.fetch_add(1, Release);
+        } else {
+            let _ = self.0.fetch_update(Release, Acquire, |open| open.checked_sub(1));
+        }
+    }
+
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.0.load(Acquire) != 0
+    }
+}
+
+/// The device's account of memory that graphs allocate for themselves, in bytes. It covers the graphs of all programs on the
+/// device. Plain memory that captured kernels use is not in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GraphMemory {
+    /// Belongs to graphs.
+    pub used: u64,
+    /// Highest `used`.
+    pub used_high: u64,
+    /// Held from the device for graphs.
+    pub reserved: u64,
+    /// Highest `reserved`.
+    pub reserved_high: u64,
+}
+
+/// Stream capture and graphs (`cuStreamBeginCapture`, `cuGraphLaunch`, ...).
+///
+/// # What a capture takes
+/// Between [`capture_begin`](Self::capture_begin) and [`capture_end`](Self::capture_end) work that is queued on the
+/// stream is noted and not run: kernels, fills, copies from page-locked memory, stream-ordered allocations and frees. A
+/// stream that waits for an event recorded in the capture joins it; the first stream has to wait for the work of the
+/// joined ones before the end. Plain memory is allocated and freed at once, as outside of a capture (CUDA's relaxed mode).
+///
+/// Waiting for a capturing stream, for the device or for a captured event, and asking after them, fails with
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` or `CUDA_ERROR_CAPTURED_EVENT`; so does what waits by itself, such as a copy to
+/// the host. The capture is then invalid: its end is an error. A copy from pageable memory must not be captured, because
+/// a launch would read the source again.
+/// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__GRAPH.html>
+pub trait GraphDriver {
+    /// Starts to capture what is queued on `stream`.
+    fn capture_begin(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// Ends the capture and makes its graph ready for its first launch. What a launch allocates and does not free is freed
+    /// by the next launch. After an error there is no graph, and the stream no longer captures unless it never did.
+    fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId>;
+
+    /// Ends the capture, also one that has become invalid, and throws away what was captured.
+    fn capture_abort(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// Queues everything that was captured: one call for any number of kernels. Launches of one graph run one after
+    /// another, also on different streams.
+    ///
+    /// A graph that was destroyed, or that another driver made, is `CUDA_ERROR_INVALID_HANDLE`.
+    ///
+    /// # Safety
+    /// The memory that captured work uses has not been given back: blocks of the capture belong to the graph until
+    /// `DeviceAllocator::capture_release`.
+    unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()>;
+
+    /// Destroys a graph; the addresses of its stream-ordered allocations are free for other graphs.
+    ///
+    /// # Safety
+    /// The graph came from [`capture_end`](Self::capture_end), is destroyed once and not used afterwards, and its last
+    /// launch has finished.
+    unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()>;
+
+    /// The account of memory that graphs allocate for themselves.
+    fn graph_memory(&self) -> DriverResult<GraphMemory>;
+
+    /// Gives back what is reserved for graphs and used by none.
+    fn graph_trim(&self) -> DriverResult<()>;
+}

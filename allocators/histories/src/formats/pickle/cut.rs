@@ -1,0 +1,84 @@
+//! What is kept of a pickle that breaks off.
+
+use super::machine::Machine;
+use super::store::Value;
+use crate::formats::words::Word;
+use crate::formats::{Cut, ReadError};
+
+impl Machine<'_, '_, '_> {
+    /// Hands on what was whole when the file ended: the events up to the one that was under way, and what else came before.
+    ///
+    /// # Errors
+    /// That the file ends `what`, if not even one event is whole.
+    pub(super) fn keep_what_is_whole(&mut self, what: &'static str) -> Result<(), ReadError> {
+        let under_way = self.under_way().filter(|_| !self.marks.is_empty());
+        while self.marks.len() > 1 {
+            let Some(mark) = self.marks.pop() else { break };
+            let Some(container) = mark.checked_sub(1) else { break };
+            let list = self.part.is_some_and(|part| {
+                part.key == Word::DeviceTraces && (part.at == container || self.is_trace(part.at, container))
+                    || matches!(
+                        part.key,
+                        Word::Segments | Word::ExternalAnnotations | Word::HostSegments | Word::HostTraces
+                    ) && part.at == container
+            });
+            if list {
+                // Dictionaries are filled at one stroke, so one that has something in it has everything.
+                let whole = |value: &Value| self.store.as_dict(*value).is_some_and(|pairs| !pairs.is_empty());
+                let traces = self.store.as_list(self.stack[container]).is_some()
+                    && self.stack[mark..].first().is_some_and(|first| self.store.as_list(*first).is_some());
+                let count = if traces {
+                    self.stack.len() - mark
+                } else {
+                    self.stack[mark..].iter().take_while(|value| whole(value)).count()
+                };
+                self.cut(mark + count);
+                self.append(mark)?;
+            } else {
+                self.cut(container);
+            }
+        }
+        if self.outcome.summary.all_events() == 0 {
+            return Err(self.truncated(what));
+        }
+        // What is left are the outermost keys and their values, of which the last may be in pieces.
+        let start = self.marks.pop().unwrap_or(self.stack.len());
+        let keep = match (under_way, self.part.map(|part| part.at)) {
+            // Its events were handed on, and a dictionary without traces is no snapshot.
+            (Some(Word::DeviceTraces), Some(at)) => at + 1,
+            (Some(_), Some(at)) => at - 1,
+            _ => self.stack.len() - self.stack.len().saturating_sub(start) % 2,
+        };
+        self.cut(keep.min(self.stack.len()));
+        self.set_items(start)?;
+        let top = self.stack.first().copied().unwrap_or(Value::None);
+        let pairs = self.store.as_dict(top);
+        let has = |word: Word| pairs.is_some_and(|pairs| pairs.iter().any(|(key, _)| *key == Value::Word(word)));
+        let whole = |word: Word| has(word) && under_way != Some(word);
+        let cut = Cut {
+            at: self.end(),
+            events: self.outcome.summary.all_events(),
+            ends_known: whole(Word::DeviceTraces) && whole(Word::Segments),
+            settings_known: whole(Word::AllocatorSettings),
+        };
+        if !has(Word::DeviceTraces) {
+            return Err(self.truncated(what));
+        }
+        self.finish(top)?;
+        let summary = &mut self.outcome.summary;
+        if !cut.ends_known {
+            summary.segments.clear();
+        }
+        summary.cut = Some(cut);
+        Ok(())
+    }
+
+    /// The outermost key whose value is not known to be whole.
+    fn under_way(&self) -> Option<Word> {
+        let part = self.part?;
+        // A further key shows that the value before it is whole. Nothing that is inside of a part is a text.
+        let followed = self.marks.len() <= 1
+            && matches!(self.stack.get(part.at + 1), Some(Value::Word(_) | Value::Text(_) | Value::LostText));
+        (!followed).then_some(part.key)
+    }
+}

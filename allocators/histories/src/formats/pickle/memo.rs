@@ -1,0 +1,174 @@
+//! The memo: what a pickle may refer back to, eight bytes for each value.
+//!
+//! A pickler enters every container and every string, used again or not, so the memo is what reading a long history keeps.
+
+use super::store::{Handle, Value};
+use crate::formats::words::Word;
+use std::collections::HashMap;
+use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
+
+/// An entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
+const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);
+
+/// Values by their numbers.
+#[derive(Debug)]
+pub(super) struct Memo {
+    entries: LongList<Packed>,
+    /// Those that do not fit; picklers enter none.
+    wide: LongList<Value>,
+    /// Entries whose numbers do not follow on.
+    sparse: HashMap<u32, Value>,
+    /// For these.
+    claim: Claim,
+}
+
+impl Memo {
+    pub(super) fn new(budget: &Budget) -> Self {
+        Self {
+            entries: LongList::new(budget),
+            wide: LongList::new(budget),
+            sparse: HashMap::new(),
+            claim: budget.claim(),
+        }
+    }
+
+    /// Enters a value under the number that comes next.
+    #[inline]
+    pub(super) fn add(&mut self, value: Value) -> Result<(), OverBudget> {
+        let packed = self.packed(value)?;
+        self.entries.push(packed)
+    }
+
+    /// Enters a value under a number.
+    pub(super) fn put(&mut self, number: u32, value: Value) -> Result<(), OverBudget> {
+        let at = number as usize;
+        if at == self.entries.len() {
+            return self.add(value);
+        }
+        if at < self.entries.len() {
+            let packed = self.packed(value)?;
+            self.entries.set(at, packed);
+            return Ok(());
+        }
+        // A large number must not take the memory of all those before it.
+        if !self.sparse.contains_key(&number) {
+            self.claim.add(SPARSE_COST)?;
+        }
+        self.sparse.insert(number, value);
+        Ok(())
+    }
+
+    /// The value of a number.
+    #[inline]
+    pub(super) fn get(&self, number: u32) -> Option<Value> {
+        match self.entries.get(number as usize) {
+            Some(packed) => packed.value(&self.wide),
+            None => self.sparse.get(&number).copied(),
+        }
+    }
+
+    #[inline]
+    fn packed(&mut self, value: Value) -> Result<Packed, OverBudget> {
+        if let Some(packed) = Packed::of(value) {
+            return Ok(packed);
+        }
+        self.wide.push(value)?;
+        // CAST: the number of an item in memory.
+        Ok(Packed::new(WIDE, self.wide.len() as u64 - 1))
+    }
+}
+
+/// A value: what it is in the lowest four bits, above them which.
+#[derive(Clone, Copy, Debug)]
+struct Packed(u64);
+
+const NONE: u64 = 0;
+const BOOL: u64 = 1;
+const WORD: u64 = 2;
+const TEXT: u64 = 3;
+const LOST_TEXT: u64 = 4;
+const OBJECT: u64 = 5;
+const STACK: u64 = 6;
+const FRAME: u64 = 7;
+const PAIR: u64 = 8;
+const OPAQUE: u64 = 9;
+const WIDE: u64 = 10;
+
+impl Packed {
+    fn new(kind: u64, which: u64) -> Self {
+        Self(kind | which << 4)
+    }
+
+    /// `None` for numbers of any size, and pairs of large ones.
+    #[inline]
+    fn of(value: Value) -> Option<Self> {
+        let (kind, which) = match value {
+            Value::None => (NONE, 0),
+            Value::Bool(yes) => (BOOL, u64::from(yes)),
+            // CAST: the number of the word.
+            Value::Word(word) => (WORD, word as u64),
+            Value::Text(text) => (TEXT, u64::from(text)),
+            Value::LostText => (LOST_TEXT, 0),
+            Value::Object(handle) => (OBJECT, handle.bits()),
+            Value::Stack(stack) => (STACK, u64::from(stack)),
+            Value::Frame(frame) => (FRAME, u64::from(frame)),
+            Value::Pair(first, second) if second < 1 << 28 => (PAIR, u64::from(first) | u64::from(second) << 32),
+            Value::Opaque => (OPAQUE, 0),
+            Value::Pair(..) | Value::Int(_) | Value::Uint(_) | Value::Huge | Value::Float(_) => return None,
+        };
+        Some(Self::new(kind, which))
+    }
+
+    #[inline]
+    fn value(self, wide: &LongList<Value>) -> Option<Value> {
+        let which = self.0 >> 4;
+        // CAST: each as it was packed.
+        Some(match self.0 & 15 {
+            NONE => Value::None,
+            BOOL => Value::Bool(which != 0),
+            WORD => Value::Word(*Word::ALL.get(which as usize)?),
+            TEXT => Value::Text(which as u32),
+            LOST_TEXT => Value::LostText,
+            OBJECT => Value::Object(Handle::from_bits(which)),
+            STACK => Value::Stack(which as u32),
+            FRAME => Value::Frame(which as u32),
+            PAIR => Value::Pair(which as u32, (which >> 32) as u32),
+            OPAQUE => Value::Opaque,
+            _ => wide.get(which as usize)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_come_back_as_they_were() {
+        let mut memo = Memo::new(&Budget::default());
+        let mut values: Vec<Value> = Word::ALL.iter().map(|word| Value::Word(*word)).collect();
+        let numbers = [0, 1, 7, 1 << 27, (1 << 28) - 1, 1 << 28, u32::MAX];
+        for first in numbers {
+            values.extend([Value::Text(first), Value::Stack(first), Value::Frame(first)]);
+            values.extend(numbers.map(|second| Value::Pair(first, second)));
+            let bits = u64::from(first) << 28 | 0x0fff_ffff;
+            values.extend([Value::Object(Handle::from_bits(bits)), Value::Int(-i64::from(first))]);
+        }
+        values.extend([Value::None, Value::Bool(true), Value::Bool(false), Value::LostText, Value::Opaque]);
+        values.extend([Value::Huge, Value::Float(0.5), Value::Int(i64::MIN), Value::Uint(u64::MAX)]);
+        for value in &values {
+            memo.add(*value).unwrap();
+        }
+        let read = |memo: &Memo| (0..values.len() as u32).map(|at| memo.get(at).unwrap()).collect::<Vec<_>>();
+        assert_eq!(read(&memo), values);
+        // Over others, and where there is a gap.
+        for (at, value) in (0..).zip(&values) {
+            memo.put(at, Value::Huge).unwrap();
+            memo.put(at, *value).unwrap();
+            memo.put(1_000_000 + 2 * at, *value).unwrap();
+        }
+        assert_eq!(read(&memo), values);
+        assert_eq!(memo.get(1_000_000), Some(values[0]));
+        assert_eq!((memo.get(values.len() as u32), memo.get(1_000_001)), (None, None));
+    }
+}

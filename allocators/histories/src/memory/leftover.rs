@@ -1,0 +1,180 @@
+//! What was cached before the first event, and what became of it: memory that an earlier part of the program, or an earlier
+//! program of the same process, reserved and the recording does not show in use.
+
+use super::{Before, Events, Recorded, SegmentBefore};
+use crate::formats::Action;
+use serde::Serialize;
+use vramlab_device::ranges::Ranges;
+
+/// Pages of expandable segments; what a block touches is counted in whole ones.
+const PAGE: u64 = 2 << 20;
+
+/// What was cached before the first event, and what became of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Leftover {
+    /// Held from the device before the first event.
+    pub reserved_bytes: u64,
+    /// Of that, in blocks.
+    pub in_blocks_bytes: u64,
+    /// Of that, given back without a block in it since the first event.
+    pub returned_unused_bytes: u64,
+    /// Of what was returned unused, what went before the first allocation.
+    pub returned_at_once_bytes: u64,
+    /// Held to the end without a block in it since the first event.
+    pub kept_unused_bytes: u64,
+    /// Peak of reserved memory without what was cached before the first event and had not been used by then.
+    pub peak_in_use_bytes: u64,
+}
+
+impl Leftover {
+    /// Follows all events. O(log n) for each.
+    #[must_use]
+    pub fn of(events: &Events, before: &Before) -> Self {
+        let mut unused = Unused::of(before);
+        let mut out = Self { reserved_bytes: unused.bytes, ..Self::default() };
+        for block in &before.blocks {
+            let bytes = block.bytes.unwrap_or(block.requested);
+            out.in_blocks_bytes += bytes;
+            unused.take(block.addr, bytes);
+        }
+        let (mut reserved, mut allocated) = (out.reserved_bytes, false);
+        out.peak_in_use_bytes = reserved - unused.bytes;
+        for Recorded { addr, bytes, action, .. } in events.iter() {
+            match action {
+                Action::Alloc => {
+                    allocated = true;
+                    unused.take(addr, bytes);
+                }
+                Action::SegmentAlloc | Action::SegmentMap => reserved += bytes,
+                Action::SegmentFree | Action::SegmentUnmap => {
+                    reserved = reserved.saturating_sub(bytes);
+                    let went = unused.remove(addr, addr.saturating_add(bytes));
+                    out.returned_unused_bytes += went;
+                    out.returned_at_once_bytes += if allocated { 0 } else { went };
+                }
+                _ => {}
+            }
+            out.peak_in_use_bytes = out.peak_in_use_bytes.max(reserved.saturating_sub(unused.bytes));
+        }
+        out.kept_unused_bytes = unused.bytes;
+        out
+    }
+}
+
+/// Memory from before the first event in which no block has been since.
+struct Unused<'a> {
+    before: &'a Before,
+    ranges: Ranges,
+    bytes: u64,
+}
+
+impl<'a> Unused<'a> {
+    fn of(before: &'a Before) -> Self {
+        let mut out = Self { before, ranges: Ranges::default(), bytes: 0 };
+        for SegmentBefore { addr, segment, .. } in &before.segments {
+            out.bytes += segment.bytes;
+            out.ranges.insert(*addr, addr + segment.bytes);
+        }
+        out
+    }
+
+    /// A block comes to lie here, in a segment or in pages of an expandable one. Those are no longer unused.
+    fn take(&mut self, addr: u64, bytes: u64) {
+        let segments = &self.before.segments;
+        let end = addr.saturating_add(bytes);
+        let first = segments.partition_point(|one| one.addr + one.segment.bytes <= addr);
+        for one in segments[first..].iter().take_while(|one| one.addr < end) {
+            let last = one.addr + one.segment.bytes;
+            if one.segment.expandable {
+                let page = |at: u64| one.addr + (at - one.addr) / PAGE * PAGE;
+                self.remove(page(addr.max(one.addr)), (page(end.min(last) - 1) + PAGE).min(last));
+            } else {
+                self.remove(one.addr, last);
+            }
+        }
+    }
+
+    /// How many bytes of `start..end` were unused; they are no longer.
+    fn remove(&mut self, start: u64, end: u64) -> u64 {
+        if start >= end || !self.ranges.overlaps(start, end) {
+            return 0;
+        }
+        let used: u64 = self.ranges.missing(start, end).into_iter().map(|(from, to)| to - from).sum();
+        self.ranges.remove(start, end);
+        let bytes = end - start - used;
+        self.bytes -= bytes;
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::formats::Origin;
+    use crate::memory::{BlockBefore, Segment};
+    use vramlab_device::budget::Budget;
+
+    const MIB: u64 = 1 << 20;
+
+    fn leftover(segments: &[(u64, u64, bool)], block: Option<u64>, history: &[(Action, u64, u64)]) -> Leftover {
+        let segment = |&(addr, mib, expandable): &(u64, u64, bool)| SegmentBefore {
+            addr: addr * MIB,
+            segment: Segment { bytes: mib * MIB, stream: 0, small: false, expandable },
+            at_end: false,
+        };
+        let block = block.map(|addr| BlockBefore {
+            addr: addr * MIB,
+            requested: MIB,
+            bytes: Some(MIB),
+            stream: 0,
+            pending: false,
+            origin: Origin::default(),
+        });
+        let before = Before { segments: segments.iter().map(segment).collect(), blocks: block.into_iter().collect() };
+        let mut events = Events::new(&Budget::default());
+        for &(action, addr, mib) in history {
+            let (addr, bytes) = (addr * MIB, mib * MIB);
+            let event = Recorded { addr, bytes, stream: 0, time_ns: 0, origin: Origin::default(), action };
+            events.push(event).unwrap();
+        }
+        Leftover::of(&events, &before)
+    }
+
+    #[test]
+    fn what_an_earlier_run_left_is_not_what_this_one_needs() {
+        use Action::{Alloc, SegmentAlloc, SegmentFree};
+        // 100 MiB go before anything is asked for, and 40 later without a use. 20 hold a block, and 30 get one.
+        let before = [(1000, 100, false), (2000, 40, false), (3000, 20, false), (4000, 30, false), (5000, 7, false)];
+        let found = leftover(
+            &before,
+            Some(3000),
+            &[
+                (SegmentFree, 1000, 100),
+                (SegmentAlloc, 6000, 50),
+                (Alloc, 6000, 50),
+                (Alloc, 4010, 4),
+                (SegmentFree, 2000, 40),
+                (SegmentAlloc, 1000, 10),
+            ],
+        );
+        let expected = Leftover {
+            reserved_bytes: 197 * MIB,
+            in_blocks_bytes: MIB,
+            returned_unused_bytes: 140 * MIB,
+            returned_at_once_bytes: 100 * MIB,
+            kept_unused_bytes: 7 * MIB,
+            peak_in_use_bytes: 110 * MIB,
+        };
+        assert_eq!(found, expected);
+        assert_eq!(leftover(&[], None, &[(SegmentAlloc, 1, 2), (SegmentFree, 1, 2)]).peak_in_use_bytes, 2 * MIB);
+    }
+
+    #[test]
+    fn of_an_expandable_segment_pages_are_used() {
+        use Action::{Alloc, SegmentUnmap};
+        // A block of 3 MiB from the fifth MiB on touches two pages.
+        let found = leftover(&[(100, 20, true)], None, &[(Alloc, 104, 3), (SegmentUnmap, 110, 4)]);
+        let Leftover { returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes, .. } = found;
+        assert_eq!((returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes), (4 * MIB, 12 * MIB, 4 * MIB));
+    }
+}
