@@ -21,10 +21,10 @@ def pages() -> dict[str, str]:
     return documents.pages()
 
 
-def figures(page: str, text: str) -> list[re.Match[str]]:
+def figures(text: str) -> list[re.Match[str]]:
     """The figures of a page: every number that no rule calls a version, a name, a date or a command."""
     rules = [re.compile(rule, re.MULTILINE) for rule in documents.RULES.values()]
-    hidden = [match.span() for rule in rules for match in rule.finditer(text)] + list(documents.sections(page, text))
+    hidden = [match.span() for rule in rules for match in rule.finditer(text)]
     return [
         match
         for match in re.finditer(r"\d+(?:[.,]\d+)*", text)
@@ -45,7 +45,7 @@ def test_the_documents_say_what_the_records_say(pages: dict[str, str], page: str
 @pytest.mark.parametrize("page", documents.names())
 def test_each_figure_that_is_changed_by_hand_is_noticed(pages: dict[str, str], page: str) -> None:
     text, unnoticed = pages[page], []
-    for match in figures(page, text):
+    for match in figures(text):
         mutant = text[: match.start()] + by_hand(match[0]) + text[match.end() :]
         try:
             if documents.check(page, mutant) == mutant:
@@ -57,7 +57,7 @@ def test_each_figure_that_is_changed_by_hand_is_noticed(pages: dict[str, str], p
 
 def test_figures_are_many() -> None:
     # A rule that took them all would leave the test above nothing to do.
-    found = {page: len(figures(page, text)) for page, text in documents.pages().items()}
+    found = {page: len(figures(text)) for page, text in documents.pages().items()}
     assert found["README.md"] >= 60
     assert found["experiments/answers.md"] >= 250
 
@@ -111,15 +111,6 @@ def test_builds_are_told_only_with_the_whole_history(pages: dict[str, str], monk
     unknown = documents.fresh() | {page: documents.fresh()[page] | {"Builds.": None}}
     monkeypatch.setattr(documents, "fresh", lambda: unknown)
     assert documents.check(page, pages[page]) == pages[page], "what cannot be told stays as it is"
-
-
-@pytest.mark.parametrize("page", documents.PENDING)
-def test_what_is_pending_is_still_typed(pages: dict[str, str], page: str) -> None:
-    # A section all of whose figures are computed is to be taken off the list.
-    lines = dict(documents.typed(page, pages[page], pending=False))
-    for start, end in documents.sections(page, pages[page]):
-        first, last = (pages[page][:at].count("\n") + 1 for at in (start, end))
-        assert any(first <= line <= last for line in lines), pages[page][start:end].splitlines()[0]
 
 
 def test_the_readme_shows_what_the_programs_print() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from vramlab_analysis import repository
@@ -18,8 +18,6 @@ from vramlab_analysis.errors import AnalysisError
 
 # Pieces by the words that they open with; None where it cannot be told here, as without the history of the repository.
 Pieces = Mapping[str, Callable[[], str | None]]
-# Sections, by their headings, whose figures are not all computed yet. One that has none left must not be listed.
-PENDING: dict[str, tuple[str, ...]] = {}
 # What may have digits in it and is no figure.
 RULES = {
     "a block of code; what `text` blocks show is compared with what programs print": r"^```[^`]*?^```$",
@@ -113,19 +111,9 @@ def rewritten(page: str, text: str) -> str:
     return text
 
 
-def sections(page: str, text: str) -> Iterator[tuple[int, int]]:
-    """Where the sections of a page lie whose figures are pending."""
-    for heading in PENDING.get(page, ()):
-        found = re.search(rf"^{re.escape(heading)}\n(?:(?!## ).*\n)*", text, re.MULTILINE)
-        if found is None:
-            raise AnalysisError(f"{page}: has no section '{heading}', which {__name__} lists as pending.")
-        yield found.span()
-
-
-def plain(page: str, text: str, *, pending: bool = True) -> str:
-    """A page with a blank for every digit that a rule, a piece or a pending section accounts for."""
+def plain(page: str, text: str) -> str:
+    """A page with a blank for every digit that a rule or a piece accounts for."""
     hidden = [_place(page, text, opening, piece).span() for opening, piece in fresh().get(page, {}).items()]
-    hidden += sections(page, text) if pending else []
     hidden += [match.span() for rule in _RULES for match in rule.finditer(text)]
     characters = list(text)
     for start, end in hidden:
@@ -133,9 +121,9 @@ def plain(page: str, text: str, *, pending: bool = True) -> str:
     return "".join(characters)
 
 
-def typed(page: str, text: str, *, pending: bool = True) -> list[tuple[int, str]]:
+def typed(page: str, text: str) -> list[tuple[int, str]]:
     """Figures of a page that nothing computes: line, and figure."""
-    lines = plain(page, text, pending=pending).splitlines()
+    lines = plain(page, text).splitlines()
     return [(number, match[0]) for number, line in enumerate(lines, 1) for match in _NUMBER.finditer(line)]
 
 
