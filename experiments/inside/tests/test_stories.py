@@ -40,7 +40,9 @@ def test_a_line_that_a_kill_cut_short_is_taken_away_and_done_again(tmp_path):
 
 def test_an_arm_that_is_none_is_refused(tmp_path):
     told = subprocess.run(
-        [sys.executable, str(HERE / "stories.py"), "-o", str(tmp_path), "--arms", "none"], capture_output=True, text=True
+        [sys.executable, str(HERE / "stories.py"), "-o", str(tmp_path), "--arms", "none"],
+        capture_output=True,
+        text=True,
     )
     assert told.returncode == 2
     assert "no arm is called 'none'" in told.stderr
