@@ -30,6 +30,7 @@ SETTINGS = {
     "split20": ("max_split_size_mb:20", None),
     "split20-while-loading": ("", "max_split_size_mb:20"),
     "split64": ("max_split_size_mb:64", None),
+    "split512": ("max_split_size_mb:512", None),
     "expandable": ("expandable_segments:True", None),
     "roundup8": ("roundup_power2_divisions:8", None),
 }
