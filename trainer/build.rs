@@ -43,7 +43,12 @@ struct Version {
 fn main() {
     let own = PathBuf::from(variable("CARGO_MANIFEST_DIR"));
     let mut sources = SOURCES.to_vec();
-    let package = if variable("CARGO_PKG_NAME") == "experiments" { "experiments/study" } else { "trainer" };
+    let name = variable("CARGO_PKG_NAME");
+    let package = match name.as_str() {
+        "experiments" => "experiments/study",
+        "doctor" => "experiments/doctor",
+        _ => "trainer",
+    };
     if package != "trainer" {
         sources.extend(OF_EXPERIMENTS);
     }
@@ -61,7 +66,6 @@ fn main() {
     println!("cargo::rustc-env=BUILT_FROM_COMMIT={}", version.commit);
     println!("cargo::rustc-env=BUILT_FROM_DIRTY={}", version.dirty.map_or(String::new(), |dirty| dirty.to_string()));
     println!("cargo::rustc-env=BUILT_WITH_PROFILE={}", profile());
-    println!("cargo::rustc-env=BUILT_WITH_OPT_LEVEL={}", variable("OPT_LEVEL"));
 }
 
 /// One of those that Cargo sets.

@@ -25,8 +25,11 @@ def code_version():
     return found[1] if found else "unknown"
 
 
-def provenance():
-    """Where a record comes from, as the trainer says it; what cannot be told is absent."""
+def provenance(sources="."):
+    """Where a record comes from, as the trainer says it; what cannot be told is absent.
+
+    `sources` is the folder, from this file's, that must be as the commit has it.
+    """
     here = Path(__file__).resolve().parent
 
     def git(*words):
@@ -49,7 +52,7 @@ def provenance():
     told = {}
     if commit := git("rev-parse", "HEAD"):
         told["git_commit"] = commit
-        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        changed = git("status", "--porcelain", "--untracked-files=no", sources)
         if changed is not None:
             told["git_dirty"] = changed != ""
     machine, name = system("/etc/machine-id", "/var/lib/dbus/machine-id"), system("/proc/sys/kernel/hostname")

@@ -33,6 +33,9 @@ from pathlib import Path
 
 from processes import HERE, NATIVE, Starter, environment
 
+sys.path.insert(0, str(HERE.parent / "baselines"))
+from run_record import provenance
+
 GIB = 2**30
 
 OURS = ("caching", "pytorch-expandable", "remap", "remap:steal=always", "stream-ordered", "rmm-pool", "bfc", "tlsf")
@@ -218,7 +221,8 @@ def machine(build):
         ).stdout.strip()
         build = build or commit
     return {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "build": build, "cores": os.cpu_count(),
-            "python": sys.version.split()[0], "kernel": os.uname().release, **facts}  # fmt: skip
+            "python": sys.version.split()[0], "kernel": os.uname().release,
+            "provenance": provenance("../.."), **facts}  # fmt: skip
 
 
 def line(record):

@@ -19,7 +19,6 @@ pub mod loader;
 pub mod mlp;
 pub mod observer;
 mod progress;
-pub mod provenance;
 pub mod record;
 pub mod report;
 pub mod settings;
@@ -30,5 +29,5 @@ mod train;
 
 pub use error::{Result, TrainError};
 pub use settings::Settings;
-pub use terminal::exit;
+pub use terminal::{exit, provenance};
 pub use train::{LastAllocation, Outcome, run};

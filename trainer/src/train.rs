@@ -213,7 +213,7 @@ impl Run {
             status: Status::Running,
             error: None,
             code_version: env!("CARGO_PKG_VERSION").into(),
-            provenance: Provenance::of(crate::built!()),
+            provenance: Provenance::of(terminal::built!()),
             started_at,
             command,
             settings: effective(settings, &arithmetic, &stack, &device, dataset),

@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 use syn::{Attribute, Expr, Fields, GenericArgument, Generics, Ident, Item, Lit, Meta, PathArguments, Token, Type};
 
 /// Folders with the types of what is written.
-const FOLDERS: [&str; 6] = [
+const FOLDERS: [&str; 7] = [
     "allocators/device",
     "allocators/policies",
     "allocators/histories",
     "trainer",
+    "trainer/terminal",
     "experiments/doctor",
     "experiments/study",
 ];

@@ -8,6 +8,7 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::arguments::{self, Selections};
+use terminal::provenance::Provenance;
 use terminal::{Bar, Cell, Comparison, Page, command, quoted};
 use vramlab::histories::replay::{Probe, smallest_memory};
 use vramlab::{Bytes, DeviceKind, DeviceName, Selection};
@@ -65,6 +66,7 @@ struct Row {
     num_alloc_retries: u64,
     /// Every size that was tried, in order.
     probes: Vec<Tried>,
+    provenance: Provenance,
 }
 
 #[derive(Debug, Serialize)]
@@ -120,6 +122,7 @@ pub(crate) fn capacity(args: &CapacityArgs) -> Result<()> {
             peak_reserved_bytes: found.report.stats.reserved_bytes.all.peak,
             num_alloc_retries: found.report.stats.num_alloc_retries,
             probes: found.probes.iter().map(|probe| Tried { bytes: probe.bytes, runs: probe.runs }).collect(),
+            provenance: Provenance::of(terminal::built!()),
         });
     }
     bar.clear();

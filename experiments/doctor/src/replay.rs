@@ -11,6 +11,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use terminal::arguments::{self, Selections};
+use terminal::provenance::Provenance;
 use terminal::{Bar, Page};
 use vramlab::backends::{TorchAllocator, all, of_torch};
 use vramlab::histories::formats::Placements;
@@ -190,6 +191,7 @@ struct Row {
     /// Real time for the whole list of operations over their number, reading the file left out; of `--repeats` the
     /// median.
     host_ns_per_op: Option<f64>,
+    provenance: Provenance,
 }
 
 /// Requests that were served in one way.
@@ -380,6 +382,7 @@ fn run(
         // CAST: nanoseconds far below 2^53.
         simulated_s: report.simulated_ns.map(|ns| ns as f64 / 1e9),
         host_ns_per_op: times[times.len() / 2],
+        provenance: Provenance::of(terminal::built!()),
         first_failure: Failure::of(&report),
         driver_s: report.driver_ns.and_then(seconds),
         requests: report.requests.iter().map(|(path, requests)| (*path, by_path(requests))).collect(),

@@ -5,6 +5,7 @@
 
 mod bench;
 mod calibrate;
+mod campaign;
 mod compare;
 mod fidelity;
 mod fit;
@@ -54,6 +55,8 @@ enum Command {
     FitProgram(program::ProgramArgs),
     /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
     AdviseTruth(truth::TruthArgs),
+    /// Makes the records that the documents quote, and says how they differ from those that are kept
+    Campaign(campaign::CampaignArgs),
     /// Prints what a shell needs to complete command lines
     Completions(terminal::Completions),
     /// Is the trainer; `compare` and `run` start it in a process of its own for each run
@@ -104,6 +107,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Command::FitKernels(args) => fit::fit_kernels(&args),
         Command::FitProgram(args) => program::fit_program(&args),
         Command::AdviseTruth(args) => truth::truth(&args),
+        Command::Campaign(args) => campaign::campaign(&args),
         Command::Completions(args) => terminal::completions(&args, command()),
         Command::Trainer(other) => return trainer::cli::main(other.of("trainer")),
         Command::Vramlab(other) => return doctor::main(other.of("vramlab")),

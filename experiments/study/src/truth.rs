@@ -99,7 +99,7 @@ fn one_or(count: usize, one: &'static str, more: &'static str) -> &'static str {
 
 /// The commit that this program was built from.
 fn build() -> String {
-    let built = trainer::built!();
+    let built = terminal::built!();
     let short = built.commit.get(..8).unwrap_or(built.commit);
     if built.dirty == "true" { format!("{short}-dirty") } else { short.to_owned() }
 }

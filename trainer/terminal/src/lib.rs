@@ -9,6 +9,7 @@ mod bar;
 mod escape;
 pub mod exit;
 mod page;
+pub mod provenance;
 pub mod signals;
 mod table;
 

@@ -131,7 +131,7 @@ pub(crate) struct RunRecord<'a> {
 
 /// Of this program, here and now.
 pub(crate) fn provenance() -> Provenance {
-    Provenance::of(trainer::built!())
+    Provenance::of(terminal::built!())
 }
 
 /// SHA-256 of a spec's content: comments and layout of its file are not in it.

@@ -2,7 +2,6 @@
 //!
 //! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
 
-use crate::data::hex;
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -17,8 +16,6 @@ pub struct Built {
     pub dirty: &'static str,
     /// Name of Cargo's profile.
     pub profile: &'static str,
-    /// Optimisation level.
-    pub opt_level: &'static str,
 }
 
 /// What the crate that calls this was built from; its build script is the trainer's.
@@ -29,7 +26,6 @@ macro_rules! built {
             commit: env!("BUILT_FROM_COMMIT"),
             dirty: env!("BUILT_FROM_DIRTY"),
             profile: env!("BUILT_WITH_PROFILE"),
-            opt_level: env!("BUILT_WITH_OPT_LEVEL"),
         }
     };
 }
@@ -45,8 +41,6 @@ pub struct Provenance {
     pub git_dirty: Option<bool>,
     /// Cargo's profile: `dev`, `release`, or one's own.
     pub build_profile: String,
-    /// Optimisation level: `0` to `3`, `s`, `z`.
-    pub opt_level: String,
     /// Tells this host from others without naming it: 16 hexadecimal digits of a SHA-256.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host_hash: Option<String>,
@@ -80,7 +74,6 @@ impl Provenance {
             git_commit: (!built.commit.is_empty()).then(|| built.commit.to_owned()),
             git_dirty: built.dirty.parse().ok(),
             build_profile: built.profile.to_owned(),
-            opt_level: built.opt_level.to_owned(),
             host_hash: host_hash(root, &|name| std::env::var(name).ok()),
             driver_release: driver_release(root),
             job: job(&|name| std::env::var(name).ok()),
@@ -104,7 +97,7 @@ fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<S
         return None;
     }
     let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
-    Some(hex(&digest(&SHA256, both.as_bytes()).as_ref()[..8]))
+    Some(digest(&SHA256, both.as_bytes()).as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// The kernel module's release, else that of the library that this process has loaded.
@@ -226,7 +219,7 @@ mod tests {
 
     #[test]
     fn what_is_unknown_is_absent() {
-        let built = Built { commit: "", dirty: "", profile: "dev", opt_level: "1" };
+        let built = Built { commit: "", dirty: "", profile: "dev" };
         let found = serde_json::to_value(Provenance::of(built)).unwrap();
         assert!(found.get("git_commit").is_none() && found.get("git_dirty").is_none(), "{found}");
         assert_eq!(found["build_profile"], "dev");
@@ -238,7 +231,7 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         let at = |name: &str| place.path().join(name);
         let script = at("script");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("build.rs");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../build.rs");
         let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
         let compiled = Command::new(&rustc).args(["--edition=2024", "-o"]).arg(&script).arg(&source).status();
         assert!(compiled.unwrap().success());
@@ -246,13 +239,13 @@ mod tests {
             let mut command = Command::new(&script);
             command.env("CARGO_MANIFEST_DIR", at(package)).env("CARGO_PKG_NAME", "trainer");
             command.env("OUT_DIR", at("target/x86/tuned/build/trainer-1/out")).env("PROFILE", "release");
-            command.env("OPT_LEVEL", "3").env("VRAMLAB_COMMIT", named).env("GIT_CEILING_DIRECTORIES", place.path());
+            command.env("VRAMLAB_COMMIT", named).env("GIT_CEILING_DIRECTORIES", place.path());
             let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
             let of = |name: &str| {
                 let line = text.lines().find_map(|line| line.strip_prefix(&format!("cargo::rustc-env={name}=")));
                 line.unwrap().to_owned()
             };
-            assert_eq!((of("BUILT_WITH_PROFILE").as_str(), of("BUILT_WITH_OPT_LEVEL").as_str()), ("tuned", "3"));
+            assert_eq!(of("BUILT_WITH_PROFILE"), "tuned");
             (of("BUILT_FROM_COMMIT"), of("BUILT_FROM_DIRTY"), text)
         };
         let known = |found: (String, String, String)| (found.0, found.1);

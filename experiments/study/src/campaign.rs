@@ -1,0 +1,289 @@
+//! `experiments campaign`: makes the records that the documents quote, and says how they differ from those that are kept.
+//!
+//! It orders the commands that make them and does nothing itself. What is done is noted in the campaign's folder after each part;
+//! within a part the commands go on where they were. A kill leaves either a part's whole record or what its command goes on with.
+
+mod parts;
+mod rows;
+
+use crate::repository::this_program;
+use crate::study::record::{provenance, write_json};
+use crate::table::table;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use parts::{Need, Part};
+use rows::Difference;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use terminal::{Cell, Column, Page, RuntimeFailure, say};
+use vramlab::CudaDriver;
+
+/// What is done, in the campaign's folder.
+const DONE: &str = "campaign.json";
+/// Exit code of a command whose budget ended first, and of this one.
+const BUDGET: u8 = 4;
+/// Figures that are shown of a part, without `--json`.
+const SHOWN: usize = 12;
+/// Two figures that are no farther apart are as they were.
+const SAME: f64 = 0.01;
+
+#[derive(Debug, Args)]
+pub(crate) struct CampaignArgs {
+    /// Parts of the campaign [default: all that can run here]
+    #[arg(value_name = "PART")]
+    parts: Vec<String>,
+    /// Folder of the new records; the same command goes on there
+    #[arg(short, long, value_name = "DIR", default_value = "runs/campaign")]
+    out: PathBuf,
+    /// Print the parts, what they need and what they cost, and start nothing
+    #[arg(long)]
+    plan: bool,
+    /// No part begins when less than its last duration is left of so many seconds; exit code 4 says that one was left
+    #[arg(long, value_name = "SECONDS", default_value_t = 86_400.0)]
+    budget: f64,
+    /// The parts [default: experiments/campaign.toml]
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Print the plan, or the differences, as one JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+/// A part that is done.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Finished {
+    /// When, UTC.
+    finished_at: String,
+    /// Seconds of its last call.
+    took_s: f64,
+    /// Of the program that made it.
+    provenance: serde_json::Value,
+}
+
+/// A line of the plan.
+#[derive(Debug, Serialize)]
+struct Planned {
+    part: String,
+    needs: Vec<Need>,
+    /// Seconds: of its last call here, else what the runs of the kept records took. Absent where no record says it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds: Option<f64>,
+    /// Whether it is done in this folder.
+    done: bool,
+    command: Vec<String>,
+    documents: Vec<String>,
+}
+
+/// Runs the parts that are left and compares.
+pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
+    if !(args.budget.is_finite() && args.budget > 0.0) {
+        bail!("--budget {}: write seconds, more than none", args.budget);
+    }
+    let chosen = parts::chosen(parts::read(args.file.as_deref())?, &args.parts)?;
+    let out = std::path::absolute(&args.out).with_context(|| format!("{} is no folder", args.out.display()))?;
+    let mut done = finished(&out)?;
+    let planned = plan(&chosen, &done, &out, args.budget)?;
+    if args.plan {
+        return if args.json { terminal::print_json(&planned) } else { page(&planned).print() };
+    }
+    fs::create_dir_all(&out).with_context(|| format!("cannot make {}", out.display()))?;
+    let began = Instant::now();
+    let (mut failed, mut left) = (Vec::new(), Vec::new());
+    let mut lacks = BTreeMap::new();
+    for (part, planned) in chosen.iter().zip(&planned) {
+        if planned.done {
+            continue;
+        }
+        if let Some(need) = part.needs.iter().find(|need| *lacks.entry(**need).or_insert_with(|| lacking(**need))) {
+            if args.parts.is_empty() {
+                say(&format!("skipped  {}: needs {}", part.name, need.name()));
+                continue;
+            }
+            bail!("{} needs {}, which is not here", part.name, need.name());
+        }
+        let budget = args.budget - began.elapsed().as_secs_f64();
+        if budget < planned.seconds.unwrap_or(0.0).max(1.0) {
+            left.push(part.name.as_str());
+            continue;
+        }
+        say(&format!("part     {}", part.name));
+        let (code, took) = run(part, &out, budget)?;
+        match code {
+            0 => {
+                let told = Finished {
+                    finished_at: trainer::provenance::now(),
+                    took_s: took.as_secs_f64(),
+                    provenance: serde_json::to_value(provenance())?,
+                };
+                done.insert(part.name.clone(), told);
+                write_json(&out.join(DONE), &done)?;
+            }
+            BUDGET => left.push(part.name.as_str()),
+            130 | 143 => return Err(RuntimeFailure::with_code(code, format!("{} was interrupted", part.name)).into()),
+            _ => failed.push(format!("{} (exit code {code})", part.name)),
+        }
+    }
+    let found = compare(&chosen, &out)?;
+    if args.json {
+        terminal::print_json(&found)?
+    } else {
+        differences(&found).print()?
+    }
+    if !failed.is_empty() {
+        return Err(RuntimeFailure::new(format!("failed: {}", failed.join(", "))).into());
+    }
+    if !left.is_empty() {
+        let text = format!("the budget ended before {}; the same command goes on", left.join(", "));
+        return Err(RuntimeFailure::with_code(BUDGET, text).into());
+    }
+    Ok(())
+}
+
+/// What the folder says is done.
+fn finished(out: &Path) -> Result<BTreeMap<String, Finished>> {
+    let path = out.join(DONE);
+    if !path.exists() {
+        return Ok(BTreeMap::new());
+    }
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("{} is not what this program writes; remove it", path.display()))
+}
+
+fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: f64) -> Result<Vec<Planned>> {
+    let line = |part: &Part| {
+        let here = done.get(&part.name);
+        let there = part.records.iter().all(|record| out.join(&record.made).exists());
+        Ok(Planned {
+            part: part.name.clone(),
+            needs: part.needs.clone(),
+            seconds: here.map_or_else(|| part.recorded_s(), |here| Ok(Some(here.took_s)))?,
+            done: here.is_some() && there,
+            command: part.words(out, budget)?,
+            documents: part.documents.clone(),
+        })
+    };
+    chosen.iter().map(line).collect()
+}
+
+/// Whether this machine lacks something.
+fn lacking(need: Need) -> bool {
+    match need {
+        Need::Gpu => CudaDriver::probe().is_err(),
+        Need::Pytorch => {
+            let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
+            let mut command = Command::new(python);
+            command.args(["-c", "import torch"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            !command.status().is_ok_and(|status| status.success())
+        }
+    }
+}
+
+/// Runs a part's command; its exit code, and how long it took.
+fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
+    let words = part.words(out, budget)?;
+    let mut command = match words[0].as_str() {
+        "experiments" => Command::new(this_program()?),
+        program => Command::new(program),
+    };
+    command.args(&words[1..]).stdin(Stdio::null());
+    // What is printed has its name only when it is whole.
+    let printed = part.stdout.as_ref().map(|name| (out.join(name), out.join(format!("{name}.part"))));
+    if let Some((_, partial)) = &printed {
+        let file = File::create(partial).with_context(|| format!("cannot write {}", partial.display()))?;
+        command.stdout(file);
+    } else {
+        // The table of a command is no part of what this one prints.
+        command.stdout(Stdio::null());
+    }
+    let began = Instant::now();
+    let status = command.status().with_context(|| format!("cannot start {}", words[0]))?;
+    // A signal ended it: 143 stands for all of them.
+    let code = status.code().map_or(143, |code| u8::try_from(code).unwrap_or(1));
+    if let Some((path, partial)) = printed {
+        let moved = if code == 0 { fs::rename(&partial, &path) } else { fs::remove_file(&partial) };
+        moved.with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok((code, began.elapsed()))
+}
+
+/// The new records beside those that are kept, as far as both are there.
+fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Difference>> {
+    let mut all = Vec::new();
+    for part in chosen {
+        for record in &part.records {
+            let made = out.join(&record.made);
+            let (true, Some(kept)) = (made.exists(), record.kept()?) else { continue };
+            all.extend(rows::differences(&part.name, record, &rows::read(&kept)?, &rows::read(&made)?));
+        }
+    }
+    Ok(all)
+}
+
+fn page(planned: &[Planned]) -> Page {
+    let needs = |planned: &Planned| planned.needs.iter().map(|need| need.name()).collect::<Vec<_>>().join(", ");
+    let seconds = |planned: &Planned| planned.seconds.map(|seconds| format!("{seconds:.0}"));
+    let state = |planned: &Planned| if planned.done { "done" } else { "to do" };
+    let table = table(
+        planned,
+        &[
+            (Column::left("part"), &|one| Cell::from(&one.part)),
+            (Column::left("needs"), &|one| Cell::or_dash(Some(needs(one)).filter(|needs| !needs.is_empty()))),
+            (Column::right("seconds"), &|one| Cell::or_dash(seconds(one))),
+            (Column::left("state"), &|one| Cell::from(state(one))),
+            (Column::text("read by"), &|one| Cell::from(one.documents.join(", "))),
+        ],
+    );
+    let mut page = Page::stdout();
+    page.table(&table);
+    page.note("seconds: the last call here, else the runs of the kept records; — where no record says it");
+    page.gap();
+    planned.iter().for_each(|one| page.line(format!("{}: {}", one.part, one.command.join(" "))));
+    page
+}
+
+fn differences(found: &[Difference]) -> Page {
+    let mut page = Page::stdout();
+    let mut by_part: BTreeMap<&str, Vec<&Difference>> = BTreeMap::new();
+    found.iter().for_each(|one| by_part.entry(&one.part).or_default().push(one));
+    if by_part.is_empty() {
+        page.line("No new record has a kept one beside it.");
+    }
+    for (part, all) in by_part {
+        let (same, apart): (Vec<&Difference>, Vec<&Difference>) =
+            all.into_iter().partition(|one| one.distance() <= SAME);
+        page.title(format!(
+            "{part}: {} of {} figures are as they were, within 1 %",
+            same.len(),
+            same.len() + apart.len()
+        ));
+        if apart.is_empty() {
+            continue;
+        }
+        let number = |value: Option<f64>| {
+            Cell::or_dash(
+                value.map(|value| format!("{value:.6}").trim_end_matches('0').trim_end_matches('.').to_owned()),
+            )
+        };
+        let table = table(
+            apart.iter().take(SHOWN).copied(),
+            &[
+                (Column::text("figure"), &|one: &Difference| Cell::from(&one.figure)),
+                (Column::right("kept"), &|one: &Difference| number(one.kept)),
+                (Column::right("new"), &|one: &Difference| number(one.new)),
+                (Column::right("ratio"), &|one: &Difference| {
+                    Cell::or_dash(one.ratio.map(|ratio| format!("{ratio:.3}")))
+                }),
+            ],
+        );
+        page.table(&table);
+        if apart.len() > SHOWN {
+            page.note(format!("{} more; --json has all", apart.len() - SHOWN));
+        }
+    }
+    page
+}

@@ -1,0 +1,148 @@
+//! The parts of the campaign, as `experiments/campaign.toml` says them.
+
+use super::rows;
+use crate::repository;
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Where the parts stand.
+const FILE: &str = "campaign.toml";
+
+/// What a part needs of the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Need {
+    Gpu,
+    Pytorch,
+}
+
+impl Need {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Gpu => "GPU",
+            Self::Pytorch => "PyTorch",
+        }
+    }
+}
+
+/// One part: a command, and the records that it makes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Part {
+    pub(super) name: String,
+    #[serde(default)]
+    pub(super) needs: Vec<Need>,
+    /// Words of the command, with places in braces.
+    pub(super) command: Vec<String>,
+    /// Where what it prints goes, in the campaign's folder.
+    pub(super) stdout: Option<String>,
+    /// More words, once the first record is there.
+    #[serde(default)]
+    pub(super) resume: Vec<String>,
+    /// Pages that quote its records.
+    pub(super) documents: Vec<String>,
+    #[serde(rename = "record")]
+    pub(super) records: Vec<Record>,
+}
+
+/// A record that a part makes.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Record {
+    /// In the campaign's folder.
+    pub(super) made: String,
+    /// The one that is kept, below `results`: a date stands where its star is.
+    kept: String,
+    /// Pointers to what a row is about.
+    pub(super) key: Vec<String>,
+    /// Pointers to what is compared.
+    pub(super) figures: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Parts {
+    part: Vec<Part>,
+}
+
+/// Reads the parts: of a file, or those of the repository.
+pub(super) fn read(named: Option<&Path>) -> Result<Vec<Part>> {
+    let path = match named {
+        Some(path) => path.to_owned(),
+        None => repository::find(FILE).ok_or_else(|| anyhow!("experiments/{FILE} is not here; name it with --file"))?,
+    };
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let parts: Parts = toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))?;
+    for (at, part) in parts.part.iter().enumerate() {
+        if part.command.is_empty() || part.records.is_empty() {
+            bail!("{}: part '{}' needs a command and a record", path.display(), part.name);
+        }
+        if parts.part[..at].iter().any(|other| other.name == part.name) {
+            bail!("{}: two parts are called '{}'", path.display(), part.name);
+        }
+    }
+    Ok(parts.part)
+}
+
+/// Those of the parts that were named, in the order of the file; all without a name.
+pub(super) fn chosen(all: Vec<Part>, names: &[String]) -> Result<Vec<Part>> {
+    let there = |name: &String| all.iter().any(|part| part.name == *name);
+    if let Some(unknown) = names.iter().find(|name| !there(name)) {
+        let known: Vec<&str> = all.iter().map(|part| part.name.as_str()).collect();
+        bail!("no part is called '{unknown}'; there are {}", known.join(", "));
+    }
+    Ok(all.into_iter().filter(|part| names.is_empty() || names.contains(&part.name)).collect())
+}
+
+impl Record {
+    /// The newest that is kept, if one is.
+    pub(super) fn kept(&self) -> Result<Option<PathBuf>> {
+        let Some(results) = repository::results()? else { return Ok(None) };
+        let (first, rest) = self.kept.split_once('/').unwrap_or((&self.kept, ""));
+        let (before, after) = first.split_once('*').unwrap_or((first, ""));
+        let fits = |name: &str| {
+            if first.contains('*') {
+                name.len() >= first.len() && name.starts_with(before) && name.ends_with(after)
+            } else {
+                name == first
+            }
+        };
+        let paths = repository::entries(&results)?.into_iter();
+        let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
+        // Joined with nothing, a file's path would end in a slash.
+        let whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
+        // Labels begin with their date, so the last is the newest.
+        Ok(whole.filter(|path| path.exists()).last())
+    }
+}
+
+impl Part {
+    /// Seconds that the kept records took, if all of them say so.
+    pub(super) fn recorded_s(&self) -> Result<Option<f64>> {
+        let mut all = 0.0;
+        for record in &self.records {
+            let Some(kept) = record.kept()? else { return Ok(None) };
+            let Some(seconds) = rows::seconds(&rows::read(&kept)?) else { return Ok(None) };
+            all += seconds;
+        }
+        Ok(Some(all))
+    }
+
+    /// The command with its places filled.
+    pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
+        let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
+        let own = own.unwrap_or_else(|| PathBuf::from("experiments"));
+        let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        let fill = |word: &String| {
+            word.replace("{out}", &out.to_string_lossy())
+                .replace("{experiments}", &own.to_string_lossy())
+                .replace("{python}", &python)
+                // A budget of whole seconds, so that it is read by every program.
+                .replace("{budget}", &format!("{:.0}", budget_s.floor()))
+        };
+        let begun = self.records.first().is_some_and(|record| out.join(&record.made).exists());
+        let more = if begun { self.resume.as_slice() } else { &[] };
+        Ok(self.command.iter().chain(more).map(fill).collect())
+    }
+}

@@ -1,0 +1,221 @@
+//! Records of any kind as rows, and what differs between two of one kind.
+
+use crate::packed;
+use crate::repository::entries;
+use crate::study::figures::median;
+use anyhow::{Context, Result, anyhow};
+use liblzma::read::XzDecoder;
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
+
+use super::parts::Record;
+
+/// Where a row says how long its run took, in seconds.
+const TOOK: [&str; 2] = ["wall_s", "took_s"];
+/// More than any record has.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// A figure of a new record beside that of the kept one.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(super) struct Difference {
+    /// The part that made it.
+    pub(super) part: String,
+    /// What was measured, and which figure of it.
+    pub(super) figure: String,
+    /// The median of the kept record; absent where it has no such figure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) kept: Option<f64>,
+    /// The median of the new record; absent where it has no such figure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) new: Option<f64>,
+    /// `new / kept`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) ratio: Option<f64>,
+}
+
+/// The rows of a record: a run each of an experiment, a line each of a table, an object each of an array.
+pub(super) fn read(path: &Path) -> Result<Vec<Value>> {
+    if path.is_dir() {
+        return of_experiment(path);
+    }
+    let name = path.to_string_lossy();
+    let text = text(path).with_context(|| format!("cannot read {name}"))?;
+    let plain = name.strip_suffix(".xz").unwrap_or(&name);
+    let broken = |error: &dyn std::fmt::Display| anyhow!("{name}: {error}");
+    if plain.ends_with(".csv") {
+        let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize::<BTreeMap<String, String>>();
+        return rows.map(|row| Ok(of_cells(row.map_err(|error| broken(&error))?))).collect();
+    }
+    if plain.ends_with(".jsonl") {
+        // A call that was killed may have left a part of a line, which the next one takes away.
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        return whole.lines().map(|line| serde_json::from_str(line).map_err(|error| broken(&error))).collect();
+    }
+    match serde_json::from_str(&text).map_err(|error| broken(&error))? {
+        Value::Array(rows) => Ok(rows),
+        Value::Object(mut document) => match document.remove("rows") {
+            Some(Value::Array(rows)) => Ok(rows),
+            _ => Ok(vec![Value::Object(document)]),
+        },
+        _ => Err(broken(&"holds no rows")),
+    }
+}
+
+fn text(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let file = File::open(path)?;
+    if path.extension().is_some_and(|end| end == "xz") {
+        XzDecoder::new(file).take(MOST_BYTES).read_to_string(&mut text)?;
+    } else {
+        file.take(MOST_BYTES).read_to_string(&mut text)?;
+    }
+    Ok(text)
+}
+
+/// A line of a CSV, with numbers where cells are numbers.
+fn of_cells(row: BTreeMap<String, String>) -> Value {
+    let value = |cell: String| {
+        cell.parse::<f64>()
+            .ok()
+            .and_then(|number| serde_json::Number::from_f64(number).map(Value::Number))
+            .unwrap_or(Value::String(cell))
+    };
+    row.into_iter().map(|(name, cell)| (name, value(cell))).collect::<Map<String, Value>>().into()
+}
+
+/// The runs of an experiment that are done: what the runner says of each, with what its program said beside it.
+fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
+    let opened = packed::open(folder)?;
+    let mut rows = Vec::new();
+    for run in entries(&opened.path().join("runs"))? {
+        let document = |name: &str| -> Option<Value> {
+            serde_json::from_str(&fs::read_to_string(run.join(format!("{name}.json"))).ok()?).ok()
+        };
+        let Some(mut row) = document("run").filter(|row| row["status"] == "done") else { continue };
+        for name in ["summary", "result"] {
+            // Programs that answer for several files print an array; here each was started for one.
+            match document(name) {
+                Some(Value::Array(mut all)) if !all.is_empty() => row[name] = all.swap_remove(0),
+                Some(said) => row[name] = said,
+                None => {}
+            }
+        }
+        rows.push(row);
+    }
+    Ok(rows)
+}
+
+/// Seconds that the runs of a record took; `None` where it does not say.
+pub(super) fn seconds(rows: &[Value]) -> Option<f64> {
+    let told: Vec<f64> = rows.iter().filter_map(|row| TOOK.iter().find_map(|name| row[*name].as_f64())).collect();
+    (!told.is_empty()).then(|| told.iter().sum())
+}
+
+/// What a pointer leads to; a key may have a dot, and none has a slash.
+fn at<'a>(row: &'a Value, pointer: &str) -> Option<&'a Value> {
+    pointer.split('/').try_fold(row, |value, key| value.get(key)).filter(|value| !value.is_null())
+}
+
+/// A key's value in words.
+fn word(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Object(map) => {
+            map.iter().map(|(key, value)| format!("{key}={}", word(value))).collect::<Vec<_>>().join(" ")
+        }
+        other => other.to_string(),
+    }
+}
+
+/// The medians of a record's figures, by what they are about.
+fn medians(rows: &[Value], record: &Record) -> BTreeMap<String, f64> {
+    let mut all: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for row in rows {
+        let about: Vec<String> =
+            record.key.iter().filter_map(|key| at(row, key)).map(word).filter(|word| !word.is_empty()).collect();
+        for figure in &record.figures {
+            if let Some(number) = at(row, figure).and_then(Value::as_f64) {
+                let name = figure.rsplit('/').next().unwrap_or(figure);
+                let name = if name == "median" { figure.as_str() } else { name };
+                all.entry(format!("{}: {name}", about.join(", "))).or_default().push(number);
+            }
+        }
+    }
+    all.into_iter().map(|(figure, values)| (figure, median(&values))).collect()
+}
+
+/// Every figure of two records, those that differ most first.
+pub(super) fn differences(part: &str, record: &Record, kept: &[Value], new: &[Value]) -> Vec<Difference> {
+    let (kept, new) = (medians(kept, record), medians(new, record));
+    let mut figures: Vec<&String> = kept.keys().chain(new.keys()).collect();
+    figures.sort();
+    figures.dedup();
+    let mut all: Vec<Difference> = figures
+        .into_iter()
+        .map(|figure| {
+            let (kept, new) = (kept.get(figure).copied(), new.get(figure).copied());
+            let ratio = kept.zip(new).filter(|(kept, _)| *kept != 0.0).map(|(kept, new)| new / kept);
+            Difference { part: part.to_owned(), figure: figure.clone(), kept, new, ratio }
+        })
+        .collect();
+    all.sort_by(|one, other| other.distance().total_cmp(&one.distance()));
+    all
+}
+
+impl Difference {
+    /// How far the two are apart, whichever is larger; what is in one of them only is farthest.
+    pub(super) fn distance(&self) -> f64 {
+        match (self.ratio, self.kept == self.new) {
+            (_, true) => 0.0,
+            (Some(ratio), false) if ratio > 0.0 => ratio.ln().abs(),
+            _ => f64::INFINITY,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn record() -> Record {
+        toml::from_str(
+            "made = 'a'\nkept = 'b'\nkey = ['arm', 'options']\nfigures = ['stats/reserved.peak', 'arms/ours/median']",
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn medians_are_compared_by_what_they_are_about() {
+        let row = |arm: &str, peak: f64| json!({"arm": arm, "options": {"n": 1}, "stats": {"reserved.peak": peak}});
+        let kept = [row("a", 10.0), row("a", 30.0), row("a", 20.0), row("b", 5.0), row("c", 1.0)];
+        let new = [row("a", 40.0), row("b", 5.0), row("d", 1.0)];
+        let found = differences("part", &record(), &kept, &new);
+        let told: Vec<(&str, Option<f64>)> = found.iter().map(|one| (one.figure.as_str(), one.ratio)).collect();
+        assert_eq!(
+            told,
+            [
+                ("c, n=1: reserved.peak", None),
+                ("d, n=1: reserved.peak", None),
+                ("a, n=1: reserved.peak", Some(2.0)),
+                ("b, n=1: reserved.peak", Some(1.0)),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_line_that_was_cut_short_is_left_out_and_seconds_add_up() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("a.jsonl");
+        fs::write(&path, "{\"took_s\": 1.5}\n{\"took_s\": 2.0}\n{\"took").unwrap();
+        let rows = read(&path).unwrap();
+        assert_eq!(seconds(&rows), Some(3.5));
+        assert_eq!(seconds(&[json!({"ms": 1})]), None);
+        fs::write(&path, "{\"took_s\": 1.5\n{}\n").unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("a.jsonl"));
+    }
+}
