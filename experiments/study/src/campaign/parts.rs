@@ -113,7 +113,7 @@ impl Record {
         // Joined with nothing, a file's path would end in a slash.
         let whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
         // Labels begin with their date, so the last is the newest.
-        Ok(whole.filter(|path| path.exists()).last())
+        Ok(whole.filter(|path| path.exists()).next_back())
     }
 }
 
