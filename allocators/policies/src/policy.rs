@@ -23,6 +23,7 @@ mod heap;
 pub mod join;
 mod pages;
 pub mod pending;
+mod places;
 pub mod size;
 pub mod source;
 pub mod split;

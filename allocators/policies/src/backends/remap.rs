@@ -5,18 +5,26 @@
 //! here memory is pages, of 2 MiB unless `handle` says otherwise, and a request that lacks some takes pages that are free
 //! elsewhere before it is refused. No live block moves and no address changes; only what lies behind free addresses does.
 //!
-//! *A request* is placed as `pytorch-expandable` places it. When no free block fits, the lowest run of free blocks and holes
-//! that is large enough gets the memory it lacks (`grow`):
+//! *A request* is placed as `pytorch-expandable` places it. When no free block fits, a run of free blocks and holes that is large
+//! enough gets the memory it lacks (`grow`):
 //! 1. New pages from the device, ten at a time in the large pool, so that with room to spare there are as many mappings as there.
 //! 2. When the limit or the device refuses, pages that are free: those that have been free longest, wherever they lie,
-//!    whichever stream and pool had them. They are unmapped there and mapped here, with one `cuMemSetAccess` a run of pages. With
+//!    whichever stream and pool had them. They are mapped here as well, with one `cuMemSetAccess` a run of pages. With
 //!    `steal=always` this comes first, with `steal=1.05` where reserved memory would pass 1.05 times the most bytes that were
 //!    active. What is lacking then comes from the device.
 //! 3. When these do not suffice, frees that are pending and pages that are still in use are waited for, the oldest first.
 //!
-//! *Safe.* `cuMemUnmap` does not wait, and a wait on the device would not protect the old address. So a page is taken only when
-//! the host knows that the work which used it is over. Frees that leave whole pages free record events: every sixteenth of a stream,
-//! and each once pages were taken. A page is over when the event behind the last free that touched it is. Nothing waits for the whole
+//! *Mappings are kept.* A page belongs to one place, and stays mapped where it was before. If it is free when such a place is to be
+//! filled again, it goes back there without a call of the driver. So that this happens, the places of requests are
+//! remembered in their order once a page has moved. A program that repeats itself is served where it was served before, if
+//! what lies there is free; what it lacks are pages that are mapped there. After some steps of training no page is mapped any
+//! more. An address has one mapping: where its page is in use elsewhere, other addresses are taken, of which there are plenty. There
+//! are at most eight kept mappings a page; then those that were not used longest are undone.
+//!
+//! *Safe.* Later work of the stream that freed a page comes after what used it, so that stream may use the page at another
+//! address at once. Others take it when the host knows that the work is over, by an event behind the last free that touched
+//! it. `cuMemUnmap` does not wait, so a mapping is undone only when the work that used its address is over. Frees that leave whole pages
+//! free record events: every sixteenth of a stream, and each once it was asked whether work is over. Nothing waits for the whole
 //! device.
 //!
 //! *A free* is that of [`pytorch`](super::pytorch).
@@ -24,27 +32,25 @@
 //! *Graphs* write to their memory at each launch, so that of a private pool is never taken. Such a pool gets no more pages than it
 //! lacks.
 //!
-//! *Good at* programs that nearly fill the device. *Bad at* many small live blocks that each keep a page. A steal costs no
-//! release or creation of memory, but an unmap and a map a page and the access of each run: 15, 0.7 and 22 µs on an H200
-//! (`experiments calibrate`).
+//! *Good at* programs that nearly fill the device and repeat themselves. *Bad at* many small live blocks that each keep a page. A
+//! page that moves for the first time costs a map, and its run the access: 0.7 and 22 µs on an H200 (`experiments calibrate`).
 //!
 //! *What is left.* A page that is partly in use cannot be taken. With `steal=always` memory grows only when there is no other, so
-//! what is reserved beyond active is about one page for each free piece between blocks: 36 MiB in 32 pieces beside 606 MiB of a
-//! prefetching program (1.059), 23 MiB in 26 pieces where its side stream's frees completed at other times (1.038).
+//! what is reserved beyond active is about one page for each free piece between blocks. That is much of a small program, and
+//! little of a large one.
 //!
 //! *Larger pages* (`handle=8M`) take fewer calls, because a page is one handle of the device, and serve less well, because one
-//! small block keeps all of a page. PyTorch's GPT-2 takes 1,480 handles of 8 MiB for 5,912 of 2 MiB, and runs in 1.008 times
-//! its live bytes instead of 1.004. A program of 80 MiB runs in 1.10 times instead of 1.05 (`vramlab capacity`, simulated
-//! H200).
+//! small block keeps all of a page.
 //!
-//! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most: PyTorch's
-//! MLP of 82 MiB reserves 1.004 times its live bytes instead of 1.029, with `steal=always`.
+//! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most.
 //!
-//! *Cost.* As `pytorch-expandable`, an event every sixteen frees (a free once pages were taken), and O(n log n) in the free pages for a steal.
+//! *Cost.* As `pytorch-expandable`, an event every sixteen frees (a free once it was asked whether work is over), and
+//! O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB looks up where it was served
+//! before, and one that is not the best fit takes a pass over the blocks.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
-//! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page has one place. The VPMM of
-//! openvm's stark-backend also harvests free regions into a hole, but maps them twice until an event has passed, and grows by the
+//! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one place at a
+//! time, whatever the size, and no kernel sees it twice. The VPMM of openvm's stark-backend also harvests free regions into a hole, but maps them twice until an event has passed, and grows by the
 //! shortfall before it harvests.
 
 mod steal;
@@ -57,7 +63,7 @@ use crate::policy::Heap;
 use crate::policy::fit::Fit;
 use crate::policy::grow::{Ladder, Miss, Segments as _};
 use crate::policy::size::Size;
-use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_SEGMENT};
+use crate::policy::size::torch::{Divisions, LARGE_SEGMENT, SMALL_MAX, SMALL_SEGMENT};
 use crate::policy::source::{Expandable, Sizes, Source};
 use crate::policy::split::Split;
 use crate::policy::stream::Stream;
@@ -124,6 +130,9 @@ pub struct Remap {
 /// The smallest page, and the default.
 const PAGE: u64 = SMALL_SEGMENT;
 
+/// Blocks up to this size are served by the best fit: they lie beside others of their size, and hardly move pages.
+const SMALL: u64 = SMALL_MAX;
+
 impl Remap {
     /// An allocator with these rules on a device. A page is a multiple of what the device makes handles of.
     ///
@@ -144,6 +153,30 @@ impl Remap {
         let (name, json, ladder) = (BACKEND.name, settings.json(), Ladder::default());
         let rules = Rules { name, settings: json, size, split, ladder };
         Ok(Pooled::over(heap, Self { settings, rules, large: LARGE_SEGMENT.div_ceil(handle) }))
+    }
+
+    /// A free block in the place where the request was served when the program came here before; else the best fit.
+    fn find_as_before(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
+        let fits = find(heap, list, bytes, u64::MAX);
+        let places = if bytes > SMALL { heap.places_before(list, bytes) } else { Vec::new() };
+        for place in places {
+            if fits.is_some_and(|block| heap.space()[block].addr == place) {
+                break;
+            }
+            let Some((block, moved)) = heap.take_back(list, bytes, place)? else { continue };
+            if moved == 0 {
+                return Ok(Some((block, Path::Hit)));
+            }
+            heap.space_mut().account_mut().count_stolen(1, 0, 0);
+            return Ok(Some((block, Path::Steal)));
+        }
+        Ok(fits.map(|block| (block, Path::Hit)))
+    }
+
+    fn note_place(heap: &mut Heap, list: FreeList, bytes: u64, block: BlockId) {
+        if bytes > SMALL {
+            heap.note_place(list, bytes, block);
+        }
     }
 
     fn map_or_wait(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {
@@ -178,6 +211,9 @@ impl Remap {
     /// Maps new pages where no more than `most` bytes are reserved then: in the large pool as many at a time as a handle of
     /// `pytorch-expandable` has.
     fn map_new_pages(&self, heap: &mut Heap, miss: &Miss, most: u64) -> Result<Option<BlockId>, DriverError> {
+        if passes(most, heap, self.settings.handle) > 0 {
+            return Ok(None);
+        }
         // What a private pool has stays there.
         let several = miss.list.pool != Some(PoolKind::Small) && miss.list.owner.private.is_none();
         let pages = if several { self.large } else { 1 };
@@ -188,37 +224,13 @@ impl Remap {
         heap.fill(first, miss.bytes, pages, true)
     }
 
-    /// Maps pages that are free elsewhere for what would pass `most` bytes, and new ones for the rest. Fewer may be found;
+    /// Moves pages that are free elsewhere for what would pass `most` bytes, and maps new ones for the rest. Fewer may be found;
     /// then new ones take their place as far as the limit allows.
     fn map_free_pages(&self, heap: &mut Heap, miss: &Miss, most: u64, wait: bool) -> Result<Found, DriverError> {
-        let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        let shortfall = heap.shortfall(first, miss.bytes, 1);
         // A device does not say how much of it it would give.
-        let wanted = if most == u64::MAX { shortfall } else { passes(most, heap, shortfall).min(shortfall) };
-        let start = heap.space()[first].addr;
-        heap.keep_handles();
-        let mapped = self.map_taken(heap, miss, wanted, start, wait);
-        heap.release_handles()?;
-        mapped
-    }
-
-    fn map_taken(
-        &self,
-        heap: &mut Heap,
-        miss: &Miss,
-        wanted: u64,
-        start: u64,
-        wait: bool,
-    ) -> Result<Found, DriverError> {
-        let taken = heap.take_pages(wanted, &(start..start + miss.bytes), wait)?;
-        // The run is the same, but its first block may have another name.
-        let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        let limit = heap.limit().unwrap_or(u64::MAX);
-        if passes(limit, heap, heap.shortfall(first, miss.bytes, 1)) > 0 {
-            return Ok(None);
-        }
-        let path = if taken > 0 { Path::Steal } else { Path::DriverAlloc };
-        Ok(heap.fill(first, miss.bytes, 1, true)?.map(|block| (block, path)))
+        let wanted = |heap: &Heap, lacking| if most == u64::MAX { lacking } else { passes(most, heap, lacking) };
+        let found = heap.move_pages(miss.list, miss.bytes, wanted, wait)?;
+        Ok(found.map(|(block, moved)| (block, if moved > 0 { Path::Steal } else { Path::DriverAlloc })))
     }
 }
 
@@ -238,7 +250,11 @@ impl Policy for Remap {
     }
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
-        Ok(find(heap, list, bytes, u64::MAX).map(|block| (block, Path::Hit)))
+        let found = self.find_as_before(heap, list, bytes)?;
+        if let Some((block, _)) = found {
+            Self::note_place(heap, list, bytes, block);
+        }
+        Ok(found)
     }
 
     fn segment(&self, bytes: u64) -> u64 {
@@ -250,6 +266,9 @@ impl Policy for Remap {
         let grown = self.map_or_wait(heap, miss);
         if stolen_pages(heap) > before {
             heap.space_mut().account_mut().count_stolen(1, 0, 0);
+        }
+        if let Ok(Some((block, _))) = grown {
+            Self::note_place(heap, miss.list, miss.bytes, block);
         }
         grown
     }

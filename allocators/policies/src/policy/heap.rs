@@ -11,6 +11,7 @@ use super::grow::Segments as _;
 use super::join::Join;
 use super::pages::Pages;
 use super::pending::Pending;
+use super::places::Places;
 use super::source::Source;
 use super::stream::{LastFrees, Stream};
 use crate::contract::CaptureId;
@@ -32,6 +33,8 @@ pub struct Heap {
     holes: BTreeMap<(FreeList, u64), BlockId>,
     /// When pages were used last, for policies that take them.
     pages: Option<Pages>,
+    /// Where requests were served since pages moved first.
+    places: Places,
     pending: Pending,
     /// Where a plan says where blocks lie.
     arena: Option<Arena>,
@@ -63,6 +66,7 @@ impl Heap {
             source,
             holes: BTreeMap::new(),
             pages: None,
+            places: Places::default(),
             pending: Pending::default(),
             arena: None,
             uses: BTreeMap::new(),

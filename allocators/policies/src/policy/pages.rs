@@ -154,47 +154,49 @@ impl Pages {
         }
     }
 
-    /// Looks at every stream, because pages are asked for. One that is gone keeps its pages.
-    ///
-    /// # Errors
-    /// The first of the driver; all were looked at.
-    pub(super) fn poll_all(&mut self, driver: &dyn Driver, capturing: bool) -> Result<(), DriverError> {
-        self.asked = true;
-        let streams: Vec<StreamId> = self.streams.keys().copied().collect();
-        let mut outcome = Ok(());
-        for stream in streams {
-            let polled = self.poll(driver, stream, capturing);
-            outcome = outcome.and(polled.or_else(unless_gone));
-        }
-        outcome
-    }
-
     /// Number of the free that touched a page last; 0 for a page that was never used.
     pub(super) fn last_free(&self, page: u64) -> u64 {
         self.run(page).map_or(0, |run| run.free)
     }
 
-    /// Whether the work that used a page is over. With `wait` the host waits for it, and for what was queued before its event.
+    /// Number of a stream's latest free.
+    pub(super) fn latest(&self, stream: StreamId) -> u64 {
+        self.streams.get(&stream).map_or(0, |frees| frees.latest)
+    }
+
+    /// Whether the work before a free of a stream is over. With `wait` the host waits for it, and for what was queued before its
+    /// event. False also where a stream is gone, of which that cannot be known.
     ///
     /// # Errors
     /// Those of the driver.
-    pub(super) fn is_over(&mut self, driver: &dyn Driver, page: u64, wait: bool) -> Result<bool, DriverError> {
-        let Some(Run { stream, free, .. }) = self.run(page) else { return Ok(true) };
+    pub(super) fn is_over(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        free: u64,
+        wait: bool,
+    ) -> Result<bool, DriverError> {
         while self.streams.get(&stream).is_some_and(|frees| frees.over < free) {
+            self.asked = true;
             let oldest = self.oldest(driver, stream, false);
             let Some(event) = oldest.or_else(|error| unless_gone(error).map(|()| None))? else { return Ok(false) };
-            if !wait {
+            if wait {
+                driver.event_synchronize(event)?;
+            } else if !driver.event_query(event)? {
                 return Ok(false);
             }
-            driver.event_synchronize(event)?;
             self.pop(stream);
         }
         Ok(true)
     }
 
-    /// The page from `start` to `end` is somewhere else now.
-    pub(super) fn forget(&mut self, start: u64, end: u64) {
-        self.cut_out(start, end);
+    /// Whether the work that used an address is over, for which the host waits. False where its stream is gone.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn wait_for_use_of(&mut self, driver: &dyn Driver, page: u64) -> Result<bool, DriverError> {
+        let Some(Run { stream, free, .. }) = self.run(page) else { return Ok(true) };
+        self.is_over(driver, stream, free, true)
     }
 
     /// Every event, for the end.
@@ -231,16 +233,18 @@ mod tests {
         let last = [0, PAGE, 2 * PAGE, 3 * PAGE, 8 * PAGE].map(|page| pages.last_free(page));
         assert_eq!(last, [SHARED, SHARED + 1, SHARED + 1, 0, SHARED - 1]);
 
-        assert!(pages.is_over(&driver, 3 * PAGE, false).unwrap(), "nothing ever used it");
-        assert!(!pages.is_over(&driver, 0, false).unwrap());
+        let mut is_over = |page, wait| {
+            let free = pages.last_free(page);
+            pages.is_over(&driver, stream, free, wait).unwrap()
+        };
+        assert!(is_over(3 * PAGE, false), "nothing ever used it");
+        assert!(!is_over(0, false));
         // Waiting for the first page waits for nothing that was queued after the event that it shares.
-        assert!(pages.is_over(&driver, 0, true).unwrap());
-        assert!(!pages.is_over(&driver, PAGE, false).unwrap());
+        assert!(is_over(0, true));
+        assert!(!is_over(PAGE, false));
         driver.device_synchronize().unwrap();
-        pages.poll_all(&driver, false).unwrap();
-        assert!(pages.is_over(&driver, 2 * PAGE, false).unwrap());
-        pages.forget(PAGE, 2 * PAGE);
-        assert_eq!([0, PAGE, 2 * PAGE].map(|page| pages.last_free(page)), [SHARED, 0, SHARED + 1]);
+        assert!(is_over(2 * PAGE, false));
+        assert_eq!(pages.latest(stream), SHARED + 1);
         assert_eq!(pages.take_events().len(), 1, "the first was used again");
     }
 
@@ -252,9 +256,9 @@ mod tests {
         driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
         let outcomes: Vec<_> = (0..SHARED).map(|_| pages.freed(&driver, stream, (0, PAGE), false)).collect();
         assert!(outcomes.iter().position(Result::is_err).is_some_and(|at| at as u64 == SHARED - 1), "{outcomes:?}");
-        assert!(!pages.is_over(&driver, 0, false).unwrap(), "no event says so");
-        pages.poll_all(&driver, false).unwrap();
-        assert!(pages.is_over(&driver, 0, false).unwrap());
+        driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
+        assert!(pages.is_over(&driver, stream, SHARED, false).is_err(), "no event says so");
+        assert!(pages.is_over(&driver, stream, SHARED, false).unwrap());
     }
 
     #[test]
@@ -266,9 +270,9 @@ mod tests {
         gone();
         pages.freed(&driver, stream, (0, PAGE), false).unwrap();
         gone();
-        pages.poll_all(&driver, false).unwrap();
+        assert!(!pages.is_over(&driver, stream, 1, false).unwrap());
         gone();
-        assert!(!pages.is_over(&driver, 0, true).unwrap());
+        assert!(!pages.wait_for_use_of(&driver, 0).unwrap());
     }
 
     #[test]
@@ -276,13 +280,14 @@ mod tests {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::default();
-        pages.poll_all(&driver, false).unwrap();
+        pages.freed(&driver, stream, (0, PAGE), false).unwrap();
+        assert!(pages.is_over(&driver, stream, 1, true).unwrap());
         for page in 0..3 {
             work(&driver, stream);
             pages.freed(&driver, stream, (page * PAGE, (page + 1) * PAGE), false).unwrap();
         }
-        assert!(pages.is_over(&driver, 0, true).unwrap());
-        assert!(!pages.is_over(&driver, PAGE, false).unwrap(), "nothing that was queued later was waited for");
+        assert!(pages.wait_for_use_of(&driver, 0).unwrap());
+        assert!(!pages.is_over(&driver, stream, 3, false).unwrap(), "nothing that was queued later was waited for");
         assert_eq!(pages.take_events().len(), 3);
     }
 

@@ -1,6 +1,7 @@
 //! Part `source`: where segments come from.
 
 mod expandable;
+mod mapped;
 
 pub use expandable::{Expandable, Sizes};
 
@@ -58,6 +59,17 @@ impl Source {
     /// # Panics
     /// When it is none.
     pub(super) fn expandable(&mut self) -> &mut Expandable {
+        match self {
+            Self::Expandable(expandable) => expandable,
+            Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// The source as one whose memory comes in parts, to look at.
+    ///
+    /// # Panics
+    /// When it is none.
+    pub(super) fn parts(&self) -> &Expandable {
         match self {
             Self::Expandable(expandable) => expandable,
             Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),

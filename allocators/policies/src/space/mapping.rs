@@ -17,6 +17,16 @@ impl Space {
         self.add_whole(list, addr, bytes, State::Unmapped)
     }
 
+    /// Cuts an unmapped block in two: its front of `bytes`, and the rest, which is returned.
+    ///
+    /// # Panics
+    /// When the block is not unmapped, or nothing would be left on a side.
+    pub fn cut_hole(&mut self, block: BlockId, bytes: u64) -> BlockId {
+        let Record { state, bytes: size, .. } = self[block];
+        assert!(state == State::Unmapped && 0 < bytes && bytes < size, "a cut should leave a hole on both sides");
+        self.cut(block, bytes)
+    }
+
     /// Notes that the front `bytes` of an unmapped block have memory now. They are free, and joined with free memory in
     /// front of them.
     ///

@@ -36,27 +36,17 @@ impl Heap {
     }
 
     /// The first block of a run of free blocks and holes that hold `bytes` together, the lowest run of the list: a new range
-    /// of addresses where none does. `None` when there are no addresses.
+    /// of addresses where none does. `None` when there are no addresses. Addresses where a mapping is kept are in no run.
     ///
     /// PyTorch's `find_expandable_block`. Takes a step for each hole in front, and for each block of the runs behind these.
     ///
     /// # Errors
     /// Those of the driver.
     pub fn find_hole(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
-        let usable = |block: &BlockId| {
-            let block = &self.space[*block];
-            matches!(block.state, State::Free | State::Unmapped) && block.list == list
-        };
-        for (_, &hole) in self.holes.range((list, 0)..=(list, u64::MAX)) {
-            let first = self.space[hole].prev.filter(usable).unwrap_or(hole);
-            let run = std::iter::successors(Some(first), |block| self.space[*block].next).take_while(usable);
-            let mut room = 0;
-            if run.map(|block| self.space[block].bytes).any(|size| {
-                room += size;
-                room >= bytes
-            }) {
-                return Ok(Some(first));
-            }
+        let holes = self.holes.range((list, 0)..=(list, u64::MAX));
+        let found = holes.map(|(_, hole)| *hole).find_map(|hole| self.run_around(hole, bytes, |_| false));
+        if let Some((block, addr)) = found {
+            return Ok(Some(self.begin_hole(block, addr)));
         }
         let Some((addr, size)) = self.source.expandable().reserve(list.pool, bytes)? else { return Ok(None) };
         let hole = self.space.add_addresses(list, addr, size);
@@ -64,15 +54,72 @@ impl Heap {
         Ok(Some(hole))
     }
 
+    /// Where the first run of `bytes` begins of those that lie in a hole, in front of it and behind it: its first block, and an
+    /// address in this. It has no address where a mapping is kept whose page cannot be had.
+    pub(super) fn run_around(
+        &self,
+        hole: BlockId,
+        bytes: u64,
+        can_be_had: impl Fn(u64) -> bool,
+    ) -> Option<(BlockId, u64)> {
+        let list = self.space[hole].list;
+        let usable = |block: &BlockId| {
+            let block = &self.space[*block];
+            matches!(block.state, State::Free | State::Unmapped) && block.list == list
+        };
+        let first = self.space[hole].prev.filter(usable).unwrap_or(hole);
+        let (mut start, mut room) = ((first, self.space[first].addr), 0);
+        for id in std::iter::successors(Some(first), |block| self.space[*block].next).take_while(usable) {
+            let block = &self.space[id];
+            let (mut at, end) = (block.addr, block.addr + block.bytes);
+            if room == 0 {
+                start = (id, at);
+            }
+            if block.state == State::Unmapped && self.source.parts().kept() > 0 {
+                let page = self.source.handle_bytes(list.pool);
+                for kept in self.source.parts().kept_within(at, end).filter(|kept| !can_be_had(*kept)) {
+                    if room + (kept - at) >= bytes {
+                        return Some(start);
+                    }
+                    at = kept + page;
+                    (start, room) = ((id, at), 0);
+                }
+            }
+            room += end - at;
+            if room >= bytes {
+                return Some(start);
+            }
+        }
+        None
+    }
+
+    /// The block that begins at an address of a block: the rest of that, if it is a hole with addresses in front.
+    pub(super) fn begin_hole(&mut self, block: BlockId, addr: u64) -> BlockId {
+        let front = addr - self.space[block].addr;
+        if front == 0 {
+            return block;
+        }
+        let rest = self.space.cut_hole(block, front);
+        self.holes.insert((self.space[rest].list, addr), rest);
+        rest
+    }
+
+    /// Bytes at the front of a hole behind which no mapping is kept.
+    fn vacant(&self, hole: BlockId) -> u64 {
+        let hole = &self.space[hole];
+        let kept = self.source.parts().kept_within(hole.addr, hole.addr + hole.bytes).next();
+        kept.map_or(hole.bytes, |kept| kept - hole.addr)
+    }
+
     /// Bytes of memory that a run lacks for a block of `bytes`, in multiples of so many handles.
     #[must_use]
     pub fn shortfall(&self, first: BlockId, bytes: u64, handles: u64) -> u64 {
         let (mut have, mut lacking, mut next) = (0, 0, Some(first));
-        while let Some(block) = next.filter(|_| have < bytes) {
-            let block = &self.space[block];
+        while let Some(id) = next.filter(|_| have < bytes) {
+            let block = &self.space[id];
             let mut part = block.bytes;
             if block.state == State::Unmapped {
-                part = self.whole_handles(block.list, bytes - have, handles).min(part);
+                part = self.whole_handles(block.list, bytes - have, handles).min(self.vacant(id));
                 lacking += part;
             }
             (have, next) = (have + part, block.next);
@@ -128,42 +175,60 @@ impl Heap {
     ///
     /// PyTorch's `map_block`.
     fn map(&mut self, hole: BlockId, bytes: u64, handles: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
-        let (addr, size, list) = (self.space[hole].addr, self.space[hole].bytes, self.space[hole].list);
-        let (unit, part) = (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes, handles).min(size));
-        // SAFETY: a hole is an unmapped part of a range from `reserve`. Ranges are whole handles, and so are the parts that are
-        // mapped and unmapped, so holes are, too.
+        let (addr, list) = (self.space[hole].addr, self.space[hole].list);
+        let (unit, part) =
+            (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes, handles).min(self.vacant(hole)));
+        // SAFETY: a hole is a part of a range from `reserve`, and no mapping is kept in this one. Ranges are whole handles, and so
+        // are the parts that are mapped and unmapped, so holes are, too.
         if !unsafe { self.source.expandable().map(addr, part, unit) }? {
             return Ok(None);
         }
+        Ok(Some((self.fill_hole(hole, part), part)))
+    }
+
+    /// Notes that the front `bytes` of a hole have memory now. Returns the free block that they are a part of.
+    pub(super) fn fill_hole(&mut self, hole: BlockId, bytes: u64) -> BlockId {
+        let (addr, list) = (self.space[hole].addr, self.space[hole].list);
         self.holes.remove(&(list, addr));
-        let joined = self.space.map(hole, part);
+        let joined = self.space.map(hole, bytes);
         joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
         self.fit.insert(joined.block);
         if let Some(rest) = self.hole_behind(joined.block.id) {
             self.holes.insert((list, self.space[rest].addr), rest);
         }
-        Ok(Some((joined.block.id, part)))
+        joined.block.id
+    }
+
+    /// The hole that has an address, cut so that it begins there.
+    pub(super) fn hole_at(&mut self, list: FreeList, addr: u64) -> BlockId {
+        let (_, &hole) = self.holes.range(..=(list, addr)).next_back().expect("there should be a hole to fill");
+        self.begin_hole(hole, addr)
     }
 
     /// Takes the memory from a part of a free block, in whole handles. Returns the bytes that went.
     ///
     /// # Errors
     /// Those of the driver. What it did take is accounted for.
-    pub(super) fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
+    fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
         // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nothing ever
-        // did.
+        // did. Its pages are mapped nowhere else: those that are new never were, and of others no mapping is kept by now.
         let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit) };
         if gone > 0 {
-            self.fit.remove(block);
-            let Unmapped { left, hole } = self.space.unmap(block.id, addr - block.addr, gone);
-            left.into_iter().flatten().for_each(|left| self.fit.insert(left));
-            for part in hole.absorbed.into_iter().flatten() {
-                self.holes.remove(&(part.list, part.addr));
-            }
-            self.holes.insert((hole.block.list, hole.block.addr), hole.block.id);
+            self.open_hole(block, addr, gone);
         }
         outcome.map(|()| gone)
+    }
+
+    /// Notes that a part of a free block has no memory any more.
+    pub(super) fn open_hole(&mut self, block: FreeBlock, addr: u64, bytes: u64) {
+        self.fit.remove(block);
+        let Unmapped { left, hole } = self.space.unmap(block.id, addr - block.addr, bytes);
+        left.into_iter().flatten().for_each(|left| self.fit.insert(left));
+        for part in hole.absorbed.into_iter().flatten() {
+            self.holes.remove(&(part.list, part.addr));
+        }
+        self.holes.insert((hole.block.list, hole.block.addr), hole.block.id);
     }
 
     /// Takes the whole handles from a free block, those at its end, until `most` bytes have gone. Returns how many went.
@@ -210,6 +275,7 @@ impl Heap {
             return Ok(0);
         }
         self.source.expandable().release_again()?;
+        self.drop_all_kept()?;
         let goes = |list: &FreeList| !self.is_pinned(*list) && wanted(list);
         let mut free: Vec<FreeBlock> = self.space.free_blocks().filter(|block| goes(&block.list)).collect();
         free.sort_unstable_by_key(|block| release_order(block.list, block.bytes, block.addr));
@@ -228,7 +294,11 @@ impl Heap {
             // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
             // back once.
             unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
-            self.holes.remove(&(segment.list, segment.addr));
+            while let Some((&at, _)) =
+                self.holes.range((segment.list, segment.addr)..(segment.list, segment.addr + segment.bytes)).next()
+            {
+                self.holes.remove(&at);
+            }
             self.space.remove_segment(id);
         }
         Ok(released)

@@ -1,16 +1,60 @@
-//! Pages of free memory are taken from where they lie, to be mapped somewhere else.
+//! Pages of free memory move to where memory is lacking. Their old mappings are kept, so that the way back costs nothing.
 
 use super::Heap;
 use crate::policy::grow::Segments as _;
 use crate::policy::pages::Pages;
-use crate::space::{BlockId, FreeBlock, State};
-use std::collections::BTreeMap;
+use crate::space::{BlockId, FreeBlock, FreeList, Space};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use vramlab_device::DriverError;
 
+/// Mappings that are kept at most for each page that is held. Device and host keep a few words for each.
+const MOST_KEPT: usize = 8;
+
+/// A page that is to move.
+#[derive(Clone, Copy, Debug)]
+struct Move {
+    from: u64,
+    to: u64,
+    /// The free block that it is a part of.
+    block: FreeBlock,
+}
+
+/// What a run lacks.
+#[derive(Debug, Default)]
+struct Lacking {
+    /// Pages that are mapped there and go back.
+    kept: Vec<Move>,
+    /// Addresses of pages where nothing is mapped.
+    vacant: Vec<u64>,
+}
+
+impl Lacking {
+    fn pages(&self) -> usize {
+        self.kept.len() + self.vacant.len()
+    }
+}
+
+/// Free blocks by address, while one request is served.
+struct FreeBlocks(Vec<FreeBlock>);
+
+impl FreeBlocks {
+    fn of(space: &Space) -> Self {
+        let mut blocks: Vec<FreeBlock> = space.free_blocks().collect();
+        blocks.sort_unstable_by_key(|block| block.addr);
+        Self(blocks)
+    }
+
+    /// The free block that an address lies in.
+    fn at(&self, addr: u64) -> Option<FreeBlock> {
+        let behind = self.0.partition_point(|block| block.addr <= addr);
+        self.0[..behind].last().copied().filter(|block| addr < block.addr + block.bytes)
+    }
+}
+
 impl Heap {
-    /// Makes the heap note when each page is used last, so that pages [can be taken](Self::take_pages). Of the frees that leave
-    /// whole pages free every sixteenth records an event, and each once pages were taken.
+    /// Makes the heap note when each page is used last, so that pages [can move](Self::move_pages). Of the frees that leave
+    /// whole pages free every sixteenth records an event, and each once it was asked whether work is over.
     #[must_use]
     pub fn with_pages(self) -> Self {
         let mut heap = Self { pages: Some(Pages::default()), ..self };
@@ -36,65 +80,317 @@ impl Heap {
         }
     }
 
-    /// Unmaps pages of at least `bytes`, those that have been free longest, wherever they lie but in `keep`. Only such as no work
-    /// uses any more; with `wait` the host waits for the work that used them. Returns how many bytes it found.
+    /// Where such a request was served when the program came here before, the last time first; nowhere as long as no page has
+    /// moved.
+    pub fn places_before(&mut self, list: FreeList, bytes: u64) -> Vec<u64> {
+        if self.source.parts().kept() == 0 { Vec::new() } else { self.places.before(list, bytes) }
+    }
+
+    /// Notes where a request was served, once pages have moved.
+    pub fn note_place(&mut self, list: FreeList, bytes: u64, block: BlockId) {
+        if self.source.parts().kept() > 0 {
+            self.places.served(list, bytes, self.space[block].addr);
+        }
+    }
+
+    /// The free block of `bytes` at a place, if all of it is free or can be filled by pages that are mapped there and are free
+    /// where they belong now: they go back. No call of the driver maps anything. Also how many bytes moved.
+    ///
+    /// Takes a pass over the blocks, and logarithmic time for each page.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn take_back(&mut self, list: FreeList, bytes: u64, start: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
+        if list.owner.private.is_some() || self.is_capturing() {
+            return Ok(None);
+        }
+        let free = FreeBlocks::of(&self.space);
+        let Some(Lacking { kept, vacant }) = self.lacking(&free, list, &(start..start + bytes))? else {
+            return Ok(None);
+        };
+        if !vacant.is_empty() {
+            return Ok(None);
+        }
+        let moved = kept.len() as u64 * self.source.handle_bytes(list.pool);
+        let Some(block) = self.carry_out(list, kept).or_else(|| free.at(start).map(|block| block.id)) else {
+            return Ok(None);
+        };
+        Ok(Some((self.begin_free(block, start), moved)))
+    }
+
+    /// What a run lacks; `None` where a part of it is in use, or a mapping is kept in it whose page cannot be had.
+    fn lacking(&mut self, free: &FreeBlocks, list: FreeList, run: &Range<u64>) -> Result<Option<Lacking>, DriverError> {
+        let page = self.source.handle_bytes(list.pool);
+        let (mut lacking, mut at) = (Lacking::default(), run.start);
+        while at < run.end {
+            if let Some(block) = free.at(at) {
+                if block.list != list {
+                    return Ok(None);
+                }
+                at = block.addr + block.bytes;
+                continue;
+            }
+            match self.source.parts().place(at) {
+                None if self.is_hole(list, at) => lacking.vacant.push(at),
+                // Where the page belongs, the address is in use.
+                Some(from) if from != at => {
+                    let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
+                    let Some(block) = free.at(from).filter(around) else { return Ok(None) };
+                    let apart = from + page <= run.start || run.end <= from;
+                    if !apart || !self.may_move(list, block, from, false)? {
+                        return Ok(None);
+                    }
+                    lacking.kept.push(Move { from, to: at, block });
+                }
+                _ => return Ok(None),
+            }
+            at += page;
+        }
+        lacking.kept.sort_unstable_by_key(|one| one.from);
+        let twice = lacking.kept.windows(2).any(|pair| pair[0].from == pair[1].from);
+        Ok(Some(lacking).filter(|_| !twice))
+    }
+
+    /// Whether an address lies in a hole of a list.
+    fn is_hole(&self, list: FreeList, addr: u64) -> bool {
+        let hole = self.holes.range((list, 0)..=(list, addr)).next_back().map(|(_, hole)| &self.space[*hole]);
+        hole.is_some_and(|hole| addr < hole.addr + hole.bytes)
+    }
+
+    /// Gets a free block of `bytes` by moving pages to where memory is lacking, those that have been free longest, and by taking new
+    /// ones for the rest. `wanted` says how many bytes move of so many that are lacking. Pages of the same stream move at
+    /// once, because its later work comes after what used them. Those of other streams move when that work is over; with `wait`
+    /// the host waits for it. Returns the block, and how many bytes moved; `None` when there is not enough.
     ///
     /// O(n log n) in the pages that are free.
     ///
     /// # Errors
-    /// Those of the driver. What it did take is accounted for.
-    pub fn take_pages(&mut self, bytes: u64, keep: &Range<u64>, wait: bool) -> Result<u64, DriverError> {
-        if bytes == 0 || self.is_capturing() {
-            return Ok(0);
+    /// Those of the driver. What was done by then is accounted for.
+    pub fn move_pages(
+        &mut self,
+        list: FreeList,
+        bytes: u64,
+        wanted: impl Fn(&Self, u64) -> u64,
+        wait: bool,
+    ) -> Result<Option<(BlockId, u64)>, DriverError> {
+        let page = self.source.handle_bytes(list.pool);
+        let Some((first, needed)) = self.find_run(list, bytes)? else { return Ok(None) };
+        let start = self.space[first].addr;
+        let lacking = needed.pages() as u64 * page;
+        let wanted = wanted(self, lacking).min(lacking).saturating_sub(needed.kept.len() as u64 * page);
+        let Lacking { mut kept, vacant } = needed;
+        let back: BTreeSet<u64> = kept.iter().map(|one| one.from).collect();
+        let mut moves =
+            self.choose(list, wanted.min(vacant.len() as u64 * page), &(start..start + bytes), &back, wait)?;
+        let found = (kept.len() + moves.len()) as u64 * page;
+        let limit = self.source.limit().unwrap_or(u64::MAX);
+        if self.space.account().reserved() + (lacking - found) > limit {
+            return Ok(None);
         }
-        let Some(mut pages) = self.pages.take() else { return Ok(0) };
-        let driver = self.driver();
-        let mut outcome = pages.poll_all(driver.as_ref(), false);
-        let mut free: Vec<(u64, u64, u64, BlockId)> = Vec::new();
-        let blocks = self.space.free_blocks().filter(|block| block.list.owner.private.is_none());
-        for FreeBlock { list, addr, bytes, id } in blocks {
-            let page = self.source.handle_bytes(list.pool);
-            let base = self.space[self.space[id].segment].addr;
-            let mut at = base + (addr - base).next_multiple_of(page);
-            while at + page <= addr + bytes {
-                if at + page <= keep.start || keep.end <= at {
-                    free.push((pages.last_free(at), at, page, id));
+        moves.iter_mut().zip(vacant).for_each(|(one, to)| one.to = to);
+        self.drop_oldest(moves.len(), &(start..start + bytes))?;
+        let again: Vec<(u64, u64)> = moves.iter().map(|one| (one.to, one.from)).collect();
+        // SAFETY: the places are in holes where no mapping is kept, and pages of all pools have one size.
+        if !unsafe { self.source.expandable().map_again(&again, page) }? {
+            return Ok(None);
+        }
+        moves.append(&mut kept);
+        moves.sort_unstable_by_key(|one| one.from);
+        self.carry_out(list, moves);
+        let Some(first) = self.begins_at(list, start) else { return Ok(None) };
+        Ok(self.fill(first, bytes, 1, true)?.map(|block| (block, found)))
+    }
+
+    /// The block that begins at an address: a free one, or a hole.
+    fn begins_at(&self, list: FreeList, addr: u64) -> Option<BlockId> {
+        let free = self.space.free_blocks().find(|block| block.addr == addr);
+        free.map(|block| block.id).or_else(|| self.holes.get(&(list, addr)).copied())
+    }
+
+    /// The run of a list for `bytes` that lacks least, the lowest of these, and what it lacks. Mappings that are kept in it are of
+    /// pages that can be had.
+    fn find_run(&mut self, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Lacking)>, DriverError> {
+        let free = FreeBlocks::of(&self.space);
+        let mut best: Option<(BlockId, u64, Lacking)> = None;
+        for (block, start) in self.runs(&free, list, bytes) {
+            if let Some(lacking) = self.lacking(&free, list, &(start..start + bytes))?
+                && best.as_ref().is_none_or(|(_, _, least)| lacking.pages() < least.pages())
+            {
+                best = Some((block, start, lacking));
+            }
+        }
+        if let Some((block, start, lacking)) = best {
+            return Ok(Some((self.begin_hole(block, start), lacking)));
+        }
+        let Some(first) = self.find_hole(list, bytes)? else { return Ok(None) };
+        let start = self.space[first].addr;
+        Ok(self.lacking(&free, list, &(start..start + bytes))?.map(|lacking| (first, lacking)))
+    }
+
+    /// The runs of a list for `bytes` in whose holes pages can be had that are mapped there; none while no mapping is kept.
+    fn runs(&self, free: &FreeBlocks, list: FreeList, bytes: u64) -> Vec<(BlockId, u64)> {
+        if self.source.parts().kept() == 0 || list.owner.private.is_some() || self.is_capturing() {
+            return Vec::new();
+        }
+        let page = self.source.handle_bytes(list.pool);
+        let can_be_had = |addr: u64| {
+            let place = self.source.parts().place(addr);
+            let block = place.and_then(|place| free.at(place).filter(|block| place + page <= block.addr + block.bytes));
+            block.is_some_and(|block| block.list.owner == list.owner)
+        };
+        let holes = self.holes.range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
+        let mut runs: Vec<(BlockId, u64)> = holes.filter_map(|hole| self.run_around(hole, bytes, can_be_had)).collect();
+        runs.dedup();
+        runs
+    }
+
+    /// Free pages of at least `bytes` outside of `keep`, those that have been free longest.
+    fn choose(
+        &mut self,
+        list: FreeList,
+        bytes: u64,
+        keep: &Range<u64>,
+        back: &BTreeSet<u64>,
+        wait: bool,
+    ) -> Result<Vec<Move>, DriverError> {
+        let page = self.source.handle_bytes(list.pool);
+        let Some(pages) = self.pages.as_ref().filter(|_| bytes > 0 && !self.is_capturing()) else {
+            return Ok(Vec::new());
+        };
+        let mut free: Vec<(u64, u64, FreeBlock)> = Vec::new();
+        for block in self.space.free_blocks().filter(|block| block.list.owner.private.is_none()) {
+            let base = self.space[self.space[block.id].segment].addr;
+            let mut at = base + (block.addr - base).next_multiple_of(page);
+            while at + page <= block.addr + block.bytes {
+                if (at + page <= keep.start || keep.end <= at) && !back.contains(&at) {
+                    free.push((pages.last_free(at), at, block));
                 }
                 at += page;
             }
         }
-        free.sort_unstable();
-        let (mut found, mut count) = (0, 0);
-        let mut taken: BTreeMap<BlockId, Vec<(u64, u64)>> = BTreeMap::new();
-        for (_, at, page, block) in free {
-            if found >= bytes || outcome.is_err() {
+        free.sort_unstable_by_key(|(last, at, _)| (*last, *at));
+        let (mut moves, mut busy) = (Vec::new(), BTreeSet::new());
+        for (_, from, block) in free {
+            if moves.len() as u64 * page >= bytes {
                 break;
             }
-            match pages.is_over(driver.as_ref(), at, wait) {
-                Ok(true) => {
-                    pages.forget(at, at + page);
-                    taken.entry(block).or_default().push((at, page));
-                    (found, count) = (found + page, count + 1);
-                }
-                Ok(false) => {}
-                Err(error) => outcome = Err(error),
+            let stream = block.list.owner.stream;
+            // Later frees of a stream are not over before earlier ones.
+            if busy.contains(&stream) {
+                continue;
+            }
+            if self.may_move(list, block, from, wait)? {
+                moves.push(Move { from, to: from, block });
+            } else {
+                busy.insert(stream);
             }
         }
-        self.pages = Some(pages);
-        outcome?;
-        for (block, mut at) in taken {
-            // From the last to the first, so that the block keeps its name: it is what is left in front.
-            at.sort_unstable();
-            while let Some((mut start, bytes)) = at.pop() {
-                let end = start + bytes;
-                while let Some((before, _)) = at.pop_if(|(before, bytes)| *before + *bytes == start) {
-                    start = before;
-                }
-                debug_assert_eq!(self.space[block].state, State::Free);
-                self.unmap(self.space.as_free(block), start, end - start)?;
+        moves.sort_unstable_by_key(|one| one.from);
+        Ok(moves)
+    }
+
+    /// Whether a page of a free block may serve a list. Later work of the same stream comes after what used the page. A graph may be
+    /// launched on any stream.
+    fn may_move(&mut self, list: FreeList, block: FreeBlock, from: u64, wait: bool) -> Result<bool, DriverError> {
+        let (owner, stream) = (list.owner, block.list.owner.stream);
+        if owner == block.list.owner {
+            return Ok(owner.private.is_none());
+        }
+        let Some(pages) = self.pages.as_mut().filter(|_| block.list.owner.private.is_none()) else { return Ok(false) };
+        let free = pages.last_free(from).max(self.source.parts().used_until(from));
+        pages.is_over(self.source.driver().as_ref(), stream, free, wait)
+    }
+
+    /// Lets pages that are mapped in both places belong to the new one, by the order of the old ones. Returns the free block that the
+    /// last of them is a part of.
+    fn carry_out(&mut self, list: FreeList, mut moves: Vec<Move>) -> Option<BlockId> {
+        let page = self.source.handle_bytes(list.pool);
+        // From the last to the first, so that a block keeps its name: it is what is left in front.
+        for run in moves.chunk_by(|one, next| one.block.id == next.block.id && one.from + page == next.from).rev() {
+            let block = self.space.as_free(run[0].block.id);
+            self.open_hole(block, run[0].from, run.len() as u64 * page);
+        }
+        let pages = self.pages.as_ref();
+        for one in &moves {
+            let same = one.block.list.owner.stream == list.owner.stream;
+            let used_until = pages.filter(|_| same).map_or(0, |pages| pages.latest(list.owner.stream));
+            self.source.expandable().move_to(one.to, used_until);
+        }
+        moves.sort_unstable_by_key(|one| one.to);
+        let mut last = None;
+        for run in moves.chunk_by(|one, next| one.to + page == next.to) {
+            let (mut at, end) = (run[0].to, run[0].to + run.len() as u64 * page);
+            // Holes side by side are not always one.
+            while at < end {
+                let hole = self.hole_at(list, at);
+                let bytes = self.space[hole].bytes.min(end - at);
+                last = Some(self.fill_hole(hole, bytes));
+                at += bytes;
             }
         }
-        self.space.account_mut().count_stolen(0, count, found);
-        Ok(found)
+        let moved = moves.len() as u64;
+        self.space.account_mut().count_stolen(0, moved, moved * page);
+        last
+    }
+
+    /// The free block that begins at an address of a free block: the rest of that, if there is something in front.
+    fn begin_free(&mut self, block: BlockId, addr: u64) -> BlockId {
+        let front = addr - self.space[block].addr;
+        if front == 0 { block } else { self.cut(block, front) }
+    }
+
+    // Mappings that are kept.
+
+    /// Undoes the mappings whose addresses have not been used longest, if `more` would pass the bound. Where work that used them
+    /// is not over, the host waits: it is the oldest that there is. Those at `but` stay.
+    fn drop_oldest(&mut self, more: usize, but: &Range<u64>) -> Result<(), DriverError> {
+        let source = self.source.parts();
+        let most = MOST_KEPT * source.pages();
+        if more == 0 || source.kept() + more <= most {
+            return Ok(());
+        }
+        // A quarter at once, so that it is seldom.
+        let excess = source.kept() + more - most * 3 / 4;
+        let pages = self.pages.as_ref();
+        let last_free = |addr: &u64| pages.map_or(0, |pages| pages.last_free(*addr));
+        let mut kept: Vec<(u64, u64)> = source
+            .all_kept()
+            .into_iter()
+            .filter(|addr| !but.contains(addr))
+            .map(|addr| (last_free(&addr), addr))
+            .collect();
+        kept.sort_unstable();
+        kept.truncate(excess);
+        for (_, addr) in kept {
+            self.drop_kept(addr)?;
+        }
+        Ok(())
+    }
+
+    /// Undoes every mapping that is kept, before memory goes back to the device.
+    ///
+    /// # Errors
+    /// Those of the driver. Those that it did not undo are still there.
+    pub(super) fn drop_all_kept(&mut self) -> Result<(), DriverError> {
+        self.places.clear();
+        for addr in self.source.parts().all_kept() {
+            self.drop_kept(addr)?;
+        }
+        Ok(())
+    }
+
+    /// Undoes a mapping once the work that used its address is over.
+    fn drop_kept(&mut self, addr: u64) -> Result<(), DriverError> {
+        let driver = self.driver();
+        if let Some(pages) = &mut self.pages
+            && !pages.wait_for_use_of(driver.as_ref(), addr)?
+        {
+            // The stream that used it is gone.
+            driver.device_synchronize()?;
+        }
+        let page = self.source.handle_bytes(None);
+        // SAFETY: work used the address only while its page belonged there, as a part of blocks of one stream. Every free of these
+        // is noted, and what came before the last one is over.
+        unsafe { self.source.expandable().drop_kept(addr, page) }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Memory comes in handles of one size a range. Every part of a range that is mapped or unmapped is a whole number of them.
 
+use super::mapped::Mapped;
 use crate::contract::{AllocError, PoolKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,8 +29,8 @@ pub struct Expandable {
     /// Most bytes that may be mapped at once.
     pub(super) limit: Option<u64>,
     sizes: Sizes,
-    /// Handles that are mapped, by address.
-    mapped: BTreeMap<u64, PhysicalHandle>,
+    /// Handles that are mapped.
+    mapped: Mapped,
     /// Handles that were unmapped and are mapped again next, by size; `None` when they are released instead.
     spare: Option<BTreeMap<u64, Vec<PhysicalHandle>>>,
     /// Handles that the driver did not take back when it was asked to.
@@ -63,7 +64,7 @@ impl Expandable {
         let granularity = vmm.granularity()?.max(1);
         let whole = |bytes: u64| bytes.max(1).next_multiple_of(granularity);
         let sizes = Sizes { small: whole(sizes.small), large: whole(sizes.large), ..sizes };
-        Ok(Self { driver, limit, sizes, mapped: BTreeMap::new(), spare: None, unreleased: Vec::new() })
+        Ok(Self { driver, limit, sizes, mapped: Mapped::default(), spare: None, unreleased: Vec::new() })
     }
 
     /// The device.
@@ -141,7 +142,7 @@ impl Expandable {
         if let Err(error) = unsafe { self.vmm().set_access(DeviceAddr::handed_out(addr), bytes) } {
             return self.undo(addr, made.len() as u64, unit, made, error);
         }
-        self.mapped.extend((0..).map(|count| addr + count * unit).zip(made));
+        (0..).zip(made).for_each(|(count, handle)| self.mapped.add(addr + count * unit, handle));
         Ok(true)
     }
 
@@ -200,7 +201,8 @@ impl Expandable {
     /// Those of the driver.
     ///
     /// # Safety
-    /// The part is mapped, in handles of `unit` bytes, and no work that is not finished uses it.
+    /// The part is mapped, in handles of `unit` bytes that belong there and are mapped nowhere else, and no work that is not
+    /// finished uses it.
     pub(crate) unsafe fn unmap(&mut self, addr: u64, bytes: u64, unit: u64) -> (u64, Result<(), DriverError>) {
         let (mut done, mut outcome) = (0, Ok(()));
         while done < bytes {
@@ -210,13 +212,98 @@ impl Expandable {
                 return (done, outcome.and(Err(error)));
             }
             done += unit;
-            let handle = self.mapped.remove(&at).expect("what is unmapped should have been mapped");
+            let handle = self.mapped.remove(at);
             match &mut self.spare {
                 Some(spare) => spare.entry(unit).or_default().push(handle),
                 None => outcome = outcome.and(self.release(handle)),
             }
         }
         (done, outcome)
+    }
+
+    /// Maps pages a second time: each `(to, from)` is the page that belongs to `from`, and the address where it is mapped too, in
+    /// address order. Access is set once for each run of addresses side by side. False when there is no memory for it. What was
+    /// mapped by then is kept.
+    ///
+    /// # Errors
+    /// Any other error of the driver; what was mapped by then is kept, too.
+    ///
+    /// # Safety
+    /// The addresses lie in ranges of [`reserve`](Self::reserve) and are not mapped, and the pages have `unit` bytes.
+    pub(crate) unsafe fn map_again(&mut self, pages: &[(u64, u64)], unit: u64) -> Result<bool, DriverError> {
+        for run in pages.chunk_by(|(one, _), (next, _)| one + unit == *next) {
+            let start = run[0].0;
+            let mut mapped = 0;
+            let mut outcome = Ok(());
+            for (to, from) in run {
+                let handle = self.mapped.handle(*from).expect("a page should be mapped where it belongs");
+                // SAFETY: the caller promises the address; the handle has this size.
+                outcome = unsafe { self.vmm().map(DeviceAddr::handed_out(*to), unit, handle) };
+                if outcome.is_err() {
+                    break;
+                }
+                mapped += 1;
+            }
+            let outcome = outcome.and_then(|()| {
+                // SAFETY: all of it was mapped above.
+                unsafe { self.vmm().set_access(DeviceAddr::handed_out(start), mapped * unit) }
+            });
+            if let Err(error) = outcome {
+                return self.undo(start, mapped, unit, Vec::new(), error);
+            }
+            run.iter().for_each(|(to, from)| self.mapped.keep(*to, *from));
+        }
+        Ok(true)
+    }
+
+    /// Undoes a mapping that was kept.
+    ///
+    /// # Errors
+    /// Those of the driver: then it is still there.
+    ///
+    /// # Safety
+    /// No work that is not finished uses the address, and its page has `unit` bytes.
+    pub(crate) unsafe fn drop_kept(&mut self, addr: u64, unit: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller promises that it is not used; it is one whole mapping.
+        unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr), unit) }?;
+        self.mapped.drop_kept(addr);
+        Ok(())
+    }
+
+    /// Where the page behind an address belongs; `None` where nothing is mapped.
+    pub(crate) fn place(&self, addr: u64) -> Option<u64> {
+        self.mapped.place(addr)
+    }
+
+    /// Lets the page behind an address belong there from now on. Up to its place's free `used_until` it may be in use by another
+    /// address.
+    pub(crate) fn move_to(&mut self, addr: u64, used_until: u64) {
+        self.mapped.move_to(addr, used_until);
+    }
+
+    /// The free up to which the page of a place may be in use by another address.
+    pub(crate) fn used_until(&self, addr: u64) -> u64 {
+        self.mapped.used_until(addr)
+    }
+
+    /// Number of pages that are mapped.
+    pub(crate) fn pages(&self) -> usize {
+        self.mapped.pages()
+    }
+
+    /// Number of mappings that are kept.
+    pub(crate) fn kept(&self) -> usize {
+        self.mapped.kept()
+    }
+
+    /// Addresses of mappings that are kept.
+    pub(crate) fn all_kept(&self) -> Vec<u64> {
+        self.mapped.all_kept()
+    }
+
+    /// The addresses of a hole behind which a mapping is kept, in order.
+    pub(crate) fn kept_within(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
+        self.mapped.within(start, end)
     }
 
     /// Lets handles that are unmapped from now on be mapped again before new ones are made, until

@@ -1,0 +1,115 @@
+//! Which page lies behind which address.
+//!
+//! A page is a handle of the device. It may be mapped at several addresses, and *belongs* to one of them: there its bytes are a
+//! part of a block. Its mappings at the others are *kept*, so that it can go back there without a call of the driver.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use vramlab_device::PhysicalHandle;
+
+/// A page.
+#[derive(Clone, Copy, Debug)]
+struct Page {
+    handle: PhysicalHandle,
+    /// The address that it belongs to.
+    place: u64,
+    /// Number of the last free of the place's stream whose work may use the page by another address; 0 when there is none.
+    used_until: u64,
+}
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct Mapped {
+    /// The page behind each address, by its number.
+    at: BTreeMap<u64, u32>,
+    pages: Vec<Option<Page>>,
+    /// Numbers of pages that are gone.
+    vacant: Vec<u32>,
+}
+
+const GONE: &str = "a page that is mapped should be known";
+
+impl Mapped {
+    fn page(&self, number: u32) -> &Page {
+        self.pages[number as usize].as_ref().expect(GONE)
+    }
+
+    /// Adds a page that belongs to an address.
+    pub(super) fn add(&mut self, place: u64, handle: PhysicalHandle) {
+        let page = Some(Page { handle, place, used_until: 0 });
+        let number = match self.vacant.pop() {
+            Some(number) => {
+                self.pages[number as usize] = page;
+                number
+            }
+            None => {
+                self.pages.push(page);
+                u32::try_from(self.pages.len() - 1).expect("there should be fewer than 2^32 pages")
+            }
+        };
+        self.at.insert(place, number);
+    }
+
+    /// Forgets a page that is mapped where it belongs and nowhere else.
+    pub(super) fn remove(&mut self, place: u64) -> PhysicalHandle {
+        let number = self.at.remove(&place).expect("what is unmapped should have been mapped");
+        self.vacant.push(number);
+        self.pages[number as usize].take().expect(GONE).handle
+    }
+
+    /// The handle of the page behind an address.
+    pub(super) fn handle(&self, addr: u64) -> Option<PhysicalHandle> {
+        self.at.get(&addr).map(|number| self.page(*number).handle)
+    }
+
+    /// Keeps a mapping of the page that belongs to `place`.
+    pub(super) fn keep(&mut self, addr: u64, place: u64) {
+        let number = self.at[&place];
+        debug_assert_eq!(self.page(number).place, place, "a page should be mapped again from where it belongs");
+        self.at.insert(addr, number);
+    }
+
+    /// Forgets a mapping that was kept.
+    pub(super) fn drop_kept(&mut self, addr: u64) {
+        debug_assert!(self.place(addr).is_some_and(|place| place != addr), "only kept mappings should be dropped");
+        self.at.remove(&addr);
+    }
+
+    /// Where the page behind an address belongs; `None` where nothing is mapped.
+    pub(super) fn place(&self, addr: u64) -> Option<u64> {
+        self.at.get(&addr).map(|number| self.page(*number).place)
+    }
+
+    /// Lets the page behind an address belong there from now on.
+    pub(super) fn move_to(&mut self, addr: u64, used_until: u64) {
+        let number = self.at[&addr];
+        let page = self.pages[number as usize].as_mut().expect(GONE);
+        (page.place, page.used_until) = (addr, used_until);
+    }
+
+    /// Up to which free the page behind an address may be in use by another one.
+    pub(super) fn used_until(&self, addr: u64) -> u64 {
+        self.at.get(&addr).map_or(0, |number| self.page(*number).used_until)
+    }
+
+    /// Number of pages.
+    pub(super) fn pages(&self) -> usize {
+        self.pages.len() - self.vacant.len()
+    }
+
+    /// Number of mappings that are kept.
+    pub(super) fn kept(&self) -> usize {
+        self.at.len() - self.pages()
+    }
+
+    /// Addresses in a range behind which anything is mapped.
+    pub(super) fn within(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
+        self.at.range(start..end).map(|(addr, _)| *addr)
+    }
+
+    /// Addresses of mappings that are kept.
+    pub(super) fn all_kept(&self) -> Vec<u64> {
+        let kept = self.at.iter().filter(|(addr, number)| self.page(**number).place != **addr);
+        kept.map(|(addr, _)| *addr).collect()
+    }
+}
