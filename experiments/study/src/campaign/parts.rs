@@ -111,9 +111,9 @@ impl Record {
         let paths = repository::entries(&results)?.into_iter();
         let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
         // Joined with nothing, a file's path would end in a slash.
-        let whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
+        let mut whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
         // Labels begin with their date, so the last is the newest.
-        Ok(whole.filter(|path| path.exists()).next_back())
+        Ok(whole.rfind(|path| path.exists()))
     }
 }
 
