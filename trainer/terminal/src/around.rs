@@ -41,13 +41,12 @@ impl Around {
         let name = command.get_program().to_string_lossy().into_owned();
         #[cfg(target_os = "linux")]
         end_with_parent(command);
-        let mut child = command.spawn().map_err(|error| match error.kind() {
+        let mut child = self.0.start(|| command.spawn()).map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 RuntimeFailure::with_code(NOT_FOUND, format_args!("{name}: there is no such command"))
             }
             _ => RuntimeFailure::with_code(NOT_RUNNABLE, format_args!("{name}: {error}")),
         })?;
-        self.0.begins(child.id());
         let status = child.wait();
         self.0.ended();
         status.map_err(|error| RuntimeFailure::new(format_args!("{name}: {error}")).into())
@@ -67,33 +66,35 @@ pub use system::end_with_parent;
 mod system {
     use super::Signalled;
     use crate::signals::is_ignored;
+    use rustix::process::Pid;
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
     use signal_hook::iterator::SignalsInfo;
     use signal_hook::iterator::exfiltrator::WithOrigin;
     use signal_hook::low_level::siginfo::{Cause, Origin};
     use std::os::unix::process::ExitStatusExt;
-    use std::process::ExitStatus;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
+    use std::process::{Child, ExitStatus};
+    use std::sync::{Arc, Mutex, PoisonError};
 
     /// Those that end a program unless it says otherwise, but for the ones that tell of its own faults.
     const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
-    /// No process yet.
-    const NONE: i32 = 0;
 
     /// The command that runs.
     #[derive(Debug, Default)]
     pub(super) struct Listening {
-        pid: Arc<AtomicI32>,
+        pid: Arc<Mutex<Option<Pid>>>,
     }
 
     impl Listening {
-        pub(super) fn begins(&self, pid: u32) {
-            self.pid.store(i32::try_from(pid).unwrap_or(NONE), SeqCst);
+        /// Starts the command. A signal that comes meanwhile waits, and goes to the command then.
+        pub(super) fn start(&self, spawn: impl FnOnce() -> std::io::Result<Child>) -> std::io::Result<Child> {
+            let mut pid = self.pid.lock().unwrap_or_else(PoisonError::into_inner);
+            let child = spawn()?;
+            *pid = Some(Pid::from_child(&child));
+            Ok(child)
         }
 
         pub(super) fn ended(&self) {
-            self.pid.store(NONE, SeqCst);
+            *self.pid.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
     }
 
@@ -104,7 +105,8 @@ mod system {
         let wanted = PASSED_ON.into_iter().filter(|signal| !is_ignored(*signal));
         let mut signals = SignalsInfo::<WithOrigin>::new(wanted)?;
         let mut take = move |Origin { signal, cause, .. }: Origin| {
-            let Some(pid) = rustix::process::Pid::from_raw(pid.load(SeqCst)) else {
+            let running = *pid.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(pid) = running else {
                 vramlab::output::discard_unfinished();
                 std::process::exit(128 + signal)
             };
@@ -161,7 +163,12 @@ mod system {
     pub(super) struct Listening;
 
     impl Listening {
-        pub(super) fn begins(&self, _: u32) {}
+        pub(super) fn start(
+            &self,
+            spawn: impl FnOnce() -> std::io::Result<std::process::Child>,
+        ) -> std::io::Result<std::process::Child> {
+            spawn()
+        }
 
         pub(super) fn ended(&self) {}
     }
