@@ -5,9 +5,9 @@
 
 Needs PyTorch with a GPU that has 60 GB free; `remap` needs libvramlab and a C++ compiler, too, and is left out with --arms.
 DIR/stories.jsonl begins with a line for the machine. The same command goes on where it was: what the file holds is not
-done again, and no run begins that would not end within `--budget` seconds. Each round has every arm once, in an order of its
-own; `--repeats` is the number of rounds. Then each story runs once more under PyTorch's defaults and is recorded
-(DIR/histories/STORY.pickle.xz, for `vramlab advise`), and `load_serve` within 1.15 times what it holds active.
+done again, and no run begins that would not end within `--budget` seconds. First each story runs once under PyTorch's defaults
+and is recorded (DIR/histories/STORY.pickle.xz, for `vramlab advise`). Then each round has every arm once, in an order of its
+own; `--repeats` is the number of rounds. After the first round `load_serve` runs within 1.15 times what it holds active.
 
 Exit codes: 0 all done, 1 some runs failed, 2 bad input, 4 the budget ended first.
 """

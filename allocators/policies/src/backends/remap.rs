@@ -5,7 +5,7 @@
 //! here memory is pages, of 2 MiB unless `handle` says otherwise, and a request that lacks some takes pages that are free
 //! elsewhere before it is refused. No live block moves and no address changes; only what lies behind free addresses does.
 //!
-//! *A request* is placed as `pytorch-expandable` places it. When no free block fits, a run of free blocks and holes that is large
+//! *A request* is placed as `pytorch-expandable` places it until a page has moved. When no free block fits, a run of free blocks and holes that is large
 //! enough gets the memory it lacks (`grow`):
 //! 1. New pages from the device, ten at a time in the large pool, so that with room to spare there are as many mappings as there.
 //! 2. When the limit or the device refuses, pages that are free: those that have been free longest, wherever they lie,
@@ -50,8 +50,8 @@
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
 //! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one place at a
-//! time, whatever the size, and no kernel sees it twice. The VPMM of openvm's stark-backend also harvests free regions into a hole, but maps them twice until an event has passed, and grows by the
-//! shortfall before it harvests.
+//! time, whatever the size, and no kernel sees it twice. The VPMM of openvm's stark-backend also harvests free regions into a
+//! hole, but maps them twice until an event has passed, and grows by the shortfall before it harvests.
 
 mod steal;
 
