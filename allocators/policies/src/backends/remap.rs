@@ -5,8 +5,8 @@
 //! here memory is pages, of 2 MiB unless `handle` says otherwise, and a request that lacks some takes pages that are free
 //! elsewhere before it is refused. No live block moves and no address changes; only what lies behind free addresses does.
 //!
-//! *A request* is placed as `pytorch-expandable` places it until a page has moved. When no free block fits, a run of free blocks and holes that is large
-//! enough gets the memory it lacks (`grow`):
+//! *A request* is placed as `pytorch-expandable` places it until a page has moved. When no free block fits, a run of free blocks
+//! and holes that is large enough gets the memory it lacks (`grow`):
 //! 1. New pages from the device, ten at a time in the large pool, so that with room to spare there are as many mappings as there.
 //! 2. When the limit or the device refuses, pages that are free: those that have been free longest, wherever they lie,
 //!    whichever stream and pool had them. They are mapped here as well, with one `cuMemSetAccess` a run of pages. With
