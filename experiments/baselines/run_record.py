@@ -70,6 +70,17 @@ def provenance(sources="."):
     return told
 
 
+def whole_lines(path):
+    """The records in a file of JSON lines, none where there is no file. A line that a kill cut short is taken away."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 def shortest(value):
     """The shortest decimal that gives the same f32."""
     if value != value or value in (float("inf"), float("-inf")):

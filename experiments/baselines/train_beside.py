@@ -32,6 +32,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from run_record import provenance, whole_lines
+
 HERE = Path(__file__).resolve().parent
 WIDTHS = (128, 1024, 2048, 4096, 8192)
 TYPES = ("f16", "f32", "tf32")
@@ -242,8 +244,6 @@ def compile_all(cells, options, left):
 
 def machine(options):
     """Where this runs, and what it measures."""
-    from run_record import provenance
-
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         gpu, driver = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
@@ -252,17 +252,6 @@ def machine(options):
     facts = {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu, "driver": driver}
     facts |= {"cores": os.cpu_count(), "python": sys.version.split()[0], "provenance": provenance()}
     return facts | ({"build": options.build} if options.build else {})
-
-
-def known(path):
-    """The cells that the file has. A line that was cut short by a kill is taken away, and its cell is done again."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [one for one in map(json.loads, whole.splitlines()) if one["kind"] == "cell"]
 
 
 def choice(known_words, kind):
@@ -309,7 +298,8 @@ def main():
     if "ours" in options.arms and not options.plan and not options.trainer.is_file():
         print(f"error: {options.trainer}: no such file; cargo build --release -p trainer makes it", file=sys.stderr)
         return 2
-    done = known(options.output)
+    # A cell that was cut short is done again.
+    done = [one for one in whole_lines(options.output) if one["kind"] == "cell"]
     have = {(one["width"], one["dtype"]) for one in done}
     cells = [(width, dtype) for width in options.widths for dtype in options.types if (width, dtype) not in have]
     took = statistics.median([one["took_s"] for one in done]) if done else CELL_S

@@ -214,7 +214,8 @@ def machine(build):
     facts = json.loads(found.stdout.splitlines()[-1])
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError):
-        facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+        # A line for each GPU.
+        facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
     with contextlib.suppress(OSError):
         commit = subprocess.run(
             ["git", "-C", str(HERE), "rev-parse", "HEAD"], capture_output=True, text=True

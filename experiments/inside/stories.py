@@ -23,6 +23,7 @@ from pathlib import Path
 
 import campaign
 from processes import HERE, start_hook
+from run_record import whole_lines
 
 # What PyTorch's own allocator is given, and what the story changes while it loads.
 SETTINGS = {
@@ -111,22 +112,12 @@ def run(task, options, folder, hook, active):
     return record | ({"log": log[-3000:]} if status == "failed" else {})
 
 
-def known(path):
-    """The records that a file holds. A line that was cut short by a kill is taken away, and its run is done again."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def main():
     """Does what the command line says."""
     options = arguments()
     path = options.output / "stories.jsonl"
-    records = [record for record in known(path) if record.get("status") in ("ok", "oom")]
+    # A run that was cut short is done again.
+    records = [record for record in whole_lines(path) if record.get("status") in ("ok", "oom")]
     done = {record["id"] for record in records}
     tasks = [task for task in planned(options.arms, options.repeats) if name_of(*task) not in done]
     if options.cpu:

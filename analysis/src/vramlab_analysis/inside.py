@@ -6,6 +6,7 @@ have written it, each with a line of the machine.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,34 +50,56 @@ TIMED = ("timed", "passes", "curve", "empty")
 
 @dataclass
 class Runs:
-    """The runs of a file, in the order in which they ended."""
+    """The runs of one or more campaigns, in the order in which they ended.
+
+    A session is one build on one machine. Of a part, a program and an allocator the newest session counts; its times
+    are compared with those of native in the same session only.
+    """
 
     machines: list[dict[str, Any]] = field(default_factory=list)
+    # Those of the newest sessions.
     runs: list[dict[str, Any]] = field(default_factory=list)
+    # Those of older sessions, too.
+    every: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, *parts: str, program: str | None = None, arm: str | None = None) -> list[dict[str, Any]]:
         """Runs that ended well or out of memory, of these parts (all if none is named), a program and an arm."""
-        return [
-            run
-            for run in self.runs
-            if run["status"] in ("ok", "oom")
-            and (not parts or run["part"] in parts)
-            and program in (None, run["program"])
-            and arm in (None, run["arm"])
-        ]
+        return _chosen(self.runs, parts, program, arm)
+
+    def beside(self, arm: str, base: str, part: str, program: str) -> list[dict[str, Any]]:
+        """Runs of `base` in the session from which those of `arm` are."""
+        sessions = {run["session"] for run in self.of(part, program=program, arm=arm)}
+        return [run for run in _chosen(self.every, (part,), program, base) if run["session"] in sessions]
 
     def arms(self, runs: Iterable[dict[str, Any]]) -> list[str]:
         """The arms of some runs, in the order of figures."""
         there = {run["arm"] for run in runs}
         return [*(arm for arm in ARMS if arm in there), *sorted(there - set(ARMS))]
 
-    def machine(self) -> str:
-        """Where the runs were made, in words."""
-        found = [one for one in self.machines if "gpu" in one]
-        if not found:
-            return "no machine is named"
-        words = [f"{one['gpu']}, driver {one.get('driver', '?')}, PyTorch {one['torch']}" for one in found]
-        return "; ".join(dict.fromkeys(words))
+    def machine(self, *parts: str) -> str:
+        """Where the runs of these parts were made, in words."""
+        told = [self.machines[run["call"]] for run in self.of(*parts) if run["call"] is not None]
+        words = [f"{one['gpu']}, driver {driver(one)}, PyTorch {one['torch']}" for one in told if "gpu" in one]
+        return "; ".join(dict.fromkeys(words)) or "no machine is named"
+
+
+def _chosen(
+    runs: Iterable[dict[str, Any]], parts: Sequence[str], program: str | None, arm: str | None
+) -> list[dict[str, Any]]:
+    return [
+        run
+        for run in runs
+        if run["status"] in ("ok", "oom")
+        and (not parts or run["part"] in parts)
+        and program in (None, run["program"])
+        and arm in (None, run["arm"])
+    ]
+
+
+def driver(machine: dict[str, Any]) -> str:
+    """The release of a machine's driver, which some records have once for each GPU."""
+    found = re.match(r"[\d.]+", str(machine.get("driver")))
+    return found[0] if found else "?"
 
 
 def files() -> list[Path]:
@@ -84,29 +107,34 @@ def files() -> list[Path]:
     return sorted(repository.results().glob("*-inside.jsonl*"))
 
 
-def load(path: Path | None = None) -> Runs:
-    """The runs of a file, or of the newest that is recorded; none where none is.
+def load(*paths: Path) -> Runs:
+    """The runs of some files, the newest last, or of all that are recorded.
 
-    Of runs that were made twice, the last that ended counts. Each has the build that its call names.
-    Raises AnalysisError when the file is none of a campaign.
+    Each run has the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs that a
+    session made twice, the last that ended counts.
+
+    Raises AnalysisError when a file is none of a campaign.
     """
-    if path is None:
-        there = files()
-        if not there:
-            return Runs()
-        path = there[-1]
     found = Runs()
-    by_id: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(read_bytes(path).splitlines(), 1):
-        one = parse_json(line, f"{path}: line {number}")
-        if isinstance(one, dict) and one.get("kind") == "machine":
-            found.machines.append(one)
-        elif isinstance(one, dict) and {"id", "part", "program", "arm", "status"} <= one.keys():
-            by_id.pop(one["id"], None)
-            by_id[one["id"]] = one | {"build": found.machines[-1].get("build") if found.machines else None}
-        else:
-            raise AnalysisError(f"{path}: line {number}: no run of a campaign.")
-    found.runs = list(by_id.values())
+    by_id: dict[tuple[Any, str], dict[str, Any]] = {}
+    for path in paths or files():
+        call: int | None = None
+        session: tuple[Any, ...] = (str(path),)
+        for number, line in enumerate(read_bytes(path).splitlines(), 1):
+            one = parse_json(line, f"{path}: line {number}")
+            if isinstance(one, dict) and one.get("kind") == "machine":
+                call = len(found.machines)
+                found.machines.append(one)
+                session = (one.get("gpu"), (one.get("provenance") or {}).get("host_hash"), one.get("build"))
+            elif isinstance(one, dict) and {"id", "part", "program", "arm", "status"} <= one.keys():
+                build = found.machines[call].get("build") if call is not None else None
+                by_id.pop((session, one["id"]), None)
+                by_id[session, one["id"]] = one | {"build": build, "call": call, "session": session}
+            else:
+                raise AnalysisError(f"{path}: line {number}: no run of a campaign.")
+    found.every = list(by_id.values())
+    newest = {(run["part"], run["program"], run["arm"]): run["session"] for run in found.every}
+    found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == run["session"]]
     return found
 
 
@@ -136,21 +164,17 @@ def ratio(runs: Runs, part: str, program: str, arm: str, base: str = "native") -
 
     Runs of a repeat were made one after another, so each is compared with that of its repeat. None without two repeats.
     """
-    times = {
-        one: {run["repeat_of"]: run["ms"] for run in _timed(runs, part, program, one) if "ms" in run}
-        for one in (arm, base)
-    }
-    both = sorted(times[arm].keys() & times[base].keys())
+    ours, theirs = (
+        {run.get("repeat", 0): run["ms"] for run in some if "ms" in run}
+        for some in (runs.of(part, program=program, arm=arm), runs.beside(arm, base, part, program))
+    )
+    both = sorted(ours.keys() & theirs.keys())
     if len(both) < 2:
         return None
-    ratios = np.array([times[arm][repeat] / times[base][repeat] for repeat in both])
+    ratios = np.array([ours[repeat] / theirs[repeat] for repeat in both])
     drawn = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
     low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
     return float(np.median(ratios)), float(low), float(high)
-
-
-def _timed(runs: Runs, part: str, program: str, arm: str) -> list[dict[str, Any]]:
-    return [run | {"repeat_of": run.get("repeat", 0)} for run in runs.of(part, program=program, arm=arm)]
 
 
 def passes(run: dict[str, Any], shapes: int = 16) -> tuple[float, float] | None:
@@ -163,8 +187,10 @@ def passes(run: dict[str, Any], shapes: int = 16) -> tuple[float, float] | None:
 
 def same_losses(runs: Runs, program: str, arm: str) -> str:
     """Whether an arm's losses are native's to the bit, where native's are always the same."""
-    native = {tuple(run["losses"]) for run in runs.of("timed", program=program, arm="native") if run["status"] == "ok"}
-    ours = {tuple(run["losses"]) for run in runs.of("timed", program=program, arm=arm) if run["status"] == "ok"}
+    native, ours = (
+        {tuple(run["losses"]) for run in some if run["status"] == "ok"}
+        for some in (runs.beside(arm, "native", "timed", program), runs.of("timed", program=program, arm=arm))
+    )
     if not native or not ours:
         return "not run"
     if len(native) > 1:
@@ -191,10 +217,21 @@ def curve(runs: Runs, program: str, arm: str) -> list[Point]:
     return [points[limit] for limit in sorted(points)]
 
 
-def unlimited(runs: Runs, program: str) -> float | None:
-    """Step time of native without a limit, of the same runs as the curve, in ms."""
-    times = [run["ms"] for run in runs.of("curve", program=program, arm="native") if "over_active" not in run]
+def unlimited(runs: Runs, program: str, arm: str) -> float | None:
+    """Step time of native without a limit, in the session of an arm's curve, in ms."""
+    times = [run["ms"] for run in runs.beside(arm, "native", "curve", program) if "over_active" not in run]
     return statistics.median(times) if times else None
+
+
+def over_unlimited(runs: Runs, program: str, arm: str) -> dict[float, float]:
+    """Step time within each limit that ran, over native's without one, the smallest limit first.
+
+    Raises AnalysisError where native was not run beside it.
+    """
+    base = unlimited(runs, program, arm)
+    if base is None:
+        raise AnalysisError(f"{program} under {arm}: no run of native without a limit to compare with.")
+    return {one.over_active: one.ms / base for one in curve(runs, program, arm) if one.ms is not None}
 
 
 def smallest(points: Sequence[Point]) -> float | None:
@@ -217,18 +254,19 @@ def table() -> str:
     """The README's table: what two programs reserve, what a step takes, and the smallest limit that they run in."""
     runs = load()
     programs = QUOTED_PROGRAMS
-    columns = ("reserved", "ms a step", "least limit (ms there)")
+    columns = ("reserved", "step over native's", "least limit (step there)")
     heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in columns]
     lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for arm in QUOTED:
         cells = []
         for program in programs:
-            there = runs.of("timed", program=program, arm=arm)
-            reserved = statistics.median(peak(run, "reserved") or 0 for run in there)
-            points = curve(runs, program, arm)
-            least = next((point for point in points if point.over_active == smallest(points)), None)
-            cells += [f"{reserved / MIB:,.0f} MiB", f"{statistics.median(run['ms'] for run in there):.1f}"]
-            cells.append(f"{least.over_active:g} ({least.ms:.1f})" if least and least.ms else "none tried")
+            reserved = statistics.median(
+                peak(run, "reserved") or 0 for run in runs.of("timed", program=program, arm=arm)
+            )
+            step = ratio(runs, "timed", program, arm)
+            least = smallest(curve(runs, program, arm))
+            cells += [f"{reserved / MIB:,.0f} MiB", f"{step[0]:.3f}" if step else "one run"]
+            cells.append(f"{least:g} ({over_unlimited(runs, program, arm)[least]:.2f})" if least else "none tried")
         lines.append(f"| `{arm}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -246,15 +284,11 @@ def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
     drawn: dict[str, Any] = {}
     for place, program in enumerate(programs):
         top, below = axes[0][place], axes[1][place]
-        base = unlimited(runs, program)
         arms = runs.arms(run for run in runs.of("curve", program=program) if "over_active" in run)
-        if base is None:
-            raise AnalysisError(f"{program}: no run of native without a limit to compare with.")
         for row, arm in enumerate(arms):
             colour, mark = ARMS.get(arm, (style.GREY, "X"))
-            points = curve(runs, program, arm)
-            ran = {point.over_active: point.ms / base for point in points if point.ms is not None}
-            out = [point.over_active for point in points if point.ms is None]
+            ran = over_unlimited(runs, program, arm)
+            out = [point.over_active for point in curve(runs, program, arm) if point.ms is None]
             line = top.plot(list(ran), list(ran.values()), color=colour, marker=mark, linewidth=1.2, markersize=4)
             drawn.setdefault(arm, line[0])
             below.plot(list(ran), [row] * len(ran), mark, color=colour, markersize=4)

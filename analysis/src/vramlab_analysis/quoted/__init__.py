@@ -31,7 +31,7 @@ ANSWERS: Pieces = {
     "- Over the repeats": calls.noise,
     "- Instruments cost": calls.instruments,
     f"| {inside.TITLE} |": inside.table,
-    "Peak reserved, milliseconds a step": inside_note.source,
+    "Peak reserved, a step over native": inside_note.source,
 }
 PIECES: dict[str, Pieces] = {
     "README.md": {

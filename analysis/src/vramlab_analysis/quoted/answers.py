@@ -14,6 +14,7 @@ from vramlab_analysis.errors import read_json
 from vramlab_analysis.experiments import holds_experiment, load_experiment, results
 from vramlab_analysis.histories import window
 from vramlab_analysis.plots import loss
+from vramlab_analysis.quoted import beside
 from vramlab_analysis.quoted.parts import H200, cells, dates, listed, newest, runs, span, table
 from vramlab_analysis.repository import results as folder
 
@@ -156,23 +157,6 @@ def full_batch() -> str:
     )
 
 
-def compiled() -> str:
-    """Graphs beside PyTorch's step that is compiled as a whole and captured, its fastest mode."""
-    told = table("compiled-step")
-    parts = []
-    for dtype in ("f32", "f16"):
-        ratios = _beside(told, "compiled-graph", dtype=dtype)
-        spans = []
-        for hidden in ratios:
-            said = (pl.col("dtype") == dtype) & (pl.col("hidden") == hidden) & (pl.col("program") == "pytorch")
-            fastest = told.filter(said).sort("step_us").row(0, named=True)
-            spans.append(f"{fastest['low_us']:.1f} to {fastest['high_us']:.1f}")
-        words = " and ".join(f"{value:.2f}" for value in ratios.values())
-        parts.append(f"{words} of its time in {dtype} ({', '.join(spans)} us)")
-        widths = " and ".join(map(str, ratios))
-    return f"{', '.join(parts)}, at widths {widths}, no others were run; {runs(told.iter_rows(named=True))}"
-
-
 def half() -> str:
     """What each type of values costs in the loss."""
     told = losses.frame([entry.record for entry in results("half-losses", "h200").select()])
@@ -286,7 +270,7 @@ QUESTIONS: list[tuple[str, Callable[[], str], str]] = [
     ("and with all rows in one batch?", full_batch, "08_training_at_the_limit"),
     (
         "and beside PyTorch's fastest, the step compiled as a whole and captured?",
-        compiled,
+        beside.ratios,
         "08_training_at_the_limit",
     ),
     ("what do types of 16 bits cost in the loss?", half, "08_training_at_the_limit"),

@@ -10,6 +10,7 @@ import polars as pl
 
 from vramlab_analysis.documents import Pieces
 from vramlab_analysis.errors import AnalysisError, read_bytes, read_json
+from vramlab_analysis.quoted import beside
 from vramlab_analysis.quoted.parts import cells, listed, newest, runs, table
 
 TYPES = ("f32", "tf32", "bf16", "f16")
@@ -140,27 +141,6 @@ def captured() -> str:
     return "\n".join(lines) + "\n"
 
 
-def compiled() -> str:
-    """Steps beside PyTorch's that is compiled as a whole and captured."""
-    told = table("compiled-step")
-    lines = ["| width and type | trainer | PyTorch | ratio |", "|---|--:|--:|--:|"]
-    for hidden in sorted(told["hidden"].unique().to_list()):
-        for dtype in ("f32", "f16"):
-            both = []
-            for program, launch in (("trainer", "graph"), ("pytorch", "compiled-graph")):
-                rows = told.filter(
-                    pl.col("program") == program,
-                    pl.col("launch") == launch,
-                    pl.col("hidden") == hidden,
-                    pl.col("dtype") == dtype,
-                )
-                both.append(rows.sort("step_us").row(0, named=True))
-            ours, theirs = both
-            words = [f"{one['step_us']:.1f} ({one['low_us']:.1f} – {one['high_us']:.1f})" for one in both]
-            lines.append(f"| {hidden}, {dtype} | {' | '.join(words)} | {ours['step_us'] / theirs['step_us']:.2f} |")
-    return "\n".join(lines) + "\n"
-
-
 def beyond_a_tile() -> str:
     """What a column or an example more than a tile costs."""
     parts = []
@@ -250,7 +230,8 @@ PIECES: dict[str, Pieces] = {
     "experiments/notes/kernels.md": {"| variant |": variants},
     "experiments/notes/training-step.md": {
         "| us a step by width |": captured,
-        "| width and type |": compiled,
+        "| width and type |": beside.table,
+        "`experiments/baselines/train_beside.py`": beside.source,
         "- One column or example": beyond_a_tile,
     },
     "experiments/notes/expandable.md": {

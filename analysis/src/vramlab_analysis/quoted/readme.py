@@ -47,9 +47,10 @@ def compared() -> str:
 
 def limits() -> str:
     """What build the figure of limits is of."""
-    told = inside.load().machines
-    builds = list(dict.fromkeys(one["build"] for one in told))
-    return f"Build {' and '.join(builds)} on one {told[0]['gpu']} ([table](experiments/answers.md))."
+    runs = inside.load()
+    told = [runs.machines[run["call"]] for run in runs.of("curve")]
+    machines = list(dict.fromkeys(f"Build {one['build'][:8]} on one {one['gpu']}" for one in told))
+    return f"{'; '.join(machines)} ([table](experiments/answers.md))."
 
 
 def reading() -> str:
