@@ -208,13 +208,18 @@ class Point:
 
 
 def curve(runs: Runs, program: str, arm: str) -> list[Point]:
-    """What came of each limit, the smallest first."""
+    """What came of each limit, the smallest first, where the allocator kept within it."""
     points = {
         run["over_active"]: Point(run["over_active"], None if run["status"] == "oom" else run["ms"])
         for run in runs.of("curve", program=program, arm=arm)
-        if "over_active" in run
+        if "over_active" in run and not beyond(run)
     }
     return [points[limit] for limit in sorted(points)]
+
+
+def beyond(run: dict[str, Any]) -> bool:
+    """Whether a run reserved more than its limit. A driver's pool holds a limit on what is allocated, not on itself."""
+    return bool(run["status"] == "ok" and (peak(run, "reserved") or 0) > run["limit"])
 
 
 def unlimited(runs: Runs, program: str, arm: str) -> float | None:
@@ -284,7 +289,11 @@ def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
     drawn: dict[str, Any] = {}
     for place, program in enumerate(programs):
         top, below = axes[0][place], axes[1][place]
-        arms = runs.arms(run for run in runs.of("curve", program=program) if "over_active" in run)
+        arms = [
+            arm
+            for arm in runs.arms(run for run in runs.of("curve", program=program) if "over_active" in run)
+            if curve(runs, program, arm)
+        ]
         for row, arm in enumerate(arms):
             colour, mark = ARMS.get(arm, (style.GREY, "X"))
             ran = over_unlimited(runs, program, arm)

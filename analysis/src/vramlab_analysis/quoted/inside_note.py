@@ -198,6 +198,22 @@ def passes() -> str:
     )
 
 
+def rmm() -> str:
+    """The table of RMM over each resource: what a buffer costs, and what held."""
+    told = json.loads("".join(_logs()["rmm.json"]))
+    lines = ["| resource of RMM | 1 KiB and its end, µs | 1 MiB | contents survive | CuPy's sums | all given back |"]
+    lines.append("|---|--:|--:|---|---|---|")
+    for name, one in told.items():
+        if not isinstance(one, dict):
+            continue
+        times = [statistics.median(one[key]) / 1e3 for key in ("ns", "ns_large")]
+        held = [
+            "yes" if one.get(key) else "no" if key in one else "not asked" for key in ("buffers", "arrays", "all_freed")
+        ]
+        lines.append(f"| `{name}` | {times[0]:.1f} | {times[1]:.1f} | {' | '.join(held)} |")
+    return "\n".join(lines) + "\n"
+
+
 def source() -> str:
     """Where the table of real programs is from."""
     runs = inside.load()
@@ -228,6 +244,7 @@ PIECES: Pieces = {
     "| allocator | passes |": checks,
     "| PyTorch's tests |": tests,
     "| program | allocator | blocks told |": sanitizer,
+    "| resource of RMM |": rmm,
     "- A step under `remap`": limits,
     "- `remap:steal=always` reserves": always,
     "- `torch.empty` of a thousand floats": empty,
