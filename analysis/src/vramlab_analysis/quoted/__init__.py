@@ -39,7 +39,7 @@ PIECES: dict[str, Pieces] = {
         "One epoch of": readme.caption,
         "The simulated GPU is fitted to one.": simulated.short,
         f"| {truth.TITLE} |": truth.table,
-        "- **Held out:**": lambda: f"- {truth.held_out()}",
+        "- **Held out.**": lambda: f"- {truth.held_out()}",
         "Build ": readme.limits,
     },
     "experiments/answers.md": ANSWERS,

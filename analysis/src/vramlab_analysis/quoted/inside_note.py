@@ -214,6 +214,16 @@ def rmm() -> str:
     return "\n".join(lines) + "\n"
 
 
+def rmm_source() -> str:
+    """Which releases the table of RMM is of."""
+    told = json.loads("".join(_logs()["rmm.json"]))
+    return (
+        f"`programs/rmm_costs.py`: RMM {told['rmm']} and CuPy {told['cupy']} over each resource, on the H100. `callback` "
+        "is RMM's own pool behind a function in Python, as these allocators are: a call costs what the way through "
+        "Python costs."
+    )
+
+
 def source() -> str:
     """Where the table of real programs is from."""
     runs = inside.load()
@@ -244,6 +254,7 @@ PIECES: Pieces = {
     "| allocator | passes |": checks,
     "| PyTorch's tests |": tests,
     "| program | allocator | blocks told |": sanitizer,
+    "`programs/rmm_costs.py`": rmm_source,
     "| resource of RMM |": rmm,
     "- A step under `remap`": limits,
     "- `remap:steal=always` reserves": always,
