@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from vramlab_analysis import inside, truth
 from vramlab_analysis.documents import Pieces
-from vramlab_analysis.quoted import answers, builds, calls, inside_note, memory, notes, readme, simulated
+from vramlab_analysis.quoted import answers, builds, calls, field, inside_note, memory, notes, readme, simulated
 
 ANSWERS: Pieces = {
     f"| {answers.QUESTION} |": answers.questions,
@@ -32,6 +32,8 @@ ANSWERS: Pieces = {
     "- Instruments cost": calls.instruments,
     f"| {inside.TITLE} |": inside.table,
     "Peak reserved, a step over native": inside_note.source,
+    "- **A loader that gives memory back": field.loader,
+    "- **A loop that calls `empty_cache`**": field.emptied,
 }
 PIECES: dict[str, Pieces] = {
     "README.md": {

@@ -218,9 +218,9 @@ def rmm_source() -> str:
     """Which releases the table of RMM is of."""
     told = json.loads("".join(_logs()["rmm.json"]))
     return (
-        f"`programs/rmm_costs.py`: RMM {told['rmm']} and CuPy {told['cupy']} over each resource, on the H100. `callback` "
-        "is RMM's own pool behind a function in Python, as these allocators are: a call costs what the way through "
-        "Python costs."
+        f"`programs/rmm_costs.py`: RMM {told['rmm']} and CuPy {told['cupy']} over each resource, on the H100. "
+        "`callback` is RMM's own pool behind a function in Python, as these allocators are: a call costs what the way "
+        "through Python costs."
     )
 
 

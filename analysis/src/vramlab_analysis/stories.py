@@ -1,0 +1,130 @@
+"""Two cases from the field, as `experiments/inside/stories.py` records them: a loader's settings, and an emptied cache.
+
+A file is JSON lines, compressed with xz: facts of the machine, then one record a run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+from matplotlib.figure import Figure
+
+from vramlab_analysis import inside, repository, style, truth
+from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+
+# Settings in the order of tables and figures, each with the words that a user writes.
+SETTINGS = {
+    "default": "defaults",
+    "split20": "max_split_size_mb:20",
+    "split20-while-loading": "max_split_size_mb:20, while it loads",
+    "split64": "max_split_size_mb:64",
+    "split512": "max_split_size_mb:512",
+    "roundup8": "roundup_power2_divisions:8",
+    "expandable": "expandable_segments:True",
+    "remap": "remap",
+}
+PHASES = {"layers": "layers loaded", "experts": "experts loaded", "steps": "serving"}
+# Programs of the truth table that are these stories, by their names there.
+PROGRAMS = {
+    "vllm_load_serve": "loading, then serving",
+    "gpt2_shapes": "GPT-2, shapes vary",
+    "gpt2_emptying": "GPT-2, cache emptied",
+}
+
+
+@dataclass(frozen=True)
+class Stories:
+    """The machine, and the runs."""
+
+    machine: dict[str, Any]
+    runs: list[dict[str, Any]]
+
+    def one(self, story: str, arm: str, kind: str = "free") -> list[dict[str, Any]]:
+        """The runs of a story under a setting, those that ran out of memory among them."""
+        return [run for run in self.runs if (run["story"], run["arm"], run["kind"]) == (story, arm, kind)]
+
+    def arms(self, story: str) -> list[str]:
+        """The settings under which a story ran, in the order of tables."""
+        there = {run["arm"] for run in self.runs if run["story"] == story and run["kind"] == "free"}
+        return [arm for arm in SETTINGS if arm in there]
+
+    def where(self) -> str:
+        """The machine in words."""
+        told = self.machine
+        return f"one {told['gpu']}, driver {inside.driver(told)}, PyTorch {told['torch']}, {told['at'][:10]}"
+
+
+def load(path: Path | None = None) -> Stories:
+    """The runs of a file, or of the newest that is recorded.
+
+    Raises AnalysisError when there is no file, or one of something else.
+    """
+    if path is None:
+        there = sorted(repository.results().glob("*-stories.jsonl*"))
+        if not there:
+            raise AnalysisError("experiments/results: no record of stories; `experiments/inside/stories.py` makes one.")
+        path = there[-1]
+    machine: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
+        one = parse_json(line, f"{path}: line {number}")
+        if isinstance(one, dict) and one.get("kind") == "machine":
+            machine = one
+        elif isinstance(one, dict) and {"id", "story", "arm", "kind", "status"} <= one.keys():
+            found[one["id"]] = one
+        else:
+            raise AnalysisError(f"{path}: line {number}: no run of a story.")
+    return Stories(machine, [run for run in found.values() if run["status"] in ("ok", "oom")])
+
+
+def phase(runs: list[dict[str, Any]], name: str, what: str = "peak_reserved") -> float:
+    """Median bytes at a phase: what was reserved or active at its end, or (`peak_…`) at most during it."""
+    held = [float(one[what]) for run in runs for one in run["phases"] if one["name"] == name]
+    return statistics.median(held)
+
+
+def active(stories: Stories) -> float:
+    """Most bytes that the loader holds active under the defaults."""
+    held = [float(run["stats"]["active_bytes.all.peak"]) for run in stories.one("load_serve", "default")]
+    return statistics.median(held)
+
+
+def step(runs: list[dict[str, Any]]) -> float:
+    """Median step in ms."""
+    times = [float(run["ms"]) for run in runs]
+    return statistics.median(times)
+
+
+def calls(runs: list[dict[str, Any]]) -> float:
+    """Allocations and frees of the driver in a step."""
+    found = []
+    for run in runs:
+        called = run["calls_in_steps"]
+        found.append(float(called["num_device_alloc"] + called["num_device_free"]) / run["steps"])
+    return statistics.median(found)
+
+
+def predicted() -> pl.DataFrame:
+    """What `advise` predicted from the recordings of the stories, beside what PyTorch reserved."""
+    return truth.pairs().filter(pl.col("program").is_in(list(PROGRAMS)))
+
+
+def draw(stories: Stories) -> Figure:
+    """What the loader reserves at most in each phase, by setting; the line is what it holds active at most."""
+    figure, axes = style.new(1, 1, width=9.0, height=3.6)
+    arms = stories.arms("load_serve")
+    colours = (style.SKY, style.BLUE, style.ORANGE)
+    for number, (name, words) in enumerate(PHASES.items()):
+        values = [phase(stories.one("load_serve", arm), name) / 2**30 for arm in arms]
+        places = [place + 0.27 * (number - 1) for place in range(len(arms))]
+        axes.bar(places, values, width=0.25, color=colours[number], label=words)
+    axes.axhline(active(stories) / 2**30, color=style.INK, linewidth=0.8, label="active at most, defaults")
+    axes.set_xticks(range(len(arms)), [SETTINGS[arm].replace(":", ":\n") for arm in arms], fontsize=7)
+    axes.set_ylabel("peak reserved, GiB")
+    axes.legend(fontsize=7)
+    style.grid(axes)
+    return figure
