@@ -277,23 +277,18 @@ class Tests:
 
     def names(self):
         """All tests by their names, in the order of their files."""
-        names = []
+        names, loading = [], {}
+        # Side by side, as each imports PyTorch's testing modules from a cold disk.
         for module in FILES:
             output = self.folder / f"{module}.list"
-            command = [
-                sys.executable,
-                __file__,
-                "--worker",
-                str(self.options.tests.resolve()),
-                module,
-                str(output),
-                "list",
-            ]
-            found = subprocess.run(command, capture_output=True, text=True, env=environment("native"), cwd=self.folder)
-            if found.returncode:
-                raise SystemExit(
-                    f"error: {module} cannot be loaded: {(found.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-                )
+            command = [sys.executable, __file__, "--worker", str(self.options.tests.resolve()), module, str(output), "list"]
+            loading[module] = output, subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment("native"), cwd=self.folder
+            )
+        for module, (output, process) in loading.items():
+            _, errors = process.communicate()
+            if process.returncode:
+                raise SystemExit(f"error: {module} cannot be loaded: {(errors.strip().splitlines() or ['no reason given'])[-1]}")
             names += [json.loads(line)["test"] for line in output.read_text().splitlines()]
         only = self.options.only
         return [
@@ -383,7 +378,7 @@ def main():
                         for arm in arms:
                             some = [name for name in wanted[at : at + options.piece] if (arm, name) not in tests.found]
                             pieces += [Piece(arm, some)] if some else []
-            print(f"{len(names)} tests, {len(pieces)} pieces", flush=True)
+            print(f"{len(names)} tests, {len(pieces)} pieces, {time.monotonic() - tests.began:.0f} s to find them", flush=True)
             # Compiled graphs take longest.
             pieces.sort(key=lambda piece: "trees" not in piece.tests[0])
             tests.run(pieces, options.jobs, file)

@@ -101,7 +101,7 @@ def step(runs: list[dict[str, Any]]) -> float:
 
 def calls(runs: list[dict[str, Any]]) -> float:
     """Allocations and frees of the driver in a step."""
-    found = []
+    found: list[float] = []
     for run in runs:
         called = run["calls_in_steps"]
         found.append(float(called["num_device_alloc"] + called["num_device_free"]) / run["steps"])
