@@ -298,6 +298,12 @@ def test_of_a_run_made_twice_the_last_counts(written: Write) -> None:
     assert runs.machine() == "NVIDIA H200, driver 580, PyTorch 2.11.0"
 
 
+def session(records: list[dict[str, Any]]) -> inside.Runs:
+    """Runs of one session."""
+    records = [one | {"session": "one"} for one in records]
+    return inside.Runs(runs=records, every=records)
+
+
 def test_a_line_that_is_no_run_is_refused_by_its_number(written: Write) -> None:
     with pytest.raises(AnalysisError, match="line 2: no run of a campaign"):
         inside.load(written(run("timed", "gpt2", "native"), {"program": "gpt2"}))
@@ -313,7 +319,7 @@ def test_each_run_is_compared_with_its_own_round() -> None:
     times = [50.0, 60.0, 75.0, 100.0]
     records = [run("timed", "gpt2", "native", repeat=at, ms=ms) for at, ms in enumerate(times)]
     records += [run("timed", "gpt2", "remap", repeat=at, ms=1.02 * ms) for at, ms in enumerate(times)]
-    runs = inside.Runs(runs=records)
+    runs = session(records)
     assert inside.ratio(runs, "timed", "gpt2", "remap") == pytest.approx((1.02, 1.02, 1.02))
     assert inside.ratio(runs, "timed", "gpt2", "caching") is None
 
@@ -321,31 +327,26 @@ def test_each_run_is_compared_with_its_own_round() -> None:
 def test_losses_are_compared_only_where_natives_repeat() -> None:
     native = [run("timed", "gpt2", "native", repeat=at) for at in range(2)]
     other = run("timed", "gpt2", "remap", losses=["3f800001"])
-    assert (
-        inside.same_losses(inside.Runs(runs=[*native, run("timed", "gpt2", "caching")]), "gpt2", "caching")
-        == "the same"
-    )
-    assert inside.same_losses(inside.Runs(runs=[*native, other]), "gpt2", "remap") == "differ"
+    assert inside.same_losses(session([*native, run("timed", "gpt2", "caching")]), "gpt2", "caching") == "the same"
+    assert inside.same_losses(session([*native, other]), "gpt2", "remap") == "differ"
     unsteady = [*native, run("timed", "gpt2", "native", repeat=2, losses=["40000000"])]
-    assert (
-        inside.same_losses(inside.Runs(runs=[*unsteady, other]), "gpt2", "remap") == "native's differ from run to run"
-    )
+    assert inside.same_losses(session([*unsteady, other]), "gpt2", "remap") == "native's differ from run to run"
 
 
 def test_the_smallest_limit_has_no_failure_above_it() -> None:
     limits = {1.3: 60.0, 1.1: 61.0, 1.04: None, 1.01: 62.0}
     records = [
-        run("curve", "gpt2", "remap", over_active=limit, **({"ms": ms} if ms else {"status": "oom"}))
+        run("curve", "gpt2", "remap", over_active=limit, limit=2**40, **({"ms": ms} if ms else {"status": "oom"}))
         for limit, ms in limits.items()
     ]
-    runs = inside.Runs(runs=[*records, run("curve", "gpt2", "native", ms=50.0)])
+    runs = session([*records, run("curve", "gpt2", "native", ms=50.0)])
     points = inside.curve(runs, "gpt2", "remap")
     assert [point.ms for point in points] == [62.0, None, 61.0, 60.0]
     assert inside.smallest(points) == 1.1
-    assert inside.unlimited(runs, "gpt2") == 50.0
+    assert inside.unlimited(runs, "gpt2", "remap") == 50.0
     assert [one.get_title(loc="left") for one in inside.draw_curves(runs, ["gpt2"]).axes] == ["GPT-2 124 M", ""]
     with pytest.raises(AnalysisError, match="no run of native"):
-        inside.draw_curves(inside.Runs(runs=records), ["gpt2"])
+        inside.draw_curves(session(records), ["gpt2"])
 
 
 def test_passes_and_settled_need_what_they_compare() -> None:

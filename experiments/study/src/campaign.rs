@@ -32,6 +32,9 @@ const SHOWN: usize = 12;
 const SAME: f64 = 0.01;
 
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Exit codes: 0 all parts are made, 1 a part failed, 2 bad input, 4 the budget ended first, 130 interrupted."
+)]
 pub(crate) struct CampaignArgs {
     /// Parts of the campaign [default: all that can run here]
     #[arg(value_name = "PART")]
@@ -42,7 +45,7 @@ pub(crate) struct CampaignArgs {
     /// Print the parts, what they need and what they cost, and start nothing
     #[arg(long)]
     plan: bool,
-    /// No part begins when less than its last duration is left of so many seconds; exit code 4 says that one was left
+    /// No part begins when less than its last duration is left of so many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 86_400.0)]
     budget: f64,
     /// The parts [default: experiments/campaign.toml]
