@@ -131,9 +131,9 @@ def held_out() -> str:
         _, _, now, _ = _near(ours)
         changed = ours.filter(pl.col("off_percent") != pl.col("first_off_percent")).height
         learnt = f"; the code has learnt from them since, which changed {changed}: now {now}" if changed else ""
+        what = "" if told else " predictions within 1 %"
         told.append(
-            f"Of {len(programs)} programs recorded after commit {commit} {first} of {count} predictions were within "
-            f"1 % (worst {worst:.1f} %){learnt}."
+            f"{len(programs)} programs recorded after {commit}: {first} of {count}{what} (worst {worst:.1f} %){learnt}."
         )
     hard = WAITS | POOLS | LIMIT
     easy, others = (_near(frame.filter(~IS_HELD_OUT & which)) for which in (~hard, hard))
