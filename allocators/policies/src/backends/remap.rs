@@ -46,7 +46,7 @@
 //!
 //! *Cost.* As `pytorch-expandable`, an event every sixteen frees (a free once it was asked whether work is over), and
 //! O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB looks up where it was served
-//! before, and one that is not the best fit takes a pass over the blocks.
+//! before, in O(log n) for each of its pages, and free blocks are listed by their addresses, too.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
 //! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one place at a

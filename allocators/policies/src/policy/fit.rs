@@ -11,6 +11,7 @@ mod oldest;
 pub mod tlsf;
 
 use crate::space::{BlockId, FreeBlock, FreeList};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// An index of free blocks, with a rule for choosing one: a kind of [`Fit`]. What it holds is what was inserted and not removed
@@ -39,79 +40,109 @@ pub trait FreeBlocks: fmt::Debug + Send {
 
 /// The free blocks, with a rule for choosing one.
 #[derive(Debug)]
-pub struct Fit(Box<dyn FreeBlocks>);
+pub struct Fit {
+    blocks: Box<dyn FreeBlocks>,
+    /// The same blocks by their addresses, for policies that ask what lies at one.
+    by_address: Option<BTreeMap<u64, FreeBlock>>,
+}
 
 impl Fit {
     /// Another rule, with the index that it searches.
     pub fn by(blocks: impl FreeBlocks + 'static) -> Self {
-        Self(Box::new(blocks))
+        Self { blocks: Box::new(blocks), by_address: None }
     }
 
     /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
     /// and search take O(log n).
     #[must_use]
     pub fn best() -> Self {
-        Self(Box::<best::Best>::default())
+        Self::by(best::Best::default())
     }
 
     /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
     /// at those of its own that lie in front of what it finds.
     #[must_use]
     pub fn first() -> Self {
-        Self(Box::<lowest::Lowest<FreeList, BlockId>>::default())
+        Self::by(lowest::Lowest::<FreeList, BlockId>::default())
     }
 
     /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
     #[must_use]
     pub fn oldest() -> Self {
-        Self(Box::<oldest::Oldest>::default())
+        Self::by(oldest::Oldest::default())
     }
 
     /// Two-level segregated fit: any block of the first class in which all fit. See [`tlsf`]. O(log n).
     #[must_use]
     pub fn tlsf() -> Self {
-        Self(Box::<tlsf::Tlsf>::default())
+        Self::by(tlsf::Tlsf::default())
     }
 
     /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
     /// reached. A search looks at the blocks in between.
     #[must_use]
     pub fn next() -> Self {
-        Self(Box::<next::Next>::default())
+        Self::by(next::Next::default())
     }
 
     /// Adds a block that was just made: it came from the device, or a cut left it.
     pub fn insert_new(&mut self, block: FreeBlock) {
-        self.0.made(block.id);
+        self.blocks.made(block.id);
         self.insert(block);
     }
 
     /// Adds a block that became free.
     pub fn insert(&mut self, block: FreeBlock) {
-        self.0.insert(block);
+        self.blocks.insert(block);
+        if let Some(by_address) = &mut self.by_address {
+            by_address.insert(block.addr, block);
+        }
     }
 
     /// Takes out a block that is no longer free, or no longer of this size.
     pub fn remove(&mut self, block: FreeBlock) {
-        let known = self.0.remove(block);
+        let known = self.blocks.remove(block);
         debug_assert!(known, "{block:?} should be in the index");
+        if let Some(by_address) = &mut self.by_address {
+            by_address.remove(&block.addr);
+        }
     }
 
     /// A block of a list that has at least `bytes` and at most `largest`.
     pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        if bytes > largest { None } else { self.0.find(list, bytes, largest) }
+        if bytes > largest { None } else { self.blocks.find(list, bytes, largest) }
     }
 
     /// The block that comes after a free one of its list in the order of best fit: the next in size, then in address.
     /// `None` after the last, and for other rules.
     #[must_use]
     pub fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
-        self.0.next_larger(block)
+        self.blocks.next_larger(block)
+    }
+
+    /// Lists the blocks by their addresses, too, so that [`at`](Self::at) finds them. `all` are those that were inserted and not removed
+    /// since. From then on each insert and remove takes O(log n) more, until [`forget_addresses`](Self::forget_addresses).
+    pub fn list_addresses(&mut self, all: impl Iterator<Item = FreeBlock>) {
+        if self.by_address.is_none() {
+            self.by_address = Some(all.map(|block| (block.addr, block)).collect());
+        }
+    }
+
+    /// Stops listing the blocks by their addresses.
+    pub fn forget_addresses(&mut self) {
+        self.by_address = None;
+    }
+
+    /// The block that an address lies in, while blocks are [listed by their addresses](Self::list_addresses). O(log n).
+    #[must_use]
+    pub fn at(&self, addr: u64) -> Option<FreeBlock> {
+        let (_, block) = self.by_address.as_ref()?.range(..=addr).next_back()?;
+        (addr < block.addr + block.bytes).then_some(*block)
     }
 
     /// Takes out every block of a list; they are returned in the order of the index.
     pub fn drain(&mut self, list: FreeList) -> Vec<FreeBlock> {
-        let blocks = self.0.of(list);
+        let blocks = self.blocks.of(list);
         blocks.iter().for_each(|block| self.remove(*block));
         blocks
     }
@@ -166,6 +197,31 @@ mod tests {
             fit.remove(FreeBlock { list: list(1), addr: 30, bytes: 6, id: BlockId::numbered(30) });
             assert_eq!(found(&mut fit, 5, 6), None);
         }
+    }
+
+    #[test]
+    fn blocks_are_found_by_address_once_they_are_listed() {
+        let mut fit = filled(Fit::best());
+        let block = |addr: u64, bytes| {
+            // CAST: a small number.
+            FreeBlock { list: list(1), addr, bytes, id: BlockId::numbered(addr as u32) }
+        };
+        assert_eq!(fit.at(10), None);
+        fit.list_addresses([block(40, 8), block(10, 4), block(30, 6), block(20, 8)].into_iter());
+        let at = |fit: &Fit, addr| fit.at(addr).map(|block| block.addr);
+        assert_eq!(
+            [9, 10, 13, 14, 35, 36].map(|addr| at(&fit, addr)),
+            [None, Some(10), Some(10), None, Some(30), None]
+        );
+        fit.remove(block(30, 6));
+        fit.insert(block(30, 2));
+        fit.insert_new(block(50, 1));
+        assert_eq!([31, 32, 50].map(|addr| at(&fit, addr)), [Some(30), None, Some(50)]);
+        fit.drain(list(1));
+        assert_eq!(at(&fit, 10), None);
+        fit.forget_addresses();
+        fit.insert(block(10, 4));
+        assert_eq!(at(&fit, 10), None);
     }
 
     #[test]

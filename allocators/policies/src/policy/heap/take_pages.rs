@@ -3,7 +3,7 @@
 use super::Heap;
 use crate::policy::grow::Segments as _;
 use crate::policy::pages::Pages;
-use crate::space::{BlockId, FreeBlock, FreeList, Space};
+use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use vramlab_device::DriverError;
@@ -32,23 +32,6 @@ struct Lacking {
 impl Lacking {
     fn pages(&self) -> usize {
         self.kept.len() + self.vacant.len()
-    }
-}
-
-/// Free blocks by address, while one request is served.
-struct FreeBlocks(Vec<FreeBlock>);
-
-impl FreeBlocks {
-    fn of(space: &Space) -> Self {
-        let mut blocks: Vec<FreeBlock> = space.free_blocks().collect();
-        blocks.sort_unstable_by_key(|block| block.addr);
-        Self(blocks)
-    }
-
-    /// The free block that an address lies in.
-    fn at(&self, addr: u64) -> Option<FreeBlock> {
-        let behind = self.0.partition_point(|block| block.addr <= addr);
-        self.0[..behind].last().copied().filter(|block| addr < block.addr + block.bytes)
     }
 }
 
@@ -96,7 +79,7 @@ impl Heap {
     /// The free block of `bytes` at a place, if all of it is free or can be filled by pages that are mapped there and are free
     /// where they belong now: they go back. No call of the driver maps anything. Also how many bytes moved.
     ///
-    /// Takes a pass over the blocks, and logarithmic time for each page.
+    /// O(log n) for each page and for each free block there. The first time blocks are listed by their addresses, a pass over all.
     ///
     /// # Errors
     /// Those of the driver.
@@ -104,26 +87,26 @@ impl Heap {
         if list.owner.private.is_some() || self.is_capturing() {
             return Ok(None);
         }
-        let free = FreeBlocks::of(&self.space);
-        let Some(Lacking { kept, vacant }) = self.lacking(&free, list, &(start..start + bytes))? else {
+        self.fit.list_addresses(self.space.free_blocks());
+        let Some(Lacking { kept, vacant }) = self.lacking(list, &(start..start + bytes))? else {
             return Ok(None);
         };
         if !vacant.is_empty() {
             return Ok(None);
         }
         let moved = kept.len() as u64 * self.source.handle_bytes(list.pool);
-        let Some(block) = self.carry_out(list, kept).or_else(|| free.at(start).map(|block| block.id)) else {
+        let Some(block) = self.carry_out(list, kept).or_else(|| self.fit.at(start).map(|block| block.id)) else {
             return Ok(None);
         };
         Ok(Some((self.begin_free(block, start), moved)))
     }
 
     /// What a run lacks; `None` where a part of it is in use, or a mapping is kept in it whose page cannot be had.
-    fn lacking(&mut self, free: &FreeBlocks, list: FreeList, run: &Range<u64>) -> Result<Option<Lacking>, DriverError> {
+    fn lacking(&mut self, list: FreeList, run: &Range<u64>) -> Result<Option<Lacking>, DriverError> {
         let page = self.source.handle_bytes(list.pool);
         let (mut lacking, mut at) = (Lacking::default(), run.start);
         while at < run.end {
-            if let Some(block) = free.at(at) {
+            if let Some(block) = self.fit.at(at) {
                 if block.list != list {
                     return Ok(None);
                 }
@@ -135,7 +118,7 @@ impl Heap {
                 // Where the page belongs, the address is in use.
                 Some(from) if from != at => {
                     let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
-                    let Some(block) = free.at(from).filter(around) else { return Ok(None) };
+                    let Some(block) = self.fit.at(from).filter(around) else { return Ok(None) };
                     let apart = from + page <= run.start || run.end <= from;
                     if !apart || !self.may_move(list, block, from, false)? {
                         return Ok(None);
@@ -203,17 +186,17 @@ impl Heap {
 
     /// The block that begins at an address: a free one, or a hole.
     fn begins_at(&self, list: FreeList, addr: u64) -> Option<BlockId> {
-        let free = self.space.free_blocks().find(|block| block.addr == addr);
+        let free = self.fit.at(addr).filter(|block| block.addr == addr);
         free.map(|block| block.id).or_else(|| self.holes.get(&(list, addr)).copied())
     }
 
     /// The run of a list for `bytes` that lacks least, the lowest of these, and what it lacks. Mappings that are kept in it are of
     /// pages that can be had.
     fn find_run(&mut self, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Lacking)>, DriverError> {
-        let free = FreeBlocks::of(&self.space);
+        self.fit.list_addresses(self.space.free_blocks());
         let mut best: Option<(BlockId, u64, Lacking)> = None;
-        for (block, start) in self.runs(&free, list, bytes) {
-            if let Some(lacking) = self.lacking(&free, list, &(start..start + bytes))?
+        for (block, start) in self.runs(list, bytes) {
+            if let Some(lacking) = self.lacking(list, &(start..start + bytes))?
                 && best.as_ref().is_none_or(|(_, _, least)| lacking.pages() < least.pages())
             {
                 best = Some((block, start, lacking));
@@ -224,18 +207,19 @@ impl Heap {
         }
         let Some(first) = self.find_hole(list, bytes)? else { return Ok(None) };
         let start = self.space[first].addr;
-        Ok(self.lacking(&free, list, &(start..start + bytes))?.map(|lacking| (first, lacking)))
+        Ok(self.lacking(list, &(start..start + bytes))?.map(|lacking| (first, lacking)))
     }
 
     /// The runs of a list for `bytes` in whose holes pages can be had that are mapped there; none while no mapping is kept.
-    fn runs(&self, free: &FreeBlocks, list: FreeList, bytes: u64) -> Vec<(BlockId, u64)> {
+    fn runs(&self, list: FreeList, bytes: u64) -> Vec<(BlockId, u64)> {
         if self.source.parts().kept() == 0 || list.owner.private.is_some() || self.is_capturing() {
             return Vec::new();
         }
         let page = self.source.handle_bytes(list.pool);
         let can_be_had = |addr: u64| {
             let place = self.source.parts().place(addr);
-            let block = place.and_then(|place| free.at(place).filter(|block| place + page <= block.addr + block.bytes));
+            let block =
+                place.and_then(|place| self.fit.at(place).filter(|block| place + page <= block.addr + block.bytes));
             block.is_some_and(|block| block.list.owner == list.owner)
         };
         let holes = self.holes.range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
@@ -373,6 +357,7 @@ impl Heap {
     /// Those of the driver. Those that it did not undo are still there.
     pub(super) fn drop_all_kept(&mut self) -> Result<(), DriverError> {
         self.places.clear();
+        self.fit.forget_addresses();
         for addr in self.source.parts().all_kept() {
             self.drop_kept(addr)?;
         }
