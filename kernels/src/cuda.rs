@@ -1,6 +1,7 @@
 //! Loading the embedded PTX and launching kernels from it.
 
 mod linear;
+mod linear_arguments;
 mod module;
 mod warpgroup;
 
@@ -11,11 +12,13 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute, CUfunction, CUresult, CUstream};
 
 use crate::error::KernelError;
-use crate::ops::grid;
-pub(crate) use linear::LinearArguments;
 use linear::LinearKernels;
+pub(crate) use linear_arguments::LinearArguments;
 use module::{Module, Ptx};
 pub(crate) use warpgroup::backward_name;
+
+/// CUDA's limit on the first dimension of a grid.
+const MOST_BLOCKS: u64 = (1 << 31) - 1;
 
 struct Source {
     ptx: Ptx,
@@ -258,6 +261,14 @@ fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     // SAFETY: the device of a context that is current.
     let answer = unsafe { result::device::get_attribute(device, attribute) };
     answer.map_err(|error| driver_error("cuDeviceGetAttribute", error))
+}
+
+/// The grid of a launch, if CUDA can have it.
+fn grid(operation: &'static str, blocks: u64) -> Result<u32, KernelError> {
+    u32::try_from(blocks).ok().filter(|_| blocks <= MOST_BLOCKS).ok_or_else(|| KernelError::Shape {
+        operation,
+        what: format!("{blocks} thread blocks are more than CUDA's {MOST_BLOCKS}"),
+    })
 }
 
 /// Grid, block and dynamic shared memory of a launch; the first two have one dimension.

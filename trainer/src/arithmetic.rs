@@ -4,6 +4,7 @@ use crate::error::{Result, TrainError};
 use clap::ValueEnum;
 use kernels::{Element, Precision};
 use serde::Serialize;
+use terminal::arguments::name;
 
 /// Type of activations, of their gradients and of the weights that products read. Biases, logits, sums and the gradients
 /// of weights are f32 whatever it is.
@@ -158,11 +159,6 @@ impl Arithmetic {
         let scale = if scaled { format!(", lower --loss-scale (now {})", self.loss_scale) } else { String::new() };
         format!("lower --lr (now {learning_rate}){scale} or change --init")
     }
-}
-
-/// A value as it is written on the command line and in the record.
-pub(crate) fn name(value: impl ValueEnum) -> String {
-    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
 #[cfg(test)]

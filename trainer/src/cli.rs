@@ -154,7 +154,7 @@ pub fn check(options: &[OsString]) -> std::result::Result<(), String> {
     let program = std::iter::once(OsString::from("trainer"));
     let cli = Cli::try_parse_from(program.chain(options.iter().cloned())).map_err(|error| one_line(&error))?;
     let settings = cli.train.settings;
-    check_allocator(&settings).and_then(|()| crate::train::check(&settings)).map_err(|error| error.to_string())
+    check_allocator(&settings).and_then(|()| crate::check::settings(&settings)).map_err(|error| error.to_string())
 }
 
 /// What clap says about a bad command line in several lines, in one.

@@ -5,8 +5,8 @@ mod sim;
 mod streams;
 
 use crate::arithmetic::Arithmetic;
+use crate::calls::CallLog;
 use crate::error::{Result, TrainError};
-use crate::export::CallLog;
 use crate::settings::{DeviceChoice, SyncMode};
 use kernels::{CudaKernels, Operation};
 use std::fmt;

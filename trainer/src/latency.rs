@@ -1,7 +1,5 @@
 //! Latency histograms by part of the run, so that a cold start does not hide in a long steady state.
 
-use crate::error::Result;
-use crate::record::RecordWriter;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 use std::time::{Duration, Instant, SystemTime};
@@ -88,7 +86,7 @@ impl Intervals {
         Self { started, ended: Duration::ZERO, so_far: Vec::new(), closed: Vec::new() }
     }
 
-    /// Ends an interval. It is kept in memory until [`flush`](Self::flush), because between two steps the host has no
+    /// Ends an interval. It is kept in memory until [`take`](Self::take), because between two steps the host has no
     /// time for files. Costs a copy of the histograms, some 200 KB for each path.
     pub fn close(&mut self, timed: &Timed) {
         let (start, now) = (self.ended, self.started.elapsed());
@@ -107,12 +105,9 @@ impl Intervals {
         self.ended = now;
     }
 
-    /// Writes what was closed since the last time to the record.
-    ///
-    /// # Errors
-    /// [`TrainError::Output`](crate::error::TrainError::Output) when the file cannot be written.
-    pub fn flush(&mut self, record: &RecordWriter) -> Result<()> {
+    /// When the process began, and what was closed since the last time.
+    pub fn take(&mut self) -> (SystemTime, Vec<Interval>) {
         let began = SystemTime::now().checked_sub(self.started.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
-        record.append_latency(began, &std::mem::take(&mut self.closed))
+        (began, std::mem::take(&mut self.closed))
     }
 }

@@ -8,6 +8,8 @@
 
 mod allocators;
 pub mod arithmetic;
+mod calls;
+mod check;
 pub mod cli;
 pub mod data;
 pub mod device;

@@ -1,7 +1,6 @@
 //! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
 
 use crate::Settings;
-use crate::arithmetic::name;
 use crate::data::{Dataset, Progress};
 use crate::device::Device;
 use crate::observer::Observer;
@@ -10,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use terminal::arguments::name;
 use terminal::{Bar, duration};
 use vramlab::{Bytes, CallEvent, CallKind};
 

@@ -1,8 +1,8 @@
 //! The run record: one type for `summary.json`, and the raw data beside it. `analysis/schema.md` describes it.
 
+use crate::calls::CallLine;
 use crate::data::{DatasetName, FileChecksum};
 use crate::error::{Result, TrainError};
-use crate::export::CallLine;
 use crate::latency::{Interval, LatencyRecord};
 use crate::mlp::LayerProducts;
 use crate::provenance::Provenance;

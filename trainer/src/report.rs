@@ -1,9 +1,9 @@
 //! The account of a run as tables for people.
 
-use crate::arithmetic::name;
 use crate::record::{EpochRecord, Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
 use crate::train::{LastAllocation, Outcome};
+use terminal::arguments::name;
 use terminal::{Cell, Column, Page, Table, duration};
 use vramlab::{Attribution, Bytes, CallCounts, CallKind, CallTotals, PeakKind};
 

@@ -1,7 +1,7 @@
 //! What a run was asked to do.
 
 use crate::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
-use crate::data::DatasetName;
+use crate::data::{DataRequest, DatasetName};
 use crate::error::Result;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
@@ -299,6 +299,13 @@ impl Settings {
     pub fn steps_in_graph(&self) -> Option<u32> {
         let usual = if self.sync == SyncMode::Never { USUAL_GRAPH_STEPS } else { 1 };
         (self.launch == LaunchMode::Graph).then(|| self.graph_steps.unwrap_or(usual))
+    }
+
+    /// The data to train on.
+    #[must_use]
+    pub fn data(&self) -> DataRequest {
+        let Self { dataset, seed, offline, .. } = *self;
+        DataRequest { name: dataset, data_dir: self.data_dir.clone(), seed, offline }
     }
 
     /// How the network computes, with what was not said filled in.

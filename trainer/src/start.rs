@@ -11,7 +11,7 @@ use crate::error::{Result, TrainError};
 use crate::mlp::initial_weights;
 use crate::observer::Observer;
 use crate::settings::Settings;
-use crate::{loader, train};
+use crate::{check, data, loader};
 use serde_json::{Map, Value, json};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -78,9 +78,9 @@ impl Tensor<'_> {
 /// # Errors
 /// Those of settings that cannot work, of [`begin()`], of loading the data, and of [`write()`].
 pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<FileChecksum> {
-    train::check(settings)?;
+    check::settings(settings)?;
     let file = begin(path)?;
-    let dataset = train::load(settings, observer)?;
+    let dataset = data::load(&settings.data(), observer.as_ref())?;
     observer.dataset(&dataset);
     write(file, settings, &dataset)
 }
@@ -128,7 +128,7 @@ fn unwritten(error: OutputError) -> TrainError {
 
 /// Tensors in the order in which they lie in the file: those of four bytes a value first, so that all are aligned.
 fn tensors<'a>(settings: &Settings, dataset: &'a Dataset) -> Result<Vec<Tensor<'a>>> {
-    let widths = train::network(settings, dataset)?;
+    let widths = check::network(settings, dataset)?;
     let mut out = Vec::new();
     for (layer, pair) in (0..).zip(widths.windows(2)) {
         let (inputs, outputs) = (pair[0], pair[1]);

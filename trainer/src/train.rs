@@ -1,15 +1,16 @@
 //! One run from settings to record.
 
 mod capture;
-mod check;
 mod epoch;
 mod stepper;
 
 use crate::arithmetic::Arithmetic;
-use crate::data::{self, DataRequest, Dataset, Split};
+use crate::calls::CallLog;
+use crate::check;
+use crate::data::{self, Dataset, Split};
 use crate::device::Device;
 use crate::error::{Result, TrainError};
-use crate::export::{self, CallLog};
+use crate::export;
 use crate::latency::{Intervals, LatencyRecord};
 use crate::loader::Loader;
 use crate::mlp::{self, Mlp};
@@ -62,7 +63,7 @@ pub fn run(
     stop: &AtomicBool,
     observer: &Arc<dyn Observer>,
 ) -> Result<Outcome> {
-    check(settings)?;
+    check::settings(settings)?;
     let ranges = Ranges::new(settings.nvtx);
     ranges.name_thread("trainer");
     let calls = (!settings.exports.is_empty()).then(|| Arc::new(CallLog::default()));
@@ -75,7 +76,7 @@ pub fn run(
     device.prepare(&settings.arithmetic()?)?;
     observer.device(&device);
     let start = settings.save_start.as_deref().map(start::begin).transpose()?;
-    let dataset = load(settings, observer)?;
+    let dataset = data::load(&settings.data(), observer.as_ref())?;
     observer.dataset(&dataset);
     let steps = steps_in_all(settings, &dataset);
     // Before there is a record, because both can be told from the command line.
@@ -107,53 +108,6 @@ fn listeners(settings: &Settings, observer: &Arc<dyn Observer>, calls: Option<&A
     }))
 }
 
-/// More layers than any network has, and few enough that their widths can be listed.
-const MOST_LAYERS: u32 = 1 << 16;
-
-/// What can be told from the settings alone.
-pub(crate) fn check(settings: &Settings) -> Result<()> {
-    let positive = [
-        ("--hidden", settings.hidden),
-        ("--layers", settings.layers),
-        ("--batch", settings.batch),
-        ("--epochs", settings.epochs),
-    ];
-    for (option, value) in positive {
-        if value == 0 {
-            return Err(TrainError::Input(format!("{option} must be at least 1")));
-        }
-    }
-    if settings.layers > MOST_LAYERS {
-        return Err(TrainError::Input(format!("--layers must be at most {MOST_LAYERS}, found {}", settings.layers)));
-    }
-    if settings.steps == Some(0) {
-        return Err(TrainError::Input("--steps must be at least 1".into()));
-    }
-    if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
-        return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
-    }
-    check::launch(settings)?;
-    let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
-    if !(settings.learning_rate / loss_scale).is_finite() {
-        return Err(TrainError::Input(format!(
-            "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
-            settings.learning_rate
-        )));
-    }
-    Ok(())
-}
-
-/// The data that the settings ask for.
-pub(crate) fn load(settings: &Settings, observer: &Arc<dyn Observer>) -> Result<Dataset> {
-    let request = DataRequest {
-        name: settings.dataset,
-        data_dir: settings.data_dir.clone(),
-        seed: settings.seed,
-        offline: settings.offline,
-    };
-    Ok(data::load(&request, observer.as_ref())?)
-}
-
 struct Run {
     summary: Summary,
     record: RecordWriter,
@@ -177,7 +131,7 @@ impl Run {
         dataset: &Dataset,
         calls: Option<Arc<CallLog>>,
     ) -> Result<Self> {
-        let widths = network(settings, dataset)?;
+        let widths = check::network(settings, dataset)?;
         let arithmetic = settings.arithmetic()?;
         let parameter_bytes = mlp::parameter_bytes(&widths, &arithmetic);
         let limit = settings.memory_limit.or(settings.allocator.memory_limit());
@@ -279,7 +233,7 @@ impl Run {
         stop: &AtomicBool,
         observer: &Arc<dyn Observer>,
     ) -> Result<()> {
-        let widths = network(settings, dataset)?;
+        let widths = check::network(settings, dataset)?;
         let context = &self.context;
         let arithmetic = settings.arithmetic()?;
         let batches = batches(settings, dataset);
@@ -347,7 +301,11 @@ impl Run {
     /// Ends an interval of the latency histograms and moves all that have ended to the record.
     fn append_latency(&mut self) -> Result<()> {
         self.close_latency();
-        if self.stack.timed.is_some() { self.latency.flush(&self.record) } else { Ok(()) }
+        if self.stack.timed.is_none() {
+            return Ok(());
+        }
+        let (began, intervals) = self.latency.take();
+        self.record.append_latency(began, &intervals)
     }
 
     /// Writes the exports, of which the summary then tells.
@@ -427,27 +385,6 @@ fn batches(settings: &Settings, dataset: &Dataset) -> Vec<u32> {
     out.sort_unstable();
     out.dedup();
     out
-}
-
-/// Widths of the network for this data.
-pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
-    let size =
-        |value: usize| u32::try_from(value).map_err(|_| TrainError::Input(format!("{value} is too wide a layer")));
-    let widths = mlp::widths(size(dataset.features)?, settings.hidden, settings.layers, size(dataset.classes)?);
-    const MOST: u64 = 1 << 31;
-    // With the padding that a row may have.
-    let padded = |width: u32| match settings.arithmetic() {
-        Ok(arithmetic) if arithmetic.is_plain() => u64::from(width),
-        _ => u64::from(width).next_multiple_of(8),
-    };
-    let largest = widths.windows(2).map(|pair| padded(pair[0]) * u64::from(pair[1])).max().unwrap_or(0);
-    let rows = u64::from(settings.batch) * padded(widths.iter().copied().max().unwrap_or(0));
-    if largest >= MOST || rows >= MOST {
-        return Err(TrainError::Input(
-            "a tensor would have more than 2^31 values: lower --hidden or --batch".to_owned(),
-        ));
-    }
-    Ok(widths)
 }
 
 fn effective(

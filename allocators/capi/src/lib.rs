@@ -610,21 +610,3 @@ pub unsafe extern "C" fn vramlab_settings_json(vramlab: *mut Allocator, out: *mu
     // SAFETY: as promised.
     answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.settings_json())) })
 }
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    #[test]
-    fn the_header_is_what_the_source_says() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let header = folder.join("include/vramlab.h");
-        let mut made = Vec::new();
-        cbindgen::generate(folder).expect("the sources should make a header").write(&mut made);
-        if std::env::var_os("UPDATE_HEADER").is_some() {
-            std::fs::write(&header, &made).unwrap();
-        }
-        let written = std::fs::read(&header).unwrap_or_default();
-        assert!(written == made, "{} is not current: run UPDATE_HEADER=1 cargo test -p vramlab-capi", header.display());
-    }
-}

@@ -1,4 +1,5 @@
-//! A C program that calls every function, built against the committed header with the machine's C compiler.
+//! The committed header is what the sources say, and a C program that calls every function is built against it with the
+//! machine's C compiler.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -53,4 +54,17 @@ fn the_header_declares_what_the_c_program_calls() {
     for name in functions {
         assert!(program.contains(&format!("{name}(")), "the C program does not call {name}");
     }
+}
+
+#[test]
+fn the_header_is_what_the_source_says() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let header = folder.join("include/vramlab.h");
+    let mut made = Vec::new();
+    cbindgen::generate(folder).expect("the sources should make a header").write(&mut made);
+    if std::env::var_os("UPDATE_HEADER").is_some() {
+        std::fs::write(&header, &made).unwrap();
+    }
+    let written = std::fs::read(&header).unwrap_or_default();
+    assert!(written == made, "{} is not current: run UPDATE_HEADER=1 cargo test -p vramlab-capi", header.display());
 }

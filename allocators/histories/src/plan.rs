@@ -59,6 +59,7 @@ mod conflicts;
 mod exact;
 mod lifetime;
 mod lifetimes;
+mod logarithm;
 mod occupied;
 mod online;
 mod parts;

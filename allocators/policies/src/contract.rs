@@ -4,6 +4,7 @@
 //! [`Memory`](crate::Memory).
 
 mod allocator;
+mod block;
 mod error;
 mod event;
 mod private_pool;
@@ -11,10 +12,11 @@ mod snapshot;
 mod stats;
 mod token;
 
-pub use allocator::{Block, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Path, Request};
+pub use allocator::{DeviceAllocator, Request};
+pub use block::{Block, GUARANTEED_ALIGN, Path};
 pub use error::{AllocError, OomReport, Refused};
 pub use event::{Action, Event};
-pub use private_pool::PrivatePool;
+pub use private_pool::{CaptureId, PrivatePool};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};
 pub use stats::{Gauge, PeakKind, PoolKind, PooledGauge, Stats, Steals};
 pub use token::{Token, Tokens};

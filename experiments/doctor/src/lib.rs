@@ -6,6 +6,7 @@ mod advise;
 mod capacity;
 mod command_line;
 mod convert;
+mod curves;
 mod diff;
 mod explain;
 mod gpus;

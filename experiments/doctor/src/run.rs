@@ -17,7 +17,6 @@ use terminal::arguments;
 use terminal::around::{self, Around, Signalled};
 use vramlab::Selection;
 
-pub(crate) use device::{Curve, curve};
 pub(crate) use folder::Folder;
 pub(crate) use launch::{Frames, Launch};
 pub(crate) use processes::Process;

@@ -164,7 +164,7 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
         Ok(Planned {
             part: part.name.clone(),
             needs: part.needs.clone(),
-            seconds: here.map_or_else(|| part.recorded_s(), |here| Ok(Some(here.took_s)))?,
+            seconds: here.map_or_else(|| rows::recorded_s(part), |here| Ok(Some(here.took_s)))?,
             done: here.is_some() && there,
             command: part.words(out, budget)?,
             documents: part.documents.clone(),

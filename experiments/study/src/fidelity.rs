@@ -3,10 +3,11 @@
 
 pub(crate) mod recorded;
 
+use crate::repository;
 use crate::study::ended;
 use crate::study::figures::median;
+use crate::study::packed;
 use crate::table::{percent, table};
-use crate::{packed, repository};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use recorded::{Call, Measured, Recorded};

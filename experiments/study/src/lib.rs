@@ -9,7 +9,6 @@ mod campaign;
 mod compare;
 mod fidelity;
 mod fit;
-mod packed;
 mod profile;
 mod program;
 mod repository;
@@ -38,9 +37,9 @@ enum Command {
     /// Lists the specs that are there, with their questions
     List(study::ListArgs),
     /// Makes a few tables of a recorded experiment, to be kept, sent and read anywhere
-    Pack(packed::PackArgs),
+    Pack(study::packed::PackArgs),
     /// Makes the folder of a packed experiment again
-    Unpack(packed::UnpackArgs),
+    Unpack(study::packed::UnpackArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
     /// Says how far the simulated GPU is from the real one
@@ -98,8 +97,8 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Command::Run(args) => study::run(&args),
         Command::Status(args) => study::status(&args),
         Command::List(args) => study::list(&args),
-        Command::Pack(args) => packed::pack(&args),
-        Command::Unpack(args) => packed::unpack(&args),
+        Command::Pack(args) => study::packed::pack(&args),
+        Command::Unpack(args) => study::packed::unpack(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),

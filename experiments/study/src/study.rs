@@ -1,4 +1,4 @@
-//! `experiments run`, `status` and `list`: experiments that are written down as specs.
+//! `experiments run`, `status`, `list`, `pack` and `unpack`: experiments that are written down as specs.
 //!
 //! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
 //! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
@@ -9,6 +9,7 @@ mod execute;
 pub(crate) mod figures;
 mod list;
 mod lock;
+pub(crate) mod packed;
 pub(crate) mod plan;
 mod programs;
 pub(crate) mod record;
@@ -22,9 +23,8 @@ use std::process::ExitStatus;
 use terminal::RuntimeFailure;
 
 pub(crate) use list::{ListArgs, list};
-pub(crate) use lock::at_work;
 pub(crate) use run::{RunArgs, run};
-pub(crate) use status::{StatusArgs, experiments_in, is_plain, status};
+pub(crate) use status::{StatusArgs, status};
 
 /// The error with which this program ends when a process that it waited for failed.
 pub(crate) fn ended(status: ExitStatus, text: String) -> anyhow::Error {

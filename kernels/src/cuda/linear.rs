@@ -4,9 +4,8 @@ use cudarc::driver::sys::CUstream;
 
 use super::module::{Module, Ptx, ptx};
 use super::warpgroup::{self, WarpgroupKernels, backward_name};
-use super::{CudaKernels, LaunchShape, argument, queue};
+use super::{CudaKernels, LaunchShape, LinearArguments, argument, grid, queue};
 use crate::error::KernelError;
-use crate::ops::{LinearBackward, grid};
 use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
 use crate::storage::Precision;
 
@@ -46,43 +45,6 @@ pub(super) struct LinearKernels {
     module: Module,
     /// On a GPU that has warpgroups.
     warpgroup: Option<WarpgroupKernels>,
-}
-
-/// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(crate) struct LinearArguments {
-    pub(crate) a: u64,
-    pub(crate) b: u64,
-    pub(crate) out: u64,
-    pub(crate) mask: u64,
-    pub(crate) master: u64,
-    pub(crate) bias: u64,
-    pub(crate) workspace: u64,
-    pub(crate) tickets: u64,
-    pub(crate) m: u32,
-    pub(crate) n: u32,
-    pub(crate) k: u32,
-    pub(crate) a_pitch: u32,
-    pub(crate) b_pitch: u32,
-    pub(crate) out_pitch: u32,
-    pub(crate) splits: u32,
-    pub(crate) flags: u32,
-    pub(crate) scale: f32,
-}
-
-impl LinearArguments {
-    /// Negative sums become zero.
-    pub(crate) const RELU: u32 = 1;
-    /// The output is f32 whatever the precision.
-    pub(crate) const OUT_F32: u32 = 2;
-    /// Steps the weights instead of writing their gradient.
-    pub(crate) const STEP: u32 = 4;
-
-    /// Nothing but what blocks share; the plan says how many do.
-    pub(crate) fn new(workspace: u64, tickets: u64) -> Self {
-        Self { workspace, tickets, splits: 1, scale: 1.0, ..Self::default() }
-    }
 }
 
 impl Plan {
@@ -204,7 +166,8 @@ impl CudaKernels {
 }
 
 impl CudaKernels {
-    /// Queues both products of the way back on `stream`, if the GPU has a kernel for it; false if not.
+    /// Queues both products of the way back on `stream`, if the GPU has a kernel for it; false if not. The arguments are those
+    /// of the input's product with the step's bias and rate; `x` is the layer's input and its pitch.
     ///
     /// # Safety
     ///
@@ -213,17 +176,14 @@ impl CudaKernels {
         &self,
         plan: &BackwardPlan,
         stream: CUstream,
-        both: &LinearBackward,
+        precision: Precision,
+        arguments: &LinearArguments,
+        x: (u64, u32),
     ) -> Result<bool, KernelError> {
-        let Some(warpgroup) = &self.linear(both.input.precision)?.warpgroup else { return Ok(false) };
-        let arguments = LinearArguments {
-            bias: both.update.bias,
-            scale: both.update.rate,
-            splits: plan.splits,
-            ..both.input.arguments()
-        };
+        let Some(warpgroup) = &self.linear(precision)?.warpgroup else { return Ok(false) };
+        let arguments = LinearArguments { splits: plan.splits, ..*arguments };
         // SAFETY: the caller vouches for the addresses.
-        unsafe { warpgroup.launch_backward(plan, stream, &arguments, (both.update.x, both.update.x_pitch)) }?;
+        unsafe { warpgroup.launch_backward(plan, stream, &arguments, x) }?;
         Ok(true)
     }
 }

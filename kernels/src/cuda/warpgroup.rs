@@ -10,9 +10,8 @@ use cudarc::driver::sys::{
 };
 
 use super::module::{Module, Ptx, ptx};
-use super::{LaunchShape, LinearArguments, argument, driver_error, queue};
+use super::{LaunchShape, LinearArguments, argument, driver_error, grid, queue};
 use crate::error::KernelError;
-use crate::ops::grid;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
 use crate::storage::{Element, Precision};
 

@@ -36,9 +36,6 @@ const ELEMENTWISE_THREADS: u32 = 256;
 const ROWS_PER_BLOCK: u64 = 4;
 const WARP_PER_ROW_THREADS: u32 = 128;
 
-/// CUDA's limit on the first dimension of a grid.
-const MOST_BLOCKS: u64 = (1 << 31) - 1;
-
 const F32: u64 = size_of::<f32>() as u64;
 const U32: u64 = size_of::<u32>() as u64;
 
@@ -117,12 +114,4 @@ fn at_step(operation: &'static str, addr: u64, stride: u64, step: u64) -> Result
 /// An optional address as a kernel takes it: zero if there is none.
 fn or_null(addr: Option<u64>) -> u64 {
     addr.unwrap_or(0)
-}
-
-/// The grid of a launch, if CUDA can have it.
-pub(crate) fn grid(operation: &'static str, blocks: u64) -> Result<u32, KernelError> {
-    u32::try_from(blocks).ok().filter(|_| blocks <= MOST_BLOCKS).ok_or_else(|| KernelError::Shape {
-        operation,
-        what: format!("{blocks} thread blocks are more than CUDA's {MOST_BLOCKS}"),
-    })
 }

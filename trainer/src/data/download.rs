@@ -17,8 +17,7 @@ use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
 use super::error::{shown, url_without_password, without_passwords};
-use super::mnist::unpacked;
-use super::{Candidate, DataError, DataRequest, DatasetName, Hashed, Progress, Sources, StandardFile, hex};
+use super::{Candidate, DataError, DataRequest, DatasetName, Hashed, Progress, Sources, StandardFile, hex, unpacked};
 
 /// How long a mirror may take to answer when one has answered before, so that the network is known to be there.
 const ANSWER_WITHIN: Duration = Duration::from_secs(15);

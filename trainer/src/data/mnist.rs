@@ -1,17 +1,17 @@
 //! MNIST: getting its four files, reading them, and seeing that they fit together.
 
 use std::fs::File;
-use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use flate2::bufread::MultiGzDecoder;
 use ring::digest::{Context, Digest, SHA256};
 
 use super::error::shown;
 use super::idx::{Idx, IdxKind, IdxLimits, parse_idx};
 use super::locate::{Candidate, Download, MnistLocation, Origin, Sources, locate_mnist_with};
-use super::{DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum, Hashed, Progress, Split, hex};
+use super::{
+    DataError, DataRequest, Dataset, DatasetName, Features, FileChecksum, Hashed, Progress, Split, hex, unpacked,
+};
 
 /// Labels are digits.
 const CLASSES: usize = 10;
@@ -175,12 +175,4 @@ fn read_file(path: &Path, kind: IdxKind) -> Result<Contents, DataError> {
     let idx = parse_idx(&mut hashed, &shown(path), &IdxLimits::new(kind))?;
     let digest = hashed.hash.finish();
     Ok(Contents { idx, digest, sha256: hex(digest.as_ref()) })
-}
-
-/// The contents of `file`, decompressed if they are compressed. What it is called does not matter: browsers unpack
-/// files and keep the `.gz`.
-pub(super) fn unpacked(file: File) -> io::Result<Box<dyn Read + Send>> {
-    let mut file = BufReader::with_capacity(256 << 10, file);
-    let start = io::BufRead::fill_buf(&mut file)?;
-    Ok(if start.starts_with(&[0x1f, 0x8b]) { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) })
 }

@@ -23,11 +23,13 @@ mod locate;
 mod mnist;
 
 use std::fmt;
-use std::io::{self, Read, Write};
+use std::fs::File;
+use std::io::{self, BufReader, Read, Write};
 use std::path::PathBuf;
 
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
+use flate2::bufread::MultiGzDecoder;
 use ring::digest::{Context, SHA256};
 use serde::Serialize;
 
@@ -52,7 +54,7 @@ pub enum DatasetName {
 
 impl fmt::Display for DatasetName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&crate::arithmetic::name(*self))
+        f.write_str(&terminal::arguments::name(*self))
     }
 }
 
@@ -288,6 +290,14 @@ impl<W: Write> Write for Hashed<W> {
 /// Lowercase hex.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The contents of `file`, decompressed if they are compressed. What it is called does not matter: browsers unpack
+/// files and keep the `.gz`.
+fn unpacked(file: File) -> io::Result<Box<dyn Read + Send>> {
+    let mut file = BufReader::with_capacity(256 << 10, file);
+    let start = io::BufRead::fill_buf(&mut file)?;
+    Ok(if start.starts_with(&[0x1f, 0x8b]) { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) })
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::error::Error;
-use clap::{Arg, Args, Command};
+use clap::{Arg, Args, Command, ValueEnum};
 use clap_complete::Shell;
 use std::ffi::OsStr;
 use std::fmt;
@@ -11,6 +11,12 @@ use std::str::FromStr;
 use vramlab::Selection;
 use vramlab::backends::{SelectionError, all, compared, parse_list};
 use vramlab::histories::formats::Export;
+
+/// A value of a list as it is written on the command line.
+#[must_use]
+pub fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
 
 /// Allocators as one option names them.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,6 +10,7 @@ mod escape;
 pub mod exit;
 mod page;
 pub mod provenance;
+mod screen;
 pub mod signals;
 mod table;
 
@@ -24,7 +25,8 @@ pub use arguments::{Completions, Shard, completions};
 pub use bar::Bar;
 pub use escape::visible;
 pub use exit::RuntimeFailure;
-pub use page::{Page, Screen, duration};
+pub use page::{Page, duration};
+pub use screen::Screen;
 pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
 /// Lines on standard error begin with a word of this width.
@@ -71,7 +73,7 @@ pub fn say(text: &str) {
     let text = escape::glued(text);
     let labelled = text.get(..LABEL).is_some_and(|label| label.ends_with(' ') && !label.trim().contains(' '));
     let indent = if labelled { LABEL } else { 0 };
-    write_err(&escape::unglued(&page::wrapped(&text, Screen::stderr().width, indent)));
+    write_err(&escape::unglued(&screen::wrapped(&text, Screen::stderr().width, indent)));
 }
 
 /// Writes lines to standard error. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
@@ -104,7 +106,7 @@ pub fn begin() {
 /// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.
 #[must_use]
 pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
-    let width = Screen::stdout().width.unwrap_or(page::PIPED).min(page::PIPED);
+    let width = Screen::stdout().width.unwrap_or(screen::PIPED).min(screen::PIPED);
     let mut command = C::command().term_width(width);
     let parsed = command
         .try_get_matches_from_mut(arguments)

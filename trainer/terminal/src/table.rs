@@ -1,7 +1,7 @@
 //! Tables that fit: no word is broken, no line is longer than the screen is wide.
 
-use super::page::{PIPED, Screen, wrapped};
 use crate::escape::{glued, unglued};
+use crate::screen::{PIPED, Screen, wrapped};
 use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
 use unicode_width::UnicodeWidthStr;
 

@@ -17,6 +17,7 @@ mod frames;
 mod machine;
 mod memo;
 mod snapshot;
+mod stacks;
 mod store;
 
 use super::input::Input;

@@ -12,7 +12,8 @@ use super::conflicts::cover;
 #[derive(Debug)]
 pub(super) struct Occupied {
     leaves: usize,
-    /// Of each node what is taken through it, and behind that what is taken within it.
+    /// What is taken within each node, and behind that what is taken through each node but the leaves: through the time of one
+    /// allocation is taken what is taken within it.
     lists: Vec<Vec<(u64, u64)>>,
     /// Lists that are not empty.
     filled: Vec<u32>,
@@ -20,16 +21,11 @@ pub(super) struct Occupied {
     cursors: Vec<(u32, u32)>,
 }
 
-/// The list of what is taken through a node, and of what is taken within it.
-fn lists_of(node: usize) -> [usize; 2] {
-    [2 * node, 2 * node + 1]
-}
-
 impl Occupied {
     /// Nothing is taken in the time of so many allocations.
     pub(super) fn new(count: usize) -> Self {
         let leaves = count.next_power_of_two();
-        Self { leaves, lists: vec![Vec::new(); 4 * leaves], filled: Vec::new(), cursors: Vec::new() }
+        Self { leaves, lists: vec![Vec::new(); 3 * leaves], filled: Vec::new(), cursors: Vec::new() }
     }
 
     /// Nothing is taken any more. Keeps its memory.
@@ -40,16 +36,16 @@ impl Occupied {
     /// The lowest offset at which so many bytes are free from one allocation to another, and how many steps it took to find it: a
     /// step is a list or a range that is looked at.
     pub(super) fn lowest(&mut self, from: usize, to: usize, bytes: u64) -> (u64, u64) {
-        let (lists, cursors) = (&self.lists, &mut self.cursors);
+        let Self { leaves, ref lists, ref mut cursors, .. } = *self;
         cursors.clear();
         let mut ask = |list: usize| {
             if !lists[list].is_empty() {
-                // CAST: at most eight times the allocations, which the builder of a history bounds.
+                // CAST: at most six times the allocations, which the builder of a history bounds.
                 cursors.push((list as u32, 0));
             }
         };
-        cover(self.leaves, from, to, |node| ask(lists_of(node)[1]));
-        above(self.leaves, from, to, |node| ask(lists_of(node)[0]));
+        cover(leaves, from, to, &mut ask);
+        above(leaves, from, to, |node| ask(2 * leaves + node));
         let (mut offset, mut steps) = (0, 0);
         // Each list moves the offset up, until none does.
         loop {
@@ -78,18 +74,29 @@ impl Occupied {
 
     /// Bytes are taken from one allocation to another. Returns the steps.
     pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> u64 {
-        let Self { leaves, lists, filled, .. } = self;
-        let mut steps = 0;
+        let Self { leaves, ref mut lists, ref mut filled, .. } = *self;
         let mut take = |list: usize| {
-            if lists[list].is_empty() {
+            let ranges = &mut lists[list];
+            if ranges.is_empty() {
                 // CAST: as above.
                 filled.push(list as u32);
+                // Of most lists it stays the only one.
+                ranges.reserve_exact(1);
             }
-            add(&mut lists[list], bytes);
-            steps += 1;
+            add(ranges, bytes);
         };
-        cover(*leaves, from, to, |node| lists_of(node).into_iter().for_each(&mut take));
-        above(*leaves, from, to, |node| take(lists_of(node)[1]));
+        let mut steps = 0;
+        cover(leaves, from, to, |node| {
+            steps += 2;
+            take(node);
+            if node < leaves {
+                take(2 * leaves + node);
+            }
+        });
+        above(leaves, from, to, |node| {
+            steps += 1;
+            take(node);
+        });
         steps
     }
 }

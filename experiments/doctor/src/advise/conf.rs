@@ -1,6 +1,5 @@
 //! PyTorch's own syntax for its allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` takes it.
 
-use super::versions::VARIABLE;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::str::FromStr;
@@ -8,6 +7,9 @@ use vramlab::Selection;
 use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
 use vramlab::settings::{Settings, list_parts};
+
+/// The variable that advice sets: every release reads it, and where another is set as well, CUDA's allocator takes this one.
+pub(super) const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
 const MIB: u64 = 1 << 20;
 /// The smallest value of both settings that are in MiB: a segment of the large pool.

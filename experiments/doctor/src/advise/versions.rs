@@ -3,15 +3,12 @@
 //! Taken from the wheels for Linux on PyPI, 2.0 to 2.15: the names stand in `libc10.so` and `libc10_cuda.so`, a snapshot's keys
 //! in `libtorch_python.so`, and which variable is read in the header `c10/cuda/CUDAAllocatorConfig.h`.
 
-use super::conf::{Conf, ParseConfError};
+use super::conf::{Conf, ParseConfError, VARIABLE};
 use anyhow::{Result, bail};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
 use vramlab::histories::formats::{Cut, Frame, Keys, Origins};
-
-/// The variable that advice sets: every release reads it, and where another is set as well, CUDA's allocator takes this one.
-pub(super) const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
 /// Each setting, and the release of PyTorch 2 that knew it first; 0 stands for 2.0 and what came before. A release does not
 /// start with a setting that it does not know.

@@ -2,8 +2,8 @@
 //! the host.
 
 use super::explanation::{Beside, Moment, Pinning, Point};
+use crate::curves::{Curve, curve};
 use crate::recording::Recording;
-use crate::run::{Curve, curve};
 use std::path::Path;
 use vramlab::histories::formats::HostMemory;
 

@@ -2,11 +2,13 @@
 //! are reached without a second walk from the beginning.
 
 use super::moments::Sample;
-use super::survey::MOST;
 use crate::recording::Recording;
 use std::cmp::Reverse;
 use vramlab::budget::OverBudget;
 use vramlab::histories::memory::Memory;
+
+/// Refused requests and retries that are described, of more the last, and peaks, of more the highest.
+pub(super) const MOST: usize = 100;
 
 /// Into how many stretches a history is cut.
 const STRETCHES: usize = 128;

@@ -1,7 +1,7 @@
 //! What `explain` found out about a history: everything that it prints, draws and writes as JSON.
 
 use super::causes::Cause;
-use super::purposes::Purpose;
+use super::purposes::Purposed;
 use crate::explain::phases::Phase;
 use crate::gpus::Gpus;
 use serde::Serialize;
@@ -186,14 +186,6 @@ pub(crate) struct SizeShare {
     pub(crate) requested_bytes: u64,
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
-}
-
-/// Bytes for a purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Purposed {
-    pub(crate) purpose: Purpose,
-    pub(crate) bytes: u64,
-    pub(crate) blocks: u64,
 }
 
 /// Bytes under a name.

@@ -1,7 +1,6 @@
 //! What memory is for: parameters, gradients, the optimizer's state, activations, workspaces, as far as frames, PyTorch's
 //! categories and annotations tell it.
 
-use super::explanation::Purposed;
 use super::frames::{CUBLAS_WORKSPACE, Kind, in_packages, slashes};
 use crate::recording::{Recording, START};
 use serde::Serialize;
@@ -26,6 +25,14 @@ pub(crate) enum Purpose {
     Workspace,
     /// The history does not tell.
     Unknown,
+}
+
+/// Bytes for a purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Purposed {
+    pub(crate) purpose: Purpose,
+    pub(crate) bytes: u64,
+    pub(crate) blocks: u64,
 }
 
 impl Purpose {

@@ -1,7 +1,7 @@
 //! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
 
 use super::causes::Cause;
-use super::checkpoints::{Checkpoints, Peaks};
+use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
 use super::{Lines, View};
@@ -14,8 +14,6 @@ use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
 
 /// Points of the curves.
 const POINTS: usize = 512;
-/// Refused requests and retries that are described, of more the last, and peaks, of more the highest.
-pub(super) const MOST: usize = 100;
 
 /// Where to look closely, and what waited; all else goes into the explanation itself.
 #[derive(Debug, Default)]

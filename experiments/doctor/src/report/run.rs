@@ -167,6 +167,23 @@ fn shown(folder: &Path, record: &Record, steps: Option<&Steps>, name: String) ->
     })
 }
 
+/// The events of a run in its folder, best first: an export names segments, the trace does not.
+const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];
+
+/// The file with the events of a run, if it recorded them.
+pub(super) fn events_of(folder: &Path) -> Option<PathBuf> {
+    first_of(&LOGS, folder)
+}
+
+/// The trace of a run, if it is there.
+pub(super) fn trace_of(folder: &Path) -> Option<PathBuf> {
+    first_of(&LOGS[2..], folder)
+}
+
+fn first_of(names: &[&str], folder: &Path) -> Option<PathBuf> {
+    names.iter().map(|name| folder.join(name)).find(|file| file.is_file())
+}
+
 fn notes(folder: &Path, record: &Record, steps: Option<&Steps>) -> Vec<String> {
     let mut out = Vec::new();
     if record.status != "finished" {
@@ -178,7 +195,7 @@ fn notes(folder: &Path, record: &Record, steps: Option<&Steps>) -> Vec<String> {
     if steps.is_none() {
         out.push(format!("{} was not kept, so there are no curves over its steps.", record.step_losses));
     }
-    if !super::source::has_events(folder) {
+    if events_of(folder).is_none() {
         out.push("Its operations were not recorded, so there is no block map: run it with --trace.".to_owned());
     }
     out

@@ -1,6 +1,6 @@
 //! What the page is made from: histories, and the folders of runs that recorded one.
 
-use super::run::{Figure, Record, Steps};
+use super::run::{Figure, Record, Steps, events_of, trace_of};
 use super::timeline::{Known, Mark, Stacks, Timeline};
 use crate::history::Compiled;
 use crate::recording::Recording;
@@ -9,9 +9,6 @@ use std::path::{Path, PathBuf};
 use vramlab::Selection;
 use vramlab::histories::formats::jsonl_placements;
 use vramlab::histories::replay::BlockPlace;
-
-/// The events of a run in its folder, best first: an export names segments, the trace does not.
-const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];
 
 /// A history that the command line names.
 #[derive(Debug)]
@@ -22,23 +19,13 @@ pub(super) struct Input {
     pub(super) run: Option<PathBuf>,
 }
 
-/// The first of these files that is in a folder.
-fn first_of(names: &[&str], folder: &Path) -> Option<PathBuf> {
-    names.iter().map(|name| folder.join(name)).find(|file| file.is_file())
-}
-
-/// Whether a run recorded its events.
-pub(super) fn has_events(folder: &Path) -> bool {
-    first_of(&LOGS, folder).is_some()
-}
-
 impl Input {
     /// What a path stands for; `None` for a folder without events.
     pub(super) fn of(path: &Path) -> Option<Self> {
         if !path.is_dir() {
             return Some(Self { file: path.to_owned(), run: None });
         }
-        first_of(&LOGS, path).map(|file| Self { file, run: Some(path.to_owned()) })
+        events_of(path).map(|file| Self { file, run: Some(path.to_owned()) })
     }
 }
 
@@ -101,7 +88,7 @@ impl Source {
             let start = self.timeline.times_ns.partition_point(|time| *time <= host_ns) as u32;
             self.timeline.marks.push(Mark { kind: "step", text, start, end: None });
         }
-        if let Some(trace) = first_of(&LOGS[2..], folder) {
+        if let Some(trace) = trace_of(folder) {
             let served = jsonl_placements(&trace).with_context(|| trace.display().to_string())?;
             self.served = (served.len() == self.timeline.blocks.len()).then_some(served);
         }

@@ -61,7 +61,7 @@ impl Folder {
             let name = entry.file_name().to_string_lossy().into_owned();
             let pid = name.strip_suffix(".partial").filter(|name| name.starts_with('.'));
             let pid = pid.and_then(|name| name.rsplit('.').next()?.parse::<u32>().ok());
-            if pid.is_some_and(|pid| !super::processes::lives(pid)) {
+            if pid.is_some_and(|pid| !lives(pid)) {
                 let _ = std::fs::remove_file(entry.path());
             }
         }
@@ -96,4 +96,18 @@ fn numbered() -> Result<PathBuf> {
         }
     }
     Err(RuntimeFailure::new("no number is left for a folder").into())
+}
+
+/// Whether there is a process of that number.
+fn lives(pid: u32) -> bool {
+    #[cfg(unix)]
+    {
+        let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+        pid.is_some_and(|pid| rustix::process::test_kill_process(pid).is_ok())
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = pid;
+        false
+    }
 }

@@ -179,17 +179,3 @@ fn is_of(pid: u32, run: &str) -> bool {
         Err(_) => !Path::new("/proc/self").exists(),
     }
 }
-
-/// Whether there is a process of that number.
-pub(super) fn lives(pid: u32) -> bool {
-    #[cfg(unix)]
-    {
-        let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
-        pid.is_some_and(|pid| rustix::process::test_kill_process(pid).is_ok())
-    }
-    #[cfg(not(unix))]
-    {
-        let _ = pid;
-        false
-    }
-}

@@ -1,6 +1,5 @@
 //! The parts of the campaign, as `experiments/campaign.toml` says them.
 
-use super::rows;
 use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
@@ -118,17 +117,6 @@ impl Record {
 }
 
 impl Part {
-    /// Seconds that the kept records took, if all of them say so.
-    pub(super) fn recorded_s(&self) -> Result<Option<f64>> {
-        let mut all = 0.0;
-        for record in &self.records {
-            let Some(kept) = record.kept()? else { return Ok(None) };
-            let Some(seconds) = rows::seconds(&rows::read(&kept)?) else { return Ok(None) };
-            all += seconds;
-        }
-        Ok(Some(all))
-    }
-
     /// The command with its places filled.
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
         let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));

@@ -1,8 +1,8 @@
 //! Records of any kind as rows, and what differs between two of one kind.
 
-use crate::packed;
 use crate::repository::entries;
 use crate::study::figures::median;
+use crate::study::packed;
 use anyhow::{Context, Result, anyhow};
 use liblzma::read::XzDecoder;
 use serde::Serialize;
@@ -12,7 +12,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
 
-use super::parts::Record;
+use super::parts::{Part, Record};
 
 /// Where a row says how long its run took, in seconds.
 const TOOK: [&str; 2] = ["wall_s", "took_s"];
@@ -113,6 +113,17 @@ fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
 pub(super) fn seconds(rows: &[Value]) -> Option<f64> {
     let told: Vec<f64> = rows.iter().filter_map(|row| TOOK.iter().find_map(|name| row[*name].as_f64())).collect();
     (!told.is_empty()).then(|| told.iter().sum())
+}
+
+/// Seconds that the kept records of a part took, if all of them say so.
+pub(super) fn recorded_s(part: &Part) -> Result<Option<f64>> {
+    let mut all = 0.0;
+    for record in &part.records {
+        let Some(kept) = record.kept()? else { return Ok(None) };
+        let Some(seconds) = seconds(&read(&kept)?) else { return Ok(None) };
+        all += seconds;
+    }
+    Ok(Some(all))
 }
 
 /// What a pointer leads to; a key may have a dot, and none has a slash.

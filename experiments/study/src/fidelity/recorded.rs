@@ -1,7 +1,7 @@
 //! Recorded runs of an experiment, cell by cell.
 
-use crate::packed;
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
+use crate::study::packed;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,8 @@
 //! One run: a process, and a folder that appears whole.
 
-use super::plan::{Planned, Run};
+use super::plan::Run;
 use super::programs::{self, CommandLine, Inputs, RECORD, command_line};
+use super::record::Planned;
 use super::record::{
     Machine, RUN, RUNS, RunRecord, RunStatus, SCHEMA_VERSION, compress, part_of, provenance, remove, without_folders,
     write_compact, write_json,

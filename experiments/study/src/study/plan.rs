@@ -1,6 +1,5 @@
 //! The runs of a spec on a device: cells of the matrix, repeats, their names and their order.
 
-use super::record::{RUNS, RunStatus, status_of};
 use super::spec::{OptionValue, Program, Source};
 use anyhow::{Result, bail};
 use chacha20::ChaCha8Rng;
@@ -8,7 +7,6 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::path::PathBuf;
 use terminal::Shard;
 use vramlab::DeviceKind;
 
@@ -137,28 +135,6 @@ fn slug(text: &str) -> String {
     const LONGEST: usize = 80;
     out.truncate(LONGEST);
     out.trim_matches(['-', '.']).to_owned()
-}
-
-/// A spec that has been checked, with its runs.
-#[derive(Debug)]
-pub(super) struct Planned {
-    pub(super) source: Source,
-    pub(super) runs: Vec<Run>,
-    pub(super) sha256: String,
-    /// `DIR/<name>`, absolute.
-    pub(super) folder: PathBuf,
-}
-
-impl Planned {
-    /// Where a run's record lies when it is whole.
-    pub(super) fn run_folder(&self, run: &Run) -> PathBuf {
-        self.folder.join(RUNS).join(&run.id)
-    }
-
-    /// How far a run is.
-    pub(super) fn status_of(&self, run: &Run) -> Result<Option<RunStatus>> {
-        status_of(&self.run_folder(run), &self.sha256)
-    }
 }
 
 /// The runs of a shard, in the order in which they run.

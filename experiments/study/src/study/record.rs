@@ -1,7 +1,7 @@
 //! `experiment.json` and `run.json`: what an experiment leaves on disk. `analysis/schema.md` describes them.
 
 use super::plan::Run;
-use super::spec::Spec;
+use super::spec::{Source, Spec};
 use crate::repository::sha256;
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
@@ -26,6 +26,28 @@ pub(crate) const RUN: &str = "run.json";
 pub(crate) const RUNS: &str = "runs";
 /// Text files above this size are compressed.
 const PLAIN_BYTES: u64 = 16 << 10;
+
+/// A spec that has been checked, with its runs.
+#[derive(Debug)]
+pub(super) struct Planned {
+    pub(super) source: Source,
+    pub(super) runs: Vec<Run>,
+    pub(super) sha256: String,
+    /// `DIR/<name>`, absolute.
+    pub(super) folder: PathBuf,
+}
+
+impl Planned {
+    /// Where a run's record lies when it is whole.
+    pub(super) fn run_folder(&self, run: &Run) -> PathBuf {
+        self.folder.join(RUNS).join(&run.id)
+    }
+
+    /// How far a run is.
+    pub(super) fn status_of(&self, run: &Run) -> Result<Option<RunStatus>> {
+        status_of(&self.run_folder(run), &self.sha256)
+    }
+}
 
 /// The experiment as a whole.
 #[derive(Debug, Serialize)]
@@ -168,6 +190,11 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
         ),
         None => bail!("{} has no schema_version, so no experiment wrote it", path.display()),
     }
+}
+
+/// A name that leads nowhere else.
+pub(crate) fn is_plain(id: &str) -> bool {
+    !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\', '\0'])
 }
 
 /// Where a run's record is written before it is whole.

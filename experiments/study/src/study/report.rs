@@ -1,7 +1,8 @@
 //! The table at the end of an experiment: one row for each cell.
 
 use super::figures::{self, Figures, Measure, NOISY, median, outliers, spread};
-use super::plan::{Planned, Run};
+use super::plan::Run;
+use super::record::Planned;
 use super::record::RunStatus;
 use crate::table::percent;
 use anyhow::Result;

@@ -2,12 +2,12 @@
 
 use super::execute::{Experiment, Interrupted};
 use super::lock::{Lock, lock};
-use super::plan::{Planned, plan_on, share};
+use super::plan::{plan_on, share};
 use super::programs::{self, Inputs};
-use super::record::{EXPERIMENT, Machine, RunStatus, read_json, spec_sha256};
+use super::record::{EXPERIMENT, Machine, Planned, RunStatus, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
-use super::work::{start_of, work};
+use super::work::{check_folder, start_of, work};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
@@ -178,40 +178,6 @@ fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, aga
         bail!("{} holds no experiment, so --again will not remove it", folder.display());
     }
     Ok(planned)
-}
-
-/// A folder is new, empty, or holds the same experiment.
-pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> Result<()> {
-    let path = folder.join(EXPERIMENT);
-    if !path.is_file() {
-        // What another shard is writing at this moment begins with a dot.
-        let whole = |entry: std::io::Result<std::fs::DirEntry>| {
-            entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
-        };
-        let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
-        if crate::packed::is_packed(folder) {
-            bail!("{} is packed; `experiments unpack` makes a folder in which runs can go on", folder.display());
-        }
-        if holds_something || folder.is_file() {
-            bail!("{} is there and holds no {EXPERIMENT}; choose another folder with -o", folder.display());
-        }
-        return Ok(());
-    }
-    let found = read_json(&path)?;
-    if found["spec_sha256"].as_str() != Some(sha256) {
-        bail!(
-            "{} holds runs of another version of this spec; choose another folder with -o, or remove them with --again",
-            folder.display()
-        );
-    }
-    let (other, device) = (found["device"].as_str().unwrap_or("another device"), programs::shown(device));
-    if other.parse().as_ref() != Ok(&device) {
-        bail!(
-            "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
-            folder.display()
-        );
-    }
-    Ok(())
 }
 
 fn dry_run(planned: &[Planned], device: &DeviceName, inputs: &Inputs, args: &RunArgs) -> Result<()> {

@@ -1,10 +1,10 @@
 //! `experiments status`: how far experiments are, and which runners are at work on them.
 
 use super::lock::{self, Holder};
-use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, part_of, read_json, status_of};
+use super::packed::{self, experiments_in};
+use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, is_plain, part_of, read_json, status_of};
 use super::report::{drawing, tally};
-use crate::{packed, repository};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
@@ -133,22 +133,6 @@ pub(crate) fn status(args: &StatusArgs) -> Result<()> {
     page.print()
 }
 
-/// The folder itself if it holds an experiment, else those in it that do, sorted.
-pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
-    if packed::holds_experiment(folder) {
-        return Ok(vec![folder.to_owned()]);
-    }
-    let mut found = repository::entries(folder)?;
-    found.retain(|path| packed::holds_experiment(path));
-    if found.is_empty() {
-        bail!(
-            "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
-            folder.display()
-        );
-    }
-    Ok(found)
-}
-
 fn of(folder: &Path) -> Result<Status> {
     let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
     let opened = packed::open(folder)?;
@@ -200,11 +184,6 @@ fn of(folder: &Path) -> Result<Status> {
     let command = if packed::is_packed(folder) { unpack() } else { command };
     let (counts, locks) = (Counts::of(runs.iter()), at_work.is_some());
     Ok(Status { experiment, device, counts, locks, runners, runs, command, folder: folder.to_owned() })
-}
-
-/// A name that leads nowhere else.
-pub(crate) fn is_plain(id: &str) -> bool {
-    !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\', '\0'])
 }
 
 /// The runner of all runs, and each shard where all agree on their number.

@@ -2,14 +2,17 @@
 
 use super::execute::Experiment;
 use super::lock;
-use super::plan::{Planned, Run, share};
+use super::packed::is_packed;
+use super::plan::{Run, share};
 use super::programs;
-use super::record::{EXPERIMENT, ExperimentRecord, RUNS, RunStatus, SCHEMA_VERSION, provenance, remove, write_json};
+use super::record::{
+    EXPERIMENT, ExperimentRecord, Planned, RUNS, RunStatus, SCHEMA_VERSION, provenance, read_json, remove, write_json,
+};
 use super::report::{self, Cell};
-use super::run::check_folder;
 use super::spec::{Program, Spec};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, say};
@@ -22,6 +25,40 @@ pub(super) type Failures = Vec<(String, String)>;
 /// The start file of a run that takes one, and how it is made.
 pub(super) fn start_of(spec: &Spec, run: &Run) -> Option<(String, Vec<String>)> {
     (spec.start && run.program == Program::Pytorch).then(|| programs::start_file(run))
+}
+
+/// A folder is new, empty, or holds the same experiment.
+pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> Result<()> {
+    let path = folder.join(EXPERIMENT);
+    if !path.is_file() {
+        // What another shard is writing at this moment begins with a dot.
+        let whole = |entry: std::io::Result<std::fs::DirEntry>| {
+            entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
+        };
+        let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
+        if is_packed(folder) {
+            bail!("{} is packed; `experiments unpack` makes a folder in which runs can go on", folder.display());
+        }
+        if holds_something || folder.is_file() {
+            bail!("{} is there and holds no {EXPERIMENT}; choose another folder with -o", folder.display());
+        }
+        return Ok(());
+    }
+    let found = read_json(&path)?;
+    if found["spec_sha256"].as_str() != Some(sha256) {
+        bail!(
+            "{} holds runs of another version of this spec; choose another folder with -o, or remove them with --again",
+            folder.display()
+        );
+    }
+    let (other, device) = (found["device"].as_str().unwrap_or("another device"), programs::shown(device));
+    if other.parse().as_ref() != Ok(&device) {
+        bail!(
+            "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
+            folder.display()
+        );
+    }
+    Ok(())
 }
 
 /// Does what is left of an experiment, or of a shard of it; with `again` all of it anew. Gives all its cells, and the runs that

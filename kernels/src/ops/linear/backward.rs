@@ -3,7 +3,7 @@
 use cudarc::driver::sys::CUstream;
 
 use super::{LinearBackwardInput, LinearUpdate};
-use crate::cuda::{CudaKernels, backward_name};
+use crate::cuda::{CudaKernels, LinearArguments, backward_name};
 use crate::error::KernelError;
 use crate::host::{HostBuffers, HostMemory};
 use crate::operation::{self, Operation, Work};
@@ -122,13 +122,15 @@ impl Operation for LinearBackward {
 
     unsafe fn launch(&self, cuda: &CudaKernels, stream: CUstream) -> Result<(), KernelError> {
         let plan = self.check()?;
+        let Self { input, update } = self;
+        let arguments = LinearArguments { bias: update.bias, scale: update.rate, ..input.arguments() };
         // SAFETY: the caller vouches for the addresses; the stream keeps the order of the two.
         unsafe {
-            if cuda.launch_backward(&plan, stream, self)? {
+            if cuda.launch_backward(&plan, stream, input.precision, &arguments, (update.x, update.x_pitch))? {
                 return Ok(());
             }
-            self.input.launch(cuda, stream)?;
-            self.update.launch(cuda, stream)
+            input.launch(cuda, stream)?;
+            update.launch(cuda, stream)
         }
     }
 

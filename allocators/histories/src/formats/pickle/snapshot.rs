@@ -4,7 +4,7 @@
 //! the outside in, so the outermost dictionary lies at the bottom, above it a key, above that the value under way.
 
 use super::machine::{Machine, Part};
-use super::store::{Object, Pairs, Value};
+use super::store::{Object, Pairs, Value, last_of};
 use crate::formats::words::{RawEvent, Word};
 use crate::formats::{HostMemory, Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
@@ -207,7 +207,7 @@ impl Machine<'_, '_, '_> {
                 Word::DeviceFree => set(&mut raw.device_free, *value),
                 Word::Size => set(&mut raw.size, *value),
                 Word::Stream => stream(*value).map(|stream| raw.stream = stream).is_none(),
-                Word::TimeUs => unsigned(*value).map(|time| raw.time_us = time).is_none(),
+                Word::TimeUs => value.unsigned().map(|time| raw.time_us = time).is_none(),
                 _ => false,
             };
             if wrong {
@@ -238,7 +238,7 @@ impl Machine<'_, '_, '_> {
     /// A number of a dictionary, if it has one there.
     fn number_in(&self, pairs: &Pairs, key: Word, what: &str) -> Result<Option<u64>, ReadError> {
         let Some(value) = last_of(pairs, key) else { return Ok(None) };
-        unsigned(value).map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.text())))
+        value.unsigned().map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.text())))
     }
 
     fn take_block(&mut self, value: Value) -> Result<SegmentBlock, ReadError> {
@@ -437,23 +437,10 @@ impl Machine<'_, '_, '_> {
     }
 }
 
-/// What a dictionary has under a key.
-pub(super) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
-    pairs.iter().rev().find(|(key, _)| *key == Value::Word(wanted)).map(|(_, value)| *value)
-}
-
 /// Sets a field; true if the value is none that it can have.
 fn set(field: &mut Option<u64>, value: Value) -> bool {
-    *field = unsigned(value);
+    *field = value.unsigned();
     field.is_none()
-}
-
-pub(super) fn unsigned(value: Value) -> Option<u64> {
-    match value {
-        Value::Int(value) => u64::try_from(value).ok(),
-        Value::Uint(value) => Some(value),
-        _ => None,
-    }
 }
 
 /// Stream handles are pointers; as signed integers they may be negative.

@@ -23,7 +23,7 @@ pub(super) enum Value {
     /// A string that was not kept.
     LostText,
     Object(Handle),
-    /// A list of frames, by its number in [`Stacks`](super::frames::Stacks).
+    /// A list of frames, by its number in [`Stacks`](super::stacks::Stacks).
     Stack(u32),
     /// A frame, by its number there.
     Frame(u32),
@@ -42,6 +42,14 @@ impl Value {
             Value::Float(_) => "a float",
             Value::Word(_) | Value::Text(_) | Value::LostText => "a string",
             Value::Object(_) | Value::Stack(_) | Value::Frame(_) | Value::Pair(..) | Value::Opaque => "a container",
+        }
+    }
+
+    pub(super) fn unsigned(self) -> Option<u64> {
+        match self {
+            Value::Int(value) => u64::try_from(value).ok(),
+            Value::Uint(value) => Some(value),
+            _ => None,
         }
     }
 }
@@ -71,6 +79,11 @@ impl Handle {
 
 /// Keys and values in the order in which they were set.
 pub(super) type Pairs = Vec<(Value, Value)>;
+
+/// What a dictionary has under a key.
+pub(super) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
+    pairs.iter().rev().find(|(key, _)| *key == Value::Word(wanted)).map(|(_, value)| *value)
+}
 
 /// A list.
 #[derive(Debug, Default)]

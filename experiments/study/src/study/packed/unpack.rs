@@ -1,11 +1,12 @@
 //! `experiments unpack`: the folder of an experiment as `experiments run` leaves it, from its tables.
 
+use super::experiments_in;
 use super::flat::{insert, read_cell};
 use super::manifest::{self, Manifest};
 use super::series::{self, Content, From, Line};
 use super::{PLAIN_TABLE, SERIES, TABLE};
+use crate::study::record::is_plain;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, compress, write_compact, write_json};
-use crate::study::{experiments_in, is_plain};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde_json::{Map, Value};

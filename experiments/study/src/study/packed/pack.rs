@@ -1,13 +1,15 @@
 //! `experiments pack`: makes the tables of an experiment's folder.
 
+use super::experiments_in;
 use super::flat::{Depth, flatten, insert, is_at_or_below, write_cell};
 use super::manifest::{Counts, Manifest, Table};
 use super::series::{self, Content, Line};
 use super::{MANIFEST, SERIES, TABLE};
 use crate::repository;
 use crate::study::figures::read_text;
+use crate::study::lock::at_work;
+use crate::study::record::is_plain;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, SCHEMA_VERSION, read_json};
-use crate::study::{at_work, experiments_in, is_plain};
 use crate::table::table;
 use anyhow::{Context, Result, bail};
 use clap::Args;

@@ -12,7 +12,8 @@ mod pack;
 mod series;
 mod unpack;
 
-use crate::study::record::{EXPERIMENT, read_json, remove};
+use super::record::{EXPERIMENT, read_json, remove};
+use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -36,6 +37,22 @@ const SERIES: &str = "series.jsonl.xz";
 /// Whether a folder holds an experiment, packed or as `experiments run` leaves it.
 pub(crate) fn holds_experiment(folder: &Path) -> bool {
     folder.join(EXPERIMENT).is_file() || is_packed(folder)
+}
+
+/// The folder itself if it holds an experiment, else those in it that do, sorted.
+pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    if holds_experiment(folder) {
+        return Ok(vec![folder.to_owned()]);
+    }
+    let mut found = repository::entries(folder)?;
+    found.retain(|path| holds_experiment(path));
+    if found.is_empty() {
+        bail!(
+            "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
+            folder.display()
+        );
+    }
+    Ok(found)
 }
 
 /// Whether a folder holds a packed experiment.

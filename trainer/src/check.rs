@@ -1,12 +1,72 @@
 //! What a run refuses before it begins.
 
+use crate::arithmetic::Arithmetic;
+use crate::data::Dataset;
 use crate::error::{Result, TrainError};
+use crate::mlp;
 use crate::settings::{GRAPH_STEPS, LaunchMode, LoaderMode, Settings, SyncMode};
 use vramlab::backends::{self, GraphCapture};
 use vramlab::{Bytes, HostRoom, Selection};
 
+/// More layers than any network has, and few enough that their widths can be listed.
+const MOST_LAYERS: u32 = 1 << 16;
+
+/// What can be told from the settings alone.
+pub(crate) fn settings(settings: &Settings) -> Result<()> {
+    let positive = [
+        ("--hidden", settings.hidden),
+        ("--layers", settings.layers),
+        ("--batch", settings.batch),
+        ("--epochs", settings.epochs),
+    ];
+    for (option, value) in positive {
+        if value == 0 {
+            return Err(TrainError::Input(format!("{option} must be at least 1")));
+        }
+    }
+    if settings.layers > MOST_LAYERS {
+        return Err(TrainError::Input(format!("--layers must be at most {MOST_LAYERS}, found {}", settings.layers)));
+    }
+    if settings.steps == Some(0) {
+        return Err(TrainError::Input("--steps must be at least 1".into()));
+    }
+    if !settings.learning_rate.is_finite() || settings.learning_rate <= 0.0 {
+        return Err(TrainError::Input(format!("--lr must be a positive number, found {}", settings.learning_rate)));
+    }
+    launch(settings)?;
+    let Arithmetic { loss_scale, .. } = settings.arithmetic()?;
+    if !(settings.learning_rate / loss_scale).is_finite() {
+        return Err(TrainError::Input(format!(
+            "--loss-scale {loss_scale:e} is too small: updates divide --lr {} by it",
+            settings.learning_rate
+        )));
+    }
+    Ok(())
+}
+
+/// Widths of the network for this data.
+pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>> {
+    let size =
+        |value: usize| u32::try_from(value).map_err(|_| TrainError::Input(format!("{value} is too wide a layer")));
+    let widths = mlp::widths(size(dataset.features)?, settings.hidden, settings.layers, size(dataset.classes)?);
+    const MOST: u64 = 1 << 31;
+    // With the padding that a row may have.
+    let padded = |width: u32| match settings.arithmetic() {
+        Ok(arithmetic) if arithmetic.is_plain() => u64::from(width),
+        _ => u64::from(width).next_multiple_of(8),
+    };
+    let largest = widths.windows(2).map(|pair| padded(pair[0]) * u64::from(pair[1])).max().unwrap_or(0);
+    let rows = u64::from(settings.batch) * padded(widths.iter().copied().max().unwrap_or(0));
+    if largest >= MOST || rows >= MOST {
+        return Err(TrainError::Input(
+            "a tensor would have more than 2^31 values: lower --hidden or --batch".to_owned(),
+        ));
+    }
+    Ok(widths)
+}
+
 /// Whether a simulated run finds the memory that it needs; asked before it takes any.
-pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
+pub(crate) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
     let Some(room) = room.filter(|room| room.bytes < least) else { return Ok(()) };
     Err(TrainError::Input(format!(
         "this network on the simulated GPU needs at least {} of this machine's memory, and there are {room}: lower --hidden, \
@@ -16,7 +76,7 @@ pub(super) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
 }
 
 /// Whether a step can be launched as it is to be.
-pub(super) fn launch(settings: &Settings) -> Result<()> {
+fn launch(settings: &Settings) -> Result<()> {
     let Settings { launch, loader, sync, graph_steps, .. } = *settings;
     graph_steps_of(graph_steps, launch, sync)?;
     if launch == LaunchMode::Eager {

@@ -1,0 +1,40 @@
+//! Memory of GPUs over time, as `vramlab run` samples it and leaves it beside the snapshots.
+
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// How the files' names end.
+pub(crate) const ENDING: &str = ".device.json";
+
+/// Memory of a process's GPUs while it ran.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Curves {
+    pub(crate) pid: u32,
+    pub(crate) gpus: Vec<Curve>,
+}
+
+/// Memory of one GPU over time, as the driver counts it.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Curve {
+    /// PyTorch's number.
+    pub(crate) index: u32,
+    pub(crate) uuid: String,
+    pub(crate) name: String,
+    pub(crate) total_bytes: u64,
+    /// Since 1970, as the events' times.
+    pub(crate) time_ns: Vec<u64>,
+    /// By all processes.
+    pub(crate) used_bytes: Vec<u64>,
+    /// By the process; `null` where the driver does not tell.
+    pub(crate) process_bytes: Option<Vec<u64>>,
+}
+
+/// What was sampled of a GPU beside a snapshot: in `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.
+pub(crate) fn curve(snapshot: &Path, gpu: u16) -> Option<Curve> {
+    let name = snapshot.file_name()?.to_str()?;
+    let stem = name.split_once('.')?.0;
+    let text = std::fs::read_to_string(snapshot.with_file_name(format!("{stem}{ENDING}"))).ok()?;
+    let curves: Curves = serde_json::from_str(&text).ok()?;
+    let curve = curves.gpus.into_iter().find(|curve| curve.index == u32::from(gpu))?;
+    (curve.time_ns.len() == curve.used_bytes.len()).then_some(curve)
+}
