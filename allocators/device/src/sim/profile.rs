@@ -43,7 +43,7 @@ pub struct PlainMemory {
     pub page_bytes: u64,
     /// Blocks are rounded up to this many bytes.
     pub align_bytes: u64,
-    /// Host cost of an allocation that needs new pages.
+    /// Host cost of an allocation that needs new pages, beside a kernel that runs.
     pub alloc_ns: CostBySize,
     /// Host cost of an allocation that fits in a page already held.
     pub alloc_in_page_ns: u64,
