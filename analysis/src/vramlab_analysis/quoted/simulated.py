@@ -189,9 +189,9 @@ def pool() -> str:
     told = profile()["pool"]
     return (
         f"- **The driver's pool costs time on the device too,** {told['stream_ns'] / 1e3:.1f} us in the stream for "
-        f"each operation. It takes memory from the device in granules of {told['granule_bytes'] / MIB:.0f} MiB "
-        f"({told['grow_ns_per_granule'] / 1e3:.0f} us) and gives them back ({told['release_ns_per_granule'] / 1e3:.0f} "
-        "us)."
+        "the frees between two kernels. It takes memory from the device in granules of "
+        f"{told['granule_bytes'] / MIB:.0f} MiB ({told['grow_ns_per_granule'] / 1e3:.0f} us) and gives them back "
+        f"({told['release_ns_per_granule'] / 1e3:.0f} us)."
     )
 
 

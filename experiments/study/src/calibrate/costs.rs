@@ -113,7 +113,7 @@ impl Bench {
         self.settle()?;
         let (alloc_ns, free_ns) = (median(allocs), median(frees));
         let attribute_ns = self.median_of(|| pools.pool_counters(pool))? / 4;
-        // Device time: pairs of pool operations between kernels, against the kernels alone, queued behind a long one.
+        // Device time: a free and an allocation between kernels, against the kernels alone, queued behind a long one.
         const QUEUED: u64 = 200;
         let one = |with_pool: bool| -> Result<()> {
             let addr = with_pool.then(|| pools.mem_alloc_async(pool, BLOCK, self.stream)).transpose()?;
@@ -149,7 +149,7 @@ impl Bench {
             alloc_ns,
             grow_ns_per_granule: median(grow),
             free_ns,
-            stream_ns: with.saturating_sub(without) / (2 * QUEUED),
+            stream_ns: with.saturating_sub(without) / QUEUED,
             release_ns_per_granule: median(release),
             attribute_ns,
         }))
