@@ -77,7 +77,7 @@ def pace(run: Run) -> float | None:
     """`train_pace`; of a run of one epoch without what its first step took beyond a usual one. The program starts in
     that step, and other runs leave their first epoch out."""
     value = train_pace(run)
-    if value is None or run.epochs.height > 1 or not run.has_steps:
+    if value is None or run.epochs.height > 1 or not run.has_steps or "host_ns" not in run.steps.columns:
         return value
     times = run.steps["host_ns"].diff().drop_nulls()
     if not len(times):
