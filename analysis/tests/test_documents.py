@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import statistics
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from vramlab_analysis import documents, experiments, readme_figure, repository, samples, style
+from vramlab_analysis.calls import account
 from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import attribute, load, timeline
 from vramlab_analysis.quoted import builds, simulated
@@ -160,7 +163,30 @@ def test_what_was_fitted_is_not_counted_as_agreement() -> None:
     assert told.cells >= 40
     assert 0 < told.within < 1
     assert told.contrast > 1
+    assert 0 < told.pairs_within < 1
     assert abs(told.worst) > simulated.TOLERANCE
+    # `fit-program` takes the cells in which the host was blocked for less than a tenth of the time.
+    shares: dict[tuple[str, int, str], list[float]] = {}
+    for entry in results("fidelity", "h200").select(program="trainer"):
+        run = entry.record
+        blocked = sum(row["blocked_us"] for row in account(run, skip_epochs=0, per="epoch").iter_rows(named=True))
+        key = (run.settings["allocator"], run.settings["hidden"], run.settings["sync"])
+        shares.setdefault(key, []).append(blocked / 1e6 / float(run.epochs["wall_s"].mean()))
+    host_bound = {key for key, values in shares.items() if statistics.median(values) < 0.1}
+    assert {(allocator, hidden) for allocator, hidden, _ in host_bound} == simulated.FITTED
+    # No other spec has such a network.
+    for spec in simulated.UNFITTED:
+        for key in simulated.paces(spec, "h200"):
+            assert (key[0], key[1]) not in simulated.FITTED or key[3] != 64, (spec, key)
+
+
+def test_the_simulated_runs_are_of_the_built_in_profile() -> None:
+    launch_ns = simulated.profile()["queues"]["launch_ns"]
+    for spec in ("fidelity", *simulated.UNFITTED):
+        for entry in results(spec, "sim").select(program="trainer"):
+            launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
+            assert launch["total_ns"] - launch["blocked_ns"] == launch_ns * launch["count"], (spec, entry.id)
+        assert simulated.paces(spec, "sim").keys() <= simulated.paces(spec, "h200").keys(), spec
 
 
 def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:

@@ -124,7 +124,6 @@ impl PoolDriver for SimDriver {
         state.time.spend(costs.alloc_ns);
         let Some(placed) = placed else { return Err(DriverError::out_of_memory(call)) };
         state.time.spend(placed.new_granules * costs.grow_ns_per_granule);
-        state.time.delay(stream.get(), costs.stream_ns);
         if let Some(mark) = placed.wait_for {
             state.time.wait_for_mark(stream.get(), mark);
         }
@@ -155,7 +154,7 @@ impl PoolDriver for SimDriver {
             return Err(DriverError::no_block(call, addr));
         }
         state.time.spend(costs.free_ns);
-        state.time.delay(stream.get(), costs.stream_ns);
+        state.time.delay_by_free(stream.get(), costs.stream_ns);
         state.host.unback(addr.get());
         Ok(())
     }

@@ -32,6 +32,8 @@ struct Stream {
     after: BTreeMap<u64, u64>,
     /// Device time spent in kernels and copies.
     busy_ns: u64,
+    /// Whether what was queued last is a free.
+    frees: bool,
 }
 
 /// The clocks of one device.
@@ -130,15 +132,19 @@ impl Timeline {
         let end = state.ready_ns.max(earliest) + duration_ns + gaps_ns;
         state.ready_ns = end;
         state.busy_ns += duration_ns;
+        state.frees = false;
         state.sequence += 1;
         state.queue.push_back(end);
     }
 
-    /// Lets whatever is queued on `stream` next start `ns` later.
-    pub(super) fn delay(&mut self, stream: u64, ns: u64) {
+    /// Lets whatever is queued on `stream` next start `ns` later, behind a free. Frees that follow one another are one
+    /// break between two pieces of work, so the second and later ones cost nothing.
+    pub(super) fn delay_by_free(&mut self, stream: u64, ns: u64) {
         let now = self.now_ns;
         let state = self.stream(stream);
-        state.ready_ns = state.ready_ns.max(now) + ns;
+        if !std::mem::replace(&mut state.frees, true) {
+            state.ready_ns = state.ready_ns.max(now) + ns;
+        }
     }
 
     /// The point at which all work queued so far on `stream` is done.
