@@ -124,7 +124,7 @@ def _recorded_after() -> dict[str, list[str]]:
 def held_out() -> str:
     """The README's sentence: the held-out sets, and all others."""
     frame = pairs()
-    told = []
+    told: list[str] = []
     for commit, programs in _recorded_after().items():
         ours = frame.filter(IS_HELD_OUT & pl.col("program").is_in(programs))
         count, _, first, worst = _near(ours, "first_off_percent")

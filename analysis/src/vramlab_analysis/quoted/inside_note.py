@@ -198,6 +198,25 @@ def passes() -> str:
     )
 
 
+def nsight() -> str:
+    """Which frees waited in a PyTorch program, by captures of Nsight Systems."""
+    told = json.loads("".join(_logs()["nsight.json"]))
+    free, other = (
+        next((one for one in told[arm]["calls"] if one["call"] == "cuMemFree"), None) for arm in ("naive", "caching")
+    )
+    if free is None:
+        raise AnalysisError("nsight.json: no free under naive.")
+    longest = told["naive"]["waits"][0]
+    calls = "no such calls" if other is None else f"{other['count']} such calls"
+    kernels = [f"`{one['waited_for']}` ({one['count']})" for one in told["naive"]["waited_for"][:3]]
+    return (
+        f"Under `naive` {free['waited']:,} of {free['count']:,} calls of `cuMemFree` waited for the device, "
+        f"{free['waited_ns'] / 1e6:.0f} ms in all, mostly behind {listed(kernels)}; the longest, of "
+        f"{longest['bytes'] / inside.MIB:,.0f} MiB in our range `{longest['path']}`, {longest['waited_ns'] / 1e6:.1f} "
+        f"ms behind `{longest['waited_for']}`. Under `caching` there were {calls}."
+    )
+
+
 def rmm() -> str:
     """The table of RMM over each resource: what a buffer costs, and what held."""
     told = json.loads("".join(_logs()["rmm.json"]))
@@ -254,6 +273,7 @@ PIECES: Pieces = {
     "| allocator | passes |": checks,
     "| PyTorch's tests |": tests,
     "| program | allocator | blocks told |": sanitizer,
+    "Under `naive`": nsight,
     "`programs/rmm_costs.py`": rmm_source,
     "| resource of RMM |": rmm,
     "- A step under `remap`": limits,
