@@ -114,7 +114,7 @@ pub struct Block {
 const _: () = assert!(size_of::<Block>() == 32, "a block is written in two halves of 16 bytes");
 
 impl Block {
-    /// Mints a block, for implementations of [`DeviceAllocator`]. `token` is one of the allocator's
+    /// Mints a block, for implementations of [`DeviceAllocator`](crate::DeviceAllocator). `token` is one of the allocator's
     /// [`Tokens`](super::Tokens): it tells its blocks from those of others, also of its own kind, because devices hand out the
     /// same addresses. An allocator refuses a block whose token is not one of its own.
     ///
