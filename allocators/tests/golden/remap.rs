@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{expandable, remap};
 use vramlab::histories::replay::{History, ReplayReport, ReplaySettings, replay};
+use vramlab::testing::Random;
 use vramlab::{
     BlockState, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, NullDriver, Profile, Request, Selection,
     SimDriver, SimMemory,
@@ -297,4 +298,88 @@ fn a_move_that_fails_loses_nothing() {
             assert_eq!(sim.mem_info().unwrap().free, free, "{kind} {skip}");
         }
     }
+}
+
+/// A program that never repeats itself keeps mapping pages to new places, and the oldest mappings go.
+#[test]
+fn mappings_that_are_kept_have_a_bound() {
+    let sim: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+    let metered = Arc::new(MeteredDriver::new(Arc::clone(&sim), None, None));
+    let stream = sim.stream_create().unwrap();
+    let free = sim.mem_info().unwrap().free;
+    let allocator = format!("remap:memory_limit={}", 96 * MIB).parse::<Selection>().unwrap();
+    let allocator = allocator.build(&(Arc::clone(&metered) as Arc<dyn Driver>)).unwrap();
+    let mut random = Random::new(7);
+    let mut live = Vec::new();
+    let mut most = 0;
+    for _ in 0..6000 {
+        let bytes = (3 + random.below(28)) * MIB;
+        while live.iter().map(vramlab::Block::bytes).sum::<u64>() + bytes > 90 * MIB {
+            // CAST: a small number.
+            let gone = live.swap_remove(random.below(live.len() as u64) as usize);
+            // SAFETY: no work has used the block.
+            unsafe { allocator.deallocate(gone, stream) }.unwrap();
+        }
+        live.push(allocator.allocate(Request::new(bytes), stream).unwrap());
+        let counts = metered.counts();
+        let mapped = counts.get(CallKind::MemMap).count - counts.get(CallKind::MemUnmap).count;
+        let pages = allocator.stats().reserved_bytes.all.current / (2 * MIB);
+        most = most.max(mapped / pages);
+        // Each page lies where it belongs, and in eight other places at most.
+        assert!(mapped <= 9 * pages, "{mapped} mappings of {pages} pages");
+    }
+    assert!(most >= 8 && metered.counts().get(CallKind::MemUnmap).count > 0, "{most}: the bound should have been met");
+    for block in live {
+        // SAFETY: as above.
+        unsafe { allocator.deallocate(block, stream) }.unwrap();
+    }
+    allocator.trim(0).unwrap();
+    assert_eq!(sim.mem_info().unwrap().free, free);
+}
+
+/// A graph writes to its memory at each launch, so that no page of it moves while others do.
+#[test]
+fn no_page_of_a_graph_moves_while_others_do() {
+    let sim: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+    let stream = sim.stream_create().unwrap();
+    let allocator = format!("remap:steal=always,memory_limit={}", 128 * MIB).parse::<Selection>().unwrap();
+    let allocator = allocator.build(&sim).unwrap();
+    let give = |block| {
+        // SAFETY: no work has used the block.
+        unsafe { allocator.deallocate(block, stream) }.unwrap();
+    };
+    let churn = |rounds: u64| {
+        let mut live = std::collections::VecDeque::new();
+        for number in 0..rounds {
+            live.push_back(allocator.allocate(Request::new((number * 5 % 17 + 5) * MIB), stream).unwrap());
+            while live.len() > 3 {
+                give(live.pop_front().unwrap());
+            }
+        }
+        live.into_iter().for_each(give);
+    };
+    churn(60);
+    let before = allocator.stats().steals.unwrap().pages;
+    assert!(before > 0, "pages should have moved before the capture");
+    let capture = allocator.capture_begin(stream).unwrap();
+    sim.graphs().unwrap().capture_begin(stream).unwrap();
+    let captured: Vec<_> = [6, 3, 9].map(|mib| allocator.allocate(Request::new(mib * MIB), stream).unwrap()).into();
+    let ranges: Vec<_> = captured.iter().map(|block| (block.addr().get(), block.bytes())).collect();
+    captured.into_iter().for_each(give);
+    sim.graphs().unwrap().capture_end(stream).unwrap();
+    allocator.capture_end(capture).unwrap();
+    churn(200);
+    assert!(allocator.stats().steals.unwrap().pages > before, "pages should have moved beside the graph");
+    // All of the graph's memory is still mapped where it was, and free in its pool alone.
+    let snapshot = allocator.snapshot().unwrap();
+    for (addr, bytes) in &ranges {
+        let inside = |start: u64, size: u64| start <= *addr && addr + bytes <= start + size;
+        let segment =
+            snapshot.segments.iter().find(|one| inside(one.addr.get(), one.bytes)).expect("its memory should be there");
+        assert!(segment.private.is_some(), "{segment:?}");
+    }
+    allocator.capture_release(capture).unwrap();
+    churn(60);
+    allocator.trim(0).unwrap();
+    assert_eq!(allocator.stats().reserved_bytes.all.current, 0);
 }
