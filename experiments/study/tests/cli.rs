@@ -160,8 +160,9 @@ fn timings(kernel: &str, fixed: f64, iteration: f64, bandwidth: f64) -> String {
     let shapes =
         [(10u64, 7u64, 100_000u64), (132, 49, 500_000), (133, 49, 600_000), (900, 3, 9_000_000), (4, 1, 80_000_000)];
     let line = |(blocks, iterations, bytes): (u64, u64, u64)| {
-        let compute = blocks.div_ceil(132) as f64 * iterations as f64 * iteration;
-        let median = fixed + compute.max(bytes as f64 / bandwidth);
+        // The first trip is in the fixed time.
+        let trips = blocks.div_ceil(132) * iterations - 1;
+        let median = fixed + trips as f64 * iteration + bytes as f64 / bandwidth;
         let (m, n) = (64, 10);
         json!({"kernel": kernel, "blocks": blocks, "iterations": iterations, "bytes": bytes, "median_ns": median, "m": m, "n": n})
             .to_string()

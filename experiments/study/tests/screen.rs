@@ -75,14 +75,14 @@ fn screens_at_80_columns() {
             ════════════════════════════════════════════════════════════════════════════════
             training step    160 us             75.5 us         99.2 us               108 us
             to the best      2.12 x              1.00 x          1.31 x               1.43 x
-            host blocked       23 %                 5 %             3 %                  5 %
+            host blocked       23 %                 5 %             3 %                  4 %
             most of it in  mem free  stream synchronize          stream   stream synchronize
                                                             synchronize
             driver calls       52.3                23.7            53.0                 68.3
             allocate p50    1.55 us                   -          734 ns              1.12 us
             allocate p99    1.55 us                   -         1.23 us              1.12 us
             free p50        1.53 us                   -          806 ns               806 ns
-            free p99        7.20 us                   -          806 ns               806 ns
+            free p99        7.45 us                   -          806 ns               806 ns
             peak reserved  17.5 KiB               2 MiB          32 MiB               32 MiB
             utilisation     100.0 %               1.1 %           0.1 %                0.1 %
             training loss  0.746985            0.746985        0.746985             0.746985
