@@ -7,6 +7,7 @@ import re
 import statistics
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,13 +172,14 @@ def test_what_was_fitted_is_not_counted_as_agreement() -> None:
         run = entry.record
         blocked = sum(row["blocked_us"] for row in account(run, skip_epochs=0, per="epoch").iter_rows(named=True))
         key = (run.settings["allocator"], run.settings["hidden"], run.settings["sync"])
-        shares.setdefault(key, []).append(blocked / 1e6 / float(run.epochs["wall_s"].mean()))
+        wall_s: Any = run.epochs["wall_s"].mean()
+        shares.setdefault(key, []).append(blocked / 1e6 / float(wall_s))
     host_bound = {key for key, values in shares.items() if statistics.median(values) < 0.1}
     assert {(allocator, hidden) for allocator, hidden, _ in host_bound} == simulated.FITTED
     # No other spec has such a network.
     for spec in simulated.UNFITTED:
-        for key in simulated.paces(spec, "h200"):
-            assert (key[0], key[1]) not in simulated.FITTED or key[3] != 64, (spec, key)
+        for network in simulated.paces(spec, "h200"):
+            assert (network[0], network[1]) not in simulated.FITTED or network[3] != 64, (spec, network)
 
 
 def test_the_simulated_runs_are_of_the_built_in_profile() -> None:
