@@ -25,7 +25,7 @@ def test_a_line_that_a_kill_cut_short_is_taken_away_and_done_again(tmp_path):
     path = tmp_path / "stories.jsonl"
     first = {"id": stories.name_of("load_serve", "default", "history", 0), "status": "ok", "took_s": 7.0}
     path.write_text(json.dumps(first) + "\n" + '{"id": "load_serve spl')
-    assert [one["id"] for one in stories.known(path)] == [first["id"]]
+    assert [one["id"] for one in stories.whole_lines(path)] == [first["id"]]
     assert path.read_text() == json.dumps(first) + "\n"
     told = subprocess.run(
         [sys.executable, str(HERE / "stories.py"), "-o", str(tmp_path), "--plan", "--repeats", "1"],
