@@ -24,8 +24,11 @@ fn trainer(place: &TempDir, arguments: &[&str]) -> Command {
 }
 
 /// What differs from machine to machine and from run to run.
-const CHANGES: [(&str, &str); 3] =
-    [(r"costs -?\d+ ns each time", "costs [host time] each time"), (r"--release -p", "-p"), (r"runs/\S+", "runs/[time]")];
+const CHANGES: [(&str, &str); 3] = [
+    (r"costs -?\d+ ns each time", "costs [host time] each time"),
+    (r"--release -p", "-p"),
+    (r"runs/\S+", "runs/[time]"),
+];
 
 fn of(arguments: &[&str]) -> String {
     let place = TempDir::new().unwrap();
