@@ -52,9 +52,8 @@ mod primitives {
     }
 }
 
-use primitives::yield_now;
-pub(crate) use primitives::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId};
-use primitives::{MutPtr, UnsafeCell};
+use primitives::MutPtr;
+pub(crate) use primitives::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId, UnsafeCell, yield_now};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
@@ -89,7 +88,7 @@ pub mod restless {
     }
 
     #[inline(always)]
-    pub(super) fn pause() {
+    pub(crate) fn pause() {
         // A thread that ends may lock after its variables are gone.
         #[cfg(all(debug_assertions, not(loom)))]
         let _ = STATE.try_with(|state| {
@@ -166,6 +165,17 @@ impl<T: fmt::Debug> fmt::Debug for SpinLock<T> {
 pub(crate) struct SpinGuard<'a, T> {
     value: MutPtr<T>,
     taken: &'a AtomicBool,
+}
+
+impl<'a, T> SpinGuard<'a, T> {
+    /// The guard of a lock that keeps its word and its value apart. Clears `taken` in the end.
+    ///
+    /// # Safety
+    /// The caller has changed `taken` from false to true, and uses of `value` are by guards with this `taken` only.
+    #[inline(always)]
+    pub(crate) unsafe fn holding(value: &'a UnsafeCell<T>, taken: &'a AtomicBool) -> Self {
+        Self { value: value.get_mut(), taken }
+    }
 }
 
 impl<T> Deref for SpinGuard<'_, T> {

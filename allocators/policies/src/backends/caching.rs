@@ -51,6 +51,7 @@ mod restore;
 mod shard;
 mod tally;
 mod totals;
+mod watched_lock;
 
 pub use super::pytorch::PyTorchSettings as CachingSettings;
 

@@ -5,10 +5,10 @@
 //! explored up to three preemptions, which is where nearly all races show (Musuvathi and Qadeer, *Iterative Context
 //! Bounding*, 2007); `LOOM_MAX_PREEMPTIONS` sets another bound.
 
+use super::watched_lock::WatchedLock;
 use super::{Caching, CachingSettings};
 use crate::contract::{Block, DeviceAllocator, Request, Stats};
 use crate::instruments::assert_layout;
-use crate::sync::SpinLock;
 use loom::sync::Arc;
 use loom::thread;
 use vramlab_device::{NullDriver, StreamId};
@@ -63,14 +63,15 @@ fn check_end(caching: &Caching, live: u64) {
 #[test]
 fn the_lock_lets_one_thread_in() {
     explore(|| {
-        let lock = Arc::new(SpinLock::new(0u32));
-        let other = {
+        let lock = Arc::new(WatchedLock::new(0u32));
+        // A holder, a watcher and one that polls.
+        let others = [(); 2].map(|()| {
             let lock = Arc::clone(&lock);
             thread::spawn(move || *lock.lock() += 1)
-        };
+        });
         *lock.lock() += 1;
-        other.join().expect("the thread should end");
-        assert_eq!(*lock.lock(), 2);
+        others.into_iter().for_each(|other| other.join().expect("the thread should end"));
+        assert_eq!(*lock.lock(), 3);
     });
 }
 

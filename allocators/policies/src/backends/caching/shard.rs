@@ -8,9 +8,10 @@
 use crate::backends::caching::block_cache::BlockCache;
 use crate::backends::caching::blocks::BlockIndex;
 use crate::backends::caching::totals::{Lease, Sums};
+use crate::backends::caching::watched_lock::WatchedLock;
 use crate::contract::{CaptureId, PoolKind, Tokens};
 use crate::space::{FreeList, Owner};
-use crate::sync::{Mutex, SpinGuard, SpinLock, lock};
+use crate::sync::{Mutex, SpinGuard, lock};
 use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
@@ -26,7 +27,7 @@ pub(super) struct Shard {
     pub(super) id: u32,
     /// The stream.
     pub(super) stream: StreamId,
-    state: SpinLock<ShardState>,
+    state: WatchedLock<ShardState>,
 }
 
 /// The state behind a shard's lock.
@@ -44,7 +45,7 @@ pub(super) type Uses = BTreeMap<BlockIndex, Vec<StreamId>>;
 
 impl Shard {
     fn new(id: u32, stream: StreamId) -> Self {
-        Self { id, stream, state: SpinLock::new(ShardState::default()) }
+        Self { id, stream, state: WatchedLock::new(ShardState::default()) }
     }
 
     /// The free list of a pool of it.
