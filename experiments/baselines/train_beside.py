@@ -6,6 +6,8 @@
 Needs PyTorch 2.11, a GPU, MNIST's files (--data-dir or MNIST_DIR) and the trainer's binary, which needs no Rust. The arms are
 
     ours            the trainer: caching allocator, updates in the gradients' epilogues, the step as one graph
+    ours-streams    the same with updates on a stream of their own; at widths up to 1024, where launches and not bytes bound a step
+    ours-tensor     the same as ours, each product of f32 made of three in tf32; for f32 only
     captured        PyTorch's eager step as one CUDA graph, fused SGD
     compiled        the step compiled as one function (max-autotune-no-cudagraphs) and captured
     compiled-plain  the same by Inductor's default, which tunes nothing
@@ -15,7 +17,8 @@ A type is f32 (products in full), tf32 or f16 (16-bit weights), the same in all 
 that are ready and wait. Then each round times every arm once, in an order of its own: 300 steps by the GPU's events, in the
 trainer the second of two epochs, behind 1875 others. First all cells are compiled, --jobs at a time; Inductor's cache lies in
 DIR/inductor. The file has a line for the machine and one for each cell, with every time in microseconds a step, medians and
-middle halves. The same command goes on where it was: a cell that is in the file is not done again, one that was cut short is.
+middle halves. `ratio` is that of the fastest of the first two arms to PyTorch's fastest; `tensor_ratio` that of ours-tensor, whose
+arithmetic PyTorch does not have. The same command goes on where it was: a cell that is in the file is not done again, one that was cut short is.
 
 Exit codes: 0 done, 1 an arm failed (its cell says why), 2 bad input, 4 the budget ended first.
 """
@@ -46,7 +49,11 @@ THEIRS = {
     "compiled-plain": ["--mode", "compiled-graph", "--compile-mode", "default"],
     "autotune": ["--mode", "compile", "--compile-mode", "max-autotune", "--fused-sgd", "on"],
 }
-ARMS = ("ours", *THEIRS)
+# How the trainer is told to do what an arm of ours does.
+OURS = {"ours": [], "ours-streams": ["--streams", "2"], "ours-tensor": ["--gemm", "tensor"]}
+ARMS = (*OURS, *THEIRS)
+# The widest network in which launches bound a step.
+NARROW = 1024
 # Seconds that a cell takes once it is compiled, and that compiling an arm takes, until the file says.
 CELL_S, COMPILE_S = 75, 60
 
@@ -54,6 +61,13 @@ CELL_S, COMPILE_S = 75, 60
 def options_of(width, dtype):
     """What both programs are told of a cell."""
     return [*WORK, "--hidden", str(width), "--dtype", dtype, *(["--weights", "half"] if dtype == "f16" else [])]
+
+
+def arms_of(width, dtype, options):
+    """The arms of a cell."""
+    left_out = {"ours-streams"} if width > NARROW else set()
+    left_out |= {"ours-tensor"} if dtype != "f32" else set()
+    return [arm for arm in options.arms if arm not in left_out]
 
 
 def work(words):
@@ -147,12 +161,12 @@ class Theirs:
             self.process.wait()
 
 
-def ours(width, dtype, folder, options):
+def ours(arm, width, dtype, folder, options):
     """Microseconds a step of the trainer: 300 steps of a second epoch."""
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     command = [str(options.trainer), "--device", "cuda", *options_of(width, dtype), "--steps", str(BEFORE + STEPS)]
     command += ["--alloc", "caching", "--fuse", "update", "--launch", "graph", "--latency", "off", "--nvtx", "off"]
-    command += ["--out", str(out)] + (["--data-dir", str(options.data_dir)] if options.data_dir else [])
+    command += [*OURS[arm], "--out", str(out)] + (["--data-dir", str(options.data_dir)] if options.data_dir else [])
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise Failed((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300])
@@ -172,11 +186,11 @@ def cell(width, dtype, options):
     """All arms of a cell, timed in turn."""
     began = time.monotonic()
     record = {"kind": "cell", "width": width, "dtype": dtype, "batch": 32, "layers": 4, "steps": STEPS, "rounds": options.rounds}
-    arms, failed, theirs = {}, {}, {}
+    arms, failed, theirs, wanted = {}, {}, {}, arms_of(width, dtype, options)
     with tempfile.TemporaryDirectory(prefix="beside-") as folder:
         try:
-            for arm in options.arms:
-                if arm != "ours":
+            for arm in wanted:
+                if arm in THEIRS:
                     theirs[arm] = Theirs(arm, width, dtype, folder, options)
             for arm, one in theirs.items():
                 try:
@@ -184,11 +198,11 @@ def cell(width, dtype, options):
                 except Failed as problem:
                     failed[arm] = str(problem)
             for number in range(options.rounds):
-                order = [arm for arm in options.arms if arm not in failed]
+                order = [arm for arm in wanted if arm not in failed]
                 random.Random(f"{width} {dtype} {number}").shuffle(order)
                 for arm in order:
                     try:
-                        told = ours(width, dtype, folder, options) if arm == "ours" else theirs[arm].time()
+                        told = ours(arm, width, dtype, folder, options) if arm in OURS else theirs[arm].time()
                     except (Failed, OSError, ValueError) as problem:
                         failed[arm] = str(problem)
                         arms.pop(arm, None)
@@ -204,12 +218,13 @@ def cell(width, dtype, options):
     for one in arms.values():
         one |= middle(one["us"])
     record["arms"] = arms
-    compared = {arm: one["median"] for arm, one in arms.items() if arm != "ours"}
-    if compared:
-        best = min(compared, key=compared.get)
-        record["best"] = best
-        if "ours" in arms:
-            record["ratio"] = round(arms["ours"]["median"] / compared[best], 4)
+    medians = {arm: one["median"] for arm, one in arms.items()}
+    if compared := {arm: median for arm, median in medians.items() if arm in THEIRS}:
+        record["best"] = best = min(compared, key=compared.get)
+        if alike := [medians[arm] for arm in ("ours", "ours-streams") if arm in medians]:
+            record["ratio"] = round(min(alike) / compared[best], 4)
+        if "ours-tensor" in medians:
+            record["tensor_ratio"] = round(medians["ours-tensor"] / compared[best], 4)
     if failed:
         record["failed"] = failed
     return record | {"took_s": round(time.monotonic() - began, 1)}
@@ -217,7 +232,7 @@ def cell(width, dtype, options):
 
 def compile_all(cells, options, left):
     """Compiles what the cells need, several at a time; says what took how long."""
-    wanted = [(arm, *one) for one in cells for arm in options.arms if arm not in ("ours", "captured")]
+    wanted = [(arm, *one) for one in cells for arm in options.arms if arm in THEIRS and arm != "captured"]
     marks = options.output.resolve().parent / "inductor" / "compiled"
     marks.mkdir(parents=True, exist_ok=True)
     wanted = [one for one in wanted if not (marks / "-".join(map(str, one))).exists()]
@@ -295,7 +310,7 @@ def main():
         work(sys.argv[2:])
         return 0
     options = arguments()
-    if "ours" in options.arms and not options.plan and not options.trainer.is_file():
+    if set(OURS) & set(options.arms) and not options.plan and not options.trainer.is_file():
         print(f"error: {options.trainer}: no such file; cargo build --release -p trainer makes it", file=sys.stderr)
         return 2
     # A cell that was cut short is done again.
@@ -306,7 +321,7 @@ def main():
     print(f"{len(cells)} cells, about {took * len(cells):.0f} s when compiled", flush=True)
     if options.plan or not cells:
         for width, dtype in cells:
-            print(f"{dtype} {width}: {', '.join(options.arms)}")
+            print(f"{dtype} {width}: {', '.join(arms_of(width, dtype, options))}")
         return 0
     began = time.monotonic()
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -31,17 +31,34 @@ class Made:
         self.ended = True
 
 
-def test_a_cell_has_every_time_of_every_arm_and_says_which_failed(monkeypatch):
+def made(arm, *_):
+    """What the trainer took, in an arm of ours."""
+    us = {"ours": 4.0, "ours-streams": 2.0, "ours-tensor": 1.0}[arm]
+    return {"us": us, "loss": 0.5, "provenance": {"git_commit": "abc"}, "settings": {"of": arm}}
+
+
+def cell(monkeypatch, width, dtype):
     monkeypatch.setattr(beside, "Theirs", Made)
-    monkeypatch.setattr(beside, "ours", lambda *_: {"us": 4.0, "loss": 0.5, "provenance": {"git_commit": "abc"}, "settings": {}})
-    told = beside.cell(128, "f16", Namespace(arms=list(beside.ARMS), rounds=3))
+    monkeypatch.setattr(beside, "ours", made)
+    return beside.cell(width, dtype, Namespace(arms=list(beside.ARMS), rounds=3))
+
+
+def test_a_cell_has_every_time_of_every_arm_and_says_which_failed(monkeypatch):
+    told = cell(monkeypatch, 2048, "f16")
     assert {arm: len(one["us"]) for arm, one in told["arms"].items()} == dict.fromkeys(
         ("ours", "captured", "compiled", "compiled-plain"), 3
     )
     assert told["failed"] == {"autotune": "it does not compile"}
     assert told["best"] in ("captured", "compiled")
     assert told["ratio"] == 0.5
+    assert "tensor_ratio" not in told
     assert told["provenance"] == {"git_commit": "abc"}
+
+
+def test_the_fastest_of_ours_that_computes_alike_is_compared(monkeypatch):
+    told = cell(monkeypatch, 1024, "f32")
+    assert (told["ratio"], told["tensor_ratio"]) == (0.25, 0.125)
+    assert told["settings"] == {"of": "ours"}
 
 
 def test_the_middle_half_is_of_the_values():
@@ -55,8 +72,9 @@ def test_cells_that_the_file_has_are_not_planned_again_and_a_cut_line_is(tmp_pat
     path.write_text(whole + '{"kind": "cell", "width": 1024, "dt')
     command = [sys.executable, str(HERE / "train_beside.py"), "-o", str(path), "--plan", "--types", "f16", "--widths", "128,1024"]
     told = subprocess.run(command, capture_output=True, text=True)
+    arms = ", ".join(arm for arm in beside.ARMS if arm != "ours-tensor")
     assert told.returncode == 0, told.stderr
-    assert told.stdout.splitlines() == ["1 cells, about 10 s when compiled", f"f16 1024: {', '.join(beside.ARMS)}"]
+    assert told.stdout.splitlines() == ["1 cells, about 10 s when compiled", f"f16 1024: {arms}"]
     assert path.read_text() == whole
 
 

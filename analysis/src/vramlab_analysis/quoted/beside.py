@@ -13,6 +13,8 @@ TYPES = ("f32", "f16")
 # The arms in the order of the table's columns, with their heads.
 ARMS = {
     "ours": "trainer",
+    "ours-streams": "updates on a stream of their own",
+    "ours-tensor": "f32 of three products in tf32",
     "compiled": "compiled and captured, tuned",
     "compiled-plain": "the same, not tuned",
     "captured": "eager, captured",
@@ -38,16 +40,19 @@ def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 def table() -> str:
     """The times of all arms by width and type."""
     _, found = _record()
+    heads = {arm: head for arm, head in ARMS.items() if any(arm in one["arms"] for one in found.values())}
     lines = [
-        f"| width and type | {' | '.join(ARMS.values())} | ratio to the fastest |",
-        "|---|" + "--:|" * (len(ARMS) + 1),
+        f"| width and type | {' | '.join(heads.values())} | ratio to the fastest |",
+        "|---|" + "--:|" * (len(heads) + 1),
     ]
     for (width, dtype), one in found.items():
         times = []
-        for arm in ARMS:
+        for arm in heads:
             told = one["arms"].get(arm)
-            times.append(f"{told['median']:,.1f} ({told['low']:,.1f} – {told['high']:,.1f})" if told else "failed")
-        lines.append(f"| {width}, {dtype} | {' | '.join(times)} | {one['ratio']:.2f} |")
+            missing = "failed" if arm in one.get("failed", {}) else "–"
+            times.append(f"{told['median']:,.1f} ({told['low']:,.1f} – {told['high']:,.1f})" if told else missing)
+        ratio = f"{one['ratio']:.2f}" + (f"; {one['tensor_ratio']:.2f}" if "tensor_ratio" in one else "")
+        lines.append(f"| {width}, {dtype} | {' | '.join(times)} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 
@@ -60,6 +65,9 @@ def ratios() -> str:
         some = {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
         words = listed(f"{ratio:.2f}" for ratio in some.values())
         parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, some))}")
+    if tensor := {width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one}:
+        words = listed(f"{ratio:.2f}" for ratio in tensor.values())
+        parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have")
     return f"{'; '.join(parts)}; medians of {listed(map(str, sorted(rounds)))} runs, one {machine['gpu']}"
 
 
