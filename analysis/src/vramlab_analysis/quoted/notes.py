@@ -10,7 +10,7 @@ import polars as pl
 
 from vramlab_analysis.documents import Pieces
 from vramlab_analysis.errors import AnalysisError, read_bytes, read_json
-from vramlab_analysis.quoted import beside
+from vramlab_analysis.quoted import beside, step_kernels
 from vramlab_analysis.quoted.parts import cells, listed, newest, runs, table
 
 TYPES = ("f32", "tf32", "bf16", "f16")
@@ -232,6 +232,8 @@ PIECES: dict[str, Pieces] = {
         "| us a step by width |": captured,
         "| width and type |": beside.table,
         "`experiments/baselines/train_beside.py`": beside.source,
+        "| type and width |": step_kernels.table,
+        "At width": step_kernels.launches,
         "- One column or example": beyond_a_tile,
     },
     "experiments/notes/expandable.md": {
