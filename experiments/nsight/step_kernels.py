@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections import Counter
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 FIRST = "gather_rows"
@@ -35,7 +36,7 @@ class Unusable(Exception):
 def whole_steps(launches, name_of):
     """The launches cut into steps; those of the commonest length."""
     starts = [at for at, one in enumerate(launches) if name_of(one).startswith(FIRST)]
-    steps = [launches[first:end] for first, end in zip(starts, starts[1:])]
+    steps = [launches[first:end] for first, end in pairwise(starts)]
     if not steps:
         raise Unusable(f"no two launches of {FIRST}*: capture more steps of the trainer with --loader resident")
     length, _ = Counter(map(len, steps)).most_common(1)[0]
@@ -51,9 +52,10 @@ def timed(path):
         ).fetchall()
     steps = whole_steps(launches, lambda launch: launch[2])
     kernels = [
-        (same[0][2], same[0][3], statistics.median(end - start for start, end, *_ in same)) for same in zip(*steps, strict=True)
+        (same[0][2], same[0][3], statistics.median(end - start for start, end, *_ in same))
+        for same in zip(*steps, strict=True)
     ]
-    return statistics.median(last[0][0] - step[0][0] for step, last in zip(steps, steps[1:])), kernels
+    return statistics.median(last[0][0] - step[0][0] for step, last in pairwise(steps)), kernels
 
 
 def counted(path):
@@ -63,7 +65,9 @@ def counted(path):
         rows = csv.reader(line for line in file if line.startswith('"'))
         head = next(rows, [])
         try:
-            number, name, metric, value = (head.index(column) for column in ("ID", "Kernel Name", "Metric Name", "Metric Value"))
+            number, name, metric, value = (
+                head.index(column) for column in ("ID", "Kernel Name", "Metric Name", "Metric Value")
+            )
         except ValueError:
             raise Unusable("no table of counters: run ncu with --csv") from None
         for row in rows:
@@ -78,6 +82,7 @@ def counted(path):
 
 
 def main():
+    """Adds the line of one capture."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -100,7 +105,13 @@ def main():
     except (OSError, ValueError, sqlite3.Error, KeyError, Unusable) as error:
         print(f"error: {path}: {error}", file=sys.stderr)
         return 2
-    record = {"width": options.width, "dtype": options.type, "gpu": options.gpu, "build": options.build, "step_us": step_ns / 1e3}
+    record = {
+        "width": options.width,
+        "dtype": options.type,
+        "gpu": options.gpu,
+        "build": options.build,
+        "step_us": step_ns / 1e3,
+    }
     record["kernels"] = [
         {"name": name, "blocks": blocks, "us": ns / 1e3, "read_bytes": read, "written_bytes": written}
         for (name, blocks, ns), (_, read, written) in zip(kernels, bytes_of, strict=True)

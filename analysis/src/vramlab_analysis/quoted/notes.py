@@ -233,7 +233,7 @@ PIECES: dict[str, Pieces] = {
         "| width and type |": beside.table,
         "`experiments/baselines/train_beside.py`": beside.source,
         "| type and width |": step_kernels.table,
-        "At width": step_kernels.launches,
+        "At width": step_kernels.bounds,
         "- One column or example": beyond_a_tile,
     },
     "experiments/notes/expandable.md": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from vramlab_analysis import repository
@@ -12,11 +13,9 @@ from vramlab_analysis.quoted.parts import listed
 # Features and classes of MNIST, and linear layers.
 INPUTS, CLASSES, LAYERS = 784, 10, 4
 BYTES = {"f32": 4, "f32x3": 4, "tf32": 4, "f16": 2, "bf16": 2}
-# What a launch's name begins with, by the columns of the table.
-PARTS = {
-    "forward": ("linear_forward",),
-    "way back": ("linear_input", "linear_gradient", "linear_update", "linear_backward"),
-}
+# What names of launches begin with, by the columns of the table.
+FORWARD = ("linear_forward",)
+BACK = ("linear_input", "linear_gradient", "linear_update", "linear_backward")
 
 
 @cache
@@ -33,45 +32,47 @@ def _steps() -> list[dict[str, Any]]:
 
 
 def least_bytes(width: int, dtype: str) -> int:
-    """Bytes of the weights that a step must move where no cache holds them: read on the way forward, read and written back."""
+    """Bytes of three passes over the weights."""
     widths = [INPUTS, *[width] * (LAYERS - 1), CLASSES]
-    return 3 * BYTES[dtype] * sum(one * other for one, other in zip(widths, widths[1:], strict=False))
+    return 3 * BYTES[dtype] * sum(one * other for one, other in pairwise(widths))
+
+
+def _moved(kernel: dict[str, Any]) -> int:
+    """Bytes from and to memory."""
+    return int(kernel["read_bytes"] + kernel["written_bytes"])
 
 
 def table() -> str:
     """Times and bytes of each step."""
-    lines = [
-        f"| type and width | launches | us a step | {' | '.join(PARTS)} | other launches | MB from and to memory | MB of three passes over the weights | TB/s |",
-        "|---|" + "--:|" * (len(PARTS) + 6),
+    heads = [
+        *["launches", "us a step", "forward", "way back", "other launches"],
+        *["MB from and to memory", "MB of three passes over the weights", "TB/s"],
     ]
+    lines = [f"| type and width | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for step in _steps():
         kernels = step["kernels"]
-        parts = [sum(one["us"] for one in kernels if one["name"].startswith(names)) for names in PARTS.values()]
-        rest = sum(one["us"] for one in kernels) - sum(parts)
-        moved = sum(one["read_bytes"] + one["written_bytes"] for one in kernels)
-        times = " | ".join(f"{us:,.1f}" for us in [step["step_us"], *parts, rest])
+        forward, back = (
+            sum(one["us"] for one in kernels if one["name"].startswith(names)) for names in (FORWARD, BACK)
+        )
+        times = [step["step_us"], forward, back, sum(one["us"] for one in kernels) - forward - back]
+        moved, least = sum(map(_moved, kernels)), least_bytes(step["width"], step["dtype"])
         lines.append(
-            f"| {step['dtype']}, {step['width']} | {len(kernels)} | {times} | {moved / 1e6:,.0f} | "
-            f"{least_bytes(step['width'], step['dtype']) / 1e6:,.0f} | {moved / step['step_us'] / 1e6:.2f} |"
+            f"| {step['dtype']}, {step['width']} | {len(kernels)} | {' | '.join(f'{us:,.1f}' for us in times)} | "
+            f"{moved / 1e6:,.0f} | {least / 1e6:,.0f} | {moved / step['step_us'] / 1e6:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def launches() -> str:
-    """What bounds the narrowest step, and what the others."""
-    narrowest = [step for step in _steps() if step["width"] == min(step["width"] for step in _steps())]
-    widest = [step for step in _steps() if step["width"] == max(step["width"] for step in _steps())]
-    smallest = min(one["us"] for step in narrowest for one in step["kernels"])
-    shares = listed(
-        f"{sum(one['us'] for one in step['kernels']) / len(step['kernels']):.1f} in {step['dtype']}"
-        for step in narrowest
-    )
-    rates = listed(
-        f"{step['dtype']} {max((one['read_bytes'] + one['written_bytes']) / one['us'] / 1e6 for one in step['kernels']):.1f}"
-        for step in widest
-    )
+def bounds() -> str:
+    """What bounds the narrowest step, and what the widest."""
+    narrow, wide = (edge(step["width"] for step in _steps()) for edge in (min, max))
+    narrowest, widest = ([step for step in _steps() if step["width"] == width] for width in (narrow, wide))
+    shortest = min(one["us"] for step in narrowest for one in step["kernels"])
+    mean = {step["dtype"]: sum(one["us"] for one in step["kernels"]) / len(step["kernels"]) for step in narrowest}
+    rates = {step["dtype"]: max(_moved(one) / one["us"] for one in step["kernels"]) / 1e6 for step in widest}
     return (
-        f"At width {narrowest[0]['width']} launches are what a step is made of: the shortest takes {smallest:.1f} us, and "
-        f"they take {shares} us on average, nearly all of it the way into and out of a kernel. At width "
-        f"{widest[0]['width']} the weights are: the launch that moves them fastest reaches, in TB/s, {rates}."
+        f"At width {narrow} launches are what a step is made of: the shortest takes {shortest:.1f} us, and they take "
+        f"{listed(f'{us:.1f} in {dtype}' for dtype, us in mean.items())} on average, nearly all of it the way into and "
+        f"out of a kernel. At width {wide} the weights are: the launch that moves them fastest reaches, in TB/s, "
+        f"{listed(f'{rate:.1f} in {dtype}' for dtype, rate in rates.items())}."
     )
