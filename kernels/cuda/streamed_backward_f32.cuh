@@ -22,7 +22,7 @@ struct StreamedBackwardF32 {
         WARPS_ACROSS = 2,
         WARPS_DOWN = 4,
         CONSUMERS = WARPS_ACROSS * WARPS_DOWN * WARP,
-        // A warpgroup for the one thread that asks for copies: the others take its registers.
+        // A warpgroup more asks for copies, and steps the bias: of its registers the others take what it does not need.
         THREADS = CONSUMERS + GROUP_THREADS,
         CONSUMER_REGISTERS = 240,
         COURIER_REGISTERS = 24,
@@ -39,16 +39,22 @@ struct StreamedBackwardF32 {
         BARRIERS = INPUTS + WARPS_ACROSS * LINES_BYTES,
         SHARED_BYTES = BARRIERS + 8 * (2 * STAGES + 1) + SWIZZLED_ROWS,
         PITCH = ACROSS + 4,
-        // Eights of examples.
+        // Eights of examples, and of a warp's outputs.
         EIGHTS = EXAMPLES / 8,
+        PIECES = ROWS / 8,
     };
     using Sums = TileSums<InputEpilogue<float>, EXAMPLES, ACROSS, WARPS_DOWN, CONSUMERS, PITCH>;
     static_assert(Sums::SUM_BYTES <= BARRIERS, "sums take the place of the stages");
 
-    // A number for the tensor cores, and what it lacks, of which they drop the last of 12 bits. See PatchF32x3 in tensor.cuh.
+    // A number rounded for the tensor cores, and what it then lacks; of both they drop the bits below. See PatchF32x3 in
+    // tensor.cuh. For f32x3 rounding may make a finite number of what is none, but then what it lacks is none: see `whole`.
     static __device__ __forceinline__ void split(u32 bits, u32& big, u32& small) {
-        big = rounded_to_tf32(bits);
-        if (TERMS == 3) small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big));
+        if (TERMS == 3) {
+            big = bits + 0x1000;
+            small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big & 0xffffe000u));
+        } else {
+            big = rounded_to_tf32(bits);
+        }
     }
 
     // Which of eight examples is column `col` of dX^T: no two that are read at once then meet in a bank.
@@ -79,6 +85,7 @@ struct StreamedBackwardF32 {
 
         if (warp >= CONSUMERS / WARP) {
             registers_down<COURIER_REGISTERS>();
+            if (warp > CONSUMERS / WARP) step_bias(p, thread - CONSUMERS - WARP);
             if (thread == CONSUMERS) {
                 barrier_expect(inputs_are_there, WARPS_ACROSS * LINES_BYTES);
 #pragma unroll
@@ -133,88 +140,87 @@ struct StreamedBackwardF32 {
 
         float dx[2][EIGHTS][4] = {};
         float small_dx[2][EIGHTS][4] = {};
-        const bool steps_bias = p.bias != nullptr && strip == 0 && across == 0;
         u32 before = 0;
         for (u32 trip = 0; trip < trips; ++trip) {
             const u32 row = (first_trip + trip) * DOWN + down * ROWS;
             const u32 stage = base + ring.stage * STAGE_BYTES;
             const u32 patch = stage + (down * WARPS_ACROSS + across) * PATCH_BYTES;
             const u32 dy = stage + WEIGHT_BYTES + down * ROWS / 32 * LINES_BYTES;
+            // Where this warp's outputs are in a row of dY, and this lane's weights of outputs 2t and 2t + 1.
+            const u32 outputs = down * ROWS % 32 * 4;
+            const u32 own = patch + swizzled(2 * t, 16 * g);
+            const u32 next = patch + swizzled(2 * t + 1, 16 * g);
             barrier_wait(full + 8 * ring.stage, ring.parity);
+            u32 weights[PIECES][2][4];
 #pragma unroll
-            for (u32 eight = 0; eight < ROWS / 8; ++eight) {
-                // Where these eight outputs are in a row of dY.
-                const u32 outputs = down * ROWS % 32 * 4 + 32 * eight;
-                // Of outputs 2t and 2t + 1 this lane's four inputs.
-                u32 weights[2][4];
+            for (u32 piece = 0; piece < PIECES; ++piece) {
+                read_four(own + piece * SWIZZLED_ROWS, weights[piece][0]);
+                read_four(next + piece * SWIZZLED_ROWS, weights[piece][1]);
+            }
+
+            float slopes[PIECES][2][4] = {};
+            float small_slopes[PIECES][2][4] = {};
+#pragma unroll
+            for (u32 i = 0; i < EIGHTS; ++i) {
+#pragma unroll
+                for (u32 piece = 0; piece < PIECES; ++piece) {
+                    // Of examples 2t and 2t + 1 output g.
+                    u32 big[2], small[2];
+#pragma unroll
+                    for (u32 e = 0; e < 2; ++e) {
+                        const u32 bits = read_one(dy + swizzled(8 * i + 2 * t + e, outputs + 32 * piece + 4 * g));
+                        split(bits, big[e], small[e]);
+                    }
+#pragma unroll
+                    for (u32 half = 0; half < 2; ++half) {
+                        if (TERMS == 3) {
+                            multiply(0.0f, small_x[half][i], big[0], big[1], small_slopes[piece][half]);
+                            multiply(0.0f, big_x[half][i], small[0], small[1], small_slopes[piece][half]);
+                        }
+                        multiply(0.0f, big_x[half][i], big[0], big[1], slopes[piece][half]);
+                    }
+                }
+            }
+
+#pragma unroll
+            for (u32 piece = 0; piece < PIECES; ++piece) {
                 u32 big_w[2][4];
                 u32 small_w[2][4];
 #pragma unroll
                 for (u32 e = 0; e < 2; ++e) {
-                    read_four(patch + swizzled(8 * eight + 2 * t + e, 16 * g), weights[e]);
 #pragma unroll
                     for (u32 i = 0; i < 4; ++i) {
-                        split(weights[e][i], big_w[i / 2][2 * e + i % 2], small_w[i / 2][2 * e + i % 2]);
+                        split(weights[piece][e][i], big_w[i / 2][2 * e + i % 2], small_w[i / 2][2 * e + i % 2]);
+                        const float slope = whole(slopes[piece][i / 2][i % 2 * 2 + e], small_slopes[piece][i / 2][i % 2 * 2 + e]);
+                        weights[piece][e][i] = __float_as_uint(__fmaf_rn(-p.scale, slope, __uint_as_float(weights[piece][e][i])));
                     }
                 }
-                float slopes[2][4] = {};
-                float small_slopes[2][4] = {};
-                float bias_slope = 0.0f;
 #pragma unroll
                 for (u32 i = 0; i < EIGHTS; ++i) {
-                    // Of examples 2t and 2t + 1 output g; and of example g, so to speak, outputs 2t and 2t + 1.
-                    u32 by_example[2], by_output[2];
-                    u32 big_e[2], small_e[2], big_o[2], small_o[2];
-                    by_example[0] = read_one(dy + swizzled(8 * i + 2 * t, outputs + 4 * g));
-                    by_example[1] = read_one(dy + swizzled(8 * i + 2 * t + 1, outputs + 4 * g));
-                    read_two(dy + swizzled(8 * i + example_of(g), outputs + 8 * t), by_output[0], by_output[1]);
+                    // Of an example, which is column g, outputs 2t and 2t + 1.
+                    u32 bits[2], big[2], small[2];
+                    read_two(dy + swizzled(8 * i + example_of(g), outputs + 32 * piece + 8 * t), bits[0], bits[1]);
 #pragma unroll
-                    for (u32 e = 0; e < 2; ++e) {
-                        split(by_example[e], big_e[e], small_e[e]);
-                        split(by_output[e], big_o[e], small_o[e]);
-                        bias_slope += __uint_as_float(by_example[e]);
-                    }
-                    if (TERMS == 3) {
+                    for (u32 e = 0; e < 2; ++e) split(bits[e], big[e], small[e]);
 #pragma unroll
-                        for (u32 half = 0; half < 2; ++half) {
-                            multiply(0.0f, small_x[half][i], big_e[0], big_e[1], small_slopes[half]);
-                            multiply(0.0f, small_w[half], big_o[0], big_o[1], small_dx[half][i]);
-                        }
-#pragma unroll
-                        for (u32 half = 0; half < 2; ++half) {
-                            multiply(0.0f, big_x[half][i], small_e[0], small_e[1], small_slopes[half]);
-                            multiply(0.0f, big_w[half], small_o[0], small_o[1], small_dx[half][i]);
-                        }
-#pragma unroll
-                        for (u32 half = 0; half < 2; ++half) {
+                    for (u32 half = 0; half < 2; ++half) {
+                        if (TERMS == 3) {
                             float product[4];
-                            multiply(0.0f, big_x[half][i], big_e[0], big_e[1], slopes[half]);
-                            multiply_alone(big_w[half], big_o[0], big_o[1], product);
+                            multiply_alone(big_w[half], big[0], big[1], product);
+                            multiply(0.0f, small_w[half], big[0], big[1], small_dx[half][i]);
+                            multiply(0.0f, big_w[half], small[0], small[1], small_dx[half][i]);
 #pragma unroll
                             for (u32 r = 0; r < 4; ++r) dx[half][i][r] += product[r];
-                        }
-                    } else {
-#pragma unroll
-                        for (u32 half = 0; half < 2; ++half) {
-                            multiply(0.0f, big_x[half][i], big_e[0], big_e[1], slopes[half]);
-                            multiply(0.0f, big_w[half], big_o[0], big_o[1], dx[half][i]);
+                        } else {
+                            multiply(0.0f, big_w[half], big[0], big[1], dx[half][i]);
                         }
                     }
                 }
+            }
 #pragma unroll
-                for (u32 e = 0; e < 2; ++e) {
-#pragma unroll
-                    for (u32 i = 0; i < 4; ++i) {
-                        const float slope = whole(slopes[i / 2][i % 2 * 2 + e], small_slopes[i / 2][i % 2 * 2 + e]);
-                        weights[e][i] = __float_as_uint(__fmaf_rn(-p.scale, slope, __uint_as_float(weights[e][i])));
-                    }
-                    write_four(patch + swizzled(8 * eight + 2 * t + e, 16 * g), weights[e]);
-                }
-                if (steps_bias) {
-                    bias_slope = warp_sum<4>(bias_slope);
-                    const u32 output = row + 8 * eight + g;
-                    if (t == 0 && output < p.k) p.bias[output] = __fmaf_rn(-p.scale, bias_slope, p.bias[output]);
-                }
+            for (u32 piece = 0; piece < PIECES; ++piece) {
+                write_four(own + piece * SWIZZLED_ROWS, weights[piece][0]);
+                write_four(next + piece * SWIZZLED_ROWS, weights[piece][1]);
             }
             show_to_engines();
             __syncwarp();
@@ -250,7 +256,23 @@ struct StreamedBackwardF32 {
     }
 
 private:
+    // Where both are not finite, an operand is infinite, and the sum of small terms says nothing: an infinite number lacks none.
+    // Where only that sum is not, an operand is no number.
     static __device__ __forceinline__ float whole(float big, float small) {
-        return TERMS == 3 && fabsf(small) < infinity() ? big + small : big;
+        return TERMS == 3 && (fabsf(small) < infinity() || fabsf(big) < infinity()) ? big + small : big;
+    }
+
+    // This block's share of the outputs, for the threads that have nothing else to do.
+    static __device__ __forceinline__ void step_bias(const LinearArguments& p, u32 thread) {
+        if (p.bias == nullptr) return;
+        const u32 each = (p.k + gridDim.x - 1) / gridDim.x;
+        const u32 end = min(p.k, (blockIdx.x + 1) * each);
+        for (u32 output = blockIdx.x * each + thread; output < end; output += GROUP_THREADS - WARP) {
+            const float* from = static_cast<const float*>(p.a) + output;
+            float sum = 0.0f;
+#pragma unroll 4
+            for (u32 example = 0; example < p.m; ++example) sum += __ldg(from + static_cast<u64>(example) * p.a_pitch);
+            p.bias[output] = __fmaf_rn(-p.scale, sum, p.bias[output]);
+        }
     }
 };
