@@ -10,7 +10,10 @@ mod trials;
 
 use chacha20::ChaCha8Rng;
 use gpu::Gpu;
-use kernels::{Choice, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
+use kernels::{
+    Choice, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Operation,
+    Precision, Product, Tile,
+};
 use rand::{RngExt, SeedableRng};
 use std::process::ExitCode;
 use trials::trials;
@@ -19,8 +22,19 @@ use trials::trials;
 const M: u32 = 136;
 const N: u32 = 148;
 
+/// How a product is launched.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    /// By itself.
+    Alone(Choice),
+    /// With the other one of the way back.
+    Both,
+}
+
 /// C = A·B by one of a layer's products. `a` holds A's rows of `k` values, `b` B's columns.
 struct Operands {
+    m: u32,
+    n: u32,
     k: u32,
     a: Vec<f32>,
     b: Vec<f32>,
@@ -40,9 +54,25 @@ fn put(image: &mut Vec<u8>, bytes: &[u8]) -> u64 {
 }
 
 impl Operands {
+    /// A and B of `k` values that a function gives for each place.
+    fn new([m, n, k]: [u32; 3], mut values: impl FnMut(u32) -> Vec<f32>) -> Self {
+        Self { m, n, k, a: values(m * k), b: values(n * k) }
+    }
+
+    /// Every tile of a product, alone and with blocks that share its sums; and where few examples go back, both products at once.
+    fn ways(&self) -> impl Iterator<Item = (Product, Way)> {
+        let choices = |product: Product| {
+            let choice = move |&tile| [1, 3].map(|splits| (product, Way::Alone(Choice { tile, splits })));
+            product.tiles().iter().chain(product.warpgroup_tiles(Precision::F32x3)).flat_map(choice)
+        };
+        let both = [(Product::Input, self.m), (Product::Update, self.k)];
+        let both = both.into_iter().filter(|(_, examples)| *examples <= 32).map(|(product, _)| (product, Way::Both));
+        Product::ALL.into_iter().flat_map(choices).chain(both)
+    }
+
     /// C as the GPU computes it.
-    fn multiply(&self, gpu: &Gpu, precision: Precision, product: Product, choice: Choice) -> Vec<f32> {
-        let Self { k, a, b } = self;
+    fn multiply(&self, gpu: &Gpu, precision: Precision, product: Product, way: Way) -> Vec<f32> {
+        let Self { m, n, k, a, b } = self;
         let (a, b) = match product {
             Product::Forward => (a.clone(), b.clone()),
             Product::Input => (a.clone(), transposed(b, *k)),
@@ -50,22 +80,75 @@ impl Operands {
         };
         let image = &mut Vec::new();
         let (first, second) = (put(image, bytemuck::cast_slice(&a)), put(image, bytemuck::cast_slice(&b)));
-        let out = put(image, &vec![0; 4 * (M * N) as usize]);
+        let out = put(image, &vec![0; 4 * (m * n) as usize]);
+        // The other one's input or output, and the bias.
+        let other = put(image, &vec![0; 4 * (32 * n) as usize]);
+        let bias = put(image, &vec![0; 4 * (*m.max(k)) as usize]);
         let tickets = put(image, &[0; 1024]);
         // Three splits of all tiles.
         let workspace = put(image, &vec![0; 16 << 20]);
         let kernels = gpu.kernels.as_ref().unwrap();
         let after = gpu.with_region(image, |base| {
-            let [first, second, out, tickets, workspace] =
-                [first, second, out, tickets, workspace].map(|offset| base + offset);
+            let [first, second, out, other, bias, tickets, workspace] =
+                [first, second, out, other, bias, tickets, workspace].map(|offset| base + offset);
+            let input = LinearBackwardInput {
+                precision,
+                rows: *m,
+                inputs: *n,
+                outputs: *k,
+                dy: first,
+                dy_pitch: *k,
+                weight: second,
+                weight_pitch: *n,
+                mask: None,
+                dx: out,
+                dx_pitch: *n,
+                workspace,
+                tickets,
+            };
+            // From zero along the slope.
+            let update = LinearUpdate {
+                precision,
+                rows: *k,
+                inputs: *n,
+                outputs: *m,
+                dy: first,
+                dy_pitch: *m,
+                x: second,
+                x_pitch: *n,
+                rate: -1.0,
+                weight: out,
+                weight_pitch: *n,
+                master: None,
+                bias,
+                workspace,
+                tickets,
+            };
+            let both = match product {
+                Product::Input => {
+                    let LinearBackwardInput { rows, outputs, dy, dy_pitch, weight, .. } = input;
+                    LinearBackward {
+                        input,
+                        update: LinearUpdate { rows, outputs, dy, dy_pitch, weight, x: other, ..update },
+                    }
+                }
+                _ => {
+                    let LinearUpdate { rows, outputs, dy, dy_pitch, weight, .. } = update;
+                    LinearBackward {
+                        input: LinearBackwardInput { rows, outputs, dy, dy_pitch, weight, dx: other, ..input },
+                        update,
+                    }
+                }
+            };
             // SAFETY: the context is current, and the region is live and as large as the shapes say.
             let outcome = unsafe {
-                match product {
-                    Product::Forward => LinearForward {
+                match (way, product) {
+                    (Way::Both, _) => both.launch(kernels, gpu.stream),
+                    (Way::Alone(choice), Product::Forward) => LinearForward {
                         precision,
-                        rows: M,
+                        rows: *m,
                         inputs: *k,
-                        outputs: N,
+                        outputs: *n,
                         x: first,
                         x_pitch: *k,
                         weight: second,
@@ -73,40 +156,25 @@ impl Operands {
                         bias: None,
                         relu: false,
                         y: out,
-                        y_pitch: N,
+                        y_pitch: *n,
                         y_f32: true,
                         workspace,
                         tickets,
                     }
                     .launch_with(choice, kernels, gpu.stream),
-                    Product::Input => LinearBackwardInput {
-                        precision,
-                        rows: M,
-                        inputs: N,
-                        outputs: *k,
-                        dy: first,
-                        dy_pitch: *k,
-                        weight: second,
-                        weight_pitch: N,
-                        mask: None,
-                        dx: out,
-                        dx_pitch: N,
-                        workspace,
-                        tickets,
-                    }
-                    .launch_with(choice, kernels, gpu.stream),
-                    Product::Gradient | Product::Update => LinearWeightGradient {
+                    (Way::Alone(choice), Product::Input) => input.launch_with(choice, kernels, gpu.stream),
+                    (Way::Alone(choice), Product::Gradient | Product::Update) => LinearWeightGradient {
                         precision,
                         rows: *k,
-                        inputs: N,
-                        outputs: M,
+                        inputs: *n,
+                        outputs: *m,
                         dy: first,
-                        dy_pitch: M,
+                        dy_pitch: *m,
                         x: second,
-                        x_pitch: N,
+                        x_pitch: *n,
                         scale: 1.0,
                         dweight: out,
-                        dweight_pitch: N,
+                        dweight_pitch: *n,
                         dbias: None,
                         workspace,
                         tickets,
@@ -116,7 +184,7 @@ impl Operands {
             };
             outcome.unwrap();
         });
-        after[out as usize..][..4 * (M * N) as usize].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
+        after[out as usize..][..4 * (m * n) as usize].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
     }
 
     /// C, and the sum of the terms' magnitudes.
@@ -129,15 +197,6 @@ impl Operands {
         let rows = self.a.chunks_exact(k);
         rows.flat_map(|a| self.b.chunks_exact(k).map(move |b| dot(a, b))).collect()
     }
-}
-
-/// Every tile of a product, alone and with blocks that share its sums.
-fn ways() -> impl Iterator<Item = (Product, Choice)> {
-    let choices = |product: Product| {
-        let choice = move |&tile| [1, 3].map(|splits| (product, Choice { tile, splits }));
-        product.tiles().iter().chain(product.warpgroup_tiles(Precision::F32x3)).flat_map(choice)
-    };
-    Product::ALL.into_iter().flat_map(choices)
 }
 
 /// Errors of C's elements relative to the sum of the terms' magnitudes, in units of ε: root mean square, and largest.
@@ -158,20 +217,27 @@ fn errors(found: &[f32], exact: &[(f64, f64)]) -> (f64, f64) {
 fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
     let gpu = Gpu::new();
     let mut random = ChaCha8Rng::seed_from_u64(11);
-    for k in [8_u32, 60, 784, 4096] {
+    let shapes = [8, 60, 784, 4096].map(|k| ([M, N, k], true));
+    // Where both products of the way back are one kernel: the gradient's of a full batch, and a long k that blocks go down.
+    for (shape, all) in shapes.into_iter().chain([([M, N, 32], false), ([31, 4100, 4096], false)]) {
+        let k = shape[2];
         for (kind, least, powers) in [("mixed signs", -1.0, 0), ("positive", 0.0, 0), ("wide", -1.0, 20)] {
-            let mut values = |count: u32| -> Vec<f32> {
+            let values = |count: u32| -> Vec<f32> {
                 let one = |_| random.random_range(least..1.0_f32) * 2.0_f32.powi(random.random_range(-powers..=powers));
                 (0..count).map(one).collect()
             };
-            let operands = Operands { k, a: values(M * k), b: values(N * k) };
+            let operands = Operands::new(shape, values);
             let exact = operands.exact();
-            for (product, choice) in ways() {
-                let of = |precision, choice| errors(&operands.multiply(&gpu, precision, product, choice), &exact);
+            for (product, way) in operands.ways().filter(|(_, way)| all || matches!(way, Way::Both)) {
+                let of = |precision, way| errors(&operands.multiply(&gpu, precision, product, way), &exact);
                 // Multiply-adds have no tile with warpgroups, but one of the same size.
-                let tile = if choice.tile.needs_warpgroups() { Tile::Wide } else { choice.tile };
-                let (plain, three) = (of(Precision::F32, Choice { tile, ..choice }), of(Precision::F32x3, choice));
-                let label = format!("{product:?} {choice}, k {k}, {kind}");
+                let plain = match way {
+                    Way::Alone(choice) if !choice.tile.needs_warpgroups() => choice,
+                    Way::Alone(Choice { splits, .. }) => Choice { tile: Tile::Wide, splits },
+                    Way::Both => Choice { tile: Tile::Wide, splits: 1 },
+                };
+                let (plain, three) = (of(Precision::F32, Way::Alone(plain)), of(Precision::F32x3, way));
+                let label = format!("{product:?} {way:?}, k {k}, {kind}");
                 println!("{label}: f32 {:.3} ε, at most {:.3}; f32x3 {:.3}, {:.3}", plain.0, plain.1, three.0, three.1);
                 assert!(three.0 <= (2.0 * plain.0).max(1.0), "{label}: {} ε, multiply-adds {}", three.0, plain.0);
                 assert!(three.1 <= (2.0 * plain.1).max(5.0), "{label}: {} ε, multiply-adds {}", three.1, plain.1);
@@ -184,36 +250,37 @@ fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
 /// or of the other sign. All other elements are untouched by it.
 fn what_is_not_finite_stays_so_and_stays_where_it_is() {
     let gpu = Gpu::new();
-    let k = 64;
     // 1 and 2 have no small part; that of 1 + 2⁻¹² + 2⁻²⁰ is positive, that of 1 + 3·2⁻¹² negative.
     let values = [1.0, -2.0, 1.0 + 2.0_f32.powi(-12) + 2.0_f32.powi(-20), -1.0 - 3.0 * 2.0_f32.powi(-12)];
-    let filled = |count: u32| (0..count).map(|at| values[(at * 7 + at / k) as usize % 4]).collect::<Vec<f32>>();
-    let mut operands = Operands { k, a: filled(M * k), b: filled(N * k) };
-    let mut odd = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::INFINITY].into_iter().cycle();
-    // In some rows of A and columns of B, at some step of k; the fifth row of A has two infinities of unlike sign.
-    for row in [0, 9, 17, 40, 135] {
-        operands.a[(row * k + row % k) as usize] = odd.next().unwrap();
-    }
-    operands.a[(135 * k + 1) as usize] = f32::NEG_INFINITY;
-    for col in [3, 64, 147] {
-        operands.b[(col * k + 5) as usize] = odd.next().unwrap();
-    }
-    // Zero times infinity.
-    operands.b[(20 * k + 9) as usize] = 0.0;
-    let exact = operands.exact();
-    let odd_ones = exact.iter().filter(|(sum, _)| !sum.is_finite()).count();
-    assert!(exact.iter().any(|(sum, _)| sum.is_nan()) && exact.iter().any(|(sum, _)| sum.is_infinite()));
-    assert!(odd_ones < exact.len() / 4, "most are finite");
-    for (product, choice) in ways() {
-        let found = operands.multiply(&gpu, Precision::F32x3, product, choice);
-        for (at, (found, (exact, magnitude))) in found.iter().zip(&exact).enumerate() {
-            let place =
-                format!("{product:?} {choice}: C[{}, {}] is {found}, not {exact}", at as u32 / N, at as u32 % N);
-            if exact.is_finite() {
-                let off = (f64::from(*found) - exact).abs();
-                assert!(off <= 36.0 * f64::from(f32::EPSILON) * magnitude, "{place}");
-            } else {
-                assert!(f64::from(*found) == *exact || (found.is_nan() && exact.is_nan()), "{place}");
+    for [m, n, k] in [[M, N, 64], [32, N, 64], [M, N, 32]] {
+        let filled = |count: u32| (0..count).map(|at| values[(at * 7 + at / k) as usize % 4]).collect::<Vec<f32>>();
+        let mut operands = Operands::new([m, n, k], filled);
+        let mut odd = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::INFINITY].into_iter().cycle();
+        // In some rows of A and columns of B, at some step of k; the last row of A has two infinities of unlike sign.
+        for row in [0, 9, 17, 20, m - 1] {
+            operands.a[(row * k + row % k) as usize] = odd.next().unwrap();
+        }
+        operands.a[((m - 1) * k + 1) as usize] = f32::NEG_INFINITY;
+        for col in [3, 64, 147] {
+            operands.b[(col * k + 5) as usize] = odd.next().unwrap();
+        }
+        // Zero times infinity.
+        operands.b[(20 * k + 9) as usize] = 0.0;
+        let exact = operands.exact();
+        let odd_ones = exact.iter().filter(|(sum, _)| !sum.is_finite()).count();
+        assert!(exact.iter().any(|(sum, _)| sum.is_nan()) && exact.iter().any(|(sum, _)| sum.is_infinite()));
+        assert!(odd_ones < exact.len() / 4, "most are finite");
+        for (product, way) in operands.ways() {
+            let found = operands.multiply(&gpu, Precision::F32x3, product, way);
+            for (at, (found, (exact, magnitude))) in found.iter().zip(&exact).enumerate() {
+                let (row, col) = (at as u32 / n, at as u32 % n);
+                let place = format!("{product:?} {way:?}: C[{row}, {col}] is {found}, not {exact}");
+                if exact.is_finite() {
+                    let off = (f64::from(*found) - exact).abs();
+                    assert!(off <= 36.0 * f64::from(f32::EPSILON) * magnitude, "{place}");
+                } else {
+                    assert!(f64::from(*found) == *exact || (found.is_nan() && exact.is_nan()), "{place}");
+                }
             }
         }
     }

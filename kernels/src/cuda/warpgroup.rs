@@ -15,8 +15,9 @@ use crate::error::KernelError;
 use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
 use crate::storage::{Element, Precision};
 
-/// Products and tiles in the order of the kernels, of 16-bit types. One more kernel makes both products of the way back.
-const HALF_PLACES: [(Product, Tile); BACKWARD] = [
+/// Products and tiles in the order of the kernels, of 16-bit types. Behind them is the kernel that makes both products of the way
+/// back.
+const HALF_PLACES: [(Product, Tile); 6] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
     (Product::Input, Tile::Warpgroup),
@@ -24,9 +25,7 @@ const HALF_PLACES: [(Product, Tile); BACKWARD] = [
     (Product::Gradient, Tile::Warpgroup),
     (Product::Update, Tile::Streamed),
 ];
-/// The place of that one.
-const BACKWARD: usize = 6;
-/// Products and tiles of f32 in memory, where no kernel makes both products.
+/// As above, of f32 in memory.
 const F32_PLACES: [(Product, Tile); 3] =
     [(Product::Forward, Tile::Warpgroup), (Product::Input, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 
@@ -49,6 +48,7 @@ macro_rules! f32_names {
             concat!("linear_forward_", $precision, "_warpgroup"),
             concat!("linear_input_", $precision, "_warpgroup"),
             concat!("linear_gradient_", $precision, "_warpgroup"),
+            concat!("linear_backward_", $precision, "_streamed"),
         ]
     };
 }
@@ -87,14 +87,15 @@ pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'stat
     NAMES[index(precision).expect("multiply-adds have no such tiles")][place(product, precision, tile)]
 }
 
-/// Name of the kernel that makes both products of the way back; only 16-bit types have it.
+/// Name of the kernel that makes both products of the way back; multiply-adds have none.
 pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
-    index(precision).and_then(|index| NAMES[index].get(BACKWARD).copied())
+    index(precision).map(|index| NAMES[index][places(precision).len()])
 }
 
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
     module: Module,
+    precision: Precision,
     multiprocessors: u32,
 }
 
@@ -107,7 +108,7 @@ impl WarpgroupKernels {
         });
         let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
         let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(shared_bytes).collect();
-        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, multiprocessors }))
+        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, precision, multiprocessors }))
     }
 
     /// Queues a product on `stream`.
@@ -169,17 +170,16 @@ impl WarpgroupKernels {
         x: (u64, u32),
     ) -> Result<(), KernelError> {
         let LinearArguments { m, n, k, a_pitch, b_pitch, .. } = *arguments;
-        let examples = if m <= 32 { 32 } else { 64 };
-        // Of bf16 the bits are moved likewise.
-        let element = Element::F16;
-        let dy = tensor_map(element, arguments.a, [k, m], a_pitch, [64, examples])?;
-        let x = tensor_map(element, x.0, [n, m], x.1, [64, examples])?;
-        let weight = tensor_map(element, arguments.b, [n, k], b_pitch, [64, 64])?;
+        let element = self.precision.element();
+        let [lines, weights] = plan.boxes.map(|[rows, cols]| [cols, rows]);
+        let dy = tensor_map(element, arguments.a, [k, m], a_pitch, lines)?;
+        let x = tensor_map(element, x.0, [n, m], x.1, lines)?;
+        let weight = tensor_map(element, arguments.b, [n, k], b_pitch, weights)?;
         let blocks = grid("linear_backward", plan.blocks())?;
         let arguments = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
-        let shape = LaunchShape { blocks, threads: BackwardPlan::THREADS, shared_bytes: BackwardPlan::SHARED_BYTES };
+        let shape = LaunchShape { blocks, threads: plan.threads, shared_bytes: BackwardPlan::SHARED_BYTES };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe { queue(self.module.functions[BACKWARD], shape, stream, arguments) }
+        unsafe { queue(self.module.functions[places(self.precision).len()], shape, stream, arguments) }
     }
 
     pub(super) fn unload(&self) {

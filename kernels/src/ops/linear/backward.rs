@@ -1,4 +1,4 @@
-//! The whole way back through a linear layer; kernel in `cuda/streamed_backward.cuh`.
+//! The whole way back through a linear layer; kernels in `cuda/streamed_backward.cuh` and `cuda/streamed_backward_f32.cuh`.
 
 use cudarc::driver::sys::CUstream;
 
@@ -24,8 +24,8 @@ pub struct LinearBackward {
 }
 
 impl LinearBackward {
-    /// One launch for both, if it is faster than two: for half types without master weights, few examples, and rows of weights
-    /// that end on 16 bytes, from 512 inputs on.
+    /// One launch for both, if it is faster than two: on tensor cores without master weights, for few examples, and rows of
+    /// weights that end on 16 bytes, from 512 inputs on.
     #[must_use]
     pub fn of(input: LinearBackwardInput, update: LinearUpdate) -> Option<Self> {
         let pays = BackwardPlan::pays(input.precision, input.rows, input.inputs, input.outputs);
@@ -84,8 +84,11 @@ impl LinearBackward {
         if !same || input.precision != update.precision {
             return Err(refused("both products take the same layer and the same dy"));
         }
-        self.plan()
-            .ok_or_else(|| refused("for half types without master weights, at most 64 examples, and rows of 16 bytes"))
+        self.plan().ok_or_else(|| {
+            refused(
+                "for tensor cores without master weights, at most 32 examples (64 in half types), and rows of 16 bytes",
+            )
+        })
     }
 }
 
