@@ -273,3 +273,6 @@ impl Policy for Remap {
         grown
     }
 }
+
+#[cfg(test)]
+mod tests;
