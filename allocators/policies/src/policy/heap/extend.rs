@@ -312,6 +312,7 @@ impl Heap {
             // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
             // back once.
             unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
+            self.pages.iter_mut().for_each(|pages| pages.forget(segment.addr));
             while let Some((&at, _)) =
                 self.holes.range((segment.list, segment.addr)..(segment.list, segment.addr + segment.bytes)).next()
             {

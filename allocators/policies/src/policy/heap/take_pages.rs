@@ -40,7 +40,8 @@ impl Heap {
     /// whole pages free every sixteenth records an event, and each once it was asked whether work is over.
     #[must_use]
     pub fn with_pages(self) -> Self {
-        let mut heap = Self { pages: Some(Pages::default()), ..self };
+        let pages = Some(Pages::of(self.source.handle_bytes(None)));
+        let mut heap = Self { pages, ..self };
         heap.space.account_mut().count_stolen(0, 0, 0);
         heap
     }
@@ -58,7 +59,7 @@ impl Heap {
         let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
-            let noted = pages.freed(driver, block.list.owner.stream, (start, end), capturing);
+            let noted = pages.freed(driver, block.list.owner.stream, base, (start, end), capturing);
             self.event_error = self.event_error.take().or(noted.err());
         }
     }
