@@ -118,3 +118,19 @@ fn a_program_that_repeats_itself_maps_nothing_in_the_end_though_it_empties_its_c
     }
     assert!(bench.allocator.stats().steals.unwrap().pages > 0);
 }
+
+#[test]
+fn no_stream_is_named_when_the_allocator_ends() {
+    let bench = Bench::new(64);
+    let blocks = [20, 20, 20].map(|mib| bench.allocate(mib));
+    blocks.into_iter().for_each(|block| bench.free(block));
+    let moved = bench.allocate(62);
+    bench.free(moved);
+    let Bench { metered, allocator, .. } = bench;
+    let kinds = [CallKind::StreamSynchronize, CallKind::EventRecord, CallKind::MemUnmap, CallKind::DeviceSynchronize];
+    let before = kinds.map(|kind| metered.counts().get(kind).count);
+    drop(allocator);
+    let mut calls = kinds.map(|kind| metered.counts().get(kind).count);
+    calls.iter_mut().zip(before).for_each(|(calls, before)| *calls -= before);
+    assert_eq!(calls, [0, 0, 1, 1], "the program may have destroyed its streams");
+}

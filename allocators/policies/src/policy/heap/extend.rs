@@ -248,6 +248,9 @@ impl Heap {
 
     /// Waits for work that uses free blocks of a list.
     fn wait_for_uses(&self, list: FreeList) -> Result<(), DriverError> {
+        if self.ended {
+            return Ok(());
+        }
         let driver = self.source.driver();
         // A graph may have been launched on any stream.
         if list.owner.private.is_some() {

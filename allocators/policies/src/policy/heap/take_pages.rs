@@ -392,7 +392,7 @@ impl Heap {
 
     /// Waits for the work that used an address.
     fn wait_for_use_of(&mut self, driver: &dyn Driver, addr: u64) -> Result<(), DriverError> {
-        if let Some(pages) = &mut self.pages
+        if let Some(pages) = self.pages.as_mut().filter(|_| !self.ended)
             && !pages.wait_for_use_of(driver, addr)?
         {
             // The stream that used it is gone.
