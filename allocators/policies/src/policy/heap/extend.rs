@@ -309,7 +309,9 @@ impl Heap {
         for id in empty {
             let segment = self.space[id];
             // A page that stays elsewhere may be mapped here, too.
-            if self.source.parts().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some() {
+            if self.pages.is_some()
+                && self.source.parts().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
+            {
                 continue;
             }
             // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
