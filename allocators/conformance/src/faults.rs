@@ -19,7 +19,8 @@ struct Rig {
     sim: Arc<SimDriver>,
     faulty: Arc<FaultyDriver>,
     driver: Arc<dyn Driver>,
-    calls: Arc<Mutex<Vec<(CallKind, bool)>>>,
+    /// Each call, its bytes, and whether it succeeded.
+    calls: Arc<Mutex<Vec<(CallKind, u64, bool)>>>,
     streams: [StreamId; 2],
     /// Free bytes of the device at first.
     room: u64,
@@ -31,26 +32,31 @@ impl Rig {
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let calls = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&calls);
-        let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push((event.kind, event.ok)));
+        let observer =
+            Box::new(move |event: &CallEvent| seen.lock().unwrap().push((event.kind, event.bytes, event.ok)));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&faulty) as _, None, Some(observer)));
         let (streams, room) = ([0, 1].map(|_| sim.stream_create().unwrap()), free_bytes(sim.as_ref()));
         Self { sim, faulty, driver, calls, streams, room }
     }
 
-    fn count(&self, kind: CallKind) -> usize {
-        self.calls.lock().unwrap().iter().filter(|call| **call == (kind, true)).count()
+    fn count(&self, kind: CallKind) -> u64 {
+        // One call may unmap what several have mapped.
+        let in_bytes = matches!(kind, CallKind::MemMap | CallKind::MemUnmap);
+        let calls = self.calls.lock().unwrap();
+        let done = calls.iter().filter(|(call, _, ok)| *call == kind && *ok);
+        done.map(|(_, bytes, _)| if in_bytes { *bytes } else { 1 }).sum()
     }
 
     fn kinds(&self) -> BTreeMap<CallKind, u64> {
         let mut kinds = BTreeMap::new();
-        for (kind, _) in self.calls.lock().unwrap().iter() {
+        for (kind, ..) in self.calls.lock().unwrap().iter() {
             *kinds.entry(*kind).or_insert(0) += 1;
         }
         kinds
     }
 
-    /// What was made and not destroyed.
-    fn leaks(&self) -> Vec<(CallKind, usize)> {
+    /// What was made and not destroyed: how many, and bytes of what is mapped.
+    fn leaks(&self) -> Vec<(CallKind, u64)> {
         let pairs = [
             (CallKind::MemAlloc, CallKind::MemFree),
             (CallKind::MemAllocAsync, CallKind::MemFreeAsync),

@@ -309,6 +309,10 @@ impl<P: Policy> Drop for Pooled<P> {
     fn drop(&mut self) {
         let state = &mut *self.lock();
         state.end_all_captures();
+        // Other segments go back by calls that wait for the device themselves.
+        if state.heap.source().is_expandable() {
+            state.heap.end();
+        }
         // An error cannot be returned here. It ends a round, so one call that fails once does not keep the rest; what stays
         // goes with the device's context.
         for _ in 0..2 {

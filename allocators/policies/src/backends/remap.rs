@@ -19,7 +19,8 @@
 //! remembered in their order once a page has moved. A program that repeats itself is served where it was served before, if
 //! what lies there is free; what it lacks are pages that are mapped there. After some steps of training no page is mapped any
 //! more. An address has one mapping: where its page is in use elsewhere, other addresses are taken, of which there are plenty. There
-//! are at most eight kept mappings a page; then those that were not used longest are undone.
+//! are at most eight kept mappings a page; then those that were not used longest are undone. Pages that go back to the device
+//! lose theirs, and pages that lie side by side are unmapped by one call.
 //!
 //! *Safe.* Later work of the stream that freed a page comes after what used it, so that stream may use the page at another
 //! address at once. Others take it when the host knows that the work is over, by an event behind the last free that touched
@@ -44,9 +45,9 @@
 //!
 //! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most.
 //!
-//! *Cost.* As `pytorch-expandable`, an event every sixteen frees (a free once it was asked whether work is over), and
-//! O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB looks up where it was served
-//! before, in O(log n) for each of its pages, and free blocks are listed by their addresses, too.
+//! *Cost.* As `pytorch-expandable`, a word for each page that a free touches, an event every sixteen frees (a free once it was
+//! asked whether work is over), and O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB
+//! looks up where it was served before, in O(log n) for each of its pages, and free blocks are listed by their addresses, too.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
 //! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one place at a
@@ -273,3 +274,6 @@ impl Policy for Remap {
         grown
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -48,6 +48,8 @@ pub struct Heap {
     event_error: Option<DriverError>,
     /// Where blocks lay whose free has stopped waiting, if that is asked for.
     completed: Option<Vec<DeviceAddr>>,
+    /// Whether all work on the device is over and no more comes, at the end.
+    ended: bool,
 }
 
 impl Heap {
@@ -74,6 +76,7 @@ impl Heap {
             captures: 0,
             event_error: None,
             completed: None,
+            ended: false,
         }
     }
 
@@ -444,6 +447,12 @@ impl Heap {
     pub(crate) fn reset_peaks(&mut self) {
         self.space.account_mut().reset_peaks();
         self.pending.reset_peaks();
+    }
+
+    /// Waits for the device at the end, so that no stream is waited for from now on: a program may have destroyed its streams
+    /// before its allocator, and a driver that gets the handle of such a stream may crash.
+    pub(crate) fn end(&mut self) {
+        self.ended = !self.is_capturing() && self.source.driver().device_synchronize().is_ok();
     }
 
     /// Destroys every event, at the end.

@@ -17,25 +17,26 @@ const SHARED: u64 = 16;
 const MANY: usize = 64;
 
 /// See the [module](self).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Pages {
+    /// Bytes of a page.
+    page: u64,
     /// Frees so far.
     frees: u64,
-    /// The last frees of pages, by the first address of a run of them. Pages that were never used are not here.
-    last: BTreeMap<u64, Run>,
+    /// The last frees of pages, by the first address of the range that they lie in.
+    ranges: BTreeMap<u64, LastFrees>,
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
     /// Whether pages were asked for.
     asked: bool,
 }
 
-/// Pages side by side that one free touched last.
-#[derive(Clone, Copy, Debug)]
-struct Run {
-    end: u64,
+/// The last frees of the pages of a range, all of whose blocks are of one stream.
+#[derive(Debug)]
+struct LastFrees {
     stream: StreamId,
-    /// Number of the free.
-    free: u64,
+    /// Number of the free that touched each page last, up to the last page that was ever used; 0 for pages that never were.
+    frees: Vec<u64>,
 }
 
 /// Frees on a stream.
@@ -57,8 +58,14 @@ fn unless_gone(error: DriverError) -> Result<(), DriverError> {
 }
 
 impl Pages {
-    /// Notes that the pages from `start` to `end` became free on a stream. Takes logarithmic time in the runs of pages, however many
-    /// there are.
+    /// Pages of so many bytes, none of which was used.
+    pub(super) fn of(page: u64) -> Self {
+        let (ranges, streams) = (BTreeMap::new(), BTreeMap::new());
+        Self { page, frees: 0, ranges, streams, events: Events::default(), asked: false }
+    }
+
+    /// Notes that the pages from `start` to `end` became free on a stream, to which the range of addresses belongs that begins at
+    /// `base`. Writes a word for each of them.
     ///
     /// # Errors
     /// Those of the driver: the pages are of no use for now.
@@ -66,12 +73,19 @@ impl Pages {
         &mut self,
         driver: &dyn Driver,
         stream: StreamId,
+        base: u64,
         (start, end): (u64, u64),
         capturing: bool,
     ) -> Result<(), DriverError> {
         self.frees += 1;
-        self.cut_out(start, end);
-        self.last.insert(start, Run { end, stream, free: self.frees });
+        let range = self.ranges.entry(base).or_insert_with(|| LastFrees { stream, frees: Vec::new() });
+        debug_assert_eq!(range.stream, stream, "a range should belong to one stream");
+        // CAST: numbers of pages.
+        let [first, behind] = [start, end].map(|addr| ((addr - base) / self.page) as usize);
+        if range.frees.len() < behind {
+            range.frees.resize(behind, 0);
+        }
+        range.frees[first..behind].fill(self.frees);
         let frees = self.streams.entry(stream).or_default();
         (frees.without, frees.latest) = (frees.without + 1, self.frees);
         if frees.without < SHARED && !self.asked {
@@ -94,22 +108,17 @@ impl Pages {
         event.map(|_| ())
     }
 
-    /// Forgets the last frees of the pages from `start` to `end`.
-    fn cut_out(&mut self, start: u64, end: u64) {
-        while let Some((&at, &run)) = self.last.range(..end).next_back().filter(|(_, run)| run.end > start) {
-            self.last.remove(&at);
-            if run.end > end {
-                self.last.insert(end, run);
-            }
-            if at < start {
-                self.last.insert(at, Run { end: start, ..run });
-            }
-        }
+    /// Forgets the pages of a range that is given back.
+    pub(super) fn forget(&mut self, base: u64) {
+        self.ranges.remove(&base);
     }
 
-    /// The last free of a page.
-    fn run(&self, page: u64) -> Option<Run> {
-        self.last.range(..=page).next_back().map(|(_, run)| *run).filter(|run| run.end > page)
+    /// The last free of a page, and its stream.
+    fn last(&self, page: u64) -> Option<(StreamId, u64)> {
+        let (base, range) = self.ranges.range(..=page).next_back()?;
+        // CAST: number of a page. Of a range behind this one nothing is noted, and it begins behind the last page of this.
+        let free = *range.frees.get(((page - base) / self.page) as usize)?;
+        (free > 0).then_some((range.stream, free))
     }
 
     /// Finds out which frees of a stream are over by now.
@@ -156,7 +165,7 @@ impl Pages {
 
     /// Number of the free that touched a page last; 0 for a page that was never used.
     pub(super) fn last_free(&self, page: u64) -> u64 {
-        self.run(page).map_or(0, |run| run.free)
+        self.last(page).map_or(0, |(_, free)| free)
     }
 
     /// Number of a stream's latest free.
@@ -195,7 +204,7 @@ impl Pages {
     /// # Errors
     /// Those of the driver.
     pub(super) fn wait_for_use_of(&mut self, driver: &dyn Driver, page: u64) -> Result<bool, DriverError> {
-        let Some(Run { stream, free, .. }) = self.run(page) else { return Ok(true) };
+        let Some((stream, free)) = self.last(page) else { return Ok(true) };
         self.is_over(driver, stream, free, true)
     }
 
@@ -224,12 +233,12 @@ mod tests {
     fn a_page_is_over_when_the_work_before_its_last_free_is() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::default();
+        let mut pages = Pages::of(PAGE);
         work(&driver, stream);
-        (1..SHARED).for_each(|_| pages.freed(&driver, stream, (8 * PAGE, 9 * PAGE), false).unwrap());
-        pages.freed(&driver, stream, (0, 2 * PAGE), false).unwrap();
+        (1..SHARED).for_each(|_| pages.freed(&driver, stream, 0, (8 * PAGE, 9 * PAGE), false).unwrap());
+        pages.freed(&driver, stream, 0, (0, 2 * PAGE), false).unwrap();
         work(&driver, stream);
-        pages.freed(&driver, stream, (PAGE, 3 * PAGE), false).unwrap();
+        pages.freed(&driver, stream, 0, (PAGE, 3 * PAGE), false).unwrap();
         let last = [0, PAGE, 2 * PAGE, 3 * PAGE, 8 * PAGE].map(|page| pages.last_free(page));
         assert_eq!(last, [SHARED, SHARED + 1, SHARED + 1, 0, SHARED - 1]);
 
@@ -252,9 +261,9 @@ mod tests {
     fn an_event_that_could_not_be_made_is_made_later() {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::default();
+        let mut pages = Pages::of(PAGE);
         driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
-        let outcomes: Vec<_> = (0..SHARED).map(|_| pages.freed(&driver, stream, (0, PAGE), false)).collect();
+        let outcomes: Vec<_> = (0..SHARED).map(|_| pages.freed(&driver, stream, 0, (0, PAGE), false)).collect();
         assert!(outcomes.iter().position(Result::is_err).is_some_and(|at| at as u64 == SHARED - 1), "{outcomes:?}");
         driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
         assert!(pages.is_over(&driver, stream, SHARED, false).is_err(), "no event says so");
@@ -266,9 +275,9 @@ mod tests {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
         let gone = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
-        let mut pages = Pages::default();
+        let mut pages = Pages::of(PAGE);
         gone();
-        pages.freed(&driver, stream, (0, PAGE), false).unwrap();
+        pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         gone();
         assert!(!pages.is_over(&driver, stream, 1, false).unwrap());
         gone();
@@ -279,12 +288,12 @@ mod tests {
     fn each_free_has_an_event_once_pages_are_asked_for() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::default();
-        pages.freed(&driver, stream, (0, PAGE), false).unwrap();
+        let mut pages = Pages::of(PAGE);
+        pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         assert!(pages.is_over(&driver, stream, 1, true).unwrap());
         for page in 0..3 {
             work(&driver, stream);
-            pages.freed(&driver, stream, (page * PAGE, (page + 1) * PAGE), false).unwrap();
+            pages.freed(&driver, stream, 0, (page * PAGE, (page + 1) * PAGE), false).unwrap();
         }
         assert!(pages.wait_for_use_of(&driver, 0).unwrap());
         assert!(!pages.is_over(&driver, stream, 3, false).unwrap(), "nothing that was queued later was waited for");
@@ -295,9 +304,9 @@ mod tests {
     fn there_are_never_many_events() {
         let driver = NullDriver::new(1 << 30);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::default();
+        let mut pages = Pages::of(PAGE);
         for free in 0..10 * MANY as u64 {
-            pages.freed(&driver, stream, (free % 7 * PAGE, (free % 7 + 1) * PAGE), false).unwrap();
+            pages.freed(&driver, stream, 0, (free % 7 * PAGE, (free % 7 + 1) * PAGE), false).unwrap();
         }
         assert!(pages.take_events().len() <= MANY + 1);
     }

@@ -14,6 +14,11 @@ const MOST: usize = 64;
 /// Size and address.
 type Key = (u64, u64);
 
+/// A key as one number, because a comparison of pairs jumps where the sizes are equal, and those are often.
+fn order((bytes, addr): Key) -> u128 {
+    u128::from(bytes) << 64 | u128::from(addr)
+}
+
 /// The free blocks of every list.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Best {
@@ -34,8 +39,9 @@ impl Sorted {
     /// The piece that has the first block from a key on, and its place there: behind the last where the next piece begins
     /// with it.
     fn seek(&self, key: Key) -> (usize, usize) {
-        let piece = self.firsts.partition_point(|first| *first <= key).saturating_sub(1);
-        let place = self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| *other < key));
+        let piece = self.firsts.partition_point(|first| order(*first) <= order(key)).saturating_sub(1);
+        let place =
+            self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| order(*other) < order(key)));
         (piece, place)
     }
 

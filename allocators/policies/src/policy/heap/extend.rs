@@ -6,6 +6,7 @@
 use super::Heap;
 use crate::policy::grow::{Segments, release_order};
 use crate::space::{BlockId, FreeBlock, FreeList, SegmentId, State, Unmapped};
+use std::ops::Range;
 use vramlab_device::DriverError;
 
 impl Heap {
@@ -211,9 +212,11 @@ impl Heap {
     /// Those of the driver. What it did take is accounted for.
     fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
+        // PyTorch unmaps handle by handle. Pages are small, and a call costs the same for one as for all.
+        let step = if self.pages.is_some() { bytes } else { unit };
         // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nothing ever
         // did. Its pages are mapped nowhere else: those that are new never were, and of others no mapping is kept by now.
-        let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit) };
+        let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit, step) };
         if gone > 0 {
             self.open_hole(block, addr, gone);
         }
@@ -231,25 +234,23 @@ impl Heap {
         self.holes.insert((hole.block.list, hole.block.addr), hole.block.id);
     }
 
-    /// Takes the whole handles from a free block, those at its end, until `most` bytes have gone. Returns how many went.
+    /// The whole handles of a free block, those at its end that have `most` bytes together.
     ///
-    /// PyTorch's `unmap_block`. `cuMemUnmap` does not wait for work that uses the memory, so the stream is waited for first:
-    /// once for each block, as there.
-    fn unmap_block(&mut self, block: FreeBlock, most: u64) -> Result<u64, DriverError> {
+    /// PyTorch's `unmap_block`.
+    fn whole_handles_of(&self, block: FreeBlock, most: u64) -> Range<u64> {
         let segment = self.space[self.space[block.id].segment];
         let unit = self.source.handle_bytes(segment.list.pool);
         let offset = block.addr - segment.addr;
         let (start, end) = (offset.next_multiple_of(unit), (offset + block.bytes) / unit * unit);
-        if start >= end {
-            return Ok(0);
-        }
         let start = start.max(end.saturating_sub(most.next_multiple_of(unit)));
-        self.wait_for_uses(block.list)?;
-        self.unmap(block, segment.addr + start, end - start)
+        segment.addr + start..segment.addr + end
     }
 
     /// Waits for work that uses free blocks of a list.
     fn wait_for_uses(&self, list: FreeList) -> Result<(), DriverError> {
+        if self.ended {
+            return Ok(());
+        }
         let driver = self.source.driver();
         // A graph may have been launched on any stream.
         if list.owner.private.is_some() {
@@ -266,7 +267,8 @@ impl Heap {
     /// are held, and gives back ranges that have none left. Returns the bytes that went. Nothing happens while a graph is being
     /// captured, because nothing can be waited for then.
     ///
-    /// In PyTorch's [order](release_order) (`release_blocks`).
+    /// In PyTorch's [order](release_order) (`release_blocks`). `cuMemUnmap` does not wait for work that uses the memory, so the stream
+    /// is waited for first: once for each block, as there, or once for all of its blocks where pages are noted.
     ///
     /// # Errors
     /// Those of the driver. What went by then is accounted for.
@@ -275,25 +277,47 @@ impl Heap {
             return Ok(0);
         }
         self.source.expandable().release_again()?;
-        self.drop_all_kept()?;
         let goes = |list: &FreeList| !self.is_pinned(*list) && wanted(list);
         let mut free: Vec<FreeBlock> = self.space.free_blocks().filter(|block| goes(&block.list)).collect();
         free.sort_unstable_by_key(|block| release_order(block.list, block.bytes, block.addr));
-        let mut released = 0;
+        let (mut most, mut parts) = (self.space.account().reserved().saturating_sub(keep), Vec::new());
         for block in free {
-            let most = self.space.account().reserved().saturating_sub(keep);
             if most == 0 {
                 break;
             }
-            released += self.unmap_block(block, most)?;
+            let part = self.whole_handles_of(block, most);
+            if !part.is_empty() {
+                most = most.saturating_sub(part.end - part.start);
+                parts.push((block, part));
+            }
+        }
+        if self.pages.is_some() {
+            let mut ranges: Vec<Range<u64>> = parts.iter().map(|(_, part)| part.clone()).collect();
+            ranges.sort_unstable_by_key(|part| part.start);
+            self.drop_kept_of(&ranges)?;
+        }
+        let (mut released, mut waited) = (0, None);
+        for (block, part) in parts {
+            if self.pages.is_none() || waited != Some(block.list.owner) {
+                self.wait_for_uses(block.list)?;
+                waited = Some(block.list.owner);
+            }
+            released += self.unmap(block, part.start, part.end - part.start)?;
         }
         let empty: Vec<SegmentId> =
             self.space.segments().filter(|(_, segment)| segment.mapped == 0).map(|(id, _)| id).collect();
         for id in empty {
             let segment = self.space[id];
+            // A page that stays elsewhere may be mapped here, too.
+            if self.pages.is_some()
+                && self.source.parts().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
+            {
+                continue;
+            }
             // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
             // back once.
             unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
+            self.pages.iter_mut().for_each(|pages| pages.forget(segment.addr));
             while let Some((&at, _)) =
                 self.holes.range((segment.list, segment.addr)..(segment.list, segment.addr + segment.bytes)).next()
             {

@@ -6,7 +6,7 @@ use crate::policy::pages::Pages;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeSet;
 use std::ops::Range;
-use vramlab_device::DriverError;
+use vramlab_device::{Driver, DriverError};
 
 /// Mappings that are kept at most for each page that is held. Device and host keep a few words for each.
 const MOST_KEPT: usize = 8;
@@ -40,7 +40,8 @@ impl Heap {
     /// whole pages free every sixteenth records an event, and each once it was asked whether work is over.
     #[must_use]
     pub fn with_pages(self) -> Self {
-        let mut heap = Self { pages: Some(Pages::default()), ..self };
+        let pages = Some(Pages::of(self.source.handle_bytes(None)));
+        let mut heap = Self { pages, ..self };
         heap.space.account_mut().count_stolen(0, 0, 0);
         heap
     }
@@ -58,7 +59,7 @@ impl Heap {
         let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
             let driver = self.source.driver().as_ref();
-            let noted = pages.freed(driver, block.list.owner.stream, (start, end), capturing);
+            let noted = pages.freed(driver, block.list.owner.stream, base, (start, end), capturing);
             self.event_error = self.event_error.take().or(noted.err());
         }
     }
@@ -338,44 +339,65 @@ impl Heap {
         let pages = self.pages.as_ref();
         let last_free = |addr: &u64| pages.map_or(0, |pages| pages.last_free(*addr));
         let mut kept: Vec<(u64, u64)> = source
-            .all_kept()
+            .kept_of(|_| true)
             .into_iter()
             .filter(|addr| !but.contains(addr))
             .map(|addr| (last_free(&addr), addr))
             .collect();
         kept.sort_unstable();
         kept.truncate(excess);
-        for (_, addr) in kept {
-            self.drop_kept(addr)?;
-        }
-        Ok(())
+        self.drop_kept(kept.into_iter().map(|(_, addr)| addr))
     }
 
-    /// Undoes every mapping that is kept, before memory goes back to the device.
+    /// Undoes the mappings that are kept of pages in `parts`, which are about to go back to the device; parts are in address order.
+    /// Pages that stay keep theirs.
+    ///
+    /// O(n log n) in the mappings, where any is kept.
     ///
     /// # Errors
     /// Those of the driver. Those that it did not undo are still there.
-    pub(super) fn drop_all_kept(&mut self) -> Result<(), DriverError> {
-        self.places.clear();
-        self.fit.forget_addresses();
-        for addr in self.source.parts().all_kept() {
-            self.drop_kept(addr)?;
+    pub(super) fn drop_kept_of(&mut self, parts: &[Range<u64>]) -> Result<(), DriverError> {
+        if self.source.parts().kept() > 0 {
+            let goes = |place: u64| {
+                let behind = parts.partition_point(|part| part.end <= place);
+                parts.get(behind).is_some_and(|part| part.start <= place)
+            };
+            let kept = self.source.parts().kept_of(goes);
+            self.drop_kept(kept.into_iter())?;
+        }
+        if self.source.parts().kept() == 0 {
+            self.places.clear();
+            self.fit.forget_addresses();
         }
         Ok(())
     }
 
-    /// Undoes a mapping once the work that used its address is over.
-    fn drop_kept(&mut self, addr: u64) -> Result<(), DriverError> {
-        let driver = self.driver();
-        if let Some(pages) = &mut self.pages
-            && !pages.wait_for_use_of(driver.as_ref(), addr)?
+    /// Undoes mappings once the work that used their addresses is over, those that follow each other side by side by one call.
+    fn drop_kept(&mut self, addresses: impl Iterator<Item = u64>) -> Result<(), DriverError> {
+        let (driver, page) = (self.driver(), self.source.handle_bytes(None));
+        let mut addresses = addresses.peekable();
+        while let Some(start) = addresses.next() {
+            let mut end = start + page;
+            self.wait_for_use_of(driver.as_ref(), start)?;
+            while addresses.next_if_eq(&end).is_some() {
+                self.wait_for_use_of(driver.as_ref(), end)?;
+                end += page;
+            }
+            // SAFETY: work used these addresses only while their pages belonged there, as parts of blocks of one stream. Every free
+            // of these is noted, and what came before the last ones is over.
+            unsafe { self.source.expandable().drop_kept(start, end - start, page) }?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the work that used an address.
+    fn wait_for_use_of(&mut self, driver: &dyn Driver, addr: u64) -> Result<(), DriverError> {
+        if let Some(pages) = self.pages.as_mut().filter(|_| !self.ended)
+            && !pages.wait_for_use_of(driver, addr)?
         {
             // The stream that used it is gone.
             driver.device_synchronize()?;
         }
-        let page = self.source.handle_bytes(None);
-        // SAFETY: work used the address only while its page belonged there, as a part of blocks of one stream. Every free of these
-        // is noted, and what came before the last one is over.
-        unsafe { self.source.expandable().drop_kept(addr, page) }
+        Ok(())
     }
 }

@@ -194,28 +194,36 @@ impl Expandable {
         released
     }
 
-    /// Takes the memory from a part of a range, one handle after the other. Also how many bytes of it have none now: fewer
-    /// than asked for where the driver refused.
+    /// Takes the memory from a part of a range, in pieces of `step` bytes by one call of the driver each. Also how many bytes of it
+    /// have none now: fewer than asked for where the driver refused.
     ///
     /// # Errors
     /// Those of the driver.
     ///
     /// # Safety
     /// The part is mapped, in handles of `unit` bytes that belong there and are mapped nowhere else, and no work that is not
-    /// finished uses it.
-    pub(crate) unsafe fn unmap(&mut self, addr: u64, bytes: u64, unit: u64) -> (u64, Result<(), DriverError>) {
+    /// finished uses it. `step` is a multiple of `unit`.
+    pub(crate) unsafe fn unmap(
+        &mut self,
+        addr: u64,
+        bytes: u64,
+        unit: u64,
+        step: u64,
+    ) -> (u64, Result<(), DriverError>) {
         let (mut done, mut outcome) = (0, Ok(()));
         while done < bytes {
-            let at = addr + done;
-            // SAFETY: the caller promises that it is not used; it is one whole mapping.
-            if let Err(error) = unsafe { self.vmm().unmap(DeviceAddr::handed_out(at), unit) } {
+            let (at, piece) = (addr + done, step.min(bytes - done));
+            // SAFETY: the caller promises that it is not used; it is one whole mapping after another.
+            if let Err(error) = unsafe { self.vmm().unmap(DeviceAddr::handed_out(at), piece) } {
                 return (done, outcome.and(Err(error)));
             }
-            done += unit;
-            let handle = self.mapped.remove(at);
-            match &mut self.spare {
-                Some(spare) => spare.entry(unit).or_default().push(handle),
-                None => outcome = outcome.and(self.release(handle)),
+            done += piece;
+            for count in 0..piece / unit {
+                let handle = self.mapped.remove(at + count * unit);
+                match &mut self.spare {
+                    Some(spare) => spare.entry(unit).or_default().push(handle),
+                    None => outcome = outcome.and(self.release(handle)),
+                }
             }
         }
         (done, outcome)
@@ -256,17 +264,17 @@ impl Expandable {
         Ok(true)
     }
 
-    /// Undoes a mapping that was kept.
+    /// Undoes mappings that were kept, at `bytes` of addresses side by side, by one call of the driver.
     ///
     /// # Errors
-    /// Those of the driver: then it is still there.
+    /// Those of the driver: then they are still there.
     ///
     /// # Safety
-    /// No work that is not finished uses the address, and its page has `unit` bytes.
-    pub(crate) unsafe fn drop_kept(&mut self, addr: u64, unit: u64) -> Result<(), DriverError> {
-        // SAFETY: the caller promises that it is not used; it is one whole mapping.
-        unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr), unit) }?;
-        self.mapped.drop_kept(addr);
+    /// No work that is not finished uses the addresses. A mapping is kept at each of them, of pages of `unit` bytes.
+    pub(crate) unsafe fn drop_kept(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<(), DriverError> {
+        // SAFETY: the caller promises that they are not used; they are one whole mapping after another.
+        unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr), bytes) }?;
+        (0..bytes / unit).for_each(|count| self.mapped.drop_kept(addr + count * unit));
         Ok(())
     }
 
@@ -296,9 +304,9 @@ impl Expandable {
         self.mapped.kept()
     }
 
-    /// Addresses of mappings that are kept.
-    pub(crate) fn all_kept(&self) -> Vec<u64> {
-        self.mapped.all_kept()
+    /// Addresses of mappings that are kept of pages whose place is `wanted`, in order. O(n) in the mappings.
+    pub(crate) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
+        self.mapped.kept_of(wanted)
     }
 
     /// The addresses of a hole behind which a mapping is kept, in order.
@@ -385,7 +393,7 @@ mod tests {
             // SAFETY: as above; then it is not used, and nothing is mapped any more.
             unsafe {
                 assert_eq!(source.map(addr, 3 * UNIT, UNIT), Ok(true), "{call} {number}: the addresses are free");
-                assert_eq!(source.unmap(addr, 3 * UNIT, UNIT), (3 * UNIT, Ok(())));
+                assert_eq!(source.unmap(addr, 3 * UNIT, UNIT, UNIT), (3 * UNIT, Ok(())));
                 source.give_back(addr, bytes).unwrap();
             }
             assert_eq!(free_bytes(&source), before);
@@ -401,7 +409,7 @@ mod tests {
         unsafe {
             assert_eq!(source.map(addr, 20 * MIB, 20 * MIB), Ok(true));
             faulty.fail(CallKind::MemRelease, 0, DriverError::ILLEGAL_ADDRESS);
-            let (done, outcome) = source.unmap(addr, 20 * MIB, 20 * MIB);
+            let (done, outcome) = source.unmap(addr, 20 * MIB, 20 * MIB, 20 * MIB);
             assert_eq!((done, outcome.unwrap_err().call), (20 * MIB, CallKind::MemRelease));
         }
         assert_eq!(free_bytes(&source), before - 20 * MIB);
@@ -417,7 +425,7 @@ mod tests {
         unsafe {
             assert_eq!(source.map(addr, 2 * UNIT, UNIT), Ok(true));
             source.keep_spare();
-            source.unmap(addr, 2 * UNIT, UNIT).1.unwrap();
+            source.unmap(addr, 2 * UNIT, UNIT, 2 * UNIT).1.unwrap();
             assert_eq!(free_bytes(&source), 0, "kept");
             assert_eq!(source.map(addr, UNIT, UNIT), Ok(true));
             assert_eq!(source.map(addr + UNIT, 2 * UNIT, 2 * UNIT), Ok(false), "one of two is in use");

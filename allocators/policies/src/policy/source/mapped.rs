@@ -107,9 +107,10 @@ impl Mapped {
         self.at.range(start..end).map(|(addr, _)| *addr)
     }
 
-    /// Addresses of mappings that are kept.
-    pub(super) fn all_kept(&self) -> Vec<u64> {
-        let kept = self.at.iter().filter(|(addr, number)| self.page(**number).place != **addr);
+    /// Addresses of mappings that are kept of pages whose place is `wanted`, in order.
+    pub(super) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
+        let is_kept = |addr: u64, place: u64| place != addr && wanted(place);
+        let kept = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.page(**number).place));
         kept.map(|(addr, _)| *addr).collect()
     }
 }
