@@ -190,9 +190,11 @@ struct StreamedBackwardF32 {
                 for (u32 e = 0; e < 2; ++e) {
 #pragma unroll
                     for (u32 i = 0; i < 4; ++i) {
-                        split(weights[piece][e][i], big_w[i / 2][2 * e + i % 2], small_w[i / 2][2 * e + i % 2]);
-                        const float slope = whole(slopes[piece][i / 2][i % 2 * 2 + e], small_slopes[piece][i / 2][i % 2 * 2 + e]);
-                        weights[piece][e][i] = __float_as_uint(__fmaf_rn(-p.scale, slope, __uint_as_float(weights[piece][e][i])));
+                        u32& weight = weights[piece][e][i];
+                        split(weight, big_w[i / 2][2 * e + i % 2], small_w[i / 2][2 * e + i % 2]);
+                        const u32 at = i % 2 * 2 + e;
+                        const float slope = whole(slopes[piece][i / 2][at], small_slopes[piece][i / 2][at]);
+                        weight = __float_as_uint(__fmaf_rn(-p.scale, slope, __uint_as_float(weight)));
                     }
                 }
 #pragma unroll
@@ -256,8 +258,8 @@ struct StreamedBackwardF32 {
     }
 
 private:
-    // Where both are not finite, an operand is infinite, and the sum of small terms says nothing: an infinite number lacks none.
-    // Where only that sum is not, an operand is no number.
+    // Where both are not finite, an operand is infinite, and the sum of small terms says nothing: an infinite number lacks
+    // none. Where only that sum is not, an operand is no number.
     static __device__ __forceinline__ float whole(float big, float small) {
         return TERMS == 3 && (fabsf(small) < infinity() || fabsf(big) < infinity()) ? big + small : big;
     }

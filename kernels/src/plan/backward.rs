@@ -43,8 +43,8 @@ impl BackwardPlan {
     /// into the cache, and 0.97 to 1.11 where they do. Where it pays, the splits of this rule were the fastest of those that
     /// were tried (1 to 16), or within 2 % of them.
     ///
-    /// On an H100 with 32 examples it takes 0.50 to 0.80 of both in f32x3, and 0.48 to 0.81 in tf32, at the same shapes. The splits
-    /// of the rule were the fastest of those that were tried (1 to 32), or within 2 % of them.
+    /// On an H100 with 32 examples it takes 0.50 to 0.80 of both in f32x3, and 0.48 to 0.81 in tf32, at the same shapes. The
+    /// splits of the rule were the fastest of those that were tried (1 to 32), or within 2 % of them.
     pub(crate) fn pays(precision: Precision, rows: u32, inputs: u32, outputs: u32) -> bool {
         let weights = u64::from(inputs) * u64::from(outputs) * precision.element().bytes();
         inputs >= FEWEST_INPUTS && (rows <= 32 || weights > CACHED_BYTES)
