@@ -56,6 +56,8 @@ if ! headless && [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get > 
 fi
 
 export MPLBACKEND=agg
+# Tables of tests are small: threads would only wait for each other, and each core has a file of tests.
+export POLARS_MAX_THREADS=1
 
 step "ruff"
 linted=(analysis experiments/inside/{src,tests,wheel.py})

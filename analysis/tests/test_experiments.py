@@ -237,6 +237,9 @@ def test_hostile_tables_are_refused_in_one_line(folder: Path) -> None:
 
 
 def test_every_field_of_a_manifest_mutated(folder: Path) -> None:
+    # The manifest is about all runs alike, so two of them will do.
+    rows = lzma.decompress((folder / packed.TABLE).read_bytes()).splitlines(keepends=True)
+    resealed(folder, packed.TABLE, lzma.compress(b"".join(rows[:3])))
     path = folder / packed.MANIFEST
     whole: dict[str, Any] = json.loads(path.read_text())
     # What is read, and of what all runs share some.

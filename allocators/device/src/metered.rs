@@ -9,7 +9,7 @@
 use super::calls::SharedCounts;
 use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 use super::{CallCounts, CallKind, DeviceAddr, Driver, DriverResult, NullDriver, StreamId};
-use crate::{Clock, InstrumentCost};
+use crate::Clock;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
@@ -22,6 +22,17 @@ const PAGE: u64 = 2 << 20;
 /// calls on an idle device does not.
 const SCATTER: f64 = 1.5;
 const SLACK_NS: f64 = 2_000.0;
+
+/// What an instrument itself costs, measured at the start of the run on this machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct InstrumentCost {
+    /// Name of the instrument.
+    pub instrument: String,
+    /// Host nanoseconds that it adds to one operation; negative when it is lost in the noise.
+    pub ns_per_operation: f64,
+    /// How that was measured.
+    pub method: String,
+}
 
 /// One driver call as observers see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -13,7 +13,6 @@
 mod before;
 mod contents;
 mod events;
-mod gaps;
 mod leftover;
 mod levels;
 mod lifetimes;
@@ -33,7 +32,7 @@ pub use rules::Rules;
 
 use crate::formats::{Action, Origin, StackId};
 use crate::steps;
-use gaps::{Gap, Gaps};
+use pool::{Gap, Gaps};
 use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 

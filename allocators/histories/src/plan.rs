@@ -59,7 +59,6 @@ mod conflicts;
 mod exact;
 mod lifetime;
 mod lifetimes;
-mod logarithm;
 mod occupied;
 mod online;
 mod parts;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +225,15 @@ def load_experiment(*directories: str | Path) -> Experiment:
     return Experiment(name, first, [entries[one] for one in sorted(entries)], paths)
 
 
+@cache
+def _recorded(folder: Path, _written_ns: int) -> Experiment:
+    return load_experiment(folder)
+
+
 def results(spec: str, device: str) -> Experiment:
     """The recorded results of a spec on `h200` or `sim`: the latest under `experiments/results` (or `RESULTS`).
+
+    A packed experiment is read once as long as its manifest is the same.
 
     Raises AnalysisError when none are there, with the command that makes them.
     """
@@ -238,4 +245,7 @@ def results(spec: str, device: str) -> Experiment:
             f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
             f"-o {root.name}/DATE-{device}`."
         )
-    return load_experiment(there[-1])
+    folder = there[-1]
+    if not packed.is_packed(folder):
+        return load_experiment(folder)
+    return _recorded(folder, (folder / packed.MANIFEST).stat().st_mtime_ns)

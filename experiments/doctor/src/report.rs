@@ -4,7 +4,6 @@
 //! divides up, and what other allocators would have made of the same program. Of a run it shows what its record says: the
 //! host's time, driver calls, memory and losses over the steps, latencies. A run that recorded its events has both.
 
-mod columns;
 mod data;
 mod maps;
 mod page;

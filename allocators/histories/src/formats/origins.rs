@@ -118,6 +118,10 @@ impl Origins {
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
     pub fn text(&mut self, text: &str) -> Result<TextId, OverBudget> {
+        // Most events have no note, and say so.
+        if text.is_empty() {
+            return Ok(TextId::default());
+        }
         if let Some(known) = self.texts.get_index_of(text) {
             // CAST: it was numbered in 32 bits.
             return Ok(TextId(known as u32));

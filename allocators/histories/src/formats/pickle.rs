@@ -10,14 +10,12 @@
 //! Source: Python's `Lib/pickle.py` and `pickletools.py`; the structure is that of
 //! `torch/csrc/cuda/Module.cpp`, whose two writers (Python's pickler and PyTorch's own) are both understood.
 
-mod ahead;
 mod allocator_settings;
 mod cut;
 mod frames;
 mod machine;
 mod memo;
 mod snapshot;
-mod stacks;
 mod store;
 
 use super::input::Input;

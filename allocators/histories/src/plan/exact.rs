@@ -1,7 +1,7 @@
 //! Improves a plan by asking whether there is one of fewer bytes, until there is none or the steps are used up.
 
-use super::logarithm::{DOUBLING, log2};
 use super::parts::{Part, parts};
+use super::search::{DOUBLING, log2};
 use super::skyline::{Answer, Skyline, Undo, by_section};
 use super::{Lifetime, Plan, PlanSettings, UNIT};
 use crate::random::Random;

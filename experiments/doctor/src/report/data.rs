@@ -1,6 +1,6 @@
-//! What the page says in words and figures, as JSON that its script reads (`data.js`).
+//! What the page says in words and figures, as JSON that its script reads (`data.js`), and how long lists of numbers get into
+//! the page: columns of differences in few bytes, deflated, as base64.
 
-use super::columns::Columns;
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
 use super::replays::ReplaysData;
@@ -11,8 +11,13 @@ use crate::history::Compiled;
 use crate::replay::bound::Bounds;
 use crate::words::RECORD;
 use anyhow::Result;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use flate2::Compression;
+use flate2::write::ZlibEncoder;
 use serde::Serialize;
 use serde_json::Value;
+use std::io::Write;
 use vramlab::histories::memory::NEVER;
 use vramlab::{Bytes, Ledger, Selection};
 
@@ -330,4 +335,61 @@ fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingDat
         measured: false,
     });
     recorded.into_iter().chain(replayed).collect()
+}
+
+/// Columns of whole numbers, which `data.js` reads back in the same order.
+///
+/// A column is its length and then, for each number, the difference to the one before it: seven bits a byte, lowest first,
+/// the sign in the lowest bit.
+#[derive(Debug, Default)]
+pub(super) struct Columns(Vec<u8>);
+
+impl Columns {
+    /// Adds a column. Numbers are below 2^53, as the page's script keeps them exactly.
+    pub(super) fn push(&mut self, numbers: impl ExactSizeIterator<Item = u64>) {
+        // CAST: a number of rows.
+        self.varint(numbers.len() as u64);
+        let mut last = 0;
+        for number in numbers {
+            let number = number.min((1 << 53) - 1).cast_signed();
+            let step = number - last;
+            self.varint((step << 1 ^ step >> 63).cast_unsigned());
+            last = number;
+        }
+    }
+
+    fn varint(&mut self, mut number: u64) {
+        while number >= 0x80 {
+            // CAST: the lowest seven bits.
+            self.0.push(number as u8 | 0x80);
+            number >>= 7;
+        }
+        // CAST: below 128.
+        self.0.push(number as u8);
+    }
+
+    /// The columns as text.
+    ///
+    /// # Errors
+    /// Those of compression, which has none into memory.
+    pub(super) fn text(&self) -> std::io::Result<String> {
+        let mut packed = ZlibEncoder::new(Vec::new(), Compression::new(6));
+        packed.write_all(&self.0)?;
+        Ok(STANDARD.encode(packed.finish()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_column_is_its_length_and_differences() {
+        let mut columns = Columns::default();
+        columns.push([3, 1, 200].into_iter());
+        columns.push(std::iter::empty());
+        // 3 numbers: +3, -2, +199 (398 in two groups of seven bits); then none.
+        assert_eq!(columns.0, [3, 6, 3, 0x8E, 3, 0]);
+        assert!(columns.text().unwrap().len() > 4);
+    }
 }

@@ -1,6 +1,6 @@
 //! Block maps: where the blocks of a history lay when it was recorded, and where they lie under other allocators.
 
-use super::columns::Columns;
+use super::data::Columns;
 use super::source::Source;
 use super::timeline::Timeline;
 use crate::history::{Compiled, Devices, adopted, failed, is_as_recorded};

@@ -5,7 +5,7 @@
 //! that a browser opens early, without sending anything (to the server of a frame that it then refuses, or for a `preconnect`
 //! link), and a refresh that leaves the page: against these stands only that no markup is made of what files say.
 
-use super::columns::Columns;
+use super::data::Columns;
 use anyhow::{Context, Result};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -29,7 +29,6 @@ const SCRIPT: &str = concat!(
     include_str!("levels.js"),
     include_str!("words.js"),
     include_str!("panel.js"),
-    include_str!("tables.js"),
     include_str!("answers.js"),
     include_str!("runs.js"),
     include_str!("main.js"),

@@ -1,6 +1,6 @@
 //! What the page shows of a history: lifetimes of blocks and segments, counted in events.
 
-use super::columns::Columns;
+use super::data::Columns;
 use crate::explain::lines::{Numbered, line_of, words};
 use crate::recording::{Range, Recording, ranges};
 use serde::Serialize;

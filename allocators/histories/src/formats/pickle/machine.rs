@@ -1,8 +1,8 @@
 //! The stack machine.
 
 use super::Outcome;
+use super::frames::Stacks;
 use super::memo::Memo;
-use super::stacks::Stacks;
 use super::store::{Store, Value};
 use crate::formats::input::Input;
 use crate::formats::summary::Receiver;

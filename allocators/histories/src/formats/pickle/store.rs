@@ -23,7 +23,7 @@ pub(super) enum Value {
     /// A string that was not kept.
     LostText,
     Object(Handle),
-    /// A list of frames, by its number in [`Stacks`](super::stacks::Stacks).
+    /// A list of frames, by its number in [`Stacks`](super::frames::Stacks).
     Stack(u32),
     /// A frame, by its number there.
     Frame(u32),
