@@ -166,6 +166,8 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "pytorch-loaders",
         "latency",
         "fidelity",
+        "agreement-fit",
+        "agreement",
         "fast-training",
         "fast-training-compile",
         "compiled-step",
