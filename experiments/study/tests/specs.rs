@@ -168,6 +168,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "fidelity",
         "agreement-fit",
         "agreement",
+        "agreement-again",
         "fast-training",
         "fast-training-compile",
         "compiled-step",
