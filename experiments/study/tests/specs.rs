@@ -169,6 +169,7 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "agreement-fit",
         "agreement",
         "agreement-again",
+        "addresses",
         "fast-training",
         "fast-training-compile",
         "compiled-step",
