@@ -39,8 +39,8 @@ UNFITTED = (
 )
 
 
-# Held-out cells that were measured on the machine and in the session of their profile. The simulator was changed once after
-# those of the first were looked at, and those of the second were measured after that.
+# Held-out cells that were measured on the machine and in the session of their profile. The simulator was changed after
+# those of the first were looked at. What is simulated of the second is by the changed one.
 SESSIONS = ("agreement", "agreement-again")
 
 
@@ -113,8 +113,8 @@ def paces(spec: str, device: str) -> dict[tuple[Any, ...], list[float]]:
 
 
 def launches(spec: str) -> dict[tuple[Any, ...], list[float]]:
-    """Nanoseconds that a launch into an empty queue took the host before each run of a spec on the H200 began to train, by
-    network. It is no part of the step's time, so it may tell runs apart by how quick their host was."""
+    """Nanoseconds that a launch into an empty queue took the host before each run of a spec on the H200 began to train,
+    by network. It is no part of the step's time, so it may tell runs apart by how quick their host was."""
     told: dict[tuple[Any, ...], list[float]] = {}
     for entry in results(spec, "h200").select(program="trainer"):
         launch = float(entry.record.summary["idle_costs"]["kernel_launch"])
@@ -140,8 +140,8 @@ def cells() -> Iterator[tuple[str, dict[tuple[Any, ...], Cell]]]:
 
 
 def unfitted(slowest: float = float("inf")) -> Agreement:
-    """The agreement in cells that nothing was fitted to; with `slowest` in those of them alone whose host took at most that
-    many times as long as the profile's for a launch before the training."""
+    """The agreement in cells that nothing was fitted to; with `slowest` in those of them alone whose host took at most
+    that many times as long as the profile's for a launch before the training."""
     return agreement(
         (spec, {key: cell.off for key, cell in found.items() if cell.launch <= slowest}) for spec, found in cells()
     )
@@ -193,10 +193,10 @@ def short() -> str:
     """The README's sentence."""
     told, elsewhere = held_out(*SESSIONS), unfitted()
     return (
-        f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to, on two H100s in the "
-        f"session of their profile, {100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (worst "
-        f"{100 * told.worst:+.0f} %), and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of two allocators within "
-        f"{100 * RATIO_TOLERANCE:.0f} %. Of {elsewhere.cells} on other hosts than the profile's "
+        f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to, on two H100s in "
+        f"the session of their profile, {100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (worst "
+        f"{100 * told.worst:+.0f} %), and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of two allocators "
+        f"within {100 * RATIO_TOLERANCE:.0f} %. Of {elsewhere.cells} on other hosts than the profile's "
         f"{100 * elsewhere.within:.0f} % are; the worst is {100 * elsewhere.worst:+.0f} % off ({elsewhere.worst_of})."
     )
 
@@ -223,12 +223,12 @@ def sentence() -> str:
         f"{told.pairs} pairs, and off by up to {told.contrast:.1f} times. Those runs are of other hosts and hours than "
         f"the profile: in the {quick.cells} cells whose runs measured, before they trained, a launch of at most "
         f"{AS_QUICK} times the profile's {100 * quick.within:.0f} % of the steps are right, and of their {quick.pairs} "
-        f"ratios {100 * quick.pairs_within:.0f} %; of {again.runs} runs on the GPU {100 * again.within:.0f} % are within "
-        f"{100 * TOLERANCE:.0f} % of the median of others of the same network. Where a profile is calibrated, fitted and "
-        f"held to other cells in one session of one H100 (`{SESSIONS[0]}`), {of_session(SESSIONS[0])} are right, by the "
-        f"same bounds; of its runs {100 * first.within:.0f} % tell each other. With what the simulator learnt then, these "
-        f"would be {of_session(SESSIONS[0], 'h100-resim')}. Other cells on another H100, measured after that "
-        f"(`{SESSIONS[1]}`): {of_session(SESSIONS[1])}; its host was so uneven that {100 * second.within:.0f} % of the "
+        f"ratios {100 * quick.pairs_within:.0f} %; of {again.runs} runs on the GPU {100 * again.within:.0f} % are "
+        f"within {100 * TOLERANCE:.0f} % of the median of others of the same network. Where a profile is calibrated, "
+        f"fitted and held to other cells in one session of one H100 (`{SESSIONS[0]}`), {of_session(SESSIONS[0])} are "
+        f"right, by the same bounds; of its runs {100 * first.within:.0f} % tell each other. With what the simulator "
+        f"learnt then, these would be {of_session(SESSIONS[0], 'h100-resim')}. Other cells on another H100, looked at "
+        f"after that (`{SESSIONS[1]}`): {of_session(SESSIONS[1])}; its host was so uneven that {100 * second.within:.0f} % of the "
         "runs tell each other. An epoch of the network above says nothing of it: it was fitted on."
     )
 
