@@ -228,8 +228,9 @@ def sentence() -> str:
         f"fitted and held to other cells in one session of one H100 (`{SESSIONS[0]}`), {of_session(SESSIONS[0])} are "
         f"right, by the same bounds; of its runs {100 * first.within:.0f} % tell each other. With what the simulator "
         f"learnt then, these would be {of_session(SESSIONS[0], 'h100-resim')}. Other cells on another H100, looked at "
-        f"after that (`{SESSIONS[1]}`): {of_session(SESSIONS[1])}; its host was so uneven that {100 * second.within:.0f} % of the "
-        "runs tell each other. An epoch of the network above says nothing of it: it was fitted on."
+        f"after that (`{SESSIONS[1]}`): {of_session(SESSIONS[1])}; its host was so uneven that "
+        f"{100 * second.within:.0f} % of the runs tell each other. An epoch of the network above says "
+        "nothing of it: it was fitted on."
     )
 
 
