@@ -79,11 +79,21 @@ impl CallKind {
             MemAddressFree, MemAddressReserve, MemAlloc, MemAllocAsync, MemCreate, MemFree, MemFreeAsync, MemMap,
             MemRelease, MemSetAccess, MemUnmap, PoolTrim,
         };
-        match self {
-            MemAlloc | MemFree | MemAllocAsync | MemFreeAsync | PoolTrim => true,
-            MemAddressReserve | MemAddressFree | MemCreate | MemMap | MemSetAccess | MemUnmap | MemRelease => true,
-            _ => false,
-        }
+        matches!(
+            self,
+            MemAlloc
+                | MemFree
+                | MemAllocAsync
+                | MemFreeAsync
+                | PoolTrim
+                | MemAddressReserve
+                | MemAddressFree
+                | MemCreate
+                | MemMap
+                | MemSetAccess
+                | MemUnmap
+                | MemRelease
+        )
     }
 }
 

@@ -130,7 +130,7 @@ impl Heap {
     /// granules or with one that fits; otherwise every range that is large enough is looked at.
     pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
         let len = bytes.checked_next_multiple_of(self.align)?;
-        let mut best: Option<((u64, bool, u64, u64, u64), u64, FreedAt)> = None;
+        let mut best: Option<(_, u64, FreedAt)> = None;
         // Nothing needs fewer new granules than this. Ranges come in the order of best fit, so the first that needs no
         // more, and no wait, is the best.
         let fewest = len.div_ceil(self.granule).saturating_sub(self.roomy);
