@@ -7,7 +7,9 @@ use common::{GIB, MIB, Random, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::device::{PoolDriver, PoolId};
-use vramlab::{DeviceAddr, Driver, DriverError, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver};
+use vramlab::{
+    CallKind, DeviceAddr, Driver, DriverError, PoolSettings, Profile, SimDriver, SimMemory, StreamId, VmmDriver,
+};
 
 fn give(sim: &SimDriver, addr: DeviceAddr, stream: StreamId) {
     // SAFETY: tests free what they allocated, once.
@@ -203,15 +205,21 @@ fn addresses_without_memory_have_no_cache() {
 
 #[test]
 fn a_program_takes_its_own_time_between_calls_and_in_none() {
-    let sim = SimDriver::new(Profile { program_ns_per_call: 400, ..common::profile(GIB) }, SimMemory::None);
+    let profile = Profile { program_ns_per_call: 400, program_ns_per_memory_call: Some(150), ..common::profile(GIB) };
+    let sim = SimDriver::new(profile.clone(), SimMemory::None);
     let (clock, stream) = (sim.clock(), sim.stream_create().unwrap());
     let start = clock.now_ns();
     sim.launch(stream, "test", (1, 1), 0, &[]).unwrap();
     let launched = clock.now_ns();
     assert_eq!(launched - start, sim.profile().queues.launch_ns);
-    sim.run_program();
+    sim.run_program(CallKind::KernelLaunch);
     assert_eq!(clock.now_ns() - launched, 400);
+    sim.run_program(CallKind::MemAllocAsync);
+    assert_eq!(clock.now_ns() - launched, 400 + 150, "less is done around a call for memory");
     assert_eq!(sim.blocked_ns(), Some(0), "work is no wait");
+    let alike = SimDriver::new(Profile { program_ns_per_memory_call: None, ..profile }, SimMemory::None);
+    alike.run_program(CallKind::MemFree);
+    assert_eq!(alike.clock().now_ns(), 400, "as any other call where the profile has no figure of its own");
 }
 
 /// What a call takes of the host, waits apart, and what it puts behind the work of a stream.

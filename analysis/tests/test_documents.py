@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from vramlab_analysis import documents, experiments, readme_figure, repository, samples, style
@@ -189,6 +190,30 @@ def test_the_simulated_runs_are_of_the_built_in_profile() -> None:
             launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
             assert launch["total_ns"] - launch["blocked_ns"] == launch_ns * launch["count"], (spec, entry.id)
         assert simulated.paces(spec, "sim").keys() <= simulated.paces(spec, "h200").keys(), spec
+
+
+def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
+    told = simulated.held_out(*simulated.SESSIONS)
+    assert told.cells == sum(simulated.held_out(spec).cells for spec in simulated.SESSIONS) >= 100
+    for spec, simulations in zip(simulated.SESSIONS, (("h100-sim", "h100-resim"), ("h100-sim",)), strict=True):
+        measured = simulated.paces(spec, "h100")
+        # `time_kernels` times these widths and, at them, batches of 32 and 64; `agreement-fit` is of the first of them.
+        assert not {network[1] for network in measured} & {128, 256, 784, 2048}, spec
+        for simulation in simulations:
+            assert simulated.paces(spec, simulation).keys() == measured.keys(), (spec, simulation)
+
+
+def test_small_blocks_lie_where_the_driver_put_them() -> None:
+    page = simulated.profile()["plain"]["page_bytes"]
+    places: dict[str, dict[str, list[int]]] = {}
+    for device in ("h100", "h100-sim"):
+        for entry in results("addresses", device).select(program="trainer"):
+            calls = entry.record.calls
+            small = calls.filter((pl.col("call") == "mem_alloc") & (pl.col("bytes") < page))
+            places.setdefault(device, {})[entry.id] = [addr % page for addr in small["addr"]]
+    assert len(places["h100"]) == 14
+    assert all(len(set(offsets)) > 10 for offsets in places["h100"].values())
+    assert places["h100"] == places["h100-sim"]
 
 
 def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:

@@ -182,7 +182,7 @@ impl Device {
         // SAFETY: the caller vouches for the addresses, and the stream is one of this device's driver.
         let launch = || unsafe { self.executor.launch(operation, stream) };
         let launched = self.meter.count(CallKind::KernelLaunch, stream, launch);
-        self.executor.between_calls();
+        self.executor.between_calls(CallKind::KernelLaunch);
         launched?;
         if self.sync == SyncMode::Op {
             self.synchronize()?;
@@ -253,9 +253,9 @@ trait Executor: fmt::Debug + Send + Sync {
     /// buffer of it. The stream is one of this executor's driver.
     unsafe fn launch(&self, operation: &dyn Operation, stream: StreamId) -> Result<()>;
 
-    /// The host's own work after a call to the driver and before the next, where the device's clock is a model of it too.
-    /// Called outside of what is measured of a call.
-    fn between_calls(&self) {}
+    /// The host's own work after a call of this kind to the driver and before the next, where the device's clock is a model of
+    /// it too. Called outside of what is measured of a call.
+    fn between_calls(&self, _call: CallKind) {}
 
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///

@@ -71,6 +71,32 @@ call_kinds! {
     DeviceQuery "device_query" "`cuInit`, `cuDeviceGet*`, `cuCtx*`",
 }
 
+impl CallKind {
+    /// Whether it takes memory of the device or its addresses, or gives them back.
+    #[must_use]
+    pub fn moves_memory(self) -> bool {
+        use CallKind::{
+            MemAddressFree, MemAddressReserve, MemAlloc, MemAllocAsync, MemCreate, MemFree, MemFreeAsync, MemMap,
+            MemRelease, MemSetAccess, MemUnmap, PoolTrim,
+        };
+        matches!(
+            self,
+            MemAlloc
+                | MemFree
+                | MemAllocAsync
+                | MemFreeAsync
+                | PoolTrim
+                | MemAddressReserve
+                | MemAddressFree
+                | MemCreate
+                | MemMap
+                | MemSetAccess
+                | MemUnmap
+                | MemRelease
+        )
+    }
+}
+
 impl fmt::Display for CallKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())

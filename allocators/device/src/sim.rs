@@ -220,10 +220,11 @@ impl SimDriver {
     }
 
     /// The host works on its own program for the time that the profile has for each driver call
-    /// ([`Profile::program_ns_per_call`]). The client calls this between its driver calls; a driver call
-    /// does not include it, so measuring one finds its own cost.
-    pub fn run_program(&self) {
-        self.lock().time.spend(self.profile.program_ns_per_call);
+    /// ([`Profile::program_ns_per_call`] and [`Profile::program_ns_per_memory_call`]), here for one of this kind. The client
+    /// calls this between its driver calls; a driver call does not include it, so measuring one finds its own cost.
+    pub fn run_program(&self, call: CallKind) {
+        let memory = self.profile.program_ns_per_memory_call.filter(|_| call.moves_memory());
+        self.lock().time.spend(memory.unwrap_or(self.profile.program_ns_per_call));
     }
 
     /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one live block that has host

@@ -2,9 +2,12 @@
 //!
 //! Where the host is the bottleneck, an epoch lasts as long as its driver calls and what the trainer does between them.
 //! What is left of the epoch once every call is accounted for as the profile would charge it, divided by the number of
-//! calls, is [`Profile::program_ns_per_call`](vramlab::Profile::program_ns_per_call). Calls whose cost does not
-//! depend on a size are accounted for by the profile, plus the time for which they were blocked; all others by what they
-//! took. So it holds both the trainer's own code and what calls cost more between other work than in a loop.
+//! calls, is the program's. Calls whose cost does not depend on a size are accounted for by the profile, plus the time for which
+//! they were blocked; all others by what they took. So it holds both the trainer's own code and what calls cost more between
+//! other work than in a loop. Around a call for memory the trainer does less than around a launch. Cells that differ in their
+//! share of such calls tell the two apart: [`Profile::program_ns_per_call`](vramlab::Profile::program_ns_per_call) and
+//! [`Profile::program_ns_per_memory_call`](vramlab::Profile::program_ns_per_memory_call) miss the cells least, by the sum of
+//! squares. Cells that do not differ give one figure for all calls.
 
 use crate::fidelity::recorded::{Call, Epoch, Measured, Recorded};
 use crate::profile;
@@ -15,11 +18,13 @@ use clap::Args;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use terminal::{Cell, Column, Page, command, quoted};
-use vramlab::Profile;
 use vramlab::output::{Existing, OutputFile};
+use vramlab::{CallKind, Profile};
 
 /// A cell is host-bound where the host was blocked for less than this share of the time.
 const HOST_BOUND: f64 = 0.1;
+/// Where the shares of memory calls deviate less from each other, cells do not tell what such a call takes.
+const APART: f64 = 0.1;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProgramArgs {
@@ -42,6 +47,16 @@ struct Row {
     between: f64,
     /// Beyond what the profile charges for the calls.
     beyond: f64,
+    /// Share of the calls that take or give memory.
+    memory: f64,
+}
+
+/// The program's time for a call, nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Program {
+    /// For one that takes or gives memory; absent: as for the others.
+    memory_call: Option<u64>,
+    call: u64,
 }
 
 /// Fits, writes the profile and says what each cell contributed.
@@ -56,18 +71,30 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
             100.0 * HOST_BOUND
         );
     }
-    base.program_ns_per_call = mean(&rows);
+    let program = program(&rows);
+    (base.program_ns_per_call, base.program_ns_per_memory_call) = (program.call, program.memory_call);
     profile::write(&base, OutputFile::create(&args.out, Existing::Replace)?)?;
-    let mut page = page(&rows, base.program_ns_per_call);
+    let mut page = page(&rows, program);
     let next = format!("fidelity --profile {}", quoted(&args.out.to_string_lossy()));
     page.next(&command("experiments", &next));
     page.print()
 }
 
-/// Every cell counts the same. Nothing is left where the calls were quicker than in the profile.
-fn mean(rows: &[Row]) -> u64 {
-    // CAST: a count of cells, and nanoseconds far below 2^53.
-    (rows.iter().map(|row| row.beyond).sum::<f64>() / rows.len() as f64).round().max(0.0) as u64
+/// The line through the cells' shares of memory calls: its ends are what a program without such calls and one with nothing else
+/// take. Every cell counts the same. Nothing is left where the calls were quicker than in the profile.
+fn program(rows: &[Row]) -> Program {
+    // CAST: nanoseconds far below 2^53.
+    let whole = |ns: f64| ns.round().max(0.0) as u64;
+    // CAST: a count of cells.
+    let mean = |of: &dyn Fn(&Row) -> f64| rows.iter().map(of).sum::<f64>() / rows.len() as f64;
+    let (share, beyond) = (mean(&|row| row.memory), mean(&|row| row.beyond));
+    let spread = mean(&|row| (row.memory - share).powi(2));
+    if spread.sqrt() < APART {
+        return Program { call: whole(beyond), memory_call: None };
+    }
+    let slope = mean(&|row| (row.memory - share) * (row.beyond - beyond)) / spread;
+    let at = |memory: f64| whole(beyond + slope * (memory - share));
+    Program { call: at(0.0), memory_call: Some(at(1.0)) }
 }
 
 fn host_bound(cells: &BTreeMap<String, Vec<Measured>>, profile: &Profile) -> Vec<Row> {
@@ -87,6 +114,10 @@ fn host_bound(cells: &BTreeMap<String, Vec<Measured>>, profile: &Profile) -> Vec
             blocked_share: over(&|epoch| sum(epoch, &|_, call| call.blocked_s) / epoch.wall_s),
             between: over(&|epoch| a_call(epoch, sum(epoch, &|_, call| call.total_s))),
             beyond: over(&|epoch| a_call(epoch, sum(epoch, &|name, call| charged_s(profile, name, call)))),
+            memory: over(&|epoch| {
+                sum(epoch, &|name, call| if moves_memory(name) { call.count } else { 0.0 })
+                    / sum(epoch, &|_, call| call.count).max(1.0)
+            }),
         }
     };
     cells
@@ -95,6 +126,10 @@ fn host_bound(cells: &BTreeMap<String, Vec<Measured>>, profile: &Profile) -> Vec
         .map(row)
         .filter(|row| row.blocked_share < HOST_BOUND)
         .collect()
+}
+
+fn moves_memory(name: &str) -> bool {
+    CallKind::ALL.iter().any(|kind| kind.name() == name && kind.moves_memory())
 }
 
 /// Seconds that the simulated device would charge for these calls.
@@ -110,12 +145,13 @@ fn charged_s(profile: &Profile, name: &str, call: &Call) -> f64 {
     each.map_or(call.total_s, |ns| call.count * ns as f64 / 1e9 + call.blocked_s)
 }
 
-fn page(rows: &[Row], ns: u64) -> Page {
+fn page(rows: &[Row], program: Program) -> Page {
     let table = table(
         rows,
         &[
             (Column::left("host-bound cell"), &|row| Cell::from(&row.cell)),
             (Column::right("blocked"), &|row| Cell::from(percent(row.blocked_share, 0))),
+            (Column::right("calls for memory"), &|row| Cell::from(percent(row.memory, 0))),
             (Column::right("between calls, ns"), &|row| Cell::from(format!("{:.0}", row.between))),
             (Column::right("beyond the profile, ns"), &|row| Cell::from(format!("{:.0}", row.beyond))),
         ],
@@ -123,7 +159,13 @@ fn page(rows: &[Row], ns: u64) -> Page {
     let mut page = Page::stdout();
     page.table(&table);
     page.note("medians over epochs and repeats");
-    page.title(format!("program_ns_per_call: {ns}, the mean of the last column."));
+    page.title(match program.memory_call {
+        Some(memory) => format!(
+            "program_ns_per_call: {}, program_ns_per_memory_call: {memory}, which miss the last column least.",
+            program.call
+        ),
+        None => format!("program_ns_per_call: {}, the mean of the last column.", program.call),
+    });
     page
 }
 
@@ -154,6 +196,19 @@ mod tests {
         let found: Vec<(&str, f64, f64)> =
             rows.iter().map(|row| (row.cell.as_str(), row.between.round(), row.beyond.round())).collect();
         assert_eq!(found, [("quick", 400.0, 400.0), ("slow calls", 600.0, 800.0)]);
-        assert_eq!(mean(&rows), 600);
+        assert_eq!(program(&rows), Program { call: 600, memory_call: None });
+    }
+
+    #[test]
+    fn cells_with_and_without_calls_for_memory_tell_what_these_take() {
+        let row =
+            |memory: f64, beyond: f64| Row { cell: String::new(), blocked_share: 0.0, between: 0.0, beyond, memory };
+        // A program that takes 600 ns around a launch and 200 around a call for memory, with a scatter that evens out.
+        let rows = [row(0.0, 620.0), row(0.0, 580.0), row(0.6, 350.0), row(0.6, 370.0)];
+        assert_eq!(program(&rows), Program { call: 600, memory_call: Some(200) });
+        // Neither is below nothing.
+        assert_eq!(program(&[row(0.0, 500.0), row(0.5, 100.0)]), Program { call: 500, memory_call: Some(0) });
+        // Cells that do not differ say one thing.
+        assert_eq!(program(&[row(0.6, 300.0), row(0.65, 400.0)]), Program { call: 350, memory_call: None });
     }
 }

@@ -2,8 +2,12 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use assert_cmd::Command;
-use serde_json::Value;
+use common::Place;
+use common::experiment::{SMALL, json_at};
+use serde_json::{Value, json};
 use std::fs;
 
 fn campaign() -> Command {
@@ -48,4 +52,50 @@ fn what_failed_is_not_done() {
     }
     campaign().args(["none", "--file"]).arg(&file).assert().code(2);
     campaign().args(["--budget", "0"]).assert().code(2);
+}
+
+/// An experiment's folder is held against the newest packed one of its name: nothing differs where the same was done again, and
+/// what differs is told, as are cells that only one of the two has.
+#[test]
+fn folders_of_experiments_are_compared() {
+    const PEAK: &str = "reserved_bytes.all.peak";
+    let place = Place::new();
+    let parts = format!(
+        "[[part]]\nname = 'small'\ncommand = ['experiments', 'run', 'small.toml', '--device', 'sim', '-o', '{{out}}/sim']\n\
+         documents = []\n[[part.record]]\nmade = 'sim/small'\nkept = '*-sim/small'\nkey = ['arm', 'options']\n\
+         figures = ['summary/allocator_stats/{PEAK}', 'result/none']\n"
+    );
+    place.write("parts.toml", parts);
+    let rows = |out: &str| place.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
+    place.write("small.toml", SMALL);
+    assert!(rows("first").is_empty(), "nothing is kept yet");
+    for label in ["2026-01-01-sim", "2026-01-02-sim"] {
+        let kept = format!("experiments/results/{label}");
+        place.run(&["pack", "first/sim", "-o", &kept]).ok();
+        place.write("small.toml", SMALL.replace("[5, 9]", "[5, 12]"));
+        place.run(&["run", "small.toml", "--device", "sim", "--again", "-o", "first/sim"]).ok();
+    }
+    // The newest has widths 5 and 12.
+    let again = rows("second");
+    assert_eq!(again.len(), 4, "a row for each cell, whatever the repeats: {again:?}");
+    assert!(again.iter().all(|row| row["ratio"] == 1.0 && row["part"] == "small"), "{again:?}");
+    // What was made anew holds twice as much in one cell.
+    for run in ["02-naive-12-r0", "03-naive-12-r1"] {
+        let path = place.at(&format!("second/sim/small/runs/{run}/summary.json"));
+        let mut summary = json_at(&path);
+        let peak = &mut summary["allocator_stats"][PEAK];
+        *peak = json!(2 * peak.as_u64().unwrap());
+        fs::write(&path, summary.to_string()).unwrap();
+    }
+    let apart = rows("second");
+    let told: Vec<(bool, Option<f64>)> =
+        apart.iter().map(|row| (row["figure"].as_str().unwrap().contains("naive"), row["ratio"].as_f64())).collect();
+    assert_eq!(told, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{apart:?}");
+    let page = place.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
+    assert!(page.contains("small: 3 of 4 figures are as they were") && page.contains("2.000"), "{page}");
+    // Another width is in one of the two alone.
+    place.write("small.toml", SMALL.replace("[5, 9]", "[5, 7]"));
+    let alone: Vec<Value> = rows("third").into_iter().filter(|row| row.get("ratio").is_none()).collect();
+    assert_eq!(alone.len(), 4, "two cells of width 7 and two of width 12: {alone:?}");
+    assert_eq!(alone.iter().filter(|row| row.get("kept").is_some()).count(), 2, "{alone:?}");
 }

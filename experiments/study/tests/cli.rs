@@ -200,7 +200,8 @@ fn a_fit_gives_a_profile_that_runs() {
 #[test]
 fn the_programs_time_comes_from_recorded_runs() {
     let place = Place::new();
-    let profile = Profile { program_ns_per_call: 700, ..Profile::h200() };
+    let own = (700, Some(250));
+    let profile = Profile { program_ns_per_call: own.0, program_ns_per_memory_call: own.1, ..Profile::h200() };
     place.write("slow.json", serde_json::to_string(&profile).unwrap());
     // On the simulated device the program's time is known.
     let spec = r#"
@@ -219,8 +220,10 @@ fn the_programs_time_comes_from_recorded_runs() {
     place.run(&["run", &spec, "--device", "sim:slow.json", "-o", "runs"]).ok();
     let ran = place.run(&["fit-program", "runs/own", "--out", "fitted.json"]).ok();
     let fitted = Profile::from_json(&std::fs::read_to_string(place.at("fitted.json")).unwrap()).unwrap();
-    assert!(fitted.program_ns_per_call.abs_diff(700) <= 35, "{} {ran:#?}", fitted.program_ns_per_call);
-    assert_eq!(Profile { program_ns_per_call: 0, ..fitted }, Profile { program_ns_per_call: 0, ..Profile::h200() });
+    assert!(fitted.program_ns_per_call.abs_diff(own.0) <= 35, "{} {ran:#?}", fitted.program_ns_per_call);
+    assert!(fitted.program_ns_per_memory_call.unwrap().abs_diff(own.1.unwrap()) <= 35, "{ran:#?}");
+    let rest = |profile: Profile| Profile { program_ns_per_call: 0, program_ns_per_memory_call: None, ..profile };
+    assert_eq!(rest(fitted), rest(Profile::h200()));
     place.run(&["fit-program", "nothing", "--out", "no.json"]).refused(2, &["nothing", "experiment.json"]);
     assert!(!place.at("no.json").exists());
 }

@@ -42,8 +42,8 @@ unsafe impl Hook for Program {
         Ok(())
     }
 
-    fn after(&self, _inner: &dyn Driver, _kind: CallKind, _arguments: CallArguments, (): (), _outcome: CallOutcome) {
-        self.0.between_calls();
+    fn after(&self, _inner: &dyn Driver, kind: CallKind, _arguments: CallArguments, (): (), _outcome: CallOutcome) {
+        self.0.between_calls(kind);
     }
 }
 
@@ -76,8 +76,8 @@ impl Executor for SimExecutor {
         Ok(unsafe { operation.run_on_host(&SimView(&self.driver)) }?)
     }
 
-    fn between_calls(&self) {
-        self.driver.run_program();
+    fn between_calls(&self, call: CallKind) {
+        self.driver.run_program(call);
     }
 
     fn begin_graph(&self) {

@@ -10,6 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The point of a stream at which memory was freed, while other streams may have to wait for it.
 type FreedAt = Option<Mark>;
 
+/// A free range that begins at its key.
+#[derive(Clone, Copy, Debug)]
+struct Free {
+    len: u64,
+    freed: FreedAt,
+    /// Orders equal ranges of [`Packing::Within`] by how long they have been as they are; 0 elsewhere.
+    since: u64,
+}
+
 /// A range of addresses, cut into free ranges and blocks. Offsets are relative to `base`.
 #[derive(Debug)]
 pub(super) struct Heap {
@@ -19,10 +28,12 @@ pub(super) struct Heap {
     granule: u64,
     align: u64,
     packing: Packing,
-    /// Free ranges by offset: length and when they were freed. Touching ranges freed alike are one.
-    free: BTreeMap<u64, (u64, FreedAt)>,
-    /// Free ranges by (length, offset), which is the order of best fit.
-    by_room: BTreeSet<(u64, u64)>,
+    /// Free ranges by offset. Touching ranges freed alike are one, unless the packing keeps them apart.
+    free: BTreeMap<u64, Free>,
+    /// Free ranges by (length, `since`, offset), which is the order of best fit.
+    by_room: BTreeSet<(u64, u64, u64)>,
+    /// Free ranges that came to be so far.
+    ranges: u64,
     /// Free ranges that are marked with when they were freed.
     marked: usize,
     /// Blocks by offset: length.
@@ -40,7 +51,9 @@ pub(super) struct Heap {
 pub(super) enum Packing {
     /// Anywhere, across granules too (a driver's pool).
     Across,
-    /// Inside one granule, so blocks must not be larger (plain memory's small blocks).
+    /// Inside one granule, so blocks must not be larger (plain memory's small blocks). A free range ends where its granule
+    /// does, and of equal ones the oldest is taken: so every small block of 14 recorded programs lies where the driver put it
+    /// (an H100's addresses, driver 580.159).
     Within,
 }
 
@@ -56,22 +69,24 @@ pub(super) struct Placement {
 
 impl Heap {
     pub(super) fn new(base: u64, limit: u64, granule: u64, align: u64, packing: Packing) -> Self {
-        let free = BTreeMap::from_iter([(0, (limit, None))]);
-        Self {
+        let mut heap = Self {
             base,
             #[cfg(test)]
             limit,
             granule,
             align,
             packing,
-            free,
-            by_room: BTreeSet::from([(limit, 0)]),
+            free: BTreeMap::new(),
+            by_room: BTreeSet::new(),
+            ranges: 0,
             marked: 0,
             blocks: BTreeMap::new(),
             held: BTreeMap::new(),
             empty: BTreeSet::new(),
             roomy: 0,
-        }
+        };
+        heap.add_range(0, limit, None);
+        heap
     }
 
     pub(super) fn held_bytes(&self) -> u64 {
@@ -92,14 +107,16 @@ impl Heap {
     }
 
     fn add_range(&mut self, start: u64, len: u64, freed: FreedAt) {
-        self.free.insert(start, (len, freed));
-        self.by_room.insert((len, start));
+        self.ranges += 1;
+        let since = if self.packing == Packing::Within { self.ranges } else { 0 };
+        self.free.insert(start, Free { len, freed, since });
+        self.by_room.insert((len, since, start));
         self.marked += usize::from(freed.is_some());
     }
 
     fn take_range(&mut self, start: u64) -> Option<(u64, FreedAt)> {
-        let (len, freed) = self.free.remove(&start)?;
-        self.by_room.remove(&(len, start));
+        let Free { len, freed, since } = self.free.remove(&start)?;
+        self.by_room.remove(&(len, since, start));
         self.marked -= usize::from(freed.is_some());
         Some((len, freed))
     }
@@ -107,34 +124,34 @@ impl Heap {
     /// Places `bytes`, taking at most `budget` bytes of new granules; `None` when there is no room.
     ///
     /// Prefers memory already held, then memory that needs no wait, then the smallest free range; ties go to the
-    /// lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
+    /// oldest range inside granules, else to the lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
     ///
     /// O(log n) in the free ranges where the best one is known when it is met, as in a heap without holes in held
     /// granules or with one that fits; otherwise every range that is large enough is looked at.
     pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
         let len = bytes.checked_next_multiple_of(self.align)?;
-        let mut best: Option<(u64, bool, u64, u64, u64, FreedAt)> = None;
+        let mut best: Option<(_, u64, FreedAt)> = None;
         // Nothing needs fewer new granules than this. Ranges come in the order of best fit, so the first that needs no
         // more, and no wait, is the best.
         let fewest = len.div_ceil(self.granule).saturating_sub(self.roomy);
-        for &(room, start) in self.by_room.range((len, 0)..) {
-            let freed = self.free[&start].1;
+        for &(room, since, start) in self.by_room.range((len, 0, 0)..) {
+            let freed = self.free[&start].freed;
             let wait = match freed.map(&order) {
                 None | Some(Order::Usable) => None,
                 Some(Order::AfterWait) => freed,
                 Some(Order::Unusable) => continue,
             };
             for at in self.positions(start, room, len) {
-                let candidate = (self.missing(at, len), wait.is_some(), room, at);
-                if best.is_none_or(|(m, w, r, a, _, _)| candidate < (m, w, r, a)) {
-                    best = Some((candidate.0, candidate.1, room, at, start, wait));
+                let candidate = (self.missing(at, len), wait.is_some(), room, since, at);
+                if best.is_none_or(|(best, ..)| candidate < best) {
+                    best = Some((candidate, start, wait));
                 }
             }
-            if best.is_some_and(|(missing, waits, ..)| missing == fewest && !waits) {
+            if best.is_some_and(|((missing, waits, ..), ..)| missing == fewest && !waits) {
                 break;
             }
         }
-        let (missing, _, room, at, start, wait_for) = best?;
+        let ((missing, _, room, _, at), start, wait_for) = best?;
         if missing * self.granule > budget {
             return None;
         }
@@ -142,31 +159,28 @@ impl Heap {
         if at > start {
             self.add_range(start, at - start, freed);
         }
-        if start + room > at + len {
-            self.add_range(at + len, start + room - at - len, freed);
+        let end = start + room;
+        // Of a stretch of granules that are not held, this one is from now on.
+        let cut = if self.packing == Packing::Within { end.min((at / self.granule + 1) * self.granule) } else { end };
+        for (from, to) in [(at + len, cut), (cut, end)] {
+            if to > from {
+                self.add_range(from, to - from, freed);
+            }
         }
         self.blocks.insert(at, len);
         self.add_to_granules(at, len);
         Some(Placement { addr: self.base + at, new_granules: missing, wait_for })
     }
 
-    /// Where a block of `len` could lie in a free range. Across granules: at its start and, if that takes new granules,
-    /// at the granules further on that are held. Within one: where the first and the last granule leave room.
+    /// Where a block of `len` could lie in a free range: at its start and, if that takes new granules and blocks may lie across
+    /// them, at the granules further on that are held.
     fn positions(&self, start: u64, room: u64, len: u64) -> impl Iterator<Item = u64> {
         let (granule, end) = (self.granule, start + room);
-        let fits = move |at: &u64| at + len <= end && at % granule + len <= granule;
         let next = start.next_multiple_of(granule);
-        let (first, second) = match self.packing {
-            Packing::Across => (Some(start), None),
-            Packing::Within => {
-                let last = end / granule * granule;
-                (Some(start).filter(fits).or(Some(next).filter(fits)), Some(last).filter(|at| *at > next && fits(at)))
-            }
-        };
         let grows = self.packing == Packing::Across && self.missing(start, len) > 0;
         let held = grows.then(|| self.held.range(next / granule..end.div_ceil(granule)));
         let further = held.into_iter().flatten().map(move |(index, _)| index * granule);
-        first.into_iter().chain(second).chain(further.filter(move |at| *at > start && at + len <= end))
+        std::iter::once(start).chain(further.filter(move |at| *at > start && at + len <= end))
     }
 
     fn add_to_granules(&mut self, start: u64, len: u64) {
@@ -205,15 +219,17 @@ impl Heap {
         };
         let later =
             |a: FreedAt, b: FreedAt| if a.map(|mark| mark.sequence) >= b.map(|mark| mark.sequence) { a } else { b };
-        if let Some((&before, &(room, at))) = self.free.range(..start).next_back()
+        if let Some((&before, &Free { len: room, freed: at, .. })) = self.free.range(..start).next_back()
             && before + room == start
             && joins(at, freed)
+            && self.is_one(start)
         {
             self.take_range(before);
             (start, len, freed) = (before, len + room, later(at, freed));
         }
-        if let Some(&(room, at)) = self.free.get(&(start + len))
+        if let Some(&Free { len: room, freed: at, .. }) = self.free.get(&(start + len))
             && joins(at, freed)
+            && self.is_one(start + len)
         {
             self.take_range(start + len);
             (len, freed) = (len + room, later(at, freed));
@@ -221,14 +237,22 @@ impl Heap {
         self.add_range(start, len, freed);
     }
 
+    /// Whether a free range may lie across this offset: everywhere but where a granule that is held ends, with blocks inside
+    /// one.
+    fn is_one(&self, offset: u64) -> bool {
+        let (after, inside) = (offset / self.granule, !offset.is_multiple_of(self.granule));
+        let held = |granule: u64| self.held.contains_key(&granule);
+        self.packing == Packing::Across || inside || !(held(after) || held(after - 1))
+    }
+
     /// Forgets which stream freed a range once that point has passed, so that neighbours join.
     pub(super) fn settle(&mut self, passed: impl Fn(Mark) -> bool) {
-        if self.marked == 0 || self.free.values().all(|(_, freed)| freed.is_none_or(|mark| !passed(mark))) {
+        if self.marked == 0 || self.free.values().all(|range| range.freed.is_none_or(|mark| !passed(mark))) {
             return;
         }
         self.by_room.clear();
         self.marked = 0;
-        for (start, (len, freed)) in std::mem::take(&mut self.free) {
+        for (start, Free { len, freed, .. }) in std::mem::take(&mut self.free) {
             self.insert_free(start, len, freed.filter(|&mark| !passed(mark)));
         }
     }
@@ -244,14 +268,20 @@ impl Heap {
                 break;
             }
             let (start, end) = (granule * self.granule, (granule + 1) * self.granule);
-            let pending = self.free.range(..end).rev().take_while(|(offset, (len, _))| **offset + *len > start);
-            if pending.into_iter().any(|(_, (_, freed))| freed.is_some()) {
+            let pending = self.free.range(..end).rev().take_while(|(offset, range)| **offset + range.len > start);
+            if pending.into_iter().any(|(_, range)| range.freed.is_some()) {
                 continue;
             }
             self.held.remove(&granule);
             self.empty.remove(&granule);
             self.roomy -= 1;
             released += 1;
+            if self.packing == Packing::Within
+                && let Some((len, freed)) = self.take_range(start)
+            {
+                // It is one with granules beside it that are not held either.
+                self.insert_free(start, len, freed);
+            }
         }
         released
     }
@@ -267,7 +297,7 @@ impl Heap {
     /// Panics when the ranges do not tile the heap or a count is off.
     #[cfg(test)]
     pub(super) fn check(&self) {
-        let mut ranges: Vec<(u64, u64)> = self.free.iter().map(|(start, (len, _))| (*start, *len)).collect();
+        let mut ranges: Vec<(u64, u64)> = self.free.iter().map(|(start, range)| (*start, range.len)).collect();
         ranges.extend(self.blocks.iter().map(|(start, len)| (*start, *len)));
         ranges.sort_unstable();
         let end = ranges.iter().fold(0, |at, (start, len)| {
@@ -283,9 +313,22 @@ impl Heap {
             }
         }
         assert_eq!(used, self.held);
-        let by_room: BTreeSet<(u64, u64)> = self.free.iter().map(|(start, (len, _))| (*len, *start)).collect();
+        let by_room: BTreeSet<(u64, u64, u64)> =
+            self.free.iter().map(|(start, range)| (range.len, range.since, *start)).collect();
         assert_eq!(by_room, self.by_room);
-        assert_eq!(self.marked, self.free.values().filter(|(_, freed)| freed.is_some()).count());
+        assert_eq!(self.marked, self.free.values().filter(|range| range.freed.is_some()).count());
+        if self.packing == Packing::Within {
+            for (start, range) in &self.free {
+                let one = self.granules(*start, range.len).count() == 1;
+                let apart = one
+                    || self
+                        .held
+                        .range(start / self.granule..(start + range.len).div_ceil(self.granule))
+                        .next()
+                        .is_none();
+                assert!(apart, "a free range ends where its granule does");
+            }
+        }
         let empty: BTreeSet<u64> = used.iter().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
         assert_eq!(empty, self.empty);
         assert_eq!(self.roomy, used.values().filter(|used| **used < self.granule).count() as u64);
@@ -374,6 +417,32 @@ mod tests {
     }
 
     #[test]
+    fn a_free_range_ends_with_its_page_and_the_oldest_of_equal_ones_is_taken() {
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
+        let place = |heap: &mut Heap, bytes| heap.place(bytes, u64::MAX, usable).unwrap().addr - (1 << 32);
+        // The parameters of a network and its data, as an H100 placed them: what is left of the second page is less than
+        // what is left of the first, so it is filled first.
+        assert_eq!(place(&mut heap, 916_480), 0);
+        assert_eq!(place(&mut heap, 1_568_000), 2 * MIB);
+        assert_eq!(place(&mut heap, 2_000), 2 * MIB + 1_568_256);
+        assert_eq!(place(&mut heap, 602_112), 916_480);
+        heap.check();
+        // Two holes of one size: the one that was free first, though its address is the higher one.
+        let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
+        let blocks: Vec<u64> = (0..4).map(|_| place(&mut heap, 4096)).collect();
+        for at in [blocks[2], blocks[0]] {
+            heap.free((1 << 32) + at, None).unwrap();
+        }
+        assert_eq!([place(&mut heap, 4096), place(&mut heap, 4096)], [blocks[2], blocks[0]]);
+        // A page that went back is one with those behind it that were never taken.
+        for at in blocks {
+            heap.free((1 << 32) + at, None).unwrap();
+        }
+        assert_eq!((heap.release(0), heap.free.len()), (1, 1));
+        heap.check();
+    }
+
+    #[test]
     fn a_budget_is_kept() {
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         assert!(heap.place(3 * MIB, 2 * MIB, usable).is_none());
@@ -386,16 +455,16 @@ mod tests {
     /// Where `place` has to put a block: every range and every position, without an index.
     fn search(heap: &Heap, bytes: u64, order: impl Fn(Mark) -> Order) -> Option<(u64, u64)> {
         let len = bytes.next_multiple_of(heap.align);
-        let ranges = heap.free.iter().filter(|(_, (room, _))| *room >= len);
-        let usable = ranges.filter_map(|(&start, &(room, freed))| match freed.map(&order) {
-            None | Some(Order::Usable) => Some((start, room, false)),
-            Some(Order::AfterWait) => Some((start, room, true)),
+        let ranges = heap.free.iter().filter(|(_, range)| range.len >= len);
+        let usable = ranges.filter_map(|(&start, &range)| match range.freed.map(&order) {
+            None | Some(Order::Usable) => Some((start, range, false)),
+            Some(Order::AfterWait) => Some((start, range, true)),
             Some(Order::Unusable) => None,
         });
-        let all = usable.flat_map(|(start, room, waits)| {
-            heap.positions(start, room, len).map(move |at| (heap.missing(at, len), waits, room, at))
+        let all = usable.flat_map(|(start, Free { len: room, since, .. }, waits)| {
+            heap.positions(start, room, len).map(move |at| (heap.missing(at, len), waits, room, since, at))
         });
-        all.min().map(|(missing, _, _, at)| (at, missing))
+        all.min().map(|(missing, .., at)| (at, missing))
     }
 
     #[test]

@@ -246,6 +246,10 @@ pub struct Profile {
     /// recorded runs of the trainer in which the host was the bottleneck.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub program_ns_per_call: u64,
+    /// The part of that for a call which takes or gives memory, where a program does less around it than around a launch.
+    /// Absent: as for every other call.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program_ns_per_memory_call: Option<u64>,
     /// Plain memory.
     pub plain: PlainMemory,
     /// Stream-ordered pools; absent on a device without them.
@@ -428,7 +432,9 @@ mod tests {
         assert_eq!((cost.ns(1, 1, 1000, 0.0), cost.ns(1, 0, 1000, 0.0)), (200.0, 200.0));
         let mut old = serde_json::to_value(Profile::h200()).unwrap();
         let fields = old.as_object_mut().unwrap();
-        fields.retain(|key, _| !["l2_bytes", "program_ns_per_call", "graphs"].contains(&key.as_str()));
+        fields.retain(|key, _| {
+            !["l2_bytes", "program_ns_per_call", "program_ns_per_memory_call", "graphs"].contains(&key.as_str())
+        });
         let old = Profile::from_json(&serde_json::to_string(&old).unwrap()).unwrap();
         assert_eq!((old.l2_bytes, old.program_ns_per_call), (None, 0));
         assert_eq!((old.graphs.launch_ns, old.graphs.node_gap_ns), (1_000, 510));

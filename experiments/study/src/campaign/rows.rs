@@ -131,12 +131,14 @@ fn at<'a>(row: &'a Value, pointer: &str) -> Option<&'a Value> {
     pointer.split('/').try_fold(row, |value, key| value.get(key)).filter(|value| !value.is_null())
 }
 
-/// A key's value in words.
+/// A key's value in words. A packed record has its options in another order than the run that it is of.
 fn word(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Object(map) => {
-            map.iter().map(|(key, value)| format!("{key}={}", word(value))).collect::<Vec<_>>().join(" ")
+            let mut words: Vec<String> = map.iter().map(|(key, value)| format!("{key}={}", word(value))).collect();
+            words.sort_unstable();
+            words.join(" ")
         }
         other => other.to_string(),
     }

@@ -77,13 +77,20 @@ impl Recorded {
     }
 }
 
-/// Options that differ between runs, sorted.
+/// Options that say how long a run is. A step is the same whatever they say, and the simulated runs are shorter.
+const LENGTH: [&str; 2] = ["epochs", "steps"];
+
+/// Options that differ between runs, sorted; those of a run's length apart. What only some runs say differs from the others.
 fn axes(runs: &[Value]) -> Vec<String> {
     let mut values: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for run in runs {
         for (name, value) in run["options"].as_object().into_iter().flatten() {
             values.entry(name).or_default().push(text(value));
         }
+    }
+    values.retain(|name, _| !LENGTH.contains(name));
+    for values in values.values_mut().filter(|values| values.len() < runs.len()) {
+        values.push(text(&Value::Null));
     }
     let differs = |values: &Vec<String>| values.iter().any(|value| *value != values[0]);
     values.into_iter().filter(|(_, values)| differs(values)).map(|(name, _)| name.to_owned()).collect()
