@@ -306,8 +306,8 @@ fn a_move_that_fails_loses_nothing() {
 fn mappings_that_are_kept_have_a_bound() {
     let sim: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
     // One call may unmap what several have mapped, so that bytes are counted: mapped, and unmapped.
-    let bytes = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
-    let seen = Arc::clone(&bytes);
+    let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
+    let seen = Arc::clone(&moved);
     let observer = Box::new(move |event: &CallEvent| match event.kind {
         CallKind::MemMap => _ = seen[0].fetch_add(event.bytes, Relaxed),
         CallKind::MemUnmap => _ = seen[1].fetch_add(event.bytes, Relaxed),
@@ -330,13 +330,13 @@ fn mappings_that_are_kept_have_a_bound() {
             unsafe { allocator.deallocate(gone, stream) }.unwrap();
         }
         live.push(allocator.allocate(Request::new(bytes), stream).unwrap());
-        let mapped = (bytes[0].load(Relaxed) - bytes[1].load(Relaxed)) / (2 * MIB);
+        let mapped = (moved[0].load(Relaxed) - moved[1].load(Relaxed)) / (2 * MIB);
         let pages = allocator.stats().reserved_bytes.all.current / (2 * MIB);
         most = most.max(mapped / pages);
         // Each page lies where it belongs, and in eight other places at most.
         assert!(mapped <= 9 * pages, "{mapped} mappings of {pages} pages");
     }
-    assert!(most >= 8 && bytes[1].load(Relaxed) > 0, "{most}: the bound should have been met");
+    assert!(most >= 8 && moved[1].load(Relaxed) > 0, "{most}: the bound should have been met");
     for block in live {
         // SAFETY: as above.
         unsafe { allocator.deallocate(block, stream) }.unwrap();

@@ -24,7 +24,7 @@ ARMS = {
 
 @cache
 def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
-    """The machine of the newest record, and its cells by width and type.
+    """The last machine of the newest record, and its cells by width and type, each with its `machine`.
 
     Raises AnalysisError where there is no record.
     """
@@ -32,8 +32,13 @@ def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     if not paths:
         raise AnalysisError("experiments/results: no training-beside.jsonl.")
     lines = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
-    machine = next(one for one in lines if one["kind"] == "machine")
-    found = {(one["width"], one["dtype"]): one for one in lines if one["kind"] == "cell"}
+    machine: dict[str, Any] = {}
+    found = {}
+    for one in lines:
+        if one["kind"] == "machine":
+            machine = one
+        else:
+            found[one["width"], one["dtype"]] = one | {"machine": machine}
     return machine, dict(sorted(found.items()))
 
 
@@ -77,9 +82,16 @@ def source() -> str:
     steps, rounds = (
         listed(str(value) for value in sorted({one[key] for one in found.values()})) for key in ("steps", "rounds")
     )
+    others: dict[str, list[str]] = {}
+    for (width, dtype), one in found.items():
+        if one["machine"] != machine:
+            others.setdefault(one["machine"]["build"][:8], []).append(f"{dtype} at {width}")
+    apart = "".join(f" ({listed(cells)}: build {build}, another call)" for build, cells in others.items())
     return (
         "`experiments/baselines/train_beside.py`, us a step by the GPU's events over "
-        f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. One "
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}; its other "
-        "GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the epilogues."
+        f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. "
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}; its other "
+        "GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the epilogues. The "
+        "first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that of three products in "
+        "tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of multiply-adds."
     )

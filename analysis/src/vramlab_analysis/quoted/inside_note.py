@@ -169,18 +169,23 @@ def _earlier_remap() -> inside.Runs:
 
 
 def empty() -> str:
-    """What `torch.empty` and its free take, and how that lies to PyTorch's own."""
-    times: dict[str, list[float]] = {}
-    for run in inside.load().of("empty"):
-        times.setdefault(run["arm"], []).append(statistics.median(run["ns"]) / 1e3)
-    medians = {arm: statistics.median(values) for arm, values in times.items()}
-    told = [f"`{arm}` {medians[arm]:.1f} ({min(times[arm]):.1f} to {max(times[arm]):.1f})" for arm in medians]
-    most = max(medians["native"], medians["expandable"])
-    slower = [f"`{arm}`" for arm in medians if medians[arm] > most]
-    verdict = f"slower than PyTorch's own: {listed(slower)}" if slower else "none is slower than PyTorch's own"
+    """What `torch.empty` and its free take, beside native in the same session."""
+    runs = inside.load()
+    told, slower = [], []
+    for arm in runs.arms(runs.of("empty")):
+        if arm == "native":
+            continue
+        base, own = (
+            [statistics.median(run["ns"]) / 1e3 for run in some]
+            for some in (runs.beside(arm, "native", "empty", "empty"), runs.of("empty", arm=arm))
+        )
+        ratio = statistics.median(own) / statistics.median(base)
+        told.append(f"`{arm}` {ratio:.2f} ({statistics.median(own):.1f} beside {statistics.median(base):.1f})")
+        slower += [f"`{arm}`"] if ratio > 1 else []
+    count = len({run["id"] for run in runs.of("empty", arm="native")})
     return (
-        f"- `torch.empty` of a thousand floats and its free, serial, in µs, median of {len(times['native'])} runs and "
-        f"their range: {listed(told)}; {verdict}."
+        f"- `torch.empty` of a thousand floats and its free, serial, in multiples of native's time in the same session, and "
+        f"in µs, medians of {count} runs: {listed(told)}. The bar is native's time: missed by {listed(slower)}."
     )
 
 

@@ -49,8 +49,8 @@ def limits() -> str:
     """What build the figure of limits is of."""
     runs = inside.load()
     told = [runs.machines[run["call"]] for run in runs.of("curve")]
-    machines = list(dict.fromkeys(f"Build {one['build'][:8]} on one {one['gpu']}" for one in told))
-    return f"{'; '.join(machines)} ([table](experiments/answers.md))."
+    builds, gpus = (listed(dict.fromkeys(words)) for words in ((one["build"][:8] for one in told), (one["gpu"] for one in told)))
+    return f"Build {builds} on {gpus} ([table](experiments/answers.md))."
 
 
 def reading() -> str:
