@@ -72,7 +72,8 @@ def ratios() -> str:
         parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, some))}")
     if tensor := {width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one}:
         words = listed(f"{ratio:.2f}" for ratio in tensor.values())
-        parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have")
+        widths = listed(map(str, tensor))
+        parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have, at widths {widths}")
     return f"{'; '.join(parts)}; medians of {listed(map(str, sorted(rounds)))} runs, one {machine['gpu']}"
 
 
@@ -90,8 +91,8 @@ def source() -> str:
     return (
         "`experiments/baselines/train_beside.py`, us a step by the GPU's events over "
         f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. "
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}; its other "
-        "GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the epilogues. The "
-        "first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that of three products in "
-        "tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of multiply-adds."
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}; "
+        "its other GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the "
+        "epilogues. The first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that of "
+        "three products in tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of multiply-adds."
     )

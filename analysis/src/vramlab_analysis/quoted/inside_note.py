@@ -184,8 +184,8 @@ def empty() -> str:
         slower += [f"`{arm}`"] if ratio > 1 else []
     count = len({run["id"] for run in runs.of("empty", arm="native")})
     return (
-        f"- `torch.empty` of a thousand floats and its free, serial, in multiples of native's time in the same session, and "
-        f"in µs, medians of {count} runs: {listed(told)}. The bar is native's time: missed by {listed(slower)}."
+        "- `torch.empty` of a thousand floats and its free, serial, in multiples of native's time in the same session, "
+        f"and in µs, medians of {count} runs: {listed(told)}. The bar is native's time: missed by {listed(slower)}."
     )
 
 

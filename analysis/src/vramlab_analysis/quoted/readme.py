@@ -49,7 +49,8 @@ def limits() -> str:
     """What build the figure of limits is of."""
     runs = inside.load()
     told = [runs.machines[run["call"]] for run in runs.of("curve")]
-    builds, gpus = (listed(dict.fromkeys(words)) for words in ((one["build"][:8] for one in told), (one["gpu"] for one in told)))
+    builds = listed(dict.fromkeys(one["build"][:8] for one in told))
+    gpus = listed(dict.fromkeys(one["gpu"] for one in told))
     return f"Build {builds} on {gpus} ([table](experiments/answers.md))."
 
 

@@ -193,11 +193,11 @@ def short() -> str:
     """The README's sentence."""
     told, elsewhere = held_out(*SESSIONS), unfitted()
     return (
-        f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to, on two H100s in "
-        f"the session of their profile, {100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (worst "
-        f"{100 * told.worst:+.0f} %), and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of two allocators "
-        f"within {100 * RATIO_TOLERANCE:.0f} %. Of {elsewhere.cells} on other hosts than the profile's "
-        f"{100 * elsewhere.within:.0f} % are; the worst is {100 * elsewhere.worst:+.0f} % off ({elsewhere.worst_of})."
+        f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to "
+        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (H100s, each in its profile's session; worst "
+        f"{100 * told.worst:+.0f} %), of "
+        f"{elsewhere.cells} on other hosts {100 * elsewhere.within:.0f} % (worst {100 * elsewhere.worst:+.0f} %), and "
+        f"{100 * told.pairs_within:.0f} % of {told.pairs} ratios of allocators within {100 * RATIO_TOLERANCE:.0f} %."
     )
 
 
