@@ -228,7 +228,7 @@ fn screens_at_80_columns() {
             segments +/-                     6/0  8981/8962       6/0               -
             retries                            -          0         0               0
             driver calls                       -      17943         6           17967
-            simulated time                     -     129 ms    258 us         7.57 ms
+            simulated time                     -     126 ms    258 us         7.57 ms
             host ns/operation [host time]
             ─────────────────────────────────────────────────────────────────────────
             utilisation: peak active of peak reserved
