@@ -177,6 +177,33 @@ struct WarpgroupTile {
     }
 };
 
+// What a block has of a layer that strips of ACROSS inputs go down, DOWN outputs a trip, and blocks share out.
+struct StripShare {
+    u32 strip;
+    u32 part;
+    u32 first_col;
+    u32 first_trip;
+    u32 trips;
+};
+template <u32 ACROSS, u32 DOWN>
+__device__ __forceinline__ StripShare share_of_strip(const LinearArguments& p) {
+    const u32 strips = (p.n + ACROSS - 1) / ACROSS;
+    const u32 strip = blockIdx.x % strips;
+    const u32 part = blockIdx.x / strips;
+    const u32 first_col = strip * ACROSS;
+    const u32 all = (p.k + DOWN - 1) / DOWN;
+    const u32 each = (all + p.splits - 1) / p.splits;
+    const u32 first = min(part * each, all);
+    return {strip, part, first_col, first, min(each, all - first)};
+}
+
+// Sends stored tiles of a trip on their way. Those of the trip before have left their stage by then: `free` is told.
+__device__ __forceinline__ void send_off(u32 trip, u32 free) {
+    commit_stores();
+    wait_until_read<1>();
+    if (trip > 0) barrier_arrive(free);
+}
+
 // Steps the two weights that lie at `at`.
 template <class T>
 __device__ __forceinline__ void step_pair(unsigned char* at, float scale, float2 slope) {
@@ -310,10 +337,7 @@ struct StreamedUpdate {
                 const u32 from = base + offset + 2 * group * BOX_BYTES;
                 store_tile(out_map, col, row, from);
                 store_tile(out_map, col + 64, row, from + BOX_BYTES);
-                commit_stores();
-                // The tile before has left its stage, which is then free.
-                wait_until_read<1>();
-                if (trip > 0) barrier_arrive(free + 8 * before);
+                send_off(trip, free + 8 * before);
             }
             before = ring.stage;
             ring.advance();

@@ -44,14 +44,7 @@ struct StreamedBackward {
         if (thread == 0) barrier_init(inputs_are_there, 1);
         prepare_barriers<STAGES>(full, free, GROUPS);
 
-        const u32 strips = (p.n + ACROSS - 1) / ACROSS;
-        const u32 strip = blockIdx.x % strips;
-        const u32 split = blockIdx.x / strips;
-        const u32 first_col = strip * ACROSS;
-        const u32 trips_in_all = (p.k + DOWN - 1) / DOWN;
-        const u32 trips_each = (trips_in_all + p.splits - 1) / p.splits;
-        const u32 first_trip = min(split * trips_each, trips_in_all);
-        const u32 trips = min(trips_each, trips_in_all - first_trip);
+        const auto [strip, part, first_col, first_trip, trips] = share_of_strip<ACROSS, DOWN>(p);
         Ring<STAGES> ring;
 
         if (warp == CONSUMERS / WARP) {
@@ -123,10 +116,7 @@ struct StreamedBackward {
             meet(1 + group, GROUP_THREADS);
             if (in_group == 0) {
                 store_tile(weight_map, first_col, row, share);
-                commit_stores();
-                // The tile before has left its stage, which is then free.
-                wait_until_read<1>();
-                if (trip > 0) barrier_arrive(free + 8 * before);
+                send_off(trip, free + 8 * before);
             }
             before = ring.stage;
             ring.advance();
@@ -149,6 +139,6 @@ struct StreamedBackward {
         }
         meet(1 + GROUPS, CONSUMERS);
         const bool whole = EXAMPLES <= p.m && first_col + ACROSS <= p.n && p.out_pitch % Sums::GROUP == 0;
-        Sums::finish(p, sums, strip, split, 0, first_col, whole, false, 0.0f);
+        Sums::finish(p, sums, strip, part, 0, first_col, whole, false, 0.0f);
     }
 };

@@ -73,14 +73,7 @@ struct StreamedBackwardF32 {
         if (thread == 0) barrier_init(inputs_are_there, 1);
         prepare_barriers<STAGES>(full, free, CONSUMERS / WARP);
 
-        const u32 strips = (p.n + ACROSS - 1) / ACROSS;
-        const u32 strip = blockIdx.x % strips;
-        const u32 part = blockIdx.x / strips;
-        const u32 first_col = strip * ACROSS;
-        const u32 trips_in_all = (p.k + DOWN - 1) / DOWN;
-        const u32 trips_each = (trips_in_all + p.splits - 1) / p.splits;
-        const u32 first_trip = min(part * trips_each, trips_in_all);
-        const u32 trips = min(trips_each, trips_in_all - first_trip);
+        const auto [strip, part, first_col, first_trip, trips] = share_of_strip<ACROSS, DOWN>(p);
         Ring<STAGES> ring;
 
         if (warp >= CONSUMERS / WARP) {
@@ -228,10 +221,7 @@ struct StreamedBackwardF32 {
             __syncwarp();
             if (lane == 0) {
                 store_tile(weight_map, first_col + 32 * across, row, patch);
-                commit_stores();
-                // The patch before has left its stage, with which this warp is then done.
-                wait_until_read<1>();
-                if (trip > 0) barrier_arrive(free + 8 * before);
+                send_off(trip, free + 8 * before);
             }
             before = ring.stage;
             ring.advance();
