@@ -124,7 +124,8 @@ impl Heap {
     /// Places `bytes`, taking at most `budget` bytes of new granules; `None` when there is no room.
     ///
     /// Prefers memory already held, then memory that needs no wait, then the smallest free range; ties go to the
-    /// oldest range inside granules, else to the lowest address. `order` says whether memory freed at some point may be used, and whether that needs a wait.
+    /// oldest range inside granules, else to the lowest address. `order` says whether memory freed at some point may be
+    /// used, and whether that needs a wait.
     ///
     /// O(log n) in the free ranges where the best one is known when it is met, as in a heap without holes in held
     /// granules or with one that fits; otherwise every range that is large enough is looked at.
