@@ -5,9 +5,9 @@
 
 RMM calls back into Python for each allocation and each free, so each takes Python's lock.
 
-The allocator waits for the streams that its memory was used on when it gives memory back, and does not learn that one is
-destroyed. A program that destroys a stream and goes on says so before, by `resource.vramlab.stream_gone(handle)`; at the
-end, when its blocks are freed, it need not.
+The allocator waits for the streams that its memory was used on when it gives memory back, and does not learn that
+one is destroyed. A program that destroys a stream and goes on says so before, by
+`resource.vramlab.stream_gone(handle)`; at the end, when its blocks are freed, it need not.
 """
 
 from __future__ import annotations
