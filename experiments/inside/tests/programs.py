@@ -381,6 +381,30 @@ def a_second_free() -> None:
 
 
 @program
+def without_a_cache() -> None:
+    def requested() -> int:
+        return int(torch.cuda.memory_stats()["requested_bytes.all.allocated"])
+
+    kept = torch.cuda.caching_allocator_alloc(1000)
+    before, held_before = requested(), torch.cuda.memory_allocated()
+    torch.cuda.caching_allocator_enable(False)
+    try:
+        tensor, address = held(MIB), torch.cuda.caching_allocator_alloc(MIB)
+        assert address not in (0, tensor.data_ptr())
+        assert torch.cuda.caching_allocator_alloc(0) == 0
+        assert (requested(), torch.cuda.memory_allocated()) == (before, held_before)
+        # What is no block of the allocator's goes back by cudaFree, and what is one goes back to it.
+        torch.cuda.caching_allocator_delete(address)
+        torch.cuda.caching_allocator_delete(kept)
+        assert torch.cuda.memory_allocated() < held_before
+    finally:
+        torch.cuda.caching_allocator_enable(True)
+    del tensor
+    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(MIB))
+    assert requested() == before + MIB
+
+
+@program
 def devices() -> None:
     if torch.cuda.device_count() < 2:
         return

@@ -6,8 +6,8 @@
 
 #include "server.h"
 
+#include <c10/util/env.h>
 #include <c10/util/irange.h>
-#include <cstring>
 #include <limits>
 #include <sstream>
 
@@ -19,6 +19,7 @@ class Shim;
 Shim* installed = nullptr;
 
 void delete_block(void* address);
+void* take_uncached(size_t bytes);
 void delete_uncached(void* address);
 
 struct Checkpoint : AllocatorState {
@@ -74,8 +75,7 @@ class Shim final : public CUDAAllocator {
   public:
     Shim(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
         : server(native, std::move(spec), limit, latency) {
-        const char* uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
-        enabled_ = uncached == nullptr || *uncached == '\0' || std::strcmp(uncached, "0") == 0;
+        never_caches_ = c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true;
     }
 
     Server server;
@@ -85,8 +85,8 @@ class Shim final : public CUDAAllocator {
     c10::DataPtr allocate(size_t bytes) override {
         const DeviceIndex device = current_device();
         void* address = nullptr;
-        if (C10_UNLIKELY(!enabled_)) {
-            C10_CUDA_CHECK(cudaMalloc(&address, bytes));
+        if (C10_UNLIKELY(!caches())) {
+            address = take_uncached(bytes);
             return {address, address, &delete_uncached, c10::Device(c10::DeviceType::CUDA, device)};
         }
         if (bytes != 0) address = server.take(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
@@ -98,12 +98,20 @@ class Shim final : public CUDAAllocator {
     }
 
     void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
-        return bytes == 0 ? nullptr : server.take(current_device(), bytes, stream);
+        if (bytes == 0) return nullptr;
+        return C10_LIKELY(caches()) ? server.take(current_device(), bytes, stream) : take_uncached(bytes);
     }
 
-    void raw_delete(void* address) override { server.give_back(address); }
+    void raw_delete(void* address) override {
+        // A block that was made before `enable(false)` is still ours: cudaFree would take its whole segment.
+        if (C10_UNLIKELY(!caches()) && !server.holds(address)) {
+            delete_uncached(address);
+        } else {
+            server.give_back(address);
+        }
+    }
 
-    c10::DeleterFnPtr raw_deleter() const override { return enabled_ ? &delete_block : &delete_uncached; }
+    c10::DeleterFnPtr raw_deleter() const override { return caches() ? &delete_block : &delete_uncached; }
 
     void copy_data(void* to, const void* from, size_t bytes) const override {
         C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyKind::cudaMemcpyDeviceToDevice));
@@ -465,6 +473,9 @@ class Shim final : public CUDAAllocator {
 #endif
 
   private:
+    // Whether requests are served here, and not by a cudaMalloc each.
+    bool caches() const { return enabled_ && !never_caches_; }
+
     // Returns allocators that no pool needs any more, which are closed when no lock is held.
     static std::vector<Owner*> empty_cache(Device& device, MempoolId_t id) {
         device.notice_captures();
@@ -513,6 +524,7 @@ class Shim final : public CUDAAllocator {
     }
 
     std::atomic<bool> enabled_{true};
+    bool never_caches_ = false;
     c10::ApproximateClockToUnixTimeConverter clock_;
     std::mutex annotations_lock_;
     Ring<AnnotationEntry> annotations_;
@@ -530,7 +542,18 @@ void delete_block(void* address) {
     }
 }
 
-void delete_uncached(void* address) { C10_CUDA_CHECK_WARN(cudaFree(address)); }
+// In a capture cudaMalloc is an error, as in PyTorch.
+void* take_uncached(size_t bytes) {
+    void* address = nullptr;
+    C10_CUDA_CHECK(cudaMalloc(&address, bytes));
+    trace_allocation(address);
+    return address;
+}
+
+void delete_uncached(void* address) {
+    trace_free(address);
+    C10_CUDA_CHECK_WARN(cudaFree(address));
+}
 
 }  // namespace
 
