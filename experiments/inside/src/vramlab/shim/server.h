@@ -454,10 +454,12 @@ class Server {
         // Never freed: the library's callbacks name it.
         auto* device = new Device(index);
         device->owner = open_owner(*device, spec, NO_POOL);
+#if VRAMLAB_TORCH >= 210
         const double configured = CUDAAllocatorConfig::per_process_memory_fraction();
         if (configured < 1.0 && fractions_[static_cast<size_t>(index)] == UNSET) {
             fractions_[static_cast<size_t>(index)] = configured;
         }
+#endif
         apply_limit(*device);
         change(*device, [&](History& history) {
             history.set(recording_, true);

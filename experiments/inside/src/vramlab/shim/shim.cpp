@@ -167,6 +167,7 @@ class Shim final : public CUDAAllocator {
         *largest = std::max(*largest, Visit::largest_free(*of.owner));
     }
 
+#if VRAMLAB_TORCH >= 210
     std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex index) override {
         std::vector<StreamSegmentSize> out;
         if (Device* of = server.opened(index)) {
@@ -178,6 +179,7 @@ class Shim final : public CUDAAllocator {
         }
         return out;
     }
+#endif
 
     void emptyCache(MempoolId_t id) override {
         if (server.native_serves) server.native->emptyCache(id);
@@ -211,14 +213,24 @@ class Shim final : public CUDAAllocator {
 
     bool isHistoryEnabled() override { return server.is_recording; }
 
+#if VRAMLAB_TORCH >= 211
     void recordHistory(bool on, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
                        const std::vector<std::string>& skip_actions) override {
-        TORCH_CHECK(when == RecordContext::NEVER || recorder != nullptr, "vramlab: contexts need what gathers them");
-        const Recording recording{on, recorder, most, when, Recording::bits(skip_actions)};
+        record_history({on, recorder, most, when, Recording::bits(skip_actions)}, clear);
+    }
+#else
+    void recordHistory(bool on, CreateContextFn recorder, size_t most, RecordContext when, bool clear) override {
+        record_history({on, recorder, most, when, 0}, clear);
+    }
+#endif
+
+    void record_history(const Recording& recording, bool clear) {
+        TORCH_CHECK(recording.when == RecordContext::NEVER || recording.recorder != nullptr,
+                    "vramlab: contexts need what gathers them");
         {
             std::lock_guard<std::mutex> guard(annotations_lock_);
             annotations_.clear();
-            annotations_.resize(most);
+            annotations_.resize(recording.most);
         }
         server.record(recording, clear);
     }
@@ -241,11 +253,18 @@ class Shim final : public CUDAAllocator {
         if (!compile_contexts.empty()) compile_contexts.pop_back();
     }
 
+#if VRAMLAB_TORCH >= 210
     void setUserMetadata(const std::string& metadata) override { user_metadata = metadata; }
 
     std::string getUserMetadata() override { return user_metadata; }
+#endif
 
+#if VRAMLAB_TORCH >= 211
     SnapshotInfo snapshot(MempoolId_t id, bool with_traces) override {
+#else
+    SnapshotInfo snapshot(MempoolId_t id) override {
+        constexpr bool with_traces = true;
+#endif
         const auto unix_nanoseconds = clock_.makeConverter();
         const auto in_microseconds = [&](trace_time_& time) { time.t_ = unix_nanoseconds(time.approx_t_) / 1000; };
         SnapshotInfo out;
@@ -274,7 +293,11 @@ class Shim final : public CUDAAllocator {
             for (TraceEntry& entry : trace) in_microseconds(entry.time_);
         }
         if (server.native_serves) {
+#if VRAMLAB_TORCH >= 211
             const SnapshotInfo others = server.native->snapshot(id, false);
+#else
+            const SnapshotInfo others = server.native->snapshot(id);
+#endif
             out.segments.insert(out.segments.end(), others.segments.begin(), others.segments.end());
         }
         describe_settings(out.config_metadata);
@@ -304,9 +327,9 @@ class Shim final : public CUDAAllocator {
         return of == nullptr ? 0 : of->uses(id);
     }
 
-    void createOrIncrefPool(DeviceIndex index, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) override {
+    void createOrIncrefPool(DeviceIndex index, MempoolId_t id, SharedAllocator allocator) override {
         // A pool that brings an allocator of the program's stays with PyTorch, which knows how to ask it for segments.
-        const bool native = allocator != nullptr && allocator.get() != this;
+        const bool native = allocator != nullptr && &*allocator != this;
         if (native) {
             server.native_serves = true;
             server.native->createOrIncrefPool(index, id, std::move(allocator));
@@ -314,21 +337,32 @@ class Shim final : public CUDAAllocator {
         server.device(index).use(id, native);
     }
 
+#if VRAMLAB_TORCH >= 211
     void setUseOnOOM(DeviceIndex index, MempoolId_t id, bool value) override {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setUseOnOOM");
         if (pool->native) server.native->setUseOnOOM(index, id, value);
         pool->last_resort = value;
     }
+#else
+    void setUseOnOOM(DeviceIndex index, MempoolId_t id) override {
+        const std::shared_ptr<Pool> pool = server.device(index).at(id, "setUseOnOOM");
+        if (pool->native) server.native->setUseOnOOM(index, id);
+        pool->last_resort = true;
+    }
+#endif
 
+#if VRAMLAB_TORCH >= 210
+    // Each request of the pool gets memory of the driver's for itself alone, whatever allocator serves the others: what
+    // registers memory, as NCCL and symmetric memory do, sees one tensor in each allocation.
     void setNoSplit(DeviceIndex index, MempoolId_t id) override {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setNoSplit");
         if (pool->native) {
             server.native->setNoSplit(index, id);
-        } else {
-            TORCH_WARN_ONCE("vramlab: no_split of torch.cuda.MemPool is not known to ", server.spec,
-                            "; blocks of the pool may be split");
+        } else if (!pool->owner->is_of_pool()) {
+            give_pool_allocator(index, id, "lab:split=never");
         }
     }
+#endif
 
     // Gives a pool of `torch.cuda.MemPool` that is still empty an allocator of its own.
     Owner* give_pool_allocator(DeviceIndex index, MempoolId_t id, const std::string& spec) {
@@ -505,13 +539,17 @@ class Shim final : public CUDAAllocator {
     }
 
     void describe_settings(AllocatorConfigInfo& to) {
+#if VRAMLAB_TORCH >= 210
         using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
+#else
+        using Config = CUDAAllocatorConfig;
+#endif
         to.garbage_collection_threshold = Config::garbage_collection_threshold();
         to.pinned_num_register_threads = CUDAAllocatorConfig::pinned_num_register_threads();
         to.release_lock_on_malloc = CUDAAllocatorConfig::release_lock_on_cudamalloc();
         to.pinned_use_host_register = CUDAAllocatorConfig::pinned_use_cuda_host_register();
         to.graph_capture_record_stream_reuse = CUDAAllocatorConfig::graph_capture_record_stream_reuse();
-        to.last_allocator_settings = c10::CachingAllocator::getAllocatorSettings();
+        to.last_allocator_settings = Config::last_allocator_settings();
         to.roundup_power2_divisions = Config::roundup_power2_divisions();
         // As the allocator has it.
         to.expandable_segments = server.maps_memory;
