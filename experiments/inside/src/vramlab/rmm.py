@@ -5,13 +5,14 @@
 
 RMM calls back into Python for each allocation and each free, so each takes Python's lock.
 
-The allocator waits for the streams that its memory was used on when it gives memory back, and does not learn that one is
-destroyed. A program that destroys a stream and goes on says so before, by `resource.vramlab.stream_gone(handle)`; at the
-end, when its blocks are freed, it need not.
+The allocator waits for the streams that its memory was used on when it gives memory back, and does not learn that one
+is destroyed. A program that destroys a stream and goes on says so before, by `resource.vramlab.stream_gone(handle)`; at
+the end, when its blocks are freed, it need not.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vramlab.allocator import Allocator
@@ -48,6 +49,10 @@ def resource(
         return address
 
     def deallocate(address: int, size: int, stream: Any) -> None:
+        # Destructors of C++ call this, where an exception ends the process. What is left when the allocator was closed,
+        # as at the end of the program, went back with it; what a forked child inherited is its parent's.
+        if own._handle is None or own._pid != os.getpid():
+            return
         handle = stream.__cuda_stream__()[1]
         # A free is in the order of its own stream, which may be another one than the block's.
         if streams.pop(address, 0) != handle:
