@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,11 +279,21 @@ def mempool_of_last_resort() -> None:
 
 @program
 def mempool_that_does_not_split() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pool = torch.cuda.MemPool(no_split=True)
+    pool = torch.cuda.MemPool(no_split=True)
     with torch.cuda.use_mem_pool(pool):
-        held(MIB)
+        first, second = held(1000), held(3 * MIB)
+        third = held(1000)
+        segments = {segment["address"]: len(segment["blocks"]) for segment in pool.snapshot()}
+    # Each begins an allocation of the driver's, which has no other block.
+    assert segments == {tensor.data_ptr(): 1 for tensor in (first, second, third)}, segments
+    of_pool, at = tuple(pool.id), third.data_ptr()
+    assert of_pool in pools()
+    del third
+    with torch.cuda.use_mem_pool(pool):
+        assert held(2000).data_ptr() == at, "what is free serves again, as a whole"
+    del first, second, pool
+    gc.collect()
+    assert of_pool not in pools()
 
 
 @program
@@ -378,6 +387,30 @@ def a_second_free() -> None:
             assert f"{wrong:#x}" in str(error)
         else:
             raise AssertionError(hex(wrong))
+
+
+@program
+def without_a_cache() -> None:
+    def requested() -> int:
+        return int(torch.cuda.memory_stats()["requested_bytes.all.allocated"])
+
+    kept = torch.cuda.caching_allocator_alloc(1000)
+    before, held_before = requested(), torch.cuda.memory_allocated()
+    torch.cuda.caching_allocator_enable(False)
+    try:
+        tensor, address = held(MIB), torch.cuda.caching_allocator_alloc(MIB)
+        assert address not in (0, tensor.data_ptr())
+        assert torch.cuda.caching_allocator_alloc(0) == 0
+        assert (requested(), torch.cuda.memory_allocated()) == (before, held_before)
+        # What is no block of the allocator's goes back by cudaFree, and what is one goes back to it.
+        torch.cuda.caching_allocator_delete(address)
+        torch.cuda.caching_allocator_delete(kept)
+        assert torch.cuda.memory_allocated() < held_before
+    finally:
+        torch.cuda.caching_allocator_enable(True)
+    del tensor
+    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(MIB))
+    assert requested() == before + MIB
 
 
 @program

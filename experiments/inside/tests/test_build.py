@@ -95,7 +95,7 @@ def test_processes_that_start_together_compile_once(machine: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "words"),
     [
-        ("2.7.1+cu128", "older than 2.11, the oldest that vramlab knows: pip install 'torch>=2.11'"),
+        ("2.7.1+cu128", "older than 2.9, the oldest that vramlab knows: pip install 'torch>=2.9'"),
         ("2.16.0+cu132", "newer than 2.15, the newest that vramlab knows: pip install -U vramlab"),
         ("3.0.0", "newer than 2.15"),
     ],

@@ -189,6 +189,14 @@ def test_a_limit_among_the_settings_holds_until_another_is_set(variables: dict[s
     assert (done.returncode, done.stdout) == (0, "out of memory\n"), done.stderr
 
 
+@pytest.mark.parametrize("limit", ["-5", "1.5", "'24GiB'", "2**64"])
+def test_what_is_no_number_of_bytes_is_no_limit(limit: str, variables: dict[str, str]) -> None:
+    script = f"import torch, vramlab.torch\nvramlab.torch.use('caching', limit={limit})"
+    done = python(variables, "-c", script, XDG_CACHE_HOME="/no/such/folder")
+    assert done.returncode == 1
+    assert "write a number of bytes" in done.stderr.splitlines()[-1]
+
+
 ENDS = """
 import torch, vramlab.torch
 vramlab.torch.use("caching")

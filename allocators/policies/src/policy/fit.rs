@@ -26,6 +26,13 @@ pub trait FreeBlocks: fmt::Debug + Send {
     /// Takes out a block that is no longer free, or no longer of this size; false when it is not there.
     fn remove(&mut self, block: FreeBlock) -> bool;
 
+    /// Takes out a block, and adds one that has come in its place; false when the first is not there.
+    fn replace(&mut self, gone: FreeBlock, block: FreeBlock) -> bool {
+        let known = self.remove(gone);
+        self.insert(block);
+        known
+    }
+
     /// A block of a list that has at least `bytes` and at most `largest`, which is no less.
     fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId>;
 
@@ -91,6 +98,12 @@ impl Fit {
         self.insert(block);
     }
 
+    /// Takes out a block of which a cut left another, which is added.
+    pub fn replace_by_new(&mut self, gone: FreeBlock, block: FreeBlock) {
+        self.blocks.made(block.id);
+        self.replace(gone, block);
+    }
+
     /// Adds a block that became free.
     pub fn insert(&mut self, block: FreeBlock) {
         self.blocks.insert(block);
@@ -105,6 +118,16 @@ impl Fit {
         debug_assert!(known, "{block:?} should be in the index");
         if let Some(by_address) = &mut self.by_address {
             by_address.remove(&block.addr);
+        }
+    }
+
+    /// Takes out a block, and adds one that has come in its place: what a cut left of it, or what it was joined with.
+    pub fn replace(&mut self, gone: FreeBlock, block: FreeBlock) {
+        let known = self.blocks.replace(gone, block);
+        debug_assert!(known, "{gone:?} should be in the index");
+        if let Some(by_address) = &mut self.by_address {
+            by_address.remove(&gone.addr);
+            by_address.insert(block.addr, block);
         }
     }
 

@@ -200,9 +200,10 @@ impl Heap {
 
     /// Hands a free block to the client of `list`, who asked for `requested` bytes: its front `bytes`; the rest stays free.
     pub fn take(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) {
-        self.fit.remove(self.space.as_free(block));
-        if let Some(rest) = self.space.take(block, bytes, requested) {
-            self.fit.insert_new(self.space.as_free(rest));
+        let whole = self.space.as_free(block);
+        match self.space.take(block, bytes, requested) {
+            Some(rest) => self.fit.replace_by_new(whole, self.space.as_free(rest)),
+            None => self.fit.remove(whole),
         }
         if self.space[block].list.owner != list.owner {
             self.space.hand_over(block, list.owner);
@@ -225,8 +226,19 @@ impl Heap {
     /// Puts a block that the index does not have now on a list, joined with free neighbours of that.
     fn give(&mut self, block: BlockId, list: FreeList) {
         let joined = self.space.give(block, list.owner);
-        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
-        self.fit.insert(joined.block);
+        self.index_joined(&joined);
+    }
+
+    /// Puts what became of a block into the index, in the place of its neighbours that are a part of it now.
+    fn index_joined(&mut self, joined: &Joined) {
+        match joined.absorbed {
+            [Some(front), behind] => {
+                behind.into_iter().for_each(|behind| self.fit.remove(behind));
+                self.fit.replace(front, joined.block);
+            }
+            [None, Some(behind)] => self.fit.replace(behind, joined.block),
+            [None, None] => self.fit.insert(joined.block),
+        }
     }
 
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
@@ -239,8 +251,7 @@ impl Heap {
             Join::AtFree => self.space.free(block),
             Join::OnMiss => Joined { absorbed: [None, None], block: self.space.free_apart(block) },
         };
-        joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
-        self.fit.insert(joined.block);
+        self.index_joined(&joined);
         self.note_pages(freed, joined.block);
         let owner = joined.block.list.owner;
         if owner.private.is_none() && matches!(self.stream, Stream::Steal(_)) {

@@ -2,7 +2,6 @@
 
 use super::FreeList;
 use crate::contract::{Gauge, Ledger, PoolKind, PooledGauge, Stats};
-use std::collections::BTreeMap;
 use vramlab_device::StreamId;
 
 /// PyTorch's statistics and the ledger, counted as blocks change state. Peaks are exact: one change is counted at a time.
@@ -13,7 +12,8 @@ pub struct Account {
     stats: Stats,
     /// Segments and blocks of at least this many bytes are counted as oversize.
     oversize: u64,
-    by_stream: BTreeMap<StreamId, Sums>,
+    /// In the order of streams.
+    by_stream: Vec<(StreamId, Sums)>,
     peak: Ledger,
     /// Stream of the request that took reserved memory to its peak.
     grown_by: StreamId,
@@ -75,7 +75,7 @@ impl Account {
     }
 
     fn of(stats: Stats, oversize: u64) -> Self {
-        Self { stats, oversize, by_stream: BTreeMap::new(), peak: Ledger::default(), grown_by: StreamId::NONE }
+        Self { stats, oversize, by_stream: Vec::new(), peak: Ledger::default(), grown_by: StreamId::NONE }
     }
 
     /// PyTorch's statistics.
@@ -141,7 +141,12 @@ impl Account {
     }
 
     fn sums(&mut self, segment: FreeList) -> &mut Sums {
-        self.by_stream.entry(segment.owner.stream).or_default()
+        let stream = segment.owner.stream;
+        let at = self.by_stream.binary_search_by_key(&stream, |(of, _)| *of).unwrap_or_else(|at| {
+            self.by_stream.insert(at, (stream, Sums::default()));
+            at
+        });
+        &mut self.by_stream[at].1
     }
 
     pub(super) fn segment_added(&mut self, list: FreeList, bytes: u64) {

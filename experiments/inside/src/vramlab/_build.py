@@ -25,7 +25,7 @@ from typing import Any
 from vramlab._library import Error
 
 # The versions of PyTorch whose classes the source knows.
-OLDEST = (2, 11)
+OLDEST = (2, 9)
 NEWEST = (2, 15)
 # Set to try a version that is not known.
 ANYWAY = "VRAMLAB_TORCH_ANYWAY"

@@ -12,6 +12,7 @@ one is destroyed. A program that destroys a stream and goes on says so before, b
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vramlab.allocator import Allocator
@@ -48,6 +49,10 @@ def resource(
         return address
 
     def deallocate(address: int, size: int, stream: Any) -> None:
+        # Destructors of C++ call this, where an exception ends the process. What is left when the allocator was closed,
+        # as at the end of the program, went back with it; what a forked child inherited is its parent's.
+        if own._handle is None or own._pid != os.getpid():
+            return
         handle = stream.__cuda_stream__()[1]
         # A free is in the order of its own stream, which may be another one than the block's.
         if streams.pop(address, 0) != handle:

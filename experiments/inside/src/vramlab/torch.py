@@ -74,6 +74,7 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
     global _shim
     with _lock:
         asked = spec(allocator, settings)
+        _check_limit(limit)
         if _shim is not None and asked in (_shim.spec, _shim.spec.partition(":")[0]):
             if limit is not None:
                 _set_limit(_shim, limit)
@@ -119,9 +120,13 @@ def set_limit(limit: int | None) -> None:
     _set_limit(_installed(), limit)
 
 
+def _check_limit(limit: int | None) -> None:
+    if limit is not None and not (isinstance(limit, int) and 0 <= limit < NO_LIMIT):
+        raise Error(f"a limit of {limit!r}: write a number of bytes, or None")
+
+
 def _set_limit(shim: _Shim, limit: int | None) -> None:
-    if limit is not None and not 0 <= limit < NO_LIMIT:
-        raise Error(f"a limit of {limit} bytes: write a number of bytes, or None")
+    _check_limit(limit)
     if shim.set_limit(NO_LIMIT if limit is None else limit) != 0:
         raise Error(shim.error_text())
 

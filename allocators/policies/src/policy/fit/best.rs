@@ -7,6 +7,7 @@
 
 use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
+use std::cell::Cell;
 
 /// Blocks of a piece; a full one is cut into halves.
 const MOST: usize = 64;
@@ -24,6 +25,8 @@ fn order((bytes, addr): Key) -> u128 {
 pub(super) struct Best {
     /// In the order of lists.
     lists: Vec<(FreeList, Sorted)>,
+    /// Where the list was that was asked for last: the next one is often the same.
+    last: Cell<usize>,
 }
 
 /// The free blocks of a list.
@@ -33,16 +36,33 @@ struct Sorted {
     firsts: Vec<Key>,
     /// Ascending. None is empty but the only one.
     pieces: Vec<Vec<(Key, BlockId)>>,
+    /// Piece and place that were sought last: what was found is taken out next, and one of its size often comes back.
+    last: Cell<(usize, usize)>,
 }
 
 impl Sorted {
     /// The piece that has the first block from a key on, and its place there: behind the last where the next piece begins
     /// with it.
     fn seek(&self, key: Key) -> (usize, usize) {
+        if self.is_sought(key, self.last.get()) {
+            return self.last.get();
+        }
         let piece = self.firsts.partition_point(|first| order(*first) <= order(key)).saturating_sub(1);
         let place =
             self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| order(*other) < order(key)));
+        self.last.set((piece, place));
         (piece, place)
+    }
+
+    /// Whether a search for a key ends there.
+    fn is_sought(&self, key: Key, (at, place): (usize, usize)) -> bool {
+        let Some(piece) = self.pieces.get(at).filter(|piece| place <= piece.len()) else { return false };
+        let key = order(key);
+        piece.get(place).is_none_or(|(here, _)| order(*here) >= key)
+            && place
+                .checked_sub(1)
+                .map_or(at == 0 || order(self.firsts[at]) == key, |before| order(piece[before].0) < key)
+            && self.firsts.get(at + 1).is_none_or(|next| order(*next) > key)
     }
 
     fn at(&self, (piece, place): (usize, usize)) -> Option<(Key, BlockId)> {
@@ -87,21 +107,53 @@ impl Sorted {
         true
     }
 
+    /// Puts a block where its key belongs in the piece of one that goes. False, and nothing was done, where it belongs into another
+    /// piece, or the one is not there.
+    fn replace(&mut self, (gone, id): (Key, BlockId), key: Key, by: BlockId) -> bool {
+        let (at, place) = self.seek(gone);
+        let is_last = at + 1 >= self.pieces.len();
+        let Some(piece) = self.pieces.get_mut(at).filter(|piece| piece.get(place) == Some(&(gone, id))) else {
+            return false;
+        };
+        let target = piece.partition_point(|(other, _)| order(*other) < order(key));
+        if (target == 0 && at > 0) || (target == piece.len() && !is_last) {
+            return false;
+        }
+        if target > place {
+            piece.copy_within(place + 1..target, place);
+            piece[target - 1] = (key, by);
+        } else {
+            piece.copy_within(target..place, target + 1);
+            piece[target] = (key, by);
+        }
+        self.firsts[at] = piece[0].0;
+        true
+    }
+
     fn is_empty(&self) -> bool {
         self.pieces.iter().all(Vec::is_empty)
     }
 }
 
 impl Best {
-    fn of_list(&self, list: FreeList) -> Option<&Sorted> {
+    fn place_of(&self, list: FreeList) -> Option<usize> {
+        if self.lists.get(self.last.get()).is_some_and(|(last, _)| *last == list) {
+            return Some(self.last.get());
+        }
         let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).ok()?;
-        Some(&self.lists[at].1)
+        self.last.set(at);
+        Some(at)
+    }
+
+    fn of_list(&self, list: FreeList) -> Option<&Sorted> {
+        Some(&self.lists[self.place_of(list)?].1)
     }
 }
 
 impl FreeBlocks for Best {
     fn insert(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) {
-        let at = self.lists.binary_search_by_key(&list, |(list, _)| *list).unwrap_or_else(|at| {
+        let at = self.place_of(list).unwrap_or_else(|| {
+            let at = self.lists.partition_point(|(other, _)| *other < list);
             self.lists.insert(at, (list, Sorted::default()));
             at
         });
@@ -109,13 +161,25 @@ impl FreeBlocks for Best {
     }
 
     fn remove(&mut self, FreeBlock { list, addr, bytes, id }: FreeBlock) -> bool {
-        let Ok(at) = self.lists.binary_search_by_key(&list, |(list, _)| *list) else { return false };
+        let Some(at) = self.place_of(list) else { return false };
         let blocks = &mut self.lists[at].1;
         let known = blocks.remove((bytes, addr), id);
         // A list of a graph is not used again once its memory has gone.
         if list.owner.private.is_some() && blocks.is_empty() {
             self.lists.remove(at);
         }
+        known
+    }
+
+    fn replace(&mut self, gone: FreeBlock, block: FreeBlock) -> bool {
+        if gone.list == block.list
+            && let Some(at) = self.place_of(gone.list)
+            && self.lists[at].1.replace(((gone.bytes, gone.addr), gone.id), (block.bytes, block.addr), block.id)
+        {
+            return true;
+        }
+        let known = self.remove(gone);
+        self.insert(block);
         known
     }
 
@@ -172,6 +236,18 @@ mod tests {
                         let other = FreeBlock { list, addr, bytes, id: BlockId::numbered(addr as u32) };
                         assert_eq!((index.remove(other), model.remove(&(list, bytes, addr))), (true, true));
                     }
+                }
+            }
+            // A block of which a cut leaves another, or that one more is joined to.
+            let (from, to) = ((list, 1 + below(40), below(4_000)), (1 + below(40), below(4_000)));
+            if let Some(gone) = model.range(from..).next().copied() {
+                let (to, numbered) = ((gone.0, to.0, to.1), |(list, bytes, addr)| {
+                    // CAST: small numbers.
+                    FreeBlock { list, addr, bytes, id: BlockId::numbered(addr as u32) }
+                });
+                if model.insert(to) {
+                    model.remove(&gone);
+                    assert!(index.replace(numbered(gone), numbered(to)));
                 }
             }
             let first = |from: (FreeList, u64, u64)| model.range(from..).next().filter(|(of, ..)| *of == list);

@@ -52,6 +52,9 @@ impl Heap {
         let Some(pages) = &mut self.pages else { return };
         let segment = &self.space[self.space[block.id].segment];
         let page = self.source.handle_bytes(segment.list.pool);
+        if block.bytes < page {
+            return;
+        }
         // A range begins with a whole page, wherever it lies.
         let base = segment.addr;
         let offset = block.addr - base;

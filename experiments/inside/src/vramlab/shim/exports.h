@@ -42,7 +42,7 @@ __attribute__((visibility("default"))) const char* vramlab_shim_torch() { return
 
 #ifdef VRAMLAB_SHIM_SOURCE
 // What the shim was made of: `_build.py` looks for it in the file.
-__attribute__((visibility("default"), used)) extern const char vramlab_shim_source[];
+__attribute__((visibility("default"))) extern const char vramlab_shim_source[];
 const char vramlab_shim_source[] = VRAMLAB_SHIM_SOURCE;
 #endif
 

@@ -69,6 +69,7 @@ struct Recording {
     RecordContext when = RecordContext::NEVER;
     uint32_t skipped = 0;  // a bit for each action
 
+#if VRAMLAB_TORCH >= 211
     static uint32_t bits(const std::vector<std::string>& actions) {
         uint32_t out = 0;
         for (const std::string& action : actions) {
@@ -76,6 +77,7 @@ struct Recording {
         }
         return out;
     }
+#endif
 };
 
 struct Live {
@@ -139,10 +141,14 @@ class History {
             return;
         }
         const bool with_context = when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC;
-        TraceEntry entry(action, device, address, bytes, stream, pool, c10::getApproximateTime(),
-                         with_context ? context : nullptr,
-                         compile_contexts.empty() ? std::string() : compile_contexts.back(),
-                         metadata == nullptr ? user_metadata : *metadata);
+        TraceEntry entry(action, device, address, bytes, static_cast<StreamOfEntry>(stream), pool,
+                         c10::getApproximateTime(), with_context ? context : nullptr,
+                         compile_contexts.empty() ? std::string() : compile_contexts.back());
+#if VRAMLAB_TORCH >= 210
+        entry.user_metadata_ = metadata == nullptr ? user_metadata : *metadata;
+#else
+        (void)metadata;
+#endif
         for (const AllocatorTraceTracker& listener : listeners_) {
             listener(entry);
         }

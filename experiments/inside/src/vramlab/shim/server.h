@@ -18,6 +18,17 @@ inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address)
 // Both handles of the legacy default stream are one stream.
 inline bool same_stream(const void* a, const void* b) { return a == b || (number(a) <= 1 && number(b) <= 1); }
 
+// For tools that follow what Python's programs do with memory.
+inline void trace_allocation(const void* block) {
+    const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, number(block));
+}
+
+inline void trace_free(const void* block) {
+    const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, number(block));
+}
+
 // A segment came or went, on the thread whose request caused it.
 inline void on_segment(void* context, const vramlab_segment_event* event) {
     const Owner& owner = *static_cast<Owner*>(context);
@@ -93,8 +104,7 @@ class Server {
         } else {
             address = take_slowly(from, bytes, stream);
         }
-        const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
-        if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, address);
+        trace_allocation(pointer(address));
         return pointer(address);
     }
 
@@ -102,8 +112,7 @@ class Server {
     void give_back(void* block) {
         if (block == nullptr) return;
         const uint64_t address = number(block);
-        const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
-        if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, address);
+        trace_free(block);
         if (owners.may_be_native(address)) {
             native->raw_delete(block);
             return;
@@ -120,6 +129,15 @@ class Server {
                     ", where no live block begins: it was freed before, or another allocator made it");
         // A child after fork() frees what it inherited, which is its parent's.
         if (status != VRAMLAB_STATUS_FORKED) Device::check(status);
+    }
+
+    // Whether a live block of ours, or of a pool that stays with PyTorch, begins there.
+    bool holds(void* block) {
+        const uint64_t address = number(block);
+        return owners.may_be_native(address) || owners.any([&](Owner& owner) {
+            vramlab_block of{};
+            return library.block_at(owner.handle, address, &of) == VRAMLAB_STATUS_OK;
+        });
     }
 
     void record_stream(void* block, cudaStream_t stream) {
@@ -436,10 +454,12 @@ class Server {
         // Never freed: the library's callbacks name it.
         auto* device = new Device(index);
         device->owner = open_owner(*device, spec, NO_POOL);
+#if VRAMLAB_TORCH >= 210
         const double configured = CUDAAllocatorConfig::per_process_memory_fraction();
         if (configured < 1.0 && fractions_[static_cast<size_t>(index)] == UNSET) {
             fractions_[static_cast<size_t>(index)] = configured;
         }
+#endif
         apply_limit(*device);
         change(*device, [&](History& history) {
             history.set(recording_, true);

@@ -6,8 +6,8 @@
 
 #include "server.h"
 
+#include <c10/util/env.h>
 #include <c10/util/irange.h>
-#include <cstring>
 #include <limits>
 #include <sstream>
 
@@ -19,6 +19,7 @@ class Shim;
 Shim* installed = nullptr;
 
 void delete_block(void* address);
+void* take_uncached(size_t bytes);
 void delete_uncached(void* address);
 
 struct Checkpoint : AllocatorState {
@@ -74,8 +75,7 @@ class Shim final : public CUDAAllocator {
   public:
     Shim(CUDAAllocator* native, std::string spec, uint64_t limit, bool latency)
         : server(native, std::move(spec), limit, latency) {
-        const char* uncached = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING");
-        enabled_ = uncached == nullptr || *uncached == '\0' || std::strcmp(uncached, "0") == 0;
+        never_caches_ = c10::utils::check_env("PYTORCH_NO_CUDA_MEMORY_CACHING") == true;
     }
 
     Server server;
@@ -85,8 +85,8 @@ class Shim final : public CUDAAllocator {
     c10::DataPtr allocate(size_t bytes) override {
         const DeviceIndex device = current_device();
         void* address = nullptr;
-        if (C10_UNLIKELY(!enabled_)) {
-            C10_CUDA_CHECK(cudaMalloc(&address, bytes));
+        if (C10_UNLIKELY(!caches())) {
+            address = take_uncached(bytes);
             return {address, address, &delete_uncached, c10::Device(c10::DeviceType::CUDA, device)};
         }
         if (bytes != 0) address = server.take(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
@@ -98,12 +98,20 @@ class Shim final : public CUDAAllocator {
     }
 
     void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
-        return bytes == 0 ? nullptr : server.take(current_device(), bytes, stream);
+        if (bytes == 0) return nullptr;
+        return C10_LIKELY(caches()) ? server.take(current_device(), bytes, stream) : take_uncached(bytes);
     }
 
-    void raw_delete(void* address) override { server.give_back(address); }
+    void raw_delete(void* address) override {
+        // A block that was made before `enable(false)` is still ours: cudaFree would take its whole segment.
+        if (C10_UNLIKELY(!caches()) && !server.holds(address)) {
+            delete_uncached(address);
+        } else {
+            server.give_back(address);
+        }
+    }
 
-    c10::DeleterFnPtr raw_deleter() const override { return enabled_ ? &delete_block : &delete_uncached; }
+    c10::DeleterFnPtr raw_deleter() const override { return caches() ? &delete_block : &delete_uncached; }
 
     void copy_data(void* to, const void* from, size_t bytes) const override {
         C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyKind::cudaMemcpyDeviceToDevice));
@@ -159,6 +167,7 @@ class Shim final : public CUDAAllocator {
         *largest = std::max(*largest, Visit::largest_free(*of.owner));
     }
 
+#if VRAMLAB_TORCH >= 210
     std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex index) override {
         std::vector<StreamSegmentSize> out;
         if (Device* of = server.opened(index)) {
@@ -170,6 +179,7 @@ class Shim final : public CUDAAllocator {
         }
         return out;
     }
+#endif
 
     void emptyCache(MempoolId_t id) override {
         if (server.native_serves) server.native->emptyCache(id);
@@ -203,14 +213,24 @@ class Shim final : public CUDAAllocator {
 
     bool isHistoryEnabled() override { return server.is_recording; }
 
+#if VRAMLAB_TORCH >= 211
     void recordHistory(bool on, CreateContextFn recorder, size_t most, RecordContext when, bool clear,
                        const std::vector<std::string>& skip_actions) override {
-        TORCH_CHECK(when == RecordContext::NEVER || recorder != nullptr, "vramlab: contexts need what gathers them");
-        const Recording recording{on, recorder, most, when, Recording::bits(skip_actions)};
+        record_history({on, recorder, most, when, Recording::bits(skip_actions)}, clear);
+    }
+#else
+    void recordHistory(bool on, CreateContextFn recorder, size_t most, RecordContext when, bool clear) override {
+        record_history({on, recorder, most, when, 0}, clear);
+    }
+#endif
+
+    void record_history(const Recording& recording, bool clear) {
+        TORCH_CHECK(recording.when == RecordContext::NEVER || recording.recorder != nullptr,
+                    "vramlab: contexts need what gathers them");
         {
             std::lock_guard<std::mutex> guard(annotations_lock_);
             annotations_.clear();
-            annotations_.resize(most);
+            annotations_.resize(recording.most);
         }
         server.record(recording, clear);
     }
@@ -233,11 +253,18 @@ class Shim final : public CUDAAllocator {
         if (!compile_contexts.empty()) compile_contexts.pop_back();
     }
 
+#if VRAMLAB_TORCH >= 210
     void setUserMetadata(const std::string& metadata) override { user_metadata = metadata; }
 
     std::string getUserMetadata() override { return user_metadata; }
+#endif
 
+#if VRAMLAB_TORCH >= 211
     SnapshotInfo snapshot(MempoolId_t id, bool with_traces) override {
+#else
+    SnapshotInfo snapshot(MempoolId_t id) override {
+        constexpr bool with_traces = true;
+#endif
         const auto unix_nanoseconds = clock_.makeConverter();
         const auto in_microseconds = [&](trace_time_& time) { time.t_ = unix_nanoseconds(time.approx_t_) / 1000; };
         SnapshotInfo out;
@@ -266,7 +293,11 @@ class Shim final : public CUDAAllocator {
             for (TraceEntry& entry : trace) in_microseconds(entry.time_);
         }
         if (server.native_serves) {
+#if VRAMLAB_TORCH >= 211
             const SnapshotInfo others = server.native->snapshot(id, false);
+#else
+            const SnapshotInfo others = server.native->snapshot(id);
+#endif
             out.segments.insert(out.segments.end(), others.segments.begin(), others.segments.end());
         }
         describe_settings(out.config_metadata);
@@ -296,9 +327,9 @@ class Shim final : public CUDAAllocator {
         return of == nullptr ? 0 : of->uses(id);
     }
 
-    void createOrIncrefPool(DeviceIndex index, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) override {
+    void createOrIncrefPool(DeviceIndex index, MempoolId_t id, SharedAllocator allocator) override {
         // A pool that brings an allocator of the program's stays with PyTorch, which knows how to ask it for segments.
-        const bool native = allocator != nullptr && allocator.get() != this;
+        const bool native = allocator != nullptr && &*allocator != this;
         if (native) {
             server.native_serves = true;
             server.native->createOrIncrefPool(index, id, std::move(allocator));
@@ -306,21 +337,32 @@ class Shim final : public CUDAAllocator {
         server.device(index).use(id, native);
     }
 
+#if VRAMLAB_TORCH >= 211
     void setUseOnOOM(DeviceIndex index, MempoolId_t id, bool value) override {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setUseOnOOM");
         if (pool->native) server.native->setUseOnOOM(index, id, value);
         pool->last_resort = value;
     }
+#else
+    void setUseOnOOM(DeviceIndex index, MempoolId_t id) override {
+        const std::shared_ptr<Pool> pool = server.device(index).at(id, "setUseOnOOM");
+        if (pool->native) server.native->setUseOnOOM(index, id);
+        pool->last_resort = true;
+    }
+#endif
 
+#if VRAMLAB_TORCH >= 210
+    // Each request of the pool gets memory of the driver's for itself alone, whatever allocator serves the others: what
+    // registers memory, as NCCL and symmetric memory do, sees one tensor in each allocation.
     void setNoSplit(DeviceIndex index, MempoolId_t id) override {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setNoSplit");
         if (pool->native) {
             server.native->setNoSplit(index, id);
-        } else {
-            TORCH_WARN_ONCE("vramlab: no_split of torch.cuda.MemPool is not known to ", server.spec,
-                            "; blocks of the pool may be split");
+        } else if (!pool->owner->is_of_pool()) {
+            give_pool_allocator(index, id, "lab:split=never");
         }
     }
+#endif
 
     // Gives a pool of `torch.cuda.MemPool` that is still empty an allocator of its own.
     Owner* give_pool_allocator(DeviceIndex index, MempoolId_t id, const std::string& spec) {
@@ -465,6 +507,9 @@ class Shim final : public CUDAAllocator {
 #endif
 
   private:
+    // Whether requests are served here, and not by a cudaMalloc each.
+    bool caches() const { return enabled_ && !never_caches_; }
+
     // Returns allocators that no pool needs any more, which are closed when no lock is held.
     static std::vector<Owner*> empty_cache(Device& device, MempoolId_t id) {
         device.notice_captures();
@@ -494,13 +539,17 @@ class Shim final : public CUDAAllocator {
     }
 
     void describe_settings(AllocatorConfigInfo& to) {
+#if VRAMLAB_TORCH >= 210
         using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
+#else
+        using Config = CUDAAllocatorConfig;
+#endif
         to.garbage_collection_threshold = Config::garbage_collection_threshold();
         to.pinned_num_register_threads = CUDAAllocatorConfig::pinned_num_register_threads();
         to.release_lock_on_malloc = CUDAAllocatorConfig::release_lock_on_cudamalloc();
         to.pinned_use_host_register = CUDAAllocatorConfig::pinned_use_cuda_host_register();
         to.graph_capture_record_stream_reuse = CUDAAllocatorConfig::graph_capture_record_stream_reuse();
-        to.last_allocator_settings = c10::CachingAllocator::getAllocatorSettings();
+        to.last_allocator_settings = Config::last_allocator_settings();
         to.roundup_power2_divisions = Config::roundup_power2_divisions();
         // As the allocator has it.
         to.expandable_segments = server.maps_memory;
@@ -513,6 +562,7 @@ class Shim final : public CUDAAllocator {
     }
 
     std::atomic<bool> enabled_{true};
+    bool never_caches_ = false;
     c10::ApproximateClockToUnixTimeConverter clock_;
     std::mutex annotations_lock_;
     Ring<AnnotationEntry> annotations_;
@@ -530,7 +580,18 @@ void delete_block(void* address) {
     }
 }
 
-void delete_uncached(void* address) { C10_CUDA_CHECK_WARN(cudaFree(address)); }
+// In a capture cudaMalloc is an error, as in PyTorch.
+void* take_uncached(size_t bytes) {
+    void* address = nullptr;
+    C10_CUDA_CHECK(cudaMalloc(&address, bytes));
+    trace_allocation(address);
+    return address;
+}
+
+void delete_uncached(void* address) {
+    trace_free(address);
+    C10_CUDA_CHECK_WARN(cudaFree(address));
+}
 
 }  // namespace
 

@@ -13,8 +13,8 @@
 // 211 for 2.11; the layout of PyTorch's classes changes with the minor version.
 #define VRAMLAB_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
 
-#if VRAMLAB_TORCH < 211
-#error "vramlab's shim needs PyTorch 2.11 or newer"
+#if VRAMLAB_TORCH < 209
+#error "vramlab's shim needs PyTorch 2.9 or newer"
 #endif
 
 namespace vramlab_shim {
@@ -28,5 +28,13 @@ using namespace c10::cuda::CUDACachingAllocator;
 using Context = std::shared_ptr<GatheredContext>;
 
 constexpr MempoolId_t NO_POOL = {0, 0};
+
+#if VRAMLAB_TORCH >= 211
+using StreamOfEntry = void*;
+using SharedAllocator = std::shared_ptr<CUDAAllocator>;
+#else
+using StreamOfEntry = cudaStream_t;
+using SharedAllocator = CUDAAllocator*;
+#endif
 
 }  // namespace vramlab_shim
