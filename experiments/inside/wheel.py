@@ -1,7 +1,6 @@
 """Builds what the wheel has from Cargo: the program `vramlab` and libvramlab. Neither is for one Python alone.
 
-VRAMLAB_CARGO has the arguments for `cargo build` that say what is built and how, in place of the optimised two. Tests name what
-they have built already.
+VRAMLAB_CARGO has other arguments for `cargo build` than those that optimise the two. Tests name what they have built.
 """
 
 from __future__ import annotations
