@@ -151,7 +151,6 @@ def test_the_lines_of_the_notebook_start_jupyter_and_draw_the_run(newcomer: Newc
 
 HISTORY = ROOT / "experiments/histories/mlp.pickle.xz"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-# Unoptimised, as the tests in Rust have it: what they have compiled is only linked once more.
 COMPILED = any((TARGET / "debug/deps").glob("libdoctor-*.rlib"))
 
 
@@ -186,7 +185,8 @@ class Environment:
         self.variables = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_ENVIRONMENT}
         self.variables |= {
             "CARGO_TARGET_DIR": str(TARGET.resolve()),
-            "VRAMLAB_PROFILE": "dev",
+            # What `cargo test --workspace` has compiled is only linked: an example asks for the features of tests.
+            "VRAMLAB_CARGO": "--workspace --lib --bins --example time_kernels",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             "NO_COLOR": "1",
         }

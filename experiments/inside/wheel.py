@@ -1,6 +1,6 @@
 """Builds what the wheel has from Cargo: the program `vramlab` and libvramlab. Neither is for one Python alone.
 
-VRAMLAB_PROFILE=dev takes the profile of the tests instead of the optimised one.
+VRAMLAB_CARGO has other arguments for `cargo build` than those that optimise the two. Tests name what they have built.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def built(root: Path) -> tuple[Path, Path]:
     """The program and the library, as Cargo says where they are."""
     if shutil.which("cargo") is None:
         sys.exit("vramlab is built with Rust, and there is no cargo here: https://rustup.rs")
-    profile = os.environ.get("VRAMLAB_PROFILE", "release")
-    command = ["cargo", "build", "--locked", "--profile", profile, "--message-format", "json-render-diagnostics"]
-    command += ["-p", "doctor", "-p", "vramlab-capi"]
+    what = os.environ.get("VRAMLAB_CARGO", "--release -p doctor -p vramlab-capi")
+    command = ["cargo", "build", "--locked", "--message-format", "json-render-diagnostics", *what.split()]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit("cargo build failed; its messages stand above")

@@ -4,15 +4,22 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The library. Cargo builds none for tests, which cannot link it.
+/// The library. Cargo builds none for tests, which cannot link it. It is built of what the tests of the workspace are built of: alone
+/// it would have features of its own, and nearly everything would be compiled again. An example is what asks for the features of tests.
 fn library() -> PathBuf {
     let test = std::env::current_exe().expect("a test should know its file");
     // The test lies in `target/PROFILE/deps`.
     let folder = test.ancestors().nth(2).expect("a test should lie in target/PROFILE/deps");
     let mut cargo = Command::new(env!("CARGO"));
     cargo
-        .args(["build", "--quiet", "--locked", "--package", "vramlab-capi", "--target-dir"])
+        .args(["build", "--quiet", "--locked", "--workspace", "--lib", "--example", "time_kernels", "--target-dir"])
         .arg(folder.parent().expect("a profile should lie in a target folder"));
+    // What Cargo tells a test of its package is none of another build's: `ring` is built anew where that differs.
+    for (name, _) in std::env::vars_os() {
+        if ["CARGO_MANIFEST_", "CARGO_PKG_"].iter().any(|of| name.to_string_lossy().starts_with(of)) {
+            cargo.env_remove(name);
+        }
+    }
     if folder.ends_with("release") {
         cargo.arg("--release");
     }

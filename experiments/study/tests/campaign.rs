@@ -5,8 +5,7 @@
 mod common;
 
 use assert_cmd::Command;
-use common::Place;
-use common::experiment::{SMALL, json_at};
+use common::{Place, SMALL, json_at};
 use serde_json::{Value, json};
 use std::fs;
 

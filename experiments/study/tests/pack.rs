@@ -3,8 +3,7 @@
 
 mod common;
 
-use common::experiment::{IDS, SMALL, json_at};
-use common::{Place, Ran, names};
+use common::{IDS, Place, Ran, SMALL, json_at, names};
 use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -5,8 +5,7 @@
 
 mod common;
 
-use common::experiment::{IDS, SMALL, json_at, run, runs};
-use common::{Place, Ran, names};
+use common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::path::Path;
 

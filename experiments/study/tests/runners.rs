@@ -5,8 +5,7 @@
 
 mod common;
 
-use common::experiment::{IDS, SMALL, json_at, run, runs};
-use common::{HANGS, Place, Ran, names};
+use common::{HANGS, IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -5,8 +5,7 @@
 
 mod common;
 
-use common::Place;
-use common::experiment::{SMALL, run};
+use common::{Place, SMALL, run};
 
 #[test]
 fn what_cannot_work_is_refused_before_anything_runs() {
