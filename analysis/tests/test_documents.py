@@ -203,6 +203,19 @@ def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
             assert simulated.paces(spec, simulation).keys() == measured.keys(), (spec, simulation)
 
 
+def test_ratios_that_are_off_are_those_that_the_agreement_counts() -> None:
+    for spec, simulation in ((simulated.SESSIONS[0], "h100-resim"), (simulated.SESSIONS[1], "h100-sim")):
+        agreement, told = simulated.held_out(spec, simulated=simulation), simulated.passes(spec, simulation)
+        assert told.off == round((1 - agreement.pairs_within) * agreement.pairs), spec
+        # Each pair has a ratio in each pass.
+        runs = {len(values) for values in simulated.paces(spec, "h100").values()}
+        assert len(runs) == 1, spec
+        assert told.ratios == agreement.pairs * runs.pop(), spec
+    # Of one and the same runs no ratio is off.
+    alike = simulated.passes(simulated.SESSIONS[0], "h100")
+    assert alike.off == alike.between == 0
+
+
 def test_small_blocks_lie_where_the_driver_put_them() -> None:
     page = simulated.profile()["plain"]["page_bytes"]
     places: dict[str, dict[str, list[int]]] = {}
