@@ -44,6 +44,7 @@ impl Every {
 
 #[test]
 fn every_kind_reads_what_it_writes() {
+    assert_eq!((Fit::named("first"), Fit::named("last")), (Some(Fit::First), None));
     let mut settings = Every::default();
     let values = [
         ("segment", "3M"),
