@@ -5,70 +5,98 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-macro_rules! call_kinds {
-    ($($variant:ident $name:literal $doc:literal),+ $(,)?) => {
-        /// A kind of driver call.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[repr(u8)]
-        pub enum CallKind { $(#[doc = $doc] $variant),+ }
-
-        impl CallKind {
-            /// Every kind, in the order in which reports list them.
-            pub const ALL: &'static [CallKind] = &[$(CallKind::$variant),+];
-
-            /// Name in records and messages.
-            #[must_use]
-            pub fn name(self) -> &'static str {
-                match self { $(CallKind::$variant => $name),+ }
-            }
-        }
-    };
-}
-
-call_kinds! {
-    MemAlloc "mem_alloc" "`cuMemAlloc`",
-    MemFree "mem_free" "`cuMemFree`",
-    MemAllocAsync "mem_alloc_async" "`cuMemAllocFromPoolAsync`",
-    MemFreeAsync "mem_free_async" "`cuMemFreeAsync`",
-    PoolCreate "pool_create" "`cuMemPoolCreate`",
-    PoolDestroy "pool_destroy" "`cuMemPoolDestroy`",
-    PoolAttribute "pool_attribute" "`cuMemPoolGetAttribute`, `cuMemPoolSetAttribute`",
-    PoolTrim "pool_trim" "`cuMemPoolTrimTo`",
-    MemAddressReserve "mem_address_reserve" "`cuMemAddressReserve`",
-    MemAddressFree "mem_address_free" "`cuMemAddressFree`",
-    MemCreate "mem_create" "`cuMemCreate`",
-    MemMap "mem_map" "`cuMemMap`",
-    MemSetAccess "mem_set_access" "`cuMemSetAccess`",
-    MemUnmap "mem_unmap" "`cuMemUnmap`",
-    MemRelease "mem_release" "`cuMemRelease`",
-    MemGetInfo "mem_get_info" "`cuMemGetInfo`",
-    HostAlloc "host_alloc" "`cuMemHostAlloc`",
-    HostFree "host_free" "`cuMemFreeHost`",
-    KernelLaunch "kernel_launch" "`cuLaunchKernel`",
-    CopyToDevice "copy_to_device" "`cuMemcpyHtoDAsync`",
-    CopyToHost "copy_to_host" "`cuMemcpyDtoHAsync` and the wait for it",
-    Memset "memset" "`cuMemsetD8Async`",
-    StreamCreate "stream_create" "`cuStreamCreate`",
-    StreamDestroy "stream_destroy" "`cuStreamDestroy`",
-    StreamSynchronize "stream_synchronize" "`cuStreamSynchronize`",
-    StreamWaitEvent "stream_wait_event" "`cuStreamWaitEvent`",
-    StreamIsCapturing "stream_is_capturing" "`cuStreamIsCapturing`",
-    DeviceSynchronize "device_synchronize" "`cuCtxSynchronize`",
-    EventCreate "event_create" "`cuEventCreate`",
-    EventDestroy "event_destroy" "`cuEventDestroy`",
-    EventRecord "event_record" "`cuEventRecord`",
-    EventQuery "event_query" "`cuEventQuery`",
-    EventSynchronize "event_synchronize" "`cuEventSynchronize`",
-    EventElapsed "event_elapsed" "`cuEventElapsedTime`",
-    CaptureBegin "capture_begin" "`cuStreamBeginCapture`",
-    CaptureEnd "capture_end" "`cuStreamEndCapture`, `cuGraphInstantiate`, `cuGraphUpload`",
-    CaptureAbort "capture_abort" "`cuStreamEndCapture` of a capture that is thrown away",
-    GraphLaunch "graph_launch" "`cuGraphLaunch`",
-    GraphDestroy "graph_destroy" "`cuGraphExecDestroy`",
-    GraphMemory "graph_memory" "`cuDeviceGetGraphMemAttribute`",
-    GraphTrim "graph_trim" "`cuDeviceGraphMemTrim`",
-    ModuleLoad "module_load" "`cuModuleLoadData`, `cuModuleGetFunction`",
-    DeviceQuery "device_query" "`cuInit`, `cuDeviceGet*`, `cuCtx*`",
+crate::named! {
+    /// A kind of driver call.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[repr(u8)]
+    pub enum CallKind {
+        /// `cuMemAlloc`
+        MemAlloc "mem_alloc",
+        /// `cuMemFree`
+        MemFree "mem_free",
+        /// `cuMemAllocFromPoolAsync`
+        MemAllocAsync "mem_alloc_async",
+        /// `cuMemFreeAsync`
+        MemFreeAsync "mem_free_async",
+        /// `cuMemPoolCreate`
+        PoolCreate "pool_create",
+        /// `cuMemPoolDestroy`
+        PoolDestroy "pool_destroy",
+        /// `cuMemPoolGetAttribute`, `cuMemPoolSetAttribute`
+        PoolAttribute "pool_attribute",
+        /// `cuMemPoolTrimTo`
+        PoolTrim "pool_trim",
+        /// `cuMemAddressReserve`
+        MemAddressReserve "mem_address_reserve",
+        /// `cuMemAddressFree`
+        MemAddressFree "mem_address_free",
+        /// `cuMemCreate`
+        MemCreate "mem_create",
+        /// `cuMemMap`
+        MemMap "mem_map",
+        /// `cuMemSetAccess`
+        MemSetAccess "mem_set_access",
+        /// `cuMemUnmap`
+        MemUnmap "mem_unmap",
+        /// `cuMemRelease`
+        MemRelease "mem_release",
+        /// `cuMemGetInfo`
+        MemGetInfo "mem_get_info",
+        /// `cuMemHostAlloc`
+        HostAlloc "host_alloc",
+        /// `cuMemFreeHost`
+        HostFree "host_free",
+        /// `cuLaunchKernel`
+        KernelLaunch "kernel_launch",
+        /// `cuMemcpyHtoDAsync`
+        CopyToDevice "copy_to_device",
+        /// `cuMemcpyDtoHAsync` and the wait for it
+        CopyToHost "copy_to_host",
+        /// `cuMemsetD8Async`
+        Memset "memset",
+        /// `cuStreamCreate`
+        StreamCreate "stream_create",
+        /// `cuStreamDestroy`
+        StreamDestroy "stream_destroy",
+        /// `cuStreamSynchronize`
+        StreamSynchronize "stream_synchronize",
+        /// `cuStreamWaitEvent`
+        StreamWaitEvent "stream_wait_event",
+        /// `cuStreamIsCapturing`
+        StreamIsCapturing "stream_is_capturing",
+        /// `cuCtxSynchronize`
+        DeviceSynchronize "device_synchronize",
+        /// `cuEventCreate`
+        EventCreate "event_create",
+        /// `cuEventDestroy`
+        EventDestroy "event_destroy",
+        /// `cuEventRecord`
+        EventRecord "event_record",
+        /// `cuEventQuery`
+        EventQuery "event_query",
+        /// `cuEventSynchronize`
+        EventSynchronize "event_synchronize",
+        /// `cuEventElapsedTime`
+        EventElapsed "event_elapsed",
+        /// `cuStreamBeginCapture`
+        CaptureBegin "capture_begin",
+        /// `cuStreamEndCapture`, `cuGraphInstantiate`, `cuGraphUpload`
+        CaptureEnd "capture_end",
+        /// `cuStreamEndCapture` of a capture that is thrown away
+        CaptureAbort "capture_abort",
+        /// `cuGraphLaunch`
+        GraphLaunch "graph_launch",
+        /// `cuGraphExecDestroy`
+        GraphDestroy "graph_destroy",
+        /// `cuDeviceGetGraphMemAttribute`
+        GraphMemory "graph_memory",
+        /// `cuDeviceGraphMemTrim`
+        GraphTrim "graph_trim",
+        /// `cuModuleLoadData`, `cuModuleGetFunction`
+        ModuleLoad "module_load",
+        /// `cuInit`, `cuDeviceGet*`, `cuCtx*`
+        DeviceQuery "device_query",
+    }
 }
 
 impl CallKind {
@@ -97,12 +125,6 @@ impl CallKind {
     }
 }
 
-impl fmt::Display for CallKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
 /// How often a call was made and how long it took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct CallTotals {
@@ -114,15 +136,13 @@ pub struct CallTotals {
     pub blocked_ns: u64,
 }
 
-const KINDS: usize = CallKind::ALL.len();
-
 /// Totals for each kind of call.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct CallCounts([CallTotals; KINDS]);
+pub struct CallCounts([CallTotals; CallKind::COUNT]);
 
 impl Default for CallCounts {
     fn default() -> Self {
-        Self([CallTotals::default(); KINDS])
+        Self([CallTotals::default(); CallKind::COUNT])
     }
 }
 
@@ -189,7 +209,7 @@ impl Serialize for CallCounts {
 /// Totals that several threads add to.
 #[derive(Debug)]
 pub(super) struct SharedCounts {
-    cells: [Cell; KINDS],
+    cells: [Cell; CallKind::COUNT],
 }
 
 impl Default for SharedCounts {

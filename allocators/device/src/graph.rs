@@ -1,6 +1,7 @@
 //! Graphs: the work of a stream captured once and launched many times.
 
-use super::{DriverResult, GraphId, StreamId};
+use super::{CallKind, DeviceAddr, DriverError, DriverResult, GraphId, StreamId};
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
@@ -21,6 +22,41 @@ impl NotedCaptures {
     #[inline]
     pub(crate) fn any(&self) -> bool {
         self.0.load(Acquire) != 0
+    }
+}
+
+/// Memory of a capture or a graph: size by address, of blocks that are out and of those that were freed.
+#[derive(Debug, Default)]
+pub(crate) struct CapturedMemory {
+    out: BTreeMap<u64, u64>,
+    idle: BTreeMap<u64, u64>,
+}
+
+impl CapturedMemory {
+    /// Hands a freed block of this size out again: the lowest.
+    pub(crate) fn reuse(&mut self, bytes: u64) -> Option<u64> {
+        let addr = *self.idle.iter().find(|(_, size)| **size == bytes)?.0;
+        self.idle.remove(&addr);
+        self.out.insert(addr, bytes);
+        Some(addr)
+    }
+
+    /// Takes in a new block, which is out.
+    pub(crate) fn add(&mut self, addr: u64, bytes: u64) {
+        self.out.insert(addr, bytes);
+    }
+
+    /// Takes a block back, if it is out.
+    pub(crate) fn free(&mut self, call: CallKind, addr: DeviceAddr) -> DriverResult<()> {
+        let none = || DriverError::invalid_value(call, format!("no block of the capture at {:#x}", addr.get()));
+        let bytes = self.out.remove(&addr.get()).ok_or_else(none)?;
+        self.idle.insert(addr.get(), bytes);
+        Ok(())
+    }
+
+    /// The addresses of all blocks.
+    pub(crate) fn addresses(&self) -> impl Iterator<Item = u64> {
+        self.out.keys().chain(self.idle.keys()).copied()
     }
 }
 

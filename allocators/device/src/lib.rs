@@ -22,6 +22,7 @@ pub mod input;
 mod mappings;
 mod metered;
 mod name;
+mod named;
 mod null;
 pub mod output;
 mod plain_range;
@@ -61,16 +62,18 @@ pub struct MemInfo {
     pub total: u64,
 }
 
-/// What kind of device it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DeviceKind {
-    /// A CUDA GPU.
-    Cuda,
-    /// The simulated GPU.
-    Sim,
-    /// A device without memory or costs.
-    Null,
+crate::named! {
+    /// What kind of device it is.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum DeviceKind {
+        /// A CUDA GPU.
+        Cuda "cuda",
+        /// The simulated GPU.
+        Sim "sim",
+        /// A device without memory or costs.
+        Null "null",
+    }
 }
 
 /// A device in words and figures, as run records keep it.

@@ -35,19 +35,6 @@ pub struct DeviceNameError {
 }
 
 impl DeviceKind {
-    /// Every kind.
-    pub const ALL: [DeviceKind; 3] = [Self::Cuda, Self::Sim, Self::Null];
-
-    /// Name in records and before the `:` of a device's name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Cuda => "cuda",
-            Self::Sim => "sim",
-            Self::Null => "null",
-        }
-    }
-
     /// How devices of this kind are written.
     fn forms(self) -> &'static [&'static str] {
         match self {
@@ -55,12 +42,6 @@ impl DeviceKind {
             Self::Sim => &["sim", "sim:PROFILE.json"],
             Self::Null => &["null"],
         }
-    }
-}
-
-impl fmt::Display for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

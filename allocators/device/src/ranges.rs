@@ -44,8 +44,10 @@ impl Ranges {
         self.0.insert(start, end);
     }
 
-    /// Takes `start..end` out, which is not empty. O(log n) for each range that it cuts.
-    pub fn remove(&mut self, start: u64, end: u64) {
+    /// Takes `start..end` out, which is not empty; the parts that were in the set, the last first. O(log n) for each range that
+    /// it cuts.
+    pub fn remove(&mut self, start: u64, end: u64) -> Vec<(u64, u64)> {
+        let mut out = Vec::new();
         while let Some((&from, &to)) = self.0.range(..end).next_back().filter(|(_, to)| **to > start) {
             self.0.remove(&from);
             if end < to {
@@ -53,9 +55,10 @@ impl Ranges {
             }
             if from < start {
                 self.0.insert(from, start);
-                return;
             }
+            out.push((from.max(start), to.min(end)));
         }
+        out
     }
 
     /// The parts of `start..end` that are not in the set, in order. O(log n) for each.

@@ -28,7 +28,7 @@
 
 mod kinds;
 
-pub use kinds::{Choice, Choices, Kind, bytes, choice, fraction, number, switch, text};
+pub use kinds::{Choices, Kind, bytes, choice, fraction, number, switch, text};
 
 use serde::Serialize;
 #[doc(hidden)]

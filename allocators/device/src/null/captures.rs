@@ -2,22 +2,16 @@
 
 use super::{NullDriver, lock};
 use crate::DriverError;
+use crate::graph::CapturedMemory;
 use crate::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-
-/// Stream-ordered allocations of a capture or a graph: size by address.
-#[derive(Debug, Default)]
-struct Own {
-    out: BTreeMap<u64, u64>,
-    idle: BTreeMap<u64, u64>,
-}
 
 /// Captures by their stream, and graphs.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    captures: HashMap<u64, Own>,
-    graphs: HashMap<u64, Own>,
+    captures: HashMap<u64, CapturedMemory>,
+    graphs: HashMap<u64, CapturedMemory>,
     memory: GraphMemory,
 }
 
@@ -32,13 +26,11 @@ impl NullDriver {
     pub(super) fn alloc_captured(&self, bytes: u64, stream: StreamId) -> Option<DriverResult<DeviceAddr>> {
         let graphs = &mut *lock(&self.graphs);
         let own = graphs.captures.get_mut(&stream.get())?;
-        if let Some(addr) = own.idle.iter().find(|(_, size)| **size == bytes).map(|(addr, _)| *addr) {
-            own.idle.remove(&addr);
-            own.out.insert(addr, bytes);
+        if let Some(addr) = own.reuse(bytes) {
             return Some(Ok(DeviceAddr::handed_out(addr)));
         }
         Some(self.take_async(bytes, None).inspect(|addr| {
-            own.out.insert(addr.get(), bytes);
+            own.add(addr.get(), bytes);
             let memory = &mut graphs.memory;
             memory.used += bytes;
             memory.used_high = memory.used_high.max(memory.used);
@@ -50,16 +42,10 @@ impl NullDriver {
     /// A free on a stream that captures; `None` on one that does not.
     pub(super) fn free_captured(&self, addr: DeviceAddr, stream: StreamId) -> Option<DriverResult<()>> {
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.captures.get_mut(&stream.get())?;
-        let Some(bytes) = own.out.remove(&addr.get()) else {
-            let context = format!("no block of the capture at {:#x}", addr.get());
-            return Some(Err(DriverError::invalid_value(CallKind::MemFreeAsync, context)));
-        };
-        own.idle.insert(addr.get(), bytes);
-        Some(Ok(()))
+        Some(graphs.captures.get_mut(&stream.get())?.free(CallKind::MemFreeAsync, addr))
     }
 
-    fn end(&self, graphs: &mut Graphs, call: CallKind, stream: StreamId) -> DriverResult<Own> {
+    fn end(&self, graphs: &mut Graphs, call: CallKind, stream: StreamId) -> DriverResult<CapturedMemory> {
         let own = graphs
             .captures
             .remove(&stream.get())
@@ -68,8 +54,8 @@ impl NullDriver {
         Ok(own)
     }
 
-    fn drop_own(&self, graphs: &mut Graphs, call: CallKind, own: &Own) -> DriverResult<()> {
-        for addr in own.out.keys().chain(own.idle.keys()).filter_map(|addr| DeviceAddr::new(*addr)) {
+    fn drop_own(&self, graphs: &mut Graphs, call: CallKind, own: &CapturedMemory) -> DriverResult<()> {
+        for addr in own.addresses().filter_map(DeviceAddr::new) {
             graphs.memory.used -= self.give(call, addr)?.0;
             graphs.memory.reserved = graphs.memory.used;
         }
@@ -83,7 +69,7 @@ impl GraphDriver for NullDriver {
         if graphs.is_capturing(stream) {
             return Err(DriverError::illegal_state(CallKind::CaptureBegin, "the stream captures already"));
         }
-        graphs.captures.insert(stream.get(), Own::default());
+        graphs.captures.insert(stream.get(), CapturedMemory::default());
         self.capturing.fetch_add(1, Release);
         Ok(())
     }

@@ -153,32 +153,25 @@ pub fn switch() -> Kind<bool> {
     Kind::new("on or off", read, |on| if *on { "on" } else { "off" }.to_owned())
 }
 
-/// One of the values that a setting can have.
-#[derive(Clone, Copy, Debug)]
-pub struct Choice<T: 'static> {
-    /// As it is written.
-    pub name: &'static str,
-    /// What it is.
-    pub value: T,
-}
-
-/// A type with few values, each with a name.
+/// A type with few values, each with a name; [`named`](crate::named) makes one.
 pub trait Choices: Copy + PartialEq + 'static {
     /// All of them, in the order in which they are listed.
-    const ALL: &'static [Choice<Self>];
+    const ALL: &'static [Self];
+
+    /// How one is written.
+    fn name(self) -> &'static str;
 }
 
 /// One of the names of a type's values.
 #[must_use]
 pub fn choice<T: Choices>() -> Kind<T> {
-    let names: Vec<&str> = T::ALL.iter().map(|choice| choice.name).collect();
+    let names: Vec<&str> = T::ALL.iter().map(|choice| choice.name()).collect();
     let takes = match names.split_last() {
         Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
         _ => names.concat(),
     };
-    let read = |text: &str| T::ALL.iter().find(|choice| choice.name == text).map(|choice| choice.value);
-    let write = |value: &T| T::ALL.iter().find(|choice| choice.value == *value).map_or("", |choice| choice.name);
-    Kind::new(takes, read, move |value| write(value).to_owned())
+    let read = |text: &str| T::ALL.iter().find(|choice| choice.name() == text).copied();
+    Kind::new(takes, read, |value| value.name().to_owned())
 }
 
 /// What a type reads from text, described in a few words. A value with commas is written in brackets: `[1:4,>:8]`.

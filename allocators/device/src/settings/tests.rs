@@ -1,17 +1,14 @@
 //! Settings that are declared, read, written and refused.
 
-use super::{Choice, Choices, Settings, bytes, choice, fraction, nearest, number, switch, text};
+use super::{Settings, bytes, choice, fraction, nearest, number, switch, text};
 use serde::Serialize;
 
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-enum Fit {
-    Best,
-    First,
-}
-
-impl Choices for Fit {
-    const ALL: &'static [Choice<Self>] =
-        &[Choice { name: "best", value: Fit::Best }, Choice { name: "first", value: Fit::First }];
+crate::named! {
+    #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+    enum Fit {
+        Best "best",
+        First "first",
+    }
 }
 
 crate::settings! {
@@ -47,6 +44,7 @@ impl Every {
 
 #[test]
 fn every_kind_reads_what_it_writes() {
+    assert_eq!((Fit::named("first"), Fit::named("last")), (Some(Fit::First), None));
     let mut settings = Every::default();
     let values = [
         ("segment", "3M"),

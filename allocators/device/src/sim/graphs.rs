@@ -14,6 +14,7 @@ use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
+use crate::graph::CapturedMemory;
 use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
 use std::collections::BTreeMap;
 
@@ -53,19 +54,12 @@ impl Node {
     }
 }
 
-/// Memory of a capture or a graph: rounded size by address, of blocks that are out and of those that were freed.
-#[derive(Debug, Default)]
-struct Own {
-    out: BTreeMap<u64, u64>,
-    idle: BTreeMap<u64, u64>,
-}
-
 #[derive(Debug)]
 struct Capture {
     /// The stream that began it.
     origin: u64,
     nodes: Vec<Node>,
-    own: Own,
+    own: CapturedMemory,
     /// Why it cannot become a graph.
     invalid: Option<CallKind>,
 }
@@ -73,7 +67,7 @@ struct Capture {
 #[derive(Debug)]
 struct Graph {
     nodes: Vec<Node>,
-    own: Own,
+    own: CapturedMemory,
     /// When its last launch is done.
     last: Option<Mark>,
 }
@@ -127,8 +121,8 @@ impl Graphs {
 
 impl State {
     /// Gives the blocks of a capture or a graph back to the heap.
-    fn free_own(&mut self, own: &Own) {
-        for &addr in own.out.keys().chain(own.idle.keys()) {
+    fn free_own(&mut self, own: &CapturedMemory) {
+        for addr in own.addresses() {
             self.host.unback(addr);
             let len = self.graphs.heap.as_mut().and_then(|heap| heap.free(addr, None));
             self.graphs.used -= len.unwrap_or(0);
@@ -220,12 +214,8 @@ impl SimDriver {
         let Some(capture) = graphs.capturing.get(&stream.get()).and_then(|id| graphs.captures.get_mut(id)) else {
             return Err(DriverError::illegal_state(call, "the stream does not capture"));
         };
-        let idle = capture.own.idle.iter().find(|(_, size)| **size == len).map(|(addr, _)| *addr);
-        let addr = match idle {
-            Some(addr) => {
-                capture.own.idle.remove(&addr);
-                addr
-            }
+        let addr = match capture.own.reuse(len) {
+            Some(addr) => addr,
             None => {
                 let new = || Heap::new(GRAPH_BASE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
                 let heap = graphs.heap.get_or_insert_with(new);
@@ -235,10 +225,10 @@ impl SimDriver {
                 graphs.used += len;
                 graphs.used_high = graphs.used_high.max(graphs.used);
                 graphs.reserved_high = graphs.reserved_high.max(heap.held_bytes());
+                capture.own.add(placed.addr, len);
                 placed.addr
             }
         };
-        capture.own.out.insert(addr, len);
         capture.nodes.push(Node::MEMORY);
         Ok(DeviceAddr::handed_out(addr))
     }
@@ -252,17 +242,12 @@ impl SimDriver {
         stream: StreamId,
     ) -> DriverResult<()> {
         state.time.spend(costs.free_ns);
-        let capture = state.graphs.capture(stream);
-        let freed = capture.and_then(|capture| {
-            let len = capture.own.out.remove(&addr.get())?;
-            capture.own.idle.insert(addr.get(), len);
-            capture.nodes.push(Node::MEMORY);
-            Some(())
-        });
-        freed.ok_or_else(|| {
-            let context = format!("no block of the capture at {:#x}", addr.get());
-            DriverError::invalid_value(CallKind::MemFreeAsync, context)
-        })
+        let call = CallKind::MemFreeAsync;
+        let no_capture = || DriverError::illegal_state(call, "the stream does not capture");
+        let capture = state.graphs.capture(stream).ok_or_else(no_capture)?;
+        capture.own.free(call, addr)?;
+        capture.nodes.push(Node::MEMORY);
+        Ok(())
     }
 
     /// Queues work on a stream, or notes it where the stream is captured.
@@ -300,7 +285,8 @@ impl GraphDriver for SimDriver {
         }
         let graphs = &mut state.graphs;
         graphs.next += 1;
-        let capture = Capture { origin: stream.get(), nodes: Vec::new(), own: Own::default(), invalid: None };
+        let capture =
+            Capture { origin: stream.get(), nodes: Vec::new(), own: CapturedMemory::default(), invalid: None };
         graphs.captures.insert(graphs.next, capture);
         graphs.capturing.insert(stream.get(), graphs.next);
         Ok(())

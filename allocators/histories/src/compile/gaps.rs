@@ -2,15 +2,9 @@
 
 use crate::steps;
 
-/// Blocks in address order, and how large the largest gap between any two of them is.
+/// Blocks in address order, by start and end; those that touch or overlap are one.
 #[derive(Debug)]
-pub(super) struct Gaps {
-    /// Starts and ends; blocks that touch or overlap are one.
-    blocks: Vec<(u64, u64)>,
-    /// A tree of maxima: gap `i`, which lies behind block `i`, is leaf `gaps + i`, and node `i` is the larger of nodes
-    /// `2 i` and `2 i + 1`.
-    largest: Vec<u64>,
-}
+pub(super) struct Gaps(Vec<(u64, u64)>);
 
 impl Gaps {
     /// The gaps between blocks given by start and end, in any order. O(n log n).
@@ -25,45 +19,20 @@ impl Gaps {
                 _ => blocks.push((start, end)),
             }
         }
-        let gaps = blocks.len().saturating_sub(1);
-        let mut largest = vec![0; gaps];
-        largest.extend(blocks.windows(2).map(|pair| pair[1].0 - pair[0].1));
-        for node in (1..gaps).rev() {
-            largest[node] = largest[2 * node].max(largest[2 * node + 1]);
-        }
-        Self { blocks, largest }
+        Self(blocks)
     }
 
-    /// The largest part of `start..end` in which no block lies. O(log n).
+    /// The largest part of `start..end` in which no block lies. O(log n), and a step for each block in it.
     pub(super) fn largest_in(&self, start: u64, end: u64) -> u64 {
-        let first = self.blocks.partition_point(|block| block.1 <= start);
-        let last = self.blocks.partition_point(|block| block.0 < end);
-        if first >= last {
-            return end.saturating_sub(start);
-        }
-        let before = self.blocks[first].0.saturating_sub(start);
-        let behind = end.saturating_sub(self.blocks[last - 1].1);
-        before.max(behind).max(self.largest_of(first, last - 1))
-    }
-
-    /// The largest of gaps `first..last`.
-    fn largest_of(&self, first: usize, last: usize) -> u64 {
-        let gaps = self.largest.len() / 2;
-        let (mut first, mut last, mut largest) = (first + gaps, last + gaps, 0);
-        while first < last {
+        let first = self.0.partition_point(|block| block.1 <= start);
+        let last = self.0.partition_point(|block| block.0 < end).max(first);
+        let (mut at, mut largest) = (start, 0);
+        for block in &self.0[first..last] {
             steps::count(1);
-            if !first.is_multiple_of(2) {
-                largest = largest.max(self.largest[first]);
-                first += 1;
-            }
-            if !last.is_multiple_of(2) {
-                last -= 1;
-                largest = largest.max(self.largest[last]);
-            }
-            first /= 2;
-            last /= 2;
+            largest = largest.max(block.0.saturating_sub(at));
+            at = block.1;
         }
-        largest
+        largest.max(end.saturating_sub(at))
     }
 }
 

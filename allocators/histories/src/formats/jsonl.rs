@@ -50,8 +50,8 @@ fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> 
 fn parse(text: &str) -> Result<Event, String> {
     let line: Line<'_> = serde_json::from_str(text)
         .map_err(|error| format!("the line is no event: {error}; it was cut short or damaged"))?;
-    let action: Action =
-        line.action.parse().map_err(|()| format!("'{}' is no action", super::lines::clip(&line.action)))?;
+    let unknown = || format!("'{}' is no action", super::lines::clip(&line.action));
+    let action = Action::named(&line.action).ok_or_else(unknown)?;
     let addr = match line.addr {
         Some(addr) => addr,
         None if action == Action::Oom => 0,

@@ -3,89 +3,63 @@
 use super::{Action, Event};
 use vramlab_policies::contract::{BlockState, PoolKind};
 
-macro_rules! words {
-    ($($variant:ident $text:literal,)*) => {
-        /// A string with a meaning.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        #[repr(u8)]
-        pub(crate) enum Word {
-            $($variant,)*
-        }
-
-        impl Word {
-            /// Every word, each at the place of its number.
-            pub(crate) const ALL: &[Word] = &[$(Word::$variant,)*];
-
-            /// The word that is spelt like this.
-            pub(crate) fn of(text: &str) -> Option<Word> {
-                match text {
-                    $($text => Some(Word::$variant),)*
-                    _ => None,
-                }
-            }
-
-            /// How it is spelt.
-            pub(crate) fn text(self) -> &'static str {
-                match self {
-                    $(Word::$variant => $text,)*
-                }
-            }
-        }
-    };
-}
-
-words! {
-    Segments "segments",
-    DeviceTraces "device_traces",
-    AllocatorSettings "allocator_settings",
-    ExternalAnnotations "external_annotations",
-    Action "action",
-    Addr "addr",
-    Size "size",
-    Stream "stream",
-    TimeUs "time_us",
-    DeviceFree "device_free",
-    Frames "frames",
-    ForwardFrames "forward_frames",
-    Name "name",
-    Filename "filename",
-    Line "line",
-    Category "category",
-    UserMetadata "user_metadata",
-    CompileContext "compile_context",
-    InternalMetadata "internal_metadata",
-    PoolId "pool_id",
-    HostSegments "host_segments",
-    HostTraces "host_traces",
-    AllocatedSize "allocated_size",
-    ActiveSize "active_size",
-    Stage "stage",
-    Start "START",
-    Device "device",
-    Address "address",
-    TotalSize "total_size",
-    RequestedSize "requested_size",
-    SegmentType "segment_type",
-    SegmentPoolId "segment_pool_id",
-    IsExpandable "is_expandable",
-    Blocks "blocks",
-    State "state",
-    Alloc "alloc",
-    FreeRequested "free_requested",
-    FreeCompleted "free_completed",
-    RecordUse "record_use",
-    SegmentAlloc "segment_alloc",
-    SegmentFree "segment_free",
-    SegmentMap "segment_map",
-    SegmentUnmap "segment_unmap",
-    Snapshot "snapshot",
-    Oom "oom",
-    Small "small",
-    Large "large",
-    ActiveAllocated "active_allocated",
-    ActivePendingFree "active_pending_free",
-    ActiveAwaitingFree "active_awaiting_free",
-    Inactive "inactive",
+vramlab_device::named! {
+    /// A string with a meaning.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    #[repr(u8)]
+    pub(crate) enum Word {
+        Segments "segments",
+        DeviceTraces "device_traces",
+        AllocatorSettings "allocator_settings",
+        ExternalAnnotations "external_annotations",
+        Action "action",
+        Addr "addr",
+        Size "size",
+        Stream "stream",
+        TimeUs "time_us",
+        DeviceFree "device_free",
+        Frames "frames",
+        ForwardFrames "forward_frames",
+        Name "name",
+        Filename "filename",
+        Line "line",
+        Category "category",
+        UserMetadata "user_metadata",
+        CompileContext "compile_context",
+        InternalMetadata "internal_metadata",
+        PoolId "pool_id",
+        HostSegments "host_segments",
+        HostTraces "host_traces",
+        AllocatedSize "allocated_size",
+        ActiveSize "active_size",
+        Stage "stage",
+        Start "START",
+        Device "device",
+        Address "address",
+        TotalSize "total_size",
+        RequestedSize "requested_size",
+        SegmentType "segment_type",
+        SegmentPoolId "segment_pool_id",
+        IsExpandable "is_expandable",
+        Blocks "blocks",
+        State "state",
+        Alloc "alloc",
+        FreeRequested "free_requested",
+        FreeCompleted "free_completed",
+        RecordUse "record_use",
+        SegmentAlloc "segment_alloc",
+        SegmentFree "segment_free",
+        SegmentMap "segment_map",
+        SegmentUnmap "segment_unmap",
+        Snapshot "snapshot",
+        Oom "oom",
+        Small "small",
+        Large "large",
+        ActiveAllocated "active_allocated",
+        ActivePendingFree "active_pending_free",
+        ActiveAwaitingFree "active_awaiting_free",
+        Inactive "inactive",
+    }
 }
 
 impl Word {
@@ -124,19 +98,6 @@ impl Word {
     /// Whether it is a key that says where an event came from.
     pub(crate) fn is_origin_key(self) -> bool {
         matches!(self, Word::Frames | Word::ForwardFrames | Word::Category | Word::UserMetadata)
-    }
-
-    /// Whether it is a key of the outermost dictionary.
-    pub(crate) fn is_top_key(self) -> bool {
-        matches!(
-            self,
-            Word::Segments
-                | Word::DeviceTraces
-                | Word::AllocatorSettings
-                | Word::ExternalAnnotations
-                | Word::HostSegments
-                | Word::HostTraces
-        )
     }
 }
 
@@ -197,7 +158,7 @@ impl Keys {
     /// Whether the snapshot has this key.
     #[must_use]
     pub fn has(self, key: &str) -> bool {
-        Word::of(key).is_some_and(|word| self.0 & Self::bit(word) != 0)
+        Word::named(key).is_some_and(|word| self.0 & Self::bit(word) != 0)
     }
 
     fn bit(key: Word) -> u64 {
@@ -212,9 +173,9 @@ mod tests {
     #[test]
     fn actions_are_spelt_as_words() {
         for action in Action::ALL {
-            assert_eq!(Word::of(action.name()).and_then(Word::action), Some(action));
+            assert_eq!(Word::named(action.name()).and_then(Word::action), Some(action));
         }
-        let others = Word::ALL.iter().filter(|word| Action::ALL.iter().all(|action| action.name() != word.text()));
+        let others = Word::ALL.iter().filter(|word| Action::ALL.iter().all(|action| action.name() != word.name()));
         assert!(others.copied().all(|word| word.action().is_none()));
     }
 }

@@ -96,12 +96,10 @@ impl<'a> Unused<'a> {
 
     /// How many bytes of `start..end` were unused; they are no longer.
     fn remove(&mut self, start: u64, end: u64) -> u64 {
-        if start >= end || !self.ranges.overlaps(start, end) {
+        if start >= end {
             return 0;
         }
-        let used: u64 = self.ranges.missing(start, end).into_iter().map(|(from, to)| to - from).sum();
-        self.ranges.remove(start, end);
-        let bytes = end - start - used;
+        let bytes = self.ranges.remove(start, end).into_iter().map(|(from, to)| to - from).sum();
         self.bytes -= bytes;
         bytes
     }

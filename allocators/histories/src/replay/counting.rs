@@ -10,7 +10,7 @@ use vramlab_policies::contract::Path;
 /// clock where calls take time.
 #[derive(Debug)]
 pub(super) struct CallCounter {
-    kinds: [AtomicU64; CallKind::ALL.len()],
+    kinds: [AtomicU64; CallKind::COUNT],
     all: AtomicU64,
     ns: AtomicU64,
     /// The device's clock; `None` on a device whose calls cost nothing.

@@ -145,7 +145,8 @@ fn run(
         streams: &streams.ids,
         // The slots are touched here, so that the first use of each costs the same as the others.
         live: (0..history.slots).map(|_| None).collect(),
-        addresses: against.map_or(&history.addresses, |against| &against.addresses).iter(),
+        addresses: recorded.then(|| against.map_or(&history.addresses, |against| &against.addresses).iter()),
+        touch: settings.touch,
         against: against.is_some(),
         stop: settings.stop_at_failure,
         ask_again: settings.ask_again,
@@ -160,21 +161,13 @@ fn run(
     if pooled {
         run.pools = Some(Pools::new(history, backend.as_ref(), &streams.ids)?);
     }
-    let start = run.begin(history, settings.touch)?;
+    let start = run.begin(history)?;
     counting.hook().reset();
     let virtual_clock = driver.describe().virtual_time.then(|| driver.clock());
     let simulated = || virtual_clock.as_ref().map(|clock| clock.now_ns());
     let (clock, simulated_start) = (MonotonicClock::new(), simulated());
     let started = clock.now_ns();
-    let outcome = match (recorded, settings.touch) {
-        _ if start.stopped => Ok(()),
-        (false, _) if run.watched.is_some() => run.all::<false, false, true>(&history.ops),
-        (true, _) if run.watched.is_some() => run.all::<true, false, true>(&history.ops),
-        (false, false) => run.all::<false, false, false>(&history.ops),
-        (false, true) => run.all::<false, true, false>(&history.ops),
-        (true, false) => run.all::<true, false, false>(&history.ops),
-        (true, true) => run.all::<true, true, false>(&history.ops),
-    };
+    let outcome = if start.stopped { Ok(()) } else { run.all(&history.ops) };
     let private_pools = run.pools.is_some();
     let host_ns = clock.now_ns() - started;
     let simulated_ns = simulated().zip(simulated_start).map(|(end, start)| end - start);
@@ -257,7 +250,10 @@ struct Run<'a> {
     calls: &'a CallCounter,
     streams: &'a [StreamId],
     live: Vec<Option<Block>>,
-    addresses: std::slice::Iter<'a, u64>,
+    /// Where the blocks should lie, if that is compared.
+    addresses: Option<std::slice::Iter<'a, u64>>,
+    /// Whether each block is written to.
+    touch: bool,
     /// Whether the addresses are those of an allocator other than the recorded one.
     against: bool,
     stop: bool,
@@ -281,24 +277,20 @@ struct Start {
 
 impl Run<'_> {
     /// Sets up what was held before the first event.
-    fn begin(&mut self, history: &History, touched: bool) -> Result<Start, ReplayError> {
+    fn begin(&mut self, history: &History) -> Result<Start, ReplayError> {
         let beginning = &history.beginning;
         let mut stopped = false;
         match self.pools.is_some() {
             true => {
                 for pool in 0..=history.private_pools() {
                     // CAST: operations name the pools in 16 bits or fewer.
-                    stopped |= self.begin_pool(beginning, Some(pool as u32), stopped, touched)?;
+                    stopped |= self.begin_pool(beginning, Some(pool as u32), stopped)?;
                 }
             }
-            false => stopped = self.begin_pool(beginning, None, stopped, touched)?,
+            false => stopped = self.begin_pool(beginning, None, stopped)?,
         }
         for op in &beginning.frees {
-            if touched {
-                self.release::<true>(*op)?
-            } else {
-                self.release::<false>(*op)?
-            };
+            self.release(*op)?;
         }
         if !beginning.blocks.is_empty() || !beginning.segments.is_empty() {
             self.allocator.reset_peaks();
@@ -311,13 +303,7 @@ impl Run<'_> {
 
     /// Sets up what was held before the first event of a pool (0: the default pool), or of all of them. True when something failed
     /// and that ends the replay.
-    fn begin_pool(
-        &mut self,
-        beginning: &Beginning,
-        pool: Option<u32>,
-        mut stopped: bool,
-        touched: bool,
-    ) -> Result<bool, ReplayError> {
+    fn begin_pool(&mut self, beginning: &Beginning, pool: Option<u32>, mut stopped: bool) -> Result<bool, ReplayError> {
         let own = |block: &&StartBlock| pool.is_none_or(|pool| beginning.private_at(block.addr) == pool);
         let mut left: Vec<&StartBlock> = beginning.blocks.iter().filter(own).collect();
         if let (Some(pool), Some(pools)) = (pool, &mut self.pools) {
@@ -331,7 +317,7 @@ impl Run<'_> {
                 Ok(Some(blocks)) => {
                     self.tally.allocations += left.len() as u64;
                     for (start, block) in left.drain(..).zip(blocks) {
-                        self.hold(start, block, None, touched)?;
+                        self.hold(start, block, None)?;
                     }
                 }
                 Err(error) => {
@@ -350,7 +336,7 @@ impl Run<'_> {
             match self.allocator.allocate(Request::new(start.requested), self.streams[start.stream as usize]) {
                 Ok(block) => {
                     let path = block.path();
-                    self.hold(start, block, Some(path), touched)?;
+                    self.hold(start, block, Some(path))?;
                 }
                 Err(error) => {
                     self.failed(error)?;
@@ -378,68 +364,43 @@ impl Run<'_> {
         }
     }
 
-    fn hold(&mut self, start: &StartBlock, block: Block, path: Option<Path>, touched: bool) -> Result<(), ReplayError> {
-        if let Some(watched) = &mut self.watched {
-            watched.served(&block, path, self.allocator, self.streams[start.stream as usize]);
-        }
-        if touched {
-            self.touch(&block, self.streams[start.stream as usize])?;
-        }
+    fn hold(&mut self, start: &StartBlock, block: Block, path: Option<Path>) -> Result<(), ReplayError> {
+        let stream = self.streams[start.stream as usize];
+        self.held(&block, path, stream)?;
         self.live[start.slot as usize] = Some(block);
         Ok(())
     }
 
-    fn all<const RECORDED: bool, const TOUCHED: bool, const WATCHED: bool>(
-        &mut self,
-        ops: &[Op],
-    ) -> Result<(), ReplayError> {
-        match self.pools.is_some() {
-            true => self.each::<RECORDED, TOUCHED, WATCHED, true>(ops),
-            false => self.each::<RECORDED, TOUCHED, WATCHED, false>(ops),
+    /// Notes a block that was served, and writes to it where that is wanted.
+    fn held(&mut self, block: &Block, path: Option<Path>, stream: StreamId) -> Result<(), ReplayError> {
+        if let Some(watched) = &mut self.watched {
+            watched.served(block, path, self.allocator, stream);
         }
+        self.touch(block, stream)
     }
 
-    fn each<const RECORDED: bool, const TOUCHED: bool, const WATCHED: bool, const POOLS: bool>(
-        &mut self,
-        ops: &[Op],
-    ) -> Result<(), ReplayError> {
-        for (at, op) in ops.iter().enumerate() {
+    fn all(&mut self, ops: &[Op]) -> Result<(), ReplayError> {
+        for (at, op) in (0u32..).zip(ops) {
             steps::count(1);
-            if POOLS {
-                // CAST: a history has fewer than 2^32 operations.
-                self.choose_pool(at as u32, *op)?;
-            }
+            self.choose_pool(at, *op)?;
             match op.kind() {
                 Kind::Alloc => {
-                    // CAST: as above.
-                    self.driver.hook().at(at as u32);
+                    self.driver.hook().at(at);
                     let stream = self.streams[op.stream() as usize];
                     self.tally.allocations += 1;
-                    if WATCHED {
-                        self.watch();
-                    }
+                    self.watch();
                     let before = self.calls.spent();
                     let served = self.allocator.allocate(Request::new(op.value), stream);
                     let path = served.as_ref().map_or(Path::Failed, Block::path);
                     self.tally.requests.add(path, before, self.calls.spent());
                     match served {
                         Ok(block) => {
-                            if WATCHED && let Some(watched) = &mut self.watched {
-                                watched.served(&block, Some(block.path()), self.allocator, stream);
-                            }
-                            if RECORDED && self.addresses.next() != Some(&block.addr().get()) {
-                                self.tally.moved += 1;
-                            }
-                            if TOUCHED {
-                                self.touch(&block, stream)?;
-                            }
+                            self.compare(Some(block.addr().get()));
+                            self.held(&block, Some(path), stream)?;
                             self.live[op.slot as usize] = Some(block);
                         }
                         Err(error) => {
-                            if RECORDED {
-                                self.addresses.next();
-                                self.tally.moved += 1;
-                            }
+                            self.compare(None);
                             self.failed(error)?;
                             if self.stop {
                                 return Ok(());
@@ -452,34 +413,30 @@ impl Run<'_> {
                         // SAFETY: the only uses are the touch, queued on this stream before, and those announced.
                         unsafe { self.allocator.deallocate(block, self.streams[op.stream() as usize]) }?;
                     }
-                    if WATCHED {
-                        self.freed(*op);
-                    }
+                    self.freed(*op);
                 }
                 Kind::Release => {
-                    self.release::<TOUCHED>(*op)?;
-                    if WATCHED {
-                        self.freed(*op);
-                    }
+                    self.release(*op)?;
+                    self.freed(*op);
                 }
                 Kind::Use => {
                     if let Some(block) = &self.live[op.slot as usize] {
-                        self.use_on::<TOUCHED>(block, self.streams[op.stream() as usize])?;
+                        self.use_on(block, self.streams[op.stream() as usize])?;
                     }
                 }
                 Kind::Trim | Kind::Refused if self.against => {}
                 Kind::Trim => {
-                    self.driver.hook().at(at as u32);
+                    self.driver.hook().at(at);
                     if let Some(pools) = &mut self.pools {
-                        pools.trim(at as u32)?;
+                        pools.trim(at)?;
                     }
                     // What only a private pool gave back lies, without such, in a cache that the client did not empty.
                     if op.pool() == 0 {
                         self.allocator.trim(0)?;
                     }
                 }
-                Kind::Refused if RECORDED || self.ask_again => {
-                    self.driver.hook().at_refused(at as u32);
+                Kind::Refused if self.addresses.is_some() || self.ask_again => {
+                    self.driver.hook().at_refused(at);
                     self.refused(*op)?;
                     if self.stop && self.tally.failed > 0 {
                         return Ok(());
@@ -489,6 +446,14 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Compares the place of an allocation, or that there is none, with the recorded one.
+    fn compare(&mut self, addr: Option<u64>) {
+        if let Some(addresses) = &mut self.addresses {
+            let same = addresses.next().copied() == addr && addr.is_some();
+            self.tally.moved += u64::from(!same);
+        }
     }
 
     /// Says that there was a request to free.
@@ -530,23 +495,25 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn use_on<const TOUCHED: bool>(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
+    fn use_on(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
         self.allocator.record_use(block, stream)?;
-        if TOUCHED { self.touch(block, stream) } else { Ok(()) }
+        self.touch(block, stream)
     }
 
     fn touch(&self, block: &Block, stream: StreamId) -> Result<(), ReplayError> {
-        // SAFETY: the block is held, and it is its own stream or one whose use was announced.
-        unsafe { self.driver.fill_bytes(block.addr(), TOUCH, block.requested(), stream) }?;
+        if self.touch {
+            // SAFETY: the block is held, and it is its own stream or one whose use was announced.
+            unsafe { self.driver.fill_bytes(block.addr(), TOUCH, block.requested(), stream) }?;
+        }
         Ok(())
     }
 
     /// A free whose completion the history tells, or that waits for announced uses.
-    fn release<const TOUCHED: bool>(&mut self, op: Op) -> Result<(), ReplayError> {
+    fn release(&mut self, op: Op) -> Result<(), ReplayError> {
         let Release { ready, user } = op.release();
         let Some(block) = self.live[op.slot as usize].take() else { return Ok(()) };
         if user != NO_STREAM {
-            self.use_on::<TOUCHED>(&block, self.streams[user as usize])?;
+            self.use_on(&block, self.streams[user as usize])?;
         }
         self.driver.hook().releasing(ready);
         // SAFETY: as for `Kind::Free`.

@@ -49,7 +49,7 @@ use crate::policy::split::{BFC_LARGEST_REST, Split};
 use crate::space::FreeList;
 use serde::Serialize;
 use std::sync::Arc;
-use vramlab_device::settings::{Choice, Choices, Settings as _, bytes, choice, switch};
+use vramlab_device::settings::{Settings as _, bytes, choice, switch};
 use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
@@ -72,21 +72,16 @@ pub static BACKEND: Backend = Backend {
     },
 };
 
-/// How large a region is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Extend {
-    /// Twice as large as the last one.
-    NextPowerOfTwo,
-    /// As large as the request.
-    SameAsRequested,
-}
-
-impl Choices for Extend {
-    const ALL: &'static [Choice<Self>] = &[
-        Choice { name: "next-power-of-two", value: Self::NextPowerOfTwo },
-        Choice { name: "same-as-requested", value: Self::SameAsRequested },
-    ];
+vramlab_device::named! {
+    /// How large a region is.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum Extend {
+        /// Twice as large as the last one.
+        NextPowerOfTwo "next-power-of-two",
+        /// As large as the request.
+        SameAsRequested "same-as-requested",
+    }
 }
 
 vramlab_device::settings! {

@@ -44,7 +44,7 @@ use crate::policy::stream::Stream;
 use crate::space::{Account, FreeList, Space};
 use serde::Serialize;
 use std::sync::Arc;
-use vramlab_device::settings::{Choice, Choices, Settings as _, bytes, choice};
+use vramlab_device::settings::{Settings as _, bytes, choice};
 use vramlab_device::{Driver, DriverError};
 
 /// The entry in the [list of backends](super::registry).
@@ -60,24 +60,11 @@ pub static BACKEND: Backend = Backend {
     },
 };
 
-/// A kind of each part by name.
-macro_rules! kinds {
-    ($($(#[doc = $doc:literal])+ $part:ident { $($(#[doc = $help:literal])+ $kind:ident $name:literal,)+ })+) => {$(
-        $(#[doc = $doc])+
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-        pub enum $part {
-            $($(#[doc = $help])+ #[serde(rename = $name)] $kind,)+
-        }
-
-        impl Choices for $part {
-            const ALL: &'static [Choice<Self>] = &[$(Choice { name: $name, value: $part::$kind },)+];
-        }
-    )+};
-}
-
-kinds! {
+vramlab_device::named! {
     /// How requests are rounded, see [`Size`].
-    SizeKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum SizeKind {
         /// PyTorch.
         Torch "torch",
         /// PyTorch, without a pool for small requests.
@@ -89,8 +76,13 @@ kinds! {
         /// Powers of two.
         PowerOfTwo "power-of-two",
     }
+}
+
+vramlab_device::named! {
     /// Which free block serves, see [`Fit`].
-    FitKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum FitKind {
         /// The smallest.
         Best "best",
         /// The lowest.
@@ -100,8 +92,13 @@ kinds! {
         /// One of the first size class in which all fit.
         Tlsf "tlsf",
     }
+}
+
+vramlab_device::named! {
     /// Whether blocks are split, see [`Split`].
-    SplitKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum SplitKind {
         /// PyTorch.
         Torch "torch",
         /// Always.
@@ -111,15 +108,25 @@ kinds! {
         /// Never.
         Never "never",
     }
+}
+
+vramlab_device::named! {
     /// Whose blocks a stream may take, see [`Stream`].
-    StreamKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum StreamKind {
         /// Its own.
         Own "own",
         /// Those of others, too.
         Steal "steal",
     }
+}
+
+vramlab_device::named! {
     /// What happens when none fits, see [`Ladder`] and [`SegmentSize`].
-    GrowKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum GrowKind {
         /// PyTorch's ladder and segments.
         Torch "torch",
         /// Each segment twice as large as the last.
@@ -129,18 +136,18 @@ kinds! {
         /// As much as the request needs.
         Exact "exact",
     }
+}
+
+vramlab_device::named! {
     /// Where segments come from, see [`Source`].
-    SourceKind {
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum SourceKind {
         /// One driver call each.
         Plain "plain",
         /// Parts of large ranges of addresses.
         Expandable "expandable",
     }
-}
-
-impl Choices for Join {
-    const ALL: &'static [Choice<Self>] =
-        &[Choice { name: "at-free", value: Self::AtFree }, Choice { name: "on-miss", value: Self::OnMiss }];
 }
 
 vramlab_device::settings! {

@@ -7,81 +7,37 @@ use vramlab_device::DeviceAddr;
 /// Alignment that every backend guarantees, in bytes. CUDA promises 256 for `cuMemAlloc`.
 pub const GUARANTEED_ALIGN: u64 = 256;
 
-/// How an operation was served; latency is reported by operation and path, because their costs differ by
-/// orders of magnitude.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-// As wide as a copy of a `Block` reads it, see `Block::new`.
-#[repr(u64)]
-pub enum Path {
-    /// A cached block was handed out whole, or a block went back to the cache.
-    Hit,
-    /// A cached block was split.
-    Split,
-    /// A freed block was joined with a free neighbour.
-    Coalesce,
-    /// The free waits for events of other streams.
-    Deferred,
-    /// The allocating or freeing stream was made to wait for another stream's use.
-    WaitInserted,
-    /// The driver's own pool served it (what happened inside is not visible).
-    Pool,
-    /// The driver was asked for memory.
-    DriverAlloc,
-    /// Memory went back to the driver.
-    DriverFree,
-    /// Old cached segments were released first because the garbage collection threshold was passed.
-    Collect,
-    /// Free pages that lay elsewhere were mapped for it.
-    Steal,
-    /// The device refused; the cache was released and the device asked again.
-    Retry,
-    /// The operation failed.
-    Failed,
-}
-
-impl Path {
-    /// Number of paths.
-    pub const COUNT: usize = 12;
-    /// Every path, in the order in which reports list them.
-    pub const ALL: [Path; Self::COUNT] = [
-        Path::Hit,
-        Path::Split,
-        Path::Coalesce,
-        Path::Deferred,
-        Path::WaitInserted,
-        Path::Pool,
-        Path::DriverAlloc,
-        Path::DriverFree,
-        Path::Collect,
-        Path::Steal,
-        Path::Retry,
-        Path::Failed,
-    ];
-
-    /// Name in reports and records.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        const NAMES: [&str; Path::COUNT] = [
-            "hit",
-            "split",
-            "coalesce",
-            "deferred",
-            "wait_inserted",
-            "pool",
-            "driver_alloc",
-            "driver_free",
-            "collect",
-            "steal",
-            "retry",
-            "failed",
-        ];
-        NAMES[self as usize]
-    }
-}
-
-impl fmt::Display for Path {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+vramlab_device::named! {
+    /// How an operation was served; latency is reported by operation and path, because their costs differ by
+    /// orders of magnitude.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    // As wide as a copy of a `Block` reads it, see `Block::new`.
+    #[repr(u64)]
+    pub enum Path {
+        /// A cached block was handed out whole, or a block went back to the cache.
+        Hit "hit",
+        /// A cached block was split.
+        Split "split",
+        /// A freed block was joined with a free neighbour.
+        Coalesce "coalesce",
+        /// The free waits for events of other streams.
+        Deferred "deferred",
+        /// The allocating or freeing stream was made to wait for another stream's use.
+        WaitInserted "wait_inserted",
+        /// The driver's own pool served it (what happened inside is not visible).
+        Pool "pool",
+        /// The driver was asked for memory.
+        DriverAlloc "driver_alloc",
+        /// Memory went back to the driver.
+        DriverFree "driver_free",
+        /// Old cached segments were released first because the garbage collection threshold was passed.
+        Collect "collect",
+        /// Free pages that lay elsewhere were mapped for it.
+        Steal "steal",
+        /// The device refused; the cache was released and the device asked again.
+        Retry "retry",
+        /// The operation failed.
+        Failed "failed",
     }
 }
 

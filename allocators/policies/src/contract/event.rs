@@ -1,80 +1,34 @@
 //! What can happen to blocks and segments, as every log of an allocator has it: our traces and the histories of others.
 
 use serde::Serialize;
-use std::fmt;
 
-/// What happened. The names are those of PyTorch's snapshots, and `record_use`, which they lack.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[repr(u8)]
-pub enum Action {
-    /// A block was handed out; `bytes` were asked for.
-    Alloc,
-    /// The client let go of a block.
-    FreeRequested,
-    /// The block became reusable: with the request, or later when streams still used it.
-    FreeCompleted,
-    /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0 in histories.
-    RecordUse,
-    /// A segment was obtained from the device.
-    SegmentAlloc,
-    /// A segment went back to the device.
-    SegmentFree,
-    /// A part of an expandable segment was mapped.
-    SegmentMap,
-    /// A part of an expandable segment was unmapped.
-    SegmentUnmap,
-    /// A snapshot was taken; `bytes` are active.
-    Snapshot,
-    /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device, 0 where the log does not
-    /// say.
-    Oom,
-}
-
-impl Action {
-    /// Every action, each at the place of its number.
-    pub const ALL: [Action; 10] = [
-        Action::Alloc,
-        Action::FreeRequested,
-        Action::FreeCompleted,
-        Action::RecordUse,
-        Action::SegmentAlloc,
-        Action::SegmentFree,
-        Action::SegmentMap,
-        Action::SegmentUnmap,
-        Action::Snapshot,
-        Action::Oom,
-    ];
-
-    /// Name in PyTorch's snapshots and in our own traces.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Action::Alloc => "alloc",
-            Action::FreeRequested => "free_requested",
-            Action::FreeCompleted => "free_completed",
-            Action::RecordUse => "record_use",
-            Action::SegmentAlloc => "segment_alloc",
-            Action::SegmentFree => "segment_free",
-            Action::SegmentMap => "segment_map",
-            Action::SegmentUnmap => "segment_unmap",
-            Action::Snapshot => "snapshot",
-            Action::Oom => "oom",
-        }
-    }
-}
-
-impl std::str::FromStr for Action {
-    type Err = ();
-
-    fn from_str(name: &str) -> Result<Self, ()> {
-        Action::ALL.into_iter().find(|action| action.name() == name).ok_or(())
-    }
-}
-
-impl fmt::Display for Action {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+vramlab_device::named! {
+    /// What happened. The names are those of PyTorch's snapshots, and `record_use`, which they lack.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+    #[serde(rename_all = "snake_case")]
+    #[repr(u8)]
+    pub enum Action {
+        /// A block was handed out; `bytes` were asked for.
+        Alloc "alloc",
+        /// The client let go of a block.
+        FreeRequested "free_requested",
+        /// The block became reusable: with the request, or later when streams still used it.
+        FreeCompleted "free_completed",
+        /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0 in histories.
+        RecordUse "record_use",
+        /// A segment was obtained from the device.
+        SegmentAlloc "segment_alloc",
+        /// A segment went back to the device.
+        SegmentFree "segment_free",
+        /// A part of an expandable segment was mapped.
+        SegmentMap "segment_map",
+        /// A part of an expandable segment was unmapped.
+        SegmentUnmap "segment_unmap",
+        /// A snapshot was taken; `bytes` are active.
+        Snapshot "snapshot",
+        /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device, 0 where the log does not
+        /// say.
+        Oom "oom",
     }
 }
 
@@ -103,7 +57,7 @@ mod tests {
     fn an_action_has_one_name() {
         for action in Action::ALL {
             assert_eq!(serde_json::to_value(action).unwrap(), action.name());
-            assert_eq!(action.name().parse(), Ok(action));
+            assert_eq!(Action::named(action.name()), Some(action));
             assert_eq!(Action::ALL[action as usize], action);
         }
     }

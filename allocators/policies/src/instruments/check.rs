@@ -69,8 +69,8 @@ struct Captured {
 struct State {
     /// Blocks that the client holds, by address.
     live: BTreeMap<u64, Held>,
-    /// Ranges that were poisoned when they came back and should be untouched: address, then bytes.
-    poisoned: BTreeMap<u64, u64>,
+    /// Ranges that were poisoned when they came back and should be untouched.
+    poisoned: Ranges,
     captures: BTreeMap<CaptureId, Captured>,
     report: CheckReport,
 }
@@ -99,28 +99,6 @@ impl State {
     fn pinned_by(&self, addr: u64, bytes: u64, stream: StreamId) -> Option<CaptureId> {
         let others = self.captures.iter().filter(|(_, capture)| !(capture.open && capture.stream == stream));
         others.into_iter().find(|(_, capture)| capture.ranges.overlaps(addr, addr + bytes)).map(|(id, _)| *id)
-    }
-
-    /// Takes the poisoned ranges inside `addr..addr + bytes` out and returns them, cut to it.
-    fn take_poisoned(&mut self, addr: u64, bytes: u64) -> Vec<(u64, u64)> {
-        let end = addr + bytes;
-        let touching: Vec<(u64, u64)> = self.poisoned.range(..end).rev().map(|(start, len)| (*start, *len)).collect();
-        let mut out = Vec::new();
-        for (start, len) in touching {
-            let stop = start + len;
-            if stop <= addr {
-                break;
-            }
-            self.poisoned.remove(&start);
-            if start < addr {
-                self.poisoned.insert(start, addr - start);
-            }
-            if stop > end {
-                self.poisoned.insert(end, stop - end);
-            }
-            out.push((start.max(addr), stop.min(end) - start.max(addr)));
-        }
-        out
     }
 }
 
@@ -160,19 +138,19 @@ impl Checker {
     /// everything where a backend does not show its segments.
     fn forget(&self, state: &mut State, block: &Block) {
         let (addr, bytes) = (block.addr().get(), block.bytes());
-        state.take_poisoned(addr, bytes);
+        state.poisoned.remove(addr, addr + bytes);
         if matches!(block.path(), Path::Hit | Path::Split) {
             return;
         }
         let Some(snapshot) = self.inner.snapshot() else {
-            state.poisoned.clear();
+            state.poisoned = Ranges::default();
             return;
         };
         let segments = snapshot.segments.iter();
         for segment in
             segments.filter(|segment| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&addr))
         {
-            state.take_poisoned(segment.addr.get(), segment.bytes);
+            state.poisoned.remove(segment.addr.get(), segment.addr.get() + segment.bytes);
         }
     }
 
@@ -183,13 +161,13 @@ impl Checker {
             self.forget(state, block);
             return Ok(());
         }
-        for (start, len) in state.take_poisoned(addr, bytes) {
+        for (start, end) in state.poisoned.remove(addr, addr + bytes) {
             let Some(at) = DeviceAddr::new(start) else { continue };
             // CAST: the range was handed out by an allocator that holds it.
-            let mut seen = vec![0u8; len as usize];
+            let mut seen = vec![0u8; (end - start) as usize];
             // SAFETY: the range lies in the block that was just handed out.
             unsafe { self.driver.copy_to_host(&mut seen, at, stream)? };
-            state.report.verified_bytes += len;
+            state.report.verified_bytes += end - start;
             if let Some(offset) = seen.iter().position(|byte| *byte != POISON) {
                 let text = format!(
                     "write after free: byte {:#x} of the block at {addr:#x} ({bytes} bytes) changed to {:#04x} while it was free",
@@ -257,7 +235,7 @@ impl Checker {
             if let Some(text) = state.overlap(addr, bytes) {
                 state.report.violations.push(text);
             }
-            state.take_poisoned(addr, bytes);
+            state.poisoned.remove(addr, addr + bytes);
             state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
         }
     }
@@ -300,7 +278,7 @@ impl DeviceAllocator for Checker {
         // The block is back in either case; a failing fill only leaves it without poison.
         filled?;
         if !quiet && matches!(path, Path::Hit | Path::Coalesce) {
-            state.poisoned.insert(addr, requested);
+            state.poisoned.insert(addr, addr + requested);
         }
         Ok(path)
     }
@@ -319,7 +297,7 @@ impl DeviceAllocator for Checker {
         let Some(blocks) = self.inner.restore(snapshot, age)? else { return Ok(None) };
         // Their segments are fresh from the driver.
         for segment in self.inner.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
-            state.take_poisoned(segment.addr.get(), segment.bytes);
+            state.poisoned.remove(segment.addr.get(), segment.addr.get() + segment.bytes);
         }
         self.note_restored(state, &blocks, snapshot);
         Ok(Some(blocks))

@@ -3,17 +3,19 @@
 
 use serde::Serialize;
 
-/// When free neighbours are joined.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Join {
-    /// As soon as one of them becomes free (PyTorch, RMM's pool, BFC): a free costs more, and a search finds the largest
-    /// blocks that there are.
-    #[default]
-    AtFree,
-    /// When no free block fits a request ("deferred coalescing", Knuth's and Lea's): a block that comes back is there for
-    /// the next request of its size as it was. The miss joins all free blocks of the list, O(n log n).
-    OnMiss,
+vramlab_device::named! {
+    /// When free neighbours are joined.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum Join {
+        /// As soon as one of them becomes free (PyTorch, RMM's pool, BFC): a free costs more, and a search finds the largest
+        /// blocks that there are.
+        #[default]
+        AtFree "at-free",
+        /// When no free block fits a request ("deferred coalescing", Knuth's and Lea's): a block that comes back is there for
+        /// the next request of its size as it was. The miss joins all free blocks of the list, O(n log n).
+        OnMiss "on-miss",
+    }
 }
 
 #[cfg(test)]

@@ -17,10 +17,7 @@ impl Machine<'_, '_, '_> {
             let Some(container) = mark.checked_sub(1) else { break };
             let list = self.part.is_some_and(|part| {
                 part.key == Word::DeviceTraces && (part.at == container || self.is_trace(part.at, container))
-                    || matches!(
-                        part.key,
-                        Word::Segments | Word::ExternalAnnotations | Word::HostSegments | Word::HostTraces
-                    ) && part.at == container
+                    || Self::taker(part.key).is_some() && part.at == container
             });
             if list {
                 // Dictionaries are filled at one stroke, so one that has something in it has everything.

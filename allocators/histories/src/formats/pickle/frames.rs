@@ -173,6 +173,7 @@ impl Machine<'_, '_, '_> {
 
     /// Keeps an annotation; what is none is passed over.
     pub(super) fn take_annotation(&mut self, value: Value) -> Result<(), ReadError> {
+        self.outcome.summary.external_annotations += 1;
         let Some(pairs) = self.store.as_dict(value).filter(|_| self.outcome.receiver.wants_origins) else {
             return Ok(());
         };

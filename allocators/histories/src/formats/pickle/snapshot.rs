@@ -19,7 +19,8 @@ impl Machine<'_, '_, '_> {
             return;
         }
         let Value::Word(key) = self.stack[at - 1] else { return };
-        if key.is_top_key() && self.is_key_position(at - 1) {
+        let known = matches!(key, Word::DeviceTraces | Word::AllocatorSettings) || Self::taker(key).is_some();
+        if known && self.is_key_position(at - 1) {
             self.part = Some(Part { key, at, keys_until: at + 1 });
         }
     }
@@ -48,19 +49,24 @@ impl Machine<'_, '_, '_> {
             Value::Word(word) if word.is_opaque() => true,
             Value::Opaque => true,
             Value::Text(_) | Value::LostText => {
-                let parts = [
-                    Word::DeviceTraces,
-                    Word::Segments,
-                    Word::ExternalAnnotations,
-                    Word::HostSegments,
-                    Word::HostTraces,
-                ];
-                parts.into_iter().any(inside)
+                let key = self.part.filter(|part| part.at < self.stack.len()).map(|part| part.key);
+                key.is_some_and(|key| key == Word::DeviceTraces || Self::taker(key).is_some())
             }
             // An annotation follows on the list or on another annotation.
             Value::Object(_) if self.outcome.receiver.wants_origins => false,
             _ => inside(Word::ExternalAnnotations),
         }
+    }
+
+    /// What takes one item of a list of the outermost dictionary, where items stand for themselves.
+    pub(super) fn taker(list: Word) -> Option<fn(&mut Self, Value) -> Result<(), ReadError>> {
+        Some(match list {
+            Word::Segments => Self::take_segment,
+            Word::HostSegments => Self::take_host_segment,
+            Word::HostTraces => Self::take_host_event,
+            Word::ExternalAnnotations => Self::take_annotation,
+            _ => return None,
+        })
     }
 
     /// Appends the values above `from` to the list below them, or passes them on where that list is known.
@@ -83,21 +89,19 @@ impl Machine<'_, '_, '_> {
             return Err(self.content("items are appended to what is no list; the file is damaged"));
         }
         match self.part {
-            Some(part) if part.at == target => match part.key {
-                Word::Segments => self.pass(from, list, Self::take_segment)?,
-                Word::HostSegments => self.pass(from, list, Self::take_host_segment)?,
-                Word::HostTraces => self.pass(from, list, Self::take_host_event)?,
-                Word::DeviceTraces => {
+            Some(part) if part.at == target => match (part.key, Self::taker(part.key)) {
+                (_, Some(take)) => {
+                    for at in from..self.stack.len() {
+                        take(self, self.stack[at])?;
+                    }
+                    self.count_passed(list, from);
+                }
+                (Word::DeviceTraces, _) => {
                     let first = self.passed(list);
                     for (number, at) in (first..).zip(from..self.stack.len()) {
                         self.take_kept_events(self.stack[at], number)?;
                     }
                     self.count_passed(list, from);
-                }
-                Word::ExternalAnnotations => {
-                    // CAST: a height of the stack.
-                    self.outcome.summary.external_annotations += (self.stack.len() - from) as u64;
-                    self.pass(from, list, Self::take_annotation)?;
                 }
                 _ => self.keep(from, list)?,
             },
@@ -128,19 +132,6 @@ impl Machine<'_, '_, '_> {
     pub(super) fn is_trace(&self, outer: usize, target: usize) -> bool {
         let marked_above = self.marks.last().is_some_and(|mark| *mark > outer + 1);
         !marked_above && (target == outer + 1 || self.store.as_list(self.stack[target - 1]).is_some())
-    }
-
-    fn pass(
-        &mut self,
-        from: usize,
-        list: Value,
-        take: fn(&mut Self, Value) -> Result<(), ReadError>,
-    ) -> Result<(), ReadError> {
-        for at in from..self.stack.len() {
-            take(self, self.stack[at])?;
-        }
-        self.count_passed(list, from);
-        Ok(())
     }
 
     fn passed(&self, list: Value) -> u64 {
@@ -213,7 +204,7 @@ impl Machine<'_, '_, '_> {
             if wrong {
                 return Err(self.content(format!(
                     "'{}' of event {number} of device {device} is {} that cannot be one; the file is damaged",
-                    key.text(),
+                    key.name(),
                     value.kind()
                 )));
             }
@@ -238,7 +229,7 @@ impl Machine<'_, '_, '_> {
     /// A number of a dictionary, if it has one there.
     fn number_in(&self, pairs: &Pairs, key: Word, what: &str) -> Result<Option<u64>, ReadError> {
         let Some(value) = last_of(pairs, key) else { return Ok(None) };
-        value.unsigned().map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.text())))
+        value.unsigned().map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.name())))
     }
 
     fn take_block(&mut self, value: Value) -> Result<SegmentBlock, ReadError> {
@@ -384,44 +375,21 @@ impl Machine<'_, '_, '_> {
             match key {
                 Word::DeviceTraces => {
                     traced = true;
-                    let lists = self.take_items(*value, "'device_traces'")?;
+                    let lists = self.take_items(*value, *key)?;
                     for (device, list) in (0..).zip(&lists) {
                         self.take_kept_events(*list, device)?;
                     }
                     self.store.release(lists);
                 }
-                Word::Segments => {
-                    let segments = self.take_items(*value, "'segments'")?;
-                    for segment in &segments {
-                        self.take_segment(*segment)?;
-                    }
-                    self.store.release(segments);
-                }
-                Word::HostSegments => {
-                    let segments = self.take_items(*value, "'host_segments'")?;
-                    for segment in &segments {
-                        self.take_host_segment(*segment)?;
-                    }
-                    self.store.release(segments);
-                }
-                Word::HostTraces => {
-                    let events = self.take_items(*value, "'host_traces'")?;
-                    for event in &events {
-                        self.take_host_event(*event)?;
-                    }
-                    self.store.release(events);
-                }
                 Word::AllocatorSettings => self.take_settings(*value)?,
-                Word::ExternalAnnotations => {
-                    let annotations = self.take_items(*value, "'external_annotations'")?;
-                    // CAST: a length in memory.
-                    self.outcome.summary.external_annotations += annotations.len() as u64;
-                    for annotation in &annotations {
-                        self.take_annotation(*annotation)?;
+                key => {
+                    let Some(take) = Self::taker(*key) else { continue };
+                    let items = self.take_items(*value, *key)?;
+                    for item in &items {
+                        take(self, *item)?;
                     }
-                    self.store.release(annotations);
+                    self.store.release(items);
                 }
-                _ => {}
             }
         }
         if !traced {
@@ -431,9 +399,9 @@ impl Machine<'_, '_, '_> {
     }
 
     /// The items of a list that were not passed on; to be released.
-    fn take_items(&mut self, list: Value, what: &str) -> Result<Vec<Value>, ReadError> {
+    fn take_items(&mut self, list: Value, what: Word) -> Result<Vec<Value>, ReadError> {
         let items = self.store.take_items(list);
-        items.ok_or_else(|| self.content(format!("{what} should be a list, found {}", list.kind())))
+        items.ok_or_else(|| self.content(format!("'{what}' should be a list, found {}", list.kind())))
     }
 }
 

@@ -310,7 +310,7 @@ impl Store {
         }
         // The reader needs no string that is not UTF-8.
         let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Value::LostText) };
-        let value = Word::of(text).map_or_else(|| self.text(text), |word| Ok(Value::Word(word)))?;
+        let value = Word::named(text).map_or_else(|| self.text(text), |word| Ok(Value::Word(word)))?;
         self.recent[place] = value;
         Ok(value)
     }
@@ -333,7 +333,7 @@ impl Store {
     /// What a string says, if that was kept.
     pub(super) fn spelling(&self, value: Value) -> Option<&str> {
         match value {
-            Value::Word(word) => Some(word.text()),
+            Value::Word(word) => Some(word.name()),
             Value::Text(number) => self.texts.get_index(number as usize).map(|text| &**text),
             _ => None,
         }

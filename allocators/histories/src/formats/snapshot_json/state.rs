@@ -95,7 +95,7 @@ impl<'de> Deserialize<'de> for Name {
             expecting!("a name");
 
             fn visit_str<E: Error>(self, name: &str) -> Result<Name, E> {
-                Ok(Name(Word::of(name)))
+                Ok(Name(Word::named(name)))
             }
         }
         deserializer.deserialize_str(Spelt)

@@ -52,7 +52,7 @@ impl Heap {
         assert!(start + size >= addr + bytes, "only what is free should be taken");
         arena.free.remove(&start);
         if start < addr {
-            let rest = self.space.split(block, addr - start);
+            let rest = self.space.cut_apart(block, addr - start);
             arena.free.insert(start, (addr - start, block));
             block = rest;
         }
