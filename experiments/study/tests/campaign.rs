@@ -69,6 +69,7 @@ fn folders_of_experiments_are_compared() {
     let rows = |out: &str| place.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
     place.write("small.toml", SMALL);
     assert!(rows("first").is_empty(), "nothing is kept yet");
+    fs::create_dir_all(place.at("experiments/results")).unwrap();
     for label in ["2026-01-01-sim", "2026-01-02-sim"] {
         let kept = format!("experiments/results/{label}.tar.xz");
         place.run(&["pack", "first/sim", "-o", &kept]).ok();
