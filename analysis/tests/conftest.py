@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vramlab_analysis import histograms, packed, repository
+from vramlab_analysis import histograms, repository
 
 # Tests name recorded results by their folders.
 repository.results()
@@ -151,15 +151,4 @@ def write_experiment(folder: Path, arms: list[tuple[str, dict[str, Any], dict[st
         meta = {"schema_version": 1, "id": one.name, "arm": arm, "program": "trainer", "options": options, "repeat": 0,
                 "status": "done"}  # fmt: skip
         (one / "run.json").write_text(json.dumps(meta))
-    return folder
-
-
-def unpacked(run: Path, folder: Path) -> Path:
-    """A recorded run of a packed experiment, `SPEC/runs/ID`, as a folder of its own."""
-    tables = packed.load(run.parent.parent)
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(tables.document(run.name, "summary")))
-    for name in ("steps.csv", "latency.hlog", "trace.jsonl", "driver_calls.jsonl"):
-        if tables.has(run.name, name):
-            (folder / name).write_bytes(tables.file(run.name, name))
     return folder

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 from tests.conftest import CALLS, summary, write_run
-from vramlab_analysis import calls, packed, style
+from vramlab_analysis import calls, style
 from vramlab_analysis.plots import bars, loss, memory, sync
 from vramlab_analysis.records import load_run
 
@@ -22,7 +22,7 @@ RECORDED = ROOT / "experiments/results/2026-11-21-sim"
 
 
 def runs_of(spec: str) -> list[Path]:
-    return [RECORDED / spec / "runs" / run for run in sorted(packed.load(RECORDED / spec).recorded())]
+    return sorted((RECORDED / spec / "runs").iterdir())
 
 
 def texts(figure: Figure) -> list[Text]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import unpacked, write_run
+from tests.conftest import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = "analysis/notebooks/00_your_own_run.ipynb"
@@ -50,7 +50,7 @@ class Newcomer:
         left = shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints", "build", "dist")
         shutil.copytree(ROOT / "analysis", folder / "analysis", ignore=left)
         shutil.copytree(ROOT / "experiments/specs", folder / "experiments/specs")
-        unpacked(RECORDED, folder / "runs/mine")
+        shutil.copytree(RECORDED, folder / "runs/mine")
         # The versions of the lock: a new release of a package does not change what this test says.
         lock = (ROOT / "analysis/requirements.lock").read_text()
         pins = [line.removesuffix("\\").strip() for line in lock.splitlines() if re.match(r"[a-zA-Z0-9]", line)]

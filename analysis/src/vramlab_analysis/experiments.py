@@ -9,11 +9,10 @@ from typing import Any
 
 import polars as pl
 
-from vramlab_analysis import packed, repository, schema
+from vramlab_analysis import repository, schema
 from vramlab_analysis.errors import AnalysisError, found, read_json
 from vramlab_analysis.measures import measures
-from vramlab_analysis.packed import Packed
-from vramlab_analysis.records import Run, load_run, packed_run
+from vramlab_analysis.records import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,6 @@ class Entry:
 
     path: Path
     meta: dict[str, Any]
-    # The packed experiment that it is of, if it is of one.
-    packed: Packed | None = None
 
     @property
     def id(self) -> str:
@@ -48,7 +45,7 @@ class Entry:
     @cached_property
     def record(self) -> Run:
         """Its run record (programs `trainer` and `pytorch`)."""
-        return load_run(self.path) if self.packed is None else packed_run(self.packed, self.path.name)
+        return load_run(self.path)
 
     @cached_property
     def result(self) -> Any:
@@ -57,9 +54,6 @@ class Entry:
         Raises AnalysisError when there is none.
         """
         path = found(self.path / "result.json")
-        told = self.packed.document(self.path.name, "result") if self.packed is not None else None
-        if told is not None:
-            return told
         if path is None:
             raise AnalysisError(
                 f"{self.path}: no result.json; is {self.meta.get('program')} a program that writes one?"
@@ -174,8 +168,8 @@ class Experiment:
 
 
 def holds_experiment(path: Path) -> bool:
-    """Whether a directory holds an experiment, packed or as `experiments run` leaves it."""
-    return found(path / "experiment.json") is not None or packed.is_packed(path)
+    """Whether a directory holds an experiment."""
+    return found(path / "experiment.json") is not None
 
 
 def load_experiment(*directories: str | Path) -> Experiment:
@@ -189,22 +183,11 @@ def load_experiment(*directories: str | Path) -> Experiment:
         if not path.is_dir():
             raise AnalysisError(f"{path}: no such directory.")
         document = found(path / "experiment.json")
-        if packed.is_packed(path):
-            tables = packed.load(path)
-            documents.append(tables.experiment)
-            for name in tables.recorded():
-                place = path / "runs" / name
-                told = tables.document(name, "run")
-                run = schema.check(place / "run.json", told, "a run of an experiment", schema.RUN)
-                entry = Entry(place, run, tables)
-                if entry.id not in entries or entry.done:
-                    entries[entry.id] = entry
-            continue
         if document is None:
             empty = not any(path.iterdir())
             raise AnalysisError(
                 f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so it holds no experiment; "
-                "give a directory that `experiments run` or `pack` wrote."
+                "give a directory that `experiments run` wrote."
             )
         documents.append(schema.read(document, "an experiment", schema.EXPERIMENT))
         for meta in sorted((path / "runs").glob("*/run.json")):
@@ -233,7 +216,7 @@ def _recorded(folder: Path, _written_ns: int) -> Experiment:
 def results(spec: str, device: str) -> Experiment:
     """The recorded results of a spec on `h200` or `sim`: the latest under `experiments/results` (or `RESULTS`).
 
-    A packed experiment is read once as long as its manifest is the same.
+    An experiment is read once as long as its `experiment.json` is the same.
 
     Raises AnalysisError when none are there, with the command that makes them.
     """
@@ -246,6 +229,4 @@ def results(spec: str, device: str) -> Experiment:
             f"-o {root.name}/DATE-{device}`."
         )
     folder = there[-1]
-    if not packed.is_packed(folder):
-        return load_experiment(folder)
-    return _recorded(folder, (folder / packed.MANIFEST).stat().st_mtime_ns)
+    return _recorded(folder, (folder / "experiment.json").stat().st_mtime_ns)

@@ -15,8 +15,6 @@ import polars as pl
 
 from vramlab_analysis import histograms, schema
 from vramlab_analysis.errors import AnalysisError, found, printable, read_bytes
-from vramlab_analysis.packed import Packed, is_packed
-from vramlab_analysis.packed import load as load_packed
 
 STEP_TYPES = {
     "epoch": pl.Int64,
@@ -61,8 +59,6 @@ class Run:
 
     path: Path
     summary: dict[str, Any]
-    # Where its files are, if they are in a packed experiment.
-    packed: Packed | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -109,21 +105,23 @@ class Run:
         """Whether it ran to its end. A killed run stays `running`."""
         return bool(self.summary["status"] == "finished")
 
+    @cached_property
+    def left_out(self) -> list[str]:
+        """What was not kept when the experiment was packed: files, and parts of files as `steps.csv:host_ns`."""
+        path = found(self.path.parent.parent / "experiment.json")
+        left: list[str] = schema.read(path, "an experiment", schema.EXPERIMENT).get("left_out", []) if path else []
+        return left
+
     def _file(self, name: str, how: str) -> tuple[Path, bytes]:
         """A file of the record: its name, and its contents."""
-        if self.packed is not None and self.packed.has(self.path.name, name):
-            return self.path / name, self.packed.file(self.path.name, name)
         path = found(self.path / name)
         if path is None:
-            out = self.packed.manifest["left_out"] if self.packed is not None else []
-            how = "it was left out when the experiment was packed" if name in out else how
+            how = "it was left out when the experiment was packed" if name in self.left_out else how
             raise AnalysisError(f"{self.path}: no {name} in this run record; {how}.")
         return path, read_bytes(path)
 
     def has(self, name: str) -> bool:
         """Whether the record holds a file of that name, plain or compressed."""
-        if self.packed is not None and self.packed.has(self.path.name, name):
-            return True
         return found(self.path / name) is not None
 
     @property
@@ -163,8 +161,7 @@ class Run:
             frame = pl.read_csv(io.BytesIO(text), schema_overrides=STEP_TYPES, null_values=[""])
         except pl.exceptions.PolarsError as error:
             raise AnalysisError(f"{path}: not the table of steps ({str(error).splitlines()[0][:120]}).") from error
-        out = self.packed.manifest["left_out"] if self.packed is not None else []
-        needed = {"epoch", "step", "loss", "host_ns"} - {part.removeprefix(f"{name}:") for part in out}
+        needed = {"epoch", "step", "loss", "host_ns"} - {part.removeprefix(f"{name}:") for part in self.left_out}
         missing = needed - set(frame.columns)
         if missing:
             raise AnalysisError(f"{path}: not the table of steps, columns {', '.join(sorted(missing))} are missing.")
@@ -291,27 +288,13 @@ def load_run(path: str | Path) -> Run:
     path = Path(path)
     if path.name in ("summary.json", "summary.json.gz"):
         path = path.parent
-    if path.parent.name == "runs" and is_packed(path.parent.parent):
-        return packed_run(load_packed(path.parent.parent), path.name)
     if not path.is_dir():
         raise AnalysisError(f"{path}: no such directory; give one that `trainer` wrote (under runs/, or its --out).")
     summary = found(path / "summary.json")
     if summary is None:
         if not any(path.iterdir()):
             raise AnalysisError(f"{path}: an empty directory, no run record.")
-        if (path / "experiment.json").is_file() or is_packed(path):
+        if (path / "experiment.json").is_file():
             raise AnalysisError(f"{path}: an experiment, no run; give one of its runs, as {path}/runs/ID.")
         raise AnalysisError(f"{path}: no run record, for there is no summary.json in it.")
     return Run(path, schema.read(summary, "a run record", schema.SUMMARY))
-
-
-def packed_run(packed: Packed, run: str) -> Run:
-    """The record of a run of a packed experiment, which bears the name that it had before.
-
-    Raises AnalysisError when there is none.
-    """
-    path = packed.folder / "runs" / run
-    summary = packed.document(run, "summary") if run in packed.rows else None
-    if summary is None:
-        raise AnalysisError(f"{path}: no run record of that name in the packed experiment.")
-    return Run(path, schema.check(path / "summary.json", summary, "a run record", schema.SUMMARY), packed)

@@ -200,31 +200,13 @@ class ExperimentRecord(TypedDict, total=False):
     question: Text
     spec: Spec
     spec_sha256: Text
-    runs: list[Planned | Text]
-
-
-@with_config(CHECKED)
-class Table(TypedDict):
-    """A table of a packed experiment."""
-
-    name: FileName
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-@with_config(CHECKED)
-class Manifest(TypedDict):
-    """`manifest.json`."""
-
-    experiment: ExperimentRecord
-    same_in_all: dict[Text, dict[Text, Any]]
     left_out: list[Text]
-    tables: list[Table]
+    runs: list[Planned | Text]
 
 
 SUMMARY = TypeAdapter(Summary)
 RUN = TypeAdapter(RunOfExperiment)
 EXPERIMENT = TypeAdapter(ExperimentRecord)
-MANIFEST = TypeAdapter(Manifest)
 
 
 def read(path: Path, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ pub(crate) mod recorded;
 use crate::repository;
 use crate::study::ended;
 use crate::study::figures::median;
-use crate::study::packed;
+use crate::study::record::{EXPERIMENT, read_json};
 use crate::table::{percent, table};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -38,7 +38,7 @@ pub(crate) struct FidelityArgs {
     /// Profile of the simulated GPU [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Runs recorded on a GPU (a folder that `run` or `pack` made) instead of new ones
+    /// Runs recorded on a GPU (a folder that `run` made) instead of new ones
     #[arg(long, value_name = "DIR")]
     measured: Option<PathBuf>,
     /// Runs recorded on a simulated GPU instead of new ones
@@ -176,7 +176,7 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
 fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
     let labels = repository::entries(results).ok()?.into_iter().map(|label| label.join(name));
     let on_kind = |folder: &PathBuf| {
-        let device = packed::experiment_of(folder).ok().and_then(|found| found["device"].as_str()?.parse().ok());
+        let device = read_json(&folder.join(EXPERIMENT)).ok().and_then(|found| found["device"].as_str()?.parse().ok());
         device.is_some_and(|device: DeviceName| device.kind() == kind)
     };
     labels.filter(on_kind).max()

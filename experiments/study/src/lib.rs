@@ -36,10 +36,8 @@ enum Command {
     Status(study::StatusArgs),
     /// Lists the specs that are there, with their questions
     List(study::ListArgs),
-    /// Makes a few tables of a recorded experiment, to be kept, sent and read anywhere
-    Pack(study::packed::PackArgs),
-    /// Makes the folder of a packed experiment again
-    Unpack(study::packed::UnpackArgs),
+    /// Makes one archive of recorded experiments, to be kept and sent
+    Pack(study::PackArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
     /// Says how far the simulated GPU is from the real one
@@ -90,15 +88,14 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         return exit::BAD_INPUT.into();
     }
     let cli: Cli = terminal::parse(arguments);
-    if matches!(cli.command, Command::Pack(_) | Command::Unpack(_)) {
+    if matches!(cli.command, Command::Pack(_)) {
         terminal::signals::end_at_once();
     }
     let result = match cli.command {
         Command::Run(args) => study::run(&args),
         Command::Status(args) => study::status(&args),
         Command::List(args) => study::list(&args),
-        Command::Pack(args) => study::packed::pack(&args),
-        Command::Unpack(args) => study::packed::unpack(&args),
+        Command::Pack(args) => study::pack(&args),
         Command::Fidelity(args) => fidelity::fidelity(&args),
         Command::Compare(args) => compare::compare(&args),
         Command::Bench(args) => bench::bench(&args),

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// How the archives of recorded results end.
-const ARCHIVE: &str = ".tar.xz";
+pub(crate) const ARCHIVE: &str = ".tar.xz";
 /// Says in an unpacked folder what it was unpacked from, by the archive's SHA-256. `vramlab_analysis` reads and writes it too.
 const STAMP: &str = ".unpacked";
 

@@ -1,4 +1,4 @@
-//! `experiments run`, `status`, `list`, `pack` and `unpack`: experiments that are written down as specs.
+//! `experiments run`, `status`, `list` and `pack`: experiments that are written down as specs.
 //!
 //! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
 //! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
@@ -9,7 +9,7 @@ mod execute;
 pub(crate) mod figures;
 mod list;
 mod lock;
-pub(crate) mod packed;
+mod pack;
 pub(crate) mod plan;
 mod programs;
 pub(crate) mod record;
@@ -23,6 +23,7 @@ use std::process::ExitStatus;
 use terminal::RuntimeFailure;
 
 pub(crate) use list::{ListArgs, list};
+pub(crate) use pack::{PackArgs, pack};
 pub(crate) use run::{RunArgs, run};
 pub(crate) use status::{StatusArgs, status};
 

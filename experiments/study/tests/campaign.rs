@@ -53,7 +53,7 @@ fn what_failed_is_not_done() {
     campaign().args(["--budget", "0"]).assert().code(2);
 }
 
-/// An experiment's folder is held against the newest packed one of its name: nothing differs where the same was done again, and
+/// An experiment's folder is held against the newest of its name in an archive: nothing differs where the same was done again, and
 /// what differs is told, as are cells that only one of the two has.
 #[test]
 fn folders_of_experiments_are_compared() {
@@ -68,8 +68,9 @@ fn folders_of_experiments_are_compared() {
     let rows = |out: &str| place.run(&["campaign", "--file", "parts.toml", "--json", "-o", out]).ok().rows();
     place.write("small.toml", SMALL);
     assert!(rows("first").is_empty(), "nothing is kept yet");
+    fs::create_dir_all(place.at("experiments/results")).unwrap();
     for label in ["2026-01-01-sim", "2026-01-02-sim"] {
-        let kept = format!("experiments/results/{label}");
+        let kept = format!("experiments/results/{label}.tar.xz");
         place.run(&["pack", "first/sim", "-o", &kept]).ok();
         place.write("small.toml", SMALL.replace("[5, 9]", "[5, 12]"));
         place.run(&["run", "small.toml", "--device", "sim", "--again", "-o", "first/sim"]).ok();

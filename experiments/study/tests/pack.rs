@@ -1,10 +1,9 @@
-//! `experiments pack` and `unpack`: nothing of what is kept changes, and what reads experiments reads both forms.
+//! `experiments pack`: nothing of what is kept changes, and what reads experiments reads what it makes.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
 use common::{IDS, Place, Ran, SMALL, json_at, names};
-use ring::digest::{SHA256, digest};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -29,8 +28,8 @@ fn recorded() -> Place {
     place
 }
 
-/// The files of an experiment by their path, unpacked; documents and their lines as values, because the order of keys
-/// tells nothing.
+/// The files of an experiment by their path, unpacked, but for what names them and what was left out; documents and their lines
+/// as values, because the order of keys tells nothing.
 fn contents(folder: &Path) -> BTreeMap<String, Value> {
     let mut found = BTreeMap::new();
     let mut add = |name: String, path: &Path| {
@@ -43,13 +42,19 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
         }
         let plain = name.trim_end_matches(".gz");
         let value = if plain.ends_with(".json") {
-            serde_json::from_str(&text).unwrap()
+            let mut document: Value = serde_json::from_str(&text).unwrap();
+            if let Some(files) = document.get_mut("files").and_then(Value::as_array_mut) {
+                *files = files.iter().map(|name| json!(name.as_str().unwrap().trim_end_matches(".gz"))).collect();
+                files.sort_by_key(Value::to_string);
+            }
+            document.as_object_mut().unwrap().remove("left_out");
+            document
         } else if plain.ends_with(".jsonl") {
             text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()).collect()
         } else {
             json!(text)
         };
-        found.insert(name, value);
+        found.insert(plain.to_owned(), value);
     };
     add("experiment.json".into(), &folder.join("experiment.json"));
     for id in names(&folder.join("runs")) {
@@ -60,100 +65,86 @@ fn contents(folder: &Path) -> BTreeMap<String, Value> {
     found
 }
 
-fn unxz(path: &Path) -> String {
-    let mut text = String::new();
-    let bytes = std::fs::read(path).unwrap();
-    liblzma::read::XzDecoder::new(bytes.as_slice()).read_to_string(&mut text).unwrap();
-    text
-}
-
-fn sha256(bytes: &[u8]) -> String {
-    digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn bytes(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    names(folder).into_iter().map(|name| (name.clone(), std::fs::read(folder.join(name)).unwrap())).collect()
-}
-
 #[test]
-fn of_programs_that_pack_into_one_folder_one_does() {
+fn of_programs_that_pack_into_one_archive_one_does() {
     use std::process::Stdio;
     let place = recorded();
-    for (verb, from, to) in [("pack", "out", "packed"), ("unpack", "packed", "back")] {
-        let start = || {
-            let mut program = place.process(&[verb, from, "-o", to]);
-            program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-        };
-        let programs: Vec<_> = (0..6).map(|_| start()).collect();
-        let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
-        let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
-        assert_eq!(won.len(), 1, "{verb}: {lost:#?}");
-        lost.iter().for_each(|lost| lost.refused(2, &[&format!("{to}/small is there already")]));
-        assert_eq!(names(&place.at(to)), ["small"], "{verb}");
-    }
-    assert_eq!(contents(&place.at("out/small")), contents(&place.at("back/small")));
+    let start = || {
+        let mut program = place.process(&["pack", "out", "-o", "label.tar.xz"]);
+        program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let programs: Vec<_> = (0..6).map(|_| start()).collect();
+    let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
+    let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    assert_eq!(won.len(), 1, "{lost:#?}");
+    lost.iter().for_each(|lost| lost.refused(2, &["label.tar.xz: "]));
+    assert_eq!(labels(&place), ["label.tar.xz"]);
+    unpack(&place, "label.tar.xz");
+    assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
+}
+
+/// What is there of an archive, parts of it too.
+fn labels(place: &Place) -> Vec<String> {
+    let mut found = names(&place.at("."));
+    found.retain(|name| name.contains("label"));
+    found
+}
+
+/// Unpacks an archive beside itself.
+fn unpack(place: &Place, archive: &str) {
+    let file = std::fs::File::open(place.at(archive)).unwrap();
+    tar::Archive::new(liblzma::read::XzDecoder::new(file)).unpack(place.at(".")).unwrap();
 }
 
 #[test]
 fn what_is_packed_comes_back_and_gives_the_same_bytes() {
     let place = recorded();
-    place.run(&["pack", "out", "-o", "packed"]).ok();
-    place.run(&["unpack", "packed", "-o", "back"]).ok();
-    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("back/small")));
+    place.run(&["pack", "out", "-o", "label.tar.xz"]).ok();
+    unpack(&place, "label.tar.xz");
+    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
     assert!(before.len() > 4 * IDS.len(), "{:?}", before.keys());
     assert_eq!(before.keys().collect::<Vec<_>>(), after.keys().collect::<Vec<_>>());
     before.iter().for_each(|(name, value)| assert_eq!(value, &after[name], "{name}"));
-    assert_eq!(names(&place.at("packed/small")), ["manifest.json", "runs.csv.xz", "series.jsonl.xz"]);
-    place.run(&["pack", "back/small", "-o", "again"]).ok();
-    assert!(bytes(&place.at("packed/small")) == bytes(&place.at("again/small")), "other bytes");
-    // A row a run, in the order of the plan; a text that could be a number is told from one.
-    let table = unxz(&place.at("packed/small/runs.csv.xz"));
-    let ids: Vec<&str> = table.lines().skip(1).map(|line| line.split(',').next().unwrap()).collect();
-    assert_eq!(ids, IDS);
-    assert!(table.starts_with("id,arm,program,repeat,status,"), "{table:.80}");
-    let manifest = json_at(&place.at("packed/small/manifest.json"));
-    assert_eq!(manifest["runs"], json!({"planned": 8, "done": 8, "failed": 0, "skipped": 0}));
-    assert_eq!(manifest["same_in_all"]["run"]["options"]["dataset"], "iris");
-    assert_eq!(manifest["left_out"], json!([]));
-}
-
-#[test]
-fn a_table_of_runs_that_an_earlier_version_packed_is_read() {
-    let place = recorded();
-    place.run(&["pack", "out", "-o", "packed"]).ok();
-    place.run(&["unpack", "packed", "-o", "back"]).ok();
-    let folder = place.at("packed/small");
-    let table = unxz(&folder.join("runs.csv.xz"));
-    std::fs::remove_file(folder.join("runs.csv.xz")).unwrap();
-    std::fs::write(folder.join("runs.csv"), &table).unwrap();
-    let mut manifest = json_at(&folder.join("manifest.json"));
-    manifest["tables"][0]["name"] = json!("runs.csv");
-    manifest["tables"][0]["bytes"] = json!(table.len());
-    manifest["tables"][0]["sha256"] = json!(sha256(table.as_bytes()));
-    std::fs::write(folder.join("manifest.json"), manifest.to_string()).unwrap();
-    place.run(&["unpack", "packed", "-o", "plain"]).ok();
-    assert_eq!(contents(&place.at("plain/small")), contents(&place.at("back/small")));
+    let first = std::fs::read(place.at("label.tar.xz")).unwrap();
+    std::fs::remove_file(place.at("label.tar.xz")).unwrap();
+    place.run(&["pack", "label/small", "-o", "label.tar.xz"]).ok();
+    assert!(first == std::fs::read(place.at("label.tar.xz")).unwrap(), "other bytes");
+    // What reads experiments reads it, and runs can go on in it.
+    let of = |folder: &str| {
+        let same = ["fidelity", "--measured", folder, "--against", folder, "--json"];
+        let status = place.run(&["status", folder, "--json"]).ok();
+        (place.run(&same).ok().json(), status.json())
+    };
+    assert_eq!(of("label/small"), of("out/small"));
+    std::fs::remove_dir_all(place.at("label/small/runs").join(IDS[0])).unwrap();
+    place.run(&["run", "small.toml", "--device", "sim", "-o", "label"]).ok();
+    assert_eq!(names(&place.at("label/small/runs")), IDS);
 }
 
 #[test]
 fn what_is_left_out_is_named_and_all_else_is_there() {
     let place = recorded();
-    let out = "latency.hlog,trace.jsonl,steps.csv:host_ns,summary.json:command,run.json:machine";
-    place.run(&["pack", "out", "-o", "packed", "--leave-out", out]).ok();
-    let manifest = json_at(&place.at("packed/small/manifest.json"));
-    assert_eq!(manifest["left_out"], json!(out.split(',').collect::<Vec<_>>()), "{out}");
-    place.run(&["unpack", "packed", "-o", "back"]).ok();
-    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("back/small")));
+    let out = "latency.hlog,run.json:machine,steps.csv:host_ns,summary.json:command,summary.json:settings/seed,trace.jsonl:stream";
+    place.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", out]).ok();
+    unpack(&place, "label.tar.xz");
+    let left_out = &json_at(&place.at("label/small/experiment.json"))["left_out"];
+    assert_eq!(left_out, &json!(out.split(',').collect::<Vec<_>>()), "{out}");
+    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
     let id = IDS[3];
-    assert_eq!(names(&place.at("back/small/runs").join(id)), ["run.json", "steps.csv", "summary.json"]);
+    assert_eq!(names(&place.at("label/small/runs").join(id)), ["run.json", "steps.csv", "summary.json", "trace.jsonl"]);
     let key = |name: &str| format!("{id}/{name}");
     let mut summary = before[&key("summary.json")].clone();
     summary.as_object_mut().unwrap().remove("command").unwrap();
+    summary["settings"].as_object_mut().unwrap().remove("seed").unwrap();
     assert_eq!(after[&key("summary.json")], summary);
     let mut run = before[&key("run.json")].clone();
     run.as_object_mut().unwrap().remove("machine").unwrap();
-    run["files"] = json!(["summary.json", "steps.csv"]);
+    run["files"] = json!(["steps.csv", "summary.json", "trace.jsonl"]);
     assert_eq!(after[&key("run.json")], run);
+    let mut trace = before[&key("trace.jsonl")].clone();
+    let lines = trace.as_array_mut().unwrap().iter_mut();
+    assert!(lines.filter_map(|line| line.as_object_mut().unwrap().remove("stream")).count() > 0);
+    assert_eq!(after[&key("trace.jsonl")], trace);
     let column = |steps: &Value, name: &str| {
         let lines: Vec<Vec<String>> =
             steps.as_str().unwrap().lines().map(|line| line.split(',').map(str::to_owned).collect()).collect();
@@ -168,11 +159,15 @@ fn what_is_left_out_is_named_and_all_else_is_there() {
 #[test]
 fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     let place = recorded();
-    let pack = |more: &[&str]| place.run(&[&["pack", "out", "-o", "packed"], more].concat());
+    let pack = |more: &[&str]| place.run(&[&["pack", "out", "-o", "label.tar.xz"], more].concat());
     pack(&["--leave-out", "perfetto.json"]).refused(2, &["--leave-out perfetto.json: no run has that"]);
+    pack(&["--leave-out", "steps.csv:none"]).refused(2, &["--leave-out steps.csv:none: no run has that"]);
+    pack(&["--leave-out", "latency.hlog:none"]).refused(2, &["--leave-out latency.hlog goes without"]);
     let needed = pack(&["--leave-out", "run.json:status"]);
     assert!(needed.code == Some(2) && needed.stderr.contains("no run could be told"), "{needed:?}");
-    place.run(&["pack", ".", "-o", "packed"]).refused(2, &[". holds no experiment.json"]);
+    place.run(&["pack", "out", "-o", "label"]).refused(2, &["label is no archive's name; write LABEL.tar.xz"]);
+    place.run(&["pack", ".", "-o", "label.tar.xz"]).refused(2, &[". holds no experiment.json"]);
+    place.run(&["pack", "out", "out", "-o", "label.tar.xz"]).refused(2, &["two experiments with the name small"]);
     std::fs::write(place.at("out/small/runs").join(IDS[0]).join("notes.txt"), "mine").unwrap();
     pack(&[]).refused(2, &["notes.txt is no file that run.json names"]);
     std::fs::remove_file(place.at("out/small/runs").join(IDS[0]).join("notes.txt")).unwrap();
@@ -180,37 +175,12 @@ fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     pack(&[]).refused(2, &["run.json names summary.json, which is not there"]);
     std::fs::remove_dir_all(place.at("out/small/runs").join(IDS[0])).unwrap();
     pack(&[]).refused(2, &["7 of 8 runs are done", "--incomplete"]);
-    assert!(!place.at("packed").exists());
+    assert_eq!(labels(&place), Vec::<String>::new());
     pack(&["--incomplete"]).ok();
-    pack(&["--incomplete"]).refused(2, &["packed/small is there already"]);
-    place.run(&["pack", "packed", "-o", "more"]).refused(2, &["is packed already"]);
-    place.run(&["unpack", "out", "-o", "more"]).refused(2, &["is not packed"]);
+    pack(&["--incomplete"]).refused(2, &["label.tar.xz: is there already"]);
     // The planned run that is missing is still planned.
-    place.run(&["unpack", "packed", "-o", "back"]).ok();
-    assert_eq!(contents(&place.at("out/small")), contents(&place.at("back/small")));
-}
-
-#[test]
-fn commands_read_a_packed_experiment_as_its_folder() {
-    let place = recorded();
-    place.run(&["pack", "out", "-o", "packed"]).ok();
-    let of = |folder: &str| {
-        let same = ["fidelity", "--measured", folder, "--against", folder, "--json"];
-        let status = place.run(&["status", folder, "--json"]).ok();
-        (place.run(&same).ok().json(), status.json())
-    };
-    assert_eq!(of("packed/small"), of("out/small"));
-    let shown = place.run(&["status", "packed"]).ok().stdout;
-    assert!(shown.contains("8 of 8 runs are done.") && shown.contains("vramlab report"), "{shown}");
-    // It is no folder to go on in.
-    place.run(&["run", "small.toml", "--device", "sim", "-o", "packed"]).refused(2, &["experiments unpack"]);
-    let table = place.at("packed/small/runs.csv.xz");
-    let mut changed = std::fs::read(&table).unwrap();
-    *changed.last_mut().unwrap() ^= 1;
-    std::fs::write(&table, changed).unwrap();
-    place.run(&["status", "packed"]).refused(2, &["runs.csv.xz is not the file that was packed"]);
-    place.run(&["unpack", "packed", "-o", "back"]).refused(2, &["runs.csv.xz is not the file that was packed"]);
-    assert_eq!(names(&place.at("back")), Vec::<String>::new());
+    unpack(&place, "label.tar.xz");
+    assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
 }
 
 // What a run exports and what `convert` writes, `replay` reads.

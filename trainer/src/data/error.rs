@@ -37,104 +37,17 @@ pub enum DataError {
         /// What the system said.
         source: io::Error,
     },
-    /// The first four bytes are not those of the file that was expected.
-    #[error("{file}: offset 0: the magic number is {found} where {expected} was expected: {mend}")]
-    Magic {
+    /// A file that is damaged, or not the one that is needed.
+    #[error("{file}: {problem}")]
+    Unusable {
         /// The file.
         file: String,
-        /// What was there.
-        found: u32,
-        /// What should have been there.
-        expected: u32,
-        /// What probably happened.
-        mend: &'static str,
-    },
-    /// The header announces sizes that cannot be used.
-    #[error("{file}: offset 4: {problem}: this is no data set that an MLP here can take, fetch the file afresh")]
-    Shape {
-        /// The file.
-        file: String,
-        /// What is wrong with the sizes.
+        /// Where in it, what is wrong, and what to do about it.
         problem: String,
     },
-    /// The file ends early.
-    #[error("{file}: ends after {found} of {expected} bytes (uncompressed): it was cut short, fetch it afresh")]
-    Truncated {
-        /// The file.
-        file: String,
-        /// The bytes that its header announces, header included.
-        expected: u64,
-        /// The bytes that are there.
-        found: u64,
-    },
-    /// The file goes on after its end.
-    #[error(
-        "{file}: offset {expected}: there are more bytes than the {expected} (uncompressed) that the header announces: fetch it afresh"
-    )]
-    Trailing {
-        /// The file.
-        file: String,
-        /// The bytes that its header announces, header included.
-        expected: u64,
-    },
-    /// The gzip stream is broken.
-    #[error("{file}: broken gzip data after {found} uncompressed bytes ({problem}): fetch it afresh")]
-    Gzip {
-        /// The file.
-        file: String,
-        /// How far it could be read.
-        found: u64,
-        /// What the decompressor said.
-        problem: String,
-    },
-    /// Images and labels are not equally many.
-    #[error("{images} has {image_count} images but {labels} has {label_count} labels: take both from the same set")]
-    CountMismatch {
-        /// The file with the images.
-        images: String,
-        /// How many it has.
-        image_count: usize,
-        /// The file with the labels.
-        labels: String,
-        /// How many it has.
-        label_count: usize,
-    },
-    /// The images for training and for validation differ in size.
-    #[error("{train} has images of {train_shape} but {test} has images of {test_shape}: take both from the same set")]
-    ShapeMismatch {
-        /// The file with the training images.
-        train: String,
-        /// Their size, as `28x28`.
-        train_shape: String,
-        /// The file with the test images.
-        test: String,
-        /// Their size, as `28x28`.
-        test_shape: String,
-    },
-    /// A label is not a digit.
-    #[error(
-        "{file}: offset {offset}: the label is {label}, but labels go from 0 to 9: the file is damaged or of another data set"
-    )]
-    Label {
-        /// The file.
-        file: String,
-        /// Where, in uncompressed bytes from its start.
-        offset: usize,
-        /// What was there.
-        label: u8,
-    },
-    /// A file that must be the standard one is not.
-    #[error("{file}: the SHA-256 is {found} where {expected} was expected: {mend}")]
-    Checksum {
-        /// The file.
-        file: String,
-        /// The sum of the standard file.
-        expected: String,
-        /// The sum of this one.
-        found: String,
-        /// What to do about it.
-        mend: String,
-    },
+    /// Files that do not belong together.
+    #[error("{0}: take both from the same set")]
+    Mismatch(String),
     /// MNIST is not on this machine, and may not be downloaded.
     #[error("MNIST is not on this machine ({searched}) and was not downloaded because {reason}: {mend}")]
     Unavailable {

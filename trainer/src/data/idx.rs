@@ -100,8 +100,9 @@ pub fn parse_idx(bytes: impl Read, name: &str, limits: &IdxLimits) -> Result<Idx
     let word = |at: usize| u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     let magic = word(0);
     if magic != limits.kind.magic() {
-        let mend = advice(limits.kind, magic);
-        return Err(DataError::Magic { file: name.to_owned(), found: magic, expected: limits.kind.magic(), mend });
+        let (expected, mend) = (limits.kind.magic(), advice(limits.kind, magic));
+        let problem = format!("offset 0: the magic number is {magic} where {expected} was expected: {mend}");
+        return Err(unusable(name, problem));
     }
     if reader.fill(&mut header[4..header_len])? < header_len - 4 {
         return Err(reader.truncated(header_len as u64));
@@ -109,7 +110,7 @@ pub fn parse_idx(bytes: impl Read, name: &str, limits: &IdxLimits) -> Result<Idx
     let word = |at: usize| u32::from_be_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     let shape: Vec<u64> = (0..dimensions).map(|dimension| u64::from(word(4 + 4 * dimension))).collect();
 
-    let bad_shape = |problem: String| Err(DataError::Shape { file: name.to_owned(), problem });
+    let bad_shape = |problem: String| Err(shape_error(name, &problem));
     if let Some(zero) = shape.iter().position(|&size| size == 0) {
         return bad_shape(format!("the header announces 0 {}", ["items", "rows", "columns"][zero]));
     }
@@ -129,17 +130,31 @@ pub fn parse_idx(bytes: impl Read, name: &str, limits: &IdxLimits) -> Result<Idx
     let total = header_len as u64 + announced;
     let data = reader.exactly(announced, total)?;
     if reader.fill(&mut [0])? > 0 {
-        return Err(DataError::Trailing { file: name.to_owned(), expected: total });
+        let problem = format!(
+            "offset {total}: there are more bytes than the {total} (uncompressed) that the header announces: fetch it afresh"
+        );
+        return Err(unusable(name, problem));
     }
     if reader.cut {
         // All the bytes are there, but not the sum that vouches for them.
-        return Err(DataError::Gzip {
-            file: name.to_owned(),
-            found: total,
-            problem: "it ends before its checksum".to_owned(),
-        });
+        return Err(gzip_error(name, total, "it ends before its checksum"));
     }
     Ok(Idx { shape: shape.into_iter().map(|size| size as usize).collect(), data })
+}
+
+fn unusable(file: &str, problem: String) -> DataError {
+    DataError::Unusable { file: file.to_owned(), problem }
+}
+
+/// For sizes in a header that cannot be used.
+fn shape_error(file: &str, problem: &str) -> DataError {
+    let mend = "this is no data set that an MLP here can take, fetch the file afresh";
+    unusable(file, format!("offset 4: {problem}: {mend}"))
+}
+
+/// For a broken stream, of which `found` bytes could be read.
+fn gzip_error(file: &str, found: u64, problem: &str) -> DataError {
+    unusable(file, format!("broken gzip data after {found} uncompressed bytes ({problem}): fetch it afresh"))
 }
 
 /// What a wrong magic number suggests.
@@ -181,8 +196,7 @@ impl<R: Read> Counted<'_, R> {
                     break;
                 }
                 Err(error) if matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput) => {
-                    let problem = terminal::visible(&error.to_string()).into_owned();
-                    return Err(DataError::Gzip { file: self.name.to_owned(), found: self.count, problem });
+                    return Err(gzip_error(self.name, self.count, &terminal::visible(&error.to_string())));
                 }
                 Err(source) => {
                     return Err(DataError::Read { file: self.name.to_owned(), source });
@@ -194,10 +208,7 @@ impl<R: Read> Counted<'_, R> {
 
     /// Reads `announced` bytes; with the header that makes `total`.
     fn exactly(&mut self, announced: u64, total: u64) -> Result<Vec<u8>, DataError> {
-        let no_memory = |name: &str| DataError::Shape {
-            file: name.to_owned(),
-            problem: format!("there is no memory for {announced} bytes"),
-        };
+        let no_memory = |name: &str| shape_error(name, &format!("there is no memory for {announced} bytes"));
         let mut data = Vec::new();
         data.try_reserve_exact(announced.min(TRUSTED) as usize).map_err(|_| no_memory(self.name))?;
         while (data.len() as u64) < announced {
@@ -213,7 +224,10 @@ impl<R: Read> Counted<'_, R> {
     }
 
     fn truncated(&self, expected: u64) -> DataError {
-        DataError::Truncated { file: self.name.to_owned(), expected, found: self.count }
+        let found = self.count;
+        let problem =
+            format!("ends after {found} of {expected} bytes (uncompressed): it was cut short, fetch it afresh");
+        unusable(self.name, problem)
     }
 }
 
@@ -277,7 +291,7 @@ mod tests {
     fn a_large_claim_takes_no_memory() {
         let huge = images([1 << 18, 64, 64], &[0; 100]);
         let idx = parse_idx(&huge[..], "f", &IdxLimits::new(IdxKind::Images));
-        assert!(matches!(idx, Err(DataError::Truncated { expected: 1_073_741_840, found: 116, .. })));
+        assert!(idx.unwrap_err().to_string().contains("ends after 116 of 1073741840 bytes"));
     }
 
     #[test]
@@ -293,7 +307,7 @@ mod tests {
         let mut endless = Endless(0);
         let header = labels(1000, &[]);
         let outcome = parse_idx(header.chain(&mut endless), "f", &IdxLimits::new(IdxKind::Labels));
-        assert!(matches!(outcome, Err(DataError::Trailing { expected: 1008, .. })));
+        assert!(outcome.unwrap_err().to_string().contains("more bytes than the 1008"));
         assert_eq!(endless.0, 1001);
     }
 

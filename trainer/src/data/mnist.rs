@@ -89,13 +89,11 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
     let found = [&train, &train_label, &test, &test_label];
     let strange: Vec<usize> = (0..4).filter(|&file| found[file].sha256 != sources.files[file].sha256).collect();
     if let (Origin::Cache, Some(&file)) = (origin, strange.first()) {
-        let path = shown(paths[file]);
-        return Err(DataError::Checksum {
-            mend: "it is damaged, or not MNIST: delete it and run again".to_owned(),
-            file: path,
-            expected: sources.files[file].sha256.clone(),
-            found: found[file].sha256.clone(),
-        });
+        let problem = format!(
+            "the SHA-256 is {} where {} was expected: it is damaged, or not MNIST: delete it and run again",
+            found[file].sha256, sources.files[file].sha256
+        );
+        return Err(DataError::Unusable { file: shown(paths[file]), problem });
     }
     let notice = (!strange.is_empty()).then(|| {
         let names: Vec<&str> = strange.iter().map(|&file| sources.files[file].name).collect();
@@ -104,14 +102,10 @@ fn read(origin: Origin, directory: &Path, paths: [&PathBuf; 4], sources: &Source
 
     check_counts(&train.idx, train_images, &train_label.idx, train_labels)?;
     check_counts(&test.idx, test_images, &test_label.idx, test_labels)?;
-    let size = |idx: &Idx| format!("{}x{}", idx.shape[1], idx.shape[2]);
     if train.idx.shape[1..] != test.idx.shape[1..] {
-        return Err(DataError::ShapeMismatch {
-            train: shown(train_images),
-            train_shape: size(&train.idx),
-            test: shown(test_images),
-            test_shape: size(&test.idx),
-        });
+        let of = |idx: &Idx, path| format!("{} has images of {}x{}", shown(path), idx.shape[1], idx.shape[2]);
+        let (train, test) = (of(&train.idx, train_images), of(&test.idx, test_images));
+        return Err(DataError::Mismatch(format!("{train} but {test}")));
     }
     check_labels(&train_label.idx, train_labels)?;
     check_labels(&test_label.idx, test_labels)?;
@@ -145,18 +139,21 @@ fn check_counts(images: &Idx, images_path: &Path, labels: &Idx, labels_path: &Pa
     if images.items() == labels.items() {
         return Ok(());
     }
-    Err(DataError::CountMismatch {
-        images: shown(images_path),
-        image_count: images.items(),
-        labels: shown(labels_path),
-        label_count: labels.items(),
-    })
+    let (of_images, of_labels) = (shown(images_path), shown(labels_path));
+    let (images, labels) = (images.items(), labels.items());
+    Err(DataError::Mismatch(format!("{of_images} has {images} images but {of_labels} has {labels} labels")))
 }
 
 fn check_labels(labels: &Idx, path: &Path) -> Result<(), DataError> {
     match labels.data.iter().position(|&label| usize::from(label) >= CLASSES) {
         // The header of a labels file has eight bytes.
-        Some(at) => Err(DataError::Label { file: shown(path), offset: 8 + at, label: labels.data[at] }),
+        Some(at) => {
+            let (offset, label) = (8 + at, labels.data[at]);
+            let problem = format!(
+                "offset {offset}: the label is {label}, but labels go from 0 to 9: the file is damaged or of another data set"
+            );
+            Err(DataError::Unusable { file: shown(path), problem })
+        }
         None => Ok(()),
     }
 }

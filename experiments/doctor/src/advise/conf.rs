@@ -23,9 +23,10 @@ const LINE: usize = 78;
 /// Sets what a key stands for, or says what its value should be.
 type Set = fn(&mut Conf, &str) -> Result<(), &'static str>;
 
-/// What the newest PyTorch knows, in the order in which it came; [`SETTINGS`](super::versions::SETTINGS) says when.
-pub(super) const KEYS: [(&str, Set); 20] = [
-    ("backend", |conf, value| {
+/// What the newest PyTorch knows, and the release of PyTorch 2 that knew it first; 0 stands for 2.0 and what came before. A
+/// release does not start with a setting that it does not know.
+pub(super) const KEYS: [(&str, u16, Set); 20] = [
+    ("backend", 0, |conf, value| {
         conf.malloc_async = match value {
             "native" => false,
             "cudaMallocAsync" | "hipMallocAsync" => true,
@@ -33,43 +34,43 @@ pub(super) const KEYS: [(&str, Set); 20] = [
         };
         Ok(())
     }),
-    ("max_split_size_mb", |conf, value| mebibytes(value).map(|bytes| conf.settings.max_split_size = Some(bytes))),
-    ("garbage_collection_threshold", |conf, value| {
+    ("max_split_size_mb", 0, |conf, value| mebibytes(value).map(|bytes| conf.settings.max_split_size = Some(bytes))),
+    ("garbage_collection_threshold", 0, |conf, value| {
         let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
         conf.settings.garbage_collection_threshold = fraction.ok_or("write a fraction between 0 and 1")?;
         Ok(())
     }),
-    ("roundup_power2_divisions", |conf, value| {
+    ("roundup_power2_divisions", 0, |conf, value| {
         let divisions = value.parse().ok().filter(|_| value != "off" && value != "0");
         conf.settings.roundup_power2_divisions =
             divisions.ok_or("write a power of two, or a list such as [256:1,512:2,>:4]")?;
         Ok(())
     }),
-    ("expandable_segments", |conf, value| switch(value).map(|on| conf.expandable = on)),
+    ("expandable_segments", 1, |conf, value| switch(value).map(|on| conf.expandable = on)),
     // Where nothing is set, it says nothing of where a block lies on the device.
-    ("release_lock_on_cudamalloc", |_, value| switch(value).map(drop)),
-    ("pinned_use_cuda_host_register", |_, value| switch(value).map(drop)),
-    ("pinned_num_register_threads", |_, _| Ok(())),
-    ("max_non_split_rounding_mb", |conf, value| {
+    ("release_lock_on_cudamalloc", 2, |_, value| switch(value).map(drop)),
+    ("pinned_use_cuda_host_register", 2, |_, value| switch(value).map(drop)),
+    ("pinned_num_register_threads", 2, |_, _| Ok(())),
+    ("max_non_split_rounding_mb", 6, |conf, value| {
         mebibytes(value).map(|bytes| conf.settings.max_non_split_rounding = bytes)
     }),
-    ("pinned_use_background_threads", |_, value| switch(value).map(drop)),
-    ("graph_capture_record_stream_reuse", |_, value| switch(value).map(drop)),
-    ("per_process_memory_fraction", |_, value| match value.parse() {
+    ("pinned_use_background_threads", 6, |_, value| switch(value).map(drop)),
+    ("graph_capture_record_stream_reuse", 9, |_, value| switch(value).map(drop)),
+    ("per_process_memory_fraction", 10, |_, value| match value.parse() {
         Ok(1.0) => Ok(()),
         _ => Err("a history does not tell the device's memory; leave it out and say --limit BYTES"),
     }),
-    ("pinned_reserve_segment_size_mb", |_, _| Ok(())),
-    ("large_segment_size_mb", |_, value| match whole(value)? {
+    ("pinned_reserve_segment_size_mb", 10, |_, _| Ok(())),
+    ("large_segment_size_mb", 11, |_, value| match whole(value)? {
         LEAST_MIB => Ok(()),
         _ => Err("only 20 can be replayed, PyTorch's default"),
     }),
-    ("throw_on_cudamalloc_oom", |_, value| switch(value).map(drop)),
-    ("pinned_free_catch_all", |_, _| Ok(())),
-    ("pinned_max_round_threshold_mb", |_, _| Ok(())),
-    ("pinned_max_cached_size_mb", |_, _| Ok(())),
-    ("expandable_segments_reserve", |_, _| Ok(())),
-    ("expandable_segments_reserve_by_class", |_, _| Ok(())),
+    ("throw_on_cudamalloc_oom", 12, |_, value| switch(value).map(drop)),
+    ("pinned_free_catch_all", 12, |_, _| Ok(())),
+    ("pinned_max_round_threshold_mb", 13, |_, _| Ok(())),
+    ("pinned_max_cached_size_mb", 13, |_, _| Ok(())),
+    ("expandable_segments_reserve", 15, |_, _| Ok(())),
+    ("expandable_segments_reserve_by_class", 15, |_, _| Ok(())),
 ];
 
 fn switch(value: &str) -> Result<bool, &'static str> {
@@ -243,7 +244,7 @@ impl Conf {
     }
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), ParseConfError> {
-        let Some((_, set)) = KEYS.iter().find(|(name, _)| *name == key.replace("hip", "cuda")) else {
+        let Some((_, _, set)) = KEYS.iter().find(|(name, ..)| *name == key.replace("hip", "cuda")) else {
             return Err(ParseConfError::Key(key.to_owned()));
         };
         set(self, value).map_err(|expected| ParseConfError::Value {
@@ -263,7 +264,7 @@ impl Serialize for Conf {
 /// Why a text is no setting of PyTorch's allocator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ParseConfError {
-    #[error("'{0}' is no setting of PyTorch's allocator; there are {names}", names = KEYS.map(|(name, _)| name).join(", "))]
+    #[error("'{0}' is no setting of PyTorch's allocator; there are {names}", names = KEYS.map(|(name, ..)| name).join(", "))]
     Key(String),
     #[error("{key}:{value}: {expected}")]
     Value { key: String, value: String, expected: &'static str },
@@ -286,7 +287,7 @@ impl FromStr for Conf {
                 continue;
             }
             let (key, value) =
-                part.split_once(':').ok_or_else(|| match KEYS.iter().any(|(name, _)| *name == part) {
+                part.split_once(':').ok_or_else(|| match KEYS.iter().any(|(name, ..)| *name == part) {
                     false if !part.contains(['=', '[', ']']) && !part.is_empty() => {
                         ParseConfError::Key(part.to_owned())
                     }

@@ -3,37 +3,12 @@
 //! Taken from the wheels for Linux on PyPI, 2.0 to 2.15: the names stand in `libc10.so` and `libc10_cuda.so`, a snapshot's keys
 //! in `libtorch_python.so`, and which variable is read in the header `c10/cuda/CUDAAllocatorConfig.h`.
 
-use super::conf::{Conf, ParseConfError, VARIABLE};
+use super::conf::{Conf, KEYS, ParseConfError, VARIABLE};
 use anyhow::{Result, bail};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::str::FromStr;
 use vramlab::histories::formats::{Cut, Frame, Keys, Origins};
-
-/// Each setting, and the release of PyTorch 2 that knew it first; 0 stands for 2.0 and what came before. A release does not
-/// start with a setting that it does not know.
-pub(super) const SETTINGS: [(&str, u16); 20] = [
-    ("backend", 0),
-    ("max_split_size_mb", 0),
-    ("garbage_collection_threshold", 0),
-    ("roundup_power2_divisions", 0),
-    ("expandable_segments", 1),
-    ("release_lock_on_cudamalloc", 2),
-    ("pinned_use_cuda_host_register", 2),
-    ("pinned_num_register_threads", 2),
-    ("max_non_split_rounding_mb", 6),
-    ("pinned_use_background_threads", 6),
-    ("graph_capture_record_stream_reuse", 9),
-    ("per_process_memory_fraction", 10),
-    ("pinned_reserve_segment_size_mb", 10),
-    ("large_segment_size_mb", 11),
-    ("throw_on_cudamalloc_oom", 12),
-    ("pinned_free_catch_all", 12),
-    ("pinned_max_round_threshold_mb", 13),
-    ("pinned_max_cached_size_mb", 13),
-    ("expandable_segments_reserve", 15),
-    ("expandable_segments_reserve_by_class", 15),
-];
 
 /// Where a snapshot has a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,7 +156,7 @@ impl fmt::Display for Versions {
 }
 
 fn since(setting: &str) -> Option<u16> {
-    SETTINGS.iter().find(|(name, _)| *name == setting).map(|(_, since)| *since)
+    KEYS.iter().find(|(name, ..)| *name == setting).map(|(_, since, _)| *since)
 }
 
 /// What may be advised.
@@ -366,18 +341,8 @@ mod tests {
 
     #[test]
     fn names_are_those_that_are_read() {
-        let read: Vec<&str> = super::super::conf::KEYS.iter().map(|(name, _)| *name).collect();
-        assert_eq!(read, SETTINGS.map(|(name, _)| name));
-        assert!(read.iter().all(|name| check_name(name).is_ok()) && check_name("expandable").is_err());
-    }
-
-    /// Which variables a release takes CUDA's settings from, the one first that it prefers.
-    fn variables(minor: u16) -> String {
-        match minor {
-            9 => format!("`{VARIABLE}`; `PYTORCH_ALLOC_CONF` is known and does nothing for CUDA"),
-            10.. => format!("`{VARIABLE}`, else `PYTORCH_ALLOC_CONF`"),
-            _ => format!("`{VARIABLE}`"),
-        }
+        assert!(KEYS.iter().all(|(name, ..)| check_name(name).is_ok()) && check_name("expandable").is_err());
+        assert!(KEYS.is_sorted_by_key(|(_, since, _)| *since), "in the order in which they came");
     }
 
     #[test]
@@ -388,7 +353,7 @@ mod tests {
         };
         let mut rows = String::from("| PyTorch | reads | new settings | new in its snapshots |\n|---|---|---|---|\n");
         for minor in 0..=NEWEST {
-            let settings = SETTINGS.iter().filter(|(_, since)| *since == minor).map(|(name, _)| *name).collect();
+            let settings = KEYS.iter().filter(|(_, since, _)| *since == minor).map(|(name, ..)| *name).collect();
             let keys = SIGNS.iter().filter(|sign| sign.since == minor).map(|sign| sign.key).collect();
             let version = if minor == 0 { "2.0 and before".to_owned() } else { format!("2.{minor}") };
             rows += &format!("| {version} | {} | {} | {} |\n", variables(minor), named(settings), named(keys));

@@ -3,7 +3,7 @@
 mod record;
 mod steps;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use record::{Call, Calls, Epoch};
 use serde::Serialize;
 use serde_json::Value;
@@ -69,14 +69,8 @@ struct AccountRow {
 /// The folders of runs that folders on the command line stand for: an experiment's are the first repeats of its training programs.
 ///
 /// # Errors
-/// An experiment that is packed or damaged.
+/// An experiment that is damaged.
 pub(super) fn folders(path: &Path) -> Result<Vec<PathBuf>> {
-    if path.join("manifest.json").is_file() && !path.join("experiment.json").is_file() {
-        bail!(
-            "{0}: a packed experiment; `experiments unpack {0} -o FOLDER` makes the folders of its runs",
-            path.display()
-        );
-    }
     if !path.join("experiment.json").is_file() {
         return Ok(vec![path.to_owned()]);
     }

@@ -2,7 +2,6 @@
 
 use crate::repository::entries;
 use crate::study::figures::median;
-use crate::study::packed;
 use anyhow::{Context, Result, anyhow};
 use liblzma::read::XzDecoder;
 use serde::Serialize;
@@ -89,9 +88,8 @@ fn of_cells(row: BTreeMap<String, String>) -> Value {
 
 /// The runs of an experiment that are done: what the runner says of each, with what its program said beside it.
 fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
-    let opened = packed::open(folder)?;
     let mut rows = Vec::new();
-    for run in entries(&opened.path().join("runs"))? {
+    for run in entries(&folder.join("runs"))? {
         let document = |name: &str| -> Option<Value> {
             serde_json::from_str(&fs::read_to_string(run.join(format!("{name}.json"))).ok()?).ok()
         };

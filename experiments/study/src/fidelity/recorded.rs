@@ -1,7 +1,6 @@
 //! Recorded runs of an experiment, cell by cell.
 
 use crate::study::figures::{batches, blocked_share, read_summary, read_text, steady_epochs, step_time};
-use crate::study::packed;
 use crate::study::record::{EXPERIMENT, RUN, RUNS, read_json};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -55,8 +54,6 @@ impl Recorded {
     /// Reads an experiment's folder.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
-        let opened = packed::open(folder)?;
-        let folder = opened.path();
         let experiment = read_json(&folder.join(EXPERIMENT))?;
         let runs = experiment["runs"].as_array().map(Vec::as_slice).unwrap_or_default();
         let axes = axes(runs);

@@ -2,7 +2,7 @@
 
 use super::plan::Run;
 use super::spec::{Source, Spec};
-use crate::repository::sha256;
+use crate::repository::{self, sha256};
 use anyhow::{Context, Result, bail};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -190,6 +190,23 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
         ),
         None => bail!("{} has no schema_version, so no experiment wrote it", path.display()),
     }
+}
+
+/// The folder itself if it holds an experiment, else those in it that do, sorted.
+pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
+    let holds_experiment = |folder: &Path| folder.join(EXPERIMENT).is_file();
+    if holds_experiment(folder) {
+        return Ok(vec![folder.to_owned()]);
+    }
+    let mut found = repository::entries(folder)?;
+    found.retain(|path| holds_experiment(path));
+    if found.is_empty() {
+        bail!(
+            "{} holds no {EXPERIMENT}, nor does a folder in it; name what `experiments run` had as --out",
+            folder.display()
+        );
+    }
+    Ok(found)
 }
 
 /// A name that leads nowhere else.

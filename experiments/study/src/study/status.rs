@@ -1,8 +1,7 @@
 //! `experiments status`: how far experiments are, and which runners are at work on them.
 
 use super::lock::{self, Holder};
-use super::packed::{self, experiments_in};
-use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, is_plain, part_of, read_json, status_of};
+use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, experiments_in, is_plain, part_of, read_json, status_of};
 use super::report::{drawing, tally};
 use anyhow::{Context, Result};
 use clap::Args;
@@ -135,8 +134,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<()> {
 
 fn of(folder: &Path) -> Result<Status> {
     let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
-    let opened = packed::open(folder)?;
-    let path = opened.path().join(EXPERIMENT);
+    let path = folder.join(EXPERIMENT);
     let record = read_json(&path)?;
     let text = |key: &str| {
         let found = record[key].as_str().map(str::to_owned);
@@ -153,7 +151,7 @@ fn of(folder: &Path) -> Result<Status> {
     for (index, run) in planned.iter().enumerate() {
         let id = run["id"].as_str().filter(|id| is_plain(id));
         let id = id.with_context(|| format!("{}: the run {index} has no id that names a folder", path.display()))?;
-        let runs_folder = opened.path().join(RUNS);
+        let runs_folder = folder.join(RUNS);
         let (own, begun) = (runs_folder.join(id), part_of(&runs_folder, id).exists());
         let state = match status_of(&own, &sha256)? {
             Some(RunStatus::Done) => State::Done,
@@ -179,9 +177,6 @@ fn of(folder: &Path) -> Result<Status> {
     let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
     let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let command = command.chain(["-o".to_owned(), quoted(&out.to_string_lossy())]).collect::<Vec<String>>().join(" ");
-    // What is packed can go on once it is unpacked.
-    let unpack = || format!("unpack {} -o runs/unpacked", quoted(&folder.to_string_lossy()));
-    let command = if packed::is_packed(folder) { unpack() } else { command };
     let (counts, locks) = (Counts::of(runs.iter()), at_work.is_some());
     Ok(Status { experiment, device, counts, locks, runners, runs, command, folder: folder.to_owned() })
 }

@@ -2,7 +2,6 @@
 
 use super::execute::Experiment;
 use super::lock;
-use super::packed::is_packed;
 use super::plan::{Run, share};
 use super::programs;
 use super::record::{
@@ -36,9 +35,6 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> 
             entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
         };
         let holds_something = std::fs::read_dir(folder).is_ok_and(|mut entries| entries.any(whole)) && !path.is_file();
-        if is_packed(folder) {
-            bail!("{} is packed; `experiments unpack` makes a folder in which runs can go on", folder.display());
-        }
         if holds_something || folder.is_file() {
             bail!("{} is there and holds no {EXPERIMENT}; choose another folder with -o", folder.display());
         }

@@ -1,0 +1,259 @@
+//! `experiments pack`: recorded experiments as one archive, to be kept and sent.
+//!
+//! `LABEL.tar.xz` unpacks to the folder `LABEL` with the folder of each experiment, as `experiments run` leaves it. Its texts
+//! are plain in there: one archive of all packs them smaller than each was by itself. The same folders give the same bytes.
+
+use super::figures::read_text;
+use super::lock::at_work;
+use super::record::{EXPERIMENT, RUN, RUNS, experiments_in, is_plain, read_json};
+use crate::repository::{self, ARCHIVE};
+use crate::table::table;
+use anyhow::{Context, Result, anyhow, bail};
+use clap::Args;
+use liblzma::write::XzEncoder;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use terminal::{Cell, Column, Page, quoted};
+use vramlab::input::{DOCUMENT, TABLE};
+use vramlab::output::{Existing, OutputFile};
+
+/// As `xz -6e`: the bytes of this level do not depend on the machine, and a reader needs 9 MiB.
+const LEVEL: u32 = 6 | (1 << 31);
+/// Keys of `run.json` without which a run cannot be recognised.
+const NEEDED: [&str; 5] = ["id", "schema_version", "spec_sha256", "status", "files"];
+/// Key of `experiment.json` with what was recorded and is not kept.
+const LEFT_OUT: &str = "left_out";
+
+#[derive(Debug, Args)]
+pub(crate) struct PackArgs {
+    /// Folders that `experiments run` made: of an experiment, or of several
+    #[arg(required = true, value_name = "DIR")]
+    folders: Vec<PathBuf>,
+    /// The archive; it unpacks to a folder LABEL, in which each experiment has one of its own
+    #[arg(short, long, value_name = "LABEL.tar.xz")]
+    out: PathBuf,
+    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns or
+    /// summary.json:command
+    #[arg(long, value_name = "WHAT,...", value_delimiter = ',')]
+    leave_out: Vec<LeftOut>,
+    /// Pack experiments of which some runs failed or are missing
+    #[arg(long)]
+    incomplete: bool,
+}
+
+/// A file of the runs, or a part of it, that is not kept.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct LeftOut {
+    file: String,
+    /// A column, or the keys that lead to a value, joined with `/`.
+    part: Option<String>,
+}
+
+impl FromStr for LeftOut {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let (file, part) = text.split_once(':').map_or((text, None), |(file, part)| (file, Some(part.to_owned())));
+        if file.is_empty() || part.as_ref().is_some_and(String::is_empty) {
+            return Err("write a file, as latency.hlog, or a file and a part of it, as steps.csv:host_ns".into());
+        }
+        if file == RUN && part.as_ref().is_none_or(|part| NEEDED.contains(&part.as_str())) {
+            return Err("without that no run could be told from another; leave out something else".into());
+        }
+        Ok(Self { file: file.to_owned(), part })
+    }
+}
+
+impl std::fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.file)?;
+        self.part.iter().try_for_each(|part| write!(f, ":{part}"))
+    }
+}
+
+/// An archive under way.
+struct Packing<'a> {
+    args: &'a PackArgs,
+    label: &'a str,
+    archive: tar::Builder<XzEncoder<OutputFile>>,
+    /// What of `--leave-out` some run had.
+    found: BTreeSet<&'a LeftOut>,
+}
+
+/// An experiment in the archive.
+struct Packed {
+    name: String,
+    runs: usize,
+    /// Of its files, as text.
+    bytes: usize,
+}
+
+/// Packs each experiment that the folders hold.
+pub(crate) fn pack(args: &PackArgs) -> Result<()> {
+    let out = args.out.display();
+    let label =
+        args.out.file_name().and_then(|name| name.to_str()?.strip_suffix(ARCHIVE)).filter(|name| is_plain(name));
+    let label = label.with_context(|| format!("{out} is no archive's name; write LABEL{ARCHIVE} for -o"))?;
+    let archive = tar::Builder::new(XzEncoder::new(OutputFile::create(&args.out, Existing::Refuse)?, LEVEL));
+    let mut packing = Packing { args, label, archive, found: BTreeSet::new() };
+    let mut all: Vec<Packed> = Vec::new();
+    for folder in &args.folders {
+        for folder in experiments_in(folder)? {
+            let packed = packing.experiment(&folder)?;
+            if all.iter().any(|other| other.name == packed.name) {
+                bail!("there are two experiments with the name {}; name one of them", packed.name);
+            }
+            all.push(packed);
+        }
+    }
+    if let Some(unused) = args.leave_out.iter().find(|left| !packing.found.contains(left)) {
+        bail!("--leave-out {unused}: no run has that");
+    }
+    let whole = packing.archive.into_inner().and_then(XzEncoder::finish);
+    whole.with_context(|| format!("cannot write {out}"))?.finish()?;
+    let mut page = Page::stdout();
+    page.table(&table(
+        &all,
+        &[
+            (Column::left("experiment"), &|packed| Cell::from(&packed.name)),
+            (Column::right("runs"), &|packed| Cell::from(packed.runs.to_string())),
+            (Column::right("bytes"), &|packed| Cell::from(packed.bytes.to_string())),
+        ],
+    ));
+    let bytes = args.out.metadata().with_context(|| format!("cannot read {out}"))?.len();
+    page.end(format!("Packed into {out}, {bytes} bytes."), &format!("tar -xf {}", quoted(&args.out.to_string_lossy())));
+    page.print()
+}
+
+impl<'a> Packing<'a> {
+    fn experiment(&mut self, folder: &Path) -> Result<Packed> {
+        let absolute = std::path::absolute(folder).with_context(|| format!("{} is no folder", folder.display()))?;
+        if at_work(&absolute)?.is_some_and(|found| found.iter().any(|lock| lock.held)) {
+            bail!("a runner is at work in {}; wait until it has ended", folder.display());
+        }
+        let path = folder.join(EXPERIMENT);
+        let mut experiment = read_json(&path)?;
+        let name = experiment["name"].as_str().filter(|name| is_plain(name)).map(str::to_owned);
+        let name = name.with_context(|| format!("{} has no name, so no experiment wrote it", path.display()))?;
+        let plan = experiment["runs"].as_array().with_context(|| format!("{} has no runs", path.display()))?;
+        let (mut done, mut files) = (0, Vec::new());
+        for run in plan {
+            let id = run["id"].as_str().filter(|id| is_plain(id));
+            let id = id.with_context(|| format!("{}: a run has no id that names a folder", path.display()))?;
+            let own = folder.join(RUNS).join(id);
+            if own.exists() {
+                done += usize::from(self.run(&own, &format!("{RUNS}/{id}"), &mut files)?);
+            }
+        }
+        let runs = plan.len();
+        if done < runs && !self.args.incomplete {
+            bail!(
+                "{}: {done} of {runs} runs are done; run the experiment to its end, or pack what is there with --incomplete",
+                folder.display()
+            );
+        }
+        let left = experiment[LEFT_OUT].as_array().into_iter().flatten().filter_map(Value::as_str).map(str::to_owned);
+        let left: BTreeSet<String> = left.chain(self.args.leave_out.iter().map(LeftOut::to_string)).collect();
+        experiment[LEFT_OUT] = left.into_iter().collect();
+        files.insert(0, (EXPERIMENT.to_owned(), serde_json::to_string_pretty(&experiment)? + "\n"));
+        for (file, text) in &files {
+            let mut header = tar::Header::new_gnu();
+            // CAST: a length in memory.
+            header.set_size(text.len() as u64);
+            header.set_mode(0o644);
+            let member = format!("{}/{name}/{file}", self.label);
+            let added = self.archive.append_data(&mut header, &member, text.as_bytes());
+            added.with_context(|| format!("cannot pack {member}"))?;
+        }
+        Ok(Packed { bytes: files.iter().map(|(_, text)| text.len()).sum(), name, runs })
+    }
+
+    /// Adds the files of a run, which lies in `own`, under `place`; whether it is done.
+    fn run(&mut self, own: &Path, place: &str, files: &mut Vec<(String, String)>) -> Result<bool> {
+        let mut run = read_json(&own.join(RUN))?;
+        let listed = run["files"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        let listed: BTreeSet<String> = listed.map(plain_name).collect();
+        check_files(own, &listed)?;
+        let args = self.args;
+        let mut kept: Vec<Value> = Vec::new();
+        for name in listed {
+            let left = || args.leave_out.iter().filter(|left| left.file == name);
+            if let Some(left) = left().find(|left| left.part.is_none()) {
+                self.found.insert(left);
+                continue;
+            }
+            let fails = || format!("{}: {name} cannot be packed; --leave-out {name} goes without", own.display());
+            let limit = if name.ends_with(".json") { DOCUMENT } else { TABLE };
+            let mut text = read_text(own, &name, limit).with_context(fails)?;
+            for (left, part) in left().filter_map(|left| Some((left, left.part.as_ref()?))) {
+                if let Some(rest) = without(&name, part, &text).with_context(fails)? {
+                    self.found.insert(left);
+                    text = rest;
+                }
+            }
+            kept.push(Value::from(name.as_str()));
+            files.push((format!("{place}/{name}"), text));
+        }
+        run["files"] = Value::Array(kept);
+        for left in args.leave_out.iter().filter(|left| left.file == RUN) {
+            if left.part.as_ref().is_some_and(|part| remove(&mut run, part)) {
+                self.found.insert(left);
+            }
+        }
+        files.push((format!("{place}/{RUN}"), serde_json::to_string_pretty(&run)? + "\n"));
+        Ok(run["status"] == "done")
+    }
+}
+
+/// A file's name before it was compressed.
+fn plain_name(name: &str) -> String {
+    name.strip_suffix(".gz").unwrap_or(name).to_owned()
+}
+
+/// What the record names is there, and nothing else.
+fn check_files(own: &Path, listed: &BTreeSet<String>) -> Result<()> {
+    let names = repository::entries(own)?;
+    let names = names.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    let there: BTreeSet<String> =
+        names.filter(|name| name != RUN && !name.starts_with('.')).map(|name| plain_name(&name)).collect();
+    if let Some(extra) = there.difference(listed).next() {
+        bail!("{} is no file that {RUN} names; move it elsewhere", own.join(extra).display());
+    }
+    if let Some(lost) = listed.difference(&there).next() {
+        bail!("{}: {RUN} names {lost}, which is not there", own.display());
+    }
+    Ok(())
+}
+
+/// The text of a file without a part of it; `None` where it has no such part.
+fn without(file: &str, part: &str, text: &str) -> Result<Option<String>> {
+    if file.ends_with(".csv") {
+        let mut rows = csv::ReaderBuilder::new().has_headers(false).from_reader(text.as_bytes());
+        let rows = rows.records().collect::<csv::Result<Vec<csv::StringRecord>>>()?;
+        let column = rows.first().and_then(|names| names.iter().position(|name| name == part));
+        let Some(column) = column else { return Ok(None) };
+        let mut rest = csv::Writer::from_writer(Vec::new());
+        for row in &rows {
+            rest.write_record(row.iter().enumerate().filter(|(number, _)| *number != column).map(|(_, cell)| cell))?;
+        }
+        let rest = rest.into_inner().map_err(|error| anyhow!("{}", error.error()))?;
+        return Ok(Some(String::from_utf8(rest)?));
+    }
+    let mut found = false;
+    let mut cut = |text: &str| -> Result<String> {
+        let mut value = serde_json::from_str(text)?;
+        found |= remove(&mut value, part);
+        Ok(format!("{value}\n"))
+    };
+    let rest = if file.ends_with(".jsonl") { text.lines().map(cut).collect::<Result<String>>()? } else { cut(text)? };
+    Ok(found.then_some(rest))
+}
+
+/// Takes out what the keys lead to; whether it was there.
+fn remove(value: &mut Value, keys: &str) -> bool {
+    let (parent, key) = keys.rsplit_once('/').map_or((None, keys), |(parent, key)| (Some(parent), key));
+    let parent = parent.map_or_else(String::new, |parent| format!("/{parent}"));
+    value.pointer_mut(&parent).and_then(Value::as_object_mut).and_then(|fields| fields.shift_remove(key)).is_some()
+}
