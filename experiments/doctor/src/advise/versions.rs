@@ -345,6 +345,15 @@ mod tests {
         assert!(KEYS.is_sorted_by_key(|(_, since, _)| *since), "in the order in which they came");
     }
 
+    /// Which variables a release takes CUDA's settings from, the one first that it prefers.
+    fn variables(minor: u16) -> String {
+        match minor {
+            9 => format!("`{VARIABLE}`; `PYTORCH_ALLOC_CONF` is known and does nothing for CUDA"),
+            10.. => format!("`{VARIABLE}`, else `PYTORCH_ALLOC_CONF`"),
+            _ => format!("`{VARIABLE}`"),
+        }
+    }
+
     #[test]
     fn the_readme_has_the_table() {
         let named = |names: Vec<&str>| {

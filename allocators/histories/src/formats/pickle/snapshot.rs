@@ -10,7 +10,10 @@ use crate::formats::{HostMemory, Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
-impl Machine<'_, '_, '_> {
+/// Takes one item of a list of the outermost dictionary.
+type Taker<'a, 'b, 'c> = fn(&mut Machine<'a, 'b, 'c>, Value) -> Result<(), ReadError>;
+
+impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
     /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
     pub(super) fn enter_part(&mut self) {
         let at = self.stack.len();
@@ -58,8 +61,8 @@ impl Machine<'_, '_, '_> {
         }
     }
 
-    /// What takes one item of a list of the outermost dictionary, where items stand for themselves.
-    pub(super) fn taker(list: Word) -> Option<fn(&mut Self, Value) -> Result<(), ReadError>> {
+    /// What takes the items of a list of the outermost dictionary, where items stand for themselves.
+    pub(super) fn taker(list: Word) -> Option<Taker<'a, 'b, 'c>> {
         Some(match list {
             Word::Segments => Self::take_segment,
             Word::HostSegments => Self::take_host_segment,
