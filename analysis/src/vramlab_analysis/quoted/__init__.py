@@ -16,6 +16,8 @@ ANSWERS: Pieces = {
     "- H200:": readme.compared,
     "- The table is one comparison, the newest.": answers.hosts,
     "- Simulated times are fitted:": simulated.sentence,
+    "- The simulator leaves out": simulated.own_code,
+    f"| {simulated.TITLE} |": simulated.table,
     "- **It is the free that waits.**": answers.waiting,
     "- **Most `cuMemAlloc` are cheap:**": simulated.pages,
     "- **The driver's pool costs time on the device too,**": simulated.pool,

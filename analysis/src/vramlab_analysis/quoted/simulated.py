@@ -22,6 +22,8 @@ RATIO_TOLERANCE = 0.10
 # A host is as quick as the profile's where a launch took at most this many times as long.
 AS_QUICK = 1.2
 MIB = 2**20
+# The table's first column.
+TITLE = "simulated beside measured, nothing fitted"
 # The cells of `fidelity` from which `fit-program` took the program's own time: allocator and width, with and without a
 # synchronise each step.
 FITTED = {("caching", 128), ("stream-ordered", 128)}
@@ -236,24 +238,6 @@ def short() -> str:
     )
 
 
-def of_session(spec: str, simulated: str = "h100-sim") -> str:
-    """The agreement in one session, in words."""
-    told = held_out(spec, simulated=simulated)
-    return (
-        f"{100 * told.within:.0f} % of {told.cells} cells (worst {100 * told.worst:+.0f} %: {told.worst_of}) and "
-        f"{100 * told.pairs_within:.0f} % of {told.pairs} ratios"
-    )
-
-
-def of_passes(spec: str, simulated: str = "h100-sim") -> str:
-    """How far a session's passes agree on ratios, in words."""
-    told = passes(spec, simulated)
-    return (
-        f"{100 * told.within:.0f} % of the ratios of one pass are within {100 * RATIO_TOLERANCE:.0f} % of the others', "
-        f"and {told.between} of the {told.off} simulated ones that are off lie between those of two passes"
-    )
-
-
 def own_code(spec: str = SESSIONS[0], simulated: str = "h100-resim") -> str:
     """What allocators' own code takes the host, which the simulator leaves out, in a session's narrowest network with
     `tlsf`."""
@@ -276,31 +260,56 @@ def own_code(spec: str = SESSIONS[0], simulated: str = "h100-resim") -> str:
             f"`{name}` takes {more[0]:.0f} us a step more than `caching` at width {width}, simulated {more[1]:.0f}, "
             f"and by the time of its calls on an H200 {(calls[name] - calls['caching']) * requests:.0f}"
         )
-    return f"The simulator leaves out what an allocator's own code takes the host: {'; '.join(said)}."
+    return f"- The simulator leaves out what an allocator's own code takes the host: {'; '.join(said)}."
+
+
+def row(title: str, told: Agreement, runs: Repeats, ratios: Passes | None = None) -> str:
+    """A line of the table."""
+    cells = [
+        title,
+        str(told.cells),
+        f"{100 * told.within:.0f} %",
+        f"{100 * told.worst:+.0f} % ({told.worst_of})",
+        f"{100 * runs.within:.0f} %",
+        f"{100 * told.pairs_within:.0f} % of {told.pairs}",
+        f"{100 * ratios.within:.0f} %" if ratios else "–",
+        f"{ratios.between} of {ratios.off}" if ratios else "–",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """How far the simulated GPU is off, and how far measured runs are from each other."""
+    first, second = SESSIONS
+    learnt = held_out(first, simulated="h100-resim")
+    one, other = (repeats([spec], "h100") for spec in SESSIONS)
+    rows = [
+        f"| {TITLE} | cells | steps within {100 * TOLERANCE:.0f} % | worst | runs that tell each other | ratios of two "
+        f"allocators within {100 * RATIO_TOLERANCE:.0f} % | ratios of one pass that tell the others' | ratios off that "
+        "lie between two passes |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
+        row("other hosts and hours, H200s", unfitted(), repeats()),
+        row(f"`{first}`, an H100", held_out(first), one, passes(first)),
+        row(f"`{first}`, as the simulator is now", learnt, one, passes(first, "h100-resim")),
+        row(f"`{second}`, another H100", held_out(second), other, passes(second)),
+    ]
+    return "\n".join(rows)
 
 
 def sentence() -> str:
     """What the agreement of the simulated GPU rests on."""
-    told, quick, again = unfitted(), unfitted(AS_QUICK), repeats()
-    first, second = (repeats([spec], "h100") for spec in SESSIONS)
+    quick = unfitted(AS_QUICK)
     return (
         "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
-        "network, and the size of the L2 cache was chosen on cells that `experiments fidelity` reports. Of "
-        f"{told.cells} cells of other specs, which nothing was fitted to, {100 * told.within:.0f} % are within "
-        f"{100 * TOLERANCE:.0f} %; the worst is {100 * told.worst:+.0f} % off ({told.worst_of}). The ratio of two "
-        f"allocators in one of them is within {100 * RATIO_TOLERANCE:.0f} % in {100 * told.pairs_within:.0f} % of "
-        f"{told.pairs} pairs, and off by up to {told.contrast:.1f} times. Those runs are of other hosts and hours than "
-        f"the profile: in the {quick.cells} cells whose runs measured, before they trained, a launch of at most "
-        f"{AS_QUICK} times the profile's {100 * quick.within:.0f} % of the steps are right, and of their {quick.pairs} "
-        f"ratios {100 * quick.pairs_within:.0f} %; of {again.runs} runs on the GPU {100 * again.within:.0f} % are "
-        f"within {100 * TOLERANCE:.0f} % of the median of others of the same network. Where a profile is calibrated, "
-        f"fitted and held to other cells in one session of one H100 (`{SESSIONS[0]}`), {of_session(SESSIONS[0])} are "
-        f"right, by the same bounds; of its runs {100 * first.within:.0f} % tell each other. With what the simulator "
-        f"learnt then, these would be {of_session(SESSIONS[0], 'h100-resim')}; "
-        f"{of_passes(SESSIONS[0], 'h100-resim')}. Other cells on another H100, looked at "
-        f"after that (`{SESSIONS[1]}`): {of_session(SESSIONS[1])}; its host was so uneven that "
-        f"{100 * second.within:.0f} % of the runs tell each other, {of_passes(SESSIONS[1])}. {own_code()} "
-        "An epoch of the network above says nothing of it: it was fitted on."
+        "network, and the size of the L2 cache was chosen on cells that `experiments fidelity` reports. An epoch of "
+        "the network above was fitted on, so it says nothing. The table has cells to which nothing was fitted. Its "
+        f"first row is of other hosts and hours than the profile: in the {quick.cells} cells whose runs measured, "
+        f"before they trained, a launch of at most {AS_QUICK} times the profile's {100 * quick.within:.0f} % of the "
+        f"steps are right, and of their {quick.pairs} ratios {100 * quick.pairs_within:.0f} %. In the others the "
+        "profile was calibrated and fitted in the same session as the cells were measured. The simulator learnt from "
+        f"`{SESSIONS[0]}` before `{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it "
+        f"is within {100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
+        f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
     )
 
 
