@@ -54,6 +54,9 @@ impl Recorded {
     /// Reads an experiment's folder.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
+        if !folder.join(EXPERIMENT).is_file() {
+            bail!("{name} holds no {EXPERIMENT}; name a folder that `experiments run` made");
+        }
         let experiment = read_json(&folder.join(EXPERIMENT))?;
         let runs = experiment["runs"].as_array().map(Vec::as_slice).unwrap_or_default();
         let axes = axes(runs);
