@@ -11,7 +11,12 @@ use assert_cmd::Command;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use syn::{Attribute, Expr, Fields, GenericArgument, Generics, Ident, Item, Lit, Meta, PathArguments, Token, Type};
+use syn::parse::{ParseStream, Parser};
+use syn::punctuated::Punctuated;
+use syn::{
+    Attribute, Expr, Fields, GenericArgument, Generics, Item, ItemEnum, Lit, LitStr, Meta, PathArguments, Token, Type,
+    Variant,
+};
 
 /// Folders with the types of what is written.
 const FOLDERS: [&str; 7] = [
@@ -80,11 +85,15 @@ impl Types {
 
     fn declare(&mut self, file: &Path, items: Vec<Item>) {
         for item in items {
+            let item = match item {
+                Item::Macro(item) if item.mac.path.segments.last().is_some_and(|last| last.ident == "named") => {
+                    Item::Enum(item.mac.parse_body_with(named).unwrap())
+                }
+                item => item,
+            };
             let name = match &item {
                 Item::Struct(item) => item.ident.to_string(),
                 Item::Enum(item) => item.ident.to_string(),
-                // Declares an enumeration of variants, names and documentation.
-                Item::Macro(item) if item.mac.path.is_ident("call_kinds") => "CallKind".to_owned(),
                 _ => continue,
             };
             self.0.entry(name).or_default().push(Declared { file: file.to_owned(), item });
@@ -121,6 +130,23 @@ impl Types {
     }
 }
 
+/// The enumeration that `named!` declares, with the names of its kinds as serde is told them.
+fn named(input: ParseStream) -> syn::Result<ItemEnum> {
+    let (attrs, vis) = (input.call(Attribute::parse_outer)?, input.parse()?);
+    let (enum_token, ident) = (input.parse()?, input.parse()?);
+    let kinds;
+    let brace_token = syn::braced!(kinds in input);
+    let mut variants = Punctuated::new();
+    while !kinds.is_empty() {
+        let (mut attrs, ident) = (kinds.call(Attribute::parse_outer)?, kinds.parse()?);
+        let name = kinds.parse::<LitStr>()?.value();
+        attrs.extend(Attribute::parse_outer.parse_str(&format!("#[serde(rename = {name:?})]"))?);
+        variants.push(Variant { attrs, ident, fields: Fields::Unit, discriminant: None });
+        kinds.parse::<Token![,]>()?;
+    }
+    Ok(ItemEnum { attrs, vis, enum_token, ident, generics: Generics::default(), brace_token, variants })
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
 }
@@ -150,11 +176,8 @@ fn serde(attributes: &[Attribute]) -> BTreeMap<String, String> {
     for attribute in attributes.iter().filter(|attribute| attribute.path().is_ident("serde")) {
         attribute
             .parse_nested_meta(|meta| {
-                let value = if meta.input.peek(Token![=]) {
-                    meta.value()?.parse::<syn::LitStr>()?.value()
-                } else {
-                    String::new()
-                };
+                let value =
+                    if meta.input.peek(Token![=]) { meta.value()?.parse::<LitStr>()?.value() } else { String::new() };
                 out.insert(meta.path.get_ident().unwrap().to_string(), value);
                 Ok(())
             })
@@ -215,27 +238,12 @@ fn values(item: &Item) -> Vec<(String, String)> {
     match item {
         Item::Enum(item) => {
             let rule = serde(&item.attrs);
-            // `Path` names its variants itself.
-            let snake = "snake_case".to_owned();
-            let rule = rule.get("rename_all").unwrap_or(&snake);
-            item.variants
-                .iter()
-                .map(|variant| (renamed(&variant.ident.to_string(), Some(rule)), documentation(&variant.attrs)))
-                .collect()
+            let of = |variant: &Variant| {
+                let own = serde(&variant.attrs).remove("rename");
+                own.unwrap_or_else(|| renamed(&variant.ident.to_string(), rule.get("rename_all")))
+            };
+            item.variants.iter().map(|variant| (of(variant), documentation(&variant.attrs))).collect()
         }
-        Item::Macro(item) => item
-            .mac
-            .parse_body_with(|input: syn::parse::ParseStream| {
-                let mut out = Vec::new();
-                while !input.is_empty() {
-                    input.parse::<Ident>()?;
-                    let (name, text) = (input.parse::<syn::LitStr>()?, input.parse::<syn::LitStr>()?);
-                    out.push((name.value(), text.value()));
-                    input.parse::<Option<Token![,]>>()?;
-                }
-                Ok(out)
-            })
-            .unwrap(),
         _ => panic!("no enumeration"),
     }
 }
