@@ -164,6 +164,7 @@ def test_what_was_fitted_is_not_counted_as_agreement() -> None:
     assert "fidelity" not in simulated.UNFITTED
     assert told.cells >= 40
     assert 0 < told.within < 1
+    assert told.contrast > 1
     assert 0 < told.pairs_within < 1
     assert abs(told.worst) > simulated.TOLERANCE
     # `fit-program` takes the cells in which the host was blocked for less than a tenth of the time.

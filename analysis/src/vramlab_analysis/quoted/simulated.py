@@ -59,6 +59,8 @@ class Agreement(NamedTuple):
     # Pairs of allocators in the same network, and the share of them whose ratio is within `RATIO_TOLERANCE`.
     pairs: int
     pairs_within: float
+    # The most by which the ratio of two allocators in the same network is off, as a factor.
+    contrast: float
 
 
 class Cell(NamedTuple):
@@ -182,7 +184,7 @@ def agreement(of_specs: Iterable[tuple[str, dict[tuple[Any, ...], float]]]) -> A
     worst, of = max(apart, key=lambda one: abs(one[0]))
     within = sum(abs(value) <= TOLERANCE for value, _ in apart) / len(apart)
     right = sum(ratio <= 1 + RATIO_TOLERANCE for ratio in ratios) / len(ratios)
-    return Agreement(len(apart), within, worst, of, len(ratios), right)
+    return Agreement(len(apart), within, worst, of, len(ratios), right, max(ratios))
 
 
 def repeats(specs: Iterable[str] = ("fidelity", *UNFITTED), device: str = "h200") -> Repeats:
