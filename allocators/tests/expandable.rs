@@ -1,9 +1,6 @@
 //! Expandable segments step by step: what is mapped and unmapped, in which order, and what each setting mends.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{MIB, allocate, check_stats, fill, free, layout, profile, sim, work};
+use crate::common::{self, MIB, allocate, check_stats, fill, free, layout, profile, sim, work};
 use std::sync::{Arc, Mutex};
 use vramlab::backends::Needs;
 use vramlab::{

@@ -1,5 +1,4 @@
 //! Policies of other libraries, on cases that are worked out by hand from their rules.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use std::sync::Arc;
 use vramlab::backends::find;

@@ -1,18 +1,12 @@
 //! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `pytorch` and
 //! `caching` have to place every block and to make and release every segment as PyTorch did; `pytorch-expandable`, and `caching`
 //! with that setting, have to map and unmap the same parts where the history was recorded under expandable_segments.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-#[path = "common/facts.rs"]
-mod facts;
-#[path = "golden/pools.rs"]
 mod pools;
-#[path = "golden/remap.rs"]
 mod remap;
-#[path = "golden/twins.rs"]
 mod twins;
 
-use facts::{facts, limit};
+use crate::facts::{facts, limit};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

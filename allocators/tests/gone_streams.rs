@@ -1,9 +1,6 @@
 //! What an allocator does with blocks of streams that are gone, and with blocks of other allocators.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
+use crate::common::{self, GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
 use std::sync::Arc;
 use vramlab::backends::{self, caching, stream_ordered};
 use vramlab::instruments::Limit;

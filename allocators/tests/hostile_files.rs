@@ -1,10 +1,6 @@
 //! Files that ask for all there is, and files that are mutated: what reading and compiling take from the system's allocator, and no panic.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-#[path = "common/mutate.rs"]
-mod mutate;
-
-use mutate::{mutations, seeds};
+use crate::mutate::{mutations, seeds};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::io::Read;

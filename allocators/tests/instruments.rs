@@ -1,9 +1,6 @@
 //! The instruments: what each says, and that none of them changes what an allocator returns.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work, write};
+use crate::common::{self, GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work, write};
 use std::sync::Arc;
 use std::thread;
 use vramlab::backends::{self, caching, naive, stream_ordered};

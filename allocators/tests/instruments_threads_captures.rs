@@ -1,9 +1,6 @@
 //! The instruments under threads: nothing is lost, and the order in a trace is the order in which it happened.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, KIB, MIB, Random, allocate, build, capturing, fill, free, launch, sim};
+use crate::common::{self, GIB, KIB, MIB, Random, allocate, build, capturing, fill, free, launch, sim};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

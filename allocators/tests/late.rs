@@ -1,22 +1,13 @@
 //! Histories that begin late: what was held before the first event is told from what was held after the last one.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-#[path = "late/cut.rs"]
 mod cut;
-#[path = "common/facts.rs"]
-mod facts;
-#[allow(dead_code, reason = "not every test needs all of it")]
-#[path = "replay/recorder.rs"]
-mod recorder;
-#[path = "late/small.rs"]
 mod small;
 
-use common::{GIB, MIB};
+use crate::common::{GIB, MIB};
+use crate::recorder::Recorder;
 use cut::{Whole, recordings};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use recorder::Recorder;
 use std::sync::Arc;
 use vramlab::backends::{self, Backend, CachingSettings, caching, lab, pytorch};
 use vramlab::histories::formats::{Action, Event};

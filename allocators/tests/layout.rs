@@ -1,10 +1,7 @@
 //! Whole layouts of the caching backend after given sequences: what is split, what is kept whole, what coalesces.
 //! Blocks are (offset, bytes, state): **A**llocated, **P**ending free, **F**ree.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, KIB, MIB, allocate, free, layout, sim, work};
+use crate::common::{GIB, KIB, MIB, allocate, free, layout, sim, work};
 use std::sync::Arc;
 use vramlab::backends::{Caching, CachingSettings};
 use vramlab::instruments::assert_layout;

@@ -1,9 +1,6 @@
 //! What the meter says a call waited, rule by rule, on a device whose every call takes as long as the test says.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, KIB, MIB};
+use crate::common::{self, GIB, KIB, MIB};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};

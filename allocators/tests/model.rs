@@ -1,14 +1,10 @@
 //! Random histories against models: a shadow account for every backend of the list, and `pytorch` beside `caching`.
 //! A thousand histories or so for each by default; `PROPTEST_CASES` sets another number.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-#[path = "model/faulty.rs"]
 mod faulty;
-#[path = "model/twins.rs"]
 mod twins;
 
-use common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
+use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, ready_ns, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::TestRunner;

@@ -1,7 +1,5 @@
 //! Files that users name: whole or not at all, and nothing replaced that is no regular file.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 #![cfg(unix)]
 
 use std::fs;

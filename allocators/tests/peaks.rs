@@ -1,9 +1,6 @@
 //! Peaks of sums over streams: exact while threads take turns, an upper bound when they do not.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, MIB, Random, allocate, build, check_stats, free, sim, work};
+use crate::common::{self, GIB, MIB, Random, allocate, build, check_stats, free, sim, work};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use vramlab::backends::{self, Caching, CachingSettings, StreamOrdered, caching, naive};

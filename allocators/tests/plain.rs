@@ -1,20 +1,14 @@
 //! Other libraries' policies beside plain models of them: the rules of each original once more, written down naively, with
 //! vectors that are searched from the front. On random requests of several streams, whose work is done at random times, every
 //! block has to lie where the model puts it, and what is free has to be cut as in the model.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-#[path = "plain/arena.rs"]
 mod arena;
-#[path = "plain/by_lists.rs"]
 mod by_lists;
-mod common;
-#[path = "plain/device.rs"]
 mod device;
-#[path = "plain/lists.rs"]
 mod lists;
 
+use crate::common::{KIB, MIB, Random, allocate, free};
 use by_lists::{CuPy, Own, Paddle, Tlsf};
-use common::{KIB, MIB, Random, allocate, free};
 use device::{ByHand, Device};
 use std::sync::Arc;
 use vramlab::device::HookedDriver;

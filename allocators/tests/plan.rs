@@ -1,5 +1,4 @@
 //! Plans: no two blocks that conflict overlap, none beats the bound, and few are far from it.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use proptest::prelude::*;
 use std::fs::File;

@@ -1,9 +1,6 @@
 //! The backend `plan`: a program that repeats itself lies where its plan says, and one that does not is served all the same.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, MIB, allocate, check_nothing_held, checker, free, ready_ns, sim, work};
+use crate::common::{GIB, MIB, allocate, check_nothing_held, checker, free, ready_ns, sim, work};
 use proptest::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;

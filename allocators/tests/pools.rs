@@ -1,18 +1,12 @@
 //! Private pools in histories: whatever a program did with them, the recorded placements tell enough that a replay puts every
 //! block where it lay.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-#[path = "replay/recorder.rs"]
-#[allow(dead_code, reason = "not every test needs all of it")]
-mod recorder;
-
-use common::{GIB, MIB};
+use crate::common::{GIB, MIB};
+use crate::recorder::Recorder;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
-use recorder::Recorder;
 use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, caching, pytorch};

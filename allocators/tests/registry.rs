@@ -1,5 +1,4 @@
 //! Backends of other crates stand beside the library's own.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use std::sync::Arc;
 use vramlab::backends::{

@@ -1,19 +1,13 @@
 //! Replays: at recorded addresses nothing may differ, whatever the allocator had to do; histories that contradict
 //! themselves are refused.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-#[path = "replay/full.rs"]
 mod full;
-#[path = "replay/recorder.rs"]
-#[allow(dead_code, reason = "not every test needs all of it")]
-mod recorder;
 
-use common::{GIB, MIB, sim};
+use crate::common::{GIB, MIB, sim};
+use crate::recorder::Recorder;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::FileFailurePersistence;
-use recorder::Recorder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab::backends::{self, CachingSettings, caching, expandable, naive, stream_ordered};

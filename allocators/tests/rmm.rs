@@ -1,5 +1,4 @@
 //! RMM's policies: placements worked out by hand, the race between three streams, and what RMM 26.10 did on an H200.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

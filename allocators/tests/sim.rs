@@ -1,9 +1,6 @@
 //! The simulated device where allocators lean on it: what is held, where addresses lie, how the account adds up.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, MIB, Random, free_bytes, sim, work};
+use crate::common::{self, GIB, MIB, Random, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use vramlab::device::sim::{KernelCost, MemoryCost};
 use vramlab::device::{PoolDriver, PoolId};

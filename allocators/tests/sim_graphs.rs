@@ -1,9 +1,6 @@
 //! Graphs of the simulated device: what a launch costs, what a capture allows, whose memory a graph has.
-#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
-mod common;
-
-use common::{GIB, MIB, capturing, fill, free_bytes, launch, ready_ns, sim, work};
+use crate::common::{GIB, MIB, capturing, fill, free_bytes, launch, ready_ns, sim, work};
 use std::sync::Arc;
 use vramlab::backends::GraphCapture;
 use vramlab::device::PoolId;

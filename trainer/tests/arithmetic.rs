@@ -1,11 +1,6 @@
 //! Types, loss scales and fusion: what they may change in the losses, in memory and in the record, and what not.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{arms, digits, iris, train};
+use crate::common::{arms, digits, iris, train};
 use kernels::{LinearBackwardInput, LinearForward, LinearWeightGradient};
 use trainer::Settings;
 use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};

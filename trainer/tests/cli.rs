@@ -1,27 +1,17 @@
 //! The program as a user meets it: what it prints where, its exit codes, what it refuses, and what survives a kill.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-#[path = "cli/bad_input.rs"]
 mod bad_input;
 #[cfg(unix)]
-#[path = "cli/files.rs"]
 mod files;
 #[cfg(target_os = "linux")]
-#[path = "cli/host_memory.rs"]
 mod host_memory;
 #[cfg(unix)]
-#[path = "cli/outside.rs"]
 mod outside;
 #[cfg(unix)]
-#[path = "cli/signals.rs"]
 mod signals;
 
+use crate::common::{column, read_json};
 use assert_cmd::Command;
-use common::{column, read_json};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;

@@ -2,18 +2,13 @@
 //! data for the same seed.
 //!
 //! No test touches the user's cache or the network beyond 127.0.0.1. The real MNIST is read if `MNIST_DIR` names it.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
 #[cfg(feature = "download")]
-#[path = "data/download.rs"]
 mod download;
-#[path = "../../allocators/tests/common/mutate.rs"]
-mod mutate;
 
+use crate::mutate::{mutations, seeds};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use mutate::{mutations, seeds};
 use ring::digest::{SHA256, digest};
 use std::fs;
 use std::io::Write;

@@ -1,11 +1,6 @@
 //! What `--export` writes: the run's own history, in every format, for every allocator.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Done, arms, digits, iris, train};
+use crate::common::{self, Done, arms, digits, iris, train};
 use std::collections::BTreeMap;
 use trainer::Settings;
 use vramlab::BlockState;

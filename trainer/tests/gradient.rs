@@ -1,8 +1,5 @@
 //! The whole gradient of a small network against finite differences of an independent forward pass in f64.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};

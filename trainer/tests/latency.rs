@@ -1,12 +1,7 @@
 //! Latency histograms by part of the run: together they are the run's, and the first holds the cold start.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
+use crate::common::{Done, digits, train};
 use base64::Engine;
-use common::{Done, digits, train};
 use hdrhistogram::Histogram;
 use hdrhistogram::serialization::Deserializer;
 use hdrhistogram::serialization::interval_log::{IntervalLogIterator, LogEntry};

@@ -1,11 +1,6 @@
 //! Ways to launch a step, and streams: they change when work is done, and never what comes out.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Done, StopAt, arms, attempt, digits, iris, train, train_with};
+use crate::common::{self, Done, StopAt, arms, attempt, digits, iris, train, train_with};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};

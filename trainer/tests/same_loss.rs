@@ -1,11 +1,6 @@
 //! The allocator decides where tensors lie and when the host waits, never what is computed; and the record says so.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Done, arms, attempt, digits, iris, train, train_with};
+use crate::common::{Done, arms, attempt, digits, iris, train, train_with};
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

@@ -1,11 +1,6 @@
 //! What runs write is as `analysis/schema.md` describes it: every key, its type, whether it is always there, and nothing else.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Done, arms, digits, iris, train};
+use crate::common::{Done, arms, digits, iris, train};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use trainer::Settings;

@@ -4,8 +4,6 @@
 //! A comment in the document says which type a table is of: `fields of Summary in trainer/src/record.rs`, or `values of` an
 //! enumeration. Keys, types and what may be absent are read from the declarations and their serde attributes, the meaning
 //! from the documentation. Types without a table of their own are spread out in the tables of those that hold them.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
 use assert_cmd::Command;
 use std::cell::RefCell;

@@ -1,13 +1,8 @@
 //! What a person sees in a terminal: the program's screens at 80 columns, and what holds at any width.
 
 #![cfg(unix)]
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-#[path = "common/pty.rs"]
-mod pty;
-
-use pty::{acts_on_terminal, check, show};
+use crate::pty::{self, acts_on_terminal, check, show};
 use serde_json::Value;
 use std::process::Command;
 use tempfile::TempDir;

@@ -1,11 +1,6 @@
 //! Start files, read with the format's own reader: they hold what a run begins with, bit by bit.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{digits, iris, train};
+use crate::common::{digits, iris, train};
 use ring::digest::{SHA256, digest};
 use safetensors::{Dtype, SafeTensors};
 use std::collections::HashMap;

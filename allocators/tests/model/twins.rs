@@ -1,8 +1,8 @@
 //! `caching` is `pytorch`, written for speed: side by side on two devices alike they place every block at the same address by the
 //! same path, make the same driver calls at the same time, and say the same of themselves.
 
-use super::common::{GIB, MIB, allocate, free, sim, work};
 use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
+use crate::common::{GIB, MIB, allocate, free, sim, work};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::strategy::ValueTree;

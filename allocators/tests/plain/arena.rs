@@ -1,7 +1,7 @@
 //! RMM's arenas: `arena_memory_resource`, `global_arena`, `superblock`, without size classes.
 
-use crate::Model;
-use crate::device::Device;
+use super::Model;
+use super::device::Device;
 use std::collections::HashMap;
 
 const SUPERBLOCK: u64 = 1 << 20;

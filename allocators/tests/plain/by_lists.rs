@@ -1,8 +1,8 @@
 //! Other policies, on lists of free ranges: those whose streams keep to their own memory, and those whose streams share it.
 
-use crate::Model;
-use crate::device::Device;
-use crate::lists::{Lists, Range};
+use super::Model;
+use super::device::Device;
+use super::lists::{Lists, Range};
 use std::cmp::Reverse;
 
 /// What differs between them.

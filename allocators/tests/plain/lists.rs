@@ -1,6 +1,6 @@
 //! Free ranges list by list in one vector, and the device's blocks that they lie in.
 
-use crate::device::Device;
+use super::device::Device;
 use std::collections::HashMap;
 
 /// Memory of a list, free or in use.

@@ -1,8 +1,8 @@
 //! A full device, and no limit that is known.
 
-use super::common::MIB;
-use super::recorder::Recorder;
 use super::{STREAMS, Step, cases, check_faithful, compile, play, run, steps};
+use crate::common::MIB;
+use crate::recorder::Recorder;
 use proptest::prelude::*;
 use vramlab::backends::{CachingSettings, caching};
 use vramlab::histories::formats::{Action, Event};

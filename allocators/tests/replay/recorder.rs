@@ -1,6 +1,6 @@
 //! Records what an allocator does in the words of PyTorch's snapshots: the histories that a replay has to follow.
 
-use super::common::{self, allocate, free, sim, work};
+use crate::common::{self, allocate, free, sim, work};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 use vramlab::backends::{CachingSettings, caching};

@@ -1,6 +1,6 @@
 //! Pickles that are cut, damaged or meant to do harm.
 
-use crate::{fixture, message, read_bytes};
+use super::{fixture, message, read_bytes};
 use vramlab::budget::Budget;
 use vramlab::histories::formats::{Problem, ReadOptions, read_from};
 

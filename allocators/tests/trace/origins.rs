@@ -1,6 +1,6 @@
 //! Where events came from, as every form of a snapshot says it.
 
-use crate::fixture;
+use super::fixture;
 use serde_json::Value;
 use std::path::Path;
 use vramlab::budget::Budget;

@@ -1,7 +1,7 @@
 //! What is written is what was read.
 
-use crate::snapshots::recorded;
-use crate::{fixture, read_all};
+use super::snapshots::recorded;
+use super::{fixture, read_all};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;

@@ -1,7 +1,7 @@
 //! PyTorch's snapshots: those recorded on a GPU, and small ones of the same form.
 
+use super::{fixture, read_all, read_bytes};
 use crate::facts::facts;
-use crate::{fixture, read_all, read_bytes};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Cursor, Read};

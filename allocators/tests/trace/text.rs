@@ -1,6 +1,6 @@
 //! Logs that are text: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
 
-use crate::{fixture, message, read_all, read_bytes};
+use super::{fixture, message, read_all, read_bytes};
 use vramlab::budget::Budget;
 use vramlab::histories::formats::{
     Action, Event, Format, Place, Problem, ReadError, ReadOptions, jsonl_placements, read_from,

@@ -1,11 +1,9 @@
 //! `vramlab advise` as a user meets it.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::story::{Story, script};
+use crate::common::{
+    self,
+    story::{Story, script},
+};
 use common::{Place, Ran};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

@@ -1,14 +1,8 @@
 //! `vramlab convert` as a user meets it.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
+use crate::mutate;
 
-mod common;
-#[path = "../../../allocators/tests/common/mutate.rs"]
-#[allow(dead_code, reason = "only the seeds are of use here")]
-mod mutate;
-
-use common::{Place, Ran};
+use crate::common::{Place, Ran};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -1,11 +1,7 @@
 //! Histories that are damaged: events that contradict each other, which every command refuses in the same line or all answer, and
 //! recordings whose beginning or end is missing.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use common::story::{self, Story};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};

@@ -1,10 +1,6 @@
 //! `diff` on small histories whose answers are known.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use common::story::{MIB, Story, script};
 use serde_json::{Value, json};
 use std::path::Path;

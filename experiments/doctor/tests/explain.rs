@@ -1,11 +1,6 @@
 //! `explain` on small histories whose answers are known.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use common::story::{BASE, MIB, Story, library, script, torch};
 use common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};

@@ -1,10 +1,6 @@
 //! Causes that `explain` names where the history can show them, and the lines of code that stack frames tell.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use common::story::{BASE, MIB, Story, script};
 use common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};

@@ -1,10 +1,6 @@
 //! What a file may hold besides one GPU with events: several GPUs, and snapshots without events.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::story::{MIB, Story};
+use crate::common::story::{MIB, Story};
 use common::{Place, by_path, end};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

@@ -1,16 +1,10 @@
 //! Files and screens of `vramlab`: written whole or not at all, nothing replaced that is no regular file; pages that fit a terminal.
 #![cfg(unix)]
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-#[path = "../../../trainer/tests/common/pty.rs"]
-mod pty;
-
-use common::{Place, Ran, by_path, end, least};
+use crate::common::{self, Place, Ran, by_path, end, least};
+use crate::pty::{self, acts_on_terminal, check};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use pty::{acts_on_terminal, check};
 use std::io::Write;
 use std::path::Path;
 

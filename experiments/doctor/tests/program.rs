@@ -1,10 +1,6 @@
 //! What `advise` says of the program: changes of it, each rule on a recording that shows it and on one that does not, and phases.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use common::story::{BASE, MIB, Story, script};
 use common::story::{explain, found};
 use serde_json::{Value, json};

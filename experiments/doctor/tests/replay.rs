@@ -1,11 +1,6 @@
 //! `vramlab replay` and `vramlab capacity` as a user meets them.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use serde_json::json;
 use std::fmt::Write as _;
 use std::path::Path;

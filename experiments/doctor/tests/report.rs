@@ -1,11 +1,6 @@
 //! `vramlab report` as a user meets it; `analysis/tests/test_history_page.py` opens its page in a browser.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Place, Ran};
+use crate::common::{self, Place, Ran};
 use serde_json::{Value, json};
 use std::path::Path;
 

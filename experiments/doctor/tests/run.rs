@@ -2,12 +2,8 @@
 //! its part in Python.
 
 #![cfg(unix)]
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{Place, Ran};
+use crate::common::{self, Place, Ran};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,10 +1,6 @@
 //! What `vramlab advise` predicts, held to what PyTorch really reserved.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::Place;
+use crate::common::Place;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

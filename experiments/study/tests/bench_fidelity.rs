@@ -1,11 +1,7 @@
 //! `experiments bench` as a user meets it, and `experiments fidelity`: how near a simulated run is to one on a GPU.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
+use crate::common::{Place, Ran};
 use assert_cmd::Command;
-use common::{Place, Ran};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Output;

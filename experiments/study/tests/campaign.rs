@@ -1,11 +1,7 @@
 //! `experiments campaign` on the parts that need no GPU.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
+use crate::common::{Place, SMALL, json_at};
 use assert_cmd::Command;
-use common::{Place, SMALL, json_at};
 use serde_json::{Value, json};
 use std::fs;
 

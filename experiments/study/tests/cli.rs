@@ -1,11 +1,7 @@
 //! The program as a user meets it: comparisons, fits, and what it refuses.
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 #![cfg(unix)]
 
-mod common;
-
-use common::{Place, Ran};
+use crate::common::{self, Place, Ran};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::json;

@@ -1,9 +1,6 @@
 //! `experiments pack`: nothing of what is kept changes, and what reads experiments reads what it makes.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
-use common::{IDS, Place, Ran, SMALL, json_at, names};
+use crate::common::{IDS, Place, Ran, SMALL, json_at, names};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Read;

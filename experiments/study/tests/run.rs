@@ -1,11 +1,6 @@
 //! `experiments run` as a user meets it: what it leaves, and what it leaves alone.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
+use crate::common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::path::Path;
 

@@ -1,11 +1,6 @@
 //! Several runners, several runs at once, and how they end.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{HANGS, IDS, Place, Ran, SMALL, json_at, names, run, runs};
+use crate::common::{HANGS, IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

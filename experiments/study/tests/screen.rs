@@ -1,15 +1,9 @@
 //! What a person sees in a terminal: each program's screen at 80 columns, and what holds at any width.
 
 #![cfg(unix)]
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-#[path = "../../../trainer/tests/common/pty.rs"]
-mod pty;
-
-use common::{Place, by_path, end, least};
-use pty::{acts_on_terminal, check};
+use crate::common::{Place, by_path, end, least};
+use crate::pty::{self, acts_on_terminal, check};
 use std::path::Path;
 use std::process::Command;
 

@@ -1,11 +1,6 @@
 //! Specs as a user writes them: which are refused, and those of the study.
 
-// The lint spares only functions marked as tests, not what they call.
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Place, SMALL, run};
+use crate::common::{Place, SMALL, run};
 
 #[test]
 fn what_cannot_work_is_refused_before_anything_runs() {

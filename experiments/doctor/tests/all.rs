@@ -1,0 +1,22 @@
+//! The tests of `vramlab` as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[path = "../../../allocators/tests/common/mutate.rs"]
+mod mutate;
+#[cfg(unix)]
+#[path = "../../../trainer/tests/common/pty.rs"]
+mod pty;
+
+mod advise;
+mod convert;
+mod damaged_histories;
+mod diff;
+mod explain;
+mod explain_causes_frames;
+mod gpus;
+mod output;
+mod program;
+mod replay;
+mod report;
+mod run;

@@ -1,0 +1,17 @@
+//! The tests of `experiments` as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[cfg(unix)]
+#[path = "../../../trainer/tests/common/pty.rs"]
+mod pty;
+
+mod advise_truth;
+mod bench_fidelity;
+mod campaign;
+mod cli;
+mod pack;
+mod run;
+mod runners;
+mod screen;
+mod specs;

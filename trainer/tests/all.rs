@@ -1,0 +1,22 @@
+//! The tests of the trainer as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[path = "../../allocators/tests/common/mutate.rs"]
+mod mutate;
+#[cfg(unix)]
+#[path = "common/pty.rs"]
+mod pty;
+
+mod arithmetic;
+mod cli;
+mod data;
+mod export;
+mod gradient;
+mod latency;
+mod launch;
+mod same_loss;
+mod schema;
+mod schema_document;
+mod screen;
+mod start;
