@@ -23,7 +23,7 @@ ARMS = {
 
 
 @cache
-def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     """The last machine of the newest record, and its cells by width and type, each with its `machine`.
 
     Raises AnalysisError where there is no record.
@@ -44,7 +44,7 @@ def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 
 def table() -> str:
     """The times of all arms by width and type."""
-    _, found = _record()
+    _, found = record()
     heads = {arm: head for arm, head in ARMS.items() if any(arm in one["arms"] for one in found.values())}
     lines = [
         f"| width and type | {' | '.join(heads.values())} | ratio to the fastest |",
@@ -63,8 +63,7 @@ def table() -> str:
 
 def ratios() -> str:
     """What part of the time of PyTorch's fastest mode the trainer's step takes, by type and width."""
-    machine, found = _record()
-    rounds = {one["rounds"] for one in found.values()}
+    _, found = record()
     parts = []
     for dtype in TYPES:
         some = {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
@@ -74,12 +73,30 @@ def ratios() -> str:
         words = listed(f"{ratio:.2f}" for ratio in tensor.values())
         widths = listed(map(str, tensor))
         parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have, at widths {widths}")
-    return f"{'; '.join(parts)}; medians of {listed(map(str, sorted(rounds)))} runs, one {machine['gpu']}"
+    return f"{'; '.join(parts)}; {_runs()}"
+
+
+def captured() -> str:
+    """What part of the time of PyTorch's captured eager step the trainer's step takes, by type and width."""
+    _, found = record()
+    parts = []
+    for dtype in reversed(TYPES):
+        arms = {width: one["arms"] for (width, of), one in found.items() if of == dtype and "captured" in one["arms"]}
+        words = listed(f"{one['ours']['median'] / one['captured']['median']:.2f}" for one in arms.values())
+        parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, arms))}")
+    return f"{'; '.join(parts)}. Times of the GPU's events, graphs under `caching`; {_runs()}"
+
+
+def _runs() -> str:
+    """What the medians are of."""
+    machine, found = record()
+    rounds = listed(map(str, sorted({one["rounds"] for one in found.values()})))
+    return f"medians of {rounds} runs, one {machine['gpu']}"
 
 
 def source() -> str:
     """Where the times are from."""
-    machine, found = _record()
+    machine, found = record()
     steps, rounds = (
         listed(str(value) for value in sorted({one[key] for one in found.values()})) for key in ("steps", "rounds")
     )
