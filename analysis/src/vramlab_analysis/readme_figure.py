@@ -70,9 +70,9 @@ def three_timelines() -> Figure:
         )
     figure = timeline.draw_windows(windows, titles, width=9.0)
     figure.axes[-1].set_xlabel(
-        f"µs. {gpu(result)}: one training step, 4 layers of width 784, batch 64, MNIST, captured by Nsight Systems. Without\n"
-        "it: medians of the runs of the spec `latency`, the same work on another such machine. What a captured step\n"
-        "takes longer is the profiler's, with the ranges and the trace that a captured run writes.",
+        f"µs. {gpu(result)}: one training step, 4 layers of width 784, batch 64, MNIST, captured by Nsight Systems.\n"
+        "Without it: medians of the runs of the spec `latency`, the same work on another such machine. What a\n"
+        "captured step takes longer is the profiler's, with the ranges and the trace that a captured run writes.",
         fontsize=8,
     )
     return figure

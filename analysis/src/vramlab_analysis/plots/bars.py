@@ -42,8 +42,8 @@ def grouped(
 ) -> Figure:
     """Bars of the median of `value` for each `name` (an allocator: it gives the colour), in groups along the axis.
 
-    Whiskers are the spread of the repeats. `frame` has one row for each run; `group` is a column whose values stand side
-    by side in the order in which they come.
+    Whiskers are the spread of the repeats. `frame` has one row for each run; `group` is a column whose values stand
+    side by side in the order in which they come.
     """
     frame = frame.filter(pl.col(value).is_not_null())
     nonempty(frame, unit)

@@ -55,7 +55,7 @@ def matrix(
 def fidelity(cells: pl.DataFrame, *, machine: str, tolerance: float = 0.15, title: str = "") -> Figure:
     """Simulated over measured step time, on log axes with the diagonal and ± `tolerance`, and the error of each cell.
 
-    `cells` has `name` (allocator), `cell` (its settings in words), `gpu` and `sim` in µs; `machine` is the GPU in words.
+    `machine` is the GPU in words; `cells` has `name` (allocator), `cell` (settings in words), `gpu` and `sim` in µs.
     """
     nonempty(cells, "fidelity")
     cells = cells.with_columns(error=pl.col("sim") / pl.col("gpu") - 1)
