@@ -113,7 +113,7 @@ def test_builds_are_told_only_with_the_whole_history(pages: dict[str, str], monk
     monkeypatch.setattr(builds, "_git", lambda *_: "true")
     assert builds.sentence() is None, "of a shallow clone"
     page = "experiments/answers.md"
-    unknown = documents.fresh() | {page: documents.fresh()[page] | {"Builds.": None}}
+    unknown = documents.fresh() | {page: documents.fresh()[page] | {"Builds, ": None}}
     monkeypatch.setattr(documents, "fresh", lambda: unknown)
     assert documents.check(page, pages[page]) == pages[page], "what cannot be told stays as it is"
 

@@ -12,7 +12,7 @@ from vramlab_analysis.quoted import answers, builds, calls, field, inside_note, 
 ANSWERS: Pieces = {
     f"| {answers.QUESTION} |": answers.questions,
     "Recorded on": answers.machines,
-    "Builds.": builds.sentence,
+    "Builds, ": builds.sentence,
     "- One NVIDIA": readme.compared,
     "- The table is one comparison, the newest.": answers.hosts,
     "- Simulated times are fitted:": simulated.sentence,

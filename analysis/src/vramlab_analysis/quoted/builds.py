@@ -59,16 +59,19 @@ def sentence() -> str | None:
             named.setdefault(commit[:8], []).append(f"`{record}`")
     # Most are of one build: its records are those that no other build names.
     most = max(named, key=lambda commit: len(named[commit]))
-    parts = [f"`{commit}` ({', '.join(dict.fromkeys(records))})" for commit, records in named.items() if commit != most]
-    of = [f"of `{most}`", *parts]
-    gone = [f"`{commit}`" for commit in named if not here(commit)]
-    missing = f"; not in this repository: {listed(gone)}" if gone else ""
-    dirty = sum(bool(where.get("git_dirty")) for where in told)
-    changed = f"; {dirty} of a changed tree" if dirty else ""
+    others = [
+        f"{len(records)} of `{commit}` ({', '.join(dict.fromkeys(records))})"
+        for commit, records in named.items()
+        if commit != most
+    ]
     unnamed = len(told) - sum(map(len, named.values()))
-    nameless = f", {unnamed} name no commit" if unnamed else ""
+    others += [f"{unnamed} name no commit"] if unnamed else []
+    gone = [f"`{commit}`" for commit in named if not here(commit)]
+    others += [f"not in this repository are {listed(gone)}"] if gone else []
+    dirty = sum(bool(where.get("git_dirty")) for where in told)
+    others += [f"{dirty} of a changed tree"] if dirty else []
     profiles = sorted({where["build_profile"] for where in told if "build_profile" in where})
     return (
-        f"Builds. Of {len(told)} records of GPUs {len(named[most])} are {listed(of)}{nameless}{missing}; "
-        f"{' and '.join(profiles)} builds{changed}."
+        f"Builds, {' and '.join(profiles)}. Of {len(told)} records of GPUs {len(named[most])} are of `{most}`"
+        f"{''.join(f'; {one}' for one in others)}."
     )

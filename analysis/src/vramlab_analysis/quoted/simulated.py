@@ -193,7 +193,7 @@ def short() -> str:
     return (
         f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to "
         f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % ({gpu}s, each in its profile's session; worst "
-        f"{100 * told.worst:+.0f} %), of {others.cells} of {where()} {100 * others.within:.0f} % (worst "
+        f"{100 * told.worst:+.0f} %), of {others.cells} of other specs, {where()}, {100 * others.within:.0f} % (worst "
         f"{100 * others.worst:+.0f} %), and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of allocators "
         f"within {100 * RATIO_TOLERANCE:.0f} %."
     )
@@ -251,7 +251,7 @@ def table() -> str:
         f"allocators within {100 * RATIO_TOLERANCE:.0f} % | ratios of one pass that tell the others' | ratios off that "
         "lie between two passes |",
         "|---|--:|--:|---|--:|--:|--:|--:|",
-        row(f"{len(UNFITTED)} other specs, {where()}", unfitted(), repeats()),
+        row(f"{len(UNFITTED)} other specs, {results(UNFITTED[0], 'gpu').machine}, {where()}", unfitted(), repeats()),
         row(f"`{first}`, an {gpu}", held_out(first), one, passes(first)),
         row(f"`{first}`, as the simulator is now", learnt, one, passes(first, "resim")),
         row(f"`{second}`, another", held_out(second), other, passes(second)),
@@ -264,8 +264,8 @@ def sentence() -> str:
     return (
         "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
         "network, and the size of the L2 cache was chosen on cells that `experiments fidelity` reports. The table has "
-        "cells to which nothing was fitted; where a row names no other host, the profile was calibrated and fitted in "
-        f"the same session as its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
+        "cells to which nothing was fitted; where a row says nothing else, the profile was calibrated and fitted in "
+        f"the session in which its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
         f"`{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it is within "
         f"{100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
         f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
@@ -291,8 +291,7 @@ def launches(spec: str) -> Iterator[float]:
 
 def where() -> str:
     """Where the specs that nothing was fitted to were measured, beside their profile."""
-    gpu = results(UNFITTED[0], "gpu").machine
-    return f"an {gpu}" if own_profile() else f"{gpu}s of other hosts and hours than the profile"
+    return "in the profile's session" if own_profile() else "on other hosts than the profile's"
 
 
 def profile() -> dict[str, Any]:
