@@ -15,7 +15,7 @@ import polars as pl
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
-from vramlab_analysis import style
+from vramlab_analysis import measures, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Experiment, results
 from vramlab_analysis.plots import bars
@@ -125,14 +125,11 @@ def us(microseconds: float) -> str:
 
 
 def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
-    """Median of times in microseconds over the rows where columns have these values; of fewer than five runs with all
-    that they say, the least and the most.
-    """
+    """Median of times in microseconds over the rows where columns have these values, with `measures.spread`."""
     middle = us(bars.value_of(frame, value, **where))
-    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value].drop_nulls()
-    if chosen.len() >= 5 or chosen.min() == chosen.max():
-        return middle
-    return f"{middle} ({us(chosen.min())} to {us(chosen.max())})"  # type: ignore[arg-type]
+    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value]
+    low, high = measures.spread(chosen)
+    return middle if low == high else f"{middle} ({us(low)} to {us(high)})"
 
 
 def percent(share: float, digits: int = 0) -> str:
