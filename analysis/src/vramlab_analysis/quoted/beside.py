@@ -108,8 +108,8 @@ def source() -> str:
     return (
         "`experiments/baselines/train_beside.py`, us a step by the GPU's events over "
         f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. "
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}; "
-        "its other GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the "
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}. "
+        "The trainer's step is one graph under `caching`, with updates in the "
         "epilogues. The first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that "
         "of three products in tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of "
         "multiply-adds."

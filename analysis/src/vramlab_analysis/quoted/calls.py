@@ -65,8 +65,8 @@ def machine() -> str:
         f"history,mixed,threads,shared` ({told['provenance']['build_profile']} build): medians of {told['repeats']} "
         f"repeats in one run on one {told['device']['name']} with {told['cores']} cores, virtual machine, driver "
         f"{told['provenance']['driver_release']}, {told['date'][:10]}, with PyTorch 2.11 (c10, from C++) and RMM "
-        f"26.10. The host had other work: in {len(far)} of the {len(shown)} cells the repeats are more than a quarter "
-        "of their median apart, so compare within a row."
+        f"26.10. In {len(far)} of the {len(shown)} cells the repeats are more than a quarter of their median "
+        "apart, so compare within a row."
     )
 
 
