@@ -157,8 +157,8 @@ def test_each_figure_of_a_sample_that_is_changed_by_hand_is_noticed() -> None:
 
 
 def test_what_was_fitted_is_not_counted_as_agreement() -> None:
-    told = simulated.unfitted()
-    assert "fidelity" not in simulated.UNFITTED
+    told = simulated.held_out(*simulated.OTHERS)
+    assert simulated.FIDELITY not in simulated.OTHERS
     assert told.cells >= 40
     assert 0 < told.within < 1
     assert told.contrast > 1
@@ -167,14 +167,15 @@ def test_what_was_fitted_is_not_counted_as_agreement() -> None:
     # `fit-program` takes the program's own time from these networks, which `fidelity` has too.
     fitted = {key[:4] for key in simulated.paces(simulated.FIT, "gpu")}
     assert fitted == {("caching", 128, 4, 64), ("stream-ordered", 128, 4, 64)}
-    assert fitted < {key[:4] for key in simulated.paces("fidelity", "sim")}
-    for spec in ("fidelity", *simulated.UNFITTED, *simulated.SESSIONS):
+    assert fitted < {key[:4] for key in simulated.paces(simulated.FIDELITY, "sim")}
+    for spec in (simulated.FIDELITY, *simulated.OTHERS, *simulated.SESSIONS):
         assert not {key[:4] for key in simulated.off(spec)} & fitted, spec
 
 
-def test_the_simulated_runs_are_of_one_profile() -> None:
-    assert len({launch_ns for spec in ("fidelity", *simulated.UNFITTED) for launch_ns in simulated.launches(spec)}) == 1
-    for spec in ("fidelity", *simulated.UNFITTED):
+def test_the_simulated_runs_are_of_their_sessions_profile_or_of_the_built_in_one() -> None:
+    built_in = {simulated.profile()["queues"]["launch_ns"]}
+    for spec in (simulated.FIDELITY, *simulated.OTHERS):
+        assert simulated.in_session(spec) or set(simulated.launches(spec)) == built_in, spec
         assert simulated.paces(spec, "sim").keys() <= simulated.paces(spec, "gpu").keys(), spec
 
 
@@ -191,14 +192,14 @@ def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
 
 def test_ratios_that_are_off_are_those_that_the_agreement_counts() -> None:
     for spec, simulation in ((simulated.SESSIONS[0], "resim"), (simulated.SESSIONS[1], "sim")):
-        agreement, told = simulated.held_out(spec, simulated=simulation), simulated.passes(spec, simulation)
+        agreement, told = simulated.held_out(spec, simulated=simulation), simulated.passes(spec, simulated=simulation)
         assert told.off == round((1 - agreement.pairs_within) * agreement.pairs), spec
         # Each pair has a ratio in each pass.
         runs = {len(values) for values in simulated.paces(spec, "gpu").values()}
         assert len(runs) == 1, spec
         assert told.ratios == agreement.pairs * runs.pop(), spec
     # Of one and the same runs no ratio is off.
-    alike = simulated.passes(simulated.SESSIONS[0], "gpu")
+    alike = simulated.passes(simulated.SESSIONS[0], simulated="gpu")
     assert alike.off == alike.between == 0
 
 

@@ -289,16 +289,17 @@ def questions() -> str:
 
 def machines() -> str:
     """Where the questions were answered."""
-    label = results("width", "gpu").directories[0].parent
-    there = [load_experiment(path) for path in sorted(label.iterdir()) if holds_experiment(path)]
-    days = dates(one.document["started_at"] for one in there)
-    gpus = listed(dict.fromkeys(one.machine for one in there))
+    gpu = machine(compared()[0]["device"])
+    newest_of = {one.name: one for one in _experiments() if one.machine == gpu}
+    days = dates(one.document["started_at"] for one in newest_of.values())
+    pages = sorted({one.directories[0].parent.name for one in newest_of.values()})
+    linked = listed(f"[`{page}`](results/{page}.md)" for page in pages)
     return (
-        f"Recorded on {gpus}s in virtual machines, {days}: `experiments run` on {len(there)} specs ([which machine and "
-        f"build](results/{label.name}.md)). Figures are medians; ranges are from the least to the most of the runs, of "
-        f"{MANY} and more their middle half. To train the same network in PyTorch from the same weights and batches: "
-        "`trainer start -o start.safetensors`, then `python3 experiments/baselines/mlp.py --start start.safetensors "
-        "--mode graph`; `experiments/baselines/check_losses.py` compares the losses step by step."
+        f"Recorded on {gpu}s in virtual machines, {days}: `experiments run` on {len(newest_of)} specs. {linked} say of "
+        "which machine and build each is, so compare within a row. Figures are medians; ranges are from the least to "
+        f"the most of the runs, of {MANY} and more their middle half. To train the same network in PyTorch from the "
+        "same weights and batches: `trainer start -o start.safetensors`, then `python3 experiments/baselines/mlp.py "
+        "--start start.safetensors --mode graph`; `experiments/baselines/check_losses.py` compares the losses step by step."
     )
 
 

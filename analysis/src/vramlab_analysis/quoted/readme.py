@@ -23,20 +23,20 @@ def caption() -> str:
     return (
         f"One epoch of {told['steps']} steps and its validation; four layers of width 784, batch 64, f32, "
         f"{told['dataset'].upper()}; one {told['device']}, virtual machine, {_day()}: `experiments compare`, medians "
-        f"of {told.get('repeats', 5)} runs. More in [what the runs answered](experiments/answers.md)."
+        f"of {told['repeats']} runs. More in [what the runs answered](experiments/answers.md)."
     )
 
 
 def compared() -> str:
     """How the table of allocators was made."""
     told = rows()[0]
-    repeats = told.get("repeats", 5)
+    repeats = told["repeats"]
     return (
         f"- One {told['device']}, virtual machine, {_day()}. `experiments compare --repeats {repeats} --json -- "
         f"--device cuda --hidden 784 --layers 4 --batch 64 --epochs 4` (release build), MNIST; medians over {repeats} "
         f"runs without their first epoch, {told['steps']} steps and validation in an epoch, in the time, too. Calls "
-        "are of the last epoch; latencies are of the most frequent path, with the time for taking them included. The "
-        "host had other work, so ratios say more than times."
+        "are of the last epoch; latencies are of the most frequent path, with the time for taking them included. Hosts "
+        "differ, so ratios say more than times."
     )
 
 

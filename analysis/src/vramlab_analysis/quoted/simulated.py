@@ -23,9 +23,11 @@ MIB = 2**20
 TITLE = "simulated beside measured, nothing fitted"
 # From the steps of this spec `fit-program` takes the program's own time.
 FIT = "agreement-fit"
-# Specs with runs of the same networks on both devices, besides `fidelity`, of which a part was fitted. The measured
-# runs of `loss-against-pytorch` are not here: their products ran in kernels that the trainer no longer has.
-UNFITTED = (
+# The spec whose cells chose the size of the L2 cache, on an earlier host.
+FIDELITY = "fidelity"
+# Other specs with runs of the same networks on both devices. The measured runs of `loss-against-pytorch` are not here:
+# their products ran in kernels that the trainer no longer has.
+OTHERS = (
     "caching-vs-stream-ordered",
     "initialisation",
     "iris",
@@ -122,13 +124,26 @@ def off(spec: str, simulated: str = "sim") -> dict[tuple[Any, ...], float]:
     return {key: statistics.median(made[key]) / statistics.median(measured[key]) for key in both}
 
 
-def unfitted() -> Agreement:
-    """The agreement in cells of specs that nothing was fitted to."""
-    return agreement((spec, off(spec)) for spec in UNFITTED)
+def in_session(spec: str) -> bool:
+    """Whether a spec was simulated by the profile of the session in which it was measured, which lies beside it."""
+    there = found(results(spec, "gpu").directories[0].parent / "profile.json")
+    return there is not None and set(launches(spec)) == {read_json(there)["queues"]["launch_ns"]}
+
+
+def launches(spec: str) -> Iterator[float]:
+    """Nanoseconds of a launch in each simulated run of a spec: its profile's."""
+    for entry in results(spec, "sim").select(program="trainer"):
+        launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
+        yield (launch["total_ns"] - launch["blocked_ns"]) / launch["count"]
+
+
+def others(*, session: bool) -> list[str]:
+    """Those of the other specs that are of their profile's session, or those that are not."""
+    return [spec for spec in OTHERS if in_session(spec) is session]
 
 
 def held_out(*specs: str, simulated: str = "sim") -> Agreement:
-    """The agreement in the held-out cells of sessions, each on the machine of its profile."""
+    """The agreement in the cells of specs that nothing was fitted to."""
     return agreement((spec, off(spec, simulated)) for spec in specs)
 
 
@@ -147,7 +162,7 @@ def agreement(of_specs: Iterable[tuple[str, dict[tuple[Any, ...], float]]]) -> A
     return Agreement(len(apart), within, worst, of, len(ratios), right, max(ratios))
 
 
-def repeats(specs: Iterable[str] = ("fidelity", *UNFITTED)) -> Repeats:
+def repeats(*specs: str) -> Repeats:
     """How well measured runs tell each other. How weights are drawn changes their values alone, so it does not tell
     networks apart here."""
     runs: dict[tuple[Any, ...], list[float]] = {}
@@ -168,13 +183,11 @@ def factor(one: float, other: float) -> float:
     return max(one / other, other / one)
 
 
-def passes(spec: str, simulated: str = "sim") -> Passes:
-    """What a session's passes over its cells say of the ratios of two allocators in one network."""
-    measured, made = paces(spec, "gpu"), paces(spec, simulated)
+def passes(*specs: str, simulated: str = "sim") -> Passes:
+    """What the passes over the cells of specs say of the ratios of two allocators in one network."""
     told: list[bool] = []
     beyond: list[bool] = []
-    # The same network but for the allocator and its settings.
-    for one, other in (pair for pair in combinations(measured, 2) if pair[0][1:-1] == pair[1][1:-1]):
+    for measured, made, one, other in pairs(specs, simulated):
         first, second = measured[one], measured[other]
         ratios = [a / b for a, b in zip(first, second, strict=True)]
         for at, ratio in enumerate(ratios):
@@ -186,16 +199,27 @@ def passes(spec: str, simulated: str = "sim") -> Passes:
     return Passes(len(told), sum(told) / len(told), len(beyond), sum(beyond))
 
 
+def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
+    """What was measured and simulated of each spec, with two networks that differ in the allocator and its settings."""
+    for spec in specs:
+        measured, made = paces(spec, "gpu"), paces(spec, simulated)
+        for one, other in combinations(off(spec, simulated), 2):
+            if one[1:-1] == other[1:-1]:
+                yield measured, made, one, other
+
+
 def short() -> str:
     """The README's sentence."""
-    told, others = held_out(*SESSIONS), unfitted()
-    gpu = results(SESSIONS[0], "gpu").machine
+    told = held_out(*SESSIONS, *others(session=True))
+    elsewhere = ""
+    if far := others(session=False):
+        there = held_out(*far)
+        elsewhere = f", of {there.cells} on other hosts {100 * there.within:.0f} % (worst {100 * there.worst:+.0f} %)"
     return (
         f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to "
-        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % ({gpu}s, each in its profile's session; worst "
-        f"{100 * told.worst:+.0f} %), of {others.cells} of other specs, {where()}, {100 * others.within:.0f} % (worst "
-        f"{100 * others.worst:+.0f} %), and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of allocators "
-        f"within {100 * RATIO_TOLERANCE:.0f} %."
+        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (each in its profile's session; worst "
+        f"{100 * told.worst:+.0f} %){elsewhere}, and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of "
+        f"allocators within {100 * RATIO_TOLERANCE:.0f} %."
     )
 
 
@@ -240,22 +264,43 @@ def row(title: str, told: Agreement, runs: Repeats, ratios: Passes | None = None
     return f"| {' | '.join(cells)} |"
 
 
+class Kind(NamedTuple):
+    """Cells of one kind: a row of the table."""
+
+    title: str
+    specs: list[str]
+    # What the labels of its simulated runs end in.
+    simulated: str
+    # Whether the profile is of the session in which they were measured.
+    session: bool
+
+
+def kinds() -> Iterator[Kind]:
+    """The rows of the table."""
+    for specs in ([FIDELITY], others(session=True), others(session=False)):
+        if specs:
+            here = in_session(specs[0])
+            name = f"`{specs[0]}`" if len(specs) == 1 else f"{len(specs)} other specs"
+            where = "" if here else ", on another host than the profile"
+            yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, "sim", here)
+    first, second = SESSIONS
+    yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], "sim", session=True)
+    yield Kind(f"`{first}`, as the simulator is now", [first], "resim", session=True)
+    yield Kind(f"`{second}`, another", [second], "sim", session=True)
+
+
 def table() -> str:
     """How far the simulated GPU is off, and how far measured runs are from each other."""
-    first, second = SESSIONS
-    learnt = held_out(first, simulated="resim")
-    one, other = (repeats([spec]) for spec in SESSIONS)
-    gpu = results(first, "gpu").machine
-    rows = [
-        f"| {TITLE} | cells | steps within {100 * TOLERANCE:.0f} % | worst | runs that tell each other | ratios of two "
-        f"allocators within {100 * RATIO_TOLERANCE:.0f} % | ratios of one pass that tell the others' | ratios off that "
-        "lie between two passes |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
-        row(f"{len(UNFITTED)} other specs, {results(UNFITTED[0], 'gpu').machine}, {where()}", unfitted(), repeats()),
-        row(f"`{first}`, an {gpu}", held_out(first), one, passes(first)),
-        row(f"`{first}`, as the simulator is now", learnt, one, passes(first, "resim")),
-        row(f"`{second}`, another", held_out(second), other, passes(second)),
+    heads = [
+        *[TITLE, "cells", f"steps within {100 * TOLERANCE:.0f} %", "worst", "runs that tell each other"],
+        f"ratios of two allocators within {100 * RATIO_TOLERANCE:.0f} %",
+        *["ratios of one pass that tell the others'", "ratios off that lie between two passes"],
     ]
+    rows = [f"| {' | '.join(heads)} |", "|---|--:|--:|---|--:|--:|--:|--:|"]
+    for one in kinds():
+        # Hosts that changed between the runs made no passes.
+        told = passes(*one.specs, simulated=one.simulated) if one.session else None
+        rows.append(row(one.title, held_out(*one.specs, simulated=one.simulated), repeats(*one.specs), told))
     return "\n".join(rows)
 
 
@@ -263,35 +308,13 @@ def sentence() -> str:
     """What the agreement of the simulated GPU rests on."""
     return (
         "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
-        "network, and the size of the L2 cache was chosen on cells that `experiments fidelity` reports. The table has "
-        "cells to which nothing was fitted; where a row says nothing else, the profile was calibrated and fitted in "
-        f"the session in which its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
+        f"network, and the size of the L2 cache was chosen on cells of `{FIDELITY}`, on another host. The table has "
+        "cells to which nothing else was fitted; where a row says nothing of hosts, the profile was calibrated and "
+        f"fitted in the session in which its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
         f"`{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it is within "
         f"{100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
         f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
     )
-
-
-def own_profile() -> bool:
-    """Whether the specs were simulated by the profile of the session in which they were measured."""
-    label = results(UNFITTED[0], "gpu").directories[0].parent
-    there = found(label / "profile.json")
-    if there is None:
-        return False
-    launch_ns = read_json(there)["queues"]["launch_ns"]
-    return all(launch == launch_ns for spec in UNFITTED for launch in launches(spec))
-
-
-def launches(spec: str) -> Iterator[float]:
-    """Nanoseconds of a launch in each simulated run of a spec: its profile's."""
-    for entry in results(spec, "sim").select(program="trainer"):
-        launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
-        yield (launch["total_ns"] - launch["blocked_ns"]) / launch["count"]
-
-
-def where() -> str:
-    """Where the specs that nothing was fitted to were measured, beside their profile."""
-    return "in the profile's session" if own_profile() else "on other hosts than the profile's"
 
 
 def profile() -> dict[str, Any]:
