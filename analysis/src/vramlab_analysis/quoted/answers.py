@@ -299,7 +299,8 @@ def machines() -> str:
         "which machine and build each is, so compare within a row. Figures are medians; ranges are from the least to "
         f"the most of the runs, of {MANY} and more their middle half. To train the same network in PyTorch from the "
         "same weights and batches: `trainer start -o start.safetensors`, then `python3 experiments/baselines/mlp.py "
-        "--start start.safetensors --mode graph`; `experiments/baselines/check_losses.py` compares the losses step by step."
+        "--start start.safetensors --mode graph`; `experiments/baselines/check_losses.py` compares the losses step by "
+        "step."
     )
 
 

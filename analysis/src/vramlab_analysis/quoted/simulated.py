@@ -184,11 +184,13 @@ def factor(one: float, other: float) -> float:
 
 
 def passes(*specs: str, simulated: str = "sim") -> Passes:
-    """What the passes over the cells of specs say of the ratios of two allocators in one network."""
+    """What passes over the cells of specs say of the ratios of two allocators in a network; one pass says nothing."""
     told: list[bool] = []
     beyond: list[bool] = []
     for measured, made, one, other in pairs(specs, simulated):
         first, second = measured[one], measured[other]
+        if len(first) < 2:
+            continue
         ratios = [a / b for a, b in zip(first, second, strict=True)]
         for at, ratio in enumerate(ratios):
             rest = [statistics.median(values[:at] + values[at + 1 :]) for values in (first, second)]
