@@ -128,8 +128,8 @@ def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
     """Median of times in microseconds over the rows where columns have these values, with `measures.spread`."""
     middle = us(bars.value_of(frame, value, **where))
     chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value]
-    low, high = measures.spread(chosen)
-    return middle if low == high else f"{middle} ({us(low)} to {us(high)})"
+    low, high = map(us, measures.spread(chosen))
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -9,9 +9,9 @@ import polars as pl
 
 from vramlab_analysis.documents import Pieces
 from vramlab_analysis.errors import AnalysisError, read_json
-from vramlab_analysis.experiments import newest
+from vramlab_analysis.experiments import newest, results
 from vramlab_analysis.quoted import beside, step_kernels
-from vramlab_analysis.quoted.parts import cells, listed, runs, table
+from vramlab_analysis.quoted.parts import cells, each, listed, runs, table
 
 TYPES = ("f32", "tf32", "bf16", "f16")
 
@@ -74,6 +74,18 @@ def variants() -> str:
     for words, cell, ours, theirs in rows:
         lines.append(f"| {words} | {cell} | {_us(ours)} | {_us(theirs)} | {theirs / ours:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def captured_source() -> str:
+    """Where the steps beside PyTorch's captured eager step are from."""
+    experiment = results("fast-training", "gpu")
+    return (
+        f"`experiments run fast-training --device cuda` on one {experiment.machine}, "
+        f"{experiment.document['started_at'][:10]}, {each(table('fast-training')['repeats'])}; us a step by the GPU's own "
+        "events (`vramlab-analysis steps`), and in brackets what part it is of PyTorch's eager step captured as one CUDA "
+        "graph, with fused SGD. That is not PyTorch's fastest mode: see the next section. f16 and bf16 with half "
+        "weights, one stream."
+    )
 
 
 def captured() -> str:
@@ -188,6 +200,7 @@ def twin() -> str:
 PIECES: dict[str, Pieces] = {
     "experiments/notes/kernels.md": {"| variant |": variants},
     "experiments/notes/training-step.md": {
+        "`experiments run fast-training": captured_source,
         "| us a step by width |": captured,
         "| width and type |": beside.table,
         "`experiments/baselines/train_beside.py`": beside.source,
