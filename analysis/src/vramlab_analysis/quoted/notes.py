@@ -79,12 +79,12 @@ def variants() -> str:
 def captured_source() -> str:
     """Where the steps beside PyTorch's captured eager step are from."""
     experiment = results("fast-training", "gpu")
+    repeats = each(table("fast-training")["repeats"])
     return (
         f"`experiments run fast-training --device cuda` on one {experiment.machine}, "
-        f"{experiment.document['started_at'][:10]}, {each(table('fast-training')['repeats'])}; us a step by the GPU's own "
-        "events (`vramlab-analysis steps`), and in brackets what part it is of PyTorch's eager step captured as one CUDA "
-        "graph, with fused SGD. That is not PyTorch's fastest mode: see the next section. f16 and bf16 with half "
-        "weights, one stream."
+        f"{experiment.document['started_at'][:10]}, {repeats}; us a step by the GPU's own events (`vramlab-analysis "
+        "steps`), and in brackets what part it is of PyTorch's eager step captured as one CUDA graph, with fused SGD. "
+        "That is not PyTorch's fastest mode: see the next section. f16 and bf16 with half weights, one stream."
     )
 
 
