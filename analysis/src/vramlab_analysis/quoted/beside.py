@@ -64,27 +64,38 @@ def table() -> str:
 def ratios() -> str:
     """What part of the time of PyTorch's fastest mode the trainer's step takes, by type and width."""
     _, found = record()
-    parts = []
-    for dtype in TYPES:
-        some = {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
-        words = listed(f"{ratio:.2f}" for ratio in some.values())
-        parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, some))}")
-    if tensor := {width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one}:
-        words = listed(f"{ratio:.2f}" for ratio in tensor.values())
-        widths = listed(map(str, tensor))
-        parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have, at widths {widths}")
-    return f"{'; '.join(parts)}; {_runs()}"
+    told = {
+        f"of its time in {dtype}": {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
+        for dtype in TYPES
+    }
+    told["in f32 of three products in tf32 each, which PyTorch does not have,"] = {
+        width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one
+    }
+    return f"{_by_width(told)}; {_runs()}"
 
 
 def captured() -> str:
     """What part of the time of PyTorch's captured eager step the trainer's step takes, by type and width."""
     _, found = record()
-    parts = []
-    for dtype in reversed(TYPES):
-        arms = {width: one["arms"] for (width, of), one in found.items() if of == dtype and "captured" in one["arms"]}
-        words = listed(f"{one['ours']['median'] / one['captured']['median']:.2f}" for one in arms.values())
-        parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, arms))}")
-    return f"{'; '.join(parts)}. Times of the GPU's events, graphs under `caching`; {_runs()}"
+    told = {
+        f"of its time in {dtype}": {
+            width: one["arms"]["ours"]["median"] / one["arms"]["captured"]["median"]
+            for (width, of), one in found.items()
+            if of == dtype and "captured" in one["arms"]
+        }
+        for dtype in reversed(TYPES)
+    }
+    return f"{_by_width(told)}. Times of the GPU's events, graphs under `caching`; {_runs()}"
+
+
+def _by_width(told: dict[str, dict[int, float]]) -> str:
+    """Ratios of several kinds; widths are said once where the kinds behind each other have the same."""
+    parts, kinds = [], [(words, ratios) for words, ratios in told.items() if ratios]
+    for at, (words, ratios) in enumerate(kinds):
+        same = at + 1 < len(kinds) and kinds[at + 1][1].keys() == ratios.keys()
+        widths = "" if same else f" at widths {listed(map(str, ratios))}"
+        parts.append(f"{listed(f'{ratio:.2f}' for ratio in ratios.values())} {words}{widths}")
+    return "; ".join(parts)
 
 
 def _runs() -> str:
