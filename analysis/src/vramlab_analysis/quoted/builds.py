@@ -67,7 +67,7 @@ def sentence() -> str | None:
     unnamed = len(told) - sum(map(len, named.values()))
     others += [f"{unnamed} name no commit"] if unnamed else []
     gone = [f"`{commit}`" for commit in named if not here(commit)]
-    others += [f"not in this repository are {listed(gone)}"] if gone else []
+    others += [f"not in this repository {'is' if len(gone) == 1 else 'are'} {listed(gone)}"] if gone else []
     dirty = sum(bool(where.get("git_dirty")) for where in told)
     others += [f"{dirty} of a changed tree"] if dirty else []
     profiles = sorted({where["build_profile"] for where in told if "build_profile" in where})
