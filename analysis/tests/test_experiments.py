@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import summary, write_experiment
-from vramlab_analysis import experiments, inside, losses, records, repository, steps
+from vramlab_analysis import experiments, inside, losses, records, steps
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import load_experiment
 from vramlab_analysis.plots.cells import matrix
@@ -92,42 +92,64 @@ def test_results_are_the_latest_and_say_how_to_make_them(tmp_path: Path, monkeyp
     write_experiment(tmp_path / "2026-01-01-sim" / "an-experiment", ARMS[:1])
     write_experiment(tmp_path / "2026-01-02-sim" / "an-experiment", ARMS[1:])
     write_experiment(tmp_path / "2026-01-03-h200" / "an-experiment", ARMS[:1])
+    write_experiment(tmp_path / "2026-01-04-h100-resim" / "an-experiment", ARMS[:1])
     assert experiments.results("an-experiment", "sim").frame()["name"].to_list() == ["caching"]
+    # What is simulated is never of a GPU, whatever its label names.
+    assert experiments.results("an-experiment", "gpu").directories == [tmp_path / "2026-01-03-h200/an-experiment"]
+    assert experiments.results("an-experiment", "resim").directories[0].parent.name == "2026-01-04-h100-resim"
+    (tmp_path / "2026-01-01-sim" / "table.json.xz").write_text("")
+    assert experiments.newest("table.json", device="sim").name == "table.json.xz"
+    with pytest.raises(AnalysisError, match=r"no table\.json in the results of gpu"):
+        experiments.newest("table.json")
     with pytest.raises(AnalysisError, match="experiments run other --device cuda"):
-        experiments.results("other", "h200")
+        experiments.results("other", "gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+        ("NVIDIA H100 80GB HBM3 (simulated)", "simulated H100"),
+        ("a device", "a device"),
+    ],
+)
+def test_a_machine_is_called_by_its_gpu(name: str, words: str) -> None:
+    assert experiments.machine(name) == words
 
 
 # Recorded results, from which some of what was recorded is left out.
 
 
-RECORDED = repository.root() / "experiments/results"
-SIM = RECORDED / "2026-11-21-sim"
+def sim(spec: str) -> Path:
+    """The folder of a spec's newest simulated runs."""
+    return experiments.results(spec, "sim").directories[0]
 
 
 def test_a_run_keeps_its_name_and_commands_take_it() -> None:
-    run = records.load_run(SIM / "loss-against-pytorch/runs/00-trainer-128-0.003-r0")
+    run = records.load_run(sim("loss-against-pytorch") / "runs/00-trainer-128-0.003-r0")
     assert run.ended
     assert run.steps.height > 100
-    assert len(steps.gather([str(SIM / "width")])) == 15
-    assert "pytorch" in losses.show([str(SIM / "loss-against-pytorch")], as_json=False)
+    assert len(steps.gather([str(sim("width"))])) == 15
+    assert "pytorch" in losses.show([str(sim("loss-against-pytorch"))], as_json=False)
     with pytest.raises(AnalysisError, match="no such directory"):
-        records.load_run(SIM / "width/runs/none")
+        records.load_run(sim("width") / "runs/none")
     with pytest.raises(AnalysisError, match="an experiment, no run"):
-        records.load_run(SIM / "width")
+        records.load_run(sim("width"))
 
 
 def test_what_was_left_out_is_said() -> None:
-    run = load_experiment(SIM / "width").runs[0].record
+    run = load_experiment(sim("width")).runs[0].record
     with pytest.raises(AnalysisError, match=r"no steps\.csv .*left out when the experiment was packed"):
         _ = run.steps
-    lean = load_experiment(SIM / "fidelity").runs[0].record
+    lean = load_experiment(sim("fidelity")).runs[0].record
     assert {"host_ns", "loss"}.isdisjoint(lean.steps.columns)
     with pytest.raises(AnalysisError, match="losses of the steps were left out"):
         losses.frame([lean])
 
 
 def test_results_of_replays_are_there() -> None:
-    frame = load_experiment(SIM / "capacity").replays()
+    frame = load_experiment(sim("capacity")).replays()
     assert frame["capacity_bytes"].min() > 0  # type: ignore[operator]
 
 

@@ -14,15 +14,13 @@ from matplotlib.text import Annotation, Text
 
 from tests.conftest import CALLS, summary, write_run
 from vramlab_analysis import calls, style
+from vramlab_analysis.experiments import results
 from vramlab_analysis.plots import bars, loss, memory, sync
 from vramlab_analysis.records import load_run
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORDED = ROOT / "experiments/results/2026-11-21-sim"
-
 
 def runs_of(spec: str) -> list[Path]:
-    return sorted((RECORDED / spec / "runs").iterdir())
+    return sorted((results(spec, "sim").directories[0] / "runs").iterdir())
 
 
 def texts(figure: Figure) -> list[Text]:

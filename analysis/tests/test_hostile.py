@@ -21,11 +21,12 @@ from tests.test_history_page import READY, built
 from vramlab_analysis import __main__ as cli
 from vramlab_analysis import calls, histograms, histories, losses, records, steps
 from vramlab_analysis.errors import AnalysisError, printable
+from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import measures
 from vramlab_analysis.plots import latency
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = ROOT / "experiments/results/2026-11-21-sim/where-time-goes/runs/00-naive-r0"
+RECORDED = results("where-time-goes", "sim").select(alloc="naive")[0].path
 
 
 def one_line(error: AnalysisError) -> None:

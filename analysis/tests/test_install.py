@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import write_run
+from vramlab_analysis.experiments import results
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = "analysis/notebooks/00_your_own_run.ipynb"
-RECORDED = ROOT / "experiments/results/2026-11-21-h200/memory/runs/01-trainer-caching-r0"
+RECORDED = results("memory", "gpu").select(alloc="caching")[0].record
 PATIENCE_S = 120
 OF_ANOTHER_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RESULTS", "RUN")
 NO_INDEX = re.compile(r"No matching distribution found|Failed to establish a new connection|Name or service not known")
@@ -50,7 +51,7 @@ class Newcomer:
         left = shutil.ignore_patterns("__pycache__", "*.egg-info", ".ipynb_checkpoints", "build", "dist")
         shutil.copytree(ROOT / "analysis", folder / "analysis", ignore=left)
         shutil.copytree(ROOT / "experiments/specs", folder / "experiments/specs")
-        shutil.copytree(RECORDED, folder / "runs/mine")
+        shutil.copytree(RECORDED.path, folder / "runs/mine")
         # The versions of the lock: a new release of a package does not change what this test says.
         lock = (ROOT / "analysis/requirements.lock").read_text()
         pins = [line.removesuffix("\\").strip() for line in lock.splitlines() if re.match(r"[a-zA-Z0-9]", line)]
@@ -117,7 +118,7 @@ def test_the_lines_of_the_notebook_start_jupyter_and_draw_the_run(newcomer: Newc
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 6
     said = "".join(outputs[0]["data"]["text/markdown"])
-    assert "on NVIDIA H200: 40 steps" in said, said
+    assert f"on {RECORDED.device}: {RECORDED.steps.height} steps" in said, said
 
     # The server starts and has the notebook open.
     words = "--no-browser --allow-root --ServerApp.port=0 --ServerApp.ip=127.0.0.1 --IdentityProvider.token=of-the-test"

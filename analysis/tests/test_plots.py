@@ -136,7 +136,7 @@ def test_sweeps_the_account_and_fidelity(runs: list[tuple[str, Run]]) -> None:
     cells = pl.DataFrame(
         {"name": ["naive", "caching"], "cell": ["step", "step"], "gpu": [100.0, 50.0], "sim": [90.0, 55.0]}
     )
-    figure = check(fidelity(cells), "naive", "caching")
+    figure = check(fidelity(cells, machine="a GPU"), "naive", "caching")
     # Each tick of the logarithmic axes is a plain number.
     figure.draw_without_rendering()
     named = [text.get_text() for text in figure.axes[0].get_xticklabels() + figure.axes[0].get_yticklabels()]
@@ -240,7 +240,7 @@ def test_without_data_there_is_no_figure(runs: list[tuple[str, Run]]) -> None:
         lambda: apart.from_f32(pl.DataFrame(schema={"kind": pl.String, "to_f32": pl.Float64})),
         lambda: lines.width(empty),
         lambda: sync.account([]),
-        lambda: fidelity(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []})),
+        lambda: fidelity(pl.DataFrame({"name": [], "cell": [], "gpu": [], "sim": []}), machine="a GPU"),
     ):
         with pytest.raises(AnalysisError, match="no data"):
             draw()  # type: ignore[no-untyped-call]

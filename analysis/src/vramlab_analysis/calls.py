@@ -6,6 +6,7 @@ from typing import Any
 
 import polars as pl
 
+from vramlab_analysis import histories
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.records import Run
 
@@ -127,6 +128,11 @@ def account_between(calls: pl.DataFrame, start_ns: int, end_ns: int, steps: int)
     if inside.is_empty():
         raise AnalysisError("no driver call began in the steps that were chosen.")
     return _account(inside.select("call", "total_ns", "blocked_ns", count=pl.lit(1, pl.Int64)), steps)
+
+
+def account_of_steps(run: Run, first: int, last: int) -> pl.DataFrame:
+    """`account_between` over the steps `first` to `last` of a run, counted from 0."""
+    return account_between(run.calls, *histories.window(run.steps, first, last), last - first + 1)
 
 
 def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:

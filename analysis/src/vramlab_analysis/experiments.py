@@ -14,6 +14,9 @@ from vramlab_analysis.errors import AnalysisError, found, read_json
 from vramlab_analysis.measures import measures
 from vramlab_analysis.records import Run, load_run
 
+# What the words for a simulated device begin with.
+SIMULATED = "simulated"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -74,6 +77,20 @@ class Experiment:
     def question(self) -> str:
         """The question that the spec is named by."""
         return str(self.document.get("question") or self.document.get("spec", {}).get("question", ""))
+
+    @cached_property
+    def machine(self) -> str:
+        """The device of its runs in words (`machine`). PyTorch's count last: beside the simulator they are a CPU's."""
+        entry = min(self.select(), key=lambda entry: entry.meta.get("program") == "pytorch")
+        if entry.meta.get("program") in ("trainer", "pytorch"):
+            return machine(entry.record.device)
+        told = entry.result[0] if isinstance(entry.result, list) else entry.result
+        return machine(str(told["device_name"]))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its times are a simulated device's."""
+        return self.machine.startswith(SIMULATED)
 
     def select(self, **options: Any) -> list[Entry]:
         """Finished runs whose options (or `arm`, `program`, `repeat`) have these values, compared as text.
@@ -213,20 +230,54 @@ def _recorded(folder: Path, _written_ns: int) -> Experiment:
     return load_experiment(folder)
 
 
+def machine(name: str) -> str:
+    """A device's name without its memory, and whether it is simulated: `NVIDIA H100`, `simulated H100`."""
+    plain = name.removesuffix(" (simulated)")
+    short = " ".join(plain.split()[:2]) if plain.startswith("NVIDIA ") else plain
+    return short if plain == name else f"{SIMULATED} {short.removeprefix('NVIDIA ')}"
+
+
+def labels(device: str = "gpu") -> list[Path]:
+    """The folders of recorded results, oldest first: those of GPUs (`gpu`), or those whose label ends in a word, as
+    `sim`. A label is a date and words; one of simulated runs ends in `sim`.
+    """
+    folders = sorted(path for path in repository.results().glob("*-*") if path.is_dir())
+    if device == "gpu":
+        return [path for path in folders if not path.name.endswith("sim")]
+    return [path for path in folders if path.name.endswith(f"-{device}")]
+
+
 def results(spec: str, device: str) -> Experiment:
-    """The recorded results of a spec on `h200` or `sim`: the latest under `experiments/results` (or `RESULTS`).
+    """The recorded results of a spec: the newest of `labels(device)` below `experiments/results` (or `RESULTS`).
 
     An experiment is read once as long as its `experiment.json` is the same.
 
     Raises AnalysisError when none are there, with the command that makes them.
     """
-    root = repository.results()
-    there = sorted(path for path in root.glob(f"*-{device}/{spec}") if holds_experiment(path))
+    there = [path for label in labels(device) if holds_experiment(path := label / spec)]
     if not there:
-        kind = "sim" if device == "sim" else "cuda"
+        root = repository.results()
+        kind = "cuda" if device == "gpu" else "sim"
         raise AnalysisError(
             f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
             f"-o {root.name}/DATE-{device}`."
         )
     folder = there[-1]
     return _recorded(folder, (folder / "experiment.json").stat().st_mtime_ns)
+
+
+def kept(*parts: str, device: str = "gpu") -> list[Path]:
+    """What has this name, plain or compressed, in the folders of `labels(device)`, oldest first."""
+    paths = (label.joinpath(*parts) for label in labels(device))
+    return [there for path in paths if (there := path if path.is_dir() else found(path))]
+
+
+def newest(*parts: str, device: str = "gpu") -> Path:
+    """The last of `kept`.
+
+    Raises AnalysisError when there is none.
+    """
+    there = kept(*parts, device=device)
+    if not there:
+        raise AnalysisError(f"{repository.results()}: no {'/'.join(parts)} in the results of {device}.")
+    return there[-1]

@@ -120,15 +120,35 @@ def _quantile(values: pl.Series, share: float) -> float | None:
     return None if quantile is None else float(quantile) / 1e3
 
 
+# From so many repeats on their spread is their middle half: single runs of a shared host lie far out.
+MANY = 10
+
+
+def spread(values: pl.Series) -> tuple[float, float]:
+    """How far repeats lie apart: the least and the greatest, of `MANY` and more the bounds of the middle half."""
+    numbers = values.drop_nulls().cast(pl.Float64)
+    low, high = (0.25, 0.75) if len(numbers) >= MANY else (0.0, 1.0)
+    return tuple(numbers.quantile(share, "linear") for share in (low, high))  # type: ignore[return-value]
+
+
 def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:
-    """Median, least and greatest of the repeats of each group: columns `by`, `value`, `low`, `high`, `repeats`."""
+    """Median and `spread` of the repeats of each group: columns `by`, `value`, `low`, `high`, `repeats`."""
+    values, many = pl.col(value).cast(pl.Float64), pl.len() >= MANY
     return (
         frame.filter(pl.col(value).is_not_null())
         .group_by(by, maintain_order=True)
         .agg(
-            pl.col(value).median().alias("value"),
-            pl.col(value).min().alias("low"),
-            pl.col(value).max().alias("high"),
+            values.median().alias("value"),
+            pl.when(many).then(values.quantile(0.25, "linear")).otherwise(values.min()).alias("low"),
+            pl.when(many).then(values.quantile(0.75, "linear")).otherwise(values.max()).alias("high"),
             pl.len().alias("repeats"),
         )
     )
+
+
+def medians(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    """One row for the repeats of each group: medians of numbers, of other columns what the first of them says."""
+    numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in by]
+    others = [name for name in frame.columns if name not in by and name not in numbers]
+    told = frame.group_by(by, maintain_order=True).agg(pl.col(numbers).median(), pl.col(others).first())
+    return told.select(frame.columns)

@@ -9,26 +9,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import polars as pl
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 
-from vramlab_analysis import repository, style
-from vramlab_analysis.errors import AnalysisError, found
+from vramlab_analysis import measures, style
+from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Experiment, results
 from vramlab_analysis.plots import bars
 from vramlab_analysis.plots.cells import matrix as cells_of
 
 # The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
-DEVICES = os.environ.get("DEVICES", "h200,sim").split(",")
-NAMES = {"h200": "NVIDIA H200", "sim": "simulated H200"}
+DEVICES = os.environ.get("DEVICES", "gpu,sim").split(",")
 
 
 def complete(spec: str, device: str) -> Experiment:
-    """The results of a spec on `h200` or `sim`.
+    """The results of a spec on `gpu` or `sim`.
 
     Raises AnalysisError when some are missing, so that the notebook fails and no figure lacks a part unseen.
     """
@@ -43,7 +41,7 @@ def complete(spec: str, device: str) -> Experiment:
 
 def each(spec: str) -> list[tuple[str, Experiment]]:
     """The results of a spec on every device, as (device in words, experiment); see `complete`."""
-    return [(NAMES[device], complete(spec, device)) for device in DEVICES]
+    return [(experiment.machine, experiment) for experiment in (complete(spec, device) for device in DEVICES)]
 
 
 def show(figure: Figure) -> None:
@@ -127,14 +125,11 @@ def us(microseconds: float) -> str:
 
 
 def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
-    """Median of times in microseconds over the rows where columns have these values; of fewer than five runs with all
-    that they say, the least and the most.
-    """
+    """Median of times in microseconds over the rows where columns have these values, with `measures.spread`."""
     middle = us(bars.value_of(frame, value, **where))
-    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value].drop_nulls()
-    if chosen.len() >= 5 or chosen.min() == chosen.max():
-        return middle
-    return f"{middle} ({us(chosen.min())} to {us(chosen.max())})"  # type: ignore[arg-type]
+    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value]
+    low, high = map(us, measures.spread(chosen))
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -146,20 +141,3 @@ def change(now: float, before: float) -> str:
     """How much more or less `now` is than `before`, in words: `12 % more`."""
     apart = now / before - 1
     return "as much" if abs(apart) < 0.005 else f"{abs(apart) * 100:.0f} % {'more' if apart > 0 else 'less'}"
-
-
-def _there(path: Path) -> Path | None:
-    return path if path.is_dir() else found(path)
-
-
-def recorded(*parts: str) -> Path:
-    """A file or folder in the newest results of the GPU that hold it, such as `recorded("flame", "naive.txt")`.
-
-    Raises AnalysisError when none holds it.
-    """
-    root = repository.results()
-    folders = root.glob("*-h200")
-    there = sorted(path for folder in folders if (path := _there(folder.joinpath(*parts))))
-    if not there:
-        raise AnalysisError(f"{root}: no {'/'.join(parts)} in the results of a GPU.")
-    return there[-1]

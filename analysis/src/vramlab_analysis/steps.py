@@ -101,7 +101,7 @@ def markdown(table: pl.DataFrame) -> str:
     parts = []
     for work, lines in table.group_by("device", "dataset", "layers", "batch", "loader", maintain_order=True):
         device, dataset, layers, batch, loader = work
-        rows = [["hidden", "type", "program", "launch", "µs a step", "least to most", "to PyTorch's best"]]
+        rows = [["hidden", "type", "program", "launch", "µs a step", "spread", "to PyTorch's best"]]
         for one in lines.iter_rows(named=True):
             kind = arithmetic(one)
             ratio = "–" if one["ratio"] is None else f"{one['ratio']:.2f} ({one['best_mode']})"

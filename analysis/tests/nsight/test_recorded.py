@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from vramlab_analysis.errors import AnalysisError, read_bytes
+from vramlab_analysis.experiments import newest
 from vramlab_analysis.nsight import Attribution, attribute, load, names, own_trace
 from vramlab_analysis.nsight.__main__ import main
 from vramlab_analysis.nsight.own_trace import OwnCall, OwnTrace
 
-ROOT = Path(__file__).resolve().parents[3] / "experiments/results/2026-11-21-h200/nsight"
+ROOT = newest("nsight")
 FOLDERS = sorted(folder.name for folder in ROOT.iterdir() if folder.is_dir())
 WITH_RANGES = [name for name in FOLDERS if "2048" not in name]
 

@@ -165,8 +165,6 @@ fn the_specs_of_the_study_are_listed_and_can_be_planned() {
         "agreement-again",
         "addresses",
         "fast-training",
-        "fast-training-compile",
-        "compiled-step",
         "graph-allocators",
         "fusion-load",
         "streams",

@@ -17,7 +17,8 @@ from vramlab_analysis.plots.bars import nonempty
 def ratios(frame: pl.DataFrame, by: list[str], *, value: str = "step_us", name: str = "name") -> pl.DataFrame:
     """Each name's median of `value` over the least median of its group: `by`, `name`, `ratio`, `low`, `high`, `value`.
 
-    `low` and `high` are the least and the greatest repeat over the same least median. Groups keep their order.
+    `low` and `high` are the spread of the repeats (`measures.middle`) over the same least median. Groups keep their
+    order.
     """
     lines = middle(frame, [*by, name], value)
     least = pl.col("value").min().over(by)
@@ -29,8 +30,8 @@ def ratios(frame: pl.DataFrame, by: list[str], *, value: str = "step_us", name: 
 def changes(frame: pl.DataFrame, by: list[str], setting: str, base: object, *, value: str = "step_us") -> pl.DataFrame:
     """What each other value of `setting` changes against `base`: `by`, `setting`, `value`, `change`, `clear`.
 
-    `change` is the share that is added to the median; `clear` whether all repeats lie on one side of all of the base's.
-    Groups without a run of `base` are left out.
+    `change` is the share that is added to the median; `clear` whether the spread of the repeats does not meet that of
+    the base's. Groups without a run of `base` are left out.
     """
     lines = middle(frame, [*by, setting], value)
     plain = lines.filter(pl.col(setting) == base).drop(setting, "repeats")
@@ -42,7 +43,7 @@ def changes(frame: pl.DataFrame, by: list[str], setting: str, base: object, *, v
 def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str = "group", title: str = "") -> Figure:
     """`ratios` by `group`, in percent above the fastest, a panel with a scale of its own for each `(title, ratios)`.
 
-    The line is at `bound`, a share; whiskers reach from the least to the greatest repeat.
+    The line is at `bound`, a share; whiskers are the spread of the repeats.
     """
     if not panels:
         raise AnalysisError("there are no data for the figure of ratios.")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from vramlab_analysis import style
 from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.measures import spread
 from vramlab_analysis.records import Run
 
 
@@ -41,8 +42,8 @@ def grouped(
 ) -> Figure:
     """Bars of the median of `value` for each `name` (an allocator: it gives the colour), in groups along the axis.
 
-    Whiskers reach from the least to the greatest repeat. `frame` has one row for each run; `group` is a column whose
-    values stand side by side in the order in which they come.
+    Whiskers are the spread of the repeats. `frame` has one row for each run; `group` is a column whose values stand
+    side by side in the order in which they come.
     """
     frame = frame.filter(pl.col(value).is_not_null())
     nonempty(frame, unit)
@@ -58,19 +59,20 @@ def grouped(
             chosen = frame.filter((pl.col(name) == who) & (pl.col(group) == one if group else pl.lit(value=True)))
             if chosen.is_empty():
                 continue
-            samples = chosen[value].to_numpy().astype(float) * scale
-            centre = float(np.median(samples))
+            samples = chosen[value] * scale
+            centre, (low, high) = float(samples.median()), spread(samples)  # type: ignore[arg-type]
             at = place + (index - (len(names) - 1) / 2) * thick
             axes.bar(
                 at, centre, thick * 0.92, color=style.colour(who), label=who if who not in seen and group else None
             )
             seen.add(who)
             if len(samples) > 1:
-                spread = [[centre - samples.min()], [samples.max() - centre]]
-                axes.errorbar(at, centre, yerr=spread, color=style.INK, linewidth=0.9, capsize=2.5)
+                axes.errorbar(
+                    at, centre, yerr=[[centre - low], [high - centre]], color=style.INK, linewidth=0.9, capsize=2.5
+                )
             axes.annotate(
                 number(centre),
-                (at, samples.max()),
+                (at, high),
                 xytext=(0, 3),
                 textcoords="offset points",
                 ha="center",

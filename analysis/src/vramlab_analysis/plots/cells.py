@@ -52,10 +52,10 @@ def matrix(
     return figure
 
 
-def fidelity(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") -> Figure:
+def fidelity(cells: pl.DataFrame, *, machine: str, tolerance: float = 0.15, title: str = "") -> Figure:
     """Simulated over measured step time, on log axes with the diagonal and ± `tolerance`, and the error of each cell.
 
-    `cells` has `name` (allocator), `cell` (its settings in words), `gpu` and `sim` in µs.
+    `machine` is the GPU in words; `cells` has `name` (allocator), `cell` (settings in words), `gpu` and `sim` in µs.
     """
     nonempty(cells, "fidelity")
     cells = cells.with_columns(error=pl.col("sim") / pl.col("gpu") - 1)
@@ -77,7 +77,7 @@ def fidelity(cells: pl.DataFrame, *, tolerance: float = 0.15, title: str = "") -
     left.set(xlim=line, ylim=line)
     for which in ("x", "y"):
         style.log_axis(left, which)
-    left.set_xlabel("H200, µs per step")
+    left.set_xlabel(f"{machine}, µs per step")
     left.set_ylabel("simulated, µs per step")
     rows = list(cells.iter_rows(named=True))
     right.axvspan(-100 * tolerance, 100 * tolerance, color=style.RULE, linewidth=0)

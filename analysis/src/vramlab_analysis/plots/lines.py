@@ -27,7 +27,7 @@ def width(
 ) -> Figure:
     """Step time against width on log axes, one line for each `name`, and below it the ratio to `reference`.
 
-    The bands reach from the least to the greatest repeat.
+    The bands are the spread of the repeats (`measures.middle`).
     """
     frame = frame.with_columns(pl.col(by).cast(pl.Int64))
     nonempty(frame, "step time against width")

@@ -11,9 +11,9 @@ from vramlab_analysis.quoted import answers, builds, calls, field, inside_note, 
 
 ANSWERS: Pieces = {
     f"| {answers.QUESTION} |": answers.questions,
-    "NVIDIA H200s in virtual machines": answers.machines,
-    "Builds.": builds.sentence,
-    "- H200:": readme.compared,
+    "Recorded on": answers.machines,
+    "Builds, ": builds.sentence,
+    "- One NVIDIA": readme.compared,
     "- The table is one comparison, the newest.": answers.hosts,
     "- Simulated times are fitted:": simulated.sentence,
     "- The simulator leaves out": simulated.own_code,
@@ -39,7 +39,7 @@ ANSWERS: Pieces = {
 }
 PIECES: dict[str, Pieces] = {
     "README.md": {
-        "| allocator | epoch, H200 |": answers.epochs,
+        "| allocator | epoch, ": answers.epochs,
         "One epoch of": readme.caption,
         "The simulated GPU is fitted to one.": simulated.short,
         f"| {truth.TITLE} |": truth.table,

@@ -9,34 +9,41 @@ from typing import Any
 import polars as pl
 
 from vramlab_analysis import histograms, losses, steps
-from vramlab_analysis.calls import account_between
+from vramlab_analysis.calls import account_of_steps
 from vramlab_analysis.errors import read_json
-from vramlab_analysis.experiments import holds_experiment, load_experiment, results
-from vramlab_analysis.histories import window
+from vramlab_analysis.experiments import (
+    Experiment,
+    holds_experiment,
+    kept,
+    labels,
+    load_experiment,
+    machine,
+    newest,
+    results,
+)
+from vramlab_analysis.measures import MANY, medians
 from vramlab_analysis.plots import loss
 from vramlab_analysis.quoted import beside
-from vramlab_analysis.quoted.parts import H200, cells, dates, listed, newest, runs, span, table
-from vramlab_analysis.repository import results as folder
+from vramlab_analysis.quoted.parts import cells, dates, each, listed, runs, span, table
 
 QUESTION = "question"
 
 
 def where() -> str:
     """Which of the driver's two calls waits under `naive`."""
-    run = results("where-time-goes", "h200").select(alloc="naive")[0].record
-    first, last = 10, 29
-    told = account_between(run.calls, *window(run.steps, first, last), last - first + 1)
+    entries = results("where-time-goes", "gpu").select(alloc="naive")
+    told = medians(pl.concat(account_of_steps(entry.record, 10, 29) for entry in entries), ["call"])
     alloc, free = (told.row(by_predicate=pl.col("call") == call, named=True) for call in ("mem_alloc", "mem_free"))
     return (
         f"the free: {free['blocked_us']:.0f} of its {free['total_us']:.0f} us a step are waiting, of the allocations' "
-        f"{alloc['total_us']:.0f} us {alloc['blocked_us']:.1f} us"
+        f"{alloc['total_us']:.0f} us {alloc['blocked_us']:.1f} us; {each([len(entries)])}"
     )
 
 
 def stop() -> str:
     """The last step in which `caching` asks the driver."""
     last, steps_done = set(), set()
-    for entry in results("when-allocations-stop", "h200").select(alloc="caching"):
+    for entry in results("when-allocations-stop", "gpu").select(alloc="caching"):
         counts = entry.record.steps["driver_allocations"]
         last.add(max((index + 1 for index, count in enumerate(counts) if count), default=0))
         steps_done.add(len(counts))
@@ -76,7 +83,7 @@ def loader() -> str:
 
 def same_as_pytorch() -> str:
     """How far the losses are from PyTorch's."""
-    experiment = results("loss-against-pytorch", "h200")
+    experiment = results("loss-against-pytorch", "gpu")
     most, parts = {}, {}
     for ours in experiment.select(program="trainer"):
         hidden, rate = ours.options["hidden"], ours.options["lr"]
@@ -127,17 +134,6 @@ def _beside(told: pl.DataFrame, mode: str, **where: Any) -> dict[int, float]:
     return out
 
 
-def captured() -> str:
-    """Graphs beside PyTorch's captured eager step."""
-    told = table("fast-training")
-    f16, f32 = (_beside(told, "graph", dtype=dtype) for dtype in ("f16", "f32"))
-    of = {name: listed(f"{value:.2f}" for value in ratios.values()) for name, ratios in (("f16", f16), ("f32", f32))}
-    return (
-        f"{of['f16']} of its time in f16 at widths {listed(map(str, f16))}, {of['f32']} in f32, one run each. Times of "
-        "the GPU's events, graphs under `caching`"
-    )
-
-
 def full_batch() -> str:
     """A full batch beside PyTorch's captured eager step, like with like."""
     told = table("full-batch")
@@ -149,17 +145,17 @@ def full_batch() -> str:
     }
     tiled, tensor = (next(iter(ratio.values())) for ratio in ratios.values())
     tf32 = next(iter(_beside(told, "graph", dtype="tf32").values()))
-    rows = {entry.record.settings["batch"] for entry in results("full-batch", "h200").select(program="trainer")}
+    rows = {entry.record.settings["batch"] for entry in results("full-batch", "gpu").select(program="trainer")}
     return (
         f"{tiled:.2f} of its time with f32 multiply-adds, as PyTorch's products are, and {tf32:.2f} with tf32 in both. "
         f"{tensor:.2f} where each f32 product is three in tf32, which PyTorch does not offer: not like with like. "
-        f"{max(rows):,} rows, one run of PyTorch's"
+        f"{max(rows):,} rows; {each(told['repeats'])}"
     )
 
 
 def half() -> str:
     """What each type of values costs in the loss."""
-    told = losses.frame([entry.record for entry in results("half-losses", "h200").select()])
+    told = losses.frame([entry.record for entry in results("half-losses", "gpu").select()])
     told = told.filter((pl.col("accumulate") == "f32") & ((pl.col("dtype") != "f16") | (pl.col("loss_scale") > 1)))
     apart = float(told["to_other"].abs().max())  # type: ignore[arg-type]
     parts = []
@@ -174,9 +170,9 @@ def half() -> str:
 def in_a_graph() -> str:
     """How far the slowest allocator is behind, launched as a graph and one by one."""
     told = cells("graph-allocators", ["launch", "hidden", "alloc"])
-    words = {"graph": "as a graph", "persistent": "in one kernel", "eager": "one by one"}
+    words = {"graph": "as a graph", "eager": "one by one"}
     parts = []
-    for launch, hidden in dict.fromkeys((launch, hidden) for launch, hidden, _ in told):
+    for launch, hidden in dict.fromkeys((launch, hidden) for launch, hidden, _ in told if launch in words):
         these = {alloc: cell for (one, width, alloc), cell in told.items() if (one, width) == (launch, hidden)}
         slowest = max(these, key=lambda alloc: these[alloc]["value"])
         behind = these[slowest]["value"] / min(cell["value"] for cell in these.values()) - 1
@@ -209,14 +205,14 @@ def streams() -> str:
     more = {key: cell for key, cell in eager.items() if key[-1] > 1}
     clear = [key for key, cell in more.items() if cell["high"] < eager[*key[:-1], 1]["low"]]
     return (
-        f"as a graph {', '.join(parts)}; launched one by one all runs are faster in {len(clear)} of {len(more)} "
-        f"settings; {runs(told.values())}"
+        f"as a graph {', '.join(parts)}; launched one by one they are faster than runs differ in {len(clear)} of "
+        f"{len(more)} settings; {runs(told.values())}"
     )
 
 
 def fusion() -> str:
     """What fusion saves."""
-    frame = results("fusion-load", "h200").frame(dtype="f32")
+    frame = results("fusion-load", "gpu").frame(dtype="f32")
     made = {
         fuse: rows["allocations"].median() / rows["steps_done"].median()  # type: ignore[operator]
         for (fuse,), rows in frame.filter(pl.col("alloc") == "caching").group_by("fuse")
@@ -232,7 +228,7 @@ def fusion() -> str:
 
 def memory() -> str:
     """What a pool reserves beside what was asked for."""
-    told = {run.record.arm: run.record for run in results("memory", "h200").select()}
+    told = {run.record.arm: run.record for run in results("memory", "gpu").select()}
     parts = []
     for arm, words in (("caching", "`caching`"), ("stream-ordered", "`stream-ordered`"), ("pytorch-eager", "PyTorch")):
         reserved, asked = (
@@ -246,7 +242,7 @@ def latency() -> str:
     """One allocation, and the slowest of a thousand."""
     parts = []
     for alloc, words in (("caching", "`caching`"), ("stream-ordered", "the driver's pool"), ("naive", "the driver")):
-        told = [one for entry in results("latency", "h200").select(alloc=alloc) for one in entry.record.histograms]
+        told = [one for entry in results("latency", "gpu").select(alloc=alloc) for one in entry.record.histograms]
         told = [one for one in told if one.operation == "allocate"]
         half, slow = (histograms.percentile(told, share) for share in (0.5, 0.999))
         parts.append(f"{words} {nanoseconds(half)} and {nanoseconds(slow)}")
@@ -264,15 +260,15 @@ QUESTIONS: list[tuple[str, Callable[[], str], str]] = [
     ("until which width does the allocator matter?", width, "04_width_and_time"),
     (
         "how fast is a step beside PyTorch's eager step, captured as a CUDA graph?",
-        captured,
+        beside.captured,
         "08_training_at_the_limit",
     ),
-    ("and with all rows in one batch?", full_batch, "08_training_at_the_limit"),
     (
         "and beside PyTorch's fastest, the step compiled as a whole and captured?",
         beside.ratios,
         "08_training_at_the_limit",
     ),
+    ("and with all rows in one batch?", full_batch, "08_training_at_the_limit"),
     ("what do types of 16 bits cost in the loss?", half, "08_training_at_the_limit"),
     ("does the allocator matter in a graph?", in_a_graph, "09_allocators_at_the_limit"),
     ("what do more streams bring?", streams, "09_allocators_at_the_limit"),
@@ -284,7 +280,8 @@ QUESTIONS: list[tuple[str, Callable[[], str], str]] = [
 
 def questions() -> str:
     """The table of questions."""
-    lines = [f"| {QUESTION} | on the H200 | notebook |", "|---|---|---|"]
+    gpu = results("width", "gpu").machine.removeprefix("NVIDIA ")
+    lines = [f"| {QUESTION} | on the {gpu} | notebook |", "|---|---|---|"]
     for question, answer, name in QUESTIONS:
         lines.append(f"| {question} | {answer()} | [{name[:2]}](../analysis/notebooks/{name}.ipynb) |")
     return "\n".join(lines) + "\n"
@@ -292,15 +289,18 @@ def questions() -> str:
 
 def machines() -> str:
     """Where the questions were answered."""
-    experiments = [load_experiment(path) for path in sorted((folder() / H200).iterdir()) if holds_experiment(path)]
-    days = dates(one.document["started_at"] for one in experiments)
+    gpu = machine(compared()[0]["device"])
+    newest_of = {one.name: one for one in _experiments() if one.machine == gpu}
+    days = dates(one.document["started_at"] for one in newest_of.values())
+    pages = sorted({one.directories[0].parent.name for one in newest_of.values()})
+    linked = listed(f"[`{page}`](results/{page}.md)" for page in pages)
     return (
-        f"NVIDIA H200s in virtual machines, {days}, `experiments run` on the {len(experiments)} specs that have a "
-        "folder in `experiments/results`; [its page](results/2026-11-21-h200.md) says which folders are of which "
-        "machine and build, so compare within a row. Figures of two to four runs come with their least and most; those "
-        "of one run say so. To train the same network in PyTorch from the same weights and batches: `trainer start -o "
-        "start.safetensors`, then `python3 experiments/baselines/mlp.py --start start.safetensors --mode graph`; "
-        "`experiments/baselines/check_losses.py` compares the losses step by step."
+        f"Recorded on {gpu}s in virtual machines, {days}: `experiments run` on {len(newest_of)} specs. {linked} say of "
+        "which machine and build each is, so compare within a row. Figures are medians; ranges are from the least to "
+        f"the most of the runs, of {MANY} and more their middle half. To train the same network in PyTorch from the "
+        "same weights and batches: `trainer start -o start.safetensors`, then `python3 experiments/baselines/mlp.py "
+        "--start start.safetensors --mode graph`; `experiments/baselines/check_losses.py` compares the losses step by "
+        "step."
     )
 
 
@@ -314,8 +314,9 @@ def epochs() -> str:
     """The README's table: an epoch under each allocator with its own settings."""
     rows = [row for row in compared() if "--" not in row["arm"]]
     best = min(row["epoch_s"] for row in rows)
+    gpu = machine(rows[0]["device"]).removeprefix("NVIDIA ")
     lines = [
-        "| allocator | epoch, H200 | to the best | driver allocations | host blocked, most in | allocate p50 | p99 "
+        f"| allocator | epoch, {gpu} | to the best | driver allocations | host blocked, most in | allocate p50 | p99 "
         "| peak reserved |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
@@ -355,29 +356,35 @@ def waiting() -> str:
 
 
 def hosts() -> str:
-    """How epochs of the README's table vary over all that was recorded."""
+    """How epochs of the README's table vary over all that was recorded on such a GPU."""
     times: dict[str, list[float]] = {}
     work = {"hidden": 784, "layers": 4, "batch": 64, "sync": "never", "loader": "resident"}
     work |= {"dtype": "f32", "fuse": "none", "launch": "eager"}
-    whole = compared()[0]["steps"]
-    experiments = [load_experiment(path) for path in sorted((folder() / H200).iterdir()) if holds_experiment(path)]
-    for entry in (entry for experiment in experiments for entry in experiment.runs):
+    whole, gpu = compared()[0]["steps"], compared()[0]["device"]
+    for entry in (entry for experiment in _experiments() for entry in experiment.runs):
         if entry.meta["program"] != "trainer" or entry.record.summary["dataset"]["name"] != "mnist":
+            continue
+        if entry.record.device != gpu:
             continue
         settings: dict[str, Any] = {**steps.UNSAID, "launch": "eager", **entry.record.settings}
         done = [epoch["wall_s"] for epoch in entry.record.summary["epochs"][1:] if epoch["steps"] == whole]
         unlimited = settings.get("allocator_settings", {}).get("release_threshold", 2**64 - 1) == 2**64 - 1
         if all(settings[key] == value for key, value in work.items()) and done and unlimited:
             times.setdefault(settings["allocator"], []).append(1e3 * statistics.median(done))
-    for path in folder().glob("*-h200/cuda.json"):
-        for row in read_json(path):
-            if row["arm"] in times:
-                times[row["arm"]].append(1e3 * row["epoch_s"])
+    for row in (row for path in kept("cuda.json") for row in read_json(path)):
+        if row["arm"] in times and row["device"] == gpu:
+            times[row["arm"]].append(1e3 * row["epoch_s"])
     said = [
         f"`{name}` {min(times[name]):.0f} to {max(times[name]):.0f} ms ({len(times[name])} runs)"
         for name in ("naive", "caching", "stream-ordered")
     ]
     return (
-        "- The table is one comparison, the newest. Over all records of this work, on several machines and builds: "
+        f"- The table is one comparison, the newest. Over all records of this work on an {machine(gpu)}: "
         f"{', '.join(said)}."
     )
+
+
+def _experiments() -> list[Experiment]:
+    """All that were recorded on GPUs."""
+    paths = (path for label in labels() for path in sorted(label.iterdir()))
+    return [load_experiment(path) for path in paths if holds_experiment(path)]

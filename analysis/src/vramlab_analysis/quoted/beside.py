@@ -23,7 +23,7 @@ ARMS = {
 
 
 @cache
-def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
     """The last machine of the newest record, and its cells by width and type, each with its `machine`.
 
     Raises AnalysisError where there is no record.
@@ -44,7 +44,7 @@ def _record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 
 def table() -> str:
     """The times of all arms by width and type."""
-    _, found = _record()
+    _, found = record()
     heads = {arm: head for arm, head in ARMS.items() if any(arm in one["arms"] for one in found.values())}
     lines = [
         f"| width and type | {' | '.join(heads.values())} | ratio to the fastest |",
@@ -63,23 +63,51 @@ def table() -> str:
 
 def ratios() -> str:
     """What part of the time of PyTorch's fastest mode the trainer's step takes, by type and width."""
-    machine, found = _record()
-    rounds = {one["rounds"] for one in found.values()}
-    parts = []
-    for dtype in TYPES:
-        some = {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
-        words = listed(f"{ratio:.2f}" for ratio in some.values())
-        parts.append(f"{words} of its time in {dtype} at widths {listed(map(str, some))}")
-    if tensor := {width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one}:
-        words = listed(f"{ratio:.2f}" for ratio in tensor.values())
-        widths = listed(map(str, tensor))
-        parts.append(f"{words} in f32 of three products in tf32 each, which PyTorch does not have, at widths {widths}")
-    return f"{'; '.join(parts)}; medians of {listed(map(str, sorted(rounds)))} runs, one {machine['gpu']}"
+    _, found = record()
+    told = {
+        f"of its time in {dtype}": {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
+        for dtype in TYPES
+    }
+    told["in f32 of three products in tf32 each, which PyTorch does not have,"] = {
+        width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one
+    }
+    return f"{_by_width(told)}; {_runs()}"
+
+
+def captured() -> str:
+    """What part of the time of PyTorch's captured eager step the trainer's step takes, by type and width."""
+    _, found = record()
+    told = {
+        f"of its time in {dtype}": {
+            width: one["arms"]["ours"]["median"] / one["arms"]["captured"]["median"]
+            for (width, of), one in found.items()
+            if of == dtype and "captured" in one["arms"]
+        }
+        for dtype in reversed(TYPES)
+    }
+    return f"{_by_width(told)}. Times of the GPU's events, graphs under `caching`; {_runs()}"
+
+
+def _by_width(told: dict[str, dict[int, float]]) -> str:
+    """Ratios of several kinds; widths are said once where the kinds behind each other have the same."""
+    parts, kinds = [], [(words, ratios) for words, ratios in told.items() if ratios]
+    for at, (words, ratios) in enumerate(kinds):
+        same = at + 1 < len(kinds) and kinds[at + 1][1].keys() == ratios.keys()
+        widths = "" if same else f" at widths {listed(map(str, ratios))}"
+        parts.append(f"{listed(f'{ratio:.2f}' for ratio in ratios.values())} {words}{widths}")
+    return "; ".join(parts)
+
+
+def _runs() -> str:
+    """What the medians are of."""
+    machine, found = record()
+    rounds = listed(map(str, sorted({one["rounds"] for one in found.values()})))
+    return f"medians of {rounds} runs, one {machine['gpu']}"
 
 
 def source() -> str:
     """Where the times are from."""
-    machine, found = _record()
+    machine, found = record()
     steps, rounds = (
         listed(str(value) for value in sorted({one[key] for one in found.values()})) for key in ("steps", "rounds")
     )
@@ -91,8 +119,8 @@ def source() -> str:
     return (
         "`experiments/baselines/train_beside.py`, us a step by the GPU's events over "
         f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. "
-        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}; "
-        "its other GPU and cores had other work. The trainer's step is one graph under `caching`, with updates in the "
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}. "
+        "The trainer's step is one graph under `caching`, with updates in the "
         "epilogues. The first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that "
         "of three products in tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of "
         "multiply-adds."

@@ -8,21 +8,24 @@ from typing import Any
 
 from vramlab_analysis import inside, repository
 from vramlab_analysis.errors import read_json
-from vramlab_analysis.experiments import holds_experiment, load_experiment
+from vramlab_analysis.experiments import holds_experiment, labels, load_experiment
+from vramlab_analysis.quoted import beside
+from vramlab_analysis.quoted.parts import listed
 
 
 def _records() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each record of a GPU and where it says that it is from."""
-    for label in sorted(repository.results().glob("*-h200")):
-        for path in sorted(label.iterdir()):
-            if holds_experiment(path):
-                told: Any = load_experiment(path).document
-            elif path.suffix == ".json":
-                told = read_json(path)
-                told = told[0] if isinstance(told, list) else told
-            else:
-                continue
-            yield path.name, told.get("provenance") or {}
+    for path in (path for label in labels() for path in sorted(label.iterdir())):
+        if holds_experiment(path):
+            told: Any = load_experiment(path).document
+        elif path.suffix == ".json":
+            told = read_json(path)
+            told = told[0] if isinstance(told, list) else told
+        else:
+            continue
+        yield path.name, told.get("provenance") or {}
+    machine, _ = beside.record()
+    yield "training-beside.jsonl", {"git_commit": machine["build"], **machine["provenance"]}
     for path in inside.files():
         for machine in inside.load(path).machines[:1]:
             yield path.name, {"git_commit": machine.get("build"), **(machine.get("provenance") or {})}
@@ -49,20 +52,26 @@ def sentence() -> str | None:
     if _git("rev-parse", "--is-shallow-repository") != "false":
         return None
     named: dict[str, list[str]] = {}
-    unnamed, told = 0, []
+    told = []
     for record, where in _records():
+        told.append(where)
         if commit := where.get("git_commit"):
             named.setdefault(commit[:8], []).append(f"`{record}`")
-            told.append(where)
-        else:
-            unnamed += 1
-    parts = [
-        f"`{commit}`{'' if here(commit) else ', which is not in this repository'} ({', '.join(records)})"
+    # Most are of one build: its records are those that no other build names.
+    most = max(named, key=lambda commit: len(named[commit]))
+    others = [
+        f"{len(records)} of `{commit}` ({', '.join(dict.fromkeys(records))})"
         for commit, records in named.items()
+        if commit != most
     ]
+    unnamed = len(told) - sum(map(len, named.values()))
+    others += [f"{unnamed} name no commit"] if unnamed else []
+    gone = [f"`{commit}`" for commit in named if not here(commit)]
+    others += [f"not in this repository {'is' if len(gone) == 1 else 'are'} {listed(gone)}"] if gone else []
     dirty = sum(bool(where.get("git_dirty")) for where in told)
+    others += [f"{dirty} of a changed tree"] if dirty else []
     profiles = sorted({where["build_profile"] for where in told if "build_profile" in where})
     return (
-        f"Builds. Of {unnamed + len(told)} records of a GPU {unnamed} name no commit. The others are "
-        f"{' and '.join(profiles)} builds, {dirty or 'none'} of a changed tree, of {'; '.join(parts)}."
+        f"Builds, {' and '.join(profiles)}. Of {len(told)} records of GPUs {len(named[most])} are of `{most}`"
+        f"{''.join(f'; {one}' for one in others)}."
     )

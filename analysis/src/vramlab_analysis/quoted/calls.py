@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vramlab_analysis.errors import read_json
-from vramlab_analysis.quoted.parts import listed, newest
+from vramlab_analysis.experiments import newest
+from vramlab_analysis.quoted.parts import listed
 
 # Columns of the tables: the allocator's name in the record, and as the page has it.
 COLUMNS = {
@@ -60,12 +61,12 @@ def machine() -> str:
     shown = [row for row in told["rows"] if row["allocator"] in COLUMNS and row["case"] in TIMES | RATES]
     far = [row for row in shown if row["max"] - row["min"] > row["median"] / 4]
     return (
-        "- `experiments bench --device cuda --repeats 5 --alloc caching,pytorch --baselines --case "
+        f"- `experiments bench --device cuda --repeats {told['repeats']} --alloc caching,pytorch --baselines --case "
         f"history,mixed,threads,shared` ({told['provenance']['build_profile']} build): medians of {told['repeats']} "
         f"repeats in one run on one {told['device']['name']} with {told['cores']} cores, virtual machine, driver "
         f"{told['provenance']['driver_release']}, {told['date'][:10]}, with PyTorch 2.11 (c10, from C++) and RMM "
-        f"26.10. The host had other work: in {len(far)} of the {len(shown)} cells the repeats are more than a quarter "
-        "of their median apart, so compare within a row."
+        f"26.10. In {len(far)} of the {len(shown)} cells the repeats are more than a quarter of their median "
+        "apart, so compare within a row."
     )
 
 
@@ -103,6 +104,5 @@ def instruments() -> str:
     return (
         f"- Instruments cost about as much as a call: {', '.join(added)}. Sixteen threads that trace without a pause "
         f"take {calls} a call, because all of them count in one place; none of their events is lost. `experiments "
-        f"bench --alloc caching --case instrument --threads 1,16 --repeats 15`, {told['date'][:10]}, on another such "
-        "host."
+        f"bench --alloc caching --case instrument --threads 1,16 --repeats {told['repeats']}`, {told['date'][:10]}."
     )

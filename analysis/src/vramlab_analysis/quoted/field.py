@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from vramlab_analysis import stories
+from vramlab_analysis.quoted.parts import each
 
 GIB = 2**30
 
@@ -45,6 +46,7 @@ def emptied() -> str:
         for arm in told.arms("emptying")
     }
     calls = stories.calls(told.one("emptying", "default"))
+    counts = (len(told.one(story, arm)) for story in ("training", "emptying") for arm in times)
     words = ", ".join(
         f"`{stories.SETTINGS[arm]}` {after:.0f} ms a step for {before:.0f}"
         if arm != "default"
@@ -53,6 +55,6 @@ def emptied() -> str:
     )
     return (
         f"- **A loop that calls `empty_cache`** (GPT-2, shapes vary): {words}; {calls:.0f} driver calls a step where "
-        "there were none, and the peak stays. One run each, so read no order into settings that are near; "
+        f"there were none, and the peak stays; {each(counts)}, so read no order into settings that are near; "
         f"{told.where()}. [Notebook 13](../analysis/notebooks/13_two_cases_from_the_field.ipynb) has both."
     )

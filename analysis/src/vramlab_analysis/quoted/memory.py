@@ -7,8 +7,9 @@ from typing import Any
 import polars as pl
 
 from vramlab_analysis.errors import read_json
-from vramlab_analysis.experiments import results
-from vramlab_analysis.quoted.parts import newest
+from vramlab_analysis.experiments import Experiment, newest, results
+from vramlab_analysis.measures import medians
+from vramlab_analysis.quoted.parts import each
 
 # Columns of the table of histories: the allocator, and as the page has it.
 FAMILY = {
@@ -38,18 +39,24 @@ MIB = 2**20
 def best_start() -> dict[str, dict[str, Any]]:
     """By history, the replay that reserves least of those of RMM's pool with another initial size, simulated."""
     least: dict[str, dict[str, Any]] = {}
-    for row in read_json(newest("replay-rmm.json", "sim")):
+    for row in read_json(newest("replay-rmm.json", device="sim")):
         name = row["trace"].removesuffix(".pickle.xz")
         if name not in least or row["peak_reserved_bytes"] < least[name]["peak_reserved_bytes"]:
             least[name] = row
     return least
 
 
+def _replays(experiment: Experiment, **options: Any) -> pl.DataFrame:
+    """The rows of replays, medians over the repeats, with short names of histories."""
+    named = pl.col("history").str.replace(r"\.pickle\.xz$", "")
+    frame = experiment.replays(**options).with_columns(history=named)
+    return medians(frame, [name for name in ("history", "alloc", "completion") if name in frame.columns])
+
+
 def family() -> str:
     """The table of recorded histories: the bound, the plan, and what each policy reserves over the bound."""
-    experiment = results("family", "h200")
-    named = pl.col("history").str.replace(r"\.pickle\.xz$", "")
-    frame, plans = (experiment.replays(arm=arm).with_columns(history=named) for arm in ("replay", "plan"))
+    experiment = results("family", "gpu")
+    frame, plans = (_replays(experiment, arm=arm) for arm in ("replay", "plan"))
     planned = {row["history"]: row["plan_bytes"] for row in plans.iter_rows(named=True)}
     best = best_start()
     heads = [*FAMILY.values()]
@@ -67,14 +74,15 @@ def family() -> str:
 
 def source() -> str:
     """Where the table of histories is from."""
-    document = results("family", "h200").document
-    told = document["provenance"]
+    experiment = results("family", "gpu")
+    told = experiment.document["provenance"]
+    repeats = {entry.meta["repeat"] for entry in experiment.select(arm="replay")}
     return (
-        "`experiments run family --device cuda` (every block filled), one run each, one NVIDIA H200, driver "
-        f"{told['driver_release']}, {document['started_at'][:10]}, with that day's planner. The bound is the most that "
-        "lived at once, in multiples of PyTorch's rounding. Where frees wait for other streams, and with "
-        "`remap:steal=always`, what is reserved depends on when the device is done; the simulated device, which fills "
-        "no block, is done sooner. The notebooks [10](../analysis/notebooks/10_the_family.ipynb) and "
+        f"`experiments run family --device cuda` (every block filled), {each([len(repeats)])}, one "
+        f"{experiment.machine}, driver {told['driver_release']}, {experiment.document['started_at'][:10]}. The bound "
+        "is the most that lived at once, in multiples of PyTorch's rounding. Where frees wait for other streams, and "
+        "with `remap:steal=always`, what is reserved depends on when the device is done; the simulated device, which "
+        "fills no block, is done sooner. The notebooks [10](../analysis/notebooks/10_the_family.ipynb) and "
         "[11](../analysis/notebooks/11_the_rules.ipynb) say what each policy costs, in how little memory it runs, and "
         "what each rule of PyTorch's is worth."
     )
@@ -82,9 +90,8 @@ def source() -> str:
 
 def rmm() -> str:
     """What RMM's pool reserves as it comes, and with the best initial size."""
-    experiment = results("family", "h200")
-    frame = experiment.replays(arm="replay", alloc="rmm-pool")
-    row = frame.filter(pl.col("history") == "mlp.pickle.xz").row(0, named=True)
+    frame = _replays(results("family", "gpu"), arm="replay", alloc="rmm-pool")
+    row = frame.row(by_predicate=pl.col("history") == "mlp", named=True)
     one = best_start()["mlp"]
     return (
         f"- **RMM's pool is as its initial size is.** As it comes here it starts with "
@@ -100,7 +107,7 @@ def rmm() -> str:
 def waiting_frees() -> str:
     """What frees that wait for other streams cost PyTorch's rules, and what streams bring that take from each other."""
     experiment = results("family", "sim")
-    frame = experiment.replays(arm="completion")
+    frame = _replays(experiment, arm="completion")
     peak = {(row["history"], row["alloc"], row["completion"]): row for row in frame.iter_rows(named=True)}
 
     def change(now: float, before: float) -> str:
@@ -109,7 +116,7 @@ def waiting_frees() -> str:
 
     waits, lends = [], []
     for name in frame["history"].unique(maintain_order=True):
-        words = HISTORIES.get(name.removesuffix(".pickle.xz"))
+        words = HISTORIES.get(name)
         if words is None:
             continue
         own, at_once = (peak[name, "lab", how] for how in ("recorded", "instant"))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from typing import Any
 
 import polars as pl
 
 from vramlab_analysis.documents import Pieces
-from vramlab_analysis.errors import AnalysisError, read_bytes, read_json
+from vramlab_analysis.errors import AnalysisError, read_json
+from vramlab_analysis.experiments import newest, results
 from vramlab_analysis.quoted import beside, step_kernels
-from vramlab_analysis.quoted.parts import cells, listed, newest, runs, table
+from vramlab_analysis.quoted.parts import cells, each, listed, runs, table
 
 TYPES = ("f32", "tf32", "bf16", "f16")
 
@@ -27,15 +27,6 @@ def _step(spec: str, **where: Any) -> float:
     return float(rows["step_us"].min())  # type: ignore[arg-type]
 
 
-def _kernel(name: str, **shape: int) -> float:
-    """Median time in us of a kernel of this shape."""
-    lines = read_bytes(newest("kernels.jsonl")).splitlines()
-    found = [one for one in map(json.loads, lines) if one["kernel"] == name and one["shape"] == shape]
-    if len(found) != 1:
-        raise AnalysisError(f"kernels.jsonl: has {len(found)} times of {name} at {shape}.")
-    return float(found[0]["median_ns"]) / 1e3
-
-
 def _fused(fuse: str) -> float:
     return float(cells("fusion-load", ["alloc", "fuse"], dtype="f32")["caching", fuse]["value"])
 
@@ -46,46 +37,14 @@ def _us(value: float) -> str:
 
 def variants() -> str:
     """The table of kernels' variants: each beside the next best in a recorded cell."""
-    half: dict[str, Any] = {"dtype": "f16", "weights": "half"}
     graph: dict[str, Any] = {"launch": "graph", "how": "streams 1"}
-    rows: list[tuple[str, str, float, float]] = []
-    for hidden in (128, 1024):
-        for dtype in TYPES:
-            one = {"dtype": dtype, "hidden": hidden}
-            rows.append(
-                (
-                    "a hundred steps as one kernel (gone)",
-                    f"`fast-training`, width {hidden}, {dtype}, beside a graph",
-                    _step("fast-training", launch="persistent", **one),
-                    _step("fast-training", launch="graph", **one),
-                )
-            )
-    scaled = {**half, "how": "loss scale 1024.0"}
-    rows += [
-        (
-            "sums in f16 (gone)",
-            "`half-losses`, width 256, f16 weights",
-            _step("half-losses", accumulate="f16", **scaled),
-            _step("half-losses", accumulate="f32", **scaled),
-        ),
-        (
-            "cuBLASLt's products (gone)",
-            "`full-batch`, f32, graph, beside three in tf32",
-            _step("full-batch", dtype="f32", launch="graph", how="cublaslt"),
-            _step("full-batch", dtype="f32", launch="graph", how="tensor"),
-        ),
-        (
-            "naive product (gone)",
-            "`kernels.jsonl`, 32 x 784 to 128, forward",
-            _kernel("gemm_nt_naive", k=784, m=32, n=128),
-            _kernel("gemm_nt_sliced", k=784, m=32, n=128),
-        ),
+    rows: list[tuple[str, str, float, float]] = [
         (
             "f32 of three products in tf32",
             "`full-batch`, graph, beside multiply-adds",
             _step("full-batch", dtype="f32", launch="graph", how="tensor"),
             _step("full-batch", dtype="f32", launch="graph", how="tiled"),
-        ),
+        )
     ]
     for hidden in (1024, 8192):
         at = {"hidden": hidden, **graph}
@@ -115,6 +74,18 @@ def variants() -> str:
     for words, cell, ours, theirs in rows:
         lines.append(f"| {words} | {cell} | {_us(ours)} | {_us(theirs)} | {theirs / ours:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def captured_source() -> str:
+    """Where the steps beside PyTorch's captured eager step are from."""
+    experiment = results("fast-training", "gpu")
+    repeats = each(table("fast-training")["repeats"])
+    return (
+        f"`experiments run fast-training --device cuda` on one {experiment.machine}, "
+        f"{experiment.document['started_at'][:10]}, {repeats}; us a step by the GPU's own events (`vramlab-analysis "
+        "steps`), and in brackets what part it is of PyTorch's eager step captured as one CUDA graph, with fused SGD. "
+        "That is not PyTorch's fastest mode: see the next section. f16 and bf16 with half weights, one stream."
+    )
 
 
 def captured() -> str:
@@ -229,6 +200,7 @@ def twin() -> str:
 PIECES: dict[str, Pieces] = {
     "experiments/notes/kernels.md": {"| variant |": variants},
     "experiments/notes/training-step.md": {
+        "`experiments run fast-training": captured_source,
         "| us a step by width |": captured,
         "| width and type |": beside.table,
         "`experiments/baselines/train_beside.py`": beside.source,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from vramlab_analysis import inside
-from vramlab_analysis.errors import AnalysisError, read_json
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.experiments import newest
 from vramlab_analysis.quoted.answers import compared as rows
-from vramlab_analysis.quoted.parts import listed, newest
-from vramlab_analysis.repository import results as folder
+from vramlab_analysis.quoted.parts import listed
 from vramlab_analysis.repository import root
 
 
@@ -18,30 +18,25 @@ def _day() -> str:
 
 
 def caption() -> str:
-    """What the table of allocators is of, and what other comparisons came to."""
+    """What the table of allocators is of."""
     told = rows()[0]
-    ratios = []
-    for path in sorted(folder().glob("*-h200/cuda.json")):
-        times = {row["arm"]: row["epoch_s"] for row in read_json(path)}
-        ratios.append(times["naive"] / min(times.values()))
     return (
         f"One epoch of {told['steps']} steps and its validation; four layers of width 784, batch 64, f32, "
-        f"{told['dataset'].upper()}; one {told['device']}, virtual machine, {_day()}: `experiments compare` with five "
-        "repeats, medians. The host had other work: in the comparisons that are recorded `naive` took "
-        f"{listed(f'{ratio:.2f}' for ratio in ratios)} times the best. More in [what the runs "
-        "answered](experiments/answers.md)."
+        f"{told['dataset'].upper()}; one {told['device']}, virtual machine, {_day()}: `experiments compare`, medians "
+        f"of {told['repeats']} runs. More in [what the runs answered](experiments/answers.md)."
     )
 
 
 def compared() -> str:
     """How the table of allocators was made."""
     told = rows()[0]
+    repeats = told["repeats"]
     return (
-        f"- H200: one {told['device']}, virtual machine, {_day()}. `experiments compare --repeats 5 --json -- --device "
-        "cuda --hidden 784 --layers 4 --batch 64 --epochs 4` (release build), MNIST; medians over five runs without "
-        f"their first epoch, {told['steps']} steps and validation in an epoch, in the time, too. Calls are of the last "
-        "epoch; latencies are of the most frequent path, with the time for taking them included. The host had other "
-        "work, so ratios say more than times."
+        f"- One {told['device']}, virtual machine, {_day()}. `experiments compare --repeats {repeats} --json -- "
+        f"--device cuda --hidden 784 --layers 4 --batch 64 --epochs 4` (release build), MNIST; medians over {repeats} "
+        f"runs without their first epoch, {told['steps']} steps and validation in an epoch, in the time, too. Calls "
+        "are of the last epoch; latencies are of the most frequent path, with the time for taking them included. Hosts "
+        "differ, so ratios say more than times."
     )
 
 

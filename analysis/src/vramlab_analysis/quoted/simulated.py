@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from vramlab_analysis.errors import read_json
-from vramlab_analysis.experiments import results
+from vramlab_analysis.errors import found, read_json
+from vramlab_analysis.experiments import machine, newest, results
 from vramlab_analysis.measures import train_pace
-from vramlab_analysis.quoted.parts import newest
 from vramlab_analysis.records import Run
 from vramlab_analysis.repository import root
 
@@ -19,17 +18,16 @@ from vramlab_analysis.repository import root
 TOLERANCE = 0.15
 # Within this share the simulated ratio of two allocators counts as right.
 RATIO_TOLERANCE = 0.10
-# A host is as quick as the profile's where a launch took at most this many times as long.
-AS_QUICK = 1.2
 MIB = 2**20
 # The table's first column.
 TITLE = "simulated beside measured, nothing fitted"
-# The cells of `fidelity` from which `fit-program` took the program's own time: allocator and width, with and without a
-# synchronise each step.
-FITTED = {("caching", 128), ("stream-ordered", 128)}
-# Specs with runs of the same networks on both devices, besides `fidelity`, of which a part was fitted. The measured
-# runs of `loss-against-pytorch` are not here: their products ran in kernels that the trainer no longer has.
-UNFITTED = (
+# From the steps of this spec `fit-program` takes the program's own time.
+FIT = "agreement-fit"
+# The spec whose cells chose the size of the L2 cache, on an earlier host.
+FIDELITY = "fidelity"
+# Other specs with runs of the same networks on both devices. The measured runs of `loss-against-pytorch` are not here:
+# their products ran in kernels that the trainer no longer has.
+OTHERS = (
     "caching-vs-stream-ordered",
     "initialisation",
     "iris",
@@ -61,15 +59,6 @@ class Agreement(NamedTuple):
     pairs_within: float
     # The most by which the ratio of two allocators in the same network is off, as a factor.
     contrast: float
-
-
-class Cell(NamedTuple):
-    """One network of a spec."""
-
-    # Simulated over measured time of a step.
-    off: float
-    # Time of a launch on the idle device, as the measured runs noted it before they trained, over the profile's.
-    launch: float
 
 
 class Repeats(NamedTuple):
@@ -126,81 +115,67 @@ def paces(spec: str, device: str) -> dict[tuple[Any, ...], list[float]]:
     return told
 
 
-def launches(spec: str) -> dict[tuple[Any, ...], list[float]]:
-    """Nanoseconds that a launch into an empty queue took the host before each run of a spec on the H200 began to train,
-    by network. It is no part of the step's time, so it may tell runs apart by how quick their host was."""
-    told: dict[tuple[Any, ...], list[float]] = {}
-    for entry in results(spec, "h200").select(program="trainer"):
-        launch = float(entry.record.summary["idle_costs"]["kernel_launch"])
-        told.setdefault(network(entry.record), []).append(launch)
-    return told
+def off(spec: str, simulated: str = "sim") -> dict[tuple[Any, ...], float]:
+    """Simulated over measured time of a step in the networks of a spec that ran on both devices and were not fitted."""
+    measured, made = paces(spec, "gpu"), paces(spec, simulated)
+    # Allocator, width, layers and batch: at another loader or with other data it is still the network that was fitted.
+    fitted = {key[:4] for key in paces(FIT, "gpu")}
+    both = [key for key in measured if key in made and key[:4] not in fitted]
+    return {key: statistics.median(made[key]) / statistics.median(measured[key]) for key in both}
 
 
-def cells() -> Iterator[tuple[str, dict[tuple[Any, ...], Cell]]]:
-    """Each spec that nothing was fitted to, and its cells by network."""
-    launch_ns = profile()["queues"]["launch_ns"]
-    for spec in UNFITTED:
-        measured, made, host = paces(spec, "h200"), paces(spec, "sim"), launches(spec)
-        yield (
-            spec,
-            {
-                key: Cell(
-                    statistics.median(made[key]) / statistics.median(value), statistics.median(host[key]) / launch_ns
-                )
-                for key, value in measured.items()
-                if key in made
-            },
-        )
+def in_session(spec: str) -> bool:
+    """Whether a spec was simulated by the profile of the session in which it was measured, which lies beside it."""
+    there = found(results(spec, "gpu").directories[0].parent / "profile.json")
+    return there is not None and set(launches(spec)) == {read_json(there)["queues"]["launch_ns"]}
 
 
-def unfitted(slowest: float = float("inf")) -> Agreement:
-    """The agreement in cells that nothing was fitted to; with `slowest` in those of them alone whose host took at most
-    that many times as long as the profile's for a launch before the training."""
-    return agreement(
-        (spec, {key: cell.off for key, cell in found.items() if cell.launch <= slowest}) for spec, found in cells()
-    )
+def launches(spec: str) -> Iterator[float]:
+    """Nanoseconds of a launch in each simulated run of a spec: its profile's."""
+    for entry in results(spec, "sim").select(program="trainer"):
+        launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
+        yield (launch["total_ns"] - launch["blocked_ns"]) / launch["count"]
 
 
-def session(spec: str, simulated: str = "h100-sim") -> dict[tuple[Any, ...], float]:
-    """Simulated over measured time of a step in the held-out cells of a session, by network."""
-    measured, made = paces(spec, "h100"), paces(spec, simulated)
-    return {key: statistics.median(made[key]) / statistics.median(value) for key, value in measured.items()}
+def others(*, session: bool) -> list[str]:
+    """Those of the other specs that are of their profile's session, or those that are not."""
+    return [spec for spec in OTHERS if in_session(spec) is session]
 
 
-def held_out(*specs: str, simulated: str = "h100-sim") -> Agreement:
-    """The agreement in the held-out cells of sessions, each on the machine of its profile."""
-    return agreement((spec, session(spec, simulated)) for spec in specs)
+def held_out(*specs: str, simulated: str = "sim") -> Agreement:
+    """The agreement in the cells of specs that nothing was fitted to."""
+    return agreement((spec, off(spec, simulated)) for spec in specs)
 
 
 def agreement(of_specs: Iterable[tuple[str, dict[tuple[Any, ...], float]]]) -> Agreement:
     """The agreement in cells of specs: simulated over measured time of a step, by network."""
     apart: list[tuple[float, str]] = []
     ratios: list[float] = []
-    for spec, off in of_specs:
-        apart += [(value - 1, f"`{spec}`, `{key[0]}`, width {key[1]}") for key, value in off.items()]
+    for spec, cells in of_specs:
+        apart += [(value - 1, f"`{spec}`, `{key[0]}`, width {key[1]}") for key, value in cells.items()]
         # The same network but for the allocator and its settings.
-        alike = [(one, other) for one, other in combinations(off, 2) if one[1:-1] == other[1:-1]]
-        ratios += [factor(off[one], off[other]) for one, other in alike]
+        alike = [(one, other) for one, other in combinations(cells, 2) if one[1:-1] == other[1:-1]]
+        ratios += [factor(cells[one], cells[other]) for one, other in alike]
     worst, of = max(apart, key=lambda one: abs(one[0]))
     within = sum(abs(value) <= TOLERANCE for value, _ in apart) / len(apart)
     right = sum(ratio <= 1 + RATIO_TOLERANCE for ratio in ratios) / len(ratios)
     return Agreement(len(apart), within, worst, of, len(ratios), right, max(ratios))
 
 
-def repeats(specs: Iterable[str] = ("fidelity", *UNFITTED), device: str = "h200") -> Repeats:
+def repeats(*specs: str) -> Repeats:
     """How well measured runs tell each other. How weights are drawn changes their values alone, so it does not tell
     networks apart here."""
     runs: dict[tuple[Any, ...], list[float]] = {}
     for spec in specs:
-        for key, values in paces(spec, device).items():
+        for key, values in paces(spec, "gpu").items():
             runs.setdefault((*key[:6], *key[7:]), []).extend(values)
-    off = [
+    apart = [
         statistics.median(values[:at] + values[at + 1 :]) / value - 1
         for values in runs.values()
         if len(values) > 1
         for at, value in enumerate(values)
     ]
-    return Repeats(len(off), sum(abs(value) <= TOLERANCE for value in off) / len(off))
+    return Repeats(len(apart), sum(abs(value) <= TOLERANCE for value in apart) / len(apart))
 
 
 def factor(one: float, other: float) -> float:
@@ -208,57 +183,70 @@ def factor(one: float, other: float) -> float:
     return max(one / other, other / one)
 
 
-def passes(spec: str, simulated: str = "h100-sim") -> Passes:
-    """What a session's passes over its cells say of the ratios of two allocators in one network."""
-    measured, made = paces(spec, "h100"), paces(spec, simulated)
+def passes(*specs: str, simulated: str = "sim") -> Passes:
+    """What passes over the cells of specs say of the ratios of two allocators in a network; one pass says nothing."""
     told: list[bool] = []
-    off: list[bool] = []
-    # The same network but for the allocator and its settings.
-    for one, other in (pair for pair in combinations(measured, 2) if pair[0][1:-1] == pair[1][1:-1]):
+    beyond: list[bool] = []
+    for measured, made, one, other in pairs(specs, simulated):
         first, second = measured[one], measured[other]
+        if len(first) < 2:
+            continue
         ratios = [a / b for a, b in zip(first, second, strict=True)]
         for at, ratio in enumerate(ratios):
             rest = [statistics.median(values[:at] + values[at + 1 :]) for values in (first, second)]
             told.append(factor(ratio, rest[0] / rest[1]) <= 1 + RATIO_TOLERANCE)
         ratio = statistics.median(made[one]) / statistics.median(made[other])
         if factor(ratio, statistics.median(first) / statistics.median(second)) > 1 + RATIO_TOLERANCE:
-            off.append(min(ratios) <= ratio <= max(ratios))
-    return Passes(len(told), sum(told) / len(told), len(off), sum(off))
+            beyond.append(min(ratios) <= ratio <= max(ratios))
+    return Passes(len(told), sum(told) / len(told), len(beyond), sum(beyond))
+
+
+def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
+    """What was measured and simulated of each spec, with two networks that differ in the allocator and its settings."""
+    for spec in specs:
+        measured, made = paces(spec, "gpu"), paces(spec, simulated)
+        for one, other in combinations(off(spec, simulated), 2):
+            if one[1:-1] == other[1:-1]:
+                yield measured, made, one, other
 
 
 def short() -> str:
     """The README's sentence."""
-    told, elsewhere = held_out(*SESSIONS), unfitted()
+    told = held_out(*SESSIONS, *others(session=True))
+    elsewhere = ""
+    if far := others(session=False):
+        there = held_out(*far)
+        elsewhere = f", of {there.cells} on other hosts {100 * there.within:.0f} % (worst {100 * there.worst:+.0f} %)"
     return (
         f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to "
-        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (H100s, each in its profile's session; worst "
-        f"{100 * told.worst:+.0f} %), of "
-        f"{elsewhere.cells} on other hosts {100 * elsewhere.within:.0f} % (worst {100 * elsewhere.worst:+.0f} %), and "
-        f"{100 * told.pairs_within:.0f} % of {told.pairs} ratios of allocators within {100 * RATIO_TOLERANCE:.0f} %."
+        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (each in its profile's session; worst "
+        f"{100 * told.worst:+.0f} %){elsewhere}, and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of "
+        f"allocators within {100 * RATIO_TOLERANCE:.0f} %."
     )
 
 
-def own_code(spec: str = SESSIONS[0], simulated: str = "h100-resim") -> str:
+def own_code(spec: str = SESSIONS[0], simulated: str = "resim") -> str:
     """What allocators' own code takes the host, which the simulator leaves out, in a session's narrowest network with
     `tlsf`."""
-    measured, made = paces(spec, "h100"), paces(spec, simulated)
+    measured, made = paces(spec, "gpu"), paces(spec, simulated)
     width = min(key[1] for key in measured if key[0] == "tlsf")
     cells = {key[0]: key for key in measured if key[1] == width}
     runs = results(spec, simulated).select(program="trainer", alloc="caching", hidden=width)
     stats, epochs = runs[0].record.summary["allocator_stats"], runs[0].record.epochs
     # Requests of the validation are counted with the steps'.
     requests = stats["allocation.all.allocated"] / float(epochs["steps"].sum())
+    bench = read_json(newest("bench-family.json"))
     calls = {
         row["allocator"]: row["median"] / 1e3
-        for row in read_json(newest("bench-family.json"))["rows"]
+        for row in bench["rows"]
         if row["case"] == "history/mlp" and row["threads"] == 1
     }
-    said = []
+    gpu, said = machine(bench["device"]["name"]), []
     for name in ("pytorch", "tlsf"):
         more = [statistics.median(of[cells[name]]) - statistics.median(of[cells["caching"]]) for of in (measured, made)]
         said.append(
             f"`{name}` takes {more[0]:.0f} us a step more than `caching` at width {width}, simulated {more[1]:.0f}, "
-            f"and by the time of its calls on an H200 {(calls[name] - calls['caching']) * requests:.0f}"
+            f"and by the time of its calls on an {gpu} {(calls[name] - calls['caching']) * requests:.0f}"
         )
     return f"- The simulator leaves out what an allocator's own code takes the host: {'; '.join(said)}."
 
@@ -278,37 +266,55 @@ def row(title: str, told: Agreement, runs: Repeats, ratios: Passes | None = None
     return f"| {' | '.join(cells)} |"
 
 
+class Kind(NamedTuple):
+    """Cells of one kind: a row of the table."""
+
+    title: str
+    specs: list[str]
+    # What the labels of its simulated runs end in.
+    simulated: str
+    # Whether the profile is of the session in which they were measured.
+    session: bool
+
+
+def kinds() -> Iterator[Kind]:
+    """The rows of the table."""
+    for specs in ([FIDELITY], others(session=True), others(session=False)):
+        if specs:
+            here = in_session(specs[0])
+            name = f"`{specs[0]}`" if len(specs) == 1 else f"{len(specs)} other specs"
+            where = "" if here else ", on another host than the profile"
+            yield Kind(f"{name}, an {results(specs[0], 'gpu').machine}{where}", specs, "sim", here)
+    first, second = SESSIONS
+    yield Kind(f"`{first}`, an {results(first, 'gpu').machine}", [first], "sim", session=True)
+    yield Kind(f"`{first}`, as the simulator is now", [first], "resim", session=True)
+    yield Kind(f"`{second}`, another", [second], "sim", session=True)
+
+
 def table() -> str:
     """How far the simulated GPU is off, and how far measured runs are from each other."""
-    first, second = SESSIONS
-    learnt = held_out(first, simulated="h100-resim")
-    one, other = (repeats([spec], "h100") for spec in SESSIONS)
-    rows = [
-        f"| {TITLE} | cells | steps within {100 * TOLERANCE:.0f} % | worst | runs that tell each other | ratios of two "
-        f"allocators within {100 * RATIO_TOLERANCE:.0f} % | ratios of one pass that tell the others' | ratios off that "
-        "lie between two passes |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
-        row("other hosts and hours, H200s", unfitted(), repeats()),
-        row(f"`{first}`, an H100", held_out(first), one, passes(first)),
-        row(f"`{first}`, as the simulator is now", learnt, one, passes(first, "h100-resim")),
-        row(f"`{second}`, another H100", held_out(second), other, passes(second)),
+    heads = [
+        *[TITLE, "cells", f"steps within {100 * TOLERANCE:.0f} %", "worst", "runs that tell each other"],
+        f"ratios of two allocators within {100 * RATIO_TOLERANCE:.0f} %",
+        *["ratios of one pass that tell the others'", "ratios off that lie between two passes"],
     ]
+    rows = [f"| {' | '.join(heads)} |", "|---|--:|--:|---|--:|--:|--:|--:|"]
+    for one in kinds():
+        # Hosts that changed between the runs made no passes.
+        told = passes(*one.specs, simulated=one.simulated) if one.session else None
+        rows.append(row(one.title, held_out(*one.specs, simulated=one.simulated), repeats(*one.specs), told))
     return "\n".join(rows)
 
 
 def sentence() -> str:
     """What the agreement of the simulated GPU rests on."""
-    quick = unfitted(AS_QUICK)
     return (
         "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
-        "network, and the size of the L2 cache was chosen on cells that `experiments fidelity` reports. An epoch of "
-        "the network above was fitted on, so it says nothing. The table has cells to which nothing was fitted. Its "
-        f"first row is of other hosts and hours than the profile: in the {quick.cells} cells whose runs measured, "
-        f"before they trained, a launch of at most {AS_QUICK} times the profile's {100 * quick.within:.0f} % of the "
-        f"steps are right, and of their {quick.pairs} ratios {100 * quick.pairs_within:.0f} %. In the others the "
-        "profile was calibrated and fitted in the same session as the cells were measured. The simulator learnt from "
-        f"`{SESSIONS[0]}` before `{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it "
-        f"is within {100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
+        f"network, and the size of the L2 cache was chosen on cells of `{FIDELITY}`, on another host. The table has "
+        "cells to which nothing else was fitted; where a row says nothing of hosts, the profile was calibrated and "
+        f"fitted in the session in which its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
+        f"`{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it is within "
+        f"{100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
         f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
     )
 
