@@ -4,7 +4,7 @@ use crate::common::{
     self,
     story::{Story, script},
 };
-use common::{Place, Ran};
+use crate::common::{Place, Ran};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;

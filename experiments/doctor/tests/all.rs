@@ -3,6 +3,7 @@
 
 mod common;
 #[path = "../../../allocators/tests/common/mutate.rs"]
+#[allow(dead_code, reason = "no test mutates here")]
 mod mutate;
 #[cfg(unix)]
 #[path = "../../../trainer/tests/common/pty.rs"]

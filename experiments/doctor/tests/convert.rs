@@ -1,8 +1,7 @@
 //! `vramlab convert` as a user meets it.
 
-use crate::mutate;
-
 use crate::common::{Place, Ran};
+use crate::mutate;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 //! recordings whose beginning or end is missing.
 
 use crate::common::Place;
-use common::story::{self, Story};
+use crate::common::story::{self, Story};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;

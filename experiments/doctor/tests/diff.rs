@@ -1,7 +1,7 @@
 //! `diff` on small histories whose answers are known.
 
 use crate::common::Place;
-use common::story::{MIB, Story, script};
+use crate::common::story::{MIB, Story, script};
 use serde_json::{Value, json};
 use std::path::Path;
 

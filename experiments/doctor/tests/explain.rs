@@ -1,8 +1,8 @@
 //! `explain` on small histories whose answers are known.
 
 use crate::common::Place;
-use common::story::{BASE, MIB, Story, library, script, torch};
-use common::story::{agrees, explain, found, part};
+use crate::common::story::{BASE, MIB, Story, library, script, torch};
+use crate::common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,8 +1,8 @@
 //! Causes that `explain` names where the history can show them, and the lines of code that stack frames tell.
 
 use crate::common::Place;
-use common::story::{BASE, MIB, Story, script};
-use common::story::{agrees, explain, found, part};
+use crate::common::story::{BASE, MIB, Story, script};
+use crate::common::story::{agrees, explain, found, part};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 

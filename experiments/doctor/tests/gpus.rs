@@ -1,7 +1,7 @@
 //! What a file may hold besides one GPU with events: several GPUs, and snapshots without events.
 
 use crate::common::story::{MIB, Story};
-use common::{Place, by_path, end};
+use crate::common::{Place, by_path, end};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

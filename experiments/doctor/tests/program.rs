@@ -1,8 +1,8 @@
 //! What `advise` says of the program: changes of it, each rule on a recording that shows it and on one that does not, and phases.
 
 use crate::common::Place;
-use common::story::{BASE, MIB, Story, script};
-use common::story::{explain, found};
+use crate::common::story::{BASE, MIB, Story, script};
+use crate::common::story::{explain, found};
 use serde_json::{Value, json};
 
 const GIB: u64 = 1 << 30;

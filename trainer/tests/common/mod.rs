@@ -1,8 +1,5 @@
 //! What the tests share: short runs through the library, and their records.
 
-// Each test program uses a part of this. The lint on `unwrap` spares only functions marked as tests.
-#![allow(dead_code, clippy::unwrap_used)]
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};

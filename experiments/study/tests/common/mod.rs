@@ -1,7 +1,6 @@
 //! What the tests of the program share: a small spec, and what its runs leave.
 
-#![allow(dead_code, unused_imports, reason = "each test program uses its part")]
-
+#[allow(dead_code, reason = "the doctor's tests use all of it")]
 #[path = "../../../doctor/tests/common/place.rs"]
 mod place;
 
