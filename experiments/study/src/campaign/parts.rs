@@ -49,11 +49,16 @@ pub(super) struct Part {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Record {
+    /// Experiments of which each has such a record: their names stand in `made` and `kept` where `{spec}` does, and those of all
+    /// records in the command where `{specs}` does.
+    #[serde(default)]
+    specs: Vec<String>,
     /// In the campaign's folder.
     pub(super) made: String,
-    /// The one that is kept, below `results`: a date stands where its star is.
+    /// The one that is kept, below `results`. The first part is a label, in which a date stands where its star is; a star alone is any
+    /// label of a GPU, which does not end in `sim`.
     kept: String,
-    /// Pointers to what a row is about.
+    /// Pointers to what a row is about. In an array `last` is its last element.
     pub(super) key: Vec<String>,
     /// Pointers to what is compared.
     pub(super) figures: Vec<String>,
@@ -72,7 +77,10 @@ pub(super) fn read(named: Option<&Path>) -> Result<Vec<Part>> {
         None => repository::find(FILE).ok_or_else(|| anyhow!("experiments/{FILE} is not here; name it with --file"))?,
     };
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let parts: Parts = toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))?;
+    let mut parts: Parts = toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))?;
+    for part in &mut parts.part {
+        part.records = part.records.iter().flat_map(Record::of_each_spec).collect();
+    }
     for (at, part) in parts.part.iter().enumerate() {
         if part.command.is_empty() || part.records.is_empty() {
             bail!("{}: part '{}' needs a command and a record", path.display(), part.name);
@@ -95,25 +103,41 @@ pub(super) fn chosen(all: Vec<Part>, names: &[String]) -> Result<Vec<Part>> {
 }
 
 impl Record {
+    /// The record of each of its experiments; itself where it names none.
+    fn of_each_spec(&self) -> Vec<Self> {
+        let of = |spec: &String| {
+            let fill = |text: &str| text.replace("{spec}", spec);
+            Self { specs: vec![spec.clone()], made: fill(&self.made), kept: fill(&self.kept), ..self.clone() }
+        };
+        if self.specs.is_empty() { vec![self.clone()] } else { self.specs.iter().map(of).collect() }
+    }
+
     /// The newest that is kept, if one is.
     pub(super) fn kept(&self) -> Result<Option<PathBuf>> {
-        let Some(results) = repository::results()? else { return Ok(None) };
-        let (first, rest) = self.kept.split_once('/').unwrap_or((&self.kept, ""));
-        let (before, after) = first.split_once('*').unwrap_or((first, ""));
-        let fits = |name: &str| {
-            if first.contains('*') {
-                name.len() >= first.len() && name.starts_with(before) && name.ends_with(after)
-            } else {
-                name == first
-            }
-        };
-        let paths = repository::entries(&results)?.into_iter();
-        let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
-        // Joined with nothing, a file's path would end in a slash.
-        let mut whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
-        // Labels begin with their date, so the last is the newest.
-        Ok(whole.rfind(|path| path.exists()))
+        newest(&self.kept)
     }
+}
+
+/// The newest of `pattern` below `results` ([`Record::kept`]), if there is one.
+fn newest(pattern: &str) -> Result<Option<PathBuf>> {
+    let Some(results) = repository::results()? else { return Ok(None) };
+    let (first, rest) = pattern.split_once('/').unwrap_or((pattern, ""));
+    let (before, after) = first.split_once('*').unwrap_or((first, ""));
+    let fits = |name: &str| {
+        if first == "*" {
+            !name.ends_with("sim")
+        } else if first.contains('*') {
+            name.len() >= first.len() && name.starts_with(before) && name.ends_with(after)
+        } else {
+            name == first
+        }
+    };
+    let paths = repository::entries(&results)?.into_iter();
+    let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
+    // Joined with nothing, a file's path would end in a slash.
+    let mut whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
+    // Labels begin with their date, so the last is the newest.
+    Ok(whole.rfind(|path| path.exists()))
 }
 
 impl Part {
@@ -121,16 +145,20 @@ impl Part {
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
         let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
         let own = own.unwrap_or_else(|| PathBuf::from("experiments"));
+        let profile = newest("*/profile.json")?.unwrap_or_else(|| PathBuf::from("profile.json"));
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
         let fill = |word: &String| {
             word.replace("{out}", &out.to_string_lossy())
                 .replace("{experiments}", &own.to_string_lossy())
                 .replace("{python}", &python)
+                .replace("{profile}", &profile.to_string_lossy())
                 // A budget of whole seconds, so that it is read by every program.
                 .replace("{budget}", &format!("{:.0}", budget_s.floor()))
         };
         let begun = self.records.first().is_some_and(|record| out.join(&record.made).exists());
         let more = if begun { self.resume.as_slice() } else { &[] };
-        Ok(self.command.iter().chain(more).map(fill).collect())
+        let specs: Vec<String> = self.records.iter().flat_map(|record| record.specs.clone()).collect();
+        let words = self.command.iter().chain(more);
+        Ok(words.flat_map(|word| if word == "{specs}" { specs.clone() } else { vec![fill(word)] }).collect())
     }
 }

@@ -126,7 +126,11 @@ pub(super) fn recorded_s(part: &Part) -> Result<Option<f64>> {
 
 /// What a pointer leads to; a key may have a dot, and none has a slash.
 fn at<'a>(row: &'a Value, pointer: &str) -> Option<&'a Value> {
-    pointer.split('/').try_fold(row, |value, key| value.get(key)).filter(|value| !value.is_null())
+    let step = |value: &'a Value, key| match value {
+        Value::Array(all) if key == "last" => all.last(),
+        other => other.get(key),
+    };
+    pointer.split('/').try_fold(row, step).filter(|value| !value.is_null())
 }
 
 /// A key's value in words. A packed record has its options in another order than the run that it is of.
