@@ -57,7 +57,7 @@ fn folders_of_experiments_are_compared() {
     let place = Place::new();
     let parts = format!(
         "[[part]]\nname = 'small'\ncommand = ['experiments', 'run', 'small.toml', '--device', 'sim', '-o', '{{out}}/sim']\n\
-         documents = []\n[[part.record]]\nmade = 'sim/small'\nkept = '*-sim/small'\nkey = ['arm', 'options']\n\
+         documents = []\n[[part.record]]\nspecs = ['small']\nmade = 'sim/{{spec}}'\nkept = '*-sim/{{spec}}'\nkey = ['arm', 'options']\n\
          figures = ['summary/allocator_stats/{PEAK}', 'result/none']\n"
     );
     place.write("parts.toml", parts);

@@ -223,6 +223,13 @@ mod tests {
     }
 
     #[test]
+    fn the_last_of_an_array_can_be_named() {
+        let row = json!({"epochs": [{"train_s": 2.0}, {"train_s": 1.5}], "none": [], "last": {"a": 1}});
+        assert_eq!(at(&row, "epochs/last/train_s"), Some(&json!(1.5)));
+        assert_eq!((at(&row, "none/last"), at(&row, "last/a")), (None, Some(&json!(1))));
+    }
+
+    #[test]
     fn a_line_that_was_cut_short_is_left_out_and_seconds_add_up() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("a.jsonl");
