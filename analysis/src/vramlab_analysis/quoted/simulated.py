@@ -20,7 +20,7 @@ TOLERANCE = 0.15
 RATIO_TOLERANCE = 0.10
 MIB = 2**20
 # The table's first column.
-TITLE = "simulated beside measured, nothing fitted"
+TITLE = "simulated beside measured, no step time fitted"
 # From the steps of this spec `fit-program` takes the program's own time.
 FIT = "agreement-fit"
 # The spec whose cells chose the size of the L2 cache, on an earlier host.
@@ -218,7 +218,7 @@ def short() -> str:
         there = held_out(*far)
         elsewhere = f", of {there.cells} on other hosts {100 * there.within:.0f} % (worst {100 * there.worst:+.0f} %)"
     return (
-        f"The simulated GPU is fitted to one. Of {told.cells} step times that nothing was fitted to "
+        f"The simulated GPU is fitted to one. Of {told.cells} step times that were not fitted to "
         f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (each in its profile's session; worst "
         f"{100 * told.worst:+.0f} %){elsewhere}, and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of "
         f"allocators within {100 * RATIO_TOLERANCE:.0f} %."
@@ -312,7 +312,9 @@ def sentence() -> str:
         "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
         f"network, and the size of the L2 cache was chosen on cells of `{FIDELITY}`, on another host. The table has "
         "cells to which nothing else was fitted; where a row says nothing of hosts, the profile was calibrated and "
-        f"fitted in the session in which its cells were measured. The simulator learnt from `{SESSIONS[0]}` before "
+        "fitted in the session in which its cells were measured. Kernels are timed by themselves, in shapes that "
+        f"networks of the first rows have; those of `{SESSIONS[0]}` and `{SESSIONS[1]}` have others, so they are the "
+        f"stricter test. The simulator learnt from `{SESSIONS[0]}` before "
         f"`{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it is within "
         f"{100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
         f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
