@@ -175,6 +175,24 @@ fn a_folder_of_something_else_is_left_alone() {
 }
 
 #[test]
+fn a_folder_takes_runs_of_one_profile() {
+    let place = Place::new();
+    place.write("small.toml", SMALL);
+    let on = |device: &'static str| place.run(&["run", "small.toml", "--device", device, "-o", "out"]);
+    let profile = include_str!("../../../allocators/device/src/profiles/h200.json");
+    place.write("gpu.json", profile);
+    on("sim:gpu.json").ok();
+    let record = json_at(&place.at("out/small/experiment.json"));
+    assert_eq!((&record["device"], record["profile_sha256"].as_str().unwrap().len()), (&json!("sim:gpu.json"), 64));
+    on("sim:gpu.json").ok();
+    place.write("gpu.json", format!("{profile}\n"));
+    on("sim:gpu.json").refused(2, &["when that file had another content", "-o", "--again"]);
+    place.run(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--again"]).ok();
+    assert_ne!(json_at(&place.at("out/small/experiment.json"))["profile_sha256"], record["profile_sha256"]);
+    on("sim:none.json").refused(2, &["none.json"]);
+}
+
+#[test]
 fn histories_are_replayed_and_named_without_their_folder() {
     let place = Place::new();
     let line = |action: &str, addr: u64| {

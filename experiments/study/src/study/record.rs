@@ -33,6 +33,8 @@ pub(super) struct Planned {
     pub(super) source: Source,
     pub(super) runs: Vec<Run>,
     pub(super) sha256: String,
+    /// SHA-256 of the profile's file, if the device is simulated with one.
+    pub(super) profile_sha256: Option<String>,
     /// `DIR/<name>`, absolute.
     pub(super) folder: PathBuf,
 }
@@ -63,6 +65,10 @@ pub(crate) struct ExperimentRecord<'a> {
     pub(crate) spec_sha256: &'a str,
     /// `cuda`, `cuda:N`, `sim`, or `sim:` and a profile's name.
     pub(crate) device: String,
+    /// SHA-256 of that profile's file, in lowercase hex. A folder takes runs of one profile only. Absent: a GPU, or the
+    /// profile that is built in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) profile_sha256: Option<&'a str>,
     /// The runner's arguments that decide what is run; shards share it.
     pub(crate) command: Vec<String>,
     pub(crate) code_version: &'a str,

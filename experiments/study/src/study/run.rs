@@ -8,6 +8,7 @@ use super::record::{EXPERIMENT, Machine, Planned, RunStatus, spec_sha256};
 use super::report::{self, Cell};
 use super::spec::{self, Source};
 use super::work::{check_folder, start_of, work};
+use crate::repository;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::collections::BTreeSet;
@@ -16,6 +17,7 @@ use terminal::RuntimeFailure;
 use terminal::Shard;
 use terminal::signals::{self, Signals};
 use terminal::{Column, Page, Table, say};
+use vramlab::input::{DOCUMENT, read_text};
 use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
 #[derive(Debug, Args)]
@@ -169,10 +171,17 @@ fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, aga
     programs::check(&source, device.kind(), Some(&inputs.histories))?;
     let runs = plan_on(&source, device.kind())?;
     let sha256 = spec_sha256(&source.spec)?;
-    let planned = Planned { folder: out.join(&source.spec.name), source, runs, sha256 };
+    let profile_sha256 = match device {
+        DeviceName::Sim(Some(path)) => {
+            let text = read_text(path, DOCUMENT).with_context(|| format!("cannot read {}", path.display()))?;
+            Some(repository::sha256(text.as_bytes()))
+        }
+        _ => None,
+    };
+    let planned = Planned { folder: out.join(&source.spec.name), source, runs, sha256, profile_sha256 };
     let folder = &planned.folder;
     if !again {
-        check_folder(folder, &planned.sha256, device)?;
+        check_folder(&planned, device)?;
         planned.runs.iter().try_for_each(|run| planned.status_of(run).map(|_| ()))?;
     } else if folder.exists() && !folder.join(EXPERIMENT).is_file() {
         bail!("{} holds no experiment, so --again will not remove it", folder.display());

@@ -11,7 +11,6 @@ use super::report::{self, Cell};
 use super::spec::{Program, Spec};
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, say};
@@ -27,7 +26,8 @@ pub(super) fn start_of(spec: &Spec, run: &Run) -> Option<(String, Vec<String>)> 
 }
 
 /// A folder is new, empty, or holds the same experiment.
-pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> Result<()> {
+pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()> {
+    let folder = &planned.folder;
     let path = folder.join(EXPERIMENT);
     if !path.is_file() {
         // What another shard is writing at this moment begins with a dot.
@@ -41,7 +41,7 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> 
         return Ok(());
     }
     let found = read_json(&path)?;
-    if found["spec_sha256"].as_str() != Some(sha256) {
+    if found["spec_sha256"].as_str() != Some(&planned.sha256) {
         bail!(
             "{} holds runs of another version of this spec; choose another folder with -o, or remove them with --again",
             folder.display()
@@ -51,6 +51,13 @@ pub(super) fn check_folder(folder: &Path, sha256: &str, device: &DeviceName) -> 
     if other.parse().as_ref() != Ok(&device) {
         bail!(
             "{} holds runs on {other}, not on {device}; choose another folder with -o, or remove them with --again",
+            folder.display()
+        );
+    }
+    if found["profile_sha256"].as_str() != planned.profile_sha256.as_deref() {
+        bail!(
+            "{} holds runs on {other} when that file had another content; choose another folder with -o, or remove them \
+             with --again",
             folder.display()
         );
     }
@@ -67,7 +74,7 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell
         if again {
             remove(&planned.folder)?;
         }
-        check_folder(&planned.folder, &planned.sha256, device)?;
+        check_folder(planned, device)?;
         let folder = &planned.folder;
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         write_experiment(planned, device)
@@ -182,6 +189,7 @@ fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
         spec,
         spec_sha256: &planned.sha256,
         device: device.clone(),
+        profile_sha256: planned.profile_sha256.as_deref(),
         command: ["experiments", "run", &spec.name, "--device", &device].map(str::to_owned).into(),
         code_version: env!("CARGO_PKG_VERSION"),
         provenance: provenance(),
