@@ -213,11 +213,11 @@ def load_experiment(*directories: str | Path) -> Experiment:
             # A run that one shard lacks and another has: the finished one counts.
             if entry.id not in entries or entry.done:
                 entries[entry.id] = entry
-    hashes = {document.get("spec_sha256") for document in documents}
-    if len(hashes) > 1:
-        raise AnalysisError(
-            f"{', '.join(map(str, paths))}: of different specs, so they are no shards of one experiment."
-        )
+    for key, what in (("spec_sha256", "specs"), ("profile_sha256", "profiles of the simulated device")):
+        if len({document.get(key) for document in documents}) > 1:
+            raise AnalysisError(
+                f"{', '.join(map(str, paths))}: of different {what}, so they are no shards of one experiment."
+            )
     if not entries:
         raise AnalysisError(f"{paths[0]}: no run is finished yet; `experiments run` goes on where it was.")
     first = documents[0]

@@ -200,6 +200,7 @@ class ExperimentRecord(TypedDict, total=False):
     question: Text
     spec: Spec
     spec_sha256: Text
+    profile_sha256: Text
     left_out: list[Text]
     runs: list[Planned | Text]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from vramlab_analysis.errors import found, read_json
+from vramlab_analysis.errors import read_json
 from vramlab_analysis.experiments import machine, newest, results
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.records import Run
@@ -25,8 +26,7 @@ TITLE = "simulated beside measured, no step time fitted"
 FIT = "agreement-fit"
 # The spec whose cells chose the size of the L2 cache, on an earlier host.
 FIDELITY = "fidelity"
-# Other specs with runs of the same networks on both devices. The measured runs of `loss-against-pytorch` are not here:
-# their products ran in kernels that the trainer no longer has.
+# Other specs with runs of the same networks on both devices.
 OTHERS = (
     "caching-vs-stream-ordered",
     "initialisation",
@@ -126,15 +126,9 @@ def off(spec: str, simulated: str = "sim") -> dict[tuple[Any, ...], float]:
 
 def in_session(spec: str) -> bool:
     """Whether a spec was simulated by the profile of the session in which it was measured, which lies beside it."""
-    there = found(results(spec, "gpu").directories[0].parent / "profile.json")
-    return there is not None and set(launches(spec)) == {read_json(there)["queues"]["launch_ns"]}
-
-
-def launches(spec: str) -> Iterator[float]:
-    """Nanoseconds of a launch in each simulated run of a spec: its profile's."""
-    for entry in results(spec, "sim").select(program="trainer"):
-        launch = entry.record.summary["epochs"][-1]["driver_calls"]["kernel_launch"]
-        yield (launch["total_ns"] - launch["blocked_ns"]) / launch["count"]
+    there = results(spec, "gpu").directories[0].parent / "profile.json"
+    simulated = results(spec, "sim").document.get("profile_sha256")
+    return there.is_file() and simulated == hashlib.sha256(there.read_bytes()).hexdigest()
 
 
 def others(*, session: bool) -> list[str]:
