@@ -188,6 +188,17 @@ def in_a_graph() -> str:
     return f"hardly. The slowest is behind {'; '.join(text for _, text in parts)}; {runs(told.values())}"
 
 
+def threshold() -> str:
+    """What the driver's pool costs at its default release threshold, beside one above all that it holds."""
+    told = cells("release-threshold", ["sync", "release_threshold"])
+    parts = []
+    for wait, words in (("step", "with a synchronise each step"), ("never", "without")):
+        default, kept = told[wait, "0"], told[wait, "max"]
+        more = 100 * (default["value"] / kept["value"] - 1)
+        parts.append(f"{words} a step is {more:.1f} % longer at 0 ({span(default)} us against {span(kept)})")
+    return f"{'; '.join(parts)}; {runs(told.values())}"
+
+
 def streams() -> str:
     """What more streams bring."""
     told = cells("streams", ["arm", "hidden", "loader", "name", "streams"])
@@ -254,6 +265,7 @@ QUESTIONS: list[tuple[str, Callable[[], str], str]] = [
     ("does `cudaMalloc` wait, or `cudaFree`?", where, "01_where_time_goes"),
     ("when does `caching` stop asking the driver?", stop, "02_pools"),
     ("is the driver's pool as good?", pool, "02_pools"),
+    ("has its release threshold to be raised?", threshold, "02_pools"),
     ("what does synchronising cost `caching`?", synchronise, "02_pools"),
     ("and copying each batch?", loader, "03_training"),
     ("does it compute what PyTorch computes?", same_as_pytorch, "03_training"),

@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vramlab_analysis import inside, repository
 from vramlab_analysis.documents import Pieces
@@ -223,29 +224,40 @@ def nsight() -> str:
     )
 
 
+def _rmm() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The machine, and what the program said for each allocator, a process each."""
+    machine, *processes = (json.loads(line) for line in _logs()["rmm.jsonl"])
+    return machine, processes
+
+
 def rmm() -> str:
     """The table of RMM over each resource: what a buffer costs, and what held."""
-    told = json.loads("".join(_logs()["rmm.json"]))
+    told: dict[str, list[dict[str, Any]]] = {}
+    for process in _rmm()[1]:
+        for name, one in process.items():
+            if isinstance(one, dict):
+                told.setdefault(name, []).append(one)
     lines = ["| resource of RMM | 1 KiB and its end, µs | 1 MiB | contents survive | CuPy's sums | all given back |"]
     lines.append("|---|--:|--:|---|---|---|")
-    for name, one in told.items():
-        if not isinstance(one, dict):
-            continue
-        times = [statistics.median(one[key]) / 1e3 for key in ("ns", "ns_large")]
+    for name, each in told.items():
+        times = [statistics.median(ns for one in each for ns in one[key]) / 1e3 for key in ("ns", "ns_large")]
         held = [
-            "yes" if one.get(key) else "no" if key in one else "not asked" for key in ("buffers", "arrays", "all_freed")
+            "not asked" if key not in each[0] else "yes" if all(one[key] for one in each) else "no"
+            for key in ("buffers", "arrays", "all_freed")
         ]
         lines.append(f"| `{name}` | {times[0]:.1f} | {times[1]:.1f} | {' | '.join(held)} |")
     return "\n".join(lines) + "\n"
 
 
 def rmm_source() -> str:
-    """Which releases the table of RMM is of."""
-    told = json.loads("".join(_logs()["rmm.json"]))
+    """Which machine, build and releases the table of RMM is of."""
+    machine, processes = _rmm()
+    first = processes[0]
     return (
-        f"`programs/rmm_costs.py`: RMM {told['rmm']} and CuPy {told['cupy']} over each resource, on the H100. "
-        "`callback` is RMM's own pool behind a function in Python, as these allocators are: a call costs what the way "
-        "through Python costs."
+        f"`programs/rmm_costs.py`: RMM {first['rmm']} and CuPy {first['cupy']} over each resource, on one "
+        f"{machine['gpu']}, {machine['at'][:10]} (build {machine['build'][:8]}), a process for each of our allocators; "
+        f"medians of {len(first['callback']['ns'])} rounds each. `callback` is RMM's own pool behind a function in "
+        "Python, as these allocators are: a call costs what the way through Python costs."
     )
 
 
