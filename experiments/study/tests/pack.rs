@@ -154,6 +154,21 @@ fn what_is_left_out_is_named_and_all_else_is_there() {
 }
 
 #[test]
+fn lines_are_left_out_by_a_word_in_a_value() {
+    let place = recorded();
+    place.run(&["pack", "out", "-o", "label.tar.xz", "--leave-out", "trace.jsonl:action=free"]).ok();
+    unpack(&place, "label.tar.xz");
+    let (before, after) = (contents(&place.at("out/small")), contents(&place.at("label/small")));
+    let name = format!("{}/trace.jsonl", IDS[3]);
+    let is_free = |line: &Value| line["action"].as_str().is_some_and(|action| action.contains("free"));
+    let (old, new) = (before[&name].as_array().unwrap(), after[&name].as_array().unwrap());
+    assert!(old.iter().any(is_free) && !new.is_empty());
+    assert_eq!(&old.iter().filter(|line| !is_free(line)).cloned().collect::<Vec<_>>(), new);
+    let none = ["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action=nothing"];
+    place.run(&none).refused(2, &["--leave-out trace.jsonl:action=nothing: no run has that"]);
+}
+
+#[test]
 fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     let place = recorded();
     let pack = |more: &[&str]| place.run(&[&["pack", "out", "-o", "label.tar.xz"], more].concat());

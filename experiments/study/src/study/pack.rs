@@ -34,8 +34,8 @@ pub(crate) struct PackArgs {
     /// The archive; it unpacks to a folder LABEL, in which each experiment has one of its own
     #[arg(short, long, value_name = "LABEL.tar.xz")]
     out: PathBuf,
-    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns or
-    /// summary.json:command
+    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns,
+    /// summary.json:command, or driver_calls.jsonl:path=validate (lines with that word in that value)
     #[arg(long, value_name = "WHAT,...", value_delimiter = ',')]
     leave_out: Vec<LeftOut>,
     /// Pack experiments of which some runs failed or are missing
@@ -47,7 +47,7 @@ pub(crate) struct PackArgs {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct LeftOut {
     file: String,
-    /// A column, or the keys that lead to a value, joined with `/`.
+    /// A column, the keys that lead to a value, joined with `/`, or `KEY=WORD` for the lines of a file whose value has that word.
     part: Option<String>,
 }
 
@@ -242,6 +242,18 @@ fn without(file: &str, part: &str, text: &str) -> Result<Option<String>> {
         return Ok(Some(String::from_utf8(rest)?));
     }
     let mut found = false;
+    if let Some((key, word)) = part.split_once('=').filter(|_| file.ends_with(".jsonl")) {
+        let mut rest = String::new();
+        for line in text.lines() {
+            let value: Value = serde_json::from_str(line)?;
+            if value[key].as_str().is_some_and(|text| text.contains(word)) {
+                found = true;
+            } else {
+                rest.extend([line, "\n"]);
+            }
+        }
+        return Ok(found.then_some(rest));
+    }
     let mut cut = |text: &str| -> Result<String> {
         let mut value = serde_json::from_str(text)?;
         found |= remove(&mut value, part);
