@@ -24,9 +24,9 @@
 //!
 //! *Safe.* Later work of the stream that freed a page comes after what used it, so that stream may use the page at another
 //! address at once. Others take it when the host knows that the work is over, by an event behind the last free that touched
-//! it. `cuMemUnmap` does not wait, so a mapping is undone only when the work that used its address is over. Frees that leave whole pages
-//! free record events: every sixteenth of a stream, and each once it was asked whether work is over. Nothing waits for the whole
-//! device.
+//! it. `cuMemUnmap` does not wait, so a mapping is undone only when the work that used its address is over. Until it is asked whether
+//! work is over, no event is recorded; then one behind all that its stream was given, and from there on one by each free that
+//! leaves whole pages free. A program with one stream never asks before it undoes mappings. Nothing waits for the whole device.
 //!
 //! *A free* is that of [`pytorch`](super::pytorch).
 //!
@@ -45,8 +45,8 @@
 //!
 //! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most.
 //!
-//! *Cost.* As `pytorch-expandable`, a word for each page that a free touches, an event every sixteen frees (a free once it was
-//! asked whether work is over), and O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB
+//! *Cost.* As `pytorch-expandable`, a word for each page that a free touches, an event a free once it was asked whether work is
+//! over, and O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB
 //! looks up where it was served before, in O(log n) for each of its pages, and free blocks are listed by their addresses, too.
 //!
 //! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the

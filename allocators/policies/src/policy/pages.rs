@@ -8,11 +8,6 @@ use super::events::Events;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
-/// Frees of a stream that share an event while no page was asked for. A free is known to be over when the event behind it is, which is
-/// recorded with the last of as many frees, or when a page is asked for. An event costs as much as all else that a free does. Once
-/// pages are asked for, each free has its own, so that nothing is waited for that was queued later.
-const SHARED: u64 = 16;
-
 /// Events of a stream that wait for this many are looked at, so that there are never many more.
 const MANY: usize = 64;
 
@@ -27,7 +22,9 @@ pub(super) struct Pages {
     ranges: BTreeMap<u64, LastFrees>,
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
-    /// Whether pages were asked for.
+    /// Whether it was asked if some work is over. Until then no event is recorded: one costs as much as all else that a free does, and a
+    /// program with one stream never asks. From then on each free has its own, so that nothing is waited for that was queued
+    /// later.
     asked: bool,
 }
 
@@ -88,7 +85,7 @@ impl Pages {
         range.frees[first..behind].fill(self.frees);
         let frees = self.streams.entry(stream).or_default();
         (frees.without, frees.latest) = (frees.without + 1, self.frees);
-        if frees.without < SHARED && !self.asked {
+        if !self.asked {
             return Ok(());
         }
         let recorded = self.record(driver, stream, capturing);
@@ -235,12 +232,14 @@ mod tests {
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::of(PAGE);
         work(&driver, stream);
-        (1..SHARED).for_each(|_| pages.freed(&driver, stream, 0, (8 * PAGE, 9 * PAGE), false).unwrap());
+        pages.freed(&driver, stream, 0, (8 * PAGE, 9 * PAGE), false).unwrap();
         pages.freed(&driver, stream, 0, (0, 2 * PAGE), false).unwrap();
+        // Now that it is asked, the frees so far get an event, and later ones one each.
+        assert!(!pages.is_over(&driver, stream, 2, false).unwrap());
         work(&driver, stream);
         pages.freed(&driver, stream, 0, (PAGE, 3 * PAGE), false).unwrap();
         let last = [0, PAGE, 2 * PAGE, 3 * PAGE, 8 * PAGE].map(|page| pages.last_free(page));
-        assert_eq!(last, [SHARED, SHARED + 1, SHARED + 1, 0, SHARED - 1]);
+        assert_eq!(last, [2, 3, 3, 0, 1]);
 
         let mut is_over = |page, wait| {
             let free = pages.last_free(page);
@@ -248,13 +247,13 @@ mod tests {
         };
         assert!(is_over(3 * PAGE, false), "nothing ever used it");
         assert!(!is_over(0, false));
-        // Waiting for the first page waits for nothing that was queued after the event that it shares.
+        // Waiting for the first page waits for nothing that was queued after its event.
         assert!(is_over(0, true));
         assert!(!is_over(PAGE, false));
         driver.device_synchronize().unwrap();
         assert!(is_over(2 * PAGE, false));
-        assert_eq!(pages.latest(stream), SHARED + 1);
-        assert_eq!(pages.take_events().len(), 1, "the first was used again");
+        assert_eq!(pages.latest(stream), 3);
+        assert_eq!(pages.take_events().len(), 2, "none is left behind");
     }
 
     #[test]
@@ -262,12 +261,14 @@ mod tests {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::of(PAGE);
-        driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
-        let outcomes: Vec<_> = (0..SHARED).map(|_| pages.freed(&driver, stream, 0, (0, PAGE), false)).collect();
-        assert!(outcomes.iter().position(Result::is_err).is_some_and(|at| at as u64 == SHARED - 1), "{outcomes:?}");
-        driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
-        assert!(pages.is_over(&driver, stream, SHARED, false).is_err(), "no event says so");
-        assert!(pages.is_over(&driver, stream, SHARED, false).unwrap());
+        let fail = || driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
+        pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
+        fail();
+        assert!(pages.is_over(&driver, stream, 1, false).is_err(), "no event says so");
+        assert!(pages.is_over(&driver, stream, 1, false).unwrap());
+        fail();
+        assert!(pages.freed(&driver, stream, 0, (0, PAGE), false).is_err());
+        assert!(pages.is_over(&driver, stream, 2, false).unwrap());
     }
 
     #[test]
@@ -285,9 +286,14 @@ mod tests {
     }
 
     #[test]
-    fn each_free_has_an_event_once_pages_are_asked_for() {
+    fn a_free_has_an_event_only_once_it_is_asked_what_is_over() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
+        let mut pages = Pages::of(PAGE);
+        for _ in 0..3 * MANY {
+            pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
+        }
+        assert!(pages.take_events().is_empty());
         let mut pages = Pages::of(PAGE);
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         assert!(pages.is_over(&driver, stream, 1, true).unwrap());
@@ -305,6 +311,8 @@ mod tests {
         let driver = NullDriver::new(1 << 30);
         let stream = driver.stream_create().unwrap();
         let mut pages = Pages::of(PAGE);
+        pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
+        assert!(pages.is_over(&driver, stream, 1, true).unwrap());
         for free in 0..10 * MANY as u64 {
             pages.freed(&driver, stream, 0, (free % 7 * PAGE, (free % 7 + 1) * PAGE), false).unwrap();
         }

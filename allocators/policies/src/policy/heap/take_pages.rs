@@ -36,8 +36,8 @@ impl Lacking {
 }
 
 impl Heap {
-    /// Makes the heap note when each page is used last, so that pages [can move](Self::move_pages). Of the frees that leave
-    /// whole pages free every sixteenth records an event, and each once it was asked whether work is over.
+    /// Makes the heap note when each page is used last, so that pages [can move](Self::move_pages). Once it was asked whether
+    /// the work of another stream is over, frees that leave whole pages free record an event each.
     #[must_use]
     pub fn with_pages(self) -> Self {
         let pages = Some(Pages::of(self.source.handle_bytes(None)));
