@@ -175,14 +175,18 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
 
 /// Whether this machine lacks something.
 fn lacking(need: Need) -> bool {
+    let fails = |program: &str, words: &[&str]| {
+        let mut command = Command::new(program);
+        command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        !command.status().is_ok_and(|status| status.success())
+    };
     match need {
         Need::Gpu => CudaDriver::probe().is_err(),
         Need::Pytorch => {
-            let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
-            let mut command = Command::new(python);
-            command.args(["-c", "import torch"]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-            !command.status().is_ok_and(|status| status.success())
+            fails(&std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned()), &["-c", "import torch"])
         }
+        Need::Cargo => fails("cargo", &["--version"]),
+        Need::Perf => fails(&std::env::var("PERF").unwrap_or_else(|_| "perf".to_owned()), &["--version"]),
     }
 }
 
@@ -221,7 +225,8 @@ fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Difference>> {
         for record in &part.records {
             let made = out.join(&record.made);
             let (true, Some(kept)) = (made.exists(), record.kept()?) else { continue };
-            all.extend(rows::differences(&part.name, record, &rows::read(&kept)?, &rows::read(&made)?));
+            let read = |path: &Path| rows::read(path, &record.rows);
+            all.extend(rows::differences(&part.name, record, &read(&kept)?, &read(&made)?));
         }
     }
     Ok(all)

@@ -49,6 +49,28 @@ fn what_failed_is_not_done() {
     campaign().args(["--budget", "0"]).assert().code(2);
 }
 
+/// A profile that the campaign made is that of the parts behind it.
+#[cfg(unix)]
+#[test]
+fn the_profile_is_the_campaigns_own() {
+    let place = tempfile::tempdir().unwrap();
+    let record = |made: &str| {
+        format!("documents = []\n[[part.record]]\nmade = '{made}'\nkept = 'none'\nkey = []\nfigures = []\n")
+    };
+    let part = |name: &str, command: &str| {
+        let made = format!("{name}.json");
+        format!("[[part]]\nname = '{name}'\ncommand = {command}\nstdout = '{made}'\n{}", record(&made))
+    };
+    let says = r#"['sh', '-c', 'echo "[{\"is\": \"$0\"}]"', '{profile}']"#;
+    let parts = [part("before", says), part("profile", "['echo', '{}']"), part("after", says)].concat();
+    let (file, out) = (place.path().join("parts.toml"), place.path().join("out"));
+    fs::write(&file, parts).unwrap();
+    campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().success();
+    let told = |name: &str| json_at(&out.join(name))[0]["is"].as_str().unwrap().to_owned();
+    assert_ne!(told("before.json"), told("after.json"));
+    assert_eq!(told("after.json"), out.join("profile.json").to_string_lossy());
+}
+
 /// An experiment's folder is held against the newest of its name in an archive: nothing differs where the same was done again, and
 /// what differs is told, as are cells that only one of the two has.
 #[test]

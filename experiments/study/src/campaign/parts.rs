@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// Where the parts stand.
 const FILE: &str = "campaign.toml";
+/// The profile of the machine, among the records.
+const PROFILE: &str = "profile.json";
 
 /// What a part needs of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
@@ -14,6 +16,8 @@ const FILE: &str = "campaign.toml";
 pub(super) enum Need {
     Gpu,
     Pytorch,
+    Cargo,
+    Perf,
 }
 
 impl Need {
@@ -21,6 +25,8 @@ impl Need {
         match self {
             Self::Gpu => "GPU",
             Self::Pytorch => "PyTorch",
+            Self::Cargo => "cargo",
+            Self::Perf => "perf",
         }
     }
 }
@@ -58,6 +64,9 @@ pub(super) struct Record {
     /// The one that is kept, below `results`. The first part is a label, in which a date stands where its star is; a star alone is any
     /// label of a GPU, which does not end in `sim`.
     kept: String,
+    /// Key of the array of rows, in a document that is none itself.
+    #[serde(default = "Record::rows")]
+    pub(super) rows: String,
     /// Pointers to what a row is about. In an array `last` is its last element.
     pub(super) key: Vec<String>,
     /// Pointers to what is compared.
@@ -103,6 +112,10 @@ pub(super) fn chosen(all: Vec<Part>, names: &[String]) -> Result<Vec<Part>> {
 }
 
 impl Record {
+    fn rows() -> String {
+        "rows".to_owned()
+    }
+
     /// The record of each of its experiments; itself where it names none.
     fn of_each_spec(&self) -> Vec<Self> {
         let of = |spec: &String| {
@@ -145,7 +158,9 @@ impl Part {
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
         let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
         let own = own.unwrap_or_else(|| PathBuf::from("experiments"));
-        let profile = newest("*/profile.json")?.unwrap_or_else(|| PathBuf::from("profile.json"));
+        let made = Some(out.join(PROFILE)).filter(|path| path.exists());
+        let kept = || newest(&format!("*/{PROFILE}"));
+        let profile = made.map_or_else(kept, |made| Ok(Some(made)))?.unwrap_or_else(|| PathBuf::from(PROFILE));
         let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_owned());
         let fill = |word: &String| {
             word.replace("{out}", &out.to_string_lossy())

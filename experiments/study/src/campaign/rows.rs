@@ -13,8 +13,6 @@ use std::path::Path;
 
 use super::parts::{Part, Record};
 
-/// Where a row says how long its run took, in seconds.
-const TOOK: [&str; 2] = ["wall_s", "took_s"];
 /// More than any record has.
 const MOST_BYTES: u64 = 1 << 30;
 
@@ -36,8 +34,8 @@ pub(super) struct Difference {
     pub(super) ratio: Option<f64>,
 }
 
-/// The rows of a record: a run each of an experiment, a line each of a table, an object each of an array.
-pub(super) fn read(path: &Path) -> Result<Vec<Value>> {
+/// The rows of a record: a run each of an experiment, a line each of a table, an object each of an array, which may be that of a key.
+pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
     if path.is_dir() {
         return of_experiment(path);
     }
@@ -56,7 +54,7 @@ pub(super) fn read(path: &Path) -> Result<Vec<Value>> {
     }
     match serde_json::from_str(&text).map_err(|error| broken(&error))? {
         Value::Array(rows) => Ok(rows),
-        Value::Object(mut document) => match document.remove("rows") {
+        Value::Object(mut document) => match document.remove(key) {
             Some(Value::Array(rows)) => Ok(rows),
             _ => Ok(vec![Value::Object(document)]),
         },
@@ -109,7 +107,10 @@ fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
 
 /// Seconds that the runs of a record took; `None` where it does not say.
 pub(super) fn seconds(rows: &[Value]) -> Option<f64> {
-    let told: Vec<f64> = rows.iter().filter_map(|row| TOOK.iter().find_map(|name| row[*name].as_f64())).collect();
+    // `wall_s` of a run is that of its process; elsewhere it may be of a part.
+    let took =
+        |row: &Value| row["took_s"].as_f64().or_else(|| row["wall_s"].as_f64().filter(|_| row["status"] == "done"));
+    let told: Vec<f64> = rows.iter().filter_map(took).collect();
     (!told.is_empty()).then(|| told.iter().sum())
 }
 
@@ -118,7 +119,7 @@ pub(super) fn recorded_s(part: &Part) -> Result<Option<f64>> {
     let mut all = 0.0;
     for record in &part.records {
         let Some(kept) = record.kept()? else { return Ok(None) };
-        let Some(seconds) = seconds(&read(&kept)?) else { return Ok(None) };
+        let Some(seconds) = seconds(&read(&kept, &record.rows)?) else { return Ok(None) };
         all += seconds;
     }
     Ok(Some(all))
@@ -230,14 +231,23 @@ mod tests {
     }
 
     #[test]
+    fn the_rows_of_a_document_may_have_another_key() {
+        let place = tempfile::tempdir().unwrap();
+        let path = place.path().join("a.json");
+        fs::write(&path, r#"{"rows": [1], "calls": [{"call": "a"}, {"call": "b"}]}"#).unwrap();
+        let [rows, calls, none] = ["rows", "calls", "none"].map(|key| read(&path, key).unwrap().len());
+        assert_eq!((rows, calls, none), (1, 2, 1), "without such a key the document is a row");
+    }
+
+    #[test]
     fn a_line_that_was_cut_short_is_left_out_and_seconds_add_up() {
         let place = tempfile::tempdir().unwrap();
         let path = place.path().join("a.jsonl");
         fs::write(&path, "{\"took_s\": 1.5}\n{\"took_s\": 2.0}\n{\"took").unwrap();
-        let rows = read(&path).unwrap();
+        let rows = read(&path, "rows").unwrap();
         assert_eq!(seconds(&rows), Some(3.5));
         assert_eq!(seconds(&[json!({"ms": 1})]), None);
         fs::write(&path, "{\"took_s\": 1.5\n{}\n").unwrap();
-        assert!(read(&path).unwrap_err().to_string().contains("a.jsonl"));
+        assert!(read(&path, "rows").unwrap_err().to_string().contains("a.jsonl"));
     }
 }
