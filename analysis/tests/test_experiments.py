@@ -85,6 +85,9 @@ def test_other_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:
     one, other = write_experiment(tmp_path / "a", ARMS), write_experiment(tmp_path / "b", ARMS, spec_sha256="bb")
     with pytest.raises(AnalysisError, match="of different specs"):
         load_experiment(one, other)
+    other = write_experiment(tmp_path / "c", ARMS, profile_sha256="cc")
+    with pytest.raises(AnalysisError, match="of different profiles of the simulated device"):
+        load_experiment(one, other)
 
 
 def test_results_are_the_latest_and_say_how_to_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
