@@ -270,3 +270,23 @@ fn a_pipe_gets_lines_of_120_columns_and_whole_tables() {
     let narrow = output(place.process(&["list", "--specs", "."]).env("COLUMNS", "60"));
     assert!(narrow.lines().all(|line| line.chars().count() <= 60), "{narrow}");
 }
+
+/// The page of the programs names every command of this one, and no other as its own.
+#[test]
+fn the_page_names_the_commands_that_there_are() {
+    let page = include_str!("../../README.md");
+    let (_, table) = page.split_once("### Other commands").unwrap();
+    let rows = table.lines().skip_while(|line| !line.starts_with('|')).skip(2).take_while(|line| line.starts_with('|'));
+    // Names stand in the first cell, in backticks.
+    let named = rows.flat_map(|row| row.split('|').nth(1).unwrap().split('`').skip(1).step_by(2));
+    // These have sections of their own.
+    let mut named: Vec<&str> = named.chain(["run", "status", "list", "pack"]).collect();
+    let help = Command::new(env!("CARGO_BIN_EXE_experiments")).arg("--help").output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap();
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let mut there: Vec<&str> =
+        commands.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help").collect();
+    named.sort_unstable();
+    there.sort_unstable();
+    assert_eq!(named, there);
+}
