@@ -4,6 +4,9 @@ use crate::common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
 use std::path::Path;
 
+/// Profile of a simulated device.
+const PROFILE: &str = include_str!("../../../allocators/device/src/profiles/h200.json");
+
 #[test]
 fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     let place = Place::new();
@@ -179,13 +182,12 @@ fn a_folder_takes_runs_of_one_profile() {
     let place = Place::new();
     place.write("small.toml", SMALL);
     let on = |device: &'static str| place.run(&["run", "small.toml", "--device", device, "-o", "out"]);
-    let profile = include_str!("../../../allocators/device/src/profiles/h200.json");
-    place.write("gpu.json", profile);
+    place.write("gpu.json", PROFILE);
     on("sim:gpu.json").ok();
     let record = json_at(&place.at("out/small/experiment.json"));
     assert_eq!((&record["device"], record["profile_sha256"].as_str().unwrap().len()), (&json!("sim:gpu.json"), 64));
     on("sim:gpu.json").ok();
-    place.write("gpu.json", format!("{profile}\n"));
+    place.write("gpu.json", format!("{PROFILE}\n"));
     on("sim:gpu.json").refused(2, &["when that file had another content", "-o", "--again"]);
     place.run(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--again"]).ok();
     assert_ne!(json_at(&place.at("out/small/experiment.json"))["profile_sha256"], record["profile_sha256"]);
@@ -271,7 +273,8 @@ fn keys(record: &Value, spread: &str) -> Vec<String> {
 fn the_records_are_as_the_schema_describes_them() {
     let place = Place::new();
     place.write("small.toml", SMALL);
-    let mut command = place.process(&["run", "small.toml", "--device", "sim", "-o", "out", "--shard", "1/8"]);
+    place.write("gpu.json", PROFILE);
+    let mut command = place.process(&["run", "small.toml", "--device", "sim:gpu.json", "-o", "out", "--shard", "1/8"]);
     command.envs([("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
     Ran::of(command.output().unwrap()).ok();
     let experiment = json_at(&place.at("out/small/experiment.json"));
