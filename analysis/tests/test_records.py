@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import summary, write_experiment, write_run
 from vramlab_analysis import losses, steps
-from vramlab_analysis.calls import account, host_parts, longest_blocks
+from vramlab_analysis.calls import account, host_parts, with_waited_for
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.measures import measures, step_times
 from vramlab_analysis.records import load_run
@@ -84,7 +84,7 @@ def test_parts_of_the_hosts_time_add_up(run_folder: Path) -> None:
 
 
 def test_a_wait_names_the_kernel_that_was_launched_last(run_folder: Path) -> None:
-    longest = longest_blocks(load_run(run_folder).calls, 3)
+    longest = with_waited_for(load_run(run_folder).calls).top_k(3, by="blocked_ns")
     assert longest["call"].unique().to_list() == ["stream_synchronize"]
     assert longest["waited_for"].unique().to_list() == ["gemm"]
 

@@ -143,8 +143,3 @@ def with_waited_for(calls: pl.DataFrame) -> pl.DataFrame:
     return calls.with_columns(
         waited_for=pl.when(pl.col("call") == "kernel_launch").then(pl.col("kernel")).forward_fill().shift(1)
     )
-
-
-def longest_blocks(calls: pl.DataFrame, count: int = 10) -> pl.DataFrame:
-    """The calls of `driver_calls.jsonl` that blocked the host longest, with what they waited for."""
-    return with_waited_for(calls).filter(pl.col("blocked_ns") > 0).top_k(count, by="blocked_ns")

@@ -44,8 +44,6 @@ PROGRAMS = {
     "graphed": "CUDA graph by hand",
     "compiled": "torch.compile",
 }
-# Parts whose runs have the GPU for themselves.
-TIMED = ("timed", "passes", "curve", "empty")
 
 
 @dataclass

@@ -70,8 +70,6 @@ LEDGER_WORDS = {
     "stream": "free, other streams' segments",
     "pending": "freed, not reusable yet",
 }
-# Levels of memory, from the outside in.
-LEVELS = {"reserved": GREY, "active": SKY, "allocated": SKY, "requested": BLUE}
 
 RC: dict[str, Any] = {
     "font.size": 9,

@@ -166,6 +166,8 @@ fn lines_are_left_out_by_a_word_in_a_value() {
     assert_eq!(&old.iter().filter(|line| !is_free(line)).cloned().collect::<Vec<_>>(), new);
     let none = ["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action=nothing"];
     place.run(&none).refused(2, &["--leave-out trace.jsonl:action=nothing: no run has that"]);
+    let no_word = place.run(&["pack", "out", "-o", "none.tar.xz", "--leave-out", "trace.jsonl:action="]);
+    assert!(no_word.code == Some(2) && no_word.stderr.contains("a file and a part of it"), "{no_word:?}");
 }
 
 #[test]

@@ -23,8 +23,8 @@ pub(super) struct Pages {
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
     /// Whether it was asked if some work is over. Until then no event is recorded: one costs as much as all else that a free does, and a
-    /// program with one stream never asks. From then on each free has its own, so that nothing is waited for that was queued
-    /// later.
+    /// program with one stream asks only before mappings are undone. From then on each free has its own, so that nothing is
+    /// waited for that was queued later.
     asked: bool,
 }
 

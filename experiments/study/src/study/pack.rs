@@ -56,7 +56,7 @@ impl FromStr for LeftOut {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let (file, part) = text.split_once(':').map_or((text, None), |(file, part)| (file, Some(part.to_owned())));
-        if file.is_empty() || part.as_ref().is_some_and(String::is_empty) {
+        if file.is_empty() || part.as_ref().is_some_and(|part| part.is_empty() || part.ends_with('=')) {
             return Err("write a file, as latency.hlog, or a file and a part of it, as steps.csv:host_ns".into());
         }
         if file == RUN && part.as_ref().is_none_or(|part| NEEDED.contains(&part.as_str())) {
