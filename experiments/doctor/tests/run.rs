@@ -212,7 +212,8 @@ fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() 
     let place = Place::new();
     let launcher = "for rank in 0 1; do RANK=$rank python3 script.py & done; wait; echo over; exit 4";
     let command = place.process(&["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
-    let script = "import os, time, torch\ntorch.cuda.init()\nprint('ready', flush=True)\n\
+    // Each rank's line by one write, so that the other's does not come between.
+    let script = "import os, time, torch\ntorch.cuda.init()\nos.write(1, b'ready\\n')\n\
         while not [f for f in os.listdir(os.environ['VRAMLAB_OUTPUT']) if 'rank' + os.environ['RANK'] in f and 'signal' in f]:\n    \
         time.sleep(0.01)\n";
     let (mut child, mut out) = started(torch(&place, command, script));
