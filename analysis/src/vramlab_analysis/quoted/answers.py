@@ -192,11 +192,11 @@ def threshold() -> str:
     """What the driver's pool costs at its default release threshold, beside one above all that it holds."""
     told = cells("release-threshold", ["sync", "release_threshold"])
     parts = []
-    for wait, words in (("step", "with a synchronise each step"), ("never", "without")):
+    for wait, words in (("step", "with a synchronise each step"), ("never", "without one")):
         default, kept = told[wait, "0"], told[wait, "max"]
         more = 100 * (default["value"] / kept["value"] - 1)
-        parts.append(f"{words} a step is {more:.1f} % longer at 0 ({span(default)} us against {span(kept)})")
-    return f"{'; '.join(parts)}; {runs(told.values())}"
+        parts.append(f"{words} by {more:.1f} % ({span(default)} us against {span(kept)})")
+    return f"at 0 a step is longer {'; '.join(parts)}; {runs(told.values())}"
 
 
 def streams() -> str:
