@@ -256,8 +256,8 @@ def rmm_source() -> str:
     return (
         f"`programs/rmm_costs.py`: RMM {first['rmm']} and CuPy {first['cupy']} over each resource, on one "
         f"{machine['gpu']}, {machine['at'][:10]} (build {machine['build'][:8]}), a process for each of our allocators; "
-        f"medians of {len(first['callback']['ns'])} rounds in each process. `callback` is RMM's own pool behind a function in "
-        "Python, as these allocators are: a call costs what the way through Python costs."
+        f"medians of {len(first['callback']['ns'])} rounds in each process. `callback` is RMM's own pool behind a "
+        "function in Python, as these allocators are: a call costs what the way through Python costs."
     )
 
 
