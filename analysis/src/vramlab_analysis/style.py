@@ -38,7 +38,6 @@ ALLOCATORS = {
     "eager": VERMILION,
     "graph": BLUE,
     "graph, 2 streams": SKY,
-    "persistent": GREEN,
 }
 MARKERS = {
     "naive": "o",
@@ -51,7 +50,6 @@ MARKERS = {
     "eager": "o",
     "graph": "s",
     "graph, 2 streams": "P",
-    "persistent": "^",
 }
 # What the host was doing, in the order in which it is stacked.
 HOST_PARTS = {

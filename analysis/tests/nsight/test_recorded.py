@@ -61,7 +61,8 @@ def test_where_both_see_a_wait_it_is_for_the_same_launch(name: str) -> None:
 def test_a_free_waits_and_an_allocation_does_not(name: str) -> None:
     evidence = recorded(name).evidence
     free, alloc = evidence["cuMemFree"], evidence["cuMemAlloc"]
-    assert free.outstanding > 700
+    # Enough frees with work outstanding to tell by.
+    assert free.outstanding > free.calls / 4
     assert free.returned_before == 0
     assert alloc.returned_before > 400
     assert (free.waits_for, free.grounds) == (names.DEVICE, "seen")

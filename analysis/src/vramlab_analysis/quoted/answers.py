@@ -306,10 +306,11 @@ def machines() -> str:
     days = dates(one.document["started_at"] for one in newest_of.values())
     pages = sorted({one.directories[0].parent.name for one in newest_of.values()})
     linked = listed(f"[`{page}`](results/{page}.md)" for page in pages)
+    says = "says" if len(pages) == 1 else "say"
     return (
-        f"Recorded on {gpu}s in virtual machines, {days}: `experiments run` on {len(newest_of)} specs. {linked} say of "
-        "which machine and build each is, so compare within a row. Figures are medians; ranges are from the least to "
-        f"the most of the runs, of {MANY} and more their middle half. To train the same network in PyTorch from the "
+        f"Recorded on {gpu}s in virtual machines, {days}: `experiments run` on {len(newest_of)} specs. {linked} {says} "
+        "of which machine and build each is, so compare within a row. Figures are medians; ranges are from the least "
+        f"to the most of the runs, of {MANY} and more their middle half. To train the same network in PyTorch from the "
         "same weights and batches: `trainer start -o start.safetensors`, then `python3 experiments/baselines/mlp.py "
         "--start start.safetensors --mode graph`; `experiments/baselines/check_losses.py` compares the losses step by "
         "step."

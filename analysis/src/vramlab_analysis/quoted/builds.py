@@ -24,8 +24,9 @@ def _records() -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             continue
         yield path.name, told.get("provenance") or {}
-    machine, _ = beside.record()
-    yield "training-beside.jsonl", {"git_commit": machine["build"], **machine["provenance"]}
+    for name in ("training-beside", beside.ONE_CELL):
+        machine, _ = beside.record(name)
+        yield f"{name}.jsonl", {"git_commit": machine["build"], **machine["provenance"]}
     for path in inside.files():
         for machine in inside.load(path).machines[:1]:
             yield path.name, {"git_commit": machine.get("build"), **(machine.get("provenance") or {})}

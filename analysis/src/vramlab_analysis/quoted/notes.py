@@ -181,22 +181,6 @@ def steals() -> str:
     return "\n".join(lines) + "\n"
 
 
-def twin() -> str:
-    """What an operation of the policy cost when its twin was there."""
-    report = read_json(newest("bench-family.json"))
-    found = {(row["case"], row["allocator"]): row["median"] for row in report["rows"]}
-    names = ("caching", "caching:expandable_segments=on", "pytorch-expandable")
-    lines = [
-        f"| ns for one allocation and its free | {' | '.join(f'`{name}`' for name in names)} |",
-        "|---|" + "--:|" * len(names),
-    ]
-    for case in dict.fromkeys(case for case, _ in found):
-        lines.append(
-            f"| {case.removeprefix('history/')} | {' | '.join(f'{found[case, name]:.0f}' for name in names)} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 PIECES: dict[str, Pieces] = {
     "experiments/notes/kernels.md": {"| variant |": variants},
     "experiments/notes/training-step.md": {
@@ -212,6 +196,5 @@ PIECES: dict[str, Pieces] = {
         "| ms a step": passes,
         "Memory grows": growing,
         "| program, limit over active |": steals,
-        "| ns for one allocation and its free |": twin,
     },
 }
