@@ -296,7 +296,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
         let line = json!({
             "device": device_name,
-            "kernel": work.kernel,
+            "kernel": operation.name(),
             "shape": shape,
             "blocks": work.blocks,
             "iterations": work.iterations,

@@ -131,8 +131,6 @@ impl<T: Definition> Operation for T {
 /// What a launch asks of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
-    /// Name of the kernel.
-    pub kernel: &'static str,
     /// Thread blocks of the launch.
     pub blocks: u64,
     /// Trips of the serial main loop that the busiest block makes, 1 if there is no such loop.

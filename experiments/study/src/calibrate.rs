@@ -102,7 +102,7 @@ impl Bench {
                 let work = operation.work();
                 driver.launch(
                     self.stream,
-                    work.kernel,
+                    operation.name(),
                     (work.blocks, work.iterations),
                     work.bytes,
                     &operation.buffers(),

@@ -28,8 +28,6 @@ pub struct CountCorrect {
 
 const COUNT_THREADS: u32 = 1024;
 
-impl CountCorrect {}
-
 impl Definition for CountCorrect {
     fn name(&self) -> &'static str {
         Kernel::CountCorrect.name()
@@ -42,7 +40,6 @@ impl Definition for CountCorrect {
     fn work(&self) -> Work {
         let elements = area(self.rows, self.classes);
         Work {
-            kernel: self.name(),
             blocks: 1,
             iterations: u64::from(self.rows).div_ceil(COUNT_THREADS.into()) * u64::from(self.classes),
             bytes: total([(elements, F32), (self.rows.into(), U32), (1, U32)]),

@@ -61,7 +61,6 @@ impl Definition for AddBias {
     fn work(&self) -> Work {
         let elements = area(self.rows, self.cols);
         Work {
-            kernel: self.name(),
             blocks: typed_blocks(self.element, self.rows.into(), self.cols.into()),
             iterations: 1,
             bytes: total([(elements, 2 * self.element.bytes()), (self.cols.into(), F32)]),
@@ -132,7 +131,6 @@ impl Definition for BiasGradient {
     fn work(&self) -> Work {
         let elements = area(self.rows, self.cols);
         Work {
-            kernel: self.name(),
             blocks: u64::from(self.cols).div_ceil(BLOCK_COLS),
             iterations: u64::from(self.rows).div_ceil(PARTITIONS),
             bytes: total([(elements, self.element.bytes()), (self.cols.into(), F32)]),

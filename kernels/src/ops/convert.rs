@@ -69,7 +69,6 @@ impl Definition for ConvertElements {
 
     fn work(&self) -> Work {
         Work {
-            kernel: self.name(),
             blocks: typed_blocks(Element::F16, 1, self.len),
             iterations: 1,
             bytes: total([(self.len, self.from.bytes() + self.to.bytes())]),

@@ -29,13 +29,7 @@ impl Definition for Fill {
     }
 
     fn work(&self) -> Work {
-        Work {
-            kernel: self.name(),
-            blocks: elementwise_blocks(self.len),
-            iterations: 1,
-            bytes: total([(self.len, F32)]),
-            flops: 0,
-        }
+        Work { blocks: elementwise_blocks(self.len), iterations: 1, bytes: total([(self.len, F32)]), flops: 0 }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {

@@ -120,7 +120,6 @@ impl Definition for GatherRows {
             SourceElement::F32 => F32,
         };
         Work {
-            kernel: self.name(),
             blocks: elementwise_blocks(self.groups().div_ceil(groups_each(self.groups()))),
             iterations: 1,
             bytes: total([(elements, source_bytes + self.element.bytes()), (self.rows.into(), U32)]),
@@ -209,8 +208,6 @@ pub struct GatherLabels {
     pub out: u64,
 }
 
-impl GatherLabels {}
-
 impl Definition for GatherLabels {
     fn name(&self) -> &'static str {
         Kernel::GatherLabels.name()
@@ -223,13 +220,7 @@ impl Definition for GatherLabels {
 
     fn work(&self) -> Work {
         let rows = u64::from(self.rows);
-        Work {
-            kernel: self.name(),
-            blocks: elementwise_blocks(rows),
-            iterations: 1,
-            bytes: total([(rows, 1 + 2 * U32)]),
-            flops: 0,
-        }
+        Work { blocks: elementwise_blocks(rows), iterations: 1, bytes: total([(rows, 1 + 2 * U32)]), flops: 0 }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {
@@ -279,7 +270,7 @@ impl Definition for AdvanceCursor {
     }
 
     fn work(&self) -> Work {
-        Work { kernel: self.name(), blocks: 1, iterations: 1, bytes: 2 * U32, flops: 0 }
+        Work { blocks: 1, iterations: 1, bytes: 2 * U32, flops: 0 }
     }
 
     fn buffers(&self) -> Vec<(u64, u64)> {

@@ -98,7 +98,6 @@ impl Definition for Gemm {
         let patches = u64::from(self.m).div_ceil(PATCH_ROWS) * u64::from(self.n).div_ceil(PATCH_COLS);
         let (blocks, depth) = if self.is_tiled() { (self.tiles(), TILED_DEPTH) } else { (patches, SLICED_DEPTH) };
         Work {
-            kernel: self.name(),
             blocks,
             iterations: k.div_ceil(depth),
             bytes: total([(area(self.m, self.k), F32), (area(self.k, self.n), F32), (area(self.m, self.n), F32)]),

@@ -78,7 +78,6 @@ impl Definition for SoftmaxCrossEntropy {
         // Up to 16 classes take half a warp.
         let rows_per_block = if 2 * u64::from(self.classes) <= LANES { 2 * ROWS_PER_BLOCK } else { ROWS_PER_BLOCK };
         Work {
-            kernel: self.name(),
             blocks: u64::from(self.rows).div_ceil(rows_per_block),
             iterations: u64::from(self.classes).div_ceil(LANES),
             bytes: total([(elements, F32 + self.element.bytes()), (self.rows.into(), U32 + F32)]),
@@ -132,8 +131,6 @@ pub struct CrossEntropyLoss {
     pub losses: u64,
 }
 
-impl CrossEntropyLoss {}
-
 impl Definition for CrossEntropyLoss {
     fn name(&self) -> &'static str {
         Kernel::CrossEntropyLoss.name()
@@ -146,7 +143,6 @@ impl Definition for CrossEntropyLoss {
     fn work(&self) -> Work {
         let elements = area(self.rows, self.classes);
         Work {
-            kernel: self.name(),
             blocks: u64::from(self.rows).div_ceil(ROWS_PER_BLOCK),
             iterations: u64::from(self.classes).div_ceil(LANES),
             bytes: total([(elements, F32), (self.rows.into(), U32 + F32)]),
@@ -207,7 +203,6 @@ impl Definition for MeanLoss {
 
     fn work(&self) -> Work {
         Work {
-            kernel: self.name(),
             blocks: 1,
             iterations: u64::from(self.rows).div_ceil(MEAN_THREADS.into()),
             bytes: total([(self.rows.into(), F32), (1, F32)]),

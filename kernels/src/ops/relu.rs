@@ -49,7 +49,6 @@ impl Definition for Relu {
 
     fn work(&self) -> Work {
         Work {
-            kernel: self.name(),
             blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
             bytes: total([(self.len, 2 * self.element.bytes())]),
@@ -116,7 +115,6 @@ impl Definition for ReluBackward {
 
     fn work(&self) -> Work {
         Work {
-            kernel: self.name(),
             blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
             bytes: total([(self.len, 3 * self.element.bytes())]),

@@ -84,7 +84,6 @@ impl Definition for Sgd {
         // Weights are read and written; or masters are, and weights are written.
         let each = if self.master.is_some() { 2 * F32 + weights } else { 2 * weights };
         Work {
-            kernel: self.name(),
             blocks: typed_blocks(self.element, 1, self.len),
             iterations: 1,
             bytes: total([(self.len, F32 + each)]),

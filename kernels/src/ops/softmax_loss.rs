@@ -146,7 +146,6 @@ impl Definition for SoftmaxLoss {
         let each = if self.dlogits.is_some() { 9 } else { 4 };
         let rows_of_a_warp = u64::from(self.rows).min(BLOCK_ROWS).div_ceil(WARPS);
         Work {
-            kernel: self.name(),
             blocks: self.blocks(),
             iterations: rows_of_a_warp * u64::from(self.classes).div_ceil(LANES),
             bytes: total([(elements, F32 + gradient), (self.rows.into(), U32), (1, F32)]),

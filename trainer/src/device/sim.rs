@@ -66,7 +66,7 @@ impl Executor for SimExecutor {
     unsafe fn launch(&self, operation: &dyn Operation, stream: StreamId) -> Result<()> {
         let work = operation.work();
         let geometry = (work.blocks, work.iterations);
-        self.driver.launch(stream, work.kernel, geometry, work.bytes, &operation.buffers())?;
+        self.driver.launch(stream, operation.name(), geometry, work.bytes, &operation.buffers())?;
         if let Some(graph) = self.graph().as_mut() {
             graph.push(operation.boxed());
             return Ok(());

@@ -105,7 +105,6 @@ impl Operation for LinearBackward {
         let again = total([(weights, each), (area(self.input.rows, self.input.outputs), each)]);
         let plan = self.plan();
         Work {
-            kernel: self.name(),
             blocks: plan.map_or(input.blocks, |plan| plan.blocks()),
             iterations: plan.map_or(input.iterations, |plan| plan.iterations),
             bytes: (input.bytes + update.bytes).saturating_sub(again),

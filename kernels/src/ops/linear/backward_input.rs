@@ -110,7 +110,6 @@ impl Definition for LinearBackwardInput {
         let masks = u64::from(self.mask.is_some());
         let inputs = area(self.rows, self.inputs);
         Work {
-            kernel: self.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([

@@ -120,7 +120,6 @@ impl Definition for LinearForward {
         let outputs = area(self.rows, self.outputs);
         let bias = if self.bias.is_some() { self.outputs } else { 0 };
         Work {
-            kernel: self.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([

@@ -122,7 +122,6 @@ impl Definition for LinearUpdate {
         // Weights are read and written; or masters are, and weights are written.
         let step = if self.master.is_some() { 2 * F32 + each } else { 2 * each };
         Work {
-            kernel: self.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([

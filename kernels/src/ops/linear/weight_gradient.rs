@@ -108,7 +108,6 @@ impl Definition for LinearWeightGradient {
         let weights = area(self.outputs, self.inputs);
         let biases = if self.dbias.is_some() { self.outputs } else { 0 };
         Work {
-            kernel: self.kernel(),
             blocks: plan.blocks,
             iterations: plan.iterations,
             bytes: total([
