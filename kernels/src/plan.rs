@@ -43,6 +43,15 @@ impl Product {
         }
     }
 
+    /// Whether the elements of a row of each operand that are multiplied with each other lie side by side in memory.
+    pub(crate) const fn contiguous(self) -> (bool, bool) {
+        match self {
+            Product::Forward => (true, true),
+            Product::Input => (true, false),
+            Product::Gradient | Product::Update => (false, false),
+        }
+    }
+
     /// The tiles that its kernels can have on every GPU of compute capability 8.0 or newer.
     #[must_use]
     pub const fn tiles(self) -> &'static [Tile] {
@@ -267,11 +276,7 @@ impl Plan {
         let splits = trips.min(choice.splits.max(1).into()).max(1) as u32;
         let splits = if choice.tile == Tile::Streamed { 1 } else { splits };
         let tiles = u64::from(m).div_ceil(layout.rows) * u64::from(n).div_ceil(layout.cols);
-        let (a_contiguous, b_contiguous) = match product {
-            Product::Forward => (true, true),
-            Product::Input => (true, false),
-            Product::Gradient | Product::Update => (false, false),
-        };
+        let (a_contiguous, b_contiguous) = product.contiguous();
         let strip = |lines: u64, contiguous: bool| {
             // Operands of 32 bits that tensor cores read across their rows.
             let across = matches!(precision, Precision::Tf32 | Precision::F32x3) && !contiguous;

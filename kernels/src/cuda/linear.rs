@@ -163,9 +163,7 @@ impl CudaKernels {
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
         unsafe { queue(function, shape, stream, [argument(&arguments)]) }
     }
-}
 
-impl CudaKernels {
     /// Queues both products of the way back on `stream`, if the GPU has a kernel for it; false if not. The arguments are those
     /// of the input's product with the step's bias and rate; `x` is the layer's input and its pitch.
     ///

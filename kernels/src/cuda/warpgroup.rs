@@ -137,11 +137,7 @@ impl WarpgroupKernels {
                 tensor_map(element, address, [lines, k], pitch, [wide, depth])
             }
         };
-        let (a_contiguous, b_contiguous) = match plan.product {
-            Product::Forward => (true, true),
-            Product::Input => (true, false),
-            Product::Gradient | Product::Update => (false, false),
-        };
+        let (a_contiguous, b_contiguous) = plan.product.contiguous();
         let a = operand(arguments.a, a_contiguous, m, a_pitch, rows)?;
         let b = operand(arguments.b, b_contiguous, n, b_pitch, cols)?;
         let streamed = plan.tile == Tile::Streamed;
