@@ -47,7 +47,7 @@ pub use device::{Bytes, ParseBytesError};
 pub use device::{
     CallCounts, CallEvent, CallKind, CallTotals, CudaDeviceInfo, CudaDriver, CudaUnavailable, DeviceAddr,
     DeviceDescription, DeviceKind, DeviceName, Driver, DriverError, DriverResult, EventId, FaultyDriver, GraphDriver,
-    GraphId, GraphMemory, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolDriver, PoolSettings, Profile,
+    GraphId, HostRoom, IdleCosts, MemInfo, MeteredDriver, NullDriver, PoolCounters, PoolDriver, PoolSettings, Profile,
     SimDriver, StreamId, VmmDriver,
 };
 pub use vramlab_policies::{

@@ -1,6 +1,6 @@
 //! Graphs: the work of a stream captured once and launched many times.
 
-use super::{CallKind, DeviceAddr, DriverError, DriverResult, GraphId, StreamId};
+use super::{CallKind, DeviceAddr, DriverError, DriverResult, GraphId, PoolCounters, StreamId};
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -60,20 +60,6 @@ impl CapturedMemory {
     }
 }
 
-/// The device's account of memory that graphs allocate for themselves, in bytes. It covers the graphs of all programs on the
-/// device. Plain memory that captured kernels use is not in it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GraphMemory {
-    /// Belongs to graphs.
-    pub used: u64,
-    /// Highest `used`.
-    pub used_high: u64,
-    /// Held from the device for graphs.
-    pub reserved: u64,
-    /// Highest `reserved`.
-    pub reserved_high: u64,
-}
-
 /// Stream capture and graphs (`cuStreamBeginCapture`, `cuGraphLaunch`, ...).
 ///
 /// # What a capture takes
@@ -115,8 +101,9 @@ pub trait GraphDriver {
     /// launch has finished.
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()>;
 
-    /// The account of memory that graphs allocate for themselves.
-    fn graph_memory(&self) -> DriverResult<GraphMemory>;
+    /// The device's account of memory that graphs allocate for themselves. It covers the graphs of all programs on the device.
+    /// Plain memory that captured kernels use is not in it.
+    fn graph_memory(&self) -> DriverResult<PoolCounters>;
 
     /// Gives back what is reserved for graphs and used by none.
     fn graph_trim(&self) -> DriverResult<()>;

@@ -4,7 +4,7 @@
 //! have no methods with a default, so a method that is added to a trait cannot be forgotten by a wrapper.
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, MemInfo,
+    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, MemInfo,
     PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::Clock;
@@ -56,8 +56,8 @@ impl CallResult for DeviceAddr {
 }
 
 macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
-only_success!((), u64, MemInfo, StreamId, EventId, PoolId, PoolSettings, PoolCounters, PhysicalHandle, NonNull<u8>);
-only_success!(GraphId, GraphMemory);
+only_success!((), u64, MemInfo, StreamId, EventId, GraphId, PhysicalHandle, PoolId, PoolSettings, PoolCounters);
+only_success!(NonNull<u8>);
 
 /// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so a wrapper
 /// overrides only what it changes.
@@ -389,7 +389,7 @@ impl<H: Hook> GraphDriver for HookedDriver<H> {
         self.call(CallKind::GraphDestroy, NO_ARGUMENTS, || unsafe { self.inner_graphs().graph_destroy(graph) })
     }
 
-    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+    fn graph_memory(&self) -> DriverResult<PoolCounters> {
         self.call(CallKind::GraphMemory, NO_ARGUMENTS, || self.inner_graphs().graph_memory())
     }
 

@@ -36,7 +36,7 @@ pub use clock::{Clock, MonotonicClock};
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use error::DriverError;
 pub use faulty::FaultyDriver;
-pub use graph::{GraphDriver, GraphMemory};
+pub use graph::GraphDriver;
 pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, InstrumentCost, MeteredDriver};
@@ -276,7 +276,7 @@ crate::settings! {
     }
 }
 
-/// A pool's own counters in bytes.
+/// The driver's own counters of a pool in bytes, or of the memory that graphs allocate for themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounters {
     /// Held from the device.
@@ -287,6 +287,16 @@ pub struct PoolCounters {
     pub used: u64,
     /// Highest `used`.
     pub used_high: u64,
+}
+
+impl PoolCounters {
+    /// Counts `bytes` that were handed out, with which `reserved` bytes are held.
+    pub(crate) fn take(&mut self, bytes: u64, reserved: u64) {
+        self.used += bytes;
+        self.used_high = self.used_high.max(self.used);
+        self.reserved = reserved;
+        self.reserved_high = self.reserved_high.max(reserved);
+    }
 }
 
 /// Stream-ordered pools (`cuMemPool*`, `cuMemAllocFromPoolAsync`).

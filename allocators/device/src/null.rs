@@ -320,10 +320,8 @@ impl PoolDriver for NullDriver {
         }
         self.with_pool(CallKind::MemAllocAsync, pool, |(_, counters)| {
             let addr = self.take_async(bytes, Some(pool.get()))?;
-            counters.used += bytes;
-            counters.used_high = counters.used_high.max(counters.used);
             // This pool holds what is handed out and nothing more.
-            (counters.reserved, counters.reserved_high) = (counters.used, counters.used_high);
+            counters.take(bytes, counters.used + bytes);
             Ok(addr)
         })?
     }

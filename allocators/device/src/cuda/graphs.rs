@@ -4,7 +4,7 @@
 //! error. The captured graph is destroyed as soon as its instance is made, as NVIDIA's sample `graphMemoryNodes` does.
 
 use super::{CudaDriver, check, refusal};
-use crate::{CallKind, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::{CallKind, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
 use cudarc::driver::sys::{
     self, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream, CUstreamCaptureMode,
 };
@@ -101,9 +101,9 @@ impl GraphDriver for CudaDriver {
         })
     }
 
-    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+    fn graph_memory(&self) -> DriverResult<PoolCounters> {
         let read = |which| self.graph_attribute(which);
-        Ok(GraphMemory {
+        Ok(PoolCounters {
             used: read(CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT)?,
             used_high: read(CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_USED_MEM_HIGH)?,
             reserved: read(CUgraphMem_attribute::CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT)?,

@@ -3,7 +3,7 @@
 use super::{NullDriver, lock};
 use crate::DriverError;
 use crate::graph::CapturedMemory;
-use crate::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 pub(super) struct Graphs {
     captures: HashMap<u64, CapturedMemory>,
     graphs: HashMap<u64, CapturedMemory>,
-    memory: GraphMemory,
+    memory: PoolCounters,
 }
 
 impl Graphs {
@@ -31,11 +31,8 @@ impl NullDriver {
         }
         Some(self.take_async(bytes, None).inspect(|addr| {
             own.add(addr.get(), bytes);
-            let memory = &mut graphs.memory;
-            memory.used += bytes;
-            memory.used_high = memory.used_high.max(memory.used);
             // As with its pools: nothing is held beyond what is used.
-            (memory.reserved, memory.reserved_high) = (memory.used, memory.used_high);
+            graphs.memory.take(bytes, graphs.memory.used + bytes);
         }))
     }
 
@@ -103,7 +100,7 @@ impl GraphDriver for NullDriver {
         self.drop_own(graphs, call, &own.ok_or_else(no_graph)?)
     }
 
-    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+    fn graph_memory(&self) -> DriverResult<PoolCounters> {
         Ok(lock(&self.graphs).memory)
     }
 

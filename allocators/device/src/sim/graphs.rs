@@ -15,7 +15,7 @@ use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
 use crate::graph::CapturedMemory;
-use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, GraphMemory, StreamId};
+use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, PoolCounters, StreamId};
 use std::collections::BTreeMap;
 
 /// Between plain memory and pools.
@@ -83,9 +83,7 @@ pub(super) struct Graphs {
     graphs: BTreeMap<u64, Graph>,
     next: u64,
     heap: Option<Heap>,
-    used: u64,
-    used_high: u64,
-    reserved_high: u64,
+    counters: PoolCounters,
 }
 
 impl Graphs {
@@ -125,7 +123,7 @@ impl State {
         for addr in own.addresses() {
             self.host.unback(addr);
             let len = self.graphs.heap.as_mut().and_then(|heap| heap.free(addr, None));
-            self.graphs.used -= len.unwrap_or(0);
+            self.graphs.counters.used -= len.unwrap_or(0);
         }
     }
 
@@ -222,9 +220,7 @@ impl SimDriver {
                 let placed =
                     heap.place(len, budget, |_| Order::Usable).ok_or_else(|| DriverError::out_of_memory(call))?;
                 self.back(call, &mut state.host, placed.addr, len).inspect_err(|_| _ = heap.free(placed.addr, None))?;
-                graphs.used += len;
-                graphs.used_high = graphs.used_high.max(graphs.used);
-                graphs.reserved_high = graphs.reserved_high.max(heap.held_bytes());
+                graphs.counters.take(len, heap.held_bytes());
                 capture.own.add(placed.addr, len);
                 placed.addr
             }
@@ -350,17 +346,11 @@ impl GraphDriver for SimDriver {
         Ok(())
     }
 
-    fn graph_memory(&self) -> DriverResult<GraphMemory> {
+    fn graph_memory(&self) -> DriverResult<PoolCounters> {
         let mut state = self.lock();
         // Four attributes, as with a pool.
         state.time.spend(4 * self.profile.pool.as_ref().map_or(0, |costs| costs.attribute_ns));
-        let graphs = &state.graphs;
-        Ok(GraphMemory {
-            used: graphs.used,
-            used_high: graphs.used_high,
-            reserved: graphs.held_bytes(),
-            reserved_high: graphs.reserved_high,
-        })
+        Ok(PoolCounters { reserved: state.graphs.held_bytes(), ..state.graphs.counters })
     }
 
     fn graph_trim(&self) -> DriverResult<()> {

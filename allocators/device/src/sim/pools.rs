@@ -6,9 +6,10 @@
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
-use super::{PoolMemory, RANGE, SimDriver, State};
+use super::{PoolMemory, RANGE, SimDriver};
 use crate::DriverError;
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
+use std::collections::BTreeMap;
 
 const POOL_BASE: u64 = 1 << 43;
 
@@ -16,9 +17,7 @@ const POOL_BASE: u64 = 1 << 43;
 pub(super) struct Pool {
     pub(super) heap: Heap,
     pub(super) settings: PoolSettings,
-    used: u64,
-    used_high: u64,
-    reserved_high: u64,
+    counters: PoolCounters,
 }
 
 impl SimDriver {
@@ -33,15 +32,12 @@ impl SimDriver {
     fn attributes<T>(&self, pool: PoolId, count: u64, with: impl FnOnce(&mut Pool) -> T) -> DriverResult<T> {
         let costs = self.pool_costs(CallKind::PoolAttribute)?;
         let mut state = self.charge(count * costs.attribute_ns);
-        state.pool(CallKind::PoolAttribute, pool).map(with)
+        find(&mut state.pools, CallKind::PoolAttribute, pool).map(with)
     }
 }
 
-impl State {
-    fn pool(&mut self, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
-        let found = self.pools.get_mut(&pool.get());
-        found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
-    }
+fn find(pools: &mut BTreeMap<u64, Pool>, call: CallKind, pool: PoolId) -> DriverResult<&mut Pool> {
+    pools.get_mut(&pool.get()).ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
 }
 
 impl PoolDriver for SimDriver {
@@ -51,13 +47,13 @@ impl PoolDriver for SimDriver {
         let id = state.next_pool;
         state.next_pool += 1;
         let heap = Heap::new(POOL_BASE + id * RANGE, RANGE, costs.granule_bytes, costs.align_bytes, Packing::Across);
-        state.pools.insert(id, Pool { heap, settings, used: 0, used_high: 0, reserved_high: 0 });
+        state.pools.insert(id, Pool { heap, settings, counters: PoolCounters::default() });
         Ok(PoolId::made(id))
     }
 
     unsafe fn pool_destroy(&self, pool: PoolId) -> DriverResult<()> {
         let mut state = self.lock();
-        if !state.pool(CallKind::PoolDestroy, pool)?.heap.is_empty() {
+        if !find(&mut state.pools, CallKind::PoolDestroy, pool)?.heap.is_empty() {
             return Err(DriverError::invalid_value(CallKind::PoolDestroy, "blocks of the pool are still allocated"));
         }
         state.pools.remove(&pool.get());
@@ -69,28 +65,24 @@ impl PoolDriver for SimDriver {
     }
 
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters> {
-        self.attributes(pool, 4, |pool| PoolCounters {
-            reserved: pool.heap.held_bytes(),
-            reserved_high: pool.reserved_high,
-            used: pool.used,
-            used_high: pool.used_high,
-        })
+        self.attributes(pool, 4, |pool| PoolCounters { reserved: pool.heap.held_bytes(), ..pool.counters })
     }
 
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64> {
-        self.attributes(pool, 1, |pool| pool.reserved_high)
+        self.attributes(pool, 1, |pool| pool.counters.reserved_high)
     }
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
-        self.attributes(pool, 2, |pool| (pool.reserved_high, pool.used_high) = (pool.heap.held_bytes(), pool.used))
+        self.attributes(pool, 2, |Pool { heap, counters, .. }| {
+            (counters.reserved_high, counters.used_high) = (heap.held_bytes(), counters.used);
+        })
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
         let call = CallKind::PoolTrim;
         let costs = self.pool_costs(call)?;
         let state = &mut *self.lock();
-        let found = state.pools.get_mut(&pool.get());
-        let pool = found.ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))?;
+        let pool = find(&mut state.pools, call, pool)?;
         pool.heap.settle(|mark| state.time.has_passed(mark));
         let released = pool.heap.release(keep_bytes);
         state.time.spend(costs.attribute_ns + released * costs.release_ns_per_granule);
@@ -105,12 +97,12 @@ impl PoolDriver for SimDriver {
         }
         let state = &mut *self.lock();
         state.need_stream(call, stream)?;
-        let settings = state.pool(call, pool)?.settings;
+        let settings = find(&mut state.pools, call, pool)?.settings;
         if state.graphs.is_capturing(stream) {
             return self.alloc_captured(state, costs, bytes, stream);
         }
         let budget = self.free_bytes(state);
-        let Some(pool) = state.pools.get_mut(&pool.get()) else { return Err(DriverError::out_of_memory(call)) };
+        let pool = find(&mut state.pools, call, pool)?;
         let time = &state.time;
         let placed = pool.heap.place(bytes, budget, |freed| {
             let ordered = settings.reuse_follow_event_dependencies && time.is_ordered_after(stream.get(), freed);
@@ -129,9 +121,7 @@ impl PoolDriver for SimDriver {
         }
         let backed = self.back(call, &mut state.host, placed.addr, bytes);
         let addr = backed.inspect_err(|_| _ = pool.heap.free(placed.addr, None))?;
-        pool.used += bytes.next_multiple_of(costs.align_bytes);
-        pool.used_high = pool.used_high.max(pool.used);
-        pool.reserved_high = pool.reserved_high.max(pool.heap.held_bytes());
+        pool.counters.take(bytes.next_multiple_of(costs.align_bytes), pool.heap.held_bytes());
         Ok(addr)
     }
 
@@ -147,7 +137,7 @@ impl PoolDriver for SimDriver {
         let id = addr.get().checked_sub(POOL_BASE).map(|offset| offset / RANGE);
         let freed = id.and_then(|id| state.pools.get_mut(&id)).and_then(|pool| {
             let len = pool.heap.free(addr.get(), Some(mark))?;
-            pool.used -= len;
+            pool.counters.used -= len;
             Some(())
         });
         if freed.is_none() {

@@ -34,7 +34,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::ranges::Ranges;
 use vramlab_device::{
-    DeviceAddr, Driver, DriverError, GraphDriver, GraphMemory, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+    DeviceAddr, Driver, DriverError, GraphDriver, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
 
 /// The entry in the [list of backends](super::registry).
@@ -80,7 +80,7 @@ struct State {
     /// Bytes of blocks that were allocated in captures and are held.
     captured: u64,
     /// The account of graphs' memory as it was last read; absent until the first capture.
-    graph_memory: Option<GraphMemory>,
+    graph_memory: Option<PoolCounters>,
     /// The ledger when reserved was last seen at a new peak.
     peak: Ledger,
     /// The counters as they were last read, for when the driver does not answer.

@@ -2,7 +2,7 @@
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
-use vramlab_device::GraphMemory;
+use vramlab_device::PoolCounters;
 
 /// What a peak is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -183,7 +183,7 @@ pub struct Stats {
     pub num_sync_all_streams: u64,
     /// The device's account of memory that belongs to graphs, for a backend whose captured blocks are such memory; absent
     /// before its first capture.
-    pub graph_memory: Option<GraphMemory>,
+    pub graph_memory: Option<PoolCounters>,
     /// Requests that were served where a plan says; absent without a plan.
     pub num_planned: Option<u64>,
     /// Requests that were not, because the plan does not have them or its place was not free; absent without a plan.
