@@ -26,8 +26,6 @@ pub(crate) struct PlainRange {
     page: u64,
     /// Addresses that no chunk has, by start: length.
     gaps: BTreeMap<u64, u64>,
-    /// The starts of gaps by the logarithm of their length, so that the highest that fits is found without a look at each.
-    gaps_by_size: BTreeMap<u32, BTreeSet<u64>>,
     /// By start.
     chunks: BTreeMap<u64, Chunk>,
     /// Chunks by their largest free range, and of those with the same by age: number and start.
@@ -59,19 +57,16 @@ impl PlainRange {
     pub(crate) fn new(base: u64, bytes: u64, page: u64) -> Self {
         let granule = GRANULE.next_multiple_of(page);
         let start = base.next_multiple_of(granule);
-        let mut range = Self {
+        Self {
             granule,
             page,
-            gaps: BTreeMap::new(),
-            gaps_by_size: BTreeMap::new(),
+            gaps: BTreeMap::from([(start, (base + bytes - start) / granule * granule)]),
             chunks: BTreeMap::new(),
             by_room: BTreeMap::new(),
             blocks: BTreeMap::new(),
             held: 0,
             next: 0,
-        };
-        range.add_gap(start, (base + bytes - start) / granule * granule);
-        range
+        }
     }
 
     /// Bytes in blocks.
@@ -82,7 +77,7 @@ impl PlainRange {
     /// Places a block; `None` when it needs more than `budget`, or there is no gap for it.
     ///
     /// O(log n) in chunks and gaps, and a step for each size of free range that is large enough (free ranges are mostly below
-    /// 32 MiB, in pages of 2) and each gap of the size class of the chunk.
+    /// 32 MiB, in pages of 2) and, for a new chunk, each gap above the one that it goes to.
     pub(crate) fn place(&mut self, bytes: u64, budget: u64) -> Option<u64> {
         let len = bytes.checked_next_multiple_of(self.page).filter(|len| *len > 0 && *len <= budget)?;
         let newest = self.by_room.range(len..).filter_map(|(_, chunks)| chunks.last()).max().copied();
@@ -109,8 +104,7 @@ impl PlainRange {
         self.held -= len;
         let (&start, _) = self.chunks.range(..=addr).next_back()?;
         let empty = self.change(start, |chunk| {
-            let (at, room) = join(&mut chunk.free, addr, len);
-            chunk.free.insert(at, room);
+            let room = give_back(&mut chunk.free, addr, len);
             Some(room == chunk.bytes)
         })?;
         if empty {
@@ -122,14 +116,11 @@ impl PlainRange {
     /// A chunk for a block, at the top of the highest gap that has room.
     fn add_chunk(&mut self, len: u64) -> Option<u64> {
         let bytes = len.checked_next_multiple_of(self.granule)?;
-        let fits = |start: &&u64| self.gaps[*start] >= bytes;
-        let classes = self.gaps_by_size.range(bytes.ilog2()..);
-        // In the class of the size itself some may be too short, in those above none is.
-        let gap = *classes.filter_map(|(_, starts)| starts.iter().rev().find(fits)).max()?;
-        let room = self.take_gap(gap);
+        let (&gap, &room) = self.gaps.iter().rev().find(|(_, room)| **room >= bytes)?;
+        self.gaps.remove(&gap);
         let start = gap + room - bytes;
         if room > bytes {
-            self.add_gap(gap, room - bytes);
+            self.gaps.insert(gap, room - bytes);
         }
         let number = self.next;
         self.next += 1;
@@ -141,16 +132,7 @@ impl PlainRange {
     fn remove_chunk(&mut self, start: u64) {
         let Some(chunk) = self.chunks.remove(&start) else { return };
         self.forget_room(chunk.room(), (chunk.number, start));
-        let below = self.gaps.range(..start).next_back().map(|(&gap, &room)| (gap, room));
-        let (mut at, mut bytes) = (start, chunk.bytes);
-        if let Some((gap, room)) = below.filter(|(gap, room)| gap + room == start) {
-            self.take_gap(gap);
-            (at, bytes) = (gap, bytes + room);
-        }
-        if self.gaps.contains_key(&(at + bytes)) {
-            bytes += self.take_gap(at + bytes);
-        }
-        self.add_gap(at, bytes);
+        give_back(&mut self.gaps, start, chunk.bytes);
     }
 
     /// Changes the free ranges of a chunk, and keeps the chunk listed by the largest.
@@ -176,27 +158,10 @@ impl PlainRange {
             }
         }
     }
-
-    fn add_gap(&mut self, start: u64, bytes: u64) {
-        if bytes > 0 {
-            self.gaps.insert(start, bytes);
-            self.gaps_by_size.entry(bytes.ilog2()).or_default().insert(start);
-        }
-    }
-
-    fn take_gap(&mut self, start: u64) -> u64 {
-        let bytes = self.gaps.remove(&start).unwrap_or(0);
-        if bytes > 0
-            && let Some(starts) = self.gaps_by_size.get_mut(&bytes.ilog2())
-        {
-            starts.remove(&start);
-        }
-        bytes
-    }
 }
 
-/// Takes the free ranges that touch a new one out; where all of it begins, and its length.
-fn join(free: &mut BTreeMap<u64, u64>, mut start: u64, mut bytes: u64) -> (u64, u64) {
+/// Joins a range to the free ones that touch it; the length of all of it.
+fn give_back(free: &mut BTreeMap<u64, u64>, mut start: u64, mut bytes: u64) -> u64 {
     if let Some((&before, &room)) = free.range(..start).next_back()
         && before + room == start
     {
@@ -206,7 +171,8 @@ fn join(free: &mut BTreeMap<u64, u64>, mut start: u64, mut bytes: u64) -> (u64, 
     if let Some(room) = free.remove(&(start + bytes)) {
         bytes += room;
     }
-    (start, bytes)
+    free.insert(start, bytes);
+    bytes
 }
 
 #[cfg(test)]
