@@ -112,10 +112,7 @@ impl OutputError {
     /// For a file that is written where it lies: what writing at least `needed` bytes more to it failed with.
     #[must_use]
     pub fn appending(path: &Path, needed: u64, error: io::Error) -> Self {
-        let problem = match NoRoom::of(folder(path), needed, false, 0, error) {
-            Ok(full) => OutputProblem::NoRoom(full),
-            Err(error) => OutputProblem::Io(error),
-        };
+        let problem = NoRoom::of(folder(path), needed, false, 0, error);
         Self { path: path.to_owned(), problem }
     }
 }
@@ -181,10 +178,7 @@ impl OutputFile {
         let (needed, whole) = self.expected.map_or((self.written, false), |bytes| (bytes, true));
         // What the part holds comes free when it is removed.
         let held = self.out.get_ref().as_file().metadata().map_or(0, |part| room::held(&part));
-        let problem = match NoRoom::of(folder(&self.path), needed, whole, held, error) {
-            Ok(full) => OutputProblem::NoRoom(full),
-            Err(error) => OutputProblem::Io(error),
-        };
+        let problem = NoRoom::of(folder(&self.path), needed, whole, held, error);
         OutputError { path: self.path.clone(), problem }
     }
 

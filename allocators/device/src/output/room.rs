@@ -1,5 +1,6 @@
 //! Room on the disk: an error that says how much is missing, and room that is reserved.
 
+use super::OutputProblem;
 use crate::bytes::Bytes;
 use fs4::FileExt;
 use std::fmt;
@@ -21,14 +22,14 @@ pub struct NoRoom {
 }
 
 impl NoRoom {
-    /// From an error that reports a full disk; any other error is returned. `held` bytes will come free.
-    pub(super) fn of(folder: &Path, needed: u64, whole: bool, held: u64, error: io::Error) -> Result<Self, io::Error> {
+    /// The problem that an error of a write is, which need not be a full disk. `held` bytes will come free.
+    pub(super) fn of(folder: &Path, needed: u64, whole: bool, held: u64, error: io::Error) -> OutputProblem {
         if !is_full(&error) {
-            return Err(error);
+            return OutputProblem::Io(error);
         }
         let free = || fs4::available_space(folder).ok().map(|free| free.saturating_add(held));
         let room = if error.kind() == ErrorKind::StorageFull { free() } else { None };
-        Ok(Self { needed, whole, room: room.filter(|room| *room < needed), error })
+        OutputProblem::NoRoom(Self { needed, whole, room: room.filter(|room| *room < needed), error })
     }
 }
 
