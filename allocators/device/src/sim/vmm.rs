@@ -70,10 +70,11 @@ impl SimDriver {
         })
     }
 
-    fn need_multiple(&self, call: CallKind, bytes: u64) -> DriverResult<()> {
-        let granularity = self.vmm_costs(call)?.granularity_bytes;
+    fn costs_of_whole(&self, call: CallKind, bytes: u64) -> DriverResult<&super::VirtualMemory> {
+        let costs = self.vmm_costs(call)?;
+        let granularity = costs.granularity_bytes;
         if bytes > 0 && bytes.is_multiple_of(granularity) {
-            return Ok(());
+            return Ok(costs);
         }
         Err(DriverError::invalid_value(call, format!("{bytes} is no multiple of the granularity {granularity}")))
     }
@@ -86,8 +87,7 @@ impl VmmDriver for SimDriver {
 
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
         let call = CallKind::MemAddressReserve;
-        self.need_multiple(call, bytes)?;
-        let costs = self.vmm_costs(call)?;
+        let costs = self.costs_of_whole(call, bytes)?;
         let mut state = self.charge(costs.reserve_ns.at(bytes));
         let behind = match self.memory {
             SimMemory::None => None,
@@ -102,8 +102,7 @@ impl VmmDriver for SimDriver {
 
     fn create(&self, bytes: u64) -> DriverResult<PhysicalHandle> {
         let call = CallKind::MemCreate;
-        self.need_multiple(call, bytes)?;
-        let costs = self.vmm_costs(call)?;
+        let costs = self.costs_of_whole(call, bytes)?;
         let mut state = self.charge(costs.create_ns.at(bytes));
         if bytes > self.free_bytes(&state) {
             return Err(DriverError::out_of_memory(call));
