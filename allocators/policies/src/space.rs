@@ -23,7 +23,6 @@
 #![forbid(unsafe_code)]
 
 mod account;
-mod arena;
 mod block;
 mod mapping;
 mod view;
@@ -32,10 +31,8 @@ pub use account::Account;
 pub use block::{BlockId, FreeBlock, FreeList, Joined, Owner, Record, SegmentId, State};
 pub use mapping::Unmapped;
 
+use crate::slab::Slab;
 use std::ops::Index;
-
-/// What a number in a list of records stands for is missing.
-const GONE: &str = "a block or segment that is gone should not be asked for";
 
 /// A range from the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,10 +57,8 @@ pub struct Segment {
 #[derive(Debug)]
 pub struct Space {
     account: Account,
-    blocks: Vec<Option<Record>>,
-    vacant_blocks: Vec<u32>,
-    segments: Vec<Option<Segment>>,
-    vacant_segments: Vec<u32>,
+    blocks: Slab<Record>,
+    segments: Slab<Segment>,
     /// Searches so far, by which free blocks age.
     searches: u64,
 }
@@ -79,7 +74,7 @@ impl Index<BlockId> for Space {
     /// # Panics
     /// When there is no such block any more.
     fn index(&self, block: BlockId) -> &Record {
-        self.blocks[block.index()].as_ref().expect(GONE)
+        &self.blocks[block.0]
     }
 }
 
@@ -89,7 +84,7 @@ impl Index<SegmentId> for Space {
     /// # Panics
     /// When there is no such segment any more.
     fn index(&self, segment: SegmentId) -> &Segment {
-        self.segments[segment.index()].as_ref().expect(GONE)
+        &self.segments[segment.0]
     }
 }
 
@@ -97,14 +92,7 @@ impl Space {
     /// Nothing held. `account` says what is counted.
     #[must_use]
     pub fn new(account: Account) -> Self {
-        Self {
-            account,
-            blocks: Vec::new(),
-            vacant_blocks: Vec::new(),
-            segments: Vec::new(),
-            vacant_segments: Vec::new(),
-            searches: 0,
-        }
+        Self { account, blocks: Slab::default(), segments: Slab::default(), searches: 0 }
     }
 
     /// What was counted.
@@ -140,42 +128,11 @@ impl Space {
     }
 
     fn record(&mut self, block: BlockId) -> &mut Record {
-        self.blocks[block.index()].as_mut().expect(GONE)
+        &mut self.blocks[block.0]
     }
 
     fn segment(&mut self, segment: SegmentId) -> &mut Segment {
-        self.segments[segment.index()].as_mut().expect(GONE)
-    }
-
-    fn insert_block(&mut self, record: Record) -> BlockId {
-        match self.vacant_blocks.pop() {
-            Some(number) => {
-                self.blocks[number as usize] = Some(record);
-                BlockId(number)
-            }
-            None => {
-                self.blocks.push(Some(record));
-                BlockId(u32::try_from(self.blocks.len() - 1).expect("memory should end before 2^32 blocks"))
-            }
-        }
-    }
-
-    fn remove_block(&mut self, block: BlockId) -> Record {
-        self.vacant_blocks.push(block.0);
-        self.blocks[block.index()].take().expect(GONE)
-    }
-
-    fn insert_segment(&mut self, segment: Segment) -> SegmentId {
-        match self.vacant_segments.pop() {
-            Some(number) => {
-                self.segments[number as usize] = Some(segment);
-                SegmentId(number)
-            }
-            None => {
-                self.segments.push(Some(segment));
-                SegmentId(u32::try_from(self.segments.len() - 1).expect("there should be fewer segments than blocks"))
-            }
-        }
+        &mut self.segments[segment.0]
     }
 
     /// A segment of one block.
@@ -183,7 +140,7 @@ impl Space {
         let expandable = state == State::Unmapped;
         let mapped = if expandable { 0 } else { bytes };
         let idle_since = self.now();
-        let first = self.insert_block(Record {
+        let first = BlockId(self.blocks.insert(Record {
             addr,
             bytes,
             requested: 0,
@@ -193,9 +150,9 @@ impl Space {
             next: None,
             segment: SegmentId(0),
             idle_since,
-        });
-        let segment = self.insert_segment(Segment { addr, bytes, mapped, list, expandable, first, busy: 0 });
-        self.record(first).segment = segment;
+        }));
+        let segment = Segment { addr, bytes, mapped, list, expandable, first, busy: 0 };
+        self.record(first).segment = SegmentId(self.segments.insert(segment));
         first
     }
 
@@ -241,7 +198,7 @@ impl Space {
         let several = self[first].next.is_some();
         let (mut gone, mut next) = (Vec::new(), Some(first));
         while let Some(block) = next {
-            let record = self.remove_block(block);
+            let record = self.blocks.remove(block.0);
             next = record.next;
             if record.state == State::Free {
                 if several && !expandable {
@@ -250,8 +207,7 @@ impl Space {
                 gone.push(FreeBlock::of(block, &record));
             }
         }
-        self.segments[segment.index()] = None;
-        self.vacant_segments.push(segment.0);
+        self.segments.remove(segment.0);
         if expandable {
             self.account.unmapped(list, mapped);
         } else {
@@ -274,7 +230,7 @@ impl Space {
         };
         front.bytes = bytes;
         let next = rest.next;
-        let rest = self.insert_block(rest);
+        let rest = BlockId(self.blocks.insert(rest));
         self.record(block).next = Some(rest);
         if let Some(next) = next {
             self.record(next).prev = Some(rest);
@@ -285,7 +241,7 @@ impl Space {
     /// Joins a block with its next neighbour, without counting anything.
     fn join_next(&mut self, block: BlockId) {
         let next = self[block].next.expect("there should be a neighbour to join with");
-        let gone = self.remove_block(next);
+        let gone = self.blocks.remove(next.0);
         let record = self.record(block);
         (record.bytes, record.next) = (record.bytes + gone.bytes, gone.next);
         if let Some(after) = gone.next {
@@ -298,11 +254,9 @@ impl Space {
         let record = self.record(block);
         (record.state, record.requested) = (State::Held, requested);
         let Record { segment, list, bytes, .. } = *record;
-        let owner = {
-            let segment = self.segment(segment);
-            segment.busy += 1;
-            *segment
-        };
+        let owner = self.segment(segment);
+        owner.busy += 1;
+        let owner = *owner;
         if owner.busy == 1 {
             self.account.segment_busy(owner.list, owner.mapped);
         }
@@ -384,6 +338,14 @@ impl Space {
         self.record(block).list.owner = owner;
     }
 
+    /// Lets a held or pending block belong to the owner of its segment again, so that it joins what is free there.
+    pub fn hand_back(&mut self, block: BlockId) {
+        let list = self[self[block].segment].list;
+        let record = self.record(block);
+        debug_assert!(matches!(record.state, State::Held | State::Pending));
+        record.list = list;
+    }
+
     /// Lets a free block belong to an owner from now on, who may have had it before, and joins it with that owner's free
     /// neighbours.
     ///
@@ -446,11 +408,9 @@ impl Space {
         if self[joined.block.id].is_split() {
             (count, size) = (count + 1, size + joined.block.bytes.cast_signed());
         }
-        let owner = {
-            let segment = self.segment(segment);
-            segment.busy -= 1;
-            *segment
-        };
+        let owner = self.segment(segment);
+        owner.busy -= 1;
+        let owner = *owner;
         if !owner.expandable {
             self.account.split_changed(list, count, size);
         }

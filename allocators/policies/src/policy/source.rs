@@ -6,6 +6,7 @@ mod mapped;
 pub use expandable::{Expandable, Sizes};
 
 use crate::contract::PoolKind;
+use mapped::Mapped;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError};
 
@@ -65,13 +66,13 @@ impl Source {
         }
     }
 
-    /// The source as one whose memory comes in parts, to look at.
+    /// What is mapped, of a source whose memory comes in parts.
     ///
     /// # Panics
     /// When it is none.
-    pub(super) fn parts(&self) -> &Expandable {
+    pub(super) fn mapped(&self) -> &Mapped {
         match self {
-            Self::Expandable(expandable) => expandable,
+            Self::Expandable(expandable) => &expandable.mapped,
             Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
         }
     }

@@ -17,10 +17,6 @@ impl BlockId {
         Self(number)
     }
 
-    pub(super) fn index(self) -> usize {
-        self.0 as usize
-    }
-
     /// The name as a number, to be written into a token.
     #[must_use]
     pub fn number(self) -> u32 {
@@ -31,12 +27,6 @@ impl BlockId {
 /// Names a segment while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SegmentId(pub(super) u32);
-
-impl SegmentId {
-    pub(super) fn index(self) -> usize {
-        self.0 as usize
-    }
-}
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -41,11 +41,9 @@ impl Space {
         let now = self.now();
         let record = self.record(block);
         (record.state, record.idle_since) = (State::Free, now);
-        let owner = {
-            let segment = self.segment(segment);
-            segment.mapped += bytes;
-            *segment
-        };
+        let owner = self.segment(segment);
+        owner.mapped += bytes;
+        let owner = *owner;
         debug_assert_eq!(owner.list, list);
         self.account.mapped(list, bytes, owner.busy > 0);
         self.join_around(block).0
@@ -65,11 +63,9 @@ impl Space {
         if let Some(behind) = behind {
             self.record(behind).idle_since = age;
         }
-        let owner = {
-            let segment = self.segment(segment);
-            segment.mapped -= bytes;
-            *segment
-        };
+        let owner = self.segment(segment);
+        owner.mapped -= bytes;
+        let owner = *owner;
         // Addresses are the segment's, wherever the memory was before.
         let record = self.record(middle);
         (record.state, record.list) = (State::Unmapped, owner.list);

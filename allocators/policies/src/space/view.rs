@@ -8,7 +8,7 @@ impl Space {
     /// The held block with this number, if it lies at this address.
     #[must_use]
     pub fn find_held(&self, number: u32, addr: u64) -> Option<BlockId> {
-        let record = self.blocks.get(number as usize)?.as_ref()?;
+        let record = self.blocks.get(number)?;
         (record.addr == addr && record.state == State::Held).then_some(BlockId(number))
     }
 
@@ -23,9 +23,7 @@ impl Space {
 
     /// Every segment, in no order.
     pub fn segments(&self) -> impl Iterator<Item = (SegmentId, &Segment)> {
-        // CAST: there are fewer than 2^32.
-        let numbered = self.segments.iter().enumerate().map(|(number, segment)| (SegmentId(number as u32), segment));
-        numbered.filter_map(|(id, segment)| segment.as_ref().map(|segment| (id, segment)))
+        self.segments.iter().map(|(number, segment)| (SegmentId(number), segment))
     }
 
     /// The blocks of a segment in address order.
@@ -35,17 +33,15 @@ impl Space {
 
     /// Every block that is free, in no order.
     pub fn free_blocks(&self) -> impl Iterator<Item = FreeBlock> {
-        // CAST: there are fewer than 2^32.
-        let numbered = self.blocks.iter().enumerate().map(|(number, record)| (BlockId(number as u32), record));
-        let known = numbered.filter_map(|(id, record)| record.as_ref().map(|record| (id, record)));
-        known.filter(|(_, record)| record.state == State::Free).map(|(id, record)| FreeBlock::of(id, record))
+        let free = self.blocks.iter().filter(|(_, record)| record.state == State::Free);
+        free.map(|(number, record)| FreeBlock::of(BlockId(number), record))
     }
 
     /// Blocks that are held for an owner of a free list, and their bytes.
     #[must_use]
     pub fn held_where(&self, wanted: impl Fn(&FreeList) -> bool) -> (usize, u64) {
-        let held = self.blocks.iter().flatten().filter(|block| block.state == State::Held && wanted(&block.list));
-        held.fold((0, 0), |(blocks, bytes), block| (blocks + 1, bytes + block.bytes))
+        let held = self.blocks.iter().filter(|(_, block)| block.state == State::Held && wanted(&block.list));
+        held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
     }
 
     /// Segments and blocks in address order. Of an expandable segment each range that has memory is a segment of its own,

@@ -2,6 +2,7 @@
 
 use crate::policy::Heap;
 use crate::policy::grow::Segments as _;
+use crate::slab::Slab;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use vramlab_device::{DriverError, EventId, StreamId};
@@ -49,8 +50,7 @@ pub(super) enum Order {
 pub(super) struct LastOwners {
     /// By offset.
     pieces: BTreeMap<u64, Piece>,
-    owners: Vec<Owner>,
-    vacant: Vec<u32>,
+    owners: Slab<Owner>,
 }
 
 impl LastOwners {
@@ -72,7 +72,7 @@ impl LastOwners {
     ) -> Result<Order, DriverError> {
         let mut waits = Vec::new();
         for (_, piece) in self.overlapping(range) {
-            let owner = &mut self.owners[piece.owner as usize];
+            let owner = &mut self.owners[piece.owner];
             match owner.last_use {
                 _ if owner.stream == stream => {}
                 LastUse::Over => {}
@@ -102,28 +102,17 @@ impl LastOwners {
                     left += 1;
                 }
             }
-            let owner = &mut self.owners[piece.owner as usize];
+            let owner = &mut self.owners[piece.owner];
             owner.ranges = owner.ranges - 1 + left;
             if owner.ranges == 0 {
                 if let LastUse::Before(event) = owner.last_use {
                     heap.reuse(event);
                 }
-                self.vacant.push(piece.owner);
+                self.owners.remove(piece.owner);
             }
         }
-        let owner = Owner { stream, last_use: LastUse::Unknown, ranges: 1 };
-        let number = match self.vacant.pop() {
-            Some(number) => {
-                self.owners[number as usize] = owner;
-                number
-            }
-            None => {
-                self.owners.push(owner);
-                // CAST: one for each range of memory at most.
-                self.owners.len() as u32 - 1
-            }
-        };
-        self.pieces.insert(range.start, Piece { end: range.end, owner: number });
+        let owner = self.owners.insert(Owner { stream, last_use: LastUse::Unknown, ranges: 1 });
+        self.pieces.insert(range.start, Piece { end: range.end, owner });
     }
 
     /// The block at an offset is freed: its uses are over when what its stream was given until now is done.
@@ -132,7 +121,7 @@ impl LastOwners {
     /// Those of the driver: then only its own stream can have the memory.
     pub(super) fn free(&mut self, heap: &mut Heap, offset: u64) -> Result<(), DriverError> {
         let Some(piece) = self.pieces.get(&offset).copied() else { return Ok(()) };
-        let owner = &mut self.owners[piece.owner as usize];
+        let owner = &mut self.owners[piece.owner];
         if let Some(event) = heap.record_event(owner.stream)? {
             owner.last_use = LastUse::Before(event);
         }
@@ -142,8 +131,7 @@ impl LastOwners {
     /// Forgets everything: the memory is gone, or the allocator ends.
     pub(super) fn clear(&mut self, heap: &mut Heap) {
         self.pieces.clear();
-        self.vacant.clear();
-        for owner in self.owners.drain(..).filter(|owner| owner.ranges > 0) {
+        for (_, owner) in std::mem::take(&mut self.owners).iter() {
             if let LastUse::Before(event) = owner.last_use {
                 heap.reuse(event);
             }

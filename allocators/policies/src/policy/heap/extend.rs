@@ -76,9 +76,9 @@ impl Heap {
             if room == 0 {
                 start = (id, at);
             }
-            if block.state == State::Unmapped && self.source.parts().kept() > 0 {
+            if block.state == State::Unmapped && self.source.mapped().kept() > 0 {
                 let page = self.source.handle_bytes(list.pool);
-                for kept in self.source.parts().kept_within(at, end).filter(|kept| !can_be_had(*kept)) {
+                for kept in self.source.mapped().kept_within(at, end).filter(|kept| !can_be_had(*kept)) {
                     if room + (kept - at) >= bytes {
                         return Some(start);
                     }
@@ -108,7 +108,7 @@ impl Heap {
     /// Bytes at the front of a hole behind which no mapping is kept.
     fn vacant(&self, hole: BlockId) -> u64 {
         let hole = &self.space[hole];
-        let kept = self.source.parts().kept_within(hole.addr, hole.addr + hole.bytes).next();
+        let kept = self.source.mapped().kept_within(hole.addr, hole.addr + hole.bytes).next();
         kept.map_or(hole.bytes, |kept| kept - hole.addr)
     }
 
@@ -310,7 +310,7 @@ impl Heap {
             let segment = self.space[id];
             // A page that stays elsewhere may be mapped here, too.
             if self.pages.is_some()
-                && self.source.parts().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
+                && self.source.mapped().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
             {
                 continue;
             }

@@ -70,12 +70,12 @@ impl Heap {
     /// Where such a request was served when the program came here before, the last time first; nowhere as long as no page has
     /// moved.
     pub fn places_before(&mut self, list: FreeList, bytes: u64) -> Vec<u64> {
-        if self.source.parts().kept() == 0 { Vec::new() } else { self.places.before(list, bytes) }
+        if self.source.mapped().kept() == 0 { Vec::new() } else { self.places.before(list, bytes) }
     }
 
     /// Notes where a request was served, once pages have moved.
     pub fn note_place(&mut self, list: FreeList, bytes: u64, block: BlockId) {
-        if self.source.parts().kept() > 0 {
+        if self.source.mapped().kept() > 0 {
             self.places.served(list, bytes, self.space[block].addr);
         }
     }
@@ -117,7 +117,7 @@ impl Heap {
                 at = block.addr + block.bytes;
                 continue;
             }
-            match self.source.parts().place(at) {
+            match self.source.mapped().place(at) {
                 None if self.is_hole(list, at) => lacking.vacant.push(at),
                 // Where the page belongs, the address is in use.
                 Some(from) if from != at => {
@@ -216,12 +216,12 @@ impl Heap {
 
     /// The runs of a list for `bytes` in whose holes pages can be had that are mapped there; none while no mapping is kept.
     fn runs(&self, list: FreeList, bytes: u64) -> Vec<(BlockId, u64)> {
-        if self.source.parts().kept() == 0 || list.owner.private.is_some() || self.is_capturing() {
+        if self.source.mapped().kept() == 0 || list.owner.private.is_some() || self.is_capturing() {
             return Vec::new();
         }
         let page = self.source.handle_bytes(list.pool);
         let can_be_had = |addr: u64| {
-            let place = self.source.parts().place(addr);
+            let place = self.source.mapped().place(addr);
             let block =
                 place.and_then(|place| self.fit.at(place).filter(|block| place + page <= block.addr + block.bytes));
             block.is_some_and(|block| block.list.owner == list.owner)
@@ -285,7 +285,7 @@ impl Heap {
             return Ok(owner.private.is_none());
         }
         let Some(pages) = self.pages.as_mut().filter(|_| block.list.owner.private.is_none()) else { return Ok(false) };
-        let free = pages.last_free(from).max(self.source.parts().used_until(from));
+        let free = pages.last_free(from).max(self.source.mapped().used_until(from));
         pages.is_over(self.source.driver().as_ref(), stream, free, wait)
     }
 
@@ -302,7 +302,7 @@ impl Heap {
         for one in &moves {
             let same = one.block.list.owner.stream == list.owner.stream;
             let used_until = pages.filter(|_| same).map_or(0, |pages| pages.latest(list.owner.stream));
-            self.source.expandable().move_to(one.to, used_until);
+            self.source.expandable().mapped.move_to(one.to, used_until);
         }
         moves.sort_unstable_by_key(|one| one.to);
         let mut last = None;
@@ -332,7 +332,7 @@ impl Heap {
     /// Undoes the mappings whose addresses have not been used longest, if `more` would pass the bound. Where work that used them
     /// is not over, the host waits: it is the oldest that there is. Those at `but` stay.
     fn drop_oldest(&mut self, more: usize, but: &Range<u64>) -> Result<(), DriverError> {
-        let source = self.source.parts();
+        let source = self.source.mapped();
         let most = MOST_KEPT * source.pages();
         if more == 0 || source.kept() + more <= most {
             return Ok(());
@@ -360,15 +360,15 @@ impl Heap {
     /// # Errors
     /// Those of the driver. Those that it did not undo are still there.
     pub(super) fn drop_kept_of(&mut self, parts: &[Range<u64>]) -> Result<(), DriverError> {
-        if self.source.parts().kept() > 0 {
+        if self.source.mapped().kept() > 0 {
             let goes = |place: u64| {
                 let behind = parts.partition_point(|part| part.end <= place);
                 parts.get(behind).is_some_and(|part| part.start <= place)
             };
-            let kept = self.source.parts().kept_of(goes);
+            let kept = self.source.mapped().kept_of(goes);
             self.drop_kept(kept.into_iter())?;
         }
-        if self.source.parts().kept() == 0 {
+        if self.source.mapped().kept() == 0 {
             self.places.clear();
             self.fit.forget_addresses();
         }

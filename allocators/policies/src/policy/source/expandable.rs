@@ -30,7 +30,7 @@ pub struct Expandable {
     pub(super) limit: Option<u64>,
     sizes: Sizes,
     /// Handles that are mapped.
-    mapped: Mapped,
+    pub(crate) mapped: Mapped,
     /// Handles that were unmapped and are mapped again next, by size; `None` when they are released instead.
     spare: Option<BTreeMap<u64, Vec<PhysicalHandle>>>,
     /// Handles that the driver did not take back when it was asked to.
@@ -276,42 +276,6 @@ impl Expandable {
         unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr), bytes) }?;
         (0..bytes / unit).for_each(|count| self.mapped.drop_kept(addr + count * unit));
         Ok(())
-    }
-
-    /// Where the page behind an address belongs; `None` where nothing is mapped.
-    pub(crate) fn place(&self, addr: u64) -> Option<u64> {
-        self.mapped.place(addr)
-    }
-
-    /// Lets the page behind an address belong there from now on. Up to its place's free `used_until` it may be in use by another
-    /// address.
-    pub(crate) fn move_to(&mut self, addr: u64, used_until: u64) {
-        self.mapped.move_to(addr, used_until);
-    }
-
-    /// The free up to which the page of a place may be in use by another address.
-    pub(crate) fn used_until(&self, addr: u64) -> u64 {
-        self.mapped.used_until(addr)
-    }
-
-    /// Number of pages that are mapped.
-    pub(crate) fn pages(&self) -> usize {
-        self.mapped.pages()
-    }
-
-    /// Number of mappings that are kept.
-    pub(crate) fn kept(&self) -> usize {
-        self.mapped.kept()
-    }
-
-    /// Addresses of mappings that are kept of pages whose place is `wanted`, in order. O(n) in the mappings.
-    pub(crate) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
-        self.mapped.kept_of(wanted)
-    }
-
-    /// The addresses of a hole behind which a mapping is kept, in order.
-    pub(crate) fn kept_within(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
-        self.mapped.within(start, end)
     }
 
     /// Lets handles that are unmapped from now on be mapped again before new ones are made, until

@@ -4,6 +4,7 @@
 //! part of a block. Its mappings at the others are *kept*, so that it can go back there without a call of the driver.
 #![forbid(unsafe_code)]
 
+use crate::slab::Slab;
 use std::collections::BTreeMap;
 use vramlab_device::PhysicalHandle;
 
@@ -19,53 +20,33 @@ struct Page {
 
 /// See the [module](self).
 #[derive(Debug, Default)]
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     /// The page behind each address, by its number.
     at: BTreeMap<u64, u32>,
-    pages: Vec<Option<Page>>,
-    /// Numbers of pages that are gone.
-    vacant: Vec<u32>,
+    pages: Slab<Page>,
 }
 
-const GONE: &str = "a page that is mapped should be known";
-
 impl Mapped {
-    fn page(&self, number: u32) -> &Page {
-        self.pages[number as usize].as_ref().expect(GONE)
-    }
-
     /// Adds a page that belongs to an address.
     pub(super) fn add(&mut self, place: u64, handle: PhysicalHandle) {
-        let page = Some(Page { handle, place, used_until: 0 });
-        let number = match self.vacant.pop() {
-            Some(number) => {
-                self.pages[number as usize] = page;
-                number
-            }
-            None => {
-                self.pages.push(page);
-                u32::try_from(self.pages.len() - 1).expect("there should be fewer than 2^32 pages")
-            }
-        };
-        self.at.insert(place, number);
+        self.at.insert(place, self.pages.insert(Page { handle, place, used_until: 0 }));
     }
 
     /// Forgets a page that is mapped where it belongs and nowhere else.
     pub(super) fn remove(&mut self, place: u64) -> PhysicalHandle {
         let number = self.at.remove(&place).expect("what is unmapped should have been mapped");
-        self.vacant.push(number);
-        self.pages[number as usize].take().expect(GONE).handle
+        self.pages.remove(number).handle
     }
 
     /// The handle of the page behind an address.
     pub(super) fn handle(&self, addr: u64) -> Option<PhysicalHandle> {
-        self.at.get(&addr).map(|number| self.page(*number).handle)
+        self.at.get(&addr).map(|number| self.pages[*number].handle)
     }
 
     /// Keeps a mapping of the page that belongs to `place`.
     pub(super) fn keep(&mut self, addr: u64, place: u64) {
         let number = self.at[&place];
-        debug_assert_eq!(self.page(number).place, place, "a page should be mapped again from where it belongs");
+        debug_assert_eq!(self.pages[number].place, place, "a page should be mapped again from where it belongs");
         self.at.insert(addr, number);
     }
 
@@ -76,41 +57,41 @@ impl Mapped {
     }
 
     /// Where the page behind an address belongs; `None` where nothing is mapped.
-    pub(super) fn place(&self, addr: u64) -> Option<u64> {
-        self.at.get(&addr).map(|number| self.page(*number).place)
+    pub(crate) fn place(&self, addr: u64) -> Option<u64> {
+        self.at.get(&addr).map(|number| self.pages[*number].place)
     }
 
     /// Lets the page behind an address belong there from now on.
-    pub(super) fn move_to(&mut self, addr: u64, used_until: u64) {
+    pub(crate) fn move_to(&mut self, addr: u64, used_until: u64) {
         let number = self.at[&addr];
-        let page = self.pages[number as usize].as_mut().expect(GONE);
+        let page = &mut self.pages[number];
         (page.place, page.used_until) = (addr, used_until);
     }
 
     /// Up to which free the page behind an address may be in use by another one.
-    pub(super) fn used_until(&self, addr: u64) -> u64 {
-        self.at.get(&addr).map_or(0, |number| self.page(*number).used_until)
+    pub(crate) fn used_until(&self, addr: u64) -> u64 {
+        self.at.get(&addr).map_or(0, |number| self.pages[*number].used_until)
     }
 
     /// Number of pages.
-    pub(super) fn pages(&self) -> usize {
-        self.pages.len() - self.vacant.len()
+    pub(crate) fn pages(&self) -> usize {
+        self.pages.len()
     }
 
     /// Number of mappings that are kept.
-    pub(super) fn kept(&self) -> usize {
+    pub(crate) fn kept(&self) -> usize {
         self.at.len() - self.pages()
     }
 
     /// Addresses in a range behind which anything is mapped.
-    pub(super) fn within(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
+    pub(crate) fn kept_within(&self, start: u64, end: u64) -> impl Iterator<Item = u64> {
         self.at.range(start..end).map(|(addr, _)| *addr)
     }
 
     /// Addresses of mappings that are kept of pages whose place is `wanted`, in order.
-    pub(super) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
+    pub(crate) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
         let is_kept = |addr: u64, place: u64| place != addr && wanted(place);
-        let kept = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.page(**number).place));
+        let kept = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.pages[**number].place));
         kept.map(|(addr, _)| *addr).collect()
     }
 }
