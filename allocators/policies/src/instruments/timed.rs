@@ -8,27 +8,15 @@ use std::sync::Arc;
 use vramlab_device::clock::Reader;
 use vramlab_device::{Clock, StreamId};
 
-/// An operation of the upper seam.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Operation {
-    /// [`DeviceAllocator::allocate`].
-    Allocate,
-    /// [`DeviceAllocator::deallocate`].
-    Deallocate,
-}
-
-impl Operation {
-    const COUNT: usize = 2;
-    const ALL: [Operation; Self::COUNT] = [Operation::Allocate, Operation::Deallocate];
-
-    /// Name in records.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Allocate => "allocate",
-            Self::Deallocate => "deallocate",
-        }
+vramlab_device::named! {
+    /// An operation of the upper seam.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Operation {
+        /// [`DeviceAllocator::allocate`].
+        Allocate "allocate",
+        /// [`DeviceAllocator::deallocate`].
+        Deallocate "deallocate",
     }
 }
 
