@@ -282,14 +282,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
         _ => 4 * MIB,
     };
     let id = begin(&allocator, stream);
-    let mut live = Vec::new();
-    let error = loop {
-        match allocator.try_take(part, stream) {
-            Ok(block) => live.push(block),
-            Err(error) => break error,
-        }
-        assert!(live.len() < 100, "the device should be full");
-    };
+    let (live, error) = allocator.take_until_full(part, stream);
     assert!(error.is_out_of_memory(), "{error}");
     allocator.give_all(live, stream);
     let graph = end(&allocator, id, stream);

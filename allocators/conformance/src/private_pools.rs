@@ -3,6 +3,7 @@
 use super::Bench;
 use super::subject::{Range, Subject, assert_apart, overlap, range};
 use super::support::{MIB, Random, check_nothing_held, check_stats};
+use std::collections::BTreeSet;
 use vramlab_device::StreamId;
 use vramlab_policies::backends::SegmentUse;
 use vramlab_policies::contract::{AllocError, Block, PrivatePool, Request, Snapshot};
@@ -177,9 +178,11 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         allocator.give_each([held.remove(at)]);
     }
     let checkpoint = allocator.pool_checkpoint(pool).unwrap();
-    let mut expected: Vec<(Range, u64, StreamId)> =
-        held.iter().map(|(block, stream)| (range(block), block.requested(), *stream)).collect();
-    expected.sort_unstable();
+    let sorted = |held: &[(Block, StreamId)]| {
+        let lie = held.iter().map(|(block, stream)| (range(block), block.requested(), *stream));
+        lie.collect::<BTreeSet<(Range, u64, StreamId)>>()
+    };
+    let expected = sorted(&held);
     for _ in 0..3 {
         held.extend(take(30));
         for at in (0..held.len()).rev().step_by(2) {
@@ -189,10 +192,7 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap();
         let streams = restored_streams(&checkpoint);
         held = restored.into_iter().zip(streams).collect();
-        let mut found: Vec<(Range, u64, StreamId)> =
-            held.iter().map(|(block, stream)| (range(block), block.requested(), *stream)).collect();
-        found.sort_unstable();
-        assert_eq!(found, expected);
+        assert_eq!(sorted(&held), expected);
         check_stats(&allocator.stats());
         // Expandable memory may have grown in front and behind since.
         if bench.capabilities().segments != SegmentUse::Expandable {

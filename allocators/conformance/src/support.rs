@@ -125,20 +125,9 @@ fn check_pooled(name: &str, gauge: &PooledGauge) {
 /// # Panics
 /// When it does not.
 pub fn check_stats(stats: &Stats) {
-    for (name, gauge) in [
-        ("allocation", Some(&stats.allocation)),
-        ("segment", stats.segment.as_ref()),
-        ("active", Some(&stats.active)),
-        ("inactive_split", stats.inactive_split.as_ref()),
-        ("allocated_bytes", Some(&stats.allocated_bytes)),
-        ("reserved_bytes", (!stats.reserved_totals_unknown).then_some(&stats.reserved_bytes)),
-        ("active_bytes", Some(&stats.active_bytes)),
-        ("inactive_split_bytes", stats.inactive_split_bytes.as_ref()),
-        ("requested_bytes", Some(&stats.requested_bytes)),
-    ] {
-        if let Some(gauge) = gauge {
-            check_pooled(name, gauge);
-        }
+    let adds_up = |name: &str| name != "reserved_bytes" || !stats.reserved_totals_unknown;
+    for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| adds_up(name)) {
+        gauge.into_iter().for_each(|gauge| check_pooled(name, gauge));
     }
     assert!(stats.allocation.all.current <= stats.active.all.current);
     assert!(stats.allocated_bytes.all.current <= stats.active_bytes.all.current);

@@ -333,7 +333,8 @@ impl Stats {
     }
 
     /// The gauges by pool, in a fixed order.
-    fn pooled(&self) -> [(&'static str, Option<&PooledGauge>); 9] {
+    #[must_use]
+    pub fn pooled(&self) -> [(&'static str, Option<&PooledGauge>); 9] {
         [
             ("allocation", Some(&self.allocation)),
             ("segment", self.segment.as_ref()),
