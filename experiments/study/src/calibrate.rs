@@ -50,6 +50,15 @@ enum Engine {
     Sim(Arc<SimDriver>),
 }
 
+impl Engine {
+    fn driver(&self) -> &dyn Driver {
+        match self {
+            Self::Cuda(_, driver) => driver.as_ref(),
+            Self::Sim(driver) => driver.as_ref(),
+        }
+    }
+}
+
 struct Bench {
     engine: Engine,
     clock: Arc<dyn Clock>,
@@ -65,10 +74,7 @@ fn median(mut values: Vec<u64>) -> u64 {
 
 impl Bench {
     fn new(engine: Engine) -> Result<Self> {
-        let driver: &dyn Driver = match &engine {
-            Engine::Cuda(_, driver) => driver.as_ref(),
-            Engine::Sim(driver) => driver.as_ref(),
-        };
+        let driver = engine.driver();
         let stream = driver.stream_create()?;
         let most = if matches!(engine, Engine::Cuda(..)) { 16 << 30 } else { 4 << 30 };
         let bytes = (driver.mem_info()?.free / 16).min(most).next_multiple_of(2 * MIB);
@@ -82,10 +88,7 @@ impl Bench {
     }
 
     fn driver(&self) -> &dyn Driver {
-        match &self.engine {
-            Engine::Cuda(_, driver) => driver.as_ref(),
-            Engine::Sim(driver) => driver.as_ref(),
-        }
+        self.engine.driver()
     }
 
     /// Queues a kernel that writes `len` values.

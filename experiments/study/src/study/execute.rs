@@ -68,12 +68,7 @@ impl Experiment<'_> {
         let part = self.fresh(run)?;
         let line = command_line(run, self.device, self.inputs, start)?;
         let (machine, started_at) = (Machine::now(), now());
-        let outcome = self.process(&line, &part);
-        if self.signals.stop().load(SeqCst) {
-            remove(&part)?;
-            return Err(Interrupted.into());
-        }
-        let ended = outcome?;
+        let ended = self.process(&line, &part)?;
         let error = (!ended.status.success()).then(|| {
             let how = format!("{} ended with {}", run.program.name(), ended.status);
             ended.said.map_or_else(|| format!("{how} and said nothing"), |said| self.plain(&said))
@@ -107,9 +102,6 @@ impl Experiment<'_> {
         let part = self.fresh(run)?;
         let ended = command_line(run, self.device, self.inputs, start).and_then(|line| self.process(&line, &part));
         remove(&part)?;
-        if self.signals.stop().load(SeqCst) {
-            return Err(Interrupted.into());
-        }
         // A run that fails will fail again, and then it is recorded.
         ended.map(|_| ())
     }
@@ -134,12 +126,7 @@ impl Experiment<'_> {
             folder: Some(part.clone()),
             prints: false,
         };
-        let ended = self.process(&line, &part);
-        if self.signals.stop().load(SeqCst) {
-            remove(&part)?;
-            return Err(Interrupted.into());
-        }
-        let ended = ended?;
+        let ended = self.process(&line, &part)?;
         let whole = self.planned.folder.join(name);
         let moved = if ended.status.success() { std::fs::rename(&fresh, &whole) } else { Ok(()) };
         moved.with_context(|| format!("cannot make {}", whole.display()))?;
@@ -193,7 +180,8 @@ impl Experiment<'_> {
         remove(&old)
     }
 
-    /// Starts a process and waits for it; a signal to this program ends it.
+    /// Starts a process and waits for it. A signal to this program ends it: then its folder goes, and the error is
+    /// [`Interrupted`].
     fn process(&self, line: &CommandLine, part: &Path) -> Result<Ended> {
         let (out, err) = (part.join(RESULT), part.join("stderr.txt"));
         let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
@@ -216,6 +204,10 @@ impl Experiment<'_> {
                 None => std::thread::sleep(POLL),
             }
         };
+        if self.signals.stop().load(SeqCst) {
+            remove(part)?;
+            return Err(Interrupted.into());
+        }
         let wall = started.elapsed();
         let said = read_end(&err, MOST_SAID).unwrap_or_default();
         let text = String::from_utf8_lossy(&said);

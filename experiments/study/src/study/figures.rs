@@ -54,11 +54,14 @@ pub(crate) fn read_text(folder: &Path, name: &str, limit: u64) -> Result<String>
     read_unpacked(path, limit).with_context(|| format!("cannot read {}", path.display()))
 }
 
+fn read_document(folder: &Path, name: &str) -> Result<Value> {
+    let text = read_text(folder, name, DOCUMENT)?;
+    serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join(name).display()))
+}
+
 /// The summary of a trainer's run.
 pub(crate) fn read_summary(folder: &Path) -> Result<Value> {
-    let text = read_text(folder, "summary.json", DOCUMENT)?;
-    let summary: Value = serde_json::from_str(&text)
-        .with_context(|| format!("{} is not JSON", folder.join("summary.json").display()))?;
+    let summary = read_document(folder, "summary.json")?;
     let version = &summary["schema_version"];
     if version.as_u64() != Some(u64::from(trainer::record::SCHEMA_VERSION)) {
         anyhow::bail!(
@@ -157,10 +160,7 @@ pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
     if !folder.join("result.json").is_file() && !folder.join("result.json.gz").is_file() {
         return Ok(None);
     }
-    let text = read_text(folder, "result.json", DOCUMENT)?;
-    let value =
-        serde_json::from_str(&text).with_context(|| format!("{} is not JSON", folder.join("result.json").display()))?;
-    Ok(of_result(&value))
+    Ok(of_result(&read_document(folder, "result.json")?))
 }
 
 /// The middle value, of two the upper; not a number where there is none.
