@@ -294,15 +294,10 @@ impl Status {
 
 /// One sentence about all of them, and the next command.
 fn close(page: &mut Page, found: &[Status]) {
-    let sum = |of: fn(&Counts) -> usize| found.iter().map(|status| of(&status.counts)).sum::<usize>();
-    let (planned, done, running) = (sum(|of| of.planned), sum(|of| of.done), sum(|of| of.running));
+    let Counts { planned, done, running, failed, skipped, left } =
+        Counts::of(found.iter().flat_map(|status| &status.runs));
     let text = format!("{done} of {planned} runs are done")
-        + &tally([
-            (running, "running"),
-            (sum(|of| of.failed), "failed"),
-            (sum(|of| of.skipped), "skipped"),
-            (sum(|of| of.left), "left"),
-        ]);
+        + &tally([(running, "running"), (failed, "failed"), (skipped, "skipped"), (left, "left")]);
     let go_on = || Some(terminal::command("experiments", &found.iter().find_map(Status::next)?));
     let draw = || found.first().filter(|_| done == planned).map(|status| drawing(&status.folder));
     match go_on().or_else(draw) {
