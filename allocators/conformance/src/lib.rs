@@ -34,30 +34,18 @@ use support::{GIB, MIB};
 use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};
 
-/// A device that checks run on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Device {
-    /// The simulated GPU with host memory: what is written is read back.
-    Sim,
-    /// The simulated GPU without memory.
-    SimWithoutMemory,
-    /// The null device.
-    Null,
-    /// The first GPU of the machine. Where there is none, its checks say that they cannot run.
-    Cuda,
-}
-
-impl Device {
-    /// Every device.
-    pub const ALL: [Device; 4] = [Device::Sim, Device::SimWithoutMemory, Device::Null, Device::Cuda];
-
-    fn place(self) -> &'static str {
-        match self {
-            Self::Sim => "on_sim",
-            Self::SimWithoutMemory => "on_sim_without_memory",
-            Self::Null => "on_null",
-            Self::Cuda => "on_cuda",
-        }
+vramlab_device::named! {
+    /// A device that checks run on.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Device {
+        /// The simulated GPU with host memory: what is written is read back.
+        Sim "sim",
+        /// The simulated GPU without memory.
+        SimWithoutMemory "sim_without_memory",
+        /// The null device.
+        Null "null",
+        /// The first GPU of the machine. Where there is none, its checks say that they cannot run.
+        Cuda "cuda",
     }
 }
 
@@ -293,7 +281,7 @@ pub fn conformance(of: impl Into<Selection>, devices: &[Device]) -> Vec<Check> {
         for &(name, room, body) in demanded(&selection, device).into_iter().flatten() {
             let selection = selection.clone();
             out.push(Check {
-                name: format!("{place}_{}::{name}", device.place()),
+                name: format!("{place}_on_{device}::{name}"),
                 missing: no_gpu,
                 body: Box::new(move || body(&Bench::open(selection, device, room))),
             });

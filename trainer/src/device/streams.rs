@@ -6,30 +6,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vramlab::{Driver, EventId, StreamId};
 
-/// Work that can have a stream of its own, in the order in which `--streams` gives them one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Forward and backward pass.
-    Compute,
-    /// Updates of the weights, beside the rest of the backward pass.
-    Update,
-    /// Batches on their way to the device.
-    Load,
-    /// Validation.
-    Evaluate,
-}
-
-impl Role {
-    /// Every role.
-    pub const ALL: [Role; 4] = [Role::Compute, Role::Update, Role::Load, Role::Evaluate];
-
-    fn name(self) -> &'static str {
-        match self {
-            Role::Compute => "compute",
-            Role::Update => "update",
-            Role::Load => "load",
-            Role::Evaluate => "evaluate",
-        }
+vramlab::device::named! {
+    /// Work that can have a stream of its own, in the order in which `--streams` gives them one.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Role {
+        /// Forward and backward pass.
+        Compute "compute",
+        /// Updates of the weights, beside the rest of the backward pass.
+        Update "update",
+        /// Batches on their way to the device.
+        Load "load",
+        /// Validation.
+        Evaluate "evaluate",
     }
 }
 

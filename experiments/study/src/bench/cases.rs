@@ -17,15 +17,17 @@ const MIXED_LIVE: [u32; 3] = [64, 1_024, 16_384];
 /// Live blocks of each thread in the cases `threads`.
 pub(crate) const THREAD_LIVE: u32 = 64;
 
-/// An instrument whose cost is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Instrument {
-    /// None, to compare with.
-    Bare,
-    /// Latency histograms.
-    Latency,
-    /// The event trace.
-    Trace,
+vramlab::device::named! {
+    /// An instrument whose cost is measured.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub(crate) enum Instrument {
+        /// None, to compare with.
+        Bare "bare",
+        /// Latency histograms.
+        Latency "latency",
+        /// The event trace.
+        Trace "trace",
+    }
 }
 
 /// One thing that is measured.
@@ -59,14 +61,7 @@ impl Case {
             Self::Pair { bytes } => format!("pair/{bytes}"),
             Self::Threads { threads } => format!("threads/{threads}"),
             Self::Shared { threads } => format!("shared/{threads}"),
-            Self::Instrument { instrument, threads } => {
-                let name = match instrument {
-                    Instrument::Bare => "bare",
-                    Instrument::Latency => "latency",
-                    Instrument::Trace => "trace",
-                };
-                format!("instrument/{name}/{threads}")
-            }
+            Self::Instrument { instrument, threads } => format!("instrument/{instrument}/{threads}"),
             Self::Events { threads } => format!("trace/events/{threads}"),
         }
     }
@@ -137,7 +132,7 @@ pub(crate) fn groups(
     if let Some(alloc) = chosen.iter().find(cheap).or(chosen.first()) {
         for threads in [1, cores().min(16)].into_iter().take(if cores() > 1 { 2 } else { 1 }) {
             let of = |instrument| Job { case: Case::Instrument { instrument, threads }, alloc: alloc.clone() };
-            groups.push([Instrument::Bare, Instrument::Latency, Instrument::Trace].map(of).to_vec());
+            groups.push(Instrument::ALL.map(of).to_vec());
             groups.push(vec![Job { case: Case::Events { threads }, alloc: alloc.clone() }]);
         }
     }

@@ -2,7 +2,6 @@
 
 use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize, Serializer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -29,33 +28,22 @@ pub(crate) const KEEPABLE: [&str; 10] = [
 /// Most runs of one experiment: a typing error in a matrix should not fill a disk.
 const MOST_RUNS: u64 = 10_000;
 
-/// What an arm runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Program {
-    /// The trainer.
-    #[default]
-    Trainer,
-    /// The same network in PyTorch, `experiments/baselines/mlp.py`.
-    Pytorch,
-    /// `vramlab replay`.
-    Replay,
-    /// `vramlab capacity`.
-    Capacity,
-    /// `experiments bench`.
-    Bench,
-}
-
-impl Program {
-    /// Its name in specs and records.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Trainer => "trainer",
-            Self::Pytorch => "pytorch",
-            Self::Replay => "replay",
-            Self::Capacity => "capacity",
-            Self::Bench => "bench",
-        }
+vramlab::device::named! {
+    /// What an arm runs.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
+    #[serde(rename_all = "lowercase")]
+    pub(crate) enum Program {
+        /// The trainer.
+        #[default]
+        Trainer "trainer",
+        /// The same network in PyTorch, `experiments/baselines/mlp.py`.
+        Pytorch "pytorch",
+        /// `vramlab replay`.
+        Replay "replay",
+        /// `vramlab capacity`.
+        Capacity "capacity",
+        /// `experiments bench`.
+        Bench "bench",
     }
 }
 
