@@ -4,13 +4,8 @@ use crate::record::{EpochRecord, Status, Summary};
 use crate::settings::{DeviceChoice, Settings};
 use crate::train::{LastAllocation, Outcome};
 use terminal::arguments::name;
-use terminal::{Cell, Column, Page, Table, duration};
+use terminal::{Cell, Column, Page, Table, duration, seconds};
 use vramlab::{Attribution, Bytes, CallCounts, CallKind, CallTotals, PeakKind};
-
-fn seconds(value: f64) -> String {
-    // CAST: a display value; runs are far below 584 years.
-    duration((value * 1e9) as u64)
-}
 
 fn blocked(calls: &CallCounts) -> u64 {
     calls.iter().map(|(_, totals)| totals.blocked_ns).sum()

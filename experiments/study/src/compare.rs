@@ -11,8 +11,7 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::process::{Command, Stdio};
 use terminal::arguments::{self, Selections};
-use terminal::duration;
-use terminal::{Bar, Cell, Comparison, Page, command, quoted};
+use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, seconds};
 use vramlab::Bytes;
 
 /// What is compared unless `--arm` says otherwise.
@@ -244,12 +243,10 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     let mut page = Page::stdout();
     let Some(first) = rows.first() else { return page };
     page.line(format!("{}, data set {}, {} steps an epoch", first.device, first.dataset, first.steps));
-    // CAST: display values.
-    let time = |seconds: f64| duration((seconds * 1e9).round() as u64);
     let best = rows.iter().map(|row| row.step_s).fold(f64::INFINITY, f64::min);
     let ns = |of: fn(&Row) -> Option<u64>| rows.iter().map(move |row| Cell::or_dash(of(row).map(duration)));
     let mut table = Comparison::new("", rows.iter().map(|row| arguments::heading(&row.arm)));
-    table.ranked("training step", rows.iter().map(|row| (time(row.step_s), Some(row.step_s))));
+    table.ranked("training step", rows.iter().map(|row| (seconds(row.step_s), Some(row.step_s))));
     table.metric("to the best", rows.iter().map(|row| format!("{:.2} x", row.step_s / best)));
     table.metric("host blocked", rows.iter().map(|row| format!("{:.0} %", 100.0 * row.blocked_share)));
     let blocked_in = |row: &Row| Some(row.blocked_in.replace('_', " ")).filter(|call| !call.is_empty());

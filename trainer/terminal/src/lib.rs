@@ -25,7 +25,7 @@ pub use arguments::{Completions, Shard, completions};
 pub use bar::Bar;
 pub use escape::visible;
 pub use exit::RuntimeFailure;
-pub use page::{Page, duration};
+pub use page::{Page, digits, duration, seconds};
 pub use screen::Screen;
 pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 

@@ -124,13 +124,20 @@ pub fn duration(ns: u64) -> String {
     }
 }
 
-fn digits(value: f64) -> String {
-    if value < 10.0 {
-        format!("{value:.2}")
-    } else if value < 100.0 {
-        format!("{value:.1}")
-    } else {
-        format!("{value:.0}")
+/// Seconds in the unit that needs three digits.
+#[must_use]
+pub fn seconds(value: f64) -> String {
+    // CAST: a display value.
+    duration((value * 1e9).round() as u64)
+}
+
+/// A number with three digits or so.
+#[must_use]
+pub fn digits(value: f64) -> String {
+    match value {
+        value if value < 10.0 => format!("{value:.2}"),
+        value if value < 100.0 => format!("{value:.1}"),
+        value => format!("{value:.0}"),
     }
 }
 

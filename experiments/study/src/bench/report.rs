@@ -5,7 +5,7 @@ use super::measure::{Sample, Setup};
 use crate::study::record::{Machine, provenance};
 use serde::{Deserialize, Serialize};
 use terminal::arguments::heading;
-use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, say};
+use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, digits, say};
 use trainer::provenance::Provenance;
 use vramlab::{DeviceDescription, Driver, Selection};
 
@@ -299,14 +299,6 @@ fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: 
 /// Three digits or so, with the range.
 fn figure(row: &Row) -> String {
     format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
-}
-
-fn digits(value: f64) -> String {
-    match value {
-        value if value < 10.0 => format!("{value:.2}"),
-        value if value < 100.0 => format!("{value:.1}"),
-        value => format!("{value:.0}"),
-    }
 }
 
 #[cfg(test)]

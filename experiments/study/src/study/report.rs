@@ -8,7 +8,7 @@ use crate::table::percent;
 use anyhow::Result;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
-use terminal::{Cell as Text, Column, Page, command, duration, quoted};
+use terminal::{Cell as Text, Column, Page, command, quoted, seconds};
 use vramlab::Bytes;
 
 /// One cell of the matrix, over its repeats.
@@ -90,11 +90,6 @@ pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus
         });
     }
     Ok(out)
-}
-
-fn seconds(value: f64) -> String {
-    // CAST: a display value.
-    duration((value * 1e9).round() as u64)
 }
 
 fn bytes(value: f64) -> String {
