@@ -103,27 +103,14 @@ impl Calls {
 }
 
 /// What goes wrong on the way: reading the run's own files, or writing.
+#[derive(Debug, thiserror::Error)]
 enum Fault {
-    Calls(std::io::Error),
-    Write(WriteError),
-}
-
-impl From<std::io::Error> for Fault {
-    fn from(error: std::io::Error) -> Self {
-        Self::Calls(error)
-    }
-}
-
-impl From<WriteError> for Fault {
-    fn from(error: WriteError) -> Self {
-        Self::Write(error)
-    }
-}
-
-impl From<OverBudget> for Fault {
-    fn from(over: OverBudget) -> Self {
-        Self::Calls(std::io::Error::other(over))
-    }
+    #[error(transparent)]
+    Calls(#[from] std::io::Error),
+    #[error(transparent)]
+    Origins(#[from] OverBudget),
+    #[error(transparent)]
+    Write(#[from] WriteError),
 }
 
 impl Merge<'_> {
@@ -286,6 +273,7 @@ pub(crate) fn write(
     };
     ended.map_err(|fault| match fault {
         Fault::Calls(error) => failed(&calls, error),
+        Fault::Origins(over) => failed(&calls, std::io::Error::other(over)),
         Fault::Write(error) => unwritten(error),
     })?;
     let origins = merge.roles.origins;
