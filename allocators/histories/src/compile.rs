@@ -20,7 +20,6 @@
 mod ages;
 mod beginning;
 mod causes;
-mod gaps;
 mod memory;
 mod out_of_memory;
 mod pools;

@@ -113,7 +113,7 @@ pub struct Memory {
 }
 
 /// Memory of a map's entry where its nodes are as empty as they get.
-const fn in_tree<K, V>() -> usize {
+pub(crate) const fn in_tree<K, V>() -> usize {
     3 * size_of::<(K, V)>() + 16
 }
 

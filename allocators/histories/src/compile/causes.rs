@@ -1,12 +1,12 @@
 //! Why segments went back: a call of `empty_cache`, or an allocation in need of memory.
 
-use super::gaps::Gaps;
 use super::timeline::Timeline;
 use super::windows::{Cause, ClosedWindow, Completion, End, Window};
 use crate::history::{Kind, Release, SegmentEvent};
 use crate::memory::Rules;
 use crate::steps;
 use std::collections::BTreeSet;
+use vramlab_device::ranges::Ranges;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, segment_size};
 
@@ -73,6 +73,13 @@ pub(super) fn empty_before_private_pools(retries: &[u32], timeline: &mut Timelin
     for segment in timeline.segments.iter_mut().filter(|segment| segment.released && requests.contains(&segment.op)) {
         segment.op -= 1;
     }
+}
+
+/// The largest part of a segment in which none of these blocks lies. O(log n), and a step for each block in it.
+fn largest_gap(blocks: &Ranges, segment: &SegmentEvent) -> u64 {
+    let gaps = blocks.missing(segment.addr, segment.end());
+    steps::count(gaps.len());
+    gaps.into_iter().map(|(start, end)| end - start).max().unwrap_or(0)
 }
 
 impl Window {
@@ -155,10 +162,10 @@ impl Window {
         // Blocks that were held up lay between the free parts of segments. One that may have been counts among them: if
         // nothing else served the request, a retry does what the client would have done, whether that block was free
         // or not.
-        let gaps = if in_use { self.between_held_up(&rules) } else { Gaps::between(std::iter::empty()) };
+        let held_up = if in_use { self.held_up(&rules) } else { Ranges::default() };
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             steps::count(1);
-            let room = gaps.largest_in(segment.addr, segment.addr + segment.bytes);
+            let room = largest_gap(&held_up, segment);
             segment.stream == stream
                 && segment.pool() == pool_of(rounded)
                 // Oversize blocks serve only requests of about their size.
@@ -166,10 +173,14 @@ impl Window {
         })
     }
 
-    /// The room between blocks whose frees were held up, or may have been.
-    fn between_held_up(&self, rules: &Rules) -> Gaps {
-        let held_up = self.completions.iter().chain(&self.before);
-        Gaps::between(held_up.map(|done| (done.addr, done.addr + done.size.unwrap_or(rules.rounded(done.bytes)))))
+    /// Where blocks lie whose frees were held up, or may have been.
+    fn held_up(&self, rules: &Rules) -> Ranges {
+        let mut out = Ranges::default();
+        for done in self.completions.iter().chain(&self.before) {
+            steps::count(1);
+            out.insert(done.addr, done.addr + done.size.unwrap_or(rules.rounded(done.bytes)));
+        }
+        out
     }
 
     /// Whether an address lies in a segment that went back.
@@ -213,12 +224,12 @@ impl Window {
         let rules = Rules::pytorch(settings);
         let rounded = rules.rounded(bytes);
         // Blocks whose frees were held up lay between what was free.
-        let gaps = self.between_held_up(&rules);
+        let held_up = self.held_up(&rules);
         let fits = |part: &SegmentEvent| {
             part.released
                 && part.stream == stream
                 && part.part == Some(pool_of(rounded))
-                && gaps.largest_in(part.addr, part.addr + part.bytes) >= rounded
+                && largest_gap(&held_up, part) >= rounded
         };
         // Had one of the parts been there, the request would have got it: they were gone before.
         if settings.max_split_size.is_none() && self.segments.iter().any(fits) {

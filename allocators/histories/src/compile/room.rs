@@ -6,12 +6,8 @@ use super::transcript::Transcript;
 use super::windows::Windows;
 use crate::formats::Segment;
 use crate::history::{Beginning, StartBlock, StartSegment};
+use crate::memory::in_tree;
 use vramlab_device::budget::OverBudget;
-
-/// Memory of a map's entry where its nodes are as empty as they get.
-const fn in_tree<K, V>() -> usize {
-    3 * size_of::<(K, V)>() + 16
-}
 
 /// Memory of a table's entry while the table doubles at seven eighths.
 const fn in_table<K, V>() -> usize {
