@@ -20,6 +20,7 @@ mod placements;
 mod read;
 mod rmm;
 mod segment;
+mod snapshot;
 mod snapshot_json;
 mod stalloc;
 mod summary;

@@ -32,6 +32,11 @@ impl ReadError {
         Self::at(place, Problem::Content(text.into()))
     }
 
+    /// The end of a file within `what`, after so many bytes.
+    pub(crate) fn truncated(what: &'static str, end: u64) -> Self {
+        Self::at(Place::Byte(end), Problem::Truncated(what))
+    }
+
     /// What a sink returns to end the reading.
     #[must_use]
     pub fn stop(reason: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {

@@ -1,35 +1,19 @@
 //! PyTorch's memory snapshot as JSON: the dictionary of `torch.cuda.memory._snapshot()` through Python's `json.dump`.
 //!
-//! Events are handed out as they are read. Unknown keys are passed over without being kept.
+//! What the parser finds is put together as the values of a [pickle](super::pickle) are. JSON refers back to nothing, so each
+//! item of a list is taken as soon as it is whole.
 
-use self::origins::{Annotations, OriginText, Printed, Stack};
-use self::segments::{Host, Segments};
-use self::settings::{Keep, Node};
-use self::state::{Handle, Name, Part, Seed, State};
 use super::error::{Place, Problem};
 use super::input::Input;
 use super::list::Reader;
-use super::summary::{Receiver, Room};
-use super::words::{RawEvent, Word};
-use super::{Event, Format, Origin, ReadError, ReadOptions, StackId, Summary};
+use super::snapshot::{Assembly, Value};
+use super::summary::Receiver;
+use super::words::Word;
+use super::{Format, ReadError, ReadOptions, Summary};
 use crate::steps;
-use serde::de::{DeserializeSeed, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::Value;
+use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use std::fmt;
 use std::io::{self, Read};
-
-/// Expands to the part of a [`Visitor`] that says what it wants.
-macro_rules! expecting {
-    ($text:literal) => {
-        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-            f.write_str($text)
-        }
-    };
-}
-
-mod origins;
-mod segments;
-mod settings;
-mod state;
 
 /// The entry in the [list](super::list).
 pub(super) const READER: Reader =
@@ -37,182 +21,132 @@ pub(super) const READER: Reader =
 
 /// Reads a snapshot.
 fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
+    let mut reading = Reading { built: Assembly::new(Format::SnapshotJson, options, receiver), failed: None };
     let mut guarded = Guarded::new(input);
-    let mut state = State {
-        receiver,
-        summary: Summary::new(Format::SnapshotJson),
-        failed: None,
-        over: None,
-        traced: Part::Missing,
-        segments: Part::Missing,
-        settings: Part::Missing,
-        claim: options.budget.claim(),
-        room: Room::default(),
-    };
     let mut json = serde_json::Deserializer::from_reader(&mut guarded);
-    let result = Seed::Map(Top(&mut state)).deserialize(&mut json).and_then(|()| json.end());
-    let place = Place::Byte(guarded.input.offset());
-    match result {
-        Ok(()) if state.traced == Part::Whole => {
-            // The summary holds it.
-            state.claim.keep();
-            Ok(state.summary)
-        }
-        Ok(()) => Err(ReadError::content(place, "the snapshot has no 'device_traces'; it is none, or was cut by hand")),
-        Err(error)
-            if error.is_eof()
-                && state.failed.is_none()
-                && state.over.is_none()
-                && guarded.fault.is_none()
-                && state.summary.all_events() > 0 =>
-        {
-            Ok(state.cut(place))
-        }
-        Err(error) => Err(match (state.failed, state.over, guarded.fault) {
-            (Some(failed), ..) => failed,
-            (None, Some(over), _) => ReadError::over(place, over),
-            (None, None, Some(fault)) => ReadError::content(place, fault),
-            _ if error.is_eof() => ReadError::at(place, Problem::Truncated("the JSON document")),
-            _ if error.is_io() => ReadError::at(place, Problem::Io(error.into())),
-            _ => ReadError::content(place, format!("{error}; dump the snapshot again")),
-        }),
+    let result = Next(&mut reading).deserialize(&mut json).and_then(|()| json.end());
+    let end = guarded.input.offset();
+    let place = Place::Byte(end);
+    let Reading { mut built, failed } = reading;
+    built.at = end;
+    match (result, failed, guarded.fault) {
+        (Ok(()), ..) => built.end()?,
+        (_, Some(ReadError { place: Place::Byte(_), problem, .. }), _) => return Err(ReadError::at(place, problem)),
+        (_, Some(stopped), _) => return Err(stopped),
+        (_, _, Some(fault)) => return Err(ReadError::content(place, fault)),
+        (Err(error), ..) if error.is_eof() => built.keep_what_is_whole("the JSON document", end)?,
+        (Err(error), ..) if error.is_io() => return Err(ReadError::at(place, Problem::Io(error.into()))),
+        (Err(error), ..) => return Err(ReadError::content(place, format!("{error}; dump the snapshot again"))),
     }
+    Ok(built.into_summary())
 }
 
-/// The outermost dictionary.
-struct Top<'a, 'r, 's>(&'a mut State<'r, 's>);
-
-impl<'de> Visitor<'de> for Top<'_, '_, '_> {
-    type Value = ();
-
-    expecting!("a snapshot's dictionary with 'segments' and 'device_traces'");
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while let Some(Name(key)) = map.next_key()? {
-            self.0.found(key);
-            match key {
-                Some(Word::DeviceTraces) => {
-                    self.0.traced = Part::Begun;
-                    map.next_value_seed(Seed::List(Traces(self.0)))?;
-                    self.0.traced = Part::Whole;
-                }
-                Some(Word::Segments) => {
-                    map.next_value_seed(Seed::List(Segments(self.0)))?;
-                    self.0.segments = Part::Whole;
-                }
-                Some(key @ (Word::HostSegments | Word::HostTraces)) => {
-                    let events = key == Word::HostTraces;
-                    map.next_value_seed(Seed::List(Host { state: self.0, events }))?;
-                }
-                Some(Word::AllocatorSettings) => {
-                    let State { room, claim, over, .. } = &mut *self.0;
-                    let mut keep = Keep { room, claim, over };
-                    if let Value::Object(settings) = map.next_value_seed(Node::outermost(&mut keep))? {
-                        self.0.summary.allocator_settings = settings;
-                    }
-                    self.0.settings = Part::Whole;
-                }
-                Some(Word::ExternalAnnotations) => {
-                    self.0.summary.external_annotations = map.next_value_seed(Seed::List(Annotations(self.0)))?;
-                }
-                _ => drop(map.next_value::<IgnoredAny>()?),
-            }
-        }
-        Ok(())
-    }
+/// What was understood, and why no more can be.
+struct Reading<'r, 's> {
+    built: Assembly<'r, 's>,
+    failed: Option<ReadError>,
 }
 
-struct Traces<'a, 'r, 's>(&'a mut State<'r, 's>);
-
-impl<'de> Visitor<'de> for Traces<'_, '_, '_> {
-    type Value = ();
-
-    expecting!("one list of events for each device");
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        let mut device = 0_u16;
-        while seq.next_element_seed(Seed::List(Trace { state: self.0, device }))?.is_some() {
-            self.0.summary.has_device(device);
-            device = device.checked_add(1).ok_or_else(|| A::Error::custom("there are more than 65,535 devices"))?;
-        }
-        Ok(())
-    }
-}
-
-/// The events of one device.
-struct Trace<'a, 'r, 's> {
-    state: &'a mut State<'r, 's>,
-    device: u16,
-}
-
-impl<'de> Visitor<'de> for Trace<'_, '_, '_> {
-    type Value = ();
-
-    expecting!("a device's list of events");
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut seq: A) -> Result<(), A::Error> {
-        let mut number = 0_u64;
-        while let Some((raw, origin)) = seq.next_element_seed(Seed::Map(Fields(self.state)))? {
-            steps::count(1);
-            let event = raw.event(self.device).map_err(|field| {
-                A::Error::custom(format_args!("event {number} of device {} has no '{field}'", self.device))
-            })?;
-            match event {
-                Some(event) => self.emit::<A::Error>(event, origin)?,
-                None => self.state.summary.unknown_actions += 1,
-            }
-            number += 1;
-        }
-        Ok(())
-    }
-}
-
-impl Trace<'_, '_, '_> {
-    fn emit<E: Error>(&mut self, event: Event, origin: Origin) -> Result<(), E> {
-        self.state.summary.count(event.device);
-        self.state.receiver.take(event, origin).map_err(|error| {
-            self.state.failed = Some(error);
+impl<'r, 's> Reading<'r, 's> {
+    /// Does something with what was understood. Its error ends the parsing.
+    fn run<E: Error>(&mut self, act: impl FnOnce(&mut Assembly<'r, 's>) -> Result<(), ReadError>) -> Result<(), E> {
+        act(&mut self.built).map_err(|error| {
+            self.failed = Some(error);
             E::custom("stopped")
         })
     }
+
+    /// Whether the container that has just begun is not looked into.
+    fn is_opaque(&self) -> bool {
+        self.built.stack.last() == Some(&Value::Opaque)
+    }
 }
 
-/// An event's fields.
-struct Fields<'a, 'r, 's>(&'a mut State<'r, 's>);
+/// Pushes the value that comes next.
+struct Next<'a, 'r, 's>(&'a mut Reading<'r, 's>);
 
-impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
-    type Value = (RawEvent, Origin);
+impl<'de> DeserializeSeed<'de> for Next<'_, '_, '_> {
+    type Value = ();
 
-    expecting!("an event's dictionary");
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_any(self)
+    }
+}
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let (mut raw, mut origin, mut forward) = (RawEvent::default(), Origin::default(), StackId::default());
-        let wanted = self.0.receiver.wants_origins;
-        while let Some(Name(key)) = map.next_key()? {
-            self.0.found(key);
-            match key {
-                Some(Word::Action) => {
-                    raw.action = map.next_value::<Option<Name>>()?.map(|Name(name)| name.and_then(Word::action))
-                }
-                Some(Word::Addr) => raw.addr = map.next_value()?,
-                Some(Word::DeviceFree) => raw.device_free = map.next_value()?,
-                Some(Word::Size) => raw.size = map.next_value()?,
-                Some(Word::Stream) => raw.stream = map.next_value::<Handle>()?.0,
-                Some(Word::TimeUs) => raw.time_us = map.next_value()?,
-                Some(Word::Frames) if wanted => origin.stack = map.next_value_seed(Seed::List(Stack(self.0)))?,
-                Some(Word::ForwardFrames) if wanted => forward = map.next_value_seed(Seed::Any(Printed(self.0)))?,
-                Some(Word::Category) if wanted => {
-                    origin.category = map.next_value_seed(Seed::Any(OriginText(self.0)))?
-                }
-                Some(Word::UserMetadata) if wanted => {
-                    origin.note = map.next_value_seed(Seed::Any(OriginText(self.0)))?
-                }
-                _ => drop(map.next_value::<IgnoredAny>()?),
+impl<'de> Visitor<'de> for Next<'_, '_, '_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a value")
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<(), E> {
+        self.0.run(|built| built.push(Value::Bool(value)))
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<(), E> {
+        self.0.run(|built| built.push(Value::Int(value)))
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<(), E> {
+        self.0.run(|built| built.push(i64::try_from(value).map_or(Value::Uint(value), Value::Int)))
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<(), E> {
+        self.0.run(|built| built.push(Value::Float(value)))
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<(), E> {
+        self.0.run(|built| built.push(Value::None))
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<(), E> {
+        self.0.run(|built| {
+            let text = built.store.text(text);
+            built.push_made(text)
+        })
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
+        let Self(reading) = self;
+        // JSON has pairs as lists.
+        let pair = reading.built.stack.last() == Some(&Value::Word(Word::SegmentPoolId));
+        if !pair {
+            reading.run(Assembly::list)?;
+        }
+        if reading.is_opaque() {
+            while seq.next_element::<IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        let whole = pair || matches!(reading.built.stack.last(), Some(Value::Stack(_)));
+        let made = reading.built.stacks.len();
+        reading.run(Assembly::mark)?;
+        while seq.next_element_seed(Next(&mut *reading))?.is_some() {
+            if !whole {
+                reading.run(|built| built.with_marked(Assembly::append).and_then(|()| built.mark()))?;
+                reading.built.stacks.forget(made);
             }
         }
-        let whole = self.0.receiver.origins.with_forward(origin.stack, forward);
-        origin.stack = self.0.within(whole)?;
-        Ok((raw, origin))
+        reading.run(|built| built.with_marked(if pair { Assembly::tuple } else { Assembly::append }))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let Self(reading) = self;
+        reading.run(Assembly::dict)?;
+        if reading.is_opaque() {
+            while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
+        reading.run(Assembly::mark)?;
+        while map.next_key_seed(Next(&mut *reading))?.is_some() {
+            if reading.built.wants_next() {
+                map.next_value_seed(Next(&mut *reading))?;
+            } else {
+                map.next_value::<IgnoredAny>()?;
+                reading.run(|built| built.push(Value::Opaque))?;
+            }
+        }
+        reading.run(|built| built.with_marked(Assembly::set_items))
     }
 }
 
@@ -222,14 +156,15 @@ impl<'de> Visitor<'de> for Fields<'_, '_, '_> {
 const LONGEST_TEXT: u32 = 1 << 18;
 /// Longest stretch between two texts.
 const LONGEST_STRETCH: u32 = 1 << 24;
-/// Deepest nesting; the parser keeps a byte for each level that it passes over.
-const DEEPEST: u32 = 128;
+/// Deepest nesting; the parser itself stops one level further on.
+const DEEPEST: u32 = 127;
 
 /// The bytes of an input, up to what no snapshot holds.
 struct Guarded<'r, 'i> {
     input: &'r mut Input<'i>,
-    /// Bytes since a text began or ended.
+    /// Bytes since a text began or ended, and how many there may be.
     run: u32,
+    longest: u32,
     in_text: bool,
     escaped: bool,
     depth: u32,
@@ -239,32 +174,44 @@ struct Guarded<'r, 'i> {
 
 impl<'r, 'i> Guarded<'r, 'i> {
     fn new(input: &'r mut Input<'i>) -> Self {
-        Self { input, run: 0, in_text: false, escaped: false, depth: 0, fault: None }
+        Self { input, run: 0, longest: LONGEST_STRETCH, in_text: false, escaped: false, depth: 0, fault: None }
     }
 
     #[inline]
-    fn look(&mut self, byte: u8) {
+    fn look(&mut self, byte: u8) -> io::Result<()> {
+        steps::count(1);
         self.run += 1;
-        if self.in_text {
-            match byte {
-                _ if self.escaped => self.escaped = false,
-                b'\\' => self.escaped = true,
-                b'"' => (self.in_text, self.run) = (false, 0),
-                _ => {}
-            }
-        } else {
-            match byte {
-                b'"' => (self.in_text, self.run) = (true, 0),
-                b'[' | b'{' => self.depth += 1,
-                b']' | b'}' => self.depth = self.depth.saturating_sub(1),
-                _ => {}
-            }
+        match byte {
+            b'"' | b'\\' | b'[' | b'{' | b']' | b'}' => self.mark(byte),
+            _ => self.escaped = false,
         }
-        if self.run > if self.in_text { LONGEST_TEXT } else { LONGEST_STRETCH } {
-            self.fault = Some("a text, or a stretch between two texts, is longer than any snapshot's");
-        } else if self.depth > DEEPEST {
-            self.fault = Some("its lists and dictionaries are nested deeper than any snapshot's");
+        if self.run > self.longest {
+            return self.refuse("a text, or a stretch between two texts, is longer than any snapshot's");
         }
+        if self.depth > DEEPEST {
+            return self.refuse("its lists and dictionaries are nested deeper than any snapshot's");
+        }
+        Ok(())
+    }
+
+    /// Takes note of what has a meaning, but within a text.
+    fn mark(&mut self, byte: u8) {
+        match byte {
+            _ if self.escaped => self.escaped = false,
+            b'"' => {
+                (self.in_text, self.run) = (!self.in_text, 0);
+                self.longest = if self.in_text { LONGEST_TEXT } else { LONGEST_STRETCH };
+            }
+            _ if self.in_text => self.escaped = byte == b'\\',
+            b'[' | b'{' => self.depth += 1,
+            _ => self.depth = self.depth.saturating_sub(1),
+        }
+    }
+
+    #[cold]
+    fn refuse(&mut self, fault: &'static str) -> io::Result<()> {
+        self.fault = Some(fault);
+        Err(io::Error::other(fault))
     }
 }
 
@@ -272,19 +219,12 @@ impl Read for Guarded<'_, '_> {
     #[inline]
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         // The parser asks for one byte at a time.
-        let count = match (&mut *out, self.input.buffered().first()) {
-            ([slot], Some(byte)) => {
-                *slot = *byte;
-                self.input.advance(1);
-                1
-            }
-            _ => self.input.read(out)?,
-        };
-        steps::count(count);
-        out[..count].iter().for_each(|byte| self.look(*byte));
-        match self.fault {
-            Some(fault) => Err(io::Error::other(fault)),
-            None => Ok(count),
+        if let ([slot], Some(&byte)) = (&mut *out, self.input.buffered().first()) {
+            *slot = byte;
+            self.input.advance(1);
+            return self.look(byte).map(|()| 1);
         }
+        let count = self.input.read(out)?;
+        out[..count].iter().try_for_each(|byte| self.look(*byte)).map(|()| count)
     }
 }

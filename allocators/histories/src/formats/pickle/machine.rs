@@ -1,59 +1,27 @@
 //! The stack machine.
 
-use super::Outcome;
-use super::frames::Stacks;
 use super::memo::Memo;
-use super::store::{Store, Value};
 use crate::formats::input::Input;
+use crate::formats::snapshot::{Assembly, Value};
 use crate::formats::summary::Receiver;
 use crate::formats::words::Word;
-use crate::formats::{Place, Problem, ReadError, ReadOptions, Summary};
+use crate::formats::{Format, Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
-use vramlab_device::budget::{Claim, OverBudget};
 
 /// Longest string that is looked at; longer ones are passed over.
 const LONGEST_TEXT: u64 = 1 << 12;
 
-/// Which part of the snapshot is under way: the value of a key of the outermost dictionary, and where it lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
-    pub(super) key: Word,
-    pub(super) at: usize,
-    /// Up to here every second value above the part's is known to be a key.
-    pub(super) keys_until: usize,
-}
-
-/// The machine and what it has understood so far.
+/// The machine: a program that builds values.
 pub(super) struct Machine<'r, 'i, 's> {
     pub(super) input: &'r mut Input<'i>,
-    pub(super) stack: Vec<Value>,
-    /// Heights of the stack at which a MARK was set.
-    pub(super) marks: Vec<usize>,
     pub(super) memo: Memo,
-    /// For the stack.
-    claim: Claim,
-    pub(super) store: Store,
-    pub(super) stacks: Stacks,
-    pub(super) part: Option<Part>,
-    pub(super) outcome: Outcome<'r, 's>,
-    /// Offset of the instruction that runs.
-    at: u64,
+    pub(super) built: Assembly<'r, 's>,
 }
 
 impl<'r, 'i, 's> Machine<'r, 'i, 's> {
     pub(super) fn new(input: &'r mut Input<'i>, options: &ReadOptions, receiver: &'r mut Receiver<'s>) -> Self {
-        Self {
-            input,
-            stack: Vec::new(),
-            marks: Vec::new(),
-            memo: Memo::new(&options.budget),
-            claim: options.budget.claim(),
-            store: Store::new(&options.budget, receiver.wants_origins),
-            stacks: Stacks::new(&options.budget),
-            part: None,
-            outcome: Outcome::new(receiver, &options.budget),
-            at: 0,
-        }
+        let built = Assembly::new(Format::SnapshotPickle, options, receiver);
+        Self { input, memo: Memo::new(&options.budget), built }
     }
 
     /// Runs the program and returns what it built.
@@ -64,14 +32,15 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         }
         self.protocol(protocol)?;
         match self.steps() {
-            Err(ReadError { problem: Problem::Truncated(what), .. }) => self.keep_what_is_whole(what)?,
+            Err(ReadError { problem: Problem::Truncated(what), .. }) => {
+                self.built.keep_what_is_whole(what, self.end())?
+            }
             stopped => {
                 stopped?;
-                let top = self.pop()?;
-                self.finish(top)?;
+                self.built.end()?;
             }
         }
-        Ok(self.outcome.into_summary())
+        Ok(self.built.into_summary())
     }
 
     /// Runs up to STOP.
@@ -79,7 +48,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         loop {
             self.run_ahead()?;
             steps::count(1);
-            self.at = self.input.offset();
+            self.built.at = self.input.offset();
             let [opcode] = self.take::<1>("the pickle, before STOP")?;
             if opcode == b'.' {
                 return Ok(());
@@ -94,44 +63,35 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             b'h' => self.get::<1>("BINGET"),
             b'j' => self.get::<4>("LONG_BINGET"),
             0x94 => {
-                let value = self.peek()?;
+                let value = self.built.peek()?;
                 let grown = self.memo.add(value);
-                self.within(grown)
+                self.built.within(grown)
             }
             b'K' => self.integer::<1>("BININT1"),
             b'M' => self.integer::<2>("BININT2"),
             b'J' => {
                 let value = i32::from_le_bytes(self.take("BININT")?);
-                self.push(Value::Int(i64::from(value)))
+                self.built.push(Value::Int(i64::from(value)))
             }
             0x8a => {
                 let length = self.number::<1>("LONG1")?;
                 self.long(length)
             }
             b'(' => {
-                let grown = self.claim.push(&mut self.marks, self.stack.len());
-                self.within(grown)?;
-                let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces);
-                match self.stack.last() {
+                self.built.mark()?;
+                let in_trace = self.built.part.is_some_and(|part| part.key == Word::DeviceTraces);
+                match self.built.stack.last() {
                     Some(Value::Opaque) if in_trace => self.skip_references(),
                     Some(Value::Stack(stack)) => self.refer_to_frames(*stack),
                     _ => Ok(()),
                 }
             }
-            b'}' if self.is_frame_next() => {
-                let frame = self.stacks.new_frame();
-                self.push_made(frame)
-            }
-            b']' if self.is_stack_next() => {
-                let stack = self.stacks.new_stack();
-                self.push_made(stack)
-            }
-            b'}' => self.push_container(Store::dict),
-            b']' => self.push_container(Store::list),
-            b'u' => self.with_marked(Self::set_items),
-            b'e' => self.with_marked(Self::append),
-            b'a' => self.with_top(1, Self::append),
-            b's' => self.with_top(2, Self::set_items),
+            b'}' => self.built.dict(),
+            b']' => self.built.list(),
+            b'u' => self.built.with_marked(Assembly::set_items),
+            b'e' => self.built.with_marked(Assembly::append),
+            b'a' => self.built.with_top(1, Assembly::append),
+            b's' => self.built.with_top(2, Assembly::set_items),
             0x8c => self.text::<1>("SHORT_BINUNICODE"),
             b'X' => self.text::<4>("BINUNICODE"),
             0x8d => self.text::<8>("BINUNICODE8"),
@@ -139,21 +99,21 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             0x95 => self.number::<8>("FRAME").map(drop),
             b'q' => self.put::<1>("BINPUT"),
             b'r' => self.put::<4>("LONG_BINPUT"),
-            0x88 => self.push(Value::Bool(true)),
-            0x89 => self.push(Value::Bool(false)),
-            b'N' => self.push(Value::None),
+            0x88 => self.built.push(Value::Bool(true)),
+            0x89 => self.built.push(Value::Bool(false)),
+            b'N' => self.built.push(Value::None),
             b'G' => {
                 let value = f64::from_be_bytes(self.take("BINFLOAT")?);
-                self.push(Value::Float(value))
+                self.built.push(Value::Float(value))
             }
-            b')' => self.push(Value::Opaque),
-            0x85..=0x87 => self.with_top(usize::from(opcode - 0x84), Self::tuple),
-            b't' => self.with_marked(Self::tuple),
-            b'l' => self.with_marked(Self::collect_list),
-            b'd' => self.with_marked(Self::collect_dict),
+            b')' => self.built.push(Value::Opaque),
+            0x85..=0x87 => self.built.with_top(usize::from(opcode - 0x84), Assembly::tuple),
+            b't' => self.built.with_marked(Assembly::tuple),
+            b'l' => self.built.with_marked(Assembly::collect_list),
+            b'd' => self.built.with_marked(Assembly::collect_dict),
             0x8b => {
                 let length = i32::from_le_bytes(self.take("LONG4")?);
-                let length = u64::try_from(length).map_err(|_| self.content("LONG4 has a negative length"))?;
+                let length = u64::try_from(length).map_err(|_| self.built.content("LONG4 has a negative length"))?;
                 self.long(length)
             }
             0x80 => {
@@ -168,7 +128,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         if (2..=5).contains(&protocol) {
             return Ok(());
         }
-        Err(self.content(format!("pickle protocol {protocol} is not read, only 2 to 5: dump it with protocol=4")))
+        Err(self.built.content(format!("pickle protocol {protocol} is not read, only 2 to 5: dump it with protocol=4")))
     }
 
     /// The next bytes of the file.
@@ -193,7 +153,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
 
     fn integer<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
         let value = self.number::<N>(what)?;
-        self.push(Value::Int(value.cast_signed()))
+        self.built.push(Value::Int(value.cast_signed()))
     }
 
     fn text<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
@@ -202,16 +162,16 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             if !self.input.skip(length)? {
                 return Err(self.truncated("a string"));
             }
-            return self.push(Value::LostText);
+            return self.built.push(Value::LostText);
         }
         // CAST: at most LONGEST_TEXT.
         let length = length as usize;
         if !self.input.ensure(length)? {
             return Err(self.truncated("a string"));
         }
-        let value = self.store.string(&self.input.buffered()[..length]);
+        let value = self.built.store.string(&self.input.buffered()[..length]);
         self.input.advance(length);
-        self.push_made(value)
+        self.built.push_made(value)
     }
 
     /// An integer in little-endian two's complement.
@@ -220,7 +180,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             if !self.input.skip(length)? {
                 return Err(self.truncated("an integer"));
             }
-            return self.push(Value::Huge);
+            return self.built.push(Value::Huge);
         }
         // CAST: at most 9.
         let length = length as usize;
@@ -238,174 +198,31 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             (_, Ok(value)) => Value::Uint(value),
             _ => Value::Huge,
         };
-        self.push(value)
+        self.built.push(value)
     }
 
     fn get<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
         // CAST: at most four bytes.
         let index = self.number::<N>(what)? as u32;
         let Some(value) = self.memo.get(index) else {
-            return Err(self.content(format!("memo entry {index} is used before it is made; the file is damaged")));
+            return Err(self
+                .built
+                .content(format!("memo entry {index} is used before it is made; the file is damaged")));
         };
-        self.push(value)
+        self.built.push(value)
     }
 
     fn put<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
         let index = self.number::<N>(what)?;
-        let value = self.peek()?;
+        let value = self.built.peek()?;
         // CAST: at most four bytes.
         let kept = self.memo.put(index as u32, value);
-        self.within(kept)
-    }
-
-    /// Does something with the values above the last MARK.
-    fn with_marked(&mut self, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
-        let mark = self.marks.pop();
-        act(self, mark.ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))?)
-    }
-
-    /// Does something with the `count` uppermost values.
-    fn with_top(&mut self, count: usize, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
-        act(self, self.below(count)?)
-    }
-
-    /// Height of the stack below the `count` uppermost values, all of them above the last MARK.
-    fn below(&self, count: usize) -> Result<usize, ReadError> {
-        let floor = self.marks.last().copied().unwrap_or(0);
-        let from = self.stack.len().checked_sub(count).filter(|from| *from >= floor);
-        from.ok_or_else(|| self.content("an instruction finds too few values; the file is damaged"))
-    }
-
-    #[inline]
-    fn push(&mut self, value: Value) -> Result<(), ReadError> {
-        let grown = self.claim.push(&mut self.stack, value);
-        self.within(grown)
-    }
-
-    fn push_made(&mut self, made: Result<Value, OverBudget>) -> Result<(), ReadError> {
-        let value = self.within(made)?;
-        self.push(value)
-    }
-
-    /// The error of a claim, at this place.
-    #[inline]
-    pub(super) fn within<T>(&self, claimed: Result<T, OverBudget>) -> Result<T, ReadError> {
-        claimed.map_err(|over| ReadError::over(Place::Byte(self.at), over))
-    }
-
-    fn peek(&self) -> Result<Value, ReadError> {
-        let at = self.below(1)?;
-        Ok(self.stack[at])
-    }
-
-    fn pop(&mut self) -> Result<Value, ReadError> {
-        let at = self.below(1)?;
-        let value = self.stack[at];
-        self.cut(at);
-        Ok(value)
-    }
-
-    /// Index of the container below `from`.
-    pub(super) fn container_below(&self, from: usize) -> Result<usize, ReadError> {
-        let floor = self.marks.last().copied().unwrap_or(0);
-        from.checked_sub(1)
-            .filter(|at| *at >= floor)
-            .ok_or_else(|| self.content("an instruction finds no container; the file is damaged"))
-    }
-
-    /// Drops the uppermost values.
-    pub(super) fn cut(&mut self, height: usize) {
-        steps::count(self.stack.len() - height);
-        self.stack.truncate(height);
-        match &mut self.part {
-            Some(part) if part.at >= height => self.part = None,
-            Some(part) => part.keys_until = part.keys_until.min(height),
-            None => {}
-        }
-    }
-
-    /// Makes a tuple of the values from `from` on.
-    fn tuple(&mut self, from: usize) -> Result<(), ReadError> {
-        let key = from.checked_sub(1).map(|key| self.stack[key]);
-        let tuple = match self.stack[from..] {
-            [Value::Int(first), Value::Int(second)] if key == Some(Value::Word(Word::SegmentPoolId)) => {
-                // PyTorch counts pools from 1. What is larger is no name of one.
-                let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok());
-                pair.map_or(Value::Opaque, |(first, second)| Value::Pair(first, second))
-            }
-            _ => Value::Opaque,
-        };
-        self.cut(from);
-        self.push(tuple)
-    }
-
-    fn push_container(&mut self, make: fn(&mut Store) -> Result<Value, OverBudget>) -> Result<(), ReadError> {
-        self.enter_part();
-        let value = if self.is_opaque_here() { Ok(Value::Opaque) } else { make(&mut self.store) };
-        self.push_made(value)
-    }
-
-    fn collect_list(&mut self, mark: usize) -> Result<(), ReadError> {
-        let list = self.store.list();
-        let list = self.within(list)?;
-        let kept = self.store.extend(list, &self.stack[mark..]);
-        self.within(kept)?;
-        self.cut(mark);
-        self.push(list)
-    }
-
-    fn collect_dict(&mut self, mark: usize) -> Result<(), ReadError> {
-        let dict = self.store.dict();
-        let dict = self.within(dict)?;
-        self.set_pairs(dict, mark, mark)?;
-        self.cut(mark);
-        self.push(dict)
-    }
-
-    /// Puts the values above `from` into the dictionary below them.
-    pub(super) fn set_items(&mut self, from: usize) -> Result<(), ReadError> {
-        let target = self.container_below(from)?;
-        match self.stack[target] {
-            Value::Opaque => {}
-            Value::Frame(frame) => self.set_frame(frame, from)?,
-            dict => self.set_pairs(dict, target, from)?,
-        }
-        self.cut(from);
-        Ok(())
-    }
-
-    /// Puts the values above `from` into a dictionary that lies, or will lie, at `target`.
-    fn set_pairs(&mut self, dict: Value, target: usize, from: usize) -> Result<(), ReadError> {
-        if !(self.stack.len() - from).is_multiple_of(2) {
-            return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
-        }
-        let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);
-        let found = match dict {
-            Value::Object(handle) => self.store.dict_and_claim(handle),
-            _ => None,
-        };
-        let Some((pairs, claim)) = found else {
-            return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
-        };
-        let (mut grown, origins) = (Ok(()), self.outcome.receiver.wants_origins);
-        for pair in self.stack[from..].chunks_exact(2) {
-            if let Value::Word(key) = pair[0] {
-                self.outcome.summary.keys.add(key);
-            }
-            let wanted = match pair[0] {
-                Value::Word(word) => !in_trace || word.is_event_key() || origins && word.is_origin_key(),
-                _ => !in_trace,
-            };
-            if wanted && grown.is_ok() {
-                grown = claim.push(pairs, (pair[0], pair[1]));
-            }
-        }
-        self.within(grown)
+        self.built.within(kept)
     }
 
     #[cold]
     pub(super) fn truncated(&self, what: &'static str) -> ReadError {
-        ReadError::at(Place::Byte(self.end()), Problem::Truncated(what))
+        ReadError::truncated(what, self.end())
     }
 
     /// Bytes of the input up to what is in the buffer.
@@ -414,13 +231,8 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         self.input.offset() + self.input.buffered().len() as u64
     }
 
-    #[cold]
-    pub(super) fn content(&self, text: impl Into<String>) -> ReadError {
-        ReadError::content(Place::Byte(self.at), text)
-    }
-
     fn refuse(&self, name: &'static str, why: &'static str) -> ReadError {
-        ReadError::at(Place::Byte(self.at), Problem::Refused { name, why })
+        ReadError::at(Place::Byte(self.built.at), Problem::Refused { name, why })
     }
 
     #[cold]
@@ -462,7 +274,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
             0x91 => ("FROZENSET", NEEDLESS),
             b'g' => ("GET", NEEDLESS),
             b'p' => ("PUT", NEEDLESS),
-            other => return ReadError::at(Place::Byte(self.at), Problem::UnknownOpcode(other)),
+            other => return ReadError::at(Place::Byte(self.built.at), Problem::UnknownOpcode(other)),
         };
         self.refuse(name, why)
     }

@@ -4,7 +4,7 @@
 //! instructions of a snapshot only push a value or enter one here: they run without a step of the machine.
 
 use super::machine::Machine;
-use super::store::{Handle, Value};
+use crate::formats::snapshot::{Handle, Value};
 use crate::formats::words::Word;
 use crate::formats::{Place, ReadError};
 use crate::steps;
@@ -151,7 +151,7 @@ impl Machine<'_, '_, '_> {
     /// left to the machine, which says what is wrong, so both together do what the machine does alone.
     pub(super) fn run_ahead(&mut self) -> Result<(), ReadError> {
         let buffer = self.input.buffered();
-        let floor = self.marks.last().copied().unwrap_or(0);
+        let floor = self.built.marks.last().copied().unwrap_or(0);
         let mut at = 0;
         while let Some(next) = buffer[at..].first_chunk::<LONGEST>() {
             let (value, length) = match *next {
@@ -166,8 +166,8 @@ impl Machine<'_, '_, '_> {
                     let value = i64::from_le_bytes([a, b, c, d, e, f, g, h]) << rest >> rest;
                     (Some(Value::Int(value)), 2 + usize::from(length))
                 }
-                [0x94, ..] if self.stack.len() > floor => {
-                    let grown = self.memo.add(self.stack[self.stack.len() - 1]);
+                [0x94, ..] if self.built.stack.len() > floor => {
+                    let grown = self.memo.add(self.built.stack[self.built.stack.len() - 1]);
                     // CAST: a place in the buffer.
                     let place = Place::Byte(self.input.offset() + at as u64);
                     grown.map_err(|over| ReadError::over(place, over))?;
@@ -177,13 +177,62 @@ impl Machine<'_, '_, '_> {
                 }
                 _ => break,
             };
-            let Some(value) = value.filter(|_| self.stack.len() < self.stack.capacity()) else { break };
-            self.stack.push(value);
+            let Some(value) = value.filter(|_| self.built.stack.len() < self.built.stack.capacity()) else { break };
+            self.built.stack.push(value);
             at += length;
             steps::count(1);
         }
         self.input.advance(at);
         Ok(())
+    }
+
+    /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
+    /// that the reader does not look into.
+    pub(super) fn skip_references(&mut self) -> Result<(), ReadError> {
+        self.references(|_, _| true)
+    }
+
+    /// Takes references to frames that follow each other into a stack, without a step for each.
+    pub(super) fn refer_to_frames(&mut self, stack: u32) -> Result<(), ReadError> {
+        self.built.stacks.which = stack;
+        self.built.stacks.under_way.clear();
+        let mut failed = None;
+        self.references(|machine, value| {
+            let Value::Frame(frame) = value else { return false };
+            match machine.built.add_frame(frame) {
+                Ok(()) => true,
+                Err(error) => {
+                    failed = Some(error);
+                    false
+                }
+            }
+        })?;
+        failed.map_or(Ok(()), Err)
+    }
+
+    /// Takes the references to the memo that come next, as long as `take` wants them.
+    fn references(&mut self, mut take: impl FnMut(&mut Self, Value) -> bool) -> Result<(), ReadError> {
+        loop {
+            let mut taken = 0;
+            loop {
+                let (index, bytes) = match self.input.buffered()[taken..] {
+                    [b'h', index, ..] => (u32::from(index), 2),
+                    [b'j', a, b, c, d, ..] => (u32::from_le_bytes([a, b, c, d]), 5),
+                    _ => break,
+                };
+                let Some(value) = self.memo.get(index) else { break };
+                if !take(self, value) {
+                    self.input.advance(taken);
+                    return Ok(());
+                }
+                taken += bytes;
+            }
+            let all = self.input.buffered().len() - taken < 5;
+            self.input.advance(taken);
+            if taken == 0 || !all || !self.input.ensure(5)? {
+                return Ok(());
+            }
+        }
     }
 }
 

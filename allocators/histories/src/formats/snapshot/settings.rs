@@ -1,6 +1,6 @@
 //! The allocator's settings, which are kept as they are.
 
-use super::machine::Machine;
+use super::Assembly;
 use super::store::Value;
 use crate::formats::ReadError;
 use crate::formats::summary::{DEEPEST, entry_cost};
@@ -8,19 +8,19 @@ use crate::steps;
 use serde_json::{Map, Value as Json};
 use vramlab_device::budget::OverBudget;
 
-impl Machine<'_, '_, '_> {
+impl Assembly<'_, '_> {
     /// Keeps the allocator's settings, if they are a dictionary.
-    pub(super) fn take_settings(&mut self, value: Value) -> Result<(), ReadError> {
+    pub(in crate::formats) fn take_settings(&mut self, value: Value) -> Result<(), ReadError> {
         let json = self.json(value, DEEPEST);
         if let Json::Object(settings) = self.within(json)? {
-            self.outcome.summary.allocator_settings = settings;
+            self.summary.allocator_settings = settings;
         }
         Ok(())
     }
 
     fn json(&mut self, value: Value, depth: usize) -> Result<Json, OverBudget> {
         steps::count(1);
-        if !self.outcome.room.take_node() || depth == 0 {
+        if !self.room.take_node() || depth == 0 {
             return Ok(Json::Null);
         }
         Ok(match value {
@@ -34,10 +34,10 @@ impl Machine<'_, '_, '_> {
                     return self.json_object(value, count, depth).map(Json::Object);
                 }
                 let count = self.store.as_list(value).map_or(0, |list| list.items.len());
-                if !self.outcome.room.fits(count) {
+                if !self.room.fits(count) {
                     return Ok(Json::Null);
                 }
-                self.outcome.claim.add(count.saturating_mul(size_of::<Json>()))?;
+                self.kept.add(count.saturating_mul(size_of::<Json>()))?;
                 let mut items = Vec::with_capacity(count);
                 for at in 0..count {
                     let item = self.store.as_list(value).and_then(|list| list.items.get(at).copied());
@@ -60,12 +60,12 @@ impl Machine<'_, '_, '_> {
         for at in 0..count {
             steps::count(1);
             // Keys count as well, or a dictionary without texts could be gone through over and over.
-            if !self.outcome.room.take_node() {
+            if !self.room.take_node() {
                 break;
             }
             let Some((key, value)) = self.store.as_dict(dict).and_then(|pairs| pairs.get(at).copied()) else { break };
             let Some(key) = self.spelt(key)? else { continue };
-            self.outcome.claim.add(entry_cost(out.len()))?;
+            self.kept.add(entry_cost(out.len()))?;
             let value = self.json(value, depth - 1)?;
             out.insert(key, value);
         }
@@ -75,7 +75,7 @@ impl Machine<'_, '_, '_> {
     /// What a string says, if that was kept and there is room for it.
     fn spelt(&mut self, value: Value) -> Result<Option<String>, OverBudget> {
         match self.store.spelling(value) {
-            Some(text) => self.outcome.room.take_text(text, &mut self.outcome.claim),
+            Some(text) => self.room.take_text(text, &mut self.kept),
             None => Ok(None),
         }
     }

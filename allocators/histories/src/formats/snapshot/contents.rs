@@ -3,19 +3,19 @@
 //! The part of the snapshot that is under way is told by where its container lies on the stack: a pickle is built from
 //! the outside in, so the outermost dictionary lies at the bottom, above it a key, above that the value under way.
 
-use super::machine::{Machine, Part};
 use super::store::{Object, Pairs, Value, last_of};
+use super::{Assembly, Part};
 use crate::formats::words::{RawEvent, Word};
 use crate::formats::{HostMemory, Origin, ReadError, Segment, SegmentBlock};
 use crate::steps;
 use vramlab_policies::contract::BlockState;
 
 /// Takes one item of a list of the outermost dictionary.
-type Taker<'a, 'b, 'c> = fn(&mut Machine<'a, 'b, 'c>, Value) -> Result<(), ReadError>;
+type Taker<'a, 'b> = fn(&mut Assembly<'a, 'b>, Value) -> Result<(), ReadError>;
 
-impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
+impl<'a, 'b> Assembly<'a, 'b> {
     /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
-    pub(super) fn enter_part(&mut self) {
+    pub(in crate::formats) fn enter_part(&mut self) {
         let at = self.stack.len();
         let outermost = self.marks.len() <= 1 && at >= 2 && at.is_multiple_of(2);
         if !outermost || self.marks.first().is_some_and(|mark| *mark != 1) {
@@ -45,7 +45,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
     }
 
     /// Whether the reader does not look into the container that comes next.
-    pub(super) fn is_opaque_here(&self) -> bool {
+    pub(in crate::formats) fn is_opaque_here(&self) -> bool {
         let Some(last) = self.stack.last() else { return false };
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
         match last {
@@ -56,13 +56,13 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
                 key.is_some_and(|key| key == Word::DeviceTraces || Self::taker(key).is_some())
             }
             // An annotation follows on the list or on another annotation.
-            Value::Object(_) if self.outcome.receiver.wants_origins => false,
+            Value::Object(_) if self.receiver.wants_origins => false,
             _ => inside(Word::ExternalAnnotations),
         }
     }
 
     /// What takes the items of a list of the outermost dictionary, where items stand for themselves.
-    pub(super) fn taker(list: Word) -> Option<Taker<'a, 'b, 'c>> {
+    pub(in crate::formats) fn taker(list: Word) -> Option<Taker<'a, 'b>> {
         Some(match list {
             Word::Segments => Self::take_segment,
             Word::HostSegments => Self::take_host_segment,
@@ -73,7 +73,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
     }
 
     /// Appends the values above `from` to the list below them, or passes them on where that list is known.
-    pub(super) fn append(&mut self, from: usize) -> Result<(), ReadError> {
+    pub(in crate::formats) fn append(&mut self, from: usize) -> Result<(), ReadError> {
         let target = self.container_below(from)?;
         let list = self.stack[target];
         match list {
@@ -132,7 +132,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
     }
 
     /// Whether the list at `target` is a device's own within the list at `outer`.
-    pub(super) fn is_trace(&self, outer: usize, target: usize) -> bool {
+    pub(in crate::formats) fn is_trace(&self, outer: usize, target: usize) -> bool {
         let marked_above = self.marks.last().is_some_and(|mark| *mark > outer + 1);
         !marked_above && (target == outer + 1 || self.store.as_list(self.stack[target - 1]).is_some())
     }
@@ -160,19 +160,15 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
 
     /// The pairs of a dictionary, which is then gone.
     fn take_pairs(&mut self, value: Value, what: &str) -> Result<Pairs, ReadError> {
-        if let Value::Object(handle) = value {
-            match self.store.take(handle) {
-                Some(Object::Dict(pairs)) => {
-                    steps::count(pairs.len());
-                    return Ok(pairs);
-                }
-                None => {
-                    return Err(
-                        self.content(format!("{what} is a dictionary that was used before; write it out twice"))
-                    );
-                }
-                _ => {}
+        match self.store.take(value) {
+            Some(Object::Dict(pairs)) => {
+                steps::count(pairs.len());
+                return Ok(pairs);
             }
+            None if matches!(value, Value::Object(_)) => {
+                return Err(self.content(format!("{what} is a dictionary that was used before; write it out twice")));
+            }
+            _ => {}
         }
         Err(self.content(format!("{what} should be a dictionary, found {}", value.kind())))
     }
@@ -206,7 +202,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
             };
             if wrong {
                 return Err(self.content(format!(
-                    "'{}' of event {number} of device {device} is {} that cannot be one; the file is damaged",
+                    "'{}' of event {number} of device {device} has an invalid value, {}; the file is damaged",
                     key.name(),
                     value.kind()
                 )));
@@ -216,11 +212,11 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
         self.store.recycle(pairs);
         match raw.event(device) {
             Ok(Some(event)) => {
-                self.outcome.summary.count(device);
-                self.outcome.receiver.take(event, origin)
+                self.summary.count(device);
+                self.receiver.take(event, origin)
             }
             Ok(None) => {
-                self.outcome.summary.unknown_actions += 1;
+                self.summary.unknown_actions += 1;
                 Ok(())
             }
             Err(field) => {
@@ -249,7 +245,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
         let state = if let Value::Word(word) = state { word.block_state() } else { None };
         let state = state.ok_or_else(|| self.content("a block's 'state' is not one of PyTorch's"))?;
         if state != BlockState::Free && address > 0 && origin != Origin::default() {
-            let kept = self.outcome.claim.push(&mut self.outcome.block_origins, (address, origin));
+            let kept = self.kept.push(&mut self.block_origins, (address, origin));
             self.within(kept)?;
         }
         Ok(SegmentBlock { address, size, requested_size, state })
@@ -287,13 +283,13 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
         };
         (segment.address, segment.total_size) = (address, total_size);
         segment.place_blocks();
-        let origins = &mut self.outcome.receiver.origins;
+        let origins = &mut self.receiver.origins;
         let mut kept = origins.set_segment(segment.device, segment.address, origin);
-        for (address, origin) in self.outcome.block_origins.drain(..) {
+        for (address, origin) in self.block_origins.drain(..) {
             kept = kept.and_then(|()| origins.set_block(segment.device, address, origin));
         }
         self.within(kept)?;
-        let kept = self.outcome.claim.push(&mut self.outcome.summary.segments, segment);
+        let kept = self.kept.push(&mut self.summary.segments, segment);
         self.within(kept)
     }
 
@@ -310,7 +306,7 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
         let Some(size) = total.or(size) else {
             return Err(self.content("a host segment has no 'total_size'"));
         };
-        self.outcome.summary.host.segment(size, HostMemory::is_active(active, allocated, state));
+        self.summary.host.segment(size, HostMemory::is_active(active, allocated, state));
         Ok(())
     }
 
@@ -322,23 +318,19 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
             _ => None,
         };
         self.store.recycle(pairs);
-        self.outcome.summary.host.event(action, size.unwrap_or(0));
+        self.summary.host.event(action, size.unwrap_or(0));
         Ok(())
     }
 
     fn take_blocks(&mut self, value: Value) -> Result<Vec<SegmentBlock>, ReadError> {
-        let list = match value {
-            Value::Object(handle) => self.store.take(handle),
-            _ => None,
-        };
-        let Some(Object::List(list)) = list else {
+        let Some(Object::List(list)) = self.store.take(value) else {
             return Err(self.content("'blocks' of a segment should be a list of its own"));
         };
         let mut blocks = list.blocks;
-        let mut kept = self.store.hand_over(&blocks, &mut self.outcome.claim);
+        let mut kept = self.store.hand_over(&blocks, &mut self.kept);
         for item in &list.items {
             let block = self.take_block(*item)?;
-            kept = kept.and_then(|()| self.outcome.claim.push(&mut blocks, block));
+            kept = kept.and_then(|()| self.kept.push(&mut blocks, block));
         }
         self.store.release(list.items);
         self.within(kept)?;
@@ -356,12 +348,12 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
         }
         self.store.release(items);
         // A device without events counts as a device.
-        self.outcome.summary.has_device(device);
+        self.summary.has_device(device);
         Ok(())
     }
 
     /// Understands what is left when the program ends.
-    pub(super) fn finish(&mut self, top: Value) -> Result<(), ReadError> {
+    pub(in crate::formats) fn finish(&mut self, top: Value) -> Result<(), ReadError> {
         if self.store.as_list(top).is_some() {
             return Err(self.content(
                 "the pickle holds a list, not a snapshot: write it with torch.cuda.memory._dump_snapshot, not from \
@@ -404,7 +396,8 @@ impl<'a, 'b, 'c> Machine<'a, 'b, 'c> {
     /// The items of a list that were not passed on; to be released.
     fn take_items(&mut self, list: Value, what: Word) -> Result<Vec<Value>, ReadError> {
         let items = self.store.take_items(list);
-        items.ok_or_else(|| self.content(format!("'{what}' should be a list, found {}", list.kind())))
+        let of = if what == Word::DeviceTraces { " with one list of events for each device" } else { "" };
+        items.ok_or_else(|| self.content(format!("'{what}' should be a list{of}, found {}", list.kind())))
     }
 }
 

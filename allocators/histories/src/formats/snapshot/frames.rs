@@ -1,76 +1,31 @@
 //! Stacks of frames: a list of small dictionaries under the key `frames`, most of which a snapshot refers to again and
 //! again through the memo. Frames and stacks have numbers, under which values name them.
 
-use super::machine::Machine;
+use super::Assembly;
 use super::store::{Value, last_of};
 use crate::formats::words::Word;
 use crate::formats::{Annotation, Frame, Origin, ReadError, StackId, TextId};
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-impl Machine<'_, '_, '_> {
+impl Assembly<'_, '_> {
     /// Whether the list that comes next is one of frames, and the receiver wants them.
-    pub(super) fn is_stack_next(&self) -> bool {
-        self.outcome.receiver.wants_origins
+    pub(in crate::formats) fn is_stack_next(&self) -> bool {
+        self.receiver.wants_origins
             && matches!(self.stack.last(), Some(Value::Word(Word::Frames | Word::ForwardFrames)))
             && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments))
     }
 
     /// Whether the dictionary that comes next is a frame.
-    pub(super) fn is_frame_next(&self) -> bool {
+    pub(in crate::formats) fn is_frame_next(&self) -> bool {
         matches!(self.stack.last(), Some(Value::Stack(_) | Value::Frame(_)))
     }
 
-    /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
-    /// that the reader does not look into.
-    pub(super) fn skip_references(&mut self) -> Result<(), ReadError> {
-        self.references(|_, _| true)
-    }
-
-    /// Takes references to frames that follow each other into a stack, without a step for each.
-    pub(super) fn refer_to_frames(&mut self, stack: u32) -> Result<(), ReadError> {
-        self.stacks.which = stack;
-        self.stacks.under_way.clear();
-        let mut failed = None;
-        self.references(|machine, value| {
-            let Value::Frame(frame) = value else { return false };
-            match machine.frame_number(frame).and_then(|number| {
-                let kept = machine.stacks.claim.push(&mut machine.stacks.under_way, number);
-                machine.within(kept)
-            }) {
-                Ok(()) => true,
-                Err(error) => {
-                    failed = Some(error);
-                    false
-                }
-            }
-        })?;
-        failed.map_or(Ok(()), Err)
-    }
-
-    /// Takes the references to the memo that come next, as long as `take` wants them.
-    fn references(&mut self, mut take: impl FnMut(&mut Self, Value) -> bool) -> Result<(), ReadError> {
-        loop {
-            let mut taken = 0;
-            loop {
-                let (index, bytes) = match self.input.buffered()[taken..] {
-                    [b'h', index, ..] => (u32::from(index), 2),
-                    [b'j', a, b, c, d, ..] => (u32::from_le_bytes([a, b, c, d]), 5),
-                    _ => break,
-                };
-                let Some(value) = self.memo.get(index) else { break };
-                if !take(self, value) {
-                    self.input.advance(taken);
-                    return Ok(());
-                }
-                taken += bytes;
-            }
-            let all = self.input.buffered().len() - taken < 5;
-            self.input.advance(taken);
-            if taken == 0 || !all || !self.input.ensure(5)? {
-                return Ok(());
-            }
-        }
+    /// Adds a frame to the list that is under way.
+    pub(in crate::formats) fn add_frame(&mut self, frame: u32) -> Result<(), ReadError> {
+        let number = self.frame_number(frame)?;
+        let kept = self.stacks.claim.push(&mut self.stacks.under_way, number);
+        self.within(kept)
     }
 
     /// The number of a frame.
@@ -79,14 +34,14 @@ impl Machine<'_, '_, '_> {
         if let Some(number) = made.number {
             return Ok(number);
         }
-        let number = self.outcome.receiver.origins.frame(made.frame);
+        let number = self.receiver.origins.frame(made.frame);
         let number = self.within(number)?;
         self.stacks.frames[frame as usize].number = Some(number);
         Ok(number)
     }
 
     /// Sets what the values above `from` say of a frame.
-    pub(super) fn set_frame(&mut self, frame: u32, from: usize) -> Result<(), ReadError> {
+    pub(in crate::formats) fn set_frame(&mut self, frame: u32, from: usize) -> Result<(), ReadError> {
         for at in (from..self.stack.len().saturating_sub(1)).step_by(2) {
             steps::count(1);
             let (key, value) = (self.stack[at], self.stack[at + 1]);
@@ -105,7 +60,7 @@ impl Machine<'_, '_, '_> {
     }
 
     /// Appends the values above `from` to a stack.
-    pub(super) fn append_frames(&mut self, stack: u32, from: usize) -> Result<(), ReadError> {
+    pub(in crate::formats) fn append_frames(&mut self, stack: u32, from: usize) -> Result<(), ReadError> {
         if self.stacks.which != stack {
             self.stacks.under_way.clear();
         }
@@ -117,7 +72,7 @@ impl Machine<'_, '_, '_> {
                 // Those of the forward pass are as Python prints them.
                 Value::Text(_) => {
                     let text = self.store.spelling(self.stack[at]).unwrap_or_default();
-                    let number = self.outcome.receiver.origins.printed_frame(text);
+                    let number = self.receiver.origins.printed_frame(text);
                     self.within(number)?
                 }
                 _ => None,
@@ -129,7 +84,7 @@ impl Machine<'_, '_, '_> {
         }
         // A list that is longer than one batch is appended to more than once.
         let before = self.stacks.stacks[stack as usize];
-        let origins = &mut self.outcome.receiver.origins;
+        let origins = &mut self.receiver.origins;
         let whole = if before.is_empty() {
             origins.stack(&numbers)
         } else {
@@ -142,16 +97,16 @@ impl Machine<'_, '_, '_> {
     }
 
     /// The text of a value among those that origins refer to; nothing for what is none or was too long to be kept.
-    pub(super) fn origin_text(&mut self, value: Value) -> Result<TextId, ReadError> {
+    pub(in crate::formats) fn origin_text(&mut self, value: Value) -> Result<TextId, ReadError> {
         let text = self.store.spelling(value).unwrap_or_default();
-        let text = self.outcome.receiver.origins.text(text);
+        let text = self.receiver.origins.text(text);
         self.within(text)
     }
 
     /// Where an event, a block or a segment came from, by its dictionary.
-    pub(super) fn origin(&mut self, pairs: &[(Value, Value)]) -> Result<Origin, ReadError> {
+    pub(in crate::formats) fn origin(&mut self, pairs: &[(Value, Value)]) -> Result<Origin, ReadError> {
         let mut origin = Origin::default();
-        if !self.outcome.receiver.wants_origins {
+        if !self.receiver.wants_origins {
             return Ok(origin);
         }
         let mut forward = StackId::default();
@@ -166,15 +121,15 @@ impl Machine<'_, '_, '_> {
                 _ => {}
             }
         }
-        let whole = self.outcome.receiver.origins.with_forward(origin.stack, forward);
+        let whole = self.receiver.origins.with_forward(origin.stack, forward);
         origin.stack = self.within(whole)?;
         Ok(origin)
     }
 
     /// Keeps an annotation; what is none is passed over.
-    pub(super) fn take_annotation(&mut self, value: Value) -> Result<(), ReadError> {
-        self.outcome.summary.external_annotations += 1;
-        let Some(pairs) = self.store.as_dict(value).filter(|_| self.outcome.receiver.wants_origins) else {
+    pub(in crate::formats) fn take_annotation(&mut self, value: Value) -> Result<(), ReadError> {
+        self.summary.external_annotations += 1;
+        let Some(pairs) = self.store.as_dict(value).filter(|_| self.receiver.wants_origins) else {
             return Ok(());
         };
         let of = |key: Word| last_of(pairs, key).unwrap_or(Value::None);
@@ -185,7 +140,7 @@ impl Machine<'_, '_, '_> {
             start: stage == Value::Word(Word::Start),
             time_ns: time.unsigned().unwrap_or(0).saturating_mul(1000),
         };
-        let kept = self.outcome.receiver.origins.annotate(annotation);
+        let kept = self.receiver.origins.annotate(annotation);
         self.within(kept)?;
         if let Some(pairs) = self.store.take_dict(value) {
             self.store.recycle(pairs);
@@ -196,36 +151,47 @@ impl Machine<'_, '_, '_> {
 
 /// Frames and stacks that the file made, by the order in which it did.
 #[derive(Debug)]
-pub(super) struct Stacks {
-    pub(super) frames: Vec<Made>,
-    pub(super) stacks: Vec<StackId>,
+pub(in crate::formats) struct Stacks {
+    pub(in crate::formats) frames: Vec<Made>,
+    pub(in crate::formats) stacks: Vec<StackId>,
     /// Frames of the list that is under way, by their numbers in [`Origins`](crate::formats::Origins).
-    pub(super) under_way: Vec<u32>,
+    pub(in crate::formats) under_way: Vec<u32>,
     /// Which list that is.
-    pub(super) which: u32,
-    pub(super) claim: Claim,
+    pub(in crate::formats) which: u32,
+    pub(in crate::formats) claim: Claim,
 }
 
 /// A frame as a dictionary of the file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Made {
-    pub(super) frame: Frame,
+pub(in crate::formats) struct Made {
+    pub(in crate::formats) frame: Frame,
     /// Its number, once a stack has it.
-    pub(super) number: Option<u32>,
+    pub(in crate::formats) number: Option<u32>,
 }
 
 impl Stacks {
-    pub(super) fn new(budget: &Budget) -> Self {
+    pub(in crate::formats) fn new(budget: &Budget) -> Self {
         Self { frames: Vec::new(), stacks: Vec::new(), under_way: Vec::new(), which: u32::MAX, claim: budget.claim() }
     }
 
-    pub(super) fn new_frame(&mut self) -> Result<Value, OverBudget> {
+    /// Frames and stacks so far.
+    pub(in crate::formats) fn len(&self) -> (usize, usize) {
+        (self.frames.len(), self.stacks.len())
+    }
+
+    /// Forgets those that were made since, which nothing can refer to any more.
+    pub(in crate::formats) fn forget(&mut self, (frames, stacks): (usize, usize)) {
+        self.frames.truncate(frames);
+        self.stacks.truncate(stacks);
+    }
+
+    pub(in crate::formats) fn new_frame(&mut self) -> Result<Value, OverBudget> {
         self.claim.push(&mut self.frames, Made { frame: Frame::default(), number: None })?;
         // More than can be named is more than any budget has room for.
         u32::try_from(self.frames.len() - 1).map(Value::Frame).map_err(|_| self.claim.refuse())
     }
 
-    pub(super) fn new_stack(&mut self) -> Result<Value, OverBudget> {
+    pub(in crate::formats) fn new_stack(&mut self) -> Result<Value, OverBudget> {
         self.claim.push(&mut self.stacks, StackId::default())?;
         u32::try_from(self.stacks.len() - 1).map(Value::Stack).map_err(|_| self.claim.refuse())
     }

@@ -7,7 +7,7 @@ use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// A value. Containers are referred to, so that the memo shares them as Python does.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Value {
+pub(in crate::formats) enum Value {
     None,
     Bool(bool),
     Int(i64),
@@ -34,7 +34,7 @@ pub(super) enum Value {
 }
 
 impl Value {
-    pub(super) fn kind(self) -> &'static str {
+    pub(in crate::formats) fn kind(self) -> &'static str {
         match self {
             Value::None => "None",
             Value::Bool(_) => "a bool",
@@ -45,7 +45,7 @@ impl Value {
         }
     }
 
-    pub(super) fn unsigned(self) -> Option<u64> {
+    pub(in crate::formats) fn unsigned(self) -> Option<u64> {
         match self {
             Value::Int(value) => u64::try_from(value).ok(),
             Value::Uint(value) => Some(value),
@@ -56,7 +56,7 @@ impl Value {
 
 /// Names an object until that is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Handle {
+pub(in crate::formats) struct Handle {
     slot: u32,
     generation: u32,
 }
@@ -66,38 +66,38 @@ const SLOT_BITS: u32 = 28;
 
 impl Handle {
     /// All of it in sixty bits.
-    pub(super) fn bits(self) -> u64 {
+    pub(in crate::formats) fn bits(self) -> u64 {
         u64::from(self.slot) | u64::from(self.generation) << SLOT_BITS
     }
 
     /// What [`bits`](Self::bits) gave.
-    pub(super) fn from_bits(bits: u64) -> Self {
+    pub(in crate::formats) fn from_bits(bits: u64) -> Self {
         // CAST: each part within its bits.
         Self { slot: (bits & ((1 << SLOT_BITS) - 1)) as u32, generation: (bits >> SLOT_BITS) as u32 }
     }
 }
 
 /// Keys and values in the order in which they were set.
-pub(super) type Pairs = Vec<(Value, Value)>;
+pub(in crate::formats) type Pairs = Vec<(Value, Value)>;
 
 /// What a dictionary has under a key.
-pub(super) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
+pub(in crate::formats) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
     pairs.iter().rev().find(|(key, _)| *key == Value::Word(wanted)).map(|(_, value)| *value)
 }
 
 /// A list.
 #[derive(Debug, Default)]
-pub(super) struct List {
+pub(in crate::formats) struct List {
     /// Its items, but for those that were passed on.
-    pub(super) items: Vec<Value>,
+    pub(in crate::formats) items: Vec<Value>,
     /// Items that were passed on.
-    pub(super) passed: u64,
+    pub(in crate::formats) passed: u64,
     /// A segment's blocks.
-    pub(super) blocks: Vec<SegmentBlock>,
+    pub(in crate::formats) blocks: Vec<SegmentBlock>,
 }
 
 #[derive(Debug)]
-pub(super) enum Object {
+pub(in crate::formats) enum Object {
     Taken,
     Dict(Pairs),
     List(Box<List>),
@@ -111,7 +111,7 @@ struct Slot {
 
 /// The objects. Places of those that were taken are used again, so that a long history takes no more than a short one.
 #[derive(Debug)]
-pub(super) struct Store {
+pub(in crate::formats) struct Store {
     slots: Vec<Slot>,
     free: Vec<u32>,
     spare: Vec<Pairs>,
@@ -147,8 +147,14 @@ const SPARE: usize = 1000;
 /// The largest of them.
 const SPARE_PAIRS: usize = 64;
 
+/// The place of an object that is still there.
+fn slot_mut(slots: &mut [Slot], value: Value) -> Option<&mut Slot> {
+    let Value::Object(handle) = value else { return None };
+    slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)
+}
+
 impl Store {
-    pub(super) fn new(budget: &Budget, names: bool) -> Self {
+    pub(in crate::formats) fn new(budget: &Budget, names: bool) -> Self {
         Self {
             slots: Vec::new(),
             free: Vec::new(),
@@ -180,19 +186,19 @@ impl Store {
     }
 
     /// A new dictionary.
-    pub(super) fn dict(&mut self) -> Result<Value, OverBudget> {
+    pub(in crate::formats) fn dict(&mut self) -> Result<Value, OverBudget> {
         let pairs = self.spare.pop().unwrap_or_default();
         self.add(Object::Dict(pairs))
     }
 
     /// A new list.
-    pub(super) fn list(&mut self) -> Result<Value, OverBudget> {
+    pub(in crate::formats) fn list(&mut self) -> Result<Value, OverBudget> {
         self.claim.add(LIST_COST)?;
         self.add(Object::List(Box::default()))
     }
 
     /// Appends to a list.
-    pub(super) fn extend(&mut self, list: Value, items: &[Value]) -> Result<(), OverBudget> {
+    pub(in crate::formats) fn extend(&mut self, list: Value, items: &[Value]) -> Result<(), OverBudget> {
         if let Some((list, claim)) = self.list_and_claim(list) {
             claim.reserve(&mut list.items, items.len())?;
             list.items.extend_from_slice(items);
@@ -201,7 +207,7 @@ impl Store {
     }
 
     /// Appends a segment's block to a list.
-    pub(super) fn push_block(&mut self, list: Value, block: SegmentBlock) -> Result<(), OverBudget> {
+    pub(in crate::formats) fn push_block(&mut self, list: Value, block: SegmentBlock) -> Result<(), OverBudget> {
         match self.list_and_claim(list) {
             Some((list, claim)) => claim.push(&mut list.blocks, block),
             None => Ok(()),
@@ -209,25 +215,22 @@ impl Store {
     }
 
     fn list_and_claim(&mut self, value: Value) -> Option<(&mut List, &mut Claim)> {
-        let Value::Object(handle) = value else { return None };
-        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
-        match &mut slot.object {
+        match &mut slot_mut(&mut self.slots, value)?.object {
             Object::List(list) => Some((list, &mut self.claim)),
             _ => None,
         }
     }
 
     /// The pairs of a dictionary and the claim with which they grow; `None` when it is none.
-    pub(super) fn dict_and_claim(&mut self, handle: Handle) -> Option<(&mut Pairs, &mut Claim)> {
-        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
-        match &mut slot.object {
+    pub(in crate::formats) fn dict_and_claim(&mut self, value: Value) -> Option<(&mut Pairs, &mut Claim)> {
+        match &mut slot_mut(&mut self.slots, value)?.object {
             Object::Dict(pairs) => Some((pairs, &mut self.claim)),
             _ => None,
         }
     }
 
     /// The dictionary behind a value.
-    pub(super) fn as_dict(&self, value: Value) -> Option<&Pairs> {
+    pub(in crate::formats) fn as_dict(&self, value: Value) -> Option<&Pairs> {
         match self.slot(value)?.object {
             Object::Dict(ref pairs) => Some(pairs),
             _ => None,
@@ -235,7 +238,7 @@ impl Store {
     }
 
     /// The list behind a value.
-    pub(super) fn as_list(&self, value: Value) -> Option<&List> {
+    pub(in crate::formats) fn as_list(&self, value: Value) -> Option<&List> {
         match self.slot(value)?.object {
             Object::List(ref list) => Some(list),
             _ => None,
@@ -243,7 +246,7 @@ impl Store {
     }
 
     /// The list behind a value.
-    pub(super) fn as_list_mut(&mut self, value: Value) -> Option<&mut List> {
+    pub(in crate::formats) fn as_list_mut(&mut self, value: Value) -> Option<&mut List> {
         self.list_and_claim(value).map(|(list, _)| list)
     }
 
@@ -254,8 +257,9 @@ impl Store {
 
     /// Takes an object away; whatever in the memo still names it finds nothing. What it holds stays claimed until it is
     /// given to [`recycle`](Self::recycle) or [`release`](Self::release).
-    pub(super) fn take(&mut self, handle: Handle) -> Option<Object> {
-        let slot = self.slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)?;
+    pub(in crate::formats) fn take(&mut self, value: Value) -> Option<Object> {
+        let Value::Object(handle) = value else { return None };
+        let slot = slot_mut(&mut self.slots, value)?;
         slot.generation = slot.generation.wrapping_add(1);
         self.free.push(handle.slot);
         let object = std::mem::replace(&mut slot.object, Object::Taken);
@@ -266,16 +270,15 @@ impl Store {
     }
 
     /// Takes a dictionary away, if the value is one that is still there.
-    pub(super) fn take_dict(&mut self, value: Value) -> Option<Pairs> {
-        let Value::Object(handle) = value else { return None };
-        match self.take(handle) {
+    pub(in crate::formats) fn take_dict(&mut self, value: Value) -> Option<Pairs> {
+        match self.take(value) {
             Some(Object::Dict(pairs)) => Some(pairs),
             _ => None,
         }
     }
 
     /// Keeps the memory of a dictionary that was taken for the next one.
-    pub(super) fn recycle(&mut self, mut pairs: Pairs) {
+    pub(in crate::formats) fn recycle(&mut self, mut pairs: Pairs) {
         if self.spare.len() < SPARE && pairs.capacity() <= SPARE_PAIRS {
             pairs.clear();
             self.spare.push(pairs);
@@ -285,38 +288,44 @@ impl Store {
     }
 
     /// Frees the items or the blocks of a list that was taken.
-    pub(super) fn release<T>(&mut self, items: Vec<T>) {
+    pub(in crate::formats) fn release<T>(&mut self, items: Vec<T>) {
         self.claim.free(items);
     }
 
     /// Takes the items of a list; they stay claimed until they are [released](Self::release).
-    pub(super) fn take_items(&mut self, list: Value) -> Option<Vec<Value>> {
+    pub(in crate::formats) fn take_items(&mut self, list: Value) -> Option<Vec<Value>> {
         self.as_list_mut(list).map(|list| std::mem::take(&mut list.items))
     }
 
     /// Hands blocks of a list that was taken, with their claim, to who has `claim`.
-    pub(super) fn hand_over(&mut self, blocks: &Vec<SegmentBlock>, claim: &mut Claim) -> Result<(), OverBudget> {
+    pub(in crate::formats) fn hand_over(
+        &mut self,
+        blocks: &Vec<SegmentBlock>,
+        claim: &mut Claim,
+    ) -> Result<(), OverBudget> {
         let bytes = blocks.capacity() * size_of::<SegmentBlock>();
         self.claim.sub(bytes);
         claim.add(bytes)
     }
 
-    /// A string, as UTF-8 or what Python makes of lone surrogates. Those that are long, too many or no UTF-8 are forgotten.
-    pub(super) fn string(&mut self, bytes: &[u8]) -> Result<Value, OverBudget> {
+    /// A string, as UTF-8 or what Python makes of lone surrogates, which no reader needs.
+    pub(in crate::formats) fn string(&mut self, bytes: &[u8]) -> Result<Value, OverBudget> {
         let place = place(bytes);
         let recent = self.recent[place];
         if self.spelling(recent).is_some_and(|text| text.as_bytes() == bytes) {
             return Ok(recent);
         }
-        // The reader needs no string that is not UTF-8.
         let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Value::LostText) };
-        let value = Word::named(text).map_or_else(|| self.text(text), |word| Ok(Value::Word(word)))?;
+        let value = self.text(text)?;
         self.recent[place] = value;
         Ok(value)
     }
 
-    /// A string without a meaning.
-    fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
+    /// A string. Those that are too many or too long are forgotten.
+    pub(in crate::formats) fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
+        if let Some(word) = Word::named(text) {
+            return Ok(Value::Word(word));
+        }
         // CAST: below MOST_NAMES, and so below.
         if let Some(known) = self.texts.get_index_of(text) {
             return Ok(Value::Text(known as u32));
@@ -331,7 +340,7 @@ impl Store {
     }
 
     /// What a string says, if that was kept.
-    pub(super) fn spelling(&self, value: Value) -> Option<&str> {
+    pub(in crate::formats) fn spelling(&self, value: Value) -> Option<&str> {
         match value {
             Value::Word(word) => Some(word.name()),
             Value::Text(number) => self.texts.get_index(number as usize).map(|text| &**text),

@@ -1,16 +1,16 @@
-//! What is kept of a pickle that breaks off.
+//! What is kept of a file that breaks off.
 
-use super::machine::Machine;
+use super::Assembly;
 use super::store::Value;
 use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError};
 
-impl Machine<'_, '_, '_> {
+impl Assembly<'_, '_> {
     /// Hands on what was whole when the file ended: the events up to the one that was under way, and what else came before.
     ///
     /// # Errors
-    /// That the file ends `what`, if not even one event is whole.
-    pub(super) fn keep_what_is_whole(&mut self, what: &'static str) -> Result<(), ReadError> {
+    /// That the file, of which there are `end` bytes, ends `what`, if not even one event is whole.
+    pub(in crate::formats) fn keep_what_is_whole(&mut self, what: &'static str, end: u64) -> Result<(), ReadError> {
         let under_way = self.under_way().filter(|_| !self.marks.is_empty());
         while self.marks.len() > 1 {
             let Some(mark) = self.marks.pop() else { break };
@@ -35,8 +35,8 @@ impl Machine<'_, '_, '_> {
                 self.cut(container);
             }
         }
-        if self.outcome.summary.all_events() == 0 {
-            return Err(self.truncated(what));
+        if self.summary.all_events() == 0 {
+            return Err(ReadError::truncated(what, end));
         }
         // What is left are the outermost keys and their values, of which the last may be in pieces.
         let start = self.marks.pop().unwrap_or(self.stack.len());
@@ -53,16 +53,16 @@ impl Machine<'_, '_, '_> {
         let has = |word: Word| pairs.is_some_and(|pairs| pairs.iter().any(|(key, _)| *key == Value::Word(word)));
         let whole = |word: Word| has(word) && under_way != Some(word);
         let cut = Cut {
-            at: self.end(),
-            events: self.outcome.summary.all_events(),
+            at: end,
+            events: self.summary.all_events(),
             ends_known: whole(Word::DeviceTraces) && whole(Word::Segments),
             settings_known: whole(Word::AllocatorSettings),
         };
         if !has(Word::DeviceTraces) {
-            return Err(self.truncated(what));
+            return Err(ReadError::truncated(what, end));
         }
         self.finish(top)?;
-        let summary = &mut self.outcome.summary;
+        let summary = &mut self.summary;
         if !cut.ends_known {
             summary.segments.clear();
         }
