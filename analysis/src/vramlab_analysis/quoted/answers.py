@@ -210,7 +210,7 @@ def streams() -> str:
         }
         best = min(changes, key=lambda count: changes[count])
         parts.append(
-            f"{100 * changes[best]:+.0f} % at width {hidden} (best of {listed(map(str, sorted(changes)))} streams)"
+            f"{round(100 * changes[best]):+d} % at width {hidden} (best of {listed(map(str, sorted(changes)))} streams)"
         )
     eager = {key: cell for key, cell in told.items() if key[0] == "eager"}
     more = {key: cell for key, cell in eager.items() if key[-1] > 1}
