@@ -21,6 +21,8 @@
 //! 4 GiB. Each stream has lists of its own.
 //!
 //! *Good at* even times. *Bad at* memory that is nearly full: what is missed, up to 3 % below each size, counts then.
+//! And at requests of more than a segment that come again: the segment that one leaves is of its exact size, so the next one may
+//! miss it and takes another, until the device has no more.
 //!
 //! *Cost.* O(log n) in the classes that have a block, of which there are at most some hundreds, and in the blocks of one.
 //!
