@@ -6,7 +6,6 @@ pub mod client;
 pub mod contract;
 pub mod instruments;
 pub mod policy;
-mod slab;
 pub mod space;
 mod sync;
 

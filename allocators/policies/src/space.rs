@@ -31,7 +31,7 @@ pub use account::Account;
 pub use block::{BlockId, FreeBlock, FreeList, Joined, Owner, Record, SegmentId, State};
 pub use mapping::Unmapped;
 
-use crate::slab::Slab;
+use slab::Slab;
 use std::ops::Index;
 
 /// A range from the device.
@@ -74,7 +74,7 @@ impl Index<BlockId> for Space {
     /// # Panics
     /// When there is no such block any more.
     fn index(&self, block: BlockId) -> &Record {
-        &self.blocks[block.0]
+        &self.blocks[block.key()]
     }
 }
 
@@ -128,7 +128,7 @@ impl Space {
     }
 
     fn record(&mut self, block: BlockId) -> &mut Record {
-        &mut self.blocks[block.0]
+        &mut self.blocks[block.key()]
     }
 
     fn segment(&mut self, segment: SegmentId) -> &mut Segment {
@@ -140,7 +140,7 @@ impl Space {
         let expandable = state == State::Unmapped;
         let mapped = if expandable { 0 } else { bytes };
         let idle_since = self.now();
-        let first = BlockId(self.blocks.insert(Record {
+        let first = BlockId::of(self.blocks.insert(Record {
             addr,
             bytes,
             requested: 0,
@@ -198,7 +198,7 @@ impl Space {
         let several = self[first].next.is_some();
         let (mut gone, mut next) = (Vec::new(), Some(first));
         while let Some(block) = next {
-            let record = self.blocks.remove(block.0);
+            let record = self.blocks.remove(block.key());
             next = record.next;
             if record.state == State::Free {
                 if several && !expandable {
@@ -230,7 +230,7 @@ impl Space {
         };
         front.bytes = bytes;
         let next = rest.next;
-        let rest = BlockId(self.blocks.insert(rest));
+        let rest = BlockId::of(self.blocks.insert(rest));
         self.record(block).next = Some(rest);
         if let Some(next) = next {
             self.record(next).prev = Some(rest);
@@ -241,7 +241,7 @@ impl Space {
     /// Joins a block with its next neighbour, without counting anything.
     fn join_next(&mut self, block: BlockId) {
         let next = self[block].next.expect("there should be a neighbour to join with");
-        let gone = self.blocks.remove(next.0);
+        let gone = self.blocks.remove(next.key());
         let record = self.record(block);
         (record.bytes, record.next) = (record.bytes + gone.bytes, gone.next);
         if let Some(after) = gone.next {

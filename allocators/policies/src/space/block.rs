@@ -22,11 +22,21 @@ impl BlockId {
     pub fn number(self) -> u32 {
         self.0
     }
+
+    /// The name of what has this key.
+    pub(super) fn of(key: usize) -> Self {
+        Self(u32::try_from(key).expect("memory should end before 2^32 blocks"))
+    }
+
+    pub(super) fn key(self) -> usize {
+        // CAST: it was a usize.
+        self.0 as usize
+    }
 }
 
 /// Names a segment while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SegmentId(pub(super) u32);
+pub struct SegmentId(pub(super) usize);
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

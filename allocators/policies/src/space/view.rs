@@ -8,7 +8,7 @@ impl Space {
     /// The held block with this number, if it lies at this address.
     #[must_use]
     pub fn find_held(&self, number: u32, addr: u64) -> Option<BlockId> {
-        let record = self.blocks.get(number)?;
+        let record = self.blocks.get(BlockId(number).key())?;
         (record.addr == addr && record.state == State::Held).then_some(BlockId(number))
     }
 
@@ -23,7 +23,7 @@ impl Space {
 
     /// Every segment, in no order.
     pub fn segments(&self) -> impl Iterator<Item = (SegmentId, &Segment)> {
-        self.segments.iter().map(|(number, segment)| (SegmentId(number), segment))
+        self.segments.iter().map(|(key, segment)| (SegmentId(key), segment))
     }
 
     /// The blocks of a segment in address order.
@@ -34,7 +34,7 @@ impl Space {
     /// Every block that is free, in no order.
     pub fn free_blocks(&self) -> impl Iterator<Item = FreeBlock> {
         let free = self.blocks.iter().filter(|(_, record)| record.state == State::Free);
-        free.map(|(number, record)| FreeBlock::of(BlockId(number), record))
+        free.map(|(key, record)| FreeBlock::of(BlockId::of(key), record))
     }
 
     /// Blocks that are held for an owner of a free list, and their bytes.

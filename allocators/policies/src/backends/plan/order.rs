@@ -2,7 +2,7 @@
 
 use crate::policy::Heap;
 use crate::policy::grow::Segments as _;
-use crate::slab::Slab;
+use slab::Slab;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use vramlab_device::{DriverError, EventId, StreamId};
@@ -31,7 +31,7 @@ struct Owner {
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     end: u64,
-    owner: u32,
+    owner: usize,
 }
 
 /// What has to happen before a stream can have some memory.

@@ -4,7 +4,7 @@
 //! part of a block. Its mappings at the others are *kept*, so that it can go back there without a call of the driver.
 #![forbid(unsafe_code)]
 
-use crate::slab::Slab;
+use slab::Slab;
 use std::collections::BTreeMap;
 use vramlab_device::PhysicalHandle;
 
@@ -22,7 +22,7 @@ struct Page {
 #[derive(Debug, Default)]
 pub(crate) struct Mapped {
     /// The page behind each address, by its number.
-    at: BTreeMap<u64, u32>,
+    at: BTreeMap<u64, usize>,
     pages: Slab<Page>,
 }
 
