@@ -162,6 +162,18 @@ fn tlsf_misses_a_block_of_exactly_the_wanted_size() {
     bench.free(block);
     assert_eq!(bench.place(101 * 512).0, 102 * 512, "all that are sure to fit are larger");
     assert_eq!(bench.place(100 * 512).0, 0);
+    // A segment is of a size that is found, so that a request of more than one finds it when it comes again.
+    for name in ["tlsf", "lab:fit=tlsf,grow=exact"] {
+        let mut bench = Bench::new(name, 1 << 45);
+        let places = [(); 6].map(|()| {
+            let block = bench.take(154_389_504);
+            let at = bench.at(&block);
+            bench.free(block);
+            at
+        });
+        // 301,542 units are more than 36 and less than 37 parts of 8,192, which are 4 MiB.
+        assert_eq!((places, bench.reserved()), ([0; 6], 37 * 4 * MIB), "{name}");
+    }
     // Sizes beyond 4 GiB, which the original's 32 rows do not hold.
     let mut bench = Bench::new("tlsf", 1 << 45);
     let large = bench.take(5 << 30);

@@ -136,7 +136,10 @@ impl Rules for Tlsf {
         fits.min_by_key(|range| (class(range), Reverse(range.number))).copied()
     }
 
+    /// What is wanted of a segment is what is wanted of a range.
     fn segments(&self, bytes: u64) -> Vec<u64> {
+        let units = bytes / Self::UNIT;
+        let bytes = units.next_multiple_of(part(units)) * Self::UNIT;
         vec![bytes.max(self.segment), bytes]
     }
 

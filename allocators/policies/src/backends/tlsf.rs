@@ -10,8 +10,9 @@
 //! 2. In the first class of which all blocks fit and that has one, the block that became free last is taken. A block of
 //!    exactly the wanted size may be missed, if smaller ones are of its class.
 //! 3. What is left of it is cut off.
-//! 4. When none fits, a segment of `segment` bytes is taken, or of what the request needs if that is more. If the device has no
-//!    memory, pending frees are waited for, idle segments go back, and it is asked again.
+//! 4. When none fits, a segment of `segment` bytes is taken, or, if that is less than the request needs, of the size from which on
+//!    its search finds a block. If the device has no memory, pending frees are waited for, idle segments go back, and it is asked
+//!    again.
 //!
 //! *A free* (`free`). The block is joined with the free blocks in front of it and behind it, and put first in its list. Blocks
 //! of different segments are never joined.
@@ -21,8 +22,6 @@
 //! 4 GiB. Each stream has lists of its own.
 //!
 //! *Good at* even times. *Bad at* memory that is nearly full: what is missed, up to 3 % below each size, counts then.
-//! And at requests of more than a segment that come again: the segment that one leaves is of its exact size, so the next one may
-//! miss it and takes another, until the device has no more.
 //!
 //! *Cost.* O(log n) in the classes that have a block, of which there are at most some hundreds, and in the blocks of one.
 //!

@@ -36,6 +36,11 @@ pub trait FreeBlocks: fmt::Debug + Send {
     /// A block of a list that has at least `bytes` and at most `largest`, which is no less.
     fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId>;
 
+    /// Bytes from which on a free block is surely found for a request of `bytes`: a new segment for it has at least as many.
+    fn surely_found(&self, bytes: u64) -> u64 {
+        bytes
+    }
+
     /// The block that comes after one of its list in the order of best fit.
     fn next_larger(&self, _block: FreeBlock) -> Option<BlockId> {
         None
@@ -90,6 +95,12 @@ impl Fit {
     #[must_use]
     pub fn next() -> Self {
         Self::by(next::Next::default())
+    }
+
+    /// See [`FreeBlocks::surely_found`].
+    #[must_use]
+    pub fn surely_found(&self, bytes: u64) -> u64 {
+        self.blocks.surely_found(bytes)
     }
 
     /// Adds a block that was just made: it came from the device, or a cut left it.

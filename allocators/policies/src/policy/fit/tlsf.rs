@@ -38,6 +38,14 @@ fn class_above(units: u64) -> (u32, u32) {
     class(units.saturating_add((1 << (units.ilog2() - PARTS.ilog2())) - 1))
 }
 
+/// Units of the smallest block of a class.
+fn smallest((power, part): (u32, u32)) -> u64 {
+    match power {
+        0 => u64::from(part),
+        _ => u64::from(PARTS + part) << (power - 1),
+    }
+}
+
 /// The free blocks.
 #[derive(Debug, Default)]
 pub(super) struct Tlsf {
@@ -80,6 +88,11 @@ impl FreeBlocks for Tlsf {
         last_first.find(|block| block.bytes <= largest).map(|block| block.id)
     }
 
+    /// The smallest block of the class that the search begins with.
+    fn surely_found(&self, bytes: u64) -> u64 {
+        smallest(class_above(bytes.div_ceil(UNIT))).saturating_mul(UNIT)
+    }
+
     fn of(&self, list: FreeList) -> Vec<FreeBlock> {
         self.classes.range((list, (0, 0))..(list, ABOVE)).flat_map(|(_, blocks)| blocks.values()).copied().collect()
     }
@@ -107,10 +120,6 @@ mod tests {
             let (own, from) = (class(units), class_above(units));
             assert!(from >= own, "{units}");
             // The smallest of the class fits, and the largest of the one before may not.
-            let smallest = |(power, part): (u32, u32)| match power {
-                0 => u64::from(part),
-                _ => u64::from(PARTS + part) << (power - 1),
-            };
             assert!(smallest(from) >= units && class(smallest(from)) == from, "{units}");
         }
     }
