@@ -4,9 +4,10 @@
     python3 experiments/inside/campaign.py -o DIR --parts smoke,checks,empty --budget 400 [--resume FILE]...
 
 Needs PyTorch with a GPU, libvramlab (VRAMLAB_LIBRARY, or built in target/) and a C++ compiler for the shim. `--plan` says
-what would run and how long that takes. Runs that are timed have the GPU for themselves; where only memory is asked for, runs
-lie side by side as long as the GPU has room. Each run is a process forked from one that has imported PyTorch and has not
-touched the GPU; `--fresh` starts a Python for each instead.
+what would run and how long that takes. Runs that are timed have the GPU for themselves; where a single call is timed (`empty`),
+the processes of all allocators take turns on one core; where only memory is asked for, runs lie side by side as long as the
+GPU has room. Each run is a process forked from one that has imported PyTorch and has not touched the GPU; `--fresh` starts a
+Python for each instead.
 
 DIR/results.jsonl has a line for the machine, then one for each run: what ran under what, and what programs/measure.py says.
 `--resume` names such files of earlier calls: what they have done is not done again. No run begins that would not end
@@ -32,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from processes import HERE, NATIVE, Starter, environment
+from turns import Turns
 
 sys.path.insert(0, str(HERE.parent / "baselines"))
 from run_record import provenance
@@ -45,7 +47,7 @@ MAIN = ("native", "expandable", "caching", "pytorch-expandable", "remap", "remap
 # GiB that a program takes, and seconds that a forked run of it takes, to plan with. A fresh process takes some more.
 SIZES = {
     "gpt2": (20, 3.5), "resnet50": (14, 3), "varying": (22, 4.5), "moe": (16, 5), "generate": (14, 6),
-    "gnn": (26, 5), "compiled": (16, 25), "graphed": (26, 4), "usual": (16, 20), "checks": (16, 40), "empty": (2, 3),
+    "gnn": (26, 5), "compiled": (16, 25), "graphed": (26, 4), "usual": (16, 20), "checks": (16, 40), "empty": (2, 12),
 }  # fmt: skip
 FRESH_S = 6
 VARIED = ("varying", "moe", "generate", "gnn", "graphed", "compiled")
@@ -78,6 +80,11 @@ class Task:
     def id(self):
         limit = f" at {self.limit:g}" if self.limit else ""
         return f"{self.part} {self.program} {self.arm}{limit} #{self.repeat}"
+
+    @property
+    def turns(self):
+        """Runs of one number take turns; None for what takes none."""
+        return self.repeat if self.program == "empty" else None
 
     @property
     def gib(self):
@@ -123,12 +130,12 @@ def planned(parts, arms, repeats, checks):
         elif part == "checks":
             tasks += [Task(part, "checks", arm, options=[str(checks)], fresh=True, timeout=200) for arm in arms]
         elif part == "empty":
-            tasks += rounds(part, ["empty"], arms, 3, alone=True)
+            tasks += rounds(part, ["empty"], arms, 3)
         elif part == "timed":
             tasks += rounds(part, ["gpt2", "resnet50"], main, repeats, alone=True)
             tasks += rounds(part, ["gpt2", "resnet50"], others, 3, alone=True)
         elif part == "passes":
-            tasks += rounds(part, ["varying"], main, 3, alone=True)
+            tasks += rounds(part, ["varying"], main, repeats, alone=True)
         elif part == "curve":
             short = {"gpt2": ["--warm-up", "4", "--steps", "8"], "resnet50": ["--warm-up", "4", "--steps", "10"]}
             # What `native` holds without a limit is what limits are multiples of.
@@ -301,9 +308,11 @@ class Campaign:
         print(line(record), flush=True)
 
     def run(self, tasks, starter, file, room):
-        """Runs the tasks in their order: those that need the GPU for themselves one by one, the others side by side."""
-        for alone, group in itertools.groupby(tasks, key=lambda task: task.alone):
-            if alone:
+        """Runs the tasks in their order: one by one or in turn where they are timed, else side by side."""
+        for (turns, alone), group in itertools.groupby(tasks, key=lambda task: (task.turns, task.alone)):
+            if turns is not None:
+                self.in_turn(list(group), starter, file)
+            elif alone:
                 self.one_by_one(group, starter, file)
             else:
                 self.side_by_side(list(group), starter, file, room)
@@ -313,8 +322,7 @@ class Campaign:
         wanted = (task for task in tasks if self.wanted(task))
         running = None
         while True:
-            # Calls of two microseconds feel what another core does.
-            ahead = self.options.ahead and running is not None and running.task.program != "empty"
+            ahead = self.options.ahead and running is not None
             following = next(wanted, None) if running is None or ahead else None
             started = following and starter.start(following, self.limit(following), go=False)
             if running:
@@ -326,6 +334,19 @@ class Campaign:
                 return
             starter.release(started)
             running = started
+
+    def in_turn(self, tasks, starter, file):
+        """Runs tasks whose processes take turns. All are done anew where one is missing."""
+        if not any([self.wanted(task) for task in tasks]):
+            return
+        path = starter.folder / f"turns-{tasks[0].turns}"
+        turns = Turns(path)
+        running = [starter.start(task, None, turns=path) for task in tasks]
+        turns.gather({one.request["id"]: one for one in running}, lambda one: starter.code(one) is not None)
+        turns.take(tasks[0].turns)
+        turns.close()
+        for one in running:
+            self.finish(one, starter, file)
 
     def finish(self, running, starter, file):
         """Waits for a run and keeps its record."""
@@ -412,7 +433,11 @@ def arguments():
     )
     parser.add_argument("--programs", metavar="A,B", help="only runs of these programs")
     parser.add_argument(
-        "--repeats", type=int, default=10, metavar="N", help="runs of each arm in the part `timed` (default: 10)"
+        "--repeats",
+        type=int,
+        default=10,
+        metavar="N",
+        help="runs of each arm in the parts timed and passes (default: 10)",
     )
     parser.add_argument(
         "--budget", type=float, default=540, metavar="SECONDS", help="no run begins that would end later (default: 540)"

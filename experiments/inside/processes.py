@@ -60,14 +60,15 @@ class Starter:
         self.hook = start_hook(folder)
         self.zygotes, self.forked, self.count = {}, {}, 0
 
-    def start(self, task, limit, go=True):
-        """Begins a run; without `go`, a forked one makes its CUDA context and waits for `release`."""
+    def start(self, task, limit, go=True, turns=None):
+        """Begins a run; without `go`, a forked one makes its CUDA context and waits for `release`, or at `turns`."""
         self.count += 1
         base = str(self.folder / f"{self.count:05}")
         request = {
             "id": self.count, "program": task.program, "options": task.options, "limit": limit, "record": base + ".json",
             "log": base + ".log", "alloc": None if task.arm in NATIVE else task.arm, "latency": task.latency,
             "history": base + ".pickle" if task.history else None, "timeout": task.timeout, "go": base + ".go",
+            "turns": turns and str(turns),
         }  # fmt: skip
         # What only forked.py can do is forked.
         fresh = task.fresh or (self.always_fresh and task.program != "empty" and not task.latency and not task.history)

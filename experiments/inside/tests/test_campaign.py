@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE))
 
 campaign = importlib.import_module("campaign")
+turns = importlib.import_module("turns")
 
 
 def made(tmp_path, **options):
@@ -72,6 +73,36 @@ def test_what_was_done_is_not_done_again_and_what_failed_is(tmp_path):
     assert not one.wanted(ok)
     assert one.wanted(failed)
     assert not made(tmp_path, resume=[file], budget=1.0).wanted(failed), "there is no time"
+
+
+TURN = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import turns
+for words in turns.answered(sys.argv[2], int(sys.argv[3])):
+    print(sys.argv[3], words, file=open(sys.argv[4], "a"))
+    if sys.argv[3] == "2":
+        os._exit(7)
+"""
+
+
+def test_processes_take_turns_and_one_that_dies_loses_its_own(tmp_path):
+    path, log = tmp_path / "turns", tmp_path / "log"
+    one = turns.Turns(path)
+    commands = {number: [sys.executable, "-c", TURN, HERE, path, str(number), log] for number in (1, 2, 3)}
+    runs = {number: subprocess.Popen(command) for number, command in commands.items()}
+    runs[4] = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    one.gather(runs, lambda run: run.poll() is not None)
+    one.take("any")
+    one.close()
+    assert [runs[number].wait(20) for number in (1, 2, 3, 4)] == [0, 7, 0, 3]
+    taken = [line.split() for line in log.read_text().splitlines()]
+    for number in ("1", "3"):
+        mine = [int(words) for who, words in taken if who == number]
+        assert mine == [words for _ in range(turns.ROUNDS) for words in turns.WORDS]
+    others = [who for who, _ in taken if who != "2"]
+    orders = {tuple(others[at : at + 2]) for at in range(0, len(others), 2)}
+    assert orders == {("1", "3"), ("3", "1")}, "each has one turn, before or behind the other"
 
 
 def test_a_plan_needs_no_gpu(tmp_path):
