@@ -25,10 +25,10 @@ def code_version():
     return found[1] if found else "unknown"
 
 
-def provenance(sources="."):
+def provenance(sources=".", build=None):
     """Where a record comes from, as the trainer says it; what cannot be told is absent.
 
-    `sources` is the folder, from this file's, that must be as the commit has it.
+    `sources` is the folder, from this file's, that must be as the commit has it. With `build`, a commit, no repository is asked.
     """
     here = Path(__file__).resolve().parent
 
@@ -50,7 +50,9 @@ def provenance(sources="."):
         return ""
 
     told = {}
-    if commit := git("rev-parse", "HEAD"):
+    if build:
+        told["git_commit"] = build
+    elif commit := git("rev-parse", "HEAD"):
         told["git_commit"] = commit
         changed = git("status", "--porcelain", "--untracked-files=no", sources)
         if changed is not None:

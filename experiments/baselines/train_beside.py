@@ -265,7 +265,7 @@ def machine(options):
     except (OSError, IndexError, ValueError):
         raise SystemExit("error: nvidia-smi finds no GPU") from None
     facts = {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu, "driver": driver}
-    facts |= {"cores": os.cpu_count(), "python": sys.version.split()[0], "provenance": provenance()}
+    facts |= {"cores": os.cpu_count(), "python": sys.version.split()[0], "provenance": provenance(build=options.build)}
     return facts | ({"build": options.build} if options.build else {})
 
 

@@ -230,7 +230,7 @@ def machine(build):
         build = build or commit
     return {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "build": build, "cores": os.cpu_count(),
             "python": sys.version.split()[0], "kernel": os.uname().release,
-            "provenance": provenance("../.."), **facts}  # fmt: skip
+            "provenance": provenance("../..", build), **facts}  # fmt: skip
 
 
 def line(record):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,13 +157,25 @@ def span(values: Sequence[float], number: Any = lambda value: f"{value:,.0f}") -
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def ratio(runs: Runs, part: str, program: str, arm: str, base: str = "native") -> tuple[float, float, float] | None:
+def step(run: dict[str, Any]) -> float | None:
+    """Median step of a run in ms."""
+    return run.get("ms")
+
+
+def ratio(
+    runs: Runs,
+    part: str,
+    program: str,
+    arm: str,
+    base: str = "native",
+    of: Callable[[dict[str, Any]], float | None] = step,
+) -> tuple[float, float, float] | None:
     """Step time over that of `base`: the median, and the interval that holds it with 95 % (bootstrap over the runs).
 
     Runs of a repeat were made one after another, so each is compared with that of its repeat. None without two repeats.
     """
     ours, theirs = (
-        {run.get("repeat", 0): run["ms"] for run in some if "ms" in run}
+        {run.get("repeat", 0): value for run in some if (value := of(run))}
         for some in (runs.of(part, program=program, arm=arm), runs.beside(arm, base, part, program))
     )
     both = sorted(ours.keys() & theirs.keys())
@@ -175,12 +187,30 @@ def ratio(runs: Runs, part: str, program: str, arm: str, base: str = "native") -
     return float(np.median(ratios)), float(low), float(high)
 
 
+def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:
+    """What a call takes over native's in the same turn, all turns of all repeats: lower quartile, median, upper quartile."""
+    native = {run.get("repeat", 0): run[key] for run in runs.beside(arm, "native", "empty", "empty")}
+    over = [
+        ours / theirs
+        for run in runs.of("empty", arm=arm)
+        for ours, theirs in zip(run[key], native[run.get("repeat", 0)], strict=True)
+    ]
+    low, middle, high = np.quantile(over, (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
+
+
 def passes(run: dict[str, Any], shapes: int = 16) -> tuple[float, float] | None:
     """Median step of the first and of the second pass over the same shapes, in ms."""
     times = run.get("device_ms") or []
     if len(times) < 2 * shapes:
         return None
     return statistics.median(times[:shapes]), statistics.median(times[shapes : 2 * shapes])
+
+
+def second_pass(run: dict[str, Any]) -> float | None:
+    """Median step of the second pass over the same shapes, in ms."""
+    both = passes(run)
+    return both and both[1]
 
 
 def same_losses(runs: Runs, program: str, arm: str) -> str:

@@ -10,8 +10,6 @@ from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 from vramlab_analysis.quoted.parts import listed
 
 TYPES = ("f32", "f16")
-# The record of the cell that has an arm more on another GPU.
-ONE_CELL = "training-beside-8192"
 # The arms in the order of the table's columns, with their heads.
 ARMS = {
     "ours": "trainer",
@@ -25,14 +23,14 @@ ARMS = {
 
 
 @cache
-def record(name: str = "training-beside") -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
-    """The last machine of the newest record of this name, and its cells by width and type, each with its `machine`.
+def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+    """The last machine of the newest record, and its cells by width and type, each with its `machine`.
 
     Raises AnalysisError where there is no record.
     """
-    paths = sorted(repository.results().glob(f"*-{name}.jsonl"))
+    paths = sorted(repository.results().glob("*-training-beside.jsonl"))
     if not paths:
-        raise AnalysisError(f"experiments/results: no {name}.jsonl.")
+        raise AnalysisError("experiments/results: no training-beside.jsonl.")
     lines = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
     machine: dict[str, Any] = {}
     found = {}
@@ -73,17 +71,7 @@ def ratios() -> str:
     told["in f32 of three products in tf32 each, which PyTorch does not have,"] = {
         width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one
     }
-    return f"{_by_width(told)}; {_runs()}. {_elsewhere()}"
-
-
-def _elsewhere() -> str:
-    """The ratios of the cell that was measured on another GPU, with all arms."""
-    machine, found = record(ONE_CELL)
-    told = [
-        f"{one['ratio']:.2f} of its time in {dtype} at width {width}, {one['tensor_ratio']:.2f} by three in tf32"
-        for (width, dtype), one in found.items()
-    ]
-    return f"On one {machine['gpu']} {listed(told)}"
+    return f"{_by_width(told)}; {_runs()}"
 
 
 def captured() -> str:
@@ -125,7 +113,7 @@ def source() -> str:
     )
     others: dict[str, list[str]] = {}
     for (width, dtype), one in found.items():
-        if one["machine"] != machine:
+        if one["machine"]["build"] != machine["build"]:
             others.setdefault(one["machine"]["build"][:8], []).append(f"{dtype} at {width}")
     apart = "".join(f" ({listed(cells)}: build {build}, another call)" for build, cells in others.items())
     return (

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from vramlab_analysis import inside, repository
+from vramlab_analysis import inside, repository, stories
 from vramlab_analysis.errors import read_json
 from vramlab_analysis.experiments import holds_experiment, labels, load_experiment
 from vramlab_analysis.quoted import beside
@@ -24,12 +24,18 @@ def _records() -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             continue
         yield path.name, told.get("provenance") or {}
-    for name in ("training-beside", beside.ONE_CELL):
-        machine, _ = beside.record(name)
-        yield f"{name}.jsonl", {"git_commit": machine["build"], **machine["provenance"]}
+    yield "training-beside.jsonl", _of(beside.record()[0])
+    yield "stories.jsonl.xz", _of(stories.load().machine)
     for path in inside.files():
-        for machine in inside.load(path).machines[:1]:
-            yield path.name, {"git_commit": machine.get("build"), **(machine.get("provenance") or {})}
+        machines = {machine.get("build"): machine for machine in inside.load(path).machines}
+        yield from ((path.name, _of(machine)) for machine in machines.values())
+
+
+def _of(machine: dict[str, Any]) -> dict[str, Any]:
+    """The provenance of what a Python program measured: of the build, where the repository that it saw is another."""
+    told = machine.get("provenance") or {}
+    build = machine.get("build") or told.get("git_commit")
+    return told if build == told.get("git_commit") else {"git_commit": build}
 
 
 def _git(*words: str) -> str | None:

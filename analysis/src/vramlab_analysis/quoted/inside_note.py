@@ -35,29 +35,26 @@ def _logs() -> dict[str, list[str]]:
         raise AnalysisError(f"{LOGS}: cannot be read ({error}).") from error
 
 
-def _checks(arm: str) -> dict[str, list[str]]:
-    """The names of the checks that an allocator passes and fails, without that of speed."""
-    told: dict[str, list[str]] = {"PASS": [], "FAIL": []}
-    for line in _logs()[f"checks-{arm}.txt"]:
-        outcome, _, rest = line.partition(" ")
-        if outcome in told and not rest.startswith(f"{SPEED} "):
-            told[outcome].append(rest.split()[0])
-    return told
-
-
 def checks() -> str:
-    """The table of what an allocator under PyTorch must do."""
-    bits = {
-        arm: next(line.split()[3] for line in _logs()[f"checks-{arm}.txt"] if " training_bits " in line)
-        for arm in ("native", "caching", "pytorch-expandable", "remap")
+    """The table of what an allocator under PyTorch must do, without the check that times a call, which none fails."""
+    runs = inside.load()
+    told = {
+        run["arm"]: [one.split() for one in run["checks"] if f" {SPEED} " not in one]
+        for run in runs.every
+        if run["part"] == "checks"
     }
-    lines = ["| allocator | passes | fails | trains to native's bits |", "|---|--:|---|---|"]
-    for arm, found in bits.items():
-        told = _checks(arm)
-        failed = ", ".join(f"`{name}`" for name in told["FAIL"]) or "none"
-        same = "yes" if found == bits["native"] else "no"
-        lines.append(f"| `{arm}` | {len(told['PASS'])} of {sum(map(len, told.values()))} | {failed} | {same} |")
-    return "\n".join(lines) + "\n"
+    bits = {arm: words[3] for arm, lines in told.items() for words in lines if words[:2] == ["PASS", "training_bits"]}
+    rows = ["| allocator | passes | fails | trains to native's bits |", "|---|--:|---|---|"]
+    for arm in sorted(told, key=list(inside.ARMS).index):
+        failed = [
+            f"`{words[1]}`{' (no memory)' if 'OutOfMemoryError:' in words else ''}"
+            for words in told[arm]
+            if words[0] == "FAIL"
+        ]
+        same = "not known" if arm not in bits else "yes" if bits[arm] == bits["native"] else "no"
+        passed = sum(words[0] == "PASS" for words in told[arm])
+        rows.append(f"| `{arm}` | {passed} of {len(told[arm])} | {', '.join(failed) or 'none'} | {same} |")
+    return "\n".join(rows) + "\n"
 
 
 def tests() -> str:
@@ -153,35 +150,34 @@ def always() -> str:
 def empty() -> str:
     """What `torch.empty` and its free take, beside native's."""
     runs = inside.load()
-    some = runs.of("empty")
-    fastest = {arm: min(min(run["ns"]) for run in some if run["arm"] == arm) / 1e3 for arm in runs.arms(some)}
-    rounds = [ns / 1e3 for run in some if run["arm"] == "native" for ns in run["ns"]]
-    over = {arm: time / fastest["native"] for arm, time in fastest.items() if arm != "native"}
-    told = [f"`{arm}` {ratio:.2f} ({fastest[arm]:.1f} µs)" for arm, ratio in over.items()]
-    # The same code as native's on this path.
-    alike = max(over["expandable"], 1.0)
-    slower = [f"`{arm}`" for arm, ratio in over.items() if ratio > alike]
-    verdict = f"missed by {listed(slower)}" if slower else "missed by none"
+    over = {arm: inside.turns(runs, arm) for arm in runs.arms(runs.of("empty")) if arm != "native"}
+    native = [ns / 1e3 for run in runs.of("empty", arm="native") for ns in run["ns"]]
+    told = [f"`{arm}` {middle:.2f} ({low:.2f} to {high:.2f})" for arm, (low, middle, high) in over.items()]
+    slower = [f"`{arm}`" for arm in (*inside.QUOTED, "remap:steal=always") if arm in over and over[arm][1] > 1.01]
     return (
-        f"- `torch.empty` of a thousand floats and its free, serial, the fastest of {len(rounds)} rounds, in multiples "
-        f"of native's: {listed(told)}. Native's rounds took {min(rounds):.1f} to {max(rounds):.1f} µs, so only the "
-        "fastest are compared: other work on the machine adds to a round and takes nothing away. `expandable` is "
-        f"native's code here, so a ratio up to {alike:.2f} says nothing. The bar is native's time: by more than that "
-        f"{verdict}."
+        f"- `torch.empty` of a thousand floats and its free, serial, in multiples of native's in the same of {len(native)} "
+        f"turns: {listed(told)}; medians and middle halves. All processes share a core and take turns of "
+        f"{runs.of('empty')[0]['calls']:,} calls; native's took {min(native):.1f} to {max(native):.1f} µs a call. "
+        "`expandable` is native's code here and shows how far to trust the others. The bar is native's time: "
+        f"{'missed by ' + listed(slower) if slower else 'met'}."
     )
 
 
 def passes() -> str:
-    """What a second pass over varying shapes takes."""
-    times: dict[str, list[float]] = {}
-    for run in inside.load().of("passes"):
-        times.setdefault(run["arm"], []).append(run["ms"])
-    native = statistics.median(times["native"])
-    told = [f"`{arm}` {statistics.median(values) / native:.2f}" for arm, values in times.items() if arm != "native"]
-    spread = (max(times["native"]) - min(times["native"])) / native
+    """What a later pass over varying shapes takes."""
+    runs = inside.load()
+    some = runs.of("passes")
+    over = {
+        arm: inside.ratio(runs, "passes", "varying", arm, of=inside.second_pass)
+        for arm in runs.arms(some)
+        if arm != "native"
+    }
+    told = [f"`{arm}` {one[0]:.2f} ({one[1]:.2f} to {one[2]:.2f})" for arm, one in over.items() if one]
+    slower = [f"`{arm}`" for arm, one in over.items() if one and one[1] > 1]
+    count = len(runs.of("passes", arm="native"))
     return (
-        f"- A later pass over varying shapes, in multiples of native's step, medians of {len(times['native'])} runs: "
-        f"{listed(told)}. Native's own runs lie {spread:.0%} apart, so no order can be told."
+        f"- A later pass over varying shapes, in multiples of native's step, {count} runs in turn, medians and 95 % "
+        f"intervals: {listed(told)}. {listed(slower) + ' are slower' if slower else 'None is slower'}."
     )
 
 
