@@ -188,7 +188,7 @@ def ratio(
 
 
 def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:
-    """What a call takes over native's in the same turn, all turns of all repeats: lower quartile, median, upper quartile."""
+    """What a call takes over native's in the same turn: lower quartile, median, upper quartile of all turns."""
     native = {run.get("repeat", 0): run[key] for run in runs.beside(arm, "native", "empty", "empty")}
     over = [
         ours / theirs

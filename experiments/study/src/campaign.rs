@@ -194,10 +194,11 @@ fn lacking(need: Need) -> bool {
 fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
     let words = part.words(out, budget)?;
     let mut command = match words[0].as_str() {
-        "experiments" => Command::new(this_program()?),
+        "experiments" | "vramlab" => Command::new(this_program()?),
         program => Command::new(program),
     };
-    command.args(&words[1..]).stdin(Stdio::null());
+    // This program is `vramlab`, too, behind that word.
+    command.args(&words[usize::from(words[0] != "vramlab")..]).stdin(Stdio::null());
     // What is printed has its name only when it is whole.
     let printed = part.stdout.as_ref().map(|name| (out.join(name), out.join(format!("{name}.part"))));
     if let Some((_, partial)) = &printed {

@@ -49,6 +49,20 @@ fn what_failed_is_not_done() {
     campaign().args(["--budget", "0"]).assert().code(2);
 }
 
+/// A part may be a command of `vramlab`, which this program is, too.
+#[test]
+fn a_history_is_replayed() {
+    let place = tempfile::tempdir().unwrap();
+    let file = place.path().join("parts.toml");
+    let text = "[[part]]\nname = 'a'\nstdout = 'a.json'\ndocuments = []\n\
+                command = ['vramlab', 'replay', '{experiments}/histories/mlp.pickle.xz', '--device', 'null', '--json', '--plan', 'off']\n\
+                [[part.record]]\nmade = 'a.json'\nkept = 'none.json'\nkey = ['alloc']\nfigures = ['peak_reserved_bytes']\n";
+    fs::write(&file, text).unwrap();
+    let out = place.path().join("out");
+    campaign().arg("--file").arg(&file).arg("-o").arg(&out).assert().success();
+    assert!(json_at(&out.join("a.json"))[0]["peak_reserved_bytes"].as_u64() > Some(0));
+}
+
 /// A profile that the campaign made is that of the parts behind it.
 #[cfg(unix)]
 #[test]

@@ -12,6 +12,8 @@ from vramlab_analysis.quoted.parts import listed
 COLUMNS = {
     "caching": "`caching`",
     "pytorch": "`pytorch`",
+    "pytorch-expandable": "`pytorch-expandable`",
+    "remap": "`remap`",
     "pytorch-c10": "PyTorch",
     "rmm-pool": "RMM pool",
     "rmm-arena": "RMM arena",
@@ -61,7 +63,8 @@ def machine() -> str:
     shown = [row for row in told["rows"] if row["allocator"] in COLUMNS and row["case"] in TIMES | RATES]
     far = [row for row in shown if row["max"] - row["min"] > row["median"] / 4]
     return (
-        f"- `experiments bench --device cuda --repeats {told['repeats']} --alloc caching,pytorch --baselines --case "
+        f"- `experiments bench --device cuda --repeats {told['repeats']} --alloc "
+        "caching,pytorch,pytorch-expandable,remap --baselines --case "
         f"history,mixed,threads,shared` ({told['provenance']['build_profile']} build): medians of {told['repeats']} "
         f"repeats in one run on one {told['device']['name']} with {told['cores']} cores, virtual machine, driver "
         f"{told['provenance']['driver_release']}, {told['date'][:10]}, with PyTorch 2.11 (c10, from C++) and RMM "

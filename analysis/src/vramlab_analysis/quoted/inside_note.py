@@ -155,8 +155,8 @@ def empty() -> str:
     told = [f"`{arm}` {middle:.2f} ({low:.2f} to {high:.2f})" for arm, (low, middle, high) in over.items()]
     slower = [f"`{arm}`" for arm in (*inside.QUOTED, "remap:steal=always") if arm in over and over[arm][1] > 1.01]
     return (
-        f"- `torch.empty` of a thousand floats and its free, serial, in multiples of native's in the same of {len(native)} "
-        f"turns: {listed(told)}; medians and middle halves. All processes share a core and take turns of "
+        f"- `torch.empty` of a thousand floats and its free, serial, in multiples of native's in the same of "
+        f"{len(native)} turns: {listed(told)}; medians and middle halves. All processes share a core and take turns of "
         f"{runs.of('empty')[0]['calls']:,} calls; native's took {min(native):.1f} to {max(native):.1f} µs a call. "
         "`expandable` is native's code here and shows how far to trust the others. The bar is native's time: "
         f"{'missed by ' + listed(slower) if slower else 'met'}."

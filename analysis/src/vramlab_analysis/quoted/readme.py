@@ -43,10 +43,14 @@ def compared() -> str:
 def limits() -> str:
     """What build the figure of limits is of."""
     runs = inside.load()
-    told = [runs.machines[run["call"]] for run in runs.of("curve")]
-    builds = listed(dict.fromkeys(one["build"][:8] for one in told))
-    gpus = listed(dict.fromkeys(one["gpu"] for one in told))
-    return f"Build {builds} on {gpus} ([table](experiments/answers.md))."
+    some = runs.of("curve")
+    arms: dict[str, list[str]] = {}
+    for arm in runs.arms(some):
+        arms.setdefault(runs.of("curve", arm=arm)[0]["build"][:8], []).append(f"`{arm}`")
+    most, *others = sorted(arms, key=lambda build: -len(arms[build]))
+    apart = "".join(f", {build} for {listed(arms[build])}," for build in others)
+    gpus = listed(dict.fromkeys(runs.machines[run["call"]]["gpu"] for run in some))
+    return f"Build {most}{apart} on {gpus} ([table](experiments/answers.md))."
 
 
 def reading() -> str:
