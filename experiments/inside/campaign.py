@@ -128,7 +128,11 @@ def planned(parts, arms, repeats, checks):
                 if arm in ("native", "caching", "remap")
             ]
         elif part == "checks":
-            tasks += [Task(part, "checks", arm, options=[str(checks)], fresh=True, timeout=200) for arm in arms]
+            # Side by side they ran out of memory that another one held.
+            some = (
+                Task(part, "checks", arm, options=[str(checks)], alone=True, fresh=True, timeout=200) for arm in arms
+            )
+            tasks += some
         elif part == "empty":
             tasks += rounds(part, ["empty"], arms, 3)
         elif part == "timed":
@@ -322,7 +326,7 @@ class Campaign:
         wanted = (task for task in tasks if self.wanted(task))
         running = None
         while True:
-            ahead = self.options.ahead and running is not None
+            ahead = self.options.ahead and running is not None and not running.task.fresh
             following = next(wanted, None) if running is None or ahead else None
             started = following and starter.start(following, self.limit(following), go=False)
             if running:
