@@ -341,7 +341,7 @@ class Campaign:
 
     def in_turn(self, tasks, starter, file):
         """Runs tasks whose processes take turns. All are done anew where one is missing."""
-        if not any([self.wanted(task) for task in tasks]):
+        if not any(self.wanted(task) for task in tasks):
             return
         path = starter.folder / f"turns-{tasks[0].turns}"
         turns = Turns(path)

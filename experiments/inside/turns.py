@@ -30,9 +30,10 @@ class Turns:
                 connection, _ = self.server.accept()
                 connection.settimeout(PATIENCE)
                 file = connection.makefile("rw", encoding="ascii")
-                number = int(file.readline())
-                self.files[number] = file
-                waiting.pop(number, None)
+                # Nothing comes from one that died since.
+                if number := file.readline():
+                    self.files[int(number)] = file
+                    waiting.pop(int(number), None)
             waiting = {number: run for number, run in waiting.items() if not ended(run)}
 
     def take(self, key):

@@ -35,11 +35,6 @@ pub trait Segments {
     /// Segments that can go back to the device as a whole, in [this order](release_order).
     fn idle_segments(&self) -> Vec<Idle<Self::Segment>>;
 
-    /// Bytes from which on a free block is [surely found](super::fit::FreeBlocks::surely_found) for a request of `bytes`.
-    fn surely_found(&self, bytes: u64) -> u64 {
-        bytes
-    }
-
     /// First address of the segment with the free block of a list that would serve a request of `bytes`.
     fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64>;
 
@@ -109,7 +104,7 @@ pub fn release_order(list: FreeList, bytes: u64, addr: u64) -> (Option<CaptureId
 pub struct Miss {
     /// The list that a new segment is for.
     pub list: FreeList,
-    /// Rounded size in bytes.
+    /// Rounded size in bytes, from which on a free block is [surely found](super::fit::FreeBlocks::surely_found).
     pub bytes: u64,
     /// Size of a segment for it, by part `size`.
     pub segment: u64,
@@ -248,10 +243,8 @@ impl Ladder {
         Ok(None)
     }
 
-    /// Takes a segment of the size that is due. The next request like this one will find it when it is free again.
+    /// Takes a segment of the size that is due.
     fn new_segment<S: Segments>(&self, segments: &mut S, miss: &Miss) -> Result<Option<S::Block>, DriverError> {
-        let [bytes, segment] = [miss.bytes, miss.segment].map(|bytes| segments.surely_found(bytes));
-        let miss = &Miss { list: miss.list, bytes, segment };
         let due = match &self.size {
             SegmentSize::OfClass => miss.segment,
             SegmentSize::Exact => miss.bytes,

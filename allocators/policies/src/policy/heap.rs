@@ -127,6 +127,12 @@ impl Heap {
 
     // Searching, taking, putting back.
 
+    /// Bytes from which on part `fit` [surely finds](crate::policy::fit::FreeBlocks::surely_found) a free block for `bytes`.
+    #[must_use]
+    pub fn surely_found(&self, bytes: u64) -> u64 {
+        self.fit.surely_found(bytes)
+    }
+
     /// A free block of `list` that has at least `bytes` and at most `largest`, by part `fit`.
     pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
         let found = self.fit.find(list, bytes, largest);

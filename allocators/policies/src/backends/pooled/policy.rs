@@ -146,13 +146,15 @@ pub fn serve<P: Policy + ?Sized>(
     let bytes = policy.rules().size.round(requested);
     let list = FreeList { owner, pool: policy.rules().size.pool(bytes) };
     policy.prepare(heap, list)?;
-    let miss = Miss { list, bytes, segment: policy.segment(bytes) };
-    let found = match policy.find(heap, list, bytes)? {
-        Some(found) => Some(found),
-        None => policy.grow(heap, &miss)?,
-    };
-    let Some((block, path)) = found else {
-        return Err(heap.out_of_memory(policy.rules().name, &miss, requested));
+    let (block, path) = match policy.find(heap, list, bytes)? {
+        Some(found) => found,
+        None => {
+            // A new segment is one that the next request like this will find.
+            let [due, segment] = [bytes, policy.segment(bytes)].map(|bytes| heap.surely_found(bytes));
+            let miss = Miss { list, bytes: due, segment };
+            let grown = policy.grow(heap, &miss)?;
+            grown.ok_or_else(|| heap.out_of_memory(policy.rules().name, &miss, requested))?
+        }
     };
     let (held, cut) = policy.take(heap, block, list, bytes, requested);
     Ok((held, if cut && path == Path::Hit { Path::Split } else { path }))

@@ -37,10 +37,6 @@ impl Segments for Heap {
         Ok(Some(block))
     }
 
-    fn surely_found(&self, bytes: u64) -> u64 {
-        self.fit.surely_found(bytes)
-    }
-
     fn idle_segments(&self) -> Vec<Idle> {
         let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
         let mut found: Vec<Idle> = idle
