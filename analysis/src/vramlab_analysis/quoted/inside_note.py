@@ -177,7 +177,7 @@ def passes() -> str:
     count = len(runs.of("passes", arm="native"))
     return (
         f"- A later pass over varying shapes, in multiples of native's step, {count} runs in turn, medians and 95 % "
-        f"intervals: {listed(told)}. {listed(slower) + ' are slower' if slower else 'None is slower'}."
+        f"intervals: {listed(told)}. {listed(slower) if slower else 'None'} is shown to be slower."
     )
 
 
