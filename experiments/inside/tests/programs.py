@@ -199,6 +199,25 @@ def history_in_a_ring() -> None:
 
 
 @program
+def frames_of_blocks_that_outlive_their_recording() -> None:
+    def names(tensor: torch.Tensor) -> list[list[str]]:
+        blocks = [block for segment in memory._snapshot()["segments"] for block in segment["blocks"]]
+        here = [block for block in blocks if block["address"] == tensor.data_ptr() and "active" in block["state"]]
+        return [[frame["name"] for frame in block.get("frames", [])][:1] for block in here]
+
+    memory._record_memory_history(stacks="python")
+    kept = held(5 * MIB)
+    memory._record_memory_history(enabled=None)
+    other = held(5 * MIB)
+    assert (names(kept), names(other)) == ([["held"]], [[]])
+    # The next block at this address was made when nothing was recorded.
+    address = kept.data_ptr()
+    del kept
+    kept = held(5 * MIB)
+    assert (kept.data_ptr(), names(kept)) == (address, [[]])
+
+
+@program
 def history_on_two_threads() -> None:
     memory._record_memory_history(max_entries=100_000, stacks="python")
     _threads()

@@ -107,6 +107,9 @@ class History {
     // Whether entries are wanted, by the ring or by a listener.
     bool wanted() const { return wanted_.load(std::memory_order_relaxed); }
 
+    // Whether anything is known of live blocks: while entries are wanted, and after that of blocks whose frames were recorded.
+    bool knows_blocks() const { return knows_blocks_.load(std::memory_order_relaxed); }
+
     bool recording() const { return recording_.load(std::memory_order_relaxed); }
 
     // Takes Python's lock: never called under one of ours.
@@ -159,7 +162,22 @@ class History {
 
     std::vector<TraceEntry> entries() const { return ring_.read(); }
 
-    // Every block that is held, while entries are wanted.
+    // What was known of a block that is freed now; false where nothing was.
+    bool take(uint64_t address, Live& out) {
+        auto at = live.find(address);
+        if (at == live.end()) {
+            return false;
+        }
+        out = std::move(at->second);
+        live.erase(at);
+        if (!wanted() && live.empty()) {
+            knows_blocks_.store(false);
+        }
+        return true;
+    }
+
+    // Every block that is held, while entries are wanted; after that those whose frames were recorded, which snapshots
+    // show until they are freed, as PyTorch's own do.
     std::unordered_map<uint64_t, Live> live;
     std::unordered_map<uint64_t, SegmentOrigin> segments;
     // Blocks whose free was asked for and waits for other streams.
@@ -169,13 +187,22 @@ class History {
     void update() {
         wanted_.store(recording_.load() || !listeners_.empty());
         if (!wanted()) {
-            live.clear();
-            segments.clear();
+            forget_without_context(live);
+            forget_without_context(segments);
             pending.clear();
+        }
+        knows_blocks_.store(wanted() || !live.empty());
+    }
+
+    template <typename Known>
+    static void forget_without_context(std::unordered_map<uint64_t, Known>& known) {
+        for (auto at = known.begin(); at != known.end();) {
+            at = at->second.context == nullptr ? known.erase(at) : std::next(at);
         }
     }
 
     std::atomic<bool> wanted_{false};
+    std::atomic<bool> knows_blocks_{false};
     std::atomic<bool> recording_{false};
     std::atomic<CreateContextFn> recorder_{nullptr};
     std::atomic<RecordContext> when_{RecordContext::NEVER};

@@ -35,12 +35,12 @@ inline void on_segment(void* context, const vramlab_segment_event* event) {
     Device& device = *owner.device;
     History& history = device.history;
     if (event->action == VRAMLAB_SEGMENT_ACTION_MAP) device.open_to_peers(event->address, event->bytes);
-    if (!history.wanted()) return;
     constexpr TraceEntry::Action ACTIONS[] = {TraceEntry::SEGMENT_ALLOC, TraceEntry::SEGMENT_FREE,
                                               TraceEntry::SEGMENT_MAP, TraceEntry::SEGMENT_UNMAP};
     std::lock_guard<std::recursive_mutex> guard(history.lock);
     SegmentOrigin origin;
     if (event->action == VRAMLAB_SEGMENT_ACTION_ALLOC || event->action == VRAMLAB_SEGMENT_ACTION_MAP) {
+        if (!history.wanted()) return;
         if (request != nullptr) origin = SegmentOrigin{request->pool, request->context};
         history.segments[event->address] = origin;
     } else {
@@ -381,7 +381,8 @@ class Server {
     }
 
     vramlab_status free_in(Owner& owner, uint64_t address) {
-        if (C10_LIKELY(!owner.device->is_slow() && !c10::memoryProfilingEnabled()))
+        const Device& device = *owner.device;
+        if (C10_LIKELY(!device.is_slow() && !device.history.knows_blocks() && !c10::memoryProfilingEnabled()))
             return library.free(owner.handle, address);
         return free_slowly(owner, address);
     }
@@ -400,14 +401,12 @@ class Server {
     vramlab_status free_recorded(Owner& owner, uint64_t address, const Context& context) {
         Device& device = *owner.device;
         History& history = device.history;
-        if (!history.wanted()) return library.free(owner.handle, address);
+        if (!history.knows_blocks()) return library.free(owner.handle, address);
         std::lock_guard<std::recursive_mutex> guard(history.lock);
         const Request now{context, NO_POOL};
         const RequestScope scope(now);
-        auto at = history.live.find(address);
-        if (at == history.live.end()) return library.free(owner.handle, address);
-        const Live block = std::move(at->second);
-        history.live.erase(at);
+        Live block;
+        if (!history.take(address, block) || !history.wanted()) return library.free(owner.handle, address);
         const Context& shown = context != nullptr ? context : block.context;
         history.add(TraceEntry::FREE_REQUESTED, device.index, address, block.requested, block.stream, block.pool,
                     shown);

@@ -399,10 +399,8 @@ class Shim final : public CUDAAllocator {
             auto& to = *static_cast<Changes*>(context);
             to.delta.ptrs_freed.push_back(pointer(address));
             History& history = to.device.history;
-            auto at = history.live.find(address);
-            if (at == history.live.end()) return;
-            const Live block = std::move(at->second);
-            history.live.erase(at);
+            Live block;
+            if (!history.take(address, block)) return;
             for (const auto action : {TraceEntry::FREE_REQUESTED, TraceEntry::FREE_COMPLETED}) {
                 history.add(action, to.device.index, address, block.requested, block.stream, block.pool, block.context);
             }
