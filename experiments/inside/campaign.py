@@ -128,9 +128,10 @@ def planned(parts, arms, repeats, checks):
                 if arm in ("native", "caching", "remap")
             ]
         elif part == "checks":
-            # Side by side they ran out of memory that another one held.
+            # Side by side they ran out of memory that another one held. They take half a minute; where memory cannot be sent
+            # to another process, that one waits a minute for it, and its parent does not end.
             some = (
-                Task(part, "checks", arm, options=[str(checks)], alone=True, fresh=True, timeout=200) for arm in arms
+                Task(part, "checks", arm, options=[str(checks)], alone=True, fresh=True, timeout=110) for arm in arms
             )
             tasks += some
         elif part == "empty":
