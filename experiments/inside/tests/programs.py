@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import vramlab.torch
 from torch.cuda import memory
+from vramlab import _build
 
 MIB = 1 << 20
 PROGRAMS: dict[str, Callable[[], Any]] = {}
@@ -173,6 +175,7 @@ def history() -> list[str]:
     assert sorted(event["size"] for event in events if event["action"] == "free_completed") == [1000, 2 * MIB, 30 * MIB]
     assert [event["time_us"] for event in events] == sorted(event["time_us"] for event in events)
     assert all(event["frames"] for event in events if event["action"] == "alloc")
+    assert {event["compile_context"] for event in events} == {"N/A"}
     return actions
 
 
@@ -343,6 +346,62 @@ def mempool_of_another_allocator() -> None:
             assert "rmm-pool" in str(error)
         else:
             raise AssertionError(wrong)
+
+
+# Nothing reads what it hands out, so that it need not be a GPU's.
+OF_THE_PROGRAM = """
+#include <cstdlib>
+extern "C" void* take(size_t bytes, int, void*) { return std::aligned_alloc(2 << 20, (bytes + (2 << 20) - 1) >> 21 << 21); }
+extern "C" void give_back(void* memory, size_t, int, void*) { std::free(memory); }
+"""
+
+
+@program
+def mempools_with_an_allocator_of_the_program() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "of_the_program.cpp", Path(folder) / "of_the_program.so"
+        source.write_text(OF_THE_PROGRAM)
+        subprocess.run([_build.find_compiler() or "", "-shared", "-fPIC", "-o", str(built), str(source)], check=True)
+        allocator = memory.CUDAPluggableAllocator(str(built), "take", "give_back").allocator()
+        torch.cuda.empty_cache()
+        other, pool = torch.cuda.MemPool(allocator), torch.cuda.MemPool(allocator, use_on_oom=True)
+        total, before = torch.cuda.mem_get_info()[1], torch.cuda.memory_allocated()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 81 * MIB) / total)
+        try:
+            with torch.cuda.use_mem_pool(other):
+                first = held(40 * MIB)
+            with torch.cuda.use_mem_pool(pool):
+                second = held(40 * MIB)
+            at = second.data_ptr()
+            assert torch.cuda.memory_allocated() == before + 80 * MIB
+            runs_out(30 * MIB)
+            del first, second
+            # What lies idle in the pool of last resort serves, and that in the other one does not.
+            third = held(30 * MIB)
+            assert third.data_ptr() == at
+            runs_out(30 * MIB)
+            with torch.cuda.use_mem_pool(pool):
+                runs_out(30 * MIB)
+            del third
+            uses = pool.use_count()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert uses == 1
+        with torch.cuda.use_mem_pool(pool):
+            held(90 * MIB)
+        del other, pool
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() == before
+        assert not pools()
+
+
+def runs_out(size: int) -> None:
+    try:
+        held(size)
+    except torch.OutOfMemoryError:
+        return
+    raise AssertionError(f"there was room for {size} bytes")
 
 
 @program

@@ -339,7 +339,10 @@ class Device {
         std::vector<std::shared_ptr<Pool>> out;
         std::shared_lock<std::shared_mutex> guard(pools_lock_);
         for (const auto& [id, pool] : pools_) {
-            if (pool->last_resort && !pool->native) {
+            // PyTorch's own allocator takes no second route to a pool.
+            const bool open = std::any_of(routes_.begin(), routes_.end(),
+                                          [&](const Route& route) { return route.pool == pool; });
+            if (pool->last_resort && !(pool->native && open)) {
                 out.push_back(pool);
             }
         }

@@ -146,7 +146,7 @@ class History {
         const bool with_context = when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC;
         TraceEntry entry(action, device, address, bytes, static_cast<StreamOfEntry>(stream), pool,
                          c10::getApproximateTime(), with_context ? context : nullptr,
-                         compile_contexts.empty() ? std::string() : compile_contexts.back());
+                         compile_contexts.empty() ? std::string("N/A") : compile_contexts.back());
 #if VRAMLAB_TORCH >= 210
         entry.user_metadata_ = metadata == nullptr ? user_metadata : *metadata;
 #else

@@ -7,6 +7,7 @@
 #include <c10/core/impl/PyInterpreter.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <cstdlib>
+#include <thread>
 
 namespace vramlab_shim {
 
@@ -75,6 +76,7 @@ class Server {
         : native(native), spec(std::move(spec)), limit_(limit), latency_(latency) {
         fractions_.fill(UNSET);
         limits_.fill(VRAMLAB_NO_LIMIT);
+        given_.fill(VRAMLAB_NO_LIMIT);
     }
 
     // PyTorch's own allocator. It opens the handles of other processes, and keeps pools that bring an allocator of the
@@ -113,10 +115,6 @@ class Server {
         if (block == nullptr) return;
         const uint64_t address = number(block);
         trace_free(block);
-        if (owners.may_be_native(address)) {
-            native->raw_delete(block);
-            return;
-        }
         Owner* guessed = owners.guess(address);
         vramlab_status status = guessed == nullptr ? VRAMLAB_STATUS_FOREIGN : free_in(*guessed, address);
         if (C10_LIKELY(status == VRAMLAB_STATUS_OK)) return;
@@ -125,6 +123,11 @@ class Server {
             status = free_in(other, address);
             return status != VRAMLAB_STATUS_FOREIGN;
         });
+        if (C10_UNLIKELY(!found && native_serves)) {
+            // It says by itself that it has none there either.
+            native->raw_delete(block);
+            return;
+        }
         TORCH_CHECK(found, "vramlab: free of ", block,
                     ", where no live block begins: it was freed before, or another allocator made it");
         // A child after fork() frees what it inherited, which is its parent's.
@@ -140,9 +143,10 @@ class Server {
         });
     }
 
-    void record_stream(void* block, cudaStream_t stream) {
+    // False where no live block of ours begins.
+    bool record_stream(void* block, cudaStream_t stream) {
         const uint64_t address = number(block);
-        ask_owner(address, "record_stream", [&](Owner& owner) {
+        return ask_owners(address, [&](Owner& owner) {
             Device& device = *owner.device;
             if (C10_LIKELY(!device.is_slow())) return library.record_stream(owner.handle, address, number(stream));
             device.notice_captures();
@@ -157,9 +161,15 @@ class Server {
         });
     }
 
-    // Asks the likely owner of an address, then the others, until one knows it.
     template <typename Call>
     void ask_owner(uint64_t address, const char* what, Call&& call) {
+        TORCH_CHECK(ask_owners(address, call), "vramlab: ", what, " of ", pointer(address),
+                    ", where no live block is");
+    }
+
+    // Asks the likely owner of an address, then the others, until one knows it; false when none does.
+    template <typename Call>
+    bool ask_owners(uint64_t address, Call&& call) {
         Owner* guessed = owners.guess(address);
         vramlab_status status = guessed == nullptr ? VRAMLAB_STATUS_FOREIGN : call(*guessed);
         if (status == VRAMLAB_STATUS_FOREIGN) {
@@ -168,9 +178,9 @@ class Server {
                 return status != VRAMLAB_STATUS_FOREIGN;
             });
         }
-        TORCH_CHECK(status != VRAMLAB_STATUS_FOREIGN, "vramlab: ", what, " of ", pointer(address),
-                    ", where no live block is");
+        if (status == VRAMLAB_STATUS_FOREIGN) return false;
         Device::check(status);
+        return true;
     }
 
     // --- devices ---
@@ -234,6 +244,30 @@ class Server {
         apply_limit(to);
     }
 
+    // Lets PyTorch's own allocator have what these ones leave of the limit, and these what that one leaves.
+    void share_limit(Device& device) {
+        std::lock_guard<std::mutex> guard(lock_);
+        apply_limit(device);
+        const uint64_t allowed = limits_[static_cast<size_t>(device.index)];
+        bool& limited = native_limited_[static_cast<size_t>(device.index)];
+        if (allowed == VRAMLAB_NO_LIMIT) {
+            if (std::exchange(limited, false)) native->setMemoryFraction(1.0, device.index);
+            return;
+        }
+        limited = true;
+        uint64_t free = 0;
+        uint64_t total = 0;
+        Device::check(library.memory(device.owner->handle, &free, &total));
+        uint64_t reserved = 0;
+        owners.each_of(&device, [&](Owner& owner) {
+            vramlab_stats stats{};
+            Device::check(library.read_stats(owner.handle, &stats));
+            reserved += stats.reserved_bytes.all.current;
+        });
+        const uint64_t left = std::min(allowed - std::min(allowed, reserved), total);
+        native->setMemoryFraction(static_cast<double>(left) / static_cast<double>(total), device.index);
+    }
+
     double fraction(DeviceIndex index) {
         opened(index);  // checks the number
         std::lock_guard<std::mutex> guard(lock_);
@@ -282,11 +316,7 @@ class Server {
     C10_NOINLINE uint64_t take_slowly(Device& from, size_t bytes, cudaStream_t stream) {
         from.notice_captures();
         const std::shared_ptr<Pool> pool = from.pool_of(stream);
-        if (pool != nullptr && pool->native) {
-            const uint64_t address = number(native->raw_alloc_with_stream(bytes, stream));
-            owners.note_native(address);
-            return address;
-        }
+        if (pool != nullptr && pool->native) return take_from_native(from, bytes, stream);
         const Asked asked{pool.get(), bytes, stream, from.history.gather(RecordContext::STATE)};
         uint64_t address = 0;
         const vramlab_status status = ask(from, asked, &address);
@@ -294,6 +324,31 @@ class Server {
         const Owner& owner = pool == nullptr ? *from.owner : *pool->owner;
         owners.note(address, owner);
         if (c10::memoryProfilingEnabled()) report_to_profiler(owner, address, size_of(owner, address));
+        return address;
+    }
+
+    // A block of a pool that stays with PyTorch's own allocator, which is told of the pool by its own route.
+    uint64_t take_from_native(Device& from, size_t bytes, cudaStream_t stream) {
+        share_limit(from);
+        const uint64_t address = number(native->raw_alloc_with_stream(bytes, stream));
+        owners.note_native(address);
+        share_limit(from);
+        return address;
+    }
+
+    // The same for a pool that this request did not ask for; 0 where that has no memory either.
+    uint64_t take_from_native_pool(Device& from, const Pool& pool, const Asked& asked) {
+        const std::thread::id self = std::this_thread::get_id();
+        uint64_t address = 0;
+        native->beginAllocateToPool(from.index, pool.id,
+                                    [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+        try {
+            address = take_from_native(from, asked.bytes, asked.stream);
+        } catch (const c10::OutOfMemoryError&) {
+            // The next pool may have some.
+        }
+        native->endAllocateToPool(from.index, pool.id);
+        native->releasePool(from.index, pool.id);
         return address;
     }
 
@@ -332,6 +387,11 @@ class Server {
         }
         if (asked.pool == nullptr) {
             for (const auto& pool : from.last_resorts()) {
+                if (pool->native) {
+                    address = take_from_native_pool(from, *pool, asked);
+                    if (address != 0) return address;
+                    continue;
+                }
                 const Asked instead{pool.get(), asked.bytes, asked.stream, asked.context};
                 if (ask(from, instead, &address) == VRAMLAB_STATUS_OK) return address;
             }
@@ -468,7 +528,7 @@ class Server {
         return *device;
     }
 
-    // The smaller of what the user of vramlab and the program allow.
+    // The smaller of what the user of vramlab and the program allow, less what pools hold that stay with PyTorch.
     void apply_limit(Device& device) {
         const auto index = static_cast<size_t>(device.index);
         uint64_t allowed = limit_;
@@ -478,8 +538,14 @@ class Server {
             Device::check(library.memory(device.owner->handle, &free, &total));
             allowed = std::min(allowed, static_cast<uint64_t>(fractions_[index] * static_cast<double>(total)));
         }
+        limits_[index] = allowed;
+        if (allowed != VRAMLAB_NO_LIMIT && native_serves) {
+            constexpr auto ALL = static_cast<size_t>(StatType::AGGREGATE);
+            const int64_t elsewhere = native->getDeviceStats(device.index).reserved_bytes[ALL].current;
+            allowed -= std::min(allowed, static_cast<uint64_t>(elsewhere));
+        }
         // What the settings of the allocator limit stays as long as nothing else is asked for.
-        if (std::exchange(limits_[index], allowed) != allowed) {
+        if (std::exchange(given_[index], allowed) != allowed) {
             Device::check(library.set_limit(device.owner->handle, allowed));
         }
     }
@@ -493,7 +559,9 @@ class Server {
     std::mutex lock_;
     uint64_t limit_;
     std::array<double, C10_COMPILE_TIME_MAX_GPUS> fractions_{};
-    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};
+    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};  // what the program was allowed
+    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> given_{};   // what the library was told
+    std::array<bool, C10_COMPILE_TIME_MAX_GPUS> native_limited_{};
     std::atomic<bool> latency_;
     Recording recording_;
     std::vector<AllocatorTraceTracker> trackers_;

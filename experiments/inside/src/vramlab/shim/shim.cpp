@@ -31,7 +31,9 @@ struct Checkpoint : AllocatorState {
     ~Checkpoint() override { library.checkpoint_free(value); }
 };
 
-void add(Stat& to, const vramlab_gauge& from) {
+// Fields of the library's statistics are called as PyTorch's.
+template <typename Gauge>
+void add(Stat& to, const Gauge& from) {
     to.current += static_cast<int64_t>(from.current);
     to.peak += static_cast<int64_t>(from.peak);
     to.allocated += static_cast<int64_t>(from.allocated);
@@ -44,7 +46,12 @@ void add(StatArray& to, const vramlab_pooled& from) {
     add(to[static_cast<size_t>(StatType::LARGE_POOL)], from.large_pool);
 }
 
-void add(DeviceStats& to, const vramlab_stats& from) {
+void add(StatArray& to, const StatArray& from) {
+    for (const size_t kind : c10::irange(to.size())) add(to[kind], from[kind]);
+}
+
+template <typename Stats>
+void add(DeviceStats& to, const Stats& from) {
     add(to.allocation, from.allocation);
     add(to.segment, from.segment);
     add(to.active, from.active);
@@ -61,8 +68,6 @@ void add(DeviceStats& to, const vramlab_stats& from) {
     to.num_sync_all_streams += static_cast<int64_t>(from.num_sync_all_streams);
     to.num_device_alloc += static_cast<int64_t>(from.num_device_alloc);
     to.num_device_free += static_cast<int64_t>(from.num_device_free);
-    // No bound is the largest number there and -1 here, as PyTorch's own allocator says it.
-    to.max_split_size = static_cast<int64_t>(from.max_split_size);
 }
 
 DeviceIndex current_device() {
@@ -122,13 +127,12 @@ class Shim final : public CUDAAllocator {
         if (block.get_deleter() != &delete_block) {
             // PyTorch's own ignores what is not its own either.
             server.native->recordStream(block, stream);
-        } else if (owners.may_be_native(number(block.get()))) {
+        } else if (!server.record_stream(block.get(), stream.stream())) {
+            TORCH_CHECK(server.native_serves, "vramlab: record_stream of ", block.get(), ", where no live block is");
             // It looks for its own deleter.
             c10::DataPtr alias(block.get(), block.get(), server.native->raw_deleter(), block.device());
             server.native->recordStream(alias, stream);
             alias.release_context();
-        } else {
-            server.record_stream(block.get(), stream.stream());
         }
     }
 
@@ -185,6 +189,7 @@ class Shim final : public CUDAAllocator {
         if (server.native_serves) server.native->emptyCache(id);
         server.each_device([&](Device& device) {
             for (Owner* done : empty_cache(device, id)) owners.close(done);
+            if (server.native_serves) server.share_limit(device);
         });
     }
 
@@ -196,16 +201,21 @@ class Shim final : public CUDAAllocator {
             vramlab_stats stats{};
             Device::check(library.read_stats(owner.handle, &stats));
             add(out, stats);
+            // No bound is the largest number there and -1 here, as PyTorch's own allocator says it.
+            out.max_split_size = static_cast<int64_t>(stats.max_split_size);
         });
+        if (server.native_serves) add(out, server.native->getDeviceStats(index));
         return out;
     }
 
     void resetAccumulatedStats(DeviceIndex index) override {
+        if (server.native_serves) server.native->resetAccumulatedStats(index);
         owners.each_of(server.opened(index),
                        [](Owner& owner) { Device::check(library.reset_accumulated(owner.handle)); });
     }
 
     void resetPeakStats(DeviceIndex index) override {
+        if (server.native_serves) server.native->resetPeakStats(index);
         owners.each_of(server.opened(index), [](Owner& owner) { Device::check(library.reset_peaks(owner.handle)); });
     }
 
