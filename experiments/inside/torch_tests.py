@@ -273,7 +273,10 @@ class Tests:
                 and (arm == "native" or natively not in BAD)
             ):
                 failed.setdefault(test.partition(".")[0], []).append(test)
-        return [Piece(arm, some, alone=True) for some in failed.values()]
+        if arm == "native":
+            return [Piece(arm, some, alone=True) for some in failed.values()]
+        # A process each: what a failed test leaves behind can fail the next one.
+        return [Piece(arm, [test], alone=True) for some in failed.values() for test in some]
 
     def names(self):
         """All tests by their names, in the order of their files."""

@@ -351,7 +351,10 @@ def mempool_of_another_allocator() -> None:
 # Nothing reads what it hands out, so that it need not be a GPU's.
 OF_THE_PROGRAM = """
 #include <cstdlib>
-extern "C" void* take(size_t bytes, int, void*) { return std::aligned_alloc(2 << 20, (bytes + (2 << 20) - 1) >> 21 << 21); }
+extern "C" void* take(size_t bytes, int, void*) {
+    const size_t page = 2 << 20;
+    return std::aligned_alloc(page, (bytes + page - 1) / page * page);
+}
 extern "C" void give_back(void* memory, size_t, int, void*) { std::free(memory); }
 """
 
