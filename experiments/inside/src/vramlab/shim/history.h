@@ -177,7 +177,7 @@ class History {
     }
 
     // Every block that is held, while entries are wanted; after that those whose frames were recorded, which snapshots
-    // show until they are freed, as PyTorch's own do.
+    // show until they are freed, as PyTorch's own do. A free looks here as long as there is one.
     std::unordered_map<uint64_t, Live> live;
     std::unordered_map<uint64_t, SegmentOrigin> segments;
     // Blocks whose free was asked for and waits for other streams.

@@ -336,20 +336,36 @@ class Server {
         return address;
     }
 
+    // A thread's requests to PyTorch's own allocator go to a pool of that while this lives.
+    class NativeRoute {
+      public:
+        NativeRoute(CUDAAllocator& native, DeviceIndex device, MempoolId_t pool)
+            : native_(native), device_(device), pool_(pool) {
+            const std::thread::id self = std::this_thread::get_id();
+            native_.beginAllocateToPool(device_, pool_,
+                                        [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+        }
+        ~NativeRoute() {
+            native_.endAllocateToPool(device_, pool_);
+            native_.releasePool(device_, pool_);
+        }
+        NativeRoute(const NativeRoute&) = delete;
+        NativeRoute& operator=(const NativeRoute&) = delete;
+
+      private:
+        CUDAAllocator& native_;
+        const DeviceIndex device_;
+        const MempoolId_t pool_;
+    };
+
     // The same for a pool that this request did not ask for; 0 where that has no memory either.
     uint64_t take_from_native_pool(Device& from, const Pool& pool, const Asked& asked) {
-        const std::thread::id self = std::this_thread::get_id();
-        uint64_t address = 0;
-        native->beginAllocateToPool(from.index, pool.id,
-                                    [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+        const NativeRoute route(*native, from.index, pool.id);
         try {
-            address = take_from_native(from, asked.bytes, asked.stream);
+            return take_from_native(from, asked.bytes, asked.stream);
         } catch (const c10::OutOfMemoryError&) {
-            // The next pool may have some.
+            return 0;
         }
-        native->endAllocateToPool(from.index, pool.id);
-        native->releasePool(from.index, pool.id);
-        return address;
     }
 
     // The library's answer; a block is recorded in the same step.
