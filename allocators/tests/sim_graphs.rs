@@ -3,7 +3,7 @@
 use crate::common::{GIB, MIB, capturing, fill, free_bytes, launch, ready_ns, sim, work};
 use std::sync::Arc;
 use vramlab::backends::GraphCapture;
-use vramlab::device::PoolId;
+use vramlab::device::{CapturedWork, PoolId};
 use vramlab::{
     Capture, DeviceAddr, Driver, DriverError, DriverResult, GraphDriver, GraphId, Memory, PinnedBuffer, PoolDriver,
     PoolSettings, Request, Selection, SimDriver, SimMemory, StreamId,
@@ -385,4 +385,43 @@ fn memory_of_a_graph_that_the_allocator_is_not_told_of_stays_with_the_driver() {
     assert_eq!(free - free_bytes(sim.as_ref()), 32 * MIB);
     sim.graph_trim().unwrap();
     assert_eq!(free_bytes(sim.as_ref()), free);
+}
+
+#[test]
+fn what_comes_behind_what_in_a_capture_is_known() {
+    let sim = sim(GIB, SimMemory::None);
+    let [own, side, outside] = [(); 3].map(|()| sim.stream_create().unwrap());
+    let wait = |from: StreamId, to: StreamId| {
+        let event = sim.event_create(false).unwrap();
+        sim.event_record(event, from).unwrap();
+        sim.stream_wait_event(to, event).unwrap();
+    };
+    let front = |stream: StreamId| sim.capture_front(stream).unwrap().map(|front| front.nodes.into_iter().collect());
+    let mut past = CapturedWork::default();
+    let mut extend = |stream: StreamId| {
+        sim.capture_past(stream, &mut past).unwrap();
+        past.nodes.iter().copied().collect::<Vec<u64>>()
+    };
+    assert_eq!(front(own), None::<Vec<u64>>);
+    sim.capture_begin(own).unwrap();
+    assert_eq!(front(own), Some(vec![]));
+    work(&sim, own, 1_000);
+    wait(own, side);
+    assert_eq!((front(own), front(side), front(outside)), (Some(vec![0]), Some(vec![0]), None));
+    work(&sim, side, 1_000);
+    work(&sim, own, 1_000);
+    assert_eq!((front(own), front(side)), (Some(vec![2]), Some(vec![1])));
+    assert_eq!((extend(own), extend(outside)), (vec![0, 2], vec![0, 2]));
+    wait(side, own);
+    assert_eq!((front(own), extend(own)), (Some(vec![1, 2]), vec![0, 1, 2]));
+    work(&sim, own, 1_000);
+    assert_eq!((front(own), extend(own)), (Some(vec![3]), vec![0, 1, 2, 3]));
+    // A broken capture has no order any more, and another one begins anew.
+    sim.stream_synchronize(side).unwrap_err();
+    assert_eq!(front(own), None);
+    sim.capture_abort(own).unwrap();
+    sim.capture_begin(own).unwrap();
+    work(&sim, own, 1_000);
+    assert_eq!(extend(own), [0]);
+    sim.capture_abort(own).unwrap();
 }

@@ -205,6 +205,70 @@ pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     check_nothing_held(&allocator.stats());
 }
 
+/// Later work of `to` comes behind what is queued on `from`; in a capture `to` joins it.
+fn wait_for(bench: &Bench, from: StreamId, to: StreamId) {
+    let event = bench.driver.event_create(false).unwrap();
+    bench.driver.event_record(event, from).unwrap();
+    bench.driver.stream_wait_event(to, event).unwrap();
+    // SAFETY: made above, and not used any more.
+    unsafe { bench.driver.event_destroy(event) }.unwrap();
+}
+
+/// In an open capture of stream `own`, to which `take` allocates: what a second stream used is reusable when that has joined again,
+/// where the allocator looks.
+pub(super) fn reuse_what_streams_have_left(allocator: &Subject, own: StreamId, take: &dyn Fn() -> Block) {
+    let (bench, side) = (allocator.bench, allocator.bench.stream());
+    let pending = || {
+        let stats = allocator.stats();
+        stats.active.all.current - stats.allocation.all.current
+    };
+    let give_used = |block: Block| {
+        allocator.use_on(&block, own);
+        wait_for(bench, own, side);
+        allocator.use_on(&block, side);
+        allocator.record_use(&block, side).unwrap();
+        assert_eq!(allocator.give(block, own), Path::Deferred);
+    };
+    let looks = allocator.set_reuse_in_captures(true);
+    let block = take();
+    let lay = range(&block);
+    give_used(block);
+    let early = take();
+    assert!(!overlap(range(&early), lay) && pending() == 1, "work of the second stream may come later");
+    wait_for(bench, side, own);
+    let late = take();
+    assert_eq!(pending(), u64::from(!looks));
+    assert!(!looks || !bench.capabilities().follows_pytorch || range(&late) == lay, "it is the best fit");
+    // Another one waits for the end, because the order is not asked for any more or the streams have not joined.
+    allocator.set_reuse_in_captures(false);
+    give_used(late);
+    wait_for(bench, side, own);
+    allocator.give(early, own);
+    let last = take();
+    assert_eq!(pending(), 1 + u64::from(!looks));
+    allocator.give(last, own);
+    allocator.set_reuse_in_captures(true);
+    give_used(take());
+    wait_for(bench, side, own);
+}
+
+pub(super) fn a_capture_reuses_what_its_streams_have_left(bench: &Bench) {
+    // The driver decides, or nothing is kept for reuse; or work has no order.
+    let decides = bench.capabilities().graph_capture != GraphCapture::DriverNodes && bench.capabilities().caches;
+    if !decides || bench.device == Device::Null {
+        return;
+    }
+    let (allocator, stream) = (bench.build(), bench.stream());
+    let id = begin(&allocator, stream);
+    reuse_what_streams_have_left(&allocator, stream, &|| allocator.take(3 * MIB, stream));
+    let graph = end(&allocator, id, stream);
+    bench.driver.device_synchronize().unwrap();
+    allocator.trim(0).unwrap();
+    check_nothing_held(&allocator.stats());
+    run_out(&allocator, (id, graph), stream);
+    allocator.check_all_returns();
+}
+
 pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream) = (bench.build(), bench.stream());

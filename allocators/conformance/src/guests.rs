@@ -1,8 +1,9 @@
 //! Guests: allocators inside a program that made its streams, began its captures and sets its limits by itself.
 
-use super::Bench;
+use super::captures::reuse_what_streams_have_left;
 use super::subject::{overlap, range};
 use super::support::{MIB, check_nothing_held, check_stats};
+use super::{Bench, Device};
 use vramlab_device::StreamId;
 use vramlab_policies::contract::{AllocError, Path, PrivatePool, Request};
 
@@ -121,6 +122,29 @@ pub(super) fn a_capture_of_the_program_is_left_alone(bench: &Bench) {
     unsafe { graphs.graph_destroy(graph) }.unwrap();
     allocator.give(meanwhile, side);
     allocator.give(kept, captured);
+    allocator.pool_release(pool).unwrap();
+    allocator.check_all_returns();
+}
+
+pub(super) fn a_capture_of_the_program_reuses_what_its_streams_have_left(bench: &Bench) {
+    if bench.device == Device::Null {
+        // Work has no order there.
+        return;
+    }
+    let driver = bench.driver.as_ref();
+    let graphs = driver.graphs().expect("the device should have graphs");
+    let (allocator, captured) = (bench.build(), bench.stream());
+    let pool = allocator.pool_create().unwrap();
+    driver.note_capture(true);
+    graphs.capture_begin(captured).unwrap();
+    let take = || allocator.allocate_in(Request::new(3 * MIB), captured, pool).unwrap();
+    reuse_what_streams_have_left(&allocator, captured, &take);
+    let graph = graphs.capture_end(captured).unwrap();
+    driver.note_capture(false);
+    super::support::launch(graphs, graph, captured).unwrap();
+    driver.device_synchronize().unwrap();
+    // SAFETY: the graph was made above and its launch has finished.
+    unsafe { graphs.graph_destroy(graph) }.unwrap();
     allocator.pool_release(pool).unwrap();
     allocator.check_all_returns();
 }

@@ -184,6 +184,7 @@ const CAPTURES: &[Entry] = entries! { 64 * GIB =>
     captures::blocks_left_in_a_capture_are_an_error
     captures::a_block_from_before_is_freed_at_the_end_of_the_capture
     captures::a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph
+    captures::a_capture_reuses_what_its_streams_have_left
     captures::memory_of_a_released_capture_comes_back
     captures::captures_live_side_by_side
     captures::captures_out_of_order_are_refused
@@ -202,7 +203,10 @@ const POOLS: &[Entry] = entries! { 64 * GIB =>
 const CHECKPOINTS: &[Entry] = entries! { 64 * GIB => private_pools::a_pool_goes_back_to_its_checkpoint };
 /// Checks of backends with private pools that refuse checkpoints.
 const NO_CHECKPOINTS: &[Entry] = entries! { 64 * GIB => private_pools::checkpoints_are_refused };
-const POOLS_AND_CAPTURES: &[Entry] = entries! { 64 * GIB => guests::a_capture_of_the_program_is_left_alone };
+const POOLS_AND_CAPTURES: &[Entry] = entries! { 64 * GIB =>
+    guests::a_capture_of_the_program_is_left_alone
+    guests::a_capture_of_the_program_reuses_what_its_streams_have_left
+};
 /// Checks of backends that refuse private pools.
 const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
 /// Checks on a device whose calls can be made to fail.

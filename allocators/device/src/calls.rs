@@ -62,7 +62,7 @@ crate::named! {
         StreamSynchronize "stream_synchronize",
         /// `cuStreamWaitEvent`
         StreamWaitEvent "stream_wait_event",
-        /// `cuStreamIsCapturing`
+        /// `cuStreamIsCapturing`, `cuStreamGetCaptureInfo`, `cuGraphNodeGetDependencies`
         StreamIsCapturing "stream_is_capturing",
         /// `cuCtxSynchronize`
         DeviceSynchronize "device_synchronize",

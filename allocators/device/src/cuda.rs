@@ -38,8 +38,8 @@ use handles::Handles;
 use std::cell::Cell;
 use std::fmt;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 thread_local! {
     /// Serial number of the driver whose context is current on this thread; 0 before the first call.
@@ -63,6 +63,8 @@ pub struct CudaDriver {
     clock: Arc<MonotonicClock>,
     live: Handles,
     noted_captures: NotedCaptures,
+    /// Held while a capture is ended or its graph is looked at, so that no node goes away meanwhile.
+    captured: Mutex<()>,
     /// Whether other code of the program chooses each thread's context, so that every call puts back what it found.
     guest: bool,
 }
@@ -103,6 +105,7 @@ impl CudaDriver {
             clock: Arc::new(MonotonicClock::new()),
             live: Handles::new(),
             noted_captures: NotedCaptures::default(),
+            captured: Mutex::new(()),
             guest: false,
         };
         driver.bind_to_thread()?;

@@ -1,7 +1,7 @@
 //! Graphs: the work of a stream captured once and launched many times.
 
 use super::{CallKind, DeviceAddr, DriverError, DriverResult, GraphId, PoolCounters, StreamId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
@@ -60,6 +60,40 @@ impl CapturedMemory {
     }
 }
 
+/// Work of one capture, as nodes of its graph. Their numbers are the driver's and mean something as long as the capture is open.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CapturedWork {
+    /// Which capture of the process it is; no two have the same number. 0 is none.
+    pub capture: u64,
+    /// The nodes.
+    pub nodes: BTreeSet<u64>,
+}
+
+impl CapturedWork {
+    /// Forgets what is of another capture.
+    pub(crate) fn keep_of(&mut self, capture: u64) {
+        if self.capture != capture {
+            *self = Self { capture, nodes: BTreeSet::new() };
+        }
+    }
+
+    /// Adds nodes and what they depend on, as `before` says. Where a node is known, so is all that it depends on.
+    pub(crate) fn add_past<E>(
+        &mut self,
+        nodes: impl IntoIterator<Item = u64>,
+        mut before: impl FnMut(u64) -> Result<Vec<u64>, E>,
+    ) -> Result<(), E> {
+        let mut left: Vec<u64> = nodes.into_iter().collect();
+        while let Some(node) = left.pop() {
+            if !self.nodes.contains(&node) {
+                left.extend(before(node)?);
+                self.nodes.insert(node);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Stream capture and graphs (`cuStreamBeginCapture`, `cuGraphLaunch`, ...).
 ///
 /// # What a capture takes
@@ -83,6 +117,14 @@ pub trait GraphDriver {
 
     /// Ends the capture, also one that has become invalid, and throws away what was captured.
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()>;
+
+    /// The nodes that the next work of `stream` will depend on directly, in the capture that the stream is a part of; `None`
+    /// where it is a part of none, or of one that is broken. Does not disturb the capture.
+    fn capture_front(&self, stream: StreamId) -> DriverResult<Option<CapturedWork>>;
+
+    /// Makes `past` all nodes of its capture that the next work of `stream` will come behind. `past` is what an earlier call for the
+    /// same stream made of it, or empty. Nothing changes where the stream is in no capture. O(new nodes).
+    fn capture_past(&self, stream: StreamId, past: &mut CapturedWork) -> DriverResult<()>;
 
     /// Queues everything that was captured: one call for any number of kernels. Launches of one graph run one after
     /// another, also on different streams.

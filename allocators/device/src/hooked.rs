@@ -4,8 +4,8 @@
 //! have no methods with a default, so a method that is added to a trait cannot be forgotten by a wrapper.
 
 use super::{
-    CallKind, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId, MemInfo,
-    PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    CallKind, CapturedWork, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId,
+    MemInfo, PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
 };
 use crate::Clock;
 use std::fmt;
@@ -57,7 +57,7 @@ impl CallResult for DeviceAddr {
 
 macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
 only_success!((), u64, MemInfo, StreamId, EventId, GraphId, PhysicalHandle, PoolId, PoolSettings, PoolCounters);
-only_success!(NonNull<u8>);
+only_success!(NonNull<u8>, Option<CapturedWork>);
 
 /// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so a wrapper
 /// overrides only what it changes.
@@ -375,6 +375,16 @@ impl<H: Hook> GraphDriver for HookedDriver<H> {
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
         self.call(CallKind::CaptureAbort, NO_ARGUMENTS.on(stream), || self.inner_graphs().capture_abort(stream))
+    }
+
+    fn capture_front(&self, stream: StreamId) -> DriverResult<Option<CapturedWork>> {
+        self.call(CallKind::StreamIsCapturing, NO_ARGUMENTS.on(stream), || self.inner_graphs().capture_front(stream))
+    }
+
+    fn capture_past(&self, stream: StreamId, past: &mut CapturedWork) -> DriverResult<()> {
+        self.call(CallKind::StreamIsCapturing, NO_ARGUMENTS.on(stream), || {
+            self.inner_graphs().capture_past(stream, past)
+        })
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {

@@ -36,7 +36,7 @@ pub use clock::{Clock, MonotonicClock};
 pub use cuda::{CudaDeviceInfo, CudaDriver, CudaUnavailable, CudaVersion};
 pub use error::DriverError;
 pub use faulty::FaultyDriver;
-pub use graph::GraphDriver;
+pub use graph::{CapturedWork, GraphDriver};
 pub use hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
 pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, InstrumentCost, MeteredDriver};
@@ -161,7 +161,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// The handle is of a live stream of this device's primary context, and stays so until
-    /// [`stream_forget`](Self::stream_forget).
+    /// [`stream_forget`](Self::stream_forget). No other thread ends a capture of it while a call of this driver names it.
     unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId>;
 
     /// Forgets a stream that was [taken in](Self::stream_adopt) and does not destroy it. Calls that name it are errors from

@@ -83,6 +83,10 @@ macro_rules! pass_on {
             self.inner.set_memory_limit(bytes)
         }
 
+        fn set_reuse_in_captures(&self, on: bool) -> bool {
+            self.inner.set_reuse_in_captures(on)
+        }
+
         fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
             self.inner.trim(keep_bytes)
         }

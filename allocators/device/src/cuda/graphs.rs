@@ -4,11 +4,13 @@
 //! error. The captured graph is destroyed as soon as its instance is made, as NVIDIA's sample `graphMemoryNodes` does.
 
 use super::{CudaDriver, check, refusal};
-use crate::{CallKind, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
+use crate::{CallKind, CapturedWork, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
 use cudarc::driver::sys::{
-    self, CUgraph, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUresult, CUstream, CUstreamCaptureMode,
+    self, CUgraph, CUgraphEdgeData, CUgraphExec, CUgraphInstantiate_flags, CUgraphMem_attribute, CUgraphNode, CUresult,
+    CUstream, CUstreamCaptureMode, CUstreamCaptureStatus,
 };
-use std::ptr;
+use std::sync::{MutexGuard, PoisonError};
+use std::{ptr, slice};
 
 impl CudaDriver {
     fn graph_attribute(&self, attribute: CUgraphMem_attribute) -> DriverResult<u64> {
@@ -40,6 +42,80 @@ impl CudaDriver {
     }
 }
 
+/// What a node depends on.
+///
+/// # Safety
+/// The node is of a graph that is not destroyed meanwhile, and a context is current.
+unsafe fn dependencies(node: u64) -> DriverResult<Vec<u64>> {
+    let call = CallKind::StreamIsCapturing;
+    // CAST: a handle is kept as its value.
+    let node = node as CUgraphNode;
+    let mut count = 0usize;
+    // SAFETY: the node is live (the caller's promise); without places for nodes and edges their number is written.
+    let counted = unsafe { sys::cuGraphNodeGetDependencies_v2(node, ptr::null_mut(), ptr::null_mut(), &raw mut count) };
+    check(call, counted)?;
+    let mut found: Vec<CUgraphNode> = vec![ptr::null_mut(); count];
+    if count > 0 {
+        let edge = CUgraphEdgeData { from_port: 0, to_port: 0, type_: 0, reserved: [0; 5] };
+        let mut edges = vec![edge; count];
+        // SAFETY: as above, with a place for each node and each edge.
+        let read =
+            unsafe { sys::cuGraphNodeGetDependencies_v2(node, found.as_mut_ptr(), edges.as_mut_ptr(), &raw mut count) };
+        check(call, read)?;
+    }
+    // CAST: a handle is kept as its value.
+    Ok(found.into_iter().take(count).map(|node| node as u64).collect())
+}
+
+impl CudaDriver {
+    fn captured(&self) -> MutexGuard<'_, ()> {
+        self.captured.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes something of the capture that a stream is a part of, and of the nodes that its next work depends on. Their graph is
+    /// live as long as `of` runs, with a context current: the lock keeps out the ends of captures here, and whoever lent a stream
+    /// promised it of the others.
+    fn of_capture<T>(
+        &self,
+        stream: StreamId,
+        of: impl FnOnce(u64, &[CUgraphNode]) -> DriverResult<T>,
+    ) -> DriverResult<Option<T>> {
+        let call = CallKind::StreamIsCapturing;
+        let stream = self.stream(call, stream)?;
+        let _no_end = self.captured();
+        let _entered = self.enter(call)?;
+        // Room for the status as a number, so that a value that cudarc's enum does not know does no harm.
+        let (mut status, mut id, mut count) = (0u32, 0u64, 0usize);
+        let mut nodes: *const CUgraphNode = ptr::null();
+        let mut edges = ptr::null();
+        // SAFETY: the stream is live (looked up above), and each pointer is to a live value of the type that the call writes
+        // or null where it may be.
+        let asked = unsafe {
+            sys::cuStreamGetCaptureInfo_v3(
+                stream,
+                (&raw mut status).cast(),
+                &raw mut id,
+                ptr::null_mut(),
+                &raw mut nodes,
+                &raw mut edges,
+                &raw mut count,
+            )
+        };
+        if asked == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            // The legacy default stream, while a stream that it would wait for is captured.
+            return Ok(None);
+        }
+        check(call, asked)?;
+        // CAST: the enum's value. Of a broken capture nothing else was written.
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as u32 {
+            return Ok(None);
+        }
+        // SAFETY: the call wrote where `count` nodes lie, which stay there until the stream is called again.
+        let nodes = if count == 0 { &[] } else { unsafe { slice::from_raw_parts(nodes, count) } };
+        of(id, nodes).map(Some)
+    }
+}
+
 impl GraphDriver for CudaDriver {
     fn capture_begin(&self, stream: StreamId) -> DriverResult<()> {
         let stream = self.stream(CallKind::CaptureBegin, stream)?;
@@ -52,6 +128,7 @@ impl GraphDriver for CudaDriver {
         let call = CallKind::CaptureEnd;
         let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
+        let _not_looked_at = self.captured();
         // SAFETY: the stream is live (looked up above), and the pointer is to a live handle of the type that
         // the call writes.
         self.call(call, || unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) })?;
@@ -71,6 +148,7 @@ impl GraphDriver for CudaDriver {
         let call = CallKind::CaptureAbort;
         let stream = self.stream(call, stream)?;
         let mut graph: CUgraph = ptr::null_mut();
+        let _not_looked_at = self.captured();
         let _entered = self.enter(call)?;
         // SAFETY: as in `capture_end`; the context is current.
         let result = unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) };
@@ -83,6 +161,23 @@ impl GraphDriver for CudaDriver {
             CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED => Ok(()),
             result => check(call, result),
         }
+    }
+
+    fn capture_front(&self, stream: StreamId) -> DriverResult<Option<CapturedWork>> {
+        // CAST: handles are kept as their values.
+        self.of_capture(stream, |capture, front| {
+            Ok(CapturedWork { capture, nodes: front.iter().map(|node| *node as u64).collect() })
+        })
+    }
+
+    fn capture_past(&self, stream: StreamId, past: &mut CapturedWork) -> DriverResult<()> {
+        let extended = self.of_capture(stream, |capture, front| {
+            past.keep_of(capture);
+            // CAST: handles are kept as their values.
+            // SAFETY: nodes of the graph of an open capture, and a context is current, see `of_capture`.
+            past.add_past(front.iter().map(|node| *node as u64), |node| unsafe { dependencies(node) })
+        });
+        extended.map(|_| ())
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {

@@ -3,7 +3,7 @@
 use super::{NullDriver, lock};
 use crate::DriverError;
 use crate::graph::CapturedMemory;
-use crate::{CallKind, DeviceAddr, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
+use crate::{CallKind, CapturedWork, DeviceAddr, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -83,6 +83,15 @@ impl GraphDriver for NullDriver {
         let graphs = &mut *lock(&self.graphs);
         let own = self.end(graphs, CallKind::CaptureAbort, stream)?;
         self.drop_own(graphs, CallKind::CaptureAbort, &own)
+    }
+
+    /// Work has no order here: nothing is known to come behind anything.
+    fn capture_front(&self, _stream: StreamId) -> DriverResult<Option<CapturedWork>> {
+        Ok(None)
+    }
+
+    fn capture_past(&self, _stream: StreamId, _past: &mut CapturedWork) -> DriverResult<()> {
+        Ok(())
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, _stream: StreamId) -> DriverResult<()> {

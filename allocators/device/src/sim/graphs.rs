@@ -3,8 +3,8 @@
 //! A capture notes what is queued and what it will cost; a launch costs the host one call and runs what was noted, one
 //! piece after another, with a gap between two instead of what a launch costs each. Nothing is computed, neither while it
 //! is captured nor at a launch: the caller that launches the graph computes the kernels, and their fills and copies with them.
-//! Stream order within a capture is the order of the calls, on joined streams too; that these are joined to the first one
-//! again before the end is not checked.
+//! A launch runs its nodes in the order of the calls, on joined streams too; that these are joined to the first one again before
+//! the end is not checked. What the streams' order is, is known as long as it is captured.
 //!
 //! Stream-ordered allocations of a capture come from a heap of their own that all graphs share. An address belongs to its
 //! capture and then its graph until that is destroyed, and so does the host memory behind it. Within a capture a block
@@ -15,8 +15,8 @@ use super::timeline::{Mark, Order};
 use super::{LARGE_BASE, PoolMemory, RANGE, SimDriver, State};
 use crate::DriverError;
 use crate::graph::CapturedMemory;
-use crate::{CallKind, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, PoolCounters, StreamId};
-use std::collections::BTreeMap;
+use crate::{CallKind, CapturedWork, DeviceAddr, DriverResult, EventId, GraphDriver, GraphId, PoolCounters, StreamId};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Between plain memory and pools.
 const GRAPH_BASE: u64 = LARGE_BASE + RANGE;
@@ -59,6 +59,8 @@ struct Capture {
     /// The stream that began it.
     origin: u64,
     nodes: Vec<Node>,
+    /// What each of them depends on.
+    after: Vec<BTreeSet<u64>>,
     own: CapturedMemory,
     /// Why it cannot become a graph.
     invalid: Option<CallKind>,
@@ -75,11 +77,11 @@ struct Graph {
 /// Captures and graphs.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    /// The capture that a stream is part of.
-    capturing: BTreeMap<u64, u64>,
+    /// The capture that a stream is part of, and what its next work depends on there.
+    capturing: BTreeMap<u64, CapturedWork>,
     captures: BTreeMap<u64, Capture>,
-    /// The capture that an event was recorded in.
-    events: BTreeMap<u64, u64>,
+    /// The capture that an event was recorded in, and what it stands for there.
+    events: BTreeMap<u64, CapturedWork>,
     graphs: BTreeMap<u64, Graph>,
     next: u64,
     heap: Option<Heap>,
@@ -96,7 +98,16 @@ impl Graphs {
     }
 
     fn capture(&mut self, stream: StreamId) -> Option<&mut Capture> {
-        self.captures.get_mut(self.capturing.get(&stream.get())?)
+        self.captures.get_mut(&self.capturing.get(&stream.get())?.capture)
+    }
+
+    /// Notes work of a stream that is captured.
+    fn push(&mut self, stream: StreamId, node: Node) {
+        let Some(front) = self.capturing.get_mut(&stream.get()) else { return };
+        let Some(capture) = self.captures.get_mut(&front.capture) else { return };
+        let number = capture.nodes.len() as u64;
+        capture.nodes.push(node);
+        capture.after.push(std::mem::replace(&mut front.nodes, BTreeSet::from([number])));
     }
 
     pub(super) fn forget_event(&mut self, event: EventId) {
@@ -106,13 +117,13 @@ impl Graphs {
     /// Ends the capture of the stream that began it.
     fn end(&mut self, call: CallKind, stream: StreamId) -> DriverResult<Capture> {
         let illegal = || DriverError::illegal_state(call, "the stream does not capture");
-        let id = *self.capturing.get(&stream.get()).ok_or_else(illegal)?;
+        let id = self.capturing.get(&stream.get()).ok_or_else(illegal)?.capture;
         if self.captures.get(&id).is_some_and(|capture| capture.origin != stream.get()) {
             let context = "another stream began the capture";
             return Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNMATCHED, context));
         }
-        self.capturing.retain(|_, capture| *capture != id);
-        self.events.retain(|_, capture| *capture != id);
+        self.capturing.retain(|_, front| front.capture != id);
+        self.events.retain(|_, front| front.capture != id);
         self.captures.remove(&id).ok_or_else(illegal)
     }
 }
@@ -148,8 +159,8 @@ impl State {
 
     /// Refuses what waits for an event that was recorded in a capture, or asks after it.
     pub(super) fn refuse_captured_event(&mut self, call: CallKind, event: EventId) -> DriverResult<()> {
-        let Some(id) = self.graphs.events.get(&event.get()) else { return Ok(()) };
-        if let Some(capture) = self.graphs.captures.get_mut(id) {
+        let Some(front) = self.graphs.events.get(&event.get()) else { return Ok(()) };
+        if let Some(capture) = self.graphs.captures.get_mut(&front.capture) {
             capture.invalid.get_or_insert(call);
         }
         Err(DriverError::new(call, DriverError::CAPTURED_EVENT, "the event was recorded in a capture"))
@@ -157,9 +168,9 @@ impl State {
 
     /// Records an event on a stream that is captured; false when it is not.
     pub(super) fn record_captured(&mut self, event: EventId, stream: StreamId) -> bool {
-        match self.graphs.capturing.get(&stream.get()).copied() {
-            Some(capture) => {
-                self.graphs.events.insert(event.get(), capture);
+        match self.graphs.capturing.get(&stream.get()).cloned() {
+            Some(front) => {
+                self.graphs.events.insert(event.get(), front);
                 true
             }
             None => {
@@ -171,19 +182,22 @@ impl State {
 
     /// Lets a stream wait where that is part of a capture, and join it; false where it is not.
     pub(super) fn wait_captured(&mut self, stream: StreamId, event: EventId, recorded: bool) -> DriverResult<bool> {
-        let (own, of_event) = (self.graphs.capturing.get(&stream.get()), self.graphs.events.get(&event.get()));
-        match (own.copied(), of_event.copied()) {
+        let (own, of_event) = (self.graphs.capturing.get_mut(&stream.get()), self.graphs.events.get(&event.get()));
+        match (own, of_event) {
             (None, None) => Ok(false),
             // A capture cannot wait for work outside of it; an event that was never recorded has none.
             (Some(_), None) if !recorded => Ok(true),
-            (None, Some(capture)) => {
-                self.graphs.capturing.insert(stream.get(), capture);
+            (None, Some(front)) => {
+                self.graphs.capturing.insert(stream.get(), front.clone());
                 Ok(true)
             }
-            (Some(own), Some(other)) if own == other => Ok(true),
+            (Some(own), Some(other)) if own.capture == other.capture => {
+                own.nodes.extend(&other.nodes);
+                Ok(true)
+            }
             (Some(own), _) => {
                 let call = CallKind::StreamWaitEvent;
-                if let Some(capture) = self.graphs.captures.get_mut(&own) {
+                if let Some(capture) = self.graphs.captures.get_mut(&own.capture) {
                     capture.invalid.get_or_insert(call);
                 }
                 let context = "a capture cannot wait for work outside of it";
@@ -209,7 +223,8 @@ impl SimDriver {
             return Err(DriverError::out_of_memory(call));
         };
         let graphs = &mut state.graphs;
-        let Some(capture) = graphs.capturing.get(&stream.get()).and_then(|id| graphs.captures.get_mut(id)) else {
+        let of_stream = graphs.capturing.get(&stream.get());
+        let Some(capture) = of_stream.and_then(|front| graphs.captures.get_mut(&front.capture)) else {
             return Err(DriverError::illegal_state(call, "the stream does not capture"));
         };
         let addr = match capture.own.reuse(len) {
@@ -225,7 +240,7 @@ impl SimDriver {
                 placed.addr
             }
         };
-        capture.nodes.push(Node::MEMORY);
+        graphs.push(stream, Node::MEMORY);
         Ok(DeviceAddr::handed_out(addr))
     }
 
@@ -242,14 +257,14 @@ impl SimDriver {
         let no_capture = || DriverError::illegal_state(call, "the stream does not capture");
         let capture = state.graphs.capture(stream).ok_or_else(no_capture)?;
         capture.own.free(call, addr)?;
-        capture.nodes.push(Node::MEMORY);
+        state.graphs.push(stream, Node::MEMORY);
         Ok(())
     }
 
     /// Queues work on a stream, or notes it where the stream is captured.
     pub(super) fn queue(&self, state: &mut State, stream: StreamId, node: Node) {
-        if let Some(capture) = state.graphs.capture(stream) {
-            capture.nodes.push(node);
+        if state.graphs.is_capturing(stream) {
+            state.graphs.push(stream, node);
             return;
         }
         let duration = self.node_ns(state, &node);
@@ -281,10 +296,11 @@ impl GraphDriver for SimDriver {
         }
         let graphs = &mut state.graphs;
         graphs.next += 1;
-        let capture =
-            Capture { origin: stream.get(), nodes: Vec::new(), own: CapturedMemory::default(), invalid: None };
+        let (nodes, after, own) = (Vec::new(), Vec::new(), CapturedMemory::default());
+        let capture = Capture { origin: stream.get(), nodes, after, own, invalid: None };
         graphs.captures.insert(graphs.next, capture);
-        graphs.capturing.insert(stream.get(), graphs.next);
+        let front = CapturedWork { capture: graphs.next, nodes: BTreeSet::new() };
+        graphs.capturing.insert(stream.get(), front);
         Ok(())
     }
 
@@ -310,6 +326,23 @@ impl GraphDriver for SimDriver {
         let capture = state.graphs.end(CallKind::CaptureAbort, stream)?;
         state.free_own(&capture.own);
         Ok(())
+    }
+
+    fn capture_front(&self, stream: StreamId) -> DriverResult<Option<CapturedWork>> {
+        let state = &mut *self.lock();
+        state.need_stream(CallKind::StreamIsCapturing, stream)?;
+        let broken = state.graphs.capture(stream).is_none_or(|capture| capture.invalid.is_some());
+        Ok(state.graphs.capturing.get(&stream.get()).filter(|_| !broken).cloned())
+    }
+
+    fn capture_past(&self, stream: StreamId, past: &mut CapturedWork) -> DriverResult<()> {
+        let Some(front) = self.capture_front(stream)? else { return Ok(()) };
+        past.keep_of(front.capture);
+        let state = self.lock();
+        let Some(capture) = state.graphs.captures.get(&front.capture) else { return Ok(()) };
+        // CAST: an index of the list.
+        let before = |node: u64| Ok(capture.after[node as usize].iter().copied().collect());
+        past.add_past(front.nodes, before)
     }
 
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()> {

@@ -175,7 +175,7 @@ impl Caching {
         // Blocks whose events have completed are free again before the search. Captures and pools are looked for with them.
         let (processed, shard) = match self.waiting.load(Acquire) {
             0 => (true, self.shards.of_stream(stream)),
-            _ => (self.process_events()?, self.shard_for(stream)),
+            _ => (self.process_events_for(stream)?, self.shard_for(stream)),
         };
         self.serve_from(shard, request, processed)
     }
@@ -280,7 +280,7 @@ impl DeviceAllocator for Caching {
 
     fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
         request.validate()?;
-        let processed = self.waiting.load(Acquire) == 0 || self.process_events()?;
+        let processed = self.waiting.load(Acquire) == 0 || self.process_events_for(stream)?;
         self.serve_from(self.shard_of_pool(pool, stream)?, request, processed)
     }
 
@@ -341,6 +341,11 @@ impl DeviceAllocator for Caching {
         true
     }
 
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        lock(&self.pending).reuse_in_captures(on);
+        true
+    }
+
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let released = release_cached(&mut self.grown(), keep_bytes)?;
         lock(&self.pending).take_error().map_or(Ok(()), Err)?;
@@ -379,7 +384,7 @@ impl DeviceAllocator for Caching {
 
     fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
         lock(&self.pools).known.need_released(self.name(), pool)?;
-        self.wait_and_process_events()?;
+        self.wait_and_process_events(None)?;
         Ok(release_private(&mut self.grown(), pool.id())?)
     }
 

@@ -207,6 +207,11 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         state.policy.set_memory_limit(&mut state.heap, bytes)
     }
 
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        self.lock().heap.reuse_in_captures(on);
+        true
+    }
+
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let state = &mut *self.lock();
         let released = release_cached(&mut state.heap, keep_bytes);

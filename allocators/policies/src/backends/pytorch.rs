@@ -23,7 +23,8 @@
 //!
 //! *A free* (`free`). The stream's own uses of the block were queued before its next ones will be, so it may reuse the block
 //! at once. The block is joined with free neighbours in its segment. If other streams use it (`record_stream`), it first
-//! waits for an event on each of them.
+//! waits for an event on each of them; inside a capture, where no event tells, for its end, or for the graph's own order
+//! (`graph_capture_record_stream_reuse`).
 //!
 //! *Large blocks* may be kept whole: with `max_split_size` blocks of at least that size are never cut, and serve only
 //! requests that are as large and at most `max_non_split_rounding` smaller.

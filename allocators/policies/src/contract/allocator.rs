@@ -194,6 +194,14 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Sets whether a block that is freed inside a capture, after other streams used it there, may be reused within that capture once the
+    /// order of the graph's nodes allows it (PyTorch's `graph_capture_record_stream_reuse`). Off at first: such a block waits for
+    /// the end of the capture. To look costs time for each node that is captured. False where an allocator cannot; then nothing was done.
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        let _ = on;
+        false
+    }
+
     /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
     /// stay reserved, and says how many bytes went back. Memory goes in whole segments (a driver's pool: granules),
     /// so what stays can differ from `keep_bytes` by one of them.

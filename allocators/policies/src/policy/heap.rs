@@ -10,7 +10,7 @@ use super::fit::Fit;
 use super::grow::Segments as _;
 use super::join::Join;
 use super::pages::Pages;
-use super::pending::Pending;
+use super::pending::{Freed, Pending};
 use super::places::Places;
 use super::source::Source;
 use super::stream::{LastFrees, Stream};
@@ -360,7 +360,9 @@ impl Heap {
         if self.space[block].state == State::Held {
             self.space.defer(block);
         }
-        self.wait_for(block, users)
+        let (bytes, stream) = (self.space[block].bytes, self.space[block].list.owner.stream);
+        let (freed, capturing) = (Freed { block, bytes, stream, users: users.to_vec() }, self.is_capturing());
+        self.pending.wait_for(self.source.driver().as_ref(), freed, capturing)
     }
 
     /// Queues an event on a stream; `None` while the stream is captured. It goes back by [`reuse`](Self::reuse).
@@ -377,10 +379,13 @@ impl Heap {
         self.pending.events().reuse(event);
     }
 
-    /// Lets a block that is pending already wait for what is queued on some streams.
-    pub(crate) fn wait_for(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
-        let (bytes, capturing) = (self.space[block].bytes, self.is_capturing());
-        self.pending.wait_for(self.source.driver().as_ref(), block, bytes, users, capturing)
+    /// Sets whether blocks that other streams use in a capture may be reused within it.
+    pub(crate) fn reuse_in_captures(&mut self, on: bool) {
+        self.pending.reuse_in_captures(on);
+    }
+
+    pub(crate) fn reuses_in_captures(&self) -> bool {
+        self.pending.reuses_in_captures()
     }
 
     /// Makes blocks reusable whose last use by another stream is over. Does not wait.
@@ -388,11 +393,23 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub fn process_events(&mut self) -> Result<(), DriverError> {
+        self.process(None)
+    }
+
+    /// As [`process_events`](Self::process_events), for a request of a stream. In a capture that is what tells which blocks it may have.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn process_events_for(&mut self, stream: StreamId) -> Result<(), DriverError> {
+        self.process(Some(stream))
+    }
+
+    fn process(&mut self, asking: Option<StreamId>) -> Result<(), DriverError> {
         if self.pending.is_empty() {
             return self.take_event_error();
         }
         let (capturing, mut done) = (self.is_capturing(), Vec::new());
-        let outcome = self.pending.process(self.source.driver().as_ref(), capturing, &mut done);
+        let outcome = self.pending.process(self.source.driver().as_ref(), capturing, asking, &mut done);
         self.put_completed(done);
         self.take_event_error().and(outcome)
     }

@@ -3,11 +3,23 @@
 //! A block that other streams were announced to use is not reusable when the client frees it. An event is queued on each of
 //! those streams, and the block is free when the last of them has completed.
 
+use super::captured::Captured;
 use super::events::Events;
 use crate::contract::Gauge;
 use crate::space::BlockId;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{CallKind, Driver, DriverError, EventId, StreamId};
+
+/// A block that the client freed.
+#[derive(Clone, Debug)]
+pub(crate) struct Freed<B> {
+    pub(crate) block: B,
+    pub(crate) bytes: u64,
+    /// Its own stream.
+    pub(crate) stream: StreamId,
+    /// The other streams that it was announced to.
+    pub(crate) users: Vec<StreamId>,
+}
 
 /// A block that waits for an event.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +44,9 @@ struct Left {
 pub struct Pending<B = BlockId> {
     queues: BTreeMap<StreamId, VecDeque<Waiting<B>>>,
     left: BTreeMap<B, Left>,
+    /// Whether blocks that are freed in a capture may be reused within it; the others wait for its end.
+    reuses_in_captures: bool,
+    captured: Captured<B>,
     events: Events,
     /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
     /// device tells that their work is over.
@@ -45,6 +60,8 @@ impl<B> Default for Pending<B> {
         Self {
             queues: BTreeMap::new(),
             left: BTreeMap::new(),
+            reuses_in_captures: false,
+            captured: Captured::default(),
             events: Events::default(),
             stranded: Gauge::default(),
             error: None,
@@ -53,9 +70,18 @@ impl<B> Default for Pending<B> {
 }
 
 impl<B: Copy + Ord> Pending<B> {
-    /// Whether no event is waited for.
+    /// Whether no block waits for anything but a stream that is gone.
     pub(crate) fn is_empty(&self) -> bool {
-        self.queues.is_empty()
+        self.queues.is_empty() && self.captured.is_empty()
+    }
+
+    /// Sets whether blocks that are freed in a capture may be reused within it.
+    pub(crate) fn reuse_in_captures(&mut self, on: bool) {
+        self.reuses_in_captures = on;
+    }
+
+    pub(crate) fn reuses_in_captures(&self) -> bool {
+        self.reuses_in_captures
     }
 
     /// Bytes of blocks that wait for streams that are gone; `None` when there never were any.
@@ -79,18 +105,28 @@ impl<B: Copy + Ord> Pending<B> {
         &mut self.events
     }
 
-    /// Lets a block of `bytes` wait for what is queued on `users`. `capturing` says whether any graph is being captured.
+    /// Lets a block wait for what is queued on the streams that use it. `capturing` says whether any graph is being captured.
     ///
     /// # Errors
     /// Those of the driver. The block waits all the same: where a stream takes no event, for the whole device.
     pub(crate) fn wait_for(
         &mut self,
         driver: &dyn Driver,
-        block: B,
-        bytes: u64,
-        users: &[StreamId],
+        freed: Freed<B>,
         capturing: bool,
     ) -> Result<(), DriverError> {
+        let in_capture = match capturing && self.reuses_in_captures {
+            true => self.captured.add(driver, &freed),
+            false => Ok(false),
+        };
+        match in_capture {
+            Ok(true) => Ok(()),
+            other => other.map(|_| ()).and(self.wait_for_events(driver, &freed, capturing)),
+        }
+    }
+
+    fn wait_for_events(&mut self, driver: &dyn Driver, freed: &Freed<B>, capturing: bool) -> Result<(), DriverError> {
+        let Freed { block, bytes, ref users, .. } = *freed;
         // CAST: one for each stream.
         self.left.insert(block, Left { streams: users.len() as u32, gone: 0, bytes });
         let mut outcome = Ok(());
@@ -131,7 +167,7 @@ impl<B: Copy + Ord> Pending<B> {
     }
 
     /// PyTorch's `process_events`: notes in `done` the blocks whose events have completed. Each stream's queue is looked at
-    /// until its first event that has not.
+    /// until its first event that has not. `asking` is the stream of the request that it is done for, if it is for one.
     ///
     /// # Errors
     /// Those of the driver; `done` is right all the same.
@@ -139,9 +175,27 @@ impl<B: Copy + Ord> Pending<B> {
         &mut self,
         driver: &dyn Driver,
         capturing: bool,
+        asking: Option<StreamId>,
         done: &mut Vec<B>,
     ) -> Result<(), DriverError> {
-        self.drain(driver, capturing, false, done, |event| driver.event_query(event))
+        let captured = match asking {
+            Some(stream) if capturing => self.captured.find_reusable(driver, stream, done),
+            _ => self.after_captures(driver, capturing),
+        };
+        captured.and(self.drain(driver, capturing, false, done, |event| driver.event_query(event)))
+    }
+
+    /// Lets what was freed in captures wait for events when these are over.
+    fn after_captures(&mut self, driver: &dyn Driver, capturing: bool) -> Result<(), DriverError> {
+        if capturing || self.captured.is_empty() {
+            return Ok(());
+        }
+        let mut outcome = Ok(());
+        for freed in self.captured.take() {
+            // Each waits, whatever became of the others.
+            outcome = outcome.and(self.wait_for_events(driver, &freed, false));
+        }
+        outcome
     }
 
     /// Waits for every pending free, and for the whole device where that is the only way.
@@ -154,7 +208,9 @@ impl<B: Copy + Ord> Pending<B> {
         capturing: bool,
         done: &mut Vec<B>,
     ) -> Result<(), DriverError> {
-        self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true))?;
+        let captured = self.after_captures(driver, capturing);
+        captured
+            .and(self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true)))?;
         // A device that is captured cannot be waited for, and one that refuses to be keeps what was set aside.
         if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
             return Ok(());
@@ -239,8 +295,14 @@ mod tests {
         /// Blocks that are done.
         fn process(&mut self) -> Vec<u32> {
             let mut done = Vec::new();
-            self.pending.process(&self.driver, false, &mut done).unwrap();
+            self.pending.process(&self.driver, false, None, &mut done).unwrap();
             done.into_iter().map(BlockId::number).collect()
+        }
+
+        /// A free of a block of another stream that both use.
+        fn free(&mut self, block: BlockId) -> Result<(), DriverError> {
+            let (stream, users) = (crate::stream(9), self.streams.to_vec());
+            self.pending.wait_for(&self.driver, Freed { block, bytes: BYTES, stream, users }, false)
         }
 
         fn stranded(&self) -> Option<u64> {
@@ -251,10 +313,9 @@ mod tests {
     #[test]
     fn a_block_is_done_with_its_last_stream_and_the_events_are_used_again() {
         let mut bench = Bench::new();
-        let streams = bench.streams;
         for number in 0..3 {
             let block = BlockId::numbered(number);
-            bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).unwrap();
+            bench.free(block).unwrap();
             assert_eq!(bench.process(), [number]);
         }
         assert_eq!((bench.process(), bench.pending.events().take().len()), (vec![], 2));
@@ -264,20 +325,18 @@ mod tests {
     #[test]
     fn an_event_that_cannot_be_made_is_made_later() {
         let mut bench = Bench::new();
-        let streams = bench.streams;
         bench.driver.fail(CallKind::EventCreate, 1, DriverError::OUT_OF_MEMORY);
         let block = BlockId::numbered(4);
-        assert!(bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).is_err());
+        assert!(bench.free(block).is_err());
         assert_eq!((bench.process(), bench.stranded()), (vec![4], None));
     }
 
     #[test]
     fn a_stream_that_takes_no_event_is_waited_for_with_the_device() {
         let mut bench = Bench::new();
-        let streams = bench.streams;
         bench.driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
         let block = BlockId::numbered(4);
-        assert!(bench.pending.wait_for(&bench.driver, block, BYTES, &streams, false).is_err());
+        assert!(bench.free(block).is_err());
         assert_eq!((bench.process(), bench.stranded()), (vec![], Some(BYTES)));
         let mut done = Vec::new();
         bench.pending.synchronize(&bench.driver, true, &mut done).unwrap();

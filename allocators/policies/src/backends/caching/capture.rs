@@ -96,10 +96,14 @@ impl Caching {
     /// Lets the free of a block wait for the end of a capture, if it is the capture's own or its stream's; false when
     /// there is none to wait for.
     pub(super) fn defer_to_capture(&self, shard: &Shard, index: BlockIndex) -> bool {
+        let reuses = lock(&self.pending).reuses_in_captures();
         let captures = &mut *lock(&self.captures);
         let Some(pool) = captures.open_on(shard.stream) else { return false };
         if pool.shard != shard.id && self.shards.is_private(shard) {
             // Of an earlier capture of the stream.
+            return false;
+        }
+        if pool.shard == shard.id && reuses {
             return false;
         }
         self.totals.step(shard, &self.shards, |counted, waiting| {

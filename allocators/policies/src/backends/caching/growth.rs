@@ -91,7 +91,7 @@ impl Caching {
     pub(super) fn grow(&self, shard: &Shard, wanted: Wanted, processed: bool) -> Result<Block, AllocError> {
         let grown = &mut self.grown();
         if !processed {
-            self.wait_and_process_events()?;
+            self.wait_and_process_events(Some(shard.stream))?;
         }
         // Another thread may have grown this stream's cache, or freed into it, while this one waited.
         let (served, path) = match self.serve_cached(shard, wanted) {

@@ -6,7 +6,7 @@
 use super::blocks::BlockIndex;
 use super::{Caching, not_held};
 use crate::contract::{AllocError, Block, DeviceAllocator, Path};
-use crate::policy::pending;
+use crate::policy::pending::{self, Freed};
 use crate::sync::lock;
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -39,14 +39,8 @@ impl Caching {
     }
 
     /// Lets a pending block wait for what is queued on some streams.
-    fn wait_for(
-        &self,
-        pending: &mut Pending,
-        block: PendingBlock,
-        bytes: u64,
-        users: &[StreamId],
-    ) -> Result<(), DriverError> {
-        self.work_on(pending, |pending, driver, capturing, _| pending.wait_for(driver, block, bytes, users, capturing))
+    fn wait_for(&self, pending: &mut Pending, freed: Freed<PendingBlock>) -> Result<(), DriverError> {
+        self.work_on(pending, |pending, driver, capturing, _| pending.wait_for(driver, freed, capturing))
     }
 
     /// A free of a block that is flagged as shared.
@@ -73,7 +67,8 @@ impl Caching {
         });
         match freed {
             Ok((users, bytes)) => {
-                self.wait_for(pending, (shard_id, index), bytes, &users)?;
+                let stream = shard.stream;
+                self.wait_for(pending, Freed { block: (shard_id, index), bytes, stream, users })?;
                 Ok(Path::Deferred)
             }
             Err(joined) => Ok(if joined { Path::Coalesce } else { Path::Hit }),
@@ -92,26 +87,29 @@ impl Caching {
             self.complete(shard_id, index);
             return Ok(());
         }
-        self.wait_for(pending, (shard_id, index), bytes, &users)
+        self.wait_for(pending, Freed { block: (shard_id, index), bytes, stream: shard.stream, users })
     }
 
-    /// PyTorch's `process_events`: frees blocks whose events have completed. False when another thread is at it.
+    /// PyTorch's `process_events`, for a request of a stream: frees blocks whose events have completed. False when another thread is
+    /// at it.
     #[cold]
-    pub(super) fn process_events(&self) -> Result<bool, DriverError> {
+    pub(super) fn process_events_for(&self, stream: StreamId) -> Result<bool, DriverError> {
         match self.pending.try_lock() {
-            Ok(mut pending) => self.process(&mut pending).map(|()| true),
-            Err(TryLockError::Poisoned(poisoned)) => self.process(&mut poisoned.into_inner()).map(|()| true),
+            Ok(mut pending) => self.process(&mut pending, Some(stream)).map(|()| true),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                self.process(&mut poisoned.into_inner(), Some(stream)).map(|()| true)
+            }
             Err(TryLockError::WouldBlock) => Ok(false),
         }
     }
 
-    /// As [`process_events`](Self::process_events), but waits for a thread that is at it.
-    pub(super) fn wait_and_process_events(&self) -> Result<(), DriverError> {
-        self.process(&mut lock(&self.pending))
+    /// As [`process_events_for`](Self::process_events_for), but waits for a thread that is at it.
+    pub(super) fn wait_and_process_events(&self, asking: Option<StreamId>) -> Result<(), DriverError> {
+        self.process(&mut lock(&self.pending), asking)
     }
 
-    fn process(&self, pending: &mut Pending) -> Result<(), DriverError> {
-        self.work_on(pending, Pending::process)
+    fn process(&self, pending: &mut Pending, asking: Option<StreamId>) -> Result<(), DriverError> {
+        self.work_on(pending, |pending, driver, capturing, done| pending.process(driver, capturing, asking, done))
     }
 
     /// Waits for every pending free.

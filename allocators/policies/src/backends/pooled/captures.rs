@@ -33,6 +33,9 @@ impl<P: Policy> State<P> {
         let owner = self.heap.space()[block].list.owner;
         let Some(kept) = self.captures.open_on(owner.stream) else { return false };
         if owner.private == kept.private {
+            if self.heap.reuses_in_captures() {
+                return false;
+            }
             // The other streams' work is a part of the graph, and over when that is.
             if self.heap.take_uses(block).is_empty() {
                 return false;

@@ -142,7 +142,7 @@ pub fn serve<P: Policy + ?Sized>(
     requested: u64,
 ) -> Result<(BlockId, Path), AllocError> {
     // Frees that waited for other streams are carried out where these are done.
-    heap.process_events()?;
+    heap.process_events_for(owner.stream)?;
     let bytes = policy.rules().size.round(requested);
     let list = FreeList { owner, pool: policy.rules().size.pool(bytes) };
     policy.prepare(heap, list)?;

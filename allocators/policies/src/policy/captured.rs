@@ -1,0 +1,98 @@
+//! Frees inside a capture of blocks that other streams use there (PyTorch's `graph_capture_record_stream_reuse`).
+//!
+//! No event tells in a capture when a use is over, so such a block waits for the end, unless this part is asked. The order of the
+//! graph's nodes tells as much: a freed block remembers where its own stream and those that use it had come. It is reusable for a
+//! request of its stream when that stream's next work will come behind all of these nodes, because streams joined.
+//!
+//! *Cost.* Each node of a graph is looked at once for each stream that asks, in a request that could use such a block.
+//!
+//! *Source.* PyTorch 2.9 and later, `record_free_markers` and `free_safe_blocks_in_capture` of `c10/cuda/CUDACachingAllocator.cpp`.
+
+use super::pending::Freed;
+use std::collections::BTreeMap;
+use vramlab_device::{CapturedWork, Driver, DriverError, StreamId};
+
+/// A block that was freed in a capture.
+#[derive(Clone, Debug)]
+struct Waiting<B> {
+    freed: Freed<B>,
+    /// Where the streams had come.
+    behind: CapturedWork,
+}
+
+/// The blocks that were freed in captures that are open, or were when it was last asked.
+#[derive(Debug)]
+pub(super) struct Captured<B> {
+    waiting: Vec<Waiting<B>>,
+    /// What the next work of a stream comes behind, as far as it was asked.
+    past: BTreeMap<StreamId, CapturedWork>,
+}
+
+impl<B> Default for Captured<B> {
+    fn default() -> Self {
+        Self { waiting: Vec::new(), past: BTreeMap::new() }
+    }
+}
+
+/// Where all of these streams have come in the capture that they share; `None` if there is none, or nothing in it yet.
+fn front(driver: &dyn Driver, streams: impl Iterator<Item = StreamId>) -> Result<Option<CapturedWork>, DriverError> {
+    let Some(graphs) = driver.graphs() else { return Ok(None) };
+    let mut all = CapturedWork::default();
+    for stream in streams {
+        let Some(mut front) = graphs.capture_front(stream)? else { return Ok(None) };
+        if all.capture != 0 && all.capture != front.capture {
+            return Ok(None);
+        }
+        all.capture = front.capture;
+        all.nodes.append(&mut front.nodes);
+    }
+    Ok(Some(all).filter(|all| !all.nodes.is_empty()))
+}
+
+impl<B: Copy> Captured<B> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// Takes in a block that is freed now; false if one of its streams is in no capture.
+    ///
+    /// # Errors
+    /// Those of the driver; then it did not.
+    pub(super) fn add(&mut self, driver: &dyn Driver, freed: &Freed<B>) -> Result<bool, DriverError> {
+        let streams = std::iter::once(freed.stream).chain(freed.users.iter().copied());
+        let behind = front(driver, streams)?;
+        let taken = behind.is_some();
+        self.waiting.extend(behind.map(|behind| Waiting { freed: freed.clone(), behind }));
+        Ok(taken)
+    }
+
+    /// Moves the blocks of a stream to `done` that its next work comes behind.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn find_reusable(
+        &mut self,
+        driver: &dyn Driver,
+        stream: StreamId,
+        done: &mut Vec<B>,
+    ) -> Result<(), DriverError> {
+        let Some(graphs) = driver.graphs() else { return Ok(()) };
+        if self.waiting.iter().all(|waiting| waiting.freed.stream != stream) {
+            return Ok(());
+        }
+        let past = self.past.entry(stream).or_default();
+        graphs.capture_past(stream, past)?;
+        self.waiting.retain(|Waiting { freed, behind }| {
+            let over = freed.stream == stream && behind.capture == past.capture && behind.nodes.is_subset(&past.nodes);
+            done.extend(over.then_some(freed.block));
+            !over
+        });
+        Ok(())
+    }
+
+    /// Every block: nothing is captured any more.
+    pub(super) fn take(&mut self) -> Vec<Freed<B>> {
+        self.past.clear();
+        std::mem::take(&mut self.waiting).into_iter().map(|waiting| waiting.freed).collect()
+    }
+}
