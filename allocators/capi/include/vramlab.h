@@ -325,6 +325,15 @@ vramlab_status vramlab_stream_gone(struct vramlab *vramlab, uint64_t stream);
 vramlab_status vramlab_capturing(struct vramlab *vramlab,
                                  bool open);
 
+// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within that
+// capture, once its stream comes behind their work. Off at first: it waits for the end of the capture. The status is
+// `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot do that.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_reuse_in_captures(struct vramlab *vramlab,
+                                         bool on);
+
 // Makes a private pool. Its number is not 0 and is never used again.
 //
 // # Safety

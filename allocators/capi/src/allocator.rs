@@ -247,6 +247,13 @@ impl Allocator {
         self.device.driver().note_capture(open);
     }
 
+    pub(crate) fn reuse_in_captures(&self, on: bool) -> Outcome<()> {
+        if self.stack().set_reuse_in_captures(on) {
+            return Ok(());
+        }
+        Err(AllocError::Incapable { allocator: self.selection.name(), capability: "reuse within a capture" }.into())
+    }
+
     fn pool(&self, pool: u64) -> Outcome<PrivatePool> {
         let unknown = || Failure::new(Status::Unknown, format!("there is no private pool {pool}, or it was released"));
         lock(&self.pools).get(&pool).copied().ok_or_else(unknown)

@@ -248,6 +248,18 @@ pub unsafe extern "C" fn vramlab_capturing(vramlab: *mut Allocator, open: bool) 
     answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.capturing(open)))
 }
 
+/// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within that
+/// capture, once its stream comes behind their work. Off at first: it waits for the end of the capture. The status is
+/// `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot do that.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_reuse_in_captures(vramlab: *mut Allocator, on: bool) -> Status {
+    // SAFETY: as promised.
+    answer(|| unsafe { allocator(vramlab) }?.reuse_in_captures(on))
+}
+
 /// Makes a private pool. Its number is not 0 and is never used again.
 ///
 /// # Safety

@@ -211,6 +211,7 @@ static void pools(const char *name) {
   CHECK(all.bytes == all.events[VRAMLAB_SEGMENT_ACTION_ALLOC] + all.events[VRAMLAB_SEGMENT_ACTION_MAP]);
   vramlab_checkpoint_free(checkpoint);
   for (int i = 0; i < 3; i++) OK(vramlab_free(v, inside[i]));
+  OK(vramlab_reuse_in_captures(v, true));
   OK(vramlab_capturing(v, true));
   OK(vramlab_capturing(v, false));
   OK(vramlab_pool_release(v, all.pool));

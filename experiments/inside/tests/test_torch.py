@@ -158,6 +158,7 @@ print(told.get("max_split_size"), told.get("garbage_collection_threshold"))
         ("max_split_size_mb:64,garbage_collection_threshold:0.8", ["caching", "1000000000"], "67108864 0.8", []),
         ("garbage_collection_threshold:0.8", ["caching"], "None 0.0", ["garbage_collection_threshold (needs a limit)"]),
         ("expandable_segments:True", ["caching"], "None 0.0", ["expandable_segments (use pytorch-expandable)"]),
+        ("expandable_segments:True,graph_capture_record_stream_reuse:True", ["pytorch-expandable"], "None 0.0", []),
         ("expandable_segments:True,pinned_num_register_threads:2", ["pytorch-expandable"], "None 0.0", []),
         ("max_split_size_mb:64,release_lock_on_cudamalloc:True", ["bfc"], "None None",
          ["max_split_size_mb, release_lock_on_cudamalloc"]),
@@ -170,6 +171,24 @@ def test_pytorchs_settings(
     assert done.stdout == settings + "\n", done.stderr
     assert [words for words in named if words in done.stderr] == named
     assert done.stderr.count("UserWarning") == len(named)
+
+
+CHANGED = """
+import torch, vramlab.torch
+vramlab.torch.use("caching:max_split_size=32M")
+torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64,graph_capture_record_stream_reuse:True")
+torch.empty(1, device="cuda")
+print(vramlab.torch.stats(0)["settings"]["max_split_size"])
+settings = torch.cuda.memory._snapshot()["allocator_settings"]
+print(settings["graph_capture_record_stream_reuse"], settings["max_split_size"])
+"""
+
+
+def test_settings_that_change_too_late_are_named(variables: dict[str, str]) -> None:
+    done = python(variables, "-c", CHANGED)
+    assert done.stdout == "33554432\nTrue 33554432\n", done.stderr
+    assert "caching:max_split_size=32M keeps the settings that it began with; max_split_size_mb did not change" in done.stderr
+    assert done.stderr.count("UserWarning") == 1
 
 
 LIMITED = """

@@ -127,6 +127,7 @@ _OF_ALLOCATOR: dict[str, list[Any]] = {
     "record_stream": [c_uint64, c_uint64],
     "stream_gone": [c_uint64],
     "capturing": [c_bool],
+    "reuse_in_captures": [c_bool],
     "pool_create": [_OUT],
     "pool_release": [c_uint64],
     "pool_trim": [c_uint64, _OUT],

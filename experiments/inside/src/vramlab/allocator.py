@@ -161,6 +161,10 @@ class Allocator:
         """Says that the program began to capture a graph on the device, or that such a capture ended; counted."""
         self._call("capturing", open)
 
+    def reuse_in_captures(self, on: bool) -> None:
+        """Sets whether blocks that other streams used in a capture may be reused within it; they wait for its end at first."""
+        self._call("reuse_in_captures", on)
+
     def base(self, address: int) -> tuple[int, int]:
         """The segment around an address: where it begins, and its size in bytes."""
         base, size = ctypes.c_uint64(), ctypes.c_uint64()

@@ -99,6 +99,7 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
         if ignored:
             text = f"vramlab: of PyTorch's settings {asked} does not have {', '.join(ignored)}; they do nothing"
             warnings.warn(text, stacklevel=2)
+        _tell_of_changes(asked)
         # The name as it was asked for: a second call asks so again.
         made.spec = asked
         _shim = made
@@ -236,8 +237,8 @@ _SAME: dict[str, tuple[str, Callable[[str], str]]] = {
     "garbage_collection_threshold": ("garbage_collection_threshold", str),
     "roundup_power2_divisions": ("roundup_power2_divisions", str),
 }
-# What PyTorch itself heeds whatever serves the GPU's memory, by the beginnings of their names.
-_STILL_PYTORCHS = ("pinned_", "per_process_memory_fraction")
+# What counts whatever serves the GPU's memory, also if it changes while the program runs, by the beginnings of the names.
+_STILL_PYTORCHS = ("pinned_", "per_process_memory_fraction", "graph_capture_record_stream_reuse")
 # Values that ask for nothing that would not be so.
 _NOTHING_ASKED = {("backend", "native"), ("expandable_segments", "False")}
 
@@ -272,3 +273,18 @@ def _from_conf(asked: str, known: dict[str, Any], limit: int | None) -> tuple[di
         else:
             settings["memory_limit"] = limit
     return settings, ignored
+
+
+def _tell_of_changes(asked: str) -> None:
+    """Lets PyTorch's call that changes settings say which of them an allocator that runs already does not follow."""
+    change = torch._C._accelerator_setAllocatorSettings
+
+    def tell_and_change(env: str) -> None:
+        change(env)
+        keys = [part.partition(":")[0] for part in _parts(env)]
+        fixed = [key for key in keys if not key.startswith(_STILL_PYTORCHS)]
+        if fixed:
+            text = f"vramlab: {asked} keeps the settings that it began with; {', '.join(fixed)} did not change"
+            warnings.warn(text, stacklevel=2)
+
+    torch._C._accelerator_setAllocatorSettings = tell_and_change

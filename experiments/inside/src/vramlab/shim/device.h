@@ -4,6 +4,7 @@
 #include "history.h"
 #include "library.h"
 
+#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -128,6 +129,8 @@ class Owners {
     std::array<std::atomic<Owner*>, 256> all_{};
     std::array<std::atomic<uint8_t>, 1 << 20> bytes_{};
 };
+
+inline Owners owners;
 
 // A private pool: of a CUDA graph, or a `torch.cuda.MemPool`.
 struct Pool {
@@ -384,8 +387,21 @@ class Device {
 #endif
     }
 
-    // Allocators on one device share what they know of it.
-    void tell_capture(bool open) { check(library.capturing(owner->handle, open)); }
+    // Allocators on one device share what they know of its captures. PyTorch's setting is read when one begins.
+    void tell_capture(bool open) {
+        if (open) {
+            const bool reuse = CUDAAllocatorConfig::graph_capture_record_stream_reuse();
+            owners.each_of(this, [&](Owner& each) {
+                const vramlab_status set = library.reuse_in_captures(each.handle, reuse);
+                if (set == VRAMLAB_STATUS_INCAPABLE && reuse) {
+                    TORCH_WARN_ONCE("vramlab: ", library.error(), "; graph_capture_record_stream_reuse does nothing");
+                } else if (set != VRAMLAB_STATUS_INCAPABLE) {
+                    check(set);
+                }
+            });
+        }
+        check(library.capturing(owner->handle, open));
+    }
 
     bool in_capture() {
         std::shared_lock<std::shared_mutex> guard(pools_lock_);

@@ -16,7 +16,7 @@ namespace vramlab_shim {
 // clang-format off
 #define VRAMLAB_SHIM_NEEDS(X) \
     X(abi) X(version) X(error) X(text_free) X(open) X(close) X(allocate) X(allocate_in) X(free) X(record_stream) \
-    X(capturing) X(pool_create) X(pool_release) X(pool_trim) X(pool_checkpoint) X(pool_restore) \
+    X(capturing) X(reuse_in_captures) X(pool_create) X(pool_release) X(pool_trim) X(pool_checkpoint) X(pool_restore) \
     X(checkpoint_free) X(trim) X(set_limit) X(memory) X(read_stats) X(reset_peaks) X(reset_accumulated) X(visit) \
     X(base) X(block_at) X(on_segment) X(on_free) X(latency) X(can)
 // clang-format on

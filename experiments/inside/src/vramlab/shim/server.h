@@ -5,13 +5,10 @@
 
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/PyInterpreter.h>
-#include <c10/cuda/CUDAAllocatorConfig.h>
 #include <cstdlib>
 #include <thread>
 
 namespace vramlab_shim {
-
-inline Owners owners;
 
 inline uint64_t number(const void* address) { return reinterpret_cast<uint64_t>(address); }
 inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
