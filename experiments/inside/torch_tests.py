@@ -8,7 +8,8 @@ package expecttest where it is not installed. They belong to PyTorch and are not
 
 A class is cut into pieces of a few tests, each in a process of its own, side by side on the GPU. A test that takes too long or
 brings its process down is named so, and the rest of its piece goes on in another process. Tests that failed run once more with
-the GPU for themselves, as some measure all of its memory: what counts is that second time. DIR/torch-tests.jsonl has a line
+the GPU for themselves, as some measure all of its memory: what counts is that second time. Of an allocator with expandable
+segments the tests expect what they expect of PyTorch's own. DIR/torch-tests.jsonl has a line
 for each test and allocator, DIR/torch-tests.txt the counts and names.
 
 Exit codes: 0 what passes natively passes under each, 1 it does not, 2 bad input, 4 the budget ended first.
@@ -26,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import environment, start_hook
+from processes import NATIVE, environment, start_hook
 
 # Of each file, the classes that are about memory, streams, graphs and pools.
 FILES = {
@@ -40,6 +41,8 @@ LEFT_OUT = {
     "test_cudnn_multiple_threads_same_device": "takes minutes",
     "test_reproducer_device_memory_leak": "takes minutes",
 }
+# Allocators with expandable segments. Some tests look at PYTORCH_CUDA_ALLOC_CONF for what to expect of these.
+EXPANDABLE = ("pytorch-expandable", "remap")
 PIECE = 12
 BAD = ("failed", "crashed", "timed out")
 
@@ -167,6 +170,8 @@ class Tests:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "HANGS_AFTER": str(self.options.timeout * 0.9),
         }
+        if piece.arm.partition(":")[0] in EXPANDABLE:
+            own["PYTORCH_CUDA_ALLOC_CONF"] = NATIVE["expandable"]
         with open(piece.log, "wb") as log:
             piece.process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=self.folder,

@@ -202,6 +202,21 @@ def history_in_a_ring() -> None:
 
 
 @program
+def frames_of_live_blocks_alone() -> None:
+    torch.cuda.empty_cache()
+    memory._record_memory_history(context="state", stacks="python")
+    try:
+        kept, gone = held(3 * MIB), held(3 * MIB)
+        assert "frames_of_live" in json.dumps(memory._snapshot()["segments"])
+        del kept, gone
+        snapshot = memory._snapshot()
+        assert len(snapshot["device_traces"][0]) >= 6
+        assert "frames_of_live" not in json.dumps(snapshot)
+    finally:
+        memory._record_memory_history(enabled=None)
+
+
+@program
 def frames_of_blocks_that_outlive_their_recording() -> None:
     def names(tensor: torch.Tensor) -> list[list[str]]:
         blocks = [block for segment in memory._snapshot()["segments"] for block in segment["blocks"]]

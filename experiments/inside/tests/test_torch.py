@@ -187,7 +187,10 @@ print(settings["graph_capture_record_stream_reuse"], settings["max_split_size"])
 def test_settings_that_change_too_late_are_named(variables: dict[str, str]) -> None:
     done = python(variables, "-c", CHANGED)
     assert done.stdout == "33554432\nTrue 33554432\n", done.stderr
-    assert "caching:max_split_size=32M keeps the settings that it began with; max_split_size_mb did not change" in done.stderr
+    assert (
+        "caching:max_split_size=32M keeps the settings that it began with; max_split_size_mb did not change"
+        in done.stderr
+    )
     assert done.stderr.count("UserWarning") == 1
 
 

@@ -237,7 +237,7 @@ _SAME: dict[str, tuple[str, Callable[[str], str]]] = {
     "garbage_collection_threshold": ("garbage_collection_threshold", str),
     "roundup_power2_divisions": ("roundup_power2_divisions", str),
 }
-# What counts whatever serves the GPU's memory, also if it changes while the program runs, by the beginnings of the names.
+# What counts under every allocator, also when it changes while the program runs, by the beginnings of the names.
 _STILL_PYTORCHS = ("pinned_", "per_process_memory_fraction", "graph_capture_record_stream_reuse")
 # Values that ask for nothing that would not be so.
 _NOTHING_ASKED = {("backend", "native"), ("expandable_segments", "False")}

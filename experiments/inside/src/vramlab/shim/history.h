@@ -121,6 +121,12 @@ class History {
         return recorder == nullptr ? nullptr : recorder();
     }
 
+    // A context for what is no live block: an entry or a segment. With context="state" only live blocks have one. (PyTorch's own
+    // segments have it then, too, until their first block is cut.)
+    Context beyond_blocks(const Context& context) const {
+        return when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC ? context : nullptr;
+    }
+
     void set(const Recording& recording, bool clear) {
         recording_.store(recording.on);
         recorder_.store(recording.on ? recording.recorder : nullptr);
@@ -143,9 +149,8 @@ class History {
         if (!wanted()) {
             return;
         }
-        const bool with_context = when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC;
         TraceEntry entry(action, device, address, bytes, static_cast<StreamOfEntry>(stream), pool,
-                         c10::getApproximateTime(), with_context ? context : nullptr,
+                         c10::getApproximateTime(), beyond_blocks(context),
                          compile_contexts.empty() ? std::string("N/A") : compile_contexts.back());
 #if VRAMLAB_TORCH >= 210
         entry.user_metadata_ = metadata == nullptr ? user_metadata : *metadata;

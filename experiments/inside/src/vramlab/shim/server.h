@@ -39,7 +39,7 @@ inline void on_segment(void* context, const vramlab_segment_event* event) {
     SegmentOrigin origin;
     if (event->action == VRAMLAB_SEGMENT_ACTION_ALLOC || event->action == VRAMLAB_SEGMENT_ACTION_MAP) {
         if (!history.wanted()) return;
-        if (request != nullptr) origin = SegmentOrigin{request->pool, request->context};
+        if (request != nullptr) origin = SegmentOrigin{request->pool, history.beyond_blocks(request->context)};
         history.segments[event->address] = origin;
     } else {
         auto known = history.segments.find(event->address);
