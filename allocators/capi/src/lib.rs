@@ -8,7 +8,8 @@
 //! - a `vramlab` pointer is null, or came from `vramlab_open` and was not closed; the same holds of checkpoints. Null is an error.
 //! - other pointers are null or point to memory of their type, which no other thread uses during the call. Texts end with a zero
 //!   byte.
-//! - a stream is the handle of a live CUDA stream of the device, until `vramlab_stream_gone`; on a simulated device any number.
+//! - a stream is the handle of a live CUDA stream of the device, until `vramlab_stream_gone`; on a simulated device any number. No
+//!   thread ends a capture of it while another one's call names it.
 //! - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 //!
 //! Any thread may call. In a child after `fork` every call is an error.
