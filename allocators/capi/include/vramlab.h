@@ -5,6 +5,7 @@
 // - other pointers are null or point to memory of their type that no other thread uses during the call.
 // - a stream is the handle of a live CUDA stream of the device until vramlab_stream_gone (0: the legacy default stream, 2: the
 //   thread's own); on a simulated device it is any number.
+//   No thread ends a capture of a stream while the call of another one names it.
 // - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 // Any thread may call. In a child after fork() every call is VRAMLAB_STATUS_FORKED.
 
