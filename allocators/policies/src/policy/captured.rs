@@ -60,10 +60,13 @@ impl<B: Copy> Captured<B> {
     /// Those of the driver; then it did not.
     pub(super) fn add(&mut self, driver: &dyn Driver, freed: &Freed<B>) -> Result<bool, DriverError> {
         let streams = std::iter::once(freed.stream).chain(freed.users.iter().copied());
-        let behind = front(driver, streams)?;
-        let taken = behind.is_some();
-        self.waiting.extend(behind.map(|behind| Waiting { freed: freed.clone(), behind }));
-        Ok(taken)
+        let Some(behind) = front(driver, streams)? else { return Ok(false) };
+        if self.waiting.is_empty() {
+            // What is known of captures that have ended is of no use.
+            self.past.retain(|_, past| past.capture == behind.capture);
+        }
+        self.waiting.push(Waiting { freed: freed.clone(), behind });
+        Ok(true)
     }
 
     /// Moves the blocks of a stream to `done` that its next work comes behind.
