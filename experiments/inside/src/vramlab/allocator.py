@@ -162,7 +162,7 @@ class Allocator:
         self._call("capturing", open)
 
     def reuse_in_captures(self, on: bool) -> None:
-        """Sets whether blocks that other streams used in a capture may be reused in it; at first they wait for its end."""
+        """Sets whether blocks that other streams used in a capture may be reused in it. At first they are not."""
         self._call("reuse_in_captures", on)
 
     def base(self, address: int) -> tuple[int, int]:
