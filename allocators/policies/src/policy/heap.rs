@@ -360,8 +360,9 @@ impl Heap {
         if self.space[block].state == State::Held {
             self.space.defer(block);
         }
-        let (bytes, stream) = (self.space[block].bytes, self.space[block].list.owner.stream);
-        let (freed, capturing) = (Freed { block, bytes, stream, users: users.to_vec() }, self.is_capturing());
+        let (bytes, Owner { stream, private }) = (self.space[block].bytes, self.space[block].list.owner);
+        let freed = Freed { block, bytes, stream, users: users.to_vec(), private: private.is_some() };
+        let capturing = self.is_capturing();
         self.pending.wait_for(self.source.driver().as_ref(), freed, capturing)
     }
 

@@ -19,6 +19,8 @@ pub(crate) struct Freed<B> {
     pub(crate) stream: StreamId,
     /// The other streams that it was announced to.
     pub(crate) users: Vec<StreamId>,
+    /// Whether it is of a private pool. Captures are served from such, so no other block is of use within one.
+    pub(crate) private: bool,
 }
 
 /// A block that waits for an event.
@@ -115,7 +117,7 @@ impl<B: Copy + Ord> Pending<B> {
         freed: Freed<B>,
         capturing: bool,
     ) -> Result<(), DriverError> {
-        let in_capture = match capturing && self.reuses_in_captures {
+        let in_capture = match capturing && self.reuses_in_captures && freed.private {
             true => self.captured.add(driver, &freed),
             false => Ok(false),
         };
@@ -302,7 +304,7 @@ mod tests {
         /// A free of a block of another stream that both use.
         fn free(&mut self, block: BlockId) -> Result<(), DriverError> {
             let (stream, users) = (crate::stream(9), self.streams.to_vec());
-            self.pending.wait_for(&self.driver, Freed { block, bytes: BYTES, stream, users }, false)
+            self.pending.wait_for(&self.driver, Freed { block, bytes: BYTES, stream, users, private: false }, false)
         }
 
         fn stranded(&self) -> Option<u64> {

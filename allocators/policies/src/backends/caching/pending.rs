@@ -67,8 +67,8 @@ impl Caching {
         });
         match freed {
             Ok((users, bytes)) => {
-                let stream = shard.stream;
-                self.wait_for(pending, Freed { block: (shard_id, index), bytes, stream, users })?;
+                let (block, stream, private) = ((shard_id, index), shard.stream, self.shards.is_private(shard));
+                self.wait_for(pending, Freed { block, bytes, stream, users, private })?;
                 Ok(Path::Deferred)
             }
             Err(joined) => Ok(if joined { Path::Coalesce } else { Path::Hit }),
@@ -87,7 +87,8 @@ impl Caching {
             self.complete(shard_id, index);
             return Ok(());
         }
-        self.wait_for(pending, Freed { block: (shard_id, index), bytes, stream: shard.stream, users })
+        let (block, stream, private) = ((shard_id, index), shard.stream, self.shards.is_private(shard));
+        self.wait_for(pending, Freed { block, bytes, stream, users, private })
     }
 
     /// PyTorch's `process_events`, for a request of a stream: frees blocks whose events have completed. False when another thread is
