@@ -1,9 +1,9 @@
-"""Builds shims for versions of PyTorch into the package, for machines without a C++ compiler, before a wheel is built.
+"""Builds shims and recorders for versions of PyTorch into the package, for machines without a C++ compiler, before a wheel is built.
 
     python experiments/inside/build_shims.py 2.11.0 2.15.0
 
 Each downloads PyTorch's wheel from the index that pip is set to, half a GB or more, and CUDA's headers; neither is
-installed. The shims are for those versions and what they were built for (2.11.0+cu130), and for this kind of machine.
+installed. They are for those versions and what they were built for (2.11.0+cu130), and for this kind of machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vramlab import _build
 from vramlab._library import Error
 
 # What compiling and linking need.
-_OF_TORCH = re.compile(r"torch/(include/|lib/libc10(_cuda)?\.so$|version\.py$)")
+_OF_TORCH = re.compile(r"torch/(include/|lib/lib(c10(_cuda)?|torch_cpu)\.so$|version\.py$)")
 _HEADERS = re.compile(r"nvidia/.*include/")
 
 
@@ -39,8 +39,8 @@ def unpack(requirement: str, to: Path, wanted: re.Pattern[str], more: Iterable[s
         wheel.unlink()
 
 
-def build(version: str, folder: Path) -> Path:
-    """Builds the shim for one version, and says where it is."""
+def build(version: str, folder: Path) -> list[Path]:
+    """Builds shim and recorder for one version, and says where they are."""
     # Any Python's wheel has the same headers and libraries of C++.
     unpack(f"torch=={version}", folder, _OF_TORCH, ["--only-binary=:all:"])
     told = (folder / "torch" / "version.py").read_text()
@@ -57,20 +57,22 @@ def build(version: str, folder: Path) -> Path:
     compiler = _build.find_compiler()
     if compiler is None:
         raise Error(f"there is no C++ compiler ({', '.join(_build.COMPILERS)}); install one or name it in CXX")
-    to = _build.PACKAGE / "prebuilt" / _build.file_name(torch)
-    to.parent.mkdir(exist_ok=True)
-    return _build.compile_shim(torch, to, compiler, sorted(folder.glob("nvidia/**/include")))
+    to = _build.PACKAGE / "prebuilt"
+    to.mkdir(exist_ok=True)
+    cuda = sorted(folder.glob("nvidia/**/include"))
+    parts = (_build.SHIM, _build.RECORDER)
+    return [_build.compile_part(part, torch, to / _build.file_name(torch, part), compiler, cuda) for part in parts]
 
 
 def main(versions: list[str]) -> int:
-    """Builds a shim for each version that is named."""
+    """Builds for each version that is named."""
     if not versions or any(not re.fullmatch(r"\d+\.\d+\.\d+(\+\w+)?", version) for version in versions):
         print(f"usage: {sys.argv[0]} VERSION… (of PyTorch, such as 2.11.0)", file=sys.stderr)
         return 2
     for version in versions:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                print(build(version, Path(folder)))
+                print(*build(version, Path(folder)), sep="\n")
             except Error as error:
                 print(f"error: torch {version}: {error}", file=sys.stderr)
                 return 1

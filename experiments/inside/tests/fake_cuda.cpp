@@ -2,7 +2,7 @@
 // work.
 //
 // Loaded before PyTorch (LD_PRELOAD), it lets PyTorch's Python run over the shim and the library's simulated devices:
-// tensors that are never filled, streams, captures, pools. There are no kernels.
+// tensors that are never filled, streams, captures, pools. Kernels are launched and do nothing.
 
 #include <cuda_runtime_api.h>
 #include <atomic>
@@ -106,6 +106,17 @@ CUDA cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* to, cudaGraph_t,
 CUDA cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 CUDA cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 CUDA cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+
+CUDA cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return cudaSuccess; }
+CUDA cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+CUDA cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* to, const void*) {
+    std::memset(to, 0, sizeof(*to));
+    to->maxThreadsPerBlock = 1024;
+    return cudaSuccess;
+}
+CUDA cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* to, const void*, int, size_t, unsigned) {
+    return *to = 8, cudaSuccess;
+}
 
 CUDA cudaError_t cudaMalloc(void** to, size_t bytes) {
     return *to = std::aligned_alloc(512, (bytes + 511) / 512 * 512), cudaSuccess;

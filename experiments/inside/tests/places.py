@@ -27,6 +27,8 @@ class Place:
         self.variables = {key: value for key, value in os.environ.items() if not key.startswith(of_another)}
         self.variables["PYTHONPATH"] = os.pathsep.join([str(PACKAGE / "_site"), str(FAKE)])
         self.variables |= {"VRAMLAB_OUTPUT": str(self.out), "VRAMLAB_RUN": "a-run", "FAKE_CALLS": str(folder / "calls")}
+        # The recorder needs PyTorch's classes.
+        self.variables["VRAMLAB_RECORDER"] = "pytorch"
 
     def start(self, script: str, **variables: str) -> subprocess.Popen[str]:
         file = self.folder / "script.py"

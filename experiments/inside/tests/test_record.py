@@ -1,4 +1,4 @@
-"""`vramlab.record`, over a stand-in for PyTorch."""
+"""`vramlab.record` where PyTorch's history takes the recorder's place, over a stand-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_cuda_there_is_a_warning_and_no_file(place: Place) -> None:
 def test_what_is_wrong_is_said_before_the_block(place: Place) -> None:
     for call, words in [
         ("record('no/x.pickle')", "no/x.pickle: there is no folder no"),
-        ("record('x', frames='cpp')", "frames='cpp': write one of all, alloc, none"),
+        ("record('x', frames='cpp')", "frames='cpp': write one of alloc, none"),
         ("record('x', events=0)", "events=0: write 1 or more"),
     ]:
         _, err = run(place, f"with vramlab.{call}:\n    print('in it')\n", 1)
@@ -66,3 +66,22 @@ def test_the_package_is_light_and_names_what_it_has(place: Place) -> None:
     script += "try:\n    vramlab.recrod\nexcept AttributeError as error:\n    print(error)\n"
     out, _ = run(place, script)
     assert out.splitlines() == ["['vramlab']", "record True", "module 'vramlab' has no attribute 'recrod'"]
+
+
+def test_pytorchs_history_takes_the_place_of_a_recorder_that_cannot_be_had(place: Place) -> None:
+    # The stand-in is not a PyTorch that a recorder could be compiled for.
+    path = os.pathsep.join([str(PACKAGE.parent), str(FAKE)])
+    script = BEGIN + "torch.cuda.init()\nwith vramlab.record('x.pickle', events=7):\n    pass\n"
+    more = {"VRAMLAB_OUTPUT": "", "VRAMLAB_RECORDER": "", "FAKE_SNAPSHOT": str(HISTORY)}
+    _, err = place.run(script, PYTHONPATH=path, **more)
+    assert err.startswith("vramlab: PyTorch's history of the newest 7 events takes the place of the recorder: ")
+    assert len(err.splitlines()) == 1
+    assert place.calls("history")[0][2] == {"context": "alloc", "stacks": "python", "max_entries": 7}
+    assert (place.folder / "x.pickle").is_file()
+
+
+def test_frames_of_frees_are_never_gathered(place: Place) -> None:
+    for frames in ("alloc", "all", "none"):
+        run(place, f"torch.cuda.init()\nwith vramlab.record('x.pickle', frames='{frames}'):\n    pass\n")
+    contexts = [call[2]["context"] for call in place.calls("history") if call[1] is not None]
+    assert contexts == ["alloc", "alloc", None]

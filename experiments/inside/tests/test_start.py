@@ -40,9 +40,11 @@ def test_torch_without_cuda_leaves_no_file_and_cuda_is_not_begun(place: Place) -
 def test_the_history_begins_with_cuda_and_a_snapshot_comes_at_the_end(place: Place) -> None:
     out, err = place.run(USES_CUDA + "print('as ever')", FAKE_SNAPSHOT=str(HISTORY), VRAMLAB_EVENTS="1234")
     assert (out, err) == ("as ever\n", "")
-    history, begun = place.calls()
+    history, begun, ended = place.calls()
     assert begun == ["init"]
-    assert history == ["history", "all", {"context": "all", "stacks": "python", "max_entries": 1234}]
+    # Threads that end after Python would wait for it to gather frames.
+    assert ended[:2] == ["history", None]
+    assert history == ["history", "all", {"context": "alloc", "stacks": "python", "max_entries": 1234}]
     assert place.files() == ["pid.pickle", "pid.process.json"]
     record = place.record()
     assert (record["state"], record["rank"], record["run"]) == ("ended", None, "a-run")

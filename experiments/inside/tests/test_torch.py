@@ -7,76 +7,29 @@ simulated devices.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vramlab
+from with_torch import HERE, python, skip_without_torch
 
-HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parent / "src"
-sys.path.insert(0, str(SOURCE))
-
-import vramlab  # noqa: E402
-
-if find_spec("torch") is None:
-    pytest.skip("PyTorch is not installed", allow_module_level=True)
+skip_without_torch()
 try:
     vramlab.library_path()
 except ImportError as missing:
     pytest.skip(str(missing), allow_module_level=True)
-
-from vramlab import _build  # noqa: E402
-
-if _build.find_compiler() is None:
-    pytest.skip("no C++ compiler", allow_module_level=True)
 
 NAMES = re.findall(r"^@program\ndef (\w+)", (HERE / "programs.py").read_text(), re.MULTILINE)
 # With pools and snapshots.
 ALLOCATORS = ["caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "tlsf"]
 
 
-@cache
-def installed() -> _build.Torch:
-    torch = _build.Torch.installed()
-    if torch.cuda is None:
-        pytest.skip("PyTorch was built without CUDA")
-    return torch
-
-
 @pytest.fixture(scope="session")
-def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process with PyTorch: on the GPU, or with the stand-in loaded."""
-    out = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_ALLOC", "PYTORCH_"))}
-    out["PYTHONPATH"] = str(SOURCE)
-    out["VRAMLAB_LIBRARY"] = str(vramlab.library_path())
-    import torch
-
-    if torch.cuda.is_available():
-        return out
-    folder = tmp_path_factory.mktemp("fake")
-    stand_in = folder / "libcuda.so.1"
-    header = (installed().root / "include" / "c10" / "cuda" / "driver_api.h").read_text()
-    names = {*re.findall(r"_\((cu[A-Z]\w+)", header)} - {"cuDeviceGet", "cuDevicePrimaryCtxGetState"}
-    listed = " ".join(f"X({name})" for name in sorted(names))
-    command = [_build.find_compiler() or "", "-O1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
-    command += [f"-DDRIVER_FUNCTIONS(X)={listed}"]
-    command += [part for include in _build.cuda_includes(installed(), []) for part in ("-isystem", str(include))]
-    subprocess.run([*command, str(HERE / "fake_cuda.cpp"), "-o", str(stand_in)], check=True)
-    # Loaded first, it is found under the name of the driver, too.
-    return out | {"LD_PRELOAD": str(stand_in), "VRAMLAB_SHIM_DEVICE": "sim"}
-
-
-def python(variables: dict[str, str], *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, env=variables | more, capture_output=True, text=True, timeout=300, check=False, cwd=HERE
-    )
+def variables(torch_variables: dict[str, str]) -> dict[str, str]:
+    """The environment of a process with PyTorch and the library."""
+    return torch_variables | {"VRAMLAB_LIBRARY": str(vramlab.library_path())}
 
 
 _RAN: dict[str, dict[str, Any]] = {}

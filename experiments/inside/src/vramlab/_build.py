@@ -1,7 +1,7 @@
-"""Compiles the shim between PyTorch and libvramlab, once for each version of PyTorch, and keeps it in the user's cache.
+"""Compiles what works with PyTorch's classes in C++: the shim between it and libvramlab, and the recorder.
 
-The shim is a class of PyTorch's own, so it fits the version that it was compiled for and no other. It needs a C++
-compiler and no nvcc. Built shims lie in $XDG_CACHE_HOME/vramlab (~/.cache/vramlab); `build_shims.py` puts some into
+Each fits the version of PyTorch that it was compiled for and no other, so it is compiled once for each version and kept
+in the user's cache. That needs a C++ compiler and no nvcc. They lie in $XDG_CACHE_HOME/vramlab (~/.cache/vramlab); `build_shims.py` puts some into
 the package, for machines without a compiler.
 """
 
@@ -31,7 +31,8 @@ NEWEST = (2, 15)
 ANYWAY = "VRAMLAB_TORCH_ANYWAY"
 
 PACKAGE = Path(__file__).resolve().parent
-SOURCES = PACKAGE / "shim"
+# The headers of one are used by the other.
+SOURCES = (PACKAGE / "shim", PACKAGE / "recorder")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 # CUDA's runtime comes with PyTorch's libraries, whichever file it is. PyTorch has the shared library of C++: a second
@@ -39,8 +40,22 @@ FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 LIBRARIES = ("-lc10", "-lc10_cuda", "-l:libstdc++.so.6")
 
 
+@dataclass(frozen=True)
+class Part:
+    """What is compiled to a file of its own."""
+
+    name: str
+    """What its file is called, and the folder of its source."""
+    libraries: tuple[str, ...] = LIBRARIES
+
+
+SHIM = Part("shim")
+# Ranges that a program names are PyTorch's, not CUDA's.
+RECORDER = Part("recorder", ("-ltorch_cpu", *LIBRARIES))
+
+
 class BuildError(Error):
-    """There is no shim for this PyTorch, and none can be compiled; the text says how to mend it."""
+    """There is none for this PyTorch, and none can be compiled; the text says how to mend it."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +103,23 @@ class Torch:
 
 def shim(torch: Torch) -> Path:
     """The file of the shim for a PyTorch: from the package, the cache, or compiled now, which takes some seconds."""
+    return built(SHIM, torch)
+
+
+def recorder(torch: Torch) -> Path:
+    """As [`shim`], of the recorder."""
+    return built(RECORDER, torch)
+
+
+def built(part: Part, torch: Torch) -> Path:
+    """The file of a part for a PyTorch."""
     torch.check()
     digest = source_digest()
-    shipped = PACKAGE / "prebuilt" / file_name(torch)
+    shipped = PACKAGE / "prebuilt" / file_name(torch, part)
     if _is_of(shipped, digest):
         return shipped
     compiler = find_compiler()
-    name = f"shim-{torch.version}-{_key(torch, digest)}.so"
+    name = f"{part.name}-{torch.version}-{_key(torch, digest)}.so"
     why = "there is no home folder"
     folder = cache_folder()
     if folder is not None:
@@ -104,30 +129,30 @@ def shim(torch: Torch) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with _alone(kept.with_suffix(".lock")):
-                return kept if kept.is_file() else compile_shim(torch, kept, _need(compiler, torch))
+                return kept if kept.is_file() else compile_part(part, torch, kept, _need(part, compiler, torch))
         except OSError as error:
             why = f"{folder} cannot be written ({error.strerror})"
-    text = "so vramlab's shim is compiled for this process alone; set XDG_CACHE_HOME to a folder that can be written"
+    text = "so vramlab's {part.name} is compiled for this process only; set XDG_CACHE_HOME to a folder that can be written"
     warnings.warn(f"vramlab: {why}, {text}", stacklevel=3)
     own = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return compile_shim(torch, own / name, _need(compiler, torch))
+    return compile_part(part, torch, own / name, _need(part, compiler, torch))
 
 
-def _need(compiler: str | None, torch: Torch) -> str:
+def _need(part: Part, compiler: str | None, torch: Torch) -> str:
     if compiler is None:
         named = ", ".join(COMPILERS)
         raise BuildError(
-            f"vramlab's shim for torch {torch.version} has to be compiled, and there is no C++ compiler ({named}): "
+            f"vramlab's {part.name} for torch {torch.version} has to be compiled, and there is no C++ compiler ({named}): "
             "install one (apt install g++, or conda install gxx), name it in CXX, or install a wheel of vramlab that "
-            "holds this shim"
+            "holds it"
         )
     return compiler
 
 
-def file_name(torch: Torch) -> str:
-    """What a shim in the package is called."""
-    return f"shim-{torch.version}.so"
+def file_name(torch: Torch, part: Part = SHIM) -> str:
+    """What a file in the package is called."""
+    return f"{part.name}-{torch.version}.so"
 
 
 def cache_folder() -> Path | None:
@@ -159,9 +184,10 @@ def header_folder() -> Path:
 
 
 def source_digest() -> str:
-    """What the shim is made of, as a short text; it stands in what was built."""
-    digest = hashlib.sha256(" ".join(FLAGS + LIBRARIES).encode())
-    for file in [*sorted(SOURCES.iterdir()), header_folder() / "vramlab.h"]:
+    """What both are made of, as a short text; it stands in what was built."""
+    digest = hashlib.sha256(" ".join(FLAGS + RECORDER.libraries).encode())
+    sources = [file for folder in SOURCES for file in sorted(folder.iterdir())]
+    for file in [*sources, header_folder() / "vramlab.h"]:
         if file.suffix in (".h", ".cpp"):
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
@@ -173,7 +199,7 @@ def _key(torch: Torch, digest: str) -> str:
 
 
 def _is_of(file: Path, digest: str) -> bool:
-    """Whether a built shim is of these sources: one of older sources may lie in a checkout."""
+    """Whether what was built is of these sources: a file of older ones may lie in a checkout."""
     try:
         return digest.encode() in file.read_bytes()
     except OSError:
@@ -191,8 +217,8 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = ()) -> Path:
-    """Compiles the shim for a PyTorch to a file, which is whole or not there.
+def compile_part(part: Part, torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = ()) -> Path:
+    """Compiles a part for a PyTorch to a file, which is whole or not there.
 
     `cuda` are folders of CUDA's headers that come before those that are found here.
     """
@@ -208,19 +234,19 @@ def compile_shim(torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = (
         f'-DVRAMLAB_SHIM_SOURCE="{source_digest()}"',
         f"-I{header_folder()}",
         *(part for include in includes for part in ("-isystem", str(include))),
-        str(SOURCES / "shim.cpp"),
+        str(SOURCES[0].parent / part.name / f"{part.name}.cpp"),
         *("-o", str(partial)),
         f"-L{torch.root / 'lib'}",
-        *LIBRARIES,
+        *part.libraries,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
         said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
         why = said[0] if said else f"exit code {done.returncode}"
-        log = Path(tempfile.gettempdir()) / f"vramlab-shim-{os.getpid()}.log"
+        log = Path(tempfile.gettempdir()) / f"vramlab-{part.name}-{os.getpid()}.log"
         log.write_text(f"{' '.join(command)}\n\n{done.stdout}{done.stderr}")
-        raise BuildError(f"the shim for torch {torch.version} does not compile: {why} (all of it: {log})")
+        raise BuildError(f"the {part.name} for torch {torch.version} does not compile: {why} (all of it: {log})")
     os.replace(partial, to)
     return to
 
@@ -240,7 +266,7 @@ def cuda_includes(torch: Torch, first: list[Path]) -> list[Path]:
         if major < 13:
             wheels = f"nvidia-cuda-runtime-cu{major} nvidia-cuda-nvcc-cu{major}"
         raise BuildError(
-            f"the shim for torch {torch.version} needs CUDA's header {which}: pip install {wheels}, or name an "
+            f"vramlab's C++ for torch {torch.version} needs CUDA's header {which}: pip install {wheels}, or name an "
             f"installation of CUDA {major} in CUDA_HOME"
         )
     complete = (runtime / "crt" / "host_config.h").is_file()

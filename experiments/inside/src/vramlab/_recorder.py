@@ -88,6 +88,7 @@ class Recorder:
         self.signal = _Signal(lambda: self.write("signal"))
         # The process that began it; one that was forked off has the object and not the recording.
         self.pid = 0
+        self.recording: _record.Recording | _record.History | None = None
         self.snapshots: list[dict[str, Any]] = []
         self.steps: dict[int, list[int]] = {}
         self.began_ns = 0
@@ -116,8 +117,12 @@ class Recorder:
         self.began_ns = time.time_ns()
         self.snapshots = []
         self.over = False
-        events = _number("VRAMLAB_EVENTS", int, _record.EVENTS)
-        _record.start_history(events, os.environ.get("VRAMLAB_FRAMES") or "all")
+        self.recording = _record.begin(
+            self.folder / f"{self.name}.pickle",
+            events=_number("VRAMLAB_EVENTS", int, _record.EVENTS),
+            frames=_record.check_frames(os.environ.get("VRAMLAB_FRAMES") or "alloc"),
+            frames_from=_number("VRAMLAB_FRAMES_FROM", int, 0),
+        )
         attach = getattr(self.torch._C, "_cuda_attach_out_of_memory_observer", None)
         if attach is not None:
             attach(self._out_of_memory)
@@ -141,8 +146,8 @@ class Recorder:
         return f"pid{self.pid}" if rank is None else f"rank{rank}-pid{self.pid}"
 
     def write(self, why: str) -> None:
-        """Writes a snapshot beside those of before: at the end `NAME.pickle`, else `NAME.WHY-N.pickle`."""
-        if self.pid != os.getpid():
+        """Writes what was recorded so far, whole: at the end to `NAME.pickle`, else to `NAME.WHY-N.pickle`."""
+        if self.pid != os.getpid() or self.recording is None:
             return
         with self.lock:
             number = 1 + sum(snapshot["why"] == why for snapshot in self.snapshots)
@@ -151,12 +156,13 @@ class Recorder:
             file = f"{self.name}.pickle" if why == "exit" else f"{self.name}.{why}-{number}.pickle"
             began = time.monotonic()
             try:
-                _record.write_snapshot(self.folder / file)
+                files = self.recording.write(self.folder / file, last=why == "exit")
             except Exception as error:
                 say(f"{self.folder / file} is not written: {type(error).__name__}: {error}")
                 return
             seconds = round(time.monotonic() - began, 3)
-            self.snapshots.append({"file": file, "why": why, "time_ns": time.time_ns(), "took_s": seconds})
+            told = {"why": why, "time_ns": time.time_ns(), "took_s": seconds}
+            self.snapshots += [{"file": written.name} | told for written in files]
             if why != "exit":
                 self._say_what("running")
 
@@ -201,7 +207,7 @@ class Recorder:
             "takes_signal": self.signal.installed,
             "began_ns": self.began_ns,
             "until_ns": time.time_ns(),
-            "snapshots": self.snapshots,
+            "snapshots": self.snapshots + self._unfinished(state),
             "devices": self._devices() if state == "ended" else [],
             "pinned_bytes": self._pinned() if state == "ended" else None,
             "step_ns": self._step_times(),
@@ -212,6 +218,12 @@ class Recorder:
             _record.write_whole(self.folder / f"{self.name}.process.json", lambda file: file.write(text))
         except OSError as error:
             say(f"{self.folder}: {error}")
+
+    def _unfinished(self, state: str) -> list[dict[str, Any]]:
+        """The file that grows while the process runs: where it is killed, that file has the most."""
+        if state == "ended" or not isinstance(self.recording, _record.Recording):
+            return []
+        return [{"file": self.recording.path.name, "why": "running", "time_ns": time.time_ns(), "took_s": 0.0}]
 
     def _devices(self) -> list[dict[str, Any]]:
         """PyTorch's statistics of each GPU that it reserved memory on."""

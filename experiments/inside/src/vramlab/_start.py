@@ -8,8 +8,9 @@ VRAMLAB_OUTPUT  folder for snapshots; without it nothing is recorded
 VRAMLAB_RUN     a word that is the run's, in each record of a process
 VRAMLAB_LIMIT   most bytes that PyTorch may reserve
 VRAMLAB_EVERY   seconds between snapshots
-VRAMLAB_FRAMES  which events have stack frames: all, alloc, none
-VRAMLAB_EVENTS  events that are kept
+VRAMLAB_FRAMES  which events have stack frames: alloc, none
+VRAMLAB_FRAMES_FROM  least size of a block that gets them, in bytes
+VRAMLAB_EVENTS  events that are kept where PyTorch's history takes the recorder's place
 VRAMLAB_STEPS   whether steps of optimizers are timed
 """
 

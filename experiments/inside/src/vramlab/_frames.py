@@ -1,0 +1,188 @@
+"""Where CPython keeps the frames of a thread, measured in the running interpreter.
+
+The recorder (`recorder/frames.h`) reads frames without calling Python. Their layout differs between versions, so it is
+not written down: each offset is found by looking for a value that Python itself says, such as the address of the code
+object of the frame that runs. `measure` gives nothing where a value is not found exactly once, and `check` compares the
+recorder's result with Python's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+# In an object: the count of references, the type, and what every string or frame has next.
+_AFTER_HEAD = 16
+# Words that are looked at: of a frame, and of a thread's state, which are longer in every version.
+_FRAME_WORDS = 9
+_STATE_WORDS = 24
+# Where the state of a string may have them.
+_SHIFTS = (2, 16)
+
+
+class Layout(NamedTuple):
+    """Offsets in bytes, in the order in which the recorder takes them."""
+
+    thread_frame: int
+    holder_frame: int
+    frame_code: int
+    frame_previous: int
+    frame_instruction: int
+    code_filename: int
+    code_name: int
+    code_first_line: int
+    code_instructions: int
+    text_length: int
+    text_state: int
+    text_ascii_bit: int
+    text_kind_shift: int
+    text_ascii_data: int
+    text_other_data: int
+
+
+class _UnknownError(Exception):
+    """This interpreter keeps something where it was not looked for."""
+
+
+def measure() -> Layout | None:
+    """The layout of this interpreter; None where it is not CPython 3.11 or newer with the GIL, or is built otherwise."""
+    plain = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
+    if not plain or sys.version_info < (3, 11) or hasattr(sys, "gettotalrefcount"):
+        return None
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return None
+    try:
+        return Layout(*_frames(), *_code(), *_texts())
+    except _UnknownError:
+        return None
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
+def _only(places: list[int]) -> int:
+    if len(places) != 1:
+        raise _UnknownError
+    return places[0]
+
+
+def _inner(frame: FrameType) -> int:
+    """The address of the interpreter's own frame behind a frame object: after its head and its caller."""
+    return _words(id(frame), 4)[3]
+
+
+def _frames() -> tuple[int, int, int, int, int]:
+    """Of the thread's state and of a frame."""
+
+    def called() -> tuple[int, int, int, int, int]:
+        frame = sys._getframe()
+        caller = frame.f_back
+        assert caller is not None
+        inner, outer = _inner(frame), _inner(caller)
+        code, size = id(frame.f_code), sys.getsizeof(frame.f_code)
+        words = _words(inner, _FRAME_WORDS)
+        state: Any = ctypes.pythonapi.PyGILState_GetThisThreadState
+        state.restype = ctypes.c_void_p
+        of_code = _only([at for at, word in enumerate(words) if word & ~7 == code])
+        of_caller = _only([at for at, word in enumerate(words) if word == outer])
+        # The only other address inside of the code object.
+        of_instruction = _only([at for at, word in enumerate(words) if code < word < code + size and at != of_code])
+        # Read here, as a function of Python would be the current frame itself.
+        of_thread = list((ctypes.c_uint64 * _STATE_WORDS).from_address(state()))
+        if sys.version_info < (3, 13):
+            # prev, next, interp and eight numbers come before the address of what holds the current frame.
+            at = 7
+            holder = list((ctypes.c_uint64 * 2).from_address(of_thread[at]))
+            held = 8 * _only([at for at, word in enumerate(holder) if word == inner])
+        else:
+            at, held = _only([at for at, word in enumerate(of_thread) if word == inner]), -1
+        return 8 * at, held, 8 * of_code, 8 * of_caller, 8 * of_instruction
+
+    return called()
+
+
+def _code() -> tuple[int, int, int, int]:
+    """Of a code object."""
+
+    class Scope:
+        def method(self) -> CodeType:
+            # Its qualified name is another object than its name.
+            return sys._getframe().f_code
+
+    line = 0x5EED1234
+    code = Scope().method().replace(co_firstlineno=line)
+    raw = ctypes.string_at(id(code), sys.getsizeof(code))
+    words = struct.unpack(f"<{len(raw) // 8}Q", raw[: len(raw) // 8 * 8])
+    adaptive = getattr(code, "_co_code_adaptive", None)
+    if adaptive is None:
+        raise _UnknownError
+    return (
+        8 * _only([at for at, word in enumerate(words) if word == id(code.co_filename)]),
+        8 * _only([at for at, word in enumerate(words) if word == id(code.co_name)]),
+        _find(raw, struct.pack("<i", line)),
+        _find(raw, adaptive),
+    )
+
+
+def _find(raw: bytes, wanted: bytes) -> int:
+    at = raw.find(wanted)
+    if at < 0 or raw.find(wanted, at + 1) >= 0:
+        raise _UnknownError
+    return at
+
+
+def _texts() -> tuple[int, int, int, int, int, int]:
+    """Of a string: made here, so that none is one that the interpreter shares."""
+    count = 29
+    ascii_, latin, wider = ("".join([letter] * count) for letter in ("a", "\xe9", "\u0416"))
+
+    def raw(text: str) -> bytes:
+        return ctypes.string_at(id(text), sys.getsizeof(text))
+
+    state = _AFTER_HEAD + 16
+    states = [struct.unpack_from("<I", raw(text), state)[0] for text in (ascii_, latin, wider)]
+    if struct.unpack_from("<q", raw(ascii_), _AFTER_HEAD)[0] != count:
+        raise _UnknownError
+    # Bytes of a character, whether all is in one piece, whether all is ASCII; before them stands what is shared.
+    bits = [[number >> shift & 31 for number in states] for shift in _SHIFTS]
+    shift = _SHIFTS[_only([at for at, each in enumerate(bits) if each == [0b11001, 0b01001, 0b01010]])]
+    data = raw(ascii_).find(ascii_.encode())
+    other = raw(latin).find(latin.encode("latin-1"))
+    if min(data, other) < 0 or raw(wider).find(wider.encode("utf-16-le")) != other:
+        raise _UnknownError
+    return _AFTER_HEAD, state, 16 << shift, shift, data, other
+
+
+def check(stack: Any) -> bool:
+    """Whether the recorder, which is asked by `stack`, sees the frames of this thread as Python does."""
+    names: dict[str, Any] = {}
+    # A name and a file beyond ASCII, in a generator, below a call from C.
+    source = "def été(stack):\n    yield stack(), sys._getframe()\n"
+    exec(compile(source, "\u0416/\U0001f4be.py", "exec"), {"sys": sys}, names)
+    text, frame = next(map(lambda each: next(each), [names["été"](stack)]))  # noqa: PLW0108
+    seen = [tuple(line.split("\t", 2)) for line in text.decode().splitlines()]
+    expected: list[tuple[str, str, str]] = []
+    while frame is not None:
+        line = "2" if not expected else str(frame.f_lineno)
+        expected.append((line, frame.f_code.co_name, frame.f_code.co_filename))
+        frame = frame.f_back
+    # The frames between were left on the way here, with other lines: their functions and files stay.
+    return len(seen) >= 3 and seen[0] == expected[0] and _outer(seen) == _outer(_now())
+
+
+def _outer(frames: list[Any]) -> list[Any]:
+    """The callers of `check`, whose lines have not changed."""
+    return frames[[name for _, name, _ in frames].index("check") + 1 :]
+
+
+def _now() -> list[tuple[str, str, str]]:
+    out = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        out.append((str(frame.f_lineno), frame.f_code.co_name, frame.f_code.co_filename))
+        frame = frame.f_back
+    return out

@@ -1,0 +1,260 @@
+// PyTorch's memory snapshot, written while the program runs: a pickle whose list of events grows, and whose other keys
+// follow at its end. What is written before the program is killed is a snapshot that was cut short.
+#pragma once
+
+#include "frames.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+#include <cerrno>
+#include <initializer_list>
+#include <utility>
+
+namespace vramlab_recorder {
+
+// The strings that repeat: each is written once and then named by its number.
+enum class Word : uint8_t {
+    ACTION, ADDR, DEVICE_FREE, SIZE, STREAM, TIME_US, FRAMES, FILENAME, NAME, LINE, COMPILE_CONTEXT, NOT_COMPILED,
+    USER_METADATA, NOTHING, FORWARD_FRAMES, ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE,
+    SEGMENT_MAP, SEGMENT_UNMAP, OOM, DEVICE, STAGE, START, END, COUNT
+};
+
+inline const char* spelling(Word word) {
+    constexpr const char* WORDS[] = {
+        "action", "addr", "device_free", "size", "stream", "time_us", "frames", "filename", "name", "line",
+        "compile_context", "N/A", "user_metadata", "", "forward_frames", "alloc", "free_requested", "free_completed",
+        "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom", "device", "stage", "START", "END"};
+    static_assert(sizeof(WORDS) / sizeof(*WORDS) == static_cast<size_t>(Word::COUNT), "each word has a spelling");
+    return WORDS[static_cast<size_t>(word)];
+}
+
+// Instructions of a pickle of protocol 2, in memory.
+class Pickle {
+  public:
+    void code(char instruction) { bytes.push_back(instruction); }
+
+    void codes(std::initializer_list<char> instructions) { bytes.append(instructions.begin(), instructions.size()); }
+
+    void word(Word which) {
+        const auto number = static_cast<uint8_t>(which);
+        if (known_[number]) {
+            codes({'h', static_cast<char>(number)});
+            return;
+        }
+        known_[number] = true;
+        text(spelling(which));
+        codes({'q', static_cast<char>(number)});
+    }
+
+    void text(const std::string& of) {
+        code('X');
+        little(of.size(), 4);
+        bytes.append(of);
+    }
+
+    void integer(uint64_t value) {
+        if (value < 256) {
+            codes({'K', static_cast<char>(value)});
+        } else if (value < uint64_t{1} << 31) {
+            code('J');
+            little(value, 4);
+        } else {
+            // Its highest bit is a sign.
+            size_t size = 5;
+            while (size < 8 && value >> (8 * size - 1) != 0) ++size;
+            const bool signless = size == 8 && value >> 63 != 0;
+            codes({'\x8a', static_cast<char>(size + (signless ? 1 : 0))});
+            little(value, size);
+            if (signless) code('\0');
+        }
+    }
+
+    void put(uint32_t number) {
+        code('r');
+        little(number, 4);
+    }
+
+    void get(uint32_t number) {
+        code('j');
+        little(number, 4);
+    }
+
+    std::string bytes;
+
+  private:
+    void little(uint64_t value, size_t size) {
+        for (size_t at = 0; at < size; ++at) bytes.push_back(static_cast<char>(value >> (8 * at)));
+    }
+
+    bool known_[static_cast<size_t>(Word::COUNT)] = {};
+};
+
+struct Event {
+    Word action;
+    uint64_t address;  // of an out-of-memory: what was free
+    uint64_t bytes;
+    uint64_t stream;
+    uint64_t time_us;
+    uint32_t stack;
+    const std::string* note;
+};
+
+// The events of one device. Needs a lock.
+class EventFile {
+  public:
+    // `errno` is set where it fails. What lies there and is no file of its own is not followed.
+    bool open(const std::string& path, int device, bool replace) {
+        path_ = path;
+        const int create = replace ? O_TRUNC : O_EXCL;
+        file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | create, 0600);
+        if (file_ < 0) return false;
+        // The dictionary, its first key, the list of devices, and the lists of those before this one.
+        pickle_.codes({'\x80', '\x02', '}', '('});
+        pickle_.text("device_traces");
+        pickle_.codes({']', '('});
+        for (int before = 0; before < device; ++before) pickle_.code(']');
+        pickle_.code(']');
+        return true;
+    }
+
+    void add(const Event& event, const Stacks& stacks) {
+        Pickle& to = pickle_;
+        if (batch_ == 0) to.code('(');
+        to.codes({'}', '('});
+        const auto number = [&](Word key, uint64_t value) {
+            to.word(key);
+            to.integer(value);
+        };
+        to.word(Word::ACTION);
+        to.word(event.action);
+        number(event.action == Word::OOM ? Word::DEVICE_FREE : Word::ADDR, event.address);
+        number(Word::SIZE, event.bytes);
+        number(Word::STREAM, event.stream);
+        number(Word::TIME_US, event.time_us);
+        if (events_ == 0) tell_version();
+        if (event.note != nullptr && !event.note->empty()) {
+            to.word(Word::USER_METADATA);
+            to.text(*event.note);
+        }
+        if (event.stack != 0) {
+            to.word(Word::FRAMES);
+            stack(event.stack, stacks);
+        }
+        to.code('u');
+        ++events_;
+        if (++batch_ == BATCH) end_batch();
+        if (to.bytes.size() >= CHUNK || event.time_us >= written_us_ + LONGEST_US) {
+            written_us_ = event.time_us;
+            write();
+        }
+    }
+
+    // Hands what is buffered to the system. After a failure the file ends with the last event that is whole.
+    void write() {
+        const std::string& bytes = pickle_.bytes;
+        size_t done = 0;
+        while (file_ >= 0 && done < bytes.size()) {
+            const ssize_t wrote = ::write(file_, bytes.data() + done, bytes.size() - done);
+            if (wrote < 0 && errno == EINTR) continue;
+            if (wrote <= 0) {
+                failure_ = wrote < 0 ? errno : EIO;
+                // A device has no length that could be cut.
+                [[maybe_unused]] const int cut = ::ftruncate(file_, static_cast<off_t>(size_));
+                close();
+                break;
+            }
+            done += static_cast<size_t>(wrote);
+        }
+        if (failure_ == 0) size_ += bytes.size();
+        pickle_.bytes.clear();
+    }
+
+    void close() {
+        if (file_ >= 0) ::close(file_);
+        file_ = -1;
+    }
+
+    // Where the events stand that came before the allocator's newest copy of its segments.
+    void set_mark() {
+        end_batch();
+        write();
+        mark_ = size_;
+    }
+
+    bool is_open() const { return file_ >= 0; }
+    const std::string& path() const { return path_; }
+    uint64_t events() const { return events_; }
+    uint64_t mark() const { return mark_; }
+    int failure() const { return failure_; }
+
+  private:
+    static constexpr size_t CHUNK = 1 << 18;
+    // Events that are appended to the list together, as Python's pickler does: readers keep so many in memory.
+    static constexpr size_t BATCH = 1000;
+    static constexpr uint64_t LONGEST_US = 1'000'000;
+
+    void end_batch() {
+        if (std::exchange(batch_, 0) != 0) pickle_.code('e');
+    }
+
+    // Keys tell readers which release of PyTorch wrote a snapshot: they stand in the first event.
+    void tell_version() {
+#if VRAMLAB_TORCH >= 208
+        pickle_.word(Word::COMPILE_CONTEXT);
+        pickle_.word(Word::NOT_COMPILED);
+#endif
+#if VRAMLAB_TORCH >= 210
+        pickle_.word(Word::USER_METADATA);
+        pickle_.word(Word::NOTHING);
+#endif
+    }
+
+    void stack(uint32_t number, const Stacks& stacks) {
+        if (stack_places_.size() < stacks.size()) stack_places_.resize(stacks.size());
+        uint32_t& place = stack_places_[number];
+        if (place != 0) {
+            pickle_.get(place);
+            return;
+        }
+        pickle_.code(']');
+        pickle_.put(place = next_place_++);
+        pickle_.code('(');
+        for (uint32_t at = number; at != 0; at = stacks.node(at).caller) frame(stacks.node(at).frame, stacks);
+        pickle_.code('e');
+    }
+
+    void frame(uint32_t number, const Stacks& stacks) {
+        if (frame_places_.size() < stacks.frames()) frame_places_.resize(stacks.frames());
+        uint32_t& place = frame_places_[number];
+        if (place != 0) {
+            pickle_.get(place);
+            return;
+        }
+        const FrameText& text = stacks.frame(number);
+        pickle_.code('}');
+        pickle_.put(place = next_place_++);
+        pickle_.code('(');
+        pickle_.word(Word::FILENAME);
+        pickle_.text(text.filename);
+        pickle_.word(Word::LINE);
+        pickle_.integer(static_cast<uint64_t>(text.line));
+        pickle_.word(Word::NAME);
+        pickle_.text(text.name);
+        pickle_.code('u');
+    }
+
+    std::string path_;
+    int file_ = -1;
+    int failure_ = 0;
+    uint64_t size_ = 0;  // bytes that the system has
+    uint64_t mark_ = 0;
+    uint64_t events_ = 0;
+    size_t batch_ = 0;
+    uint64_t written_us_ = 0;
+    Pickle pickle_;
+    uint32_t next_place_ = 256;
+    std::vector<uint32_t> stack_places_;
+    std::vector<uint32_t> frame_places_;
+};
+
+}  // namespace vramlab_recorder

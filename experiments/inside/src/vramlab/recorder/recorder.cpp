@@ -1,0 +1,348 @@
+// Records what PyTorch's CUDA allocator does, PyTorch's own or one from here, as it happens.
+//
+// It listens to the allocator's events (`attachAllocatorTraceTracker`) and changes nothing of it. PyTorch's own history
+// keeps a ring of events in memory and gathers frames under Python's lock, on frees as well, where an exception that is
+// being unwound can be lost. Here each event goes to a file, frames are read without that lock (frames.h), and frees have
+// none. Events of a device come under its allocator's lock, in its order.
+//
+// Compiled on the user's machine against the installed PyTorch (`_build.py`). It is never unloaded: PyTorch keeps what
+// listens.
+
+#include "../shim/torch_versions.h"
+
+#include "pickle.h"
+
+#include <ATen/record_function.h>
+#include <pthread.h>
+#include <array>
+#include <atomic>
+#include <ctime>
+#include <deque>
+#include <mutex>
+
+namespace vramlab_recorder {
+namespace {
+
+using vramlab_shim::DeviceIndex;
+using vramlab_shim::TraceEntry;
+
+uint64_t now_us() {
+    timespec now{};
+    clock_gettime(CLOCK_REALTIME, &now);
+    return static_cast<uint64_t>(now.tv_sec) * 1'000'000 + static_cast<uint64_t>(now.tv_nsec) / 1'000;
+}
+
+struct Annotation {
+    std::string name;
+    int device;
+    bool start;
+    uint64_t time_us;
+};
+
+class Recorder {
+  public:
+    // Annotations that are kept, the newest.
+    static constexpr size_t MOST_ANNOTATIONS = 500'000;
+
+    Python python;
+
+    void begin(const std::string& path, bool frames, uint64_t frames_from) {
+        listen();
+        std::lock_guard<std::mutex> guard(lock_);
+        for (auto& file : files_) file.reset();
+        stacks_.clear();
+        annotations_.clear();
+        path_ = path;
+        used_ = 0;
+        frames_ = frames;
+        frames_from_ = frames_from;
+        ending_ = false;
+        active_.store(true);
+    }
+
+    // The segments are copied next. Where that is the last time, what comes after it is not recorded.
+    void expect_snapshot(bool last) {
+        std::lock_guard<std::mutex> guard(lock_);
+        ending_ = last;
+        snapshots_ = 0;
+    }
+
+    void end() {
+        active_.store(false);
+        std::lock_guard<std::mutex> guard(lock_);
+        for (auto& file : files_) {
+            if (file == nullptr) continue;
+            file->write();
+            file->close();
+        }
+    }
+
+    // In a child after fork(): the files are the parent's, and the lock may be held by a thread that is not here.
+    void forget() { active_.store(false); }
+
+    void flush() {
+        std::lock_guard<std::mutex> guard(lock_);
+        for (auto& file : files_) {
+            if (file != nullptr) file->write();
+        }
+    }
+
+    // A line for each file: device, events, bytes up to the mark, the error's number, path.
+    std::string describe() {
+        std::lock_guard<std::mutex> guard(lock_);
+        std::string out;
+        for (size_t device = 0; device < files_.size(); ++device) {
+            const EventFile* file = files_[device].get();
+            if (file == nullptr) continue;
+            for (const uint64_t number : {uint64_t{device}, file->events(), file->mark(), uint64_t(file->failure())}) {
+                out += std::to_string(number) + '\t';
+            }
+            out += file->path() + '\n';
+        }
+        return out;
+    }
+
+    // What follows the events of a device: the ends of their lists, and the annotations.
+    std::string tail(int device) {
+        std::lock_guard<std::mutex> guard(lock_);
+        Pickle to;
+        to.code('e');
+        to.text("external_annotations");
+        to.code(']');
+        for (const Annotation& annotation : annotations_) {
+            if (annotation.device != device) continue;
+            to.codes({'}', '('});
+            to.text("device");
+            to.integer(static_cast<uint64_t>(annotation.device));
+            to.text("time_us");
+            to.integer(annotation.time_us);
+            to.text("name");
+            to.text(annotation.name);
+            to.text("stage");
+            to.text(annotation.start ? "START" : "END");
+            to.codes({'u', 'a'});
+        }
+        return std::move(to.bytes);
+    }
+
+    // The calling thread's stack, a line a frame, the innermost first: for the comparison with Python's own.
+    std::string stack_here() const {
+        std::string out;
+        Stacks stacks;
+        for (uint32_t at = stacks.here(python); at != 0; at = stacks.node(at).caller) {
+            const FrameText& frame = stacks.frame(stacks.node(at).frame);
+            out += std::to_string(frame.line) + '\t' + frame.name + '\t' + frame.filename + '\n';
+        }
+        return out;
+    }
+
+    void annotate(const std::string& name, bool start) {
+        if (!active_.load(std::memory_order_relaxed)) return;
+        DeviceIndex device = 0;
+        if (c10::cuda::GetDevice(&device) != cudaSuccess) return;
+        std::lock_guard<std::mutex> guard(lock_);
+        if (annotations_.size() == MOST_ANNOTATIONS) annotations_.pop_front();
+        annotations_.push_back(Annotation{name, device, start, now_us()});
+    }
+
+  private:
+    // PyTorch keeps what listens, so this is done once for an allocator.
+    void listen() {
+        auto* allocator = c10::cuda::CUDACachingAllocator::allocator.load();
+        if (listens_to_ == allocator) return;
+        allocator->attachAllocatorTraceTracker([this](const TraceEntry& entry) { hear(entry); });
+        if (listens_to_ == nullptr) {
+            at::addGlobalCallback(at::RecordFunctionCallback(&on_range_begin, &on_range_end)
+                                      .scopes({at::RecordScope::USER_SCOPE}));
+            pthread_atfork(nullptr, nullptr, &on_fork);
+        }
+        listens_to_ = allocator;
+    }
+
+    void hear(const TraceEntry& entry) noexcept {
+        if (!active_.load(std::memory_order_relaxed)) return;
+        try {
+            std::lock_guard<std::mutex> guard(lock_);
+            if (active_.load(std::memory_order_relaxed)) take(entry);
+        } catch (const std::exception& error) {
+            // The program goes on: it cannot mend this, and its allocator has done its work.
+            active_.store(false);
+            std::fprintf(stderr, "vramlab: the recording ends here: %s\n", error.what());
+        }
+    }
+
+    void take(const TraceEntry& entry) {
+        Event event{};
+        bool allocates = true;
+        switch (entry.action_) {
+            case TraceEntry::ALLOC: event.action = Word::ALLOC; break;
+            case TraceEntry::SEGMENT_ALLOC: event.action = Word::SEGMENT_ALLOC; break;
+            case TraceEntry::SEGMENT_FREE: event.action = Word::SEGMENT_FREE; break;
+            case TraceEntry::SEGMENT_MAP: event.action = Word::SEGMENT_MAP; break;
+            case TraceEntry::SEGMENT_UNMAP: event.action = Word::SEGMENT_UNMAP; break;
+            case TraceEntry::OOM: event.action = Word::OOM; break;
+            case TraceEntry::FREE_REQUESTED: event.action = Word::FREE_REQUESTED, allocates = false; break;
+            case TraceEntry::FREE_COMPLETED: event.action = Word::FREE_COMPLETED, allocates = false; break;
+            case TraceEntry::SNAPSHOT: mark(entry.device_); return;
+            default: return;
+        }
+        EventFile* file = file_of(entry.device_);
+        if (file == nullptr || !file->is_open()) return;
+        event.address = entry.addr_;
+        event.bytes = entry.size_;
+        event.stream = reinterpret_cast<uint64_t>(entry.stream_);
+        event.time_us = now_us();
+        if (allocates && frames_ && entry.size_ >= frames_from_) event.stack = stacks_.here(python);
+#if VRAMLAB_TORCH >= 210
+        event.note = &entry.user_metadata_;
+#endif
+        file->add(event, stacks_);
+        // A program may end by it.
+        if (entry.action_ == TraceEntry::OOM) file->write();
+        say_failure(*file);
+    }
+
+    // PyTorch's own allocator copies the segments of one device after the other, and calls each of them 0.
+    void mark(DeviceIndex told) {
+        const auto device = told == 0 ? snapshots_++ : static_cast<size_t>(told);
+        EventFile* file = device < files_.size() ? files_[device].get() : nullptr;
+        if (file == nullptr || !file->is_open()) return;
+        file->set_mark();
+        if (ending_) file->close();
+    }
+
+    // The first device's file has the name that was asked for; others say which they are.
+    EventFile* file_of(DeviceIndex index) {
+        const auto device = static_cast<size_t>(index);
+        if (device >= files_.size()) return nullptr;
+        if (files_[device] != nullptr) return files_[device].get();
+        std::string path = path_;
+        if (used_++ > 0) {
+            const std::string ending = ".pickle";
+            const bool ends = path.size() > ending.size() && path.rfind(ending) == path.size() - ending.size();
+            path.insert(ends ? path.size() - ending.size() : path.size(), ".gpu" + std::to_string(device));
+        }
+        files_[device] = std::make_unique<EventFile>();
+        if (!files_[device]->open(path, index, true)) {
+            std::fprintf(stderr, "vramlab: %s is not written: %s\n", path.c_str(), std::strerror(errno));
+        }
+        return files_[device].get();
+    }
+
+    static void say_failure(EventFile& file) {
+        if (file.failure() == 0 || file.is_open()) return;
+        std::fprintf(stderr, "vramlab: %s ends after %llu events: %s\n", file.path().c_str(),
+                     static_cast<unsigned long long>(file.events()), std::strerror(file.failure()));
+    }
+
+    static std::unique_ptr<at::ObserverContext> on_range_begin(const at::RecordFunction& range);
+    static void on_range_end(const at::RecordFunction& range, at::ObserverContext*);
+    static void on_fork();
+
+    std::atomic<bool> active_{false};
+    // The innermost lock: nothing that runs under it waits for another.
+    std::mutex lock_;
+    std::string path_;
+    size_t used_ = 0;
+    bool frames_ = false;
+    bool ending_ = false;
+    size_t snapshots_ = 0;  // since one was expected
+    uint64_t frames_from_ = 0;
+    std::array<std::unique_ptr<EventFile>, C10_COMPILE_TIME_MAX_GPUS> files_{};
+    Stacks stacks_;
+    std::deque<Annotation> annotations_;
+    vramlab_shim::CUDAAllocator* listens_to_ = nullptr;
+};
+
+// Never destroyed: threads may still free memory when the process ends.
+Recorder& recorder() {
+    static auto* out = new Recorder();
+    return *out;
+}
+
+std::unique_ptr<at::ObserverContext> Recorder::on_range_begin(const at::RecordFunction& range) {
+    recorder().annotate(range.name(), true);
+    return nullptr;
+}
+
+void Recorder::on_range_end(const at::RecordFunction& range, at::ObserverContext*) {
+    recorder().annotate(range.name(), false);
+}
+
+void Recorder::on_fork() { recorder().forget(); }
+
+std::string last_text;
+std::string last_error;
+
+template <typename Act>
+int guarded(Act&& act) {
+    try {
+        last_error.clear();
+        act();
+        return 0;
+    } catch (const c10::Error& error) {
+        last_error = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+        last_error = error.what();
+    }
+    return 1;
+}
+
+}  // namespace
+}  // namespace vramlab_recorder
+
+#define VRAMLAB_EXPORT extern "C" __attribute__((visibility("default")))
+
+#ifdef VRAMLAB_SHIM_SOURCE
+// What it was made of: `_build.py` looks for it in the file.
+VRAMLAB_EXPORT const char vramlab_recorder_source[];
+const char vramlab_recorder_source[] = VRAMLAB_SHIM_SOURCE;
+#endif
+
+// Why the last call failed.
+VRAMLAB_EXPORT const char* vramlab_recorder_error() { return vramlab_recorder::last_error.c_str(); }
+
+// Where frames lie, `count` numbers in the order of `Layout`. 1 where they are of another version.
+VRAMLAB_EXPORT int vramlab_recorder_layout(const int64_t* offsets, size_t count) {
+    using namespace vramlab_recorder;
+    if (count * sizeof(int64_t) != sizeof(Layout) || !recorder().python.find()) return 1;
+    std::memcpy(&recorder().python.layout, offsets, sizeof(Layout));
+    return 0;
+}
+
+// The calling thread's frames, a line each: line, function, file.
+VRAMLAB_EXPORT const char* vramlab_recorder_stack() {
+    using namespace vramlab_recorder;
+    guarded([] { last_text = recorder().stack_here(); });
+    return last_text.c_str();
+}
+
+// Records from now on; CUDA is initialised. Frames of blocks from `frames_from` bytes on, where `frames` is set and a layout is known.
+VRAMLAB_EXPORT int vramlab_recorder_begin(const char* path, int frames, uint64_t frames_from) {
+    using namespace vramlab_recorder;
+    return guarded([&] { recorder().begin(path, frames != 0, frames_from); });
+}
+
+// The allocator's segments are copied next; `last`: that copy ends the recording.
+VRAMLAB_EXPORT void vramlab_recorder_expect_snapshot(int last) {
+    vramlab_recorder::recorder().expect_snapshot(last != 0);
+}
+
+VRAMLAB_EXPORT void vramlab_recorder_end() { vramlab_recorder::recorder().end(); }
+
+VRAMLAB_EXPORT void vramlab_recorder_flush() { vramlab_recorder::recorder().flush(); }
+
+// The files, a line each: device, events, bytes before the newest copy of the segments, the error's number, path.
+VRAMLAB_EXPORT const char* vramlab_recorder_files() {
+    using namespace vramlab_recorder;
+    guarded([] { last_text = recorder().describe(); });
+    return last_text.c_str();
+}
+
+// What follows a device's events in a file that is whole; its length goes to `size`.
+VRAMLAB_EXPORT const char* vramlab_recorder_tail(int device, size_t* size) {
+    using namespace vramlab_recorder;
+    guarded([&] { last_text = recorder().tail(device); });
+    *size = last_text.size();
+    return last_text.data();
+}
