@@ -257,7 +257,7 @@ fn report(diff: &Diff, top: usize, page: &mut Page) {
     if !lines {
         page.note(
             "no stack frames were recorded, so lines are not known; record with \
-             torch.cuda.memory._record_memory_history(stacks=\"python\")",
+             torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
         );
     }
 }

@@ -31,13 +31,16 @@ pub(crate) struct Recorded {
     /// Folder for what is recorded [default: the first of vramlab-run-1, vramlab-run-2, ... that is not there]
     #[arg(short, long, value_name = "DIR")]
     pub(crate) output: Option<PathBuf>,
-    /// Which events have the stack of Python
-    #[arg(long, value_name = "WHICH", default_value = "all")]
+    /// Which events have the stack of Python. Frees have none: gathering it then can end a program with an error
+    #[arg(long, value_name = "WHICH", default_value = "alloc")]
     frames: Frames,
+    /// Smallest block whose allocation has a stack, such as 64KiB
+    #[arg(long, value_name = "BYTES", value_parser = limit)]
+    pub(crate) frames_from: Option<u64>,
     /// No event has one, which is faster: --frames none
     #[arg(long, conflicts_with = "frames")]
     no_frames: bool,
-    /// Events that are kept, the newest; with frames each takes about 1 kB of the host's memory
+    /// Events that are kept where PyTorch's own history has to record, as without a C++ compiler; it keeps the newest
     #[arg(long, value_name = "N", default_value_t = 500_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) events: u32,
     /// The program and its arguments, behind --
@@ -92,6 +95,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         limit: recorded.limit,
         every: args.every,
         frames: recorded.frames(),
+        frames_from: recorded.frames_from,
         events: recorded.events,
         steps: false,
         conf: None,

@@ -73,6 +73,7 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         limit: recorded.limit,
         every: None,
         frames: recorded.frames(),
+        frames_from: recorded.frames_from,
         events: recorded.events,
         steps: true,
         conf: None,

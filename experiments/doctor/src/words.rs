@@ -12,9 +12,10 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
     if whole == 0 || part > whole { "-".to_owned() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
 }
 
-/// The lines of Python that record what a replay needs: one before the work, one after it.
+/// The lines of Python that record what a replay needs: one before the work, one after it. Not PyTorch's default, `context="all"`:
+/// it gathers frames on frees as well, where an exception that is being unwound through C++ is lost and the program ends.
 pub(crate) const RECORD: [&str; 2] = [
-    "torch.cuda.memory._record_memory_history(max_entries=1000000, stacks=\"python\")",
+    "torch.cuda.memory._record_memory_history(context=\"alloc\", max_entries=1000000, stacks=\"python\")",
     "torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")",
 ];
 

@@ -185,7 +185,7 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
             state_of_optimizer(who, page);
             page.note(
                 "no stack frames were recorded, so lines are not known; record with \
-                 torch.cuda.memory._record_memory_history(stacks=\"python\")",
+                 torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
             );
         }
         return;

@@ -261,7 +261,7 @@ const drawWho = (parent, found, who, lineOf) => {
     table(all, ["call", "bytes", "", "share", "blocks"], calls);
   } else {
     longTable(parent, ["size", "bytes", "", "share", "blocks"], rows.map((row) => [formatBytes(row.requested_bytes), ...figures(row)]));
-    if (who.at === "peak_active") make("p", parent, { class: "quiet" }, "No stack frames were recorded, so lines are not known: torch.cuda.memory._record_memory_history(stacks=\"python\") records them.");
+    if (who.at === "peak_active") make("p", parent, { class: "quiet" }, "No stack frames were recorded, so lines are not known: torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\") records them.");
   }
   for (const [name, list] of [["category", who.categories], ["note", who.notes]]) {
     if (list.length) longTable(parent, [name, "bytes", "", "share", "blocks"], list.map((row) => [inWords(row.name), ...figures(row)]));

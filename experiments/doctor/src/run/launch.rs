@@ -11,9 +11,8 @@ use vramlab::Selection;
 /// Which events have stack frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Frames {
-    /// Allocations, frees and releases of the cache
-    All,
-    /// Allocations
+    /// All but frees
+    #[value(alias = "all")]
     Alloc,
     /// No event
     None,
@@ -27,6 +26,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) limit: Option<u64>,
     pub(crate) every: Option<f64>,
     pub(crate) frames: Frames,
+    /// Smallest block that gets frames.
+    pub(crate) frames_from: Option<u64>,
     pub(crate) events: u32,
     /// Whether steps of optimizers are timed.
     pub(crate) steps: bool,
@@ -51,7 +52,10 @@ impl Launch<'_> {
         command.env("VRAMLAB_OUTPUT", &folder.path).env("VRAMLAB_RUN", &folder.run);
         command.env("VRAMLAB_EVENTS", self.events.to_string());
         let frames = self.frames.to_possible_value();
-        command.env("VRAMLAB_FRAMES", frames.as_ref().map_or("all", |value| value.get_name()));
+        command.env("VRAMLAB_FRAMES", frames.as_ref().map_or("alloc", |value| value.get_name()));
+        if let Some(bytes) = self.frames_from {
+            command.env("VRAMLAB_FRAMES_FROM", bytes.to_string());
+        }
         if let Some(alloc) = self.alloc {
             command.env("VRAMLAB_ALLOC", alloc.to_string());
         }
