@@ -24,13 +24,17 @@ _SHIFTS = (2, 16)
 
 
 class Layout(NamedTuple):
-    """Offsets in bytes, in the order in which the recorder takes them."""
+    """Offsets in bytes, in the order in which the recorder takes them.
+
+    `entry_code` is an address: of the code that Python 3.12 gives frames which stand for calls from C; else 0.
+    """
 
     thread_frame: int
     holder_frame: int
     frame_code: int
     frame_previous: int
     frame_instruction: int
+    entry_code: int
     code_filename: int
     code_name: int
     code_first_line: int
@@ -75,14 +79,13 @@ def _inner(frame: FrameType) -> int:
     return _words(id(frame), 4)[3]
 
 
-def _frames() -> tuple[int, int, int, int, int]:
+def _frames() -> tuple[int, int, int, int, int, int]:
     """Of the thread's state and of a frame."""
 
-    def called() -> tuple[int, int, int, int, int]:
+    def called() -> tuple[int, int, int, int, int, int]:
         frame = sys._getframe()
-        caller = frame.f_back
-        assert caller is not None
-        inner, outer = _inner(frame), _inner(caller)
+        assert frame.f_back is not None
+        inner, outer = _inner(frame), _inner(frame.f_back)
         code, size = id(frame.f_code), sys.getsizeof(frame.f_code)
         words = _words(inner, _FRAME_WORDS)
         state: Any = ctypes.pythonapi.PyGILState_GetThisThreadState
@@ -100,7 +103,12 @@ def _frames() -> tuple[int, int, int, int, int]:
             held = 8 * _only([at for at, word in enumerate(holder) if word == inner])
         else:
             at, held = _only([at for at, word in enumerate(of_thread) if word == inner]), -1
-        return 8 * at, held, 8 * of_code, 8 * of_caller, 8 * of_instruction
+        # Where C called Python first, the chain ends with such a frame.
+        outermost = inner
+        while caller := _words(outermost, of_caller + 1)[of_caller]:
+            outermost = caller
+        entry = _words(outermost, of_code + 1)[of_code] if sys.version_info[:2] == (3, 12) else 0
+        return 8 * at, held, 8 * of_code, 8 * of_caller, 8 * of_instruction, entry
 
     return called()
 

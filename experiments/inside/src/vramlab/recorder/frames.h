@@ -23,6 +23,7 @@ struct Layout {
     int64_t frame_code;        // in a frame
     int64_t frame_previous;    // in a frame: the caller's
     int64_t frame_instruction; // in a frame: the instruction that runs
+    int64_t entry_code;        // address of the code that frames have which stand for calls from C, or 0
     int64_t code_filename;     // in a code object
     int64_t code_name;
     int64_t code_first_line;
@@ -92,7 +93,8 @@ class Python {
             // Python 3.14 marks the lowest bits of references.
             const auto code = reinterpret_cast<const void*>(field<uintptr_t>(frame, layout.frame_code) & ~uintptr_t{7});
             // The interpreter's own frames have no code.
-            if (code == nullptr || field<const void*>(code, TYPE) != code_type_) continue;
+            if (code == nullptr || reinterpret_cast<int64_t>(code) == layout.entry_code) continue;
+            if (field<const void*>(code, TYPE) != code_type_) continue;
             const auto at = field<uintptr_t>(frame, layout.frame_instruction);
             const auto first = reinterpret_cast<uintptr_t>(code) + static_cast<uintptr_t>(layout.code_instructions);
             to[count++] = Spot{code, static_cast<int64_t>(at - first), field<const void*>(code, layout.code_name),

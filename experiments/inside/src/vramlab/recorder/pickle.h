@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 #include <cerrno>
-#include <initializer_list>
 #include <utility>
 
 namespace vramlab_recorder {
@@ -31,61 +30,90 @@ inline const char* spelling(Word word) {
 // Instructions of a pickle of protocol 2, in memory.
 class Pickle {
   public:
-    void code(char instruction) { bytes.push_back(instruction); }
+    Pickle() = default;
+    Pickle(const Pickle&) = delete;
+    Pickle& operator=(const Pickle&) = delete;
 
-    void codes(std::initializer_list<char> instructions) { bytes.append(instructions.begin(), instructions.size()); }
+    void code(char instruction) {
+        make_room(1);
+        *end_++ = instruction;
+    }
+
+    template <typename... Chars>
+    void codes(Chars... instructions) {
+        make_room(sizeof...(instructions));
+        ((*end_++ = static_cast<char>(instructions)), ...);
+    }
 
     void word(Word which) {
         const auto number = static_cast<uint8_t>(which);
         if (known_[number]) {
-            codes({'h', static_cast<char>(number)});
+            codes('h', number);
             return;
         }
         known_[number] = true;
         text(spelling(which));
-        codes({'q', static_cast<char>(number)});
+        codes('q', number);
     }
 
     void text(const std::string& of) {
         code('X');
-        little(of.size(), 4);
-        bytes.append(of);
+        little<4>(of.size());
+        make_room(of.size());
+        std::memcpy(end_, of.data(), of.size());
+        end_ += of.size();
     }
 
     void integer(uint64_t value) {
         if (value < 256) {
-            codes({'K', static_cast<char>(value)});
+            codes('K', value);
         } else if (value < uint64_t{1} << 31) {
             code('J');
-            little(value, 4);
+            little<4>(value);
         } else {
-            // Its highest bit is a sign.
-            size_t size = 5;
-            while (size < 8 && value >> (8 * size - 1) != 0) ++size;
-            const bool signless = size == 8 && value >> 63 != 0;
-            codes({'\x8a', static_cast<char>(size + (signless ? 1 : 0))});
-            little(value, size);
-            if (signless) code('\0');
+            // Eight bytes, of which the highest bit is a sign.
+            const bool is_signed = value >> 63 != 0;
+            codes('\x8a', is_signed ? 9 : 8);
+            little<8>(value);
+            if (is_signed) code('\0');
         }
     }
 
     void put(uint32_t number) {
         code('r');
-        little(number, 4);
+        little<4>(number);
     }
 
     void get(uint32_t number) {
         code('j');
-        little(number, 4);
+        little<4>(number);
     }
 
-    std::string bytes;
+    const char* data() const { return bytes_.data(); }
+    size_t size() const { return static_cast<size_t>(end_ - bytes_.data()); }
+    void clear() { end_ = bytes_.data(); }
 
   private:
-    void little(uint64_t value, size_t size) {
-        for (size_t at = 0; at < size; ++at) bytes.push_back(static_cast<char>(value >> (8 * at)));
+    void make_room(size_t count) {
+        if (static_cast<size_t>(bytes_.data() + bytes_.size() - end_) < count) grow(count);
     }
 
+    [[gnu::noinline]] void grow(size_t count) {
+        const size_t used = size();
+        bytes_.resize(2 * (used + count) + 4096);
+        end_ = bytes_.data() + used;
+    }
+
+    // The machines that have CUDA keep the lowest byte first, too.
+    template <size_t SIZE>
+    void little(uint64_t value) {
+        make_room(SIZE);
+        std::memcpy(end_, &value, SIZE);
+        end_ += SIZE;
+    }
+
+    std::vector<char> bytes_ = std::vector<char>(4096);
+    char* end_ = bytes_.data();
     bool known_[static_cast<size_t>(Word::COUNT)] = {};
 };
 
@@ -109,9 +137,9 @@ class EventFile {
         file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | create, 0600);
         if (file_ < 0) return false;
         // The dictionary, its first key, the list of devices, and the lists of those before this one.
-        pickle_.codes({'\x80', '\x02', '}', '('});
+        pickle_.codes('\x80', '\x02', '}', '(');
         pickle_.text("device_traces");
-        pickle_.codes({']', '('});
+        pickle_.codes(']', '(');
         for (int before = 0; before < device; ++before) pickle_.code(']');
         pickle_.code(']');
         return true;
@@ -120,7 +148,7 @@ class EventFile {
     void add(const Event& event, const Stacks& stacks) {
         Pickle& to = pickle_;
         if (batch_ == 0) to.code('(');
-        to.codes({'}', '('});
+        to.codes('}', '(');
         const auto number = [&](Word key, uint64_t value) {
             to.word(key);
             to.integer(value);
@@ -143,7 +171,7 @@ class EventFile {
         to.code('u');
         ++events_;
         if (++batch_ == BATCH) end_batch();
-        if (to.bytes.size() >= CHUNK || event.time_us >= written_us_ + LONGEST_US) {
+        if (to.size() >= CHUNK || event.time_us >= written_us_ + LONGEST_US) {
             written_us_ = event.time_us;
             write();
         }
@@ -151,7 +179,7 @@ class EventFile {
 
     // Hands what is buffered to the system. After a failure the file ends with the last event that is whole.
     void write() {
-        const std::string& bytes = pickle_.bytes;
+        const Pickle& bytes = pickle_;
         size_t done = 0;
         while (file_ >= 0 && done < bytes.size()) {
             const ssize_t wrote = ::write(file_, bytes.data() + done, bytes.size() - done);
@@ -166,7 +194,7 @@ class EventFile {
             done += static_cast<size_t>(wrote);
         }
         if (failure_ == 0) size_ += bytes.size();
-        pickle_.bytes.clear();
+        pickle_.clear();
     }
 
     void close() {

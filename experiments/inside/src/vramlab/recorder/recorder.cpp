@@ -26,11 +26,56 @@ namespace {
 using vramlab_shim::DeviceIndex;
 using vramlab_shim::TraceEntry;
 
-uint64_t now_us() {
-    timespec now{};
-    clock_gettime(CLOCK_REALTIME, &now);
-    return static_cast<uint64_t>(now.tv_sec) * 1'000'000 + static_cast<uint64_t>(now.tv_nsec) / 1'000;
-}
+// Microseconds since 1970 from the processor's counter, which PyTorch has read for each event: asking the system costs as much
+// as writing the event. Needs a lock.
+class Clock {
+  public:
+    void begin() {
+        first_ = read();
+        last_us_ = 0;
+        // Long enough to tell the counter's rate to some parts in 100,000; it is measured over longer from then on.
+        timespec pause{0, 2'000'000};
+        while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
+        adjust();
+    }
+
+    // Never goes back.
+    uint64_t us(c10::approx_time_t count) {
+        const auto passed = static_cast<double>(static_cast<int64_t>(count) - anchor_.count);
+        const double ns = static_cast<double>(anchor_.ns - first_.ns) + passed * rate_;
+        const auto us = static_cast<uint64_t>((static_cast<double>(first_.ns % 1'000) + ns) / 1'000.0);
+        last_us_ = std::max(last_us_, static_cast<uint64_t>(first_.ns / 1'000) + us);
+        if (passed * rate_ > ADJUST_NS) adjust();
+        return last_us_;
+    }
+
+  private:
+    static constexpr double ADJUST_NS = 1e9;
+
+    struct Reading {
+        int64_t count;
+        int64_t ns;
+    };
+
+    static Reading read() {
+        timespec now{};
+        const auto count = static_cast<int64_t>(c10::getApproximateTime());
+        clock_gettime(CLOCK_REALTIME, &now);
+        return {count, int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec};
+    }
+
+    void adjust() {
+        anchor_ = read();
+        if (anchor_.count > first_.count && anchor_.ns > first_.ns) {
+            rate_ = static_cast<double>(anchor_.ns - first_.ns) / static_cast<double>(anchor_.count - first_.count);
+        }
+    }
+
+    Reading first_{};
+    Reading anchor_{};
+    double rate_ = 1.0;
+    uint64_t last_us_ = 0;
+};
 
 struct Annotation {
     std::string name;
@@ -57,6 +102,7 @@ class Recorder {
         frames_ = frames;
         frames_from_ = frames_from;
         ending_ = false;
+        clock_.begin();
         active_.store(true);
     }
 
@@ -111,7 +157,7 @@ class Recorder {
         to.code(']');
         for (const Annotation& annotation : annotations_) {
             if (annotation.device != device) continue;
-            to.codes({'}', '('});
+            to.codes('}', '(');
             to.text("device");
             to.integer(static_cast<uint64_t>(annotation.device));
             to.text("time_us");
@@ -120,9 +166,9 @@ class Recorder {
             to.text(annotation.name);
             to.text("stage");
             to.text(annotation.start ? "START" : "END");
-            to.codes({'u', 'a'});
+            to.codes('u', 'a');
         }
-        return std::move(to.bytes);
+        return std::string(to.data(), to.size());
     }
 
     // The calling thread's stack, a line a frame, the innermost first: for the comparison with Python's own.
@@ -142,7 +188,7 @@ class Recorder {
         if (c10::cuda::GetDevice(&device) != cudaSuccess) return;
         std::lock_guard<std::mutex> guard(lock_);
         if (annotations_.size() == MOST_ANNOTATIONS) annotations_.pop_front();
-        annotations_.push_back(Annotation{name, device, start, now_us()});
+        annotations_.push_back(Annotation{name, device, start, clock_.us(c10::getApproximateTime())});
     }
 
   private:
@@ -191,7 +237,7 @@ class Recorder {
         event.address = entry.addr_;
         event.bytes = entry.size_;
         event.stream = reinterpret_cast<uint64_t>(entry.stream_);
-        event.time_us = now_us();
+        event.time_us = clock_.us(entry.time_.approx_t_);
         if (allocates && frames_ && entry.size_ >= frames_from_) event.stack = stacks_.here(python);
 #if VRAMLAB_TORCH >= 210
         event.note = &entry.user_metadata_;
@@ -249,6 +295,7 @@ class Recorder {
     size_t snapshots_ = 0;  // since one was expected
     uint64_t frames_from_ = 0;
     std::array<std::unique_ptr<EventFile>, C10_COMPILE_TIME_MAX_GPUS> files_{};
+    Clock clock_;
     Stacks stacks_;
     std::deque<Annotation> annotations_;
     vramlab_shim::CUDAAllocator* listens_to_ = nullptr;
