@@ -13,6 +13,7 @@ mod moments;
 pub(crate) mod phases;
 mod purposes;
 mod ranks;
+mod releases;
 mod screen;
 mod survey;
 
@@ -39,7 +40,8 @@ pub(crate) use lines::line_of;
 pub(crate) use moments::{Held, Line};
 pub(crate) use purposes::is_cublas_workspace;
 pub(crate) use screen::{place, when};
-pub(crate) use survey::{Misses, captures_graphs, empty_cache_stacks};
+pub(crate) use releases::{By, Releases};
+pub(crate) use survey::{Misses, captures_graphs};
 
 /// Rows of each table where the command line names no number.
 const ROWS: u16 = 5;

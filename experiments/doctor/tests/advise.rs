@@ -657,3 +657,36 @@ fn a_full_gpu_is_told_from_the_stacks_of_what_went_back() {
     let given = place.run(&["advise", file, "--limit", "2GiB", "--json"]).ok().json();
     assert_eq!((&given["limit_source"], &given["released"]), (&json!("given"), &Value::Null));
 }
+
+/// The same recording as other recorders would have written it: no frames of C++ and none of frees, so that nothing in the backward
+/// pass has frames. This project's recorder has those of `empty_cache`, and PyTorch's `context="alloc"` does not.
+#[test]
+fn a_full_gpu_is_told_without_frames_of_frees() {
+    let place = Place::new();
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
+    let json = place.at("full.json").to_str().unwrap().to_owned();
+    place.run(&["convert", file.to_str().unwrap(), "--to", "snapshot-json", "-o", &json]).ok();
+    let whole: Value = serde_json::from_str(&std::fs::read_to_string(&json).unwrap()).unwrap();
+    let recorded = |own: bool| {
+        let mut snapshot = whole.clone();
+        if own {
+            snapshot["recorder"] = json!("vramlab");
+        }
+        for event in snapshot["device_traces"][0].as_array_mut().unwrap() {
+            let free = event["action"].as_str().unwrap().starts_with("free");
+            let Some(frames) = event["frames"].as_array_mut() else { continue };
+            frames.retain(|frame| !free && frame["filename"].as_str().unwrap().ends_with(".py"));
+            if !own && frames.iter().any(|frame| frame["name"] == "empty_cache") {
+                frames.clear();
+            }
+        }
+        place.write("recorded.json", snapshot.to_string())
+    };
+    let own = place.run(&["advise", &recorded(true), "--json"]).ok().json();
+    assert_eq!((&own["limit_source"], &own["released"]["times"]), (&json!("retries"), &json!(2)), "{own}");
+    // Without them a release in the backward pass may have been a call of empty_cache as well.
+    let theirs = place.run(&["advise", &recorded(false), "--json"]).ok().json();
+    assert_eq!(theirs["limit_source"], Value::Null, "{theirs}");
+    let explained = place.run(&["explain", &recorded(false), "--json"]).ok().json();
+    assert!(explained["num_releases"].as_u64() >= Some(1), "{}", explained["num_releases"]);
+}

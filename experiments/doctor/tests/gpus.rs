@@ -265,7 +265,7 @@ fn advise_shows_what_is_held_and_how_to_record() {
         assert!(advised.contains(said), "{said}: {advised}");
     }
     for line in [
-        "\n  torch.cuda.memory._record_memory_history(max_entries=1000000, stacks=\"python\")\n",
+        "\n  torch.cuda.memory._record_memory_history(context=\"alloc\", max_entries=1000000, stacks=\"python\")\n",
         "\n  torch.cuda.memory._dump_snapshot(\"snapshot.pickle\")\n",
     ] {
         assert!(advised.contains(line), "{line}: {advised}");
@@ -303,7 +303,7 @@ fn the_page_draws_the_segments() {
     let file = without_events(&place, "streams");
     let ran = place.run(&["report", &file, "-o", "page.html"]).ok();
     assert!(ran.stdout.contains("what was held in one snapshot without events"), "{}", ran.stdout);
-    assert!(ran.stdout.contains("_record_memory_history(max_entries="), "{}", ran.stdout);
+    assert!(ran.stdout.contains("_record_memory_history(context=\"alloc\", max_entries="), "{}", ran.stdout);
     let text = std::fs::read_to_string(place.at("page.html")).unwrap();
     let data = text.split("id=\"data\">").nth(1).unwrap().split("</script>").next().unwrap();
     let data: Value = serde_json::from_str(data).unwrap();

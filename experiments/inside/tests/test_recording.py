@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import vramlab
-from with_torch import HERE, SOURCE, python, skip_without_torch
+from with_torch import HERE, SOURCE, compile_beside_torch, python, skip_without_torch
 
 skip_without_torch()
 
@@ -35,11 +35,16 @@ def under(allocator: str) -> dict[str, str]:
         pytest.skip(str(missing))
 
 
+BEGIN = """import os, torch, vramlab
+if os.environ.get("VRAMLAB_ALLOC"):
+    import vramlab.torch
+    vramlab.torch.use(os.environ["VRAMLAB_ALLOC"])
+held = lambda size, device=0: torch.empty(size, device=f"cuda:{device}", dtype=torch.uint8)
+"""
+
+
 def run(variables: dict[str, str], script: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    begin = "import os, torch, vramlab\nif os.environ.get('VRAMLAB_ALLOC'):\n    import vramlab.torch\n"
-    begin += "    vramlab.torch.use(os.environ['VRAMLAB_ALLOC'])\n"
-    begin += "held = lambda size, device=0: torch.empty(size, device=f'cuda:{device}', dtype=torch.uint8)\n"
-    return python(variables, "-c", begin + script, cwd=cwd, **more)
+    return python(variables, "-c", BEGIN + script, cwd=cwd, **more)
 
 
 def read(path: Path) -> Any:
@@ -220,6 +225,32 @@ def test_threads_forks_and_a_recording_in_another(variables: dict[str, str], tmp
     assert {1000, 2000} <= set(sizes)
     assert sizes.count(3000) == 3 * 4000
     assert 2000 in [event["size"] for event in read(tmp_path / "inner.pickle")["device_traces"][0]]
+
+
+ELSEWHERE = """
+import ctypes, sys
+torch.cuda.init()
+# Of PyDLL, whose calls keep Python's lock.
+free = ctypes.PyDLL(sys.argv[1]).free_elsewhere
+def blocks():
+    return [torch.cuda.caching_allocator_alloc(size, 0, torch.cuda.default_stream(0)) for size in (1000, 5 << 20)]
+with vramlab.record("x.pickle"):
+    for block in blocks():
+        free(ctypes.c_void_p(block))
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_free_waits_for_no_lock_of_pythons(allocator: str, variables: dict[str, str], tmp_path: Path) -> None:
+    library = tmp_path / "free_elsewhere.so"
+    compile_beside_torch(HERE / "free_elsewhere.cpp", library)
+    script = tmp_path / "script.py"
+    script.write_text(BEGIN + ELSEWHERE)
+    done = python(variables, str(script), str(library), cwd=tmp_path, **under(allocator))
+    assert done.stdout == "ended\n", done.stderr
+    actions = [event["action"] for event in read(tmp_path / "x.pickle")["device_traces"][0]]
+    assert actions.count("free_completed") == 2
 
 
 LONG = """

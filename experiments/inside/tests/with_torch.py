@@ -63,3 +63,12 @@ def python(
     return subprocess.run(
         command, env=variables | more, capture_output=True, text=True, timeout=300, check=False, cwd=cwd
     )
+
+
+def compile_beside_torch(source: Path, to: Path) -> None:
+    """Compiles a library that calls PyTorch's allocator."""
+    root = installed().root
+    command = [_build.find_compiler() or "", "-std=c++17", "-O1", "-fPIC", "-shared", str(source), "-o", str(to)]
+    includes = [root / "include", *_build.cuda_includes(installed(), [])]
+    command += [part for include in includes for part in ("-isystem", str(include))]
+    subprocess.run([*command, f"-L{root / 'lib'}", "-lc10", "-lc10_cuda"], check=True)

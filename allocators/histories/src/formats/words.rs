@@ -28,6 +28,7 @@ vramlab_device::named! {
         CompileContext "compile_context",
         InternalMetadata "internal_metadata",
         PoolId "pool_id",
+        Recorder "recorder",
         HostSegments "host_segments",
         HostTraces "host_traces",
         AllocatedSize "allocated_size",

@@ -7,7 +7,7 @@ use super::evaluate::{Of, Outcome, Trial};
 use super::evidence::Evidence;
 use super::recorded_run::RecordedRun;
 use super::{Verdict, WORTH};
-use crate::explain::{self, is_cublas_workspace};
+use crate::explain::{self, By, Releases, is_cublas_workspace};
 use crate::recording::Recording;
 use crate::words::counted;
 use anyhow::Result;
@@ -261,31 +261,51 @@ fn lines(recording: &Recording, stacks: impl IntoIterator<Item = (StackId, u64)>
 
 /// Calls that give segments back of which half or more are fetched again. A call that gives nothing back leaves no event.
 fn empty_cache(recording: &Recording) -> Option<Found> {
-    let calls = explain::empty_cache_stacks(recording);
+    let releases = Releases::of(recording);
     let (mut stacks, mut gone) = (HashMap::<StackId, u64>::new(), HashMap::<u64, u64>::new());
     let (mut segments, mut bytes, mut again) = (0, 0, 0);
-    let mut inside = None;
+    // Sizes of the segments that went back one after another with one stack.
+    let mut run: Option<(StackId, Vec<u64>)> = None;
+    let mut taken = Vec::new();
     for event in recording.events.iter() {
         let stack = event.origin.stack;
-        match event.action {
-            Action::SegmentFree | Action::SegmentUnmap if calls.get(stack.index()) == Some(&true) => {
-                if inside.replace(stack) != Some(stack) {
-                    *stacks.entry(stack).or_default() += 1;
+        let request = match event.action {
+            Action::SegmentFree | Action::SegmentUnmap => {
+                if run.as_ref().is_none_or(|(first, _)| *first == stack) {
+                    run.get_or_insert((stack, Vec::new())).1.push(event.bytes);
+                    continue;
                 }
-                segments += 1;
-                bytes += event.bytes;
-                *gone.entry(event.bytes).or_default() += 1;
-                continue;
+                None
             }
             Action::SegmentAlloc | Action::SegmentMap => {
-                if let Some(left) = gone.get_mut(&event.bytes).filter(|left| **left > 0) {
-                    *left -= 1;
-                    again += 1;
-                }
+                taken.push(event.bytes);
+                continue;
             }
-            _ => {}
+            Action::FreeCompleted => continue,
+            Action::Alloc | Action::Oom => Some(stack),
+            _ => None,
+        };
+        // A release without frames is a call where only that can be. Without any frames nothing is said.
+        let by_call = |released: StackId| {
+            releases.names_call(released) || recording.origins.has_frames() && releases.by(released, request) == By::Call
+        };
+        if let Some((released, sizes)) = run.take().filter(|(released, _)| by_call(*released)) {
+            *stacks.entry(released).or_default() += 1;
+            segments += sizes.len() as u64;
+            for size in sizes {
+                bytes += size;
+                *gone.entry(size).or_default() += 1;
+            }
         }
-        inside = None;
+        for size in taken.drain(..) {
+            if let Some(left) = gone.get_mut(&size).filter(|left| **left > 0) {
+                *left -= 1;
+                again += 1;
+            }
+        }
+        if matches!(event.action, Action::SegmentFree | Action::SegmentUnmap) {
+            run = Some((stack, vec![event.bytes]));
+        }
     }
     let times: u64 = stacks.values().sum();
     let what = format!(

@@ -2,6 +2,7 @@
 
 use super::conf::Conf;
 use super::evaluate::Trial;
+use crate::explain::{By, Releases};
 use crate::history::Compiled;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
@@ -220,8 +221,7 @@ impl fmt::Display for RecordedRun {
 }
 
 // A GPU or a limit that was full without a request being refused: PyTorch released its cache, asked again and was served. Nothing
-// names that in a snapshot, but its stack frames do: segments that go back during a request have the request's own stack, and those
-// of `empty_cache` have another.
+// names that in a snapshot, but frames and the order of events do (`Releases`).
 
 /// Requests during which the cache was released, and the memory that there was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -243,21 +243,22 @@ impl Retries {
         }
         let mut reserved: u64 = recording.before.segments.iter().map(|one| one.segment.bytes).sum();
         let mut out = Self { count: 0, least: reserved, most: u64::MAX };
+        let releases = Releases::of(recording);
         // What was reserved before segments went back one after another, and their stack if they have the same.
-        let mut going: Option<(u64, StackId)> = None;
+        let mut going: Option<(u64, Option<StackId>)> = None;
         for event in recording.events.iter() {
             let stack = event.origin.stack;
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
                     going = Some(match going {
-                        Some((held, first)) if first == stack => (held, first),
-                        Some((held, _)) => (held, StackId::default()),
-                        None => (reserved, stack),
+                        Some((held, first)) => (held, first.filter(|first| *first == stack)),
+                        None => (reserved, Some(stack)),
                     });
                     reserved = reserved.saturating_sub(event.bytes);
                 }
                 Action::SegmentAlloc | Action::SegmentMap => {
-                    if let Some((held, _)) = going.take().filter(|(_, first)| !first.is_empty() && *first == stack) {
+                    let by_request = |first: StackId| releases.by(first, Some(stack)) == By::Request;
+                    if let Some((held, _)) = going.take().filter(|(_, first)| first.is_some_and(by_request)) {
                         out.count += 1;
                         out.most = out.most.min(held + event.bytes - 1);
                     }

@@ -4,10 +4,10 @@ use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
-use super::{Lines, View};
+use super::{By, Lines, Releases, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
@@ -60,7 +60,7 @@ pub(super) struct Waits {
 }
 
 /// What came and went since the program's last event.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Window {
     /// Whether the request was looked for that these events belong to.
     probed: bool,
@@ -71,7 +71,16 @@ struct Window {
     taken: u64,
     released: u64,
     segments: u64,
-    by_name: bool,
+    /// Whether frames name a call of `empty_cache`.
+    by_call: bool,
+    /// Whether nothing that went back has frames.
+    unnamed: bool,
+}
+
+impl Default for Window {
+    fn default() -> Self {
+        Self { probed: false, completed: false, request: None, taken: 0, released: 0, segments: 0, by_call: false, unnamed: true }
+    }
 }
 
 /// Looks at every event. The checkpoints reach the moments that were found, and `points`.
@@ -101,7 +110,7 @@ pub(super) fn survey<'r>(
     let mut window = Window::default();
     let stretch = count.div_ceil(POINTS).max(1);
     let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
-    let empties = empty_cache_stacks(recording);
+    let releases = Releases::of(recording);
     let private_pools = has_private_pools(recording);
     let mut streams: BTreeSet<u64> = memory.segments().values().map(|segment| segment.stream).collect();
     streams.extend(memory.blocks().values().map(|block| block.stream));
@@ -136,13 +145,15 @@ pub(super) fn survey<'r>(
             Action::SegmentFree | Action::SegmentUnmap => {
                 window.released += event.bytes;
                 window.segments += 1;
-                window.by_name |= empties.get(event.origin.stack.index()).copied().unwrap_or(false);
+                window.by_call |= releases.names_call(event.origin.stack);
+                window.unnamed = window.unnamed && event.origin.stack.is_empty();
             }
             Action::Alloc if event.bytes > 0 => {
                 found.allocations += 1;
                 out.last_request.insert(event.stream, (index, found.allocations));
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
-                let window = std::mem::take(&mut window);
+                let mut window = std::mem::take(&mut window);
+                window.by_call |= window.unnamed && releases.by(StackId::default(), Some(event.origin.stack)) == By::Call;
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
                     let shape = missed.entry(event.bytes).or_default();
                     out.misses.all += 1;
@@ -212,18 +223,6 @@ fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
     let passed = |action| is_of_segments(action) || action == Action::FreeCompleted;
     let next = recording.events.iter_from(index).find(|event| !passed(event.action))?;
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
-}
-
-/// Which stacks call `empty_cache`, by index.
-pub(crate) fn empty_cache_stacks(recording: &Recording) -> Vec<bool> {
-    let origins = &recording.origins;
-    let mut out = vec![false; origins.stacks()];
-    let went_back = |event: &Recorded| matches!(event.action, Action::SegmentFree | Action::SegmentUnmap);
-    let stacks: HashSet<StackId> = recording.events.iter().filter(went_back).map(|event| event.origin.stack).collect();
-    for stack in stacks {
-        out[stack.index()] = origins.frames(stack).any(|frame| origins.spelt(frame.name).contains("empty_cache"));
-    }
-    out
 }
 
 /// Whether the history shows private pools, as those of CUDA graphs: its end or its frames name them.
@@ -319,7 +318,7 @@ fn went_back(
     let settings = &view.recording.settings;
     let over = settings.memory_limit.map(|limit| reserved + window.taken.max(event.bytes) > limit);
     let kind = match over {
-        _ if succeeded && window.taken == 0 || window.by_name => "empty_cache",
+        _ if succeeded && window.taken == 0 || window.by_call => "empty_cache",
         Some(true) => "retry",
         _ if !succeeded => "retry",
         _ if settings.garbage_collection_threshold > 0.0 => "garbage_collection",

@@ -136,8 +136,10 @@ class EventFile {
         const int create = replace ? O_TRUNC : O_EXCL;
         file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | create, 0600);
         if (file_ < 0) return false;
-        // The dictionary, its first key, the list of devices, and the lists of those before this one.
+        // The dictionary, who writes it, the list of devices, and the lists of those before this one.
         pickle_.codes('\x80', '\x02', '}', '(');
+        pickle_.text("recorder");
+        pickle_.text("vramlab");
         pickle_.text("device_traces");
         pickle_.codes(']', '(');
         for (int before = 0; before < device; ++before) pickle_.code(']');
@@ -234,6 +236,10 @@ class EventFile {
 #if VRAMLAB_TORCH >= 210
         pickle_.word(Word::USER_METADATA);
         pickle_.word(Word::NOTHING);
+#endif
+#if VRAMLAB_TORCH >= 212
+        pickle_.text("pool_id");
+        pickle_.codes('K', 0, 'K', 0, '\x86');
 #endif
     }
 

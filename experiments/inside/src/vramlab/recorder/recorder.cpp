@@ -238,7 +238,9 @@ class Recorder {
         event.bytes = entry.size_;
         event.stream = reinterpret_cast<uint64_t>(entry.stream_);
         event.time_us = clock_.us(entry.time_.approx_t_);
-        if (allocates && frames_ && entry.size_ >= frames_from_) event.stack = stacks_.here(python);
+        // Segments have theirs whatever their size: they tell who released them.
+        const bool is_small = entry.action_ == TraceEntry::ALLOC && entry.size_ < frames_from_;
+        if (allocates && frames_ && !is_small) event.stack = stacks_.here(python);
 #if VRAMLAB_TORCH >= 210
         event.note = &entry.user_metadata_;
 #endif
