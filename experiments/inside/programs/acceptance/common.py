@@ -1,0 +1,177 @@
+"""What the programs share: how one is named, what it is given, and models that several use."""
+
+import math
+import os
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def program(**told):
+    """Marks a function as a program; `catalogue.py` says which arguments there are and reads them."""
+
+    def marked(function):
+        function.told = told
+        return function
+
+    return marked
+
+
+@dataclass
+class Run:
+    """What a program is given, and where its losses go."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    small: bool = False
+    losses: list = field(default_factory=list)
+
+    def size(self, large, small):
+        """A size: the first on a GPU, the second where the program is only tried."""
+        return small if self.small else large
+
+    def loss(self, value):
+        """Takes down one number that the program came to. Waits for the device, as `item` does."""
+        self.losses.append(float(value.detach()) if isinstance(value, torch.Tensor) else float(value))
+
+    @property
+    def on_gpu(self):
+        """Whether it runs on a GPU."""
+        return self.device.type == "cuda"
+
+    def autocast(self):
+        """Mixed precision as language models train with it."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+
+def drawn(seed, *shape):
+    """Normal numbers on the host, the same each time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed, words, *shape):
+    """Random words on the host, the same each time."""
+    return torch.randint(words, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """A block of a transformer with dropout."""
+
+    def __init__(self, width, heads, dropout):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.before_attention(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.project(attended.transpose(1, 2).reshape(rows, length, width)), self.dropout, self.training)
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Gpt(nn.Module):
+    """A small language model; `around`, where it is given, calls each block."""
+
+    def __init__(self, layers=6, width=512, heads=8, words=16000, longest=1024, dropout=0.0, around=None):
+        super().__init__()
+        self.around = around
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.last = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, text):
+        x = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x) if self.around is None else self.around(block, x)
+        return self.head(self.last(x))
+
+    @property
+    def vocabulary(self):
+        """How many words it knows."""
+        return self.words.num_embeddings
+
+
+def gpt(run, **size):
+    """A language model on the run's device, smaller where it is only tried."""
+    tiny = {"layers": 2, "width": 32, "heads": 2, "words": 200, "longest": 64}
+    return Gpt(**({**size, **tiny} if run.small else size)).to(run.device)
+
+
+def text_loss(model, text):
+    """How badly a model guesses each next word."""
+    logits = model(text[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+
+
+def train(run, model, optimizer=None, *, steps=6, shapes=((8, 512), (4, 768), (6, 256)), words=None, own=True):
+    """Trains a language model on texts of varying shape under mixed precision, and takes down each loss.
+
+    `own` gives each rank texts of its own.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-4)
+    words = words or model.vocabulary
+    for step in range(steps):
+        rows, length = (2, 17) if run.small else shapes[step % len(shapes)]
+        text = tokens(step * run.ranks + (run.rank if own else 0), words, rows, length).to(run.device)
+        with run.autocast():
+            loss = text_loss(model, text)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.loss(loss)
+    return optimizer
+
+
+class Residual(nn.Module):
+    """Two convolutions around a shortcut."""
+
+    def __init__(self, inputs, outputs, stride=1):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs),
+        )  # fmt: skip
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x):
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(width=64, classes=100):
+    """A small convolutional network."""
+    stages = [Residual(width * 2 ** max(0, at - 1), width * 2**at, 2 if at else 1) for at in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 1, 1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, classes)
+    )
+
+
+def seed_all(seed=0):
+    """The same random numbers in each run."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in __import__("sys").modules:
+        __import__("numpy").random.seed(seed)
+
+
+def rank_of_job():
+    """The number of this process in its job, and how many there are."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def must(condition, *said):
+    """Ends the program where something is not as it must be."""
+    if not condition:
+        raise AssertionError(" ".join(map(str, said)))
+
+
+def close(value, wanted, tolerance=1e-4):
+    """Whether two numbers are nearly equal."""
+    return math.isclose(float(value), float(wanted), rel_tol=tolerance, abs_tol=tolerance)

@@ -1,0 +1,119 @@
+"""Programs of several processes on one GPU: workers that load, tensors that are sent, weights that are shared."""
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from acceptance.common import drawn, must, program
+
+
+def answer(questions, answers):
+    """A child: says the sum of each tensor that it is sent, and sends some back."""
+    while (got := questions.get()) is not None:
+        answers.put(float(got.double().sum()))
+        got.add_(1)
+        del got
+    answers.put("ended")
+
+
+@program(cpu=False, seconds=40.0, gib=4.0)
+def sent_tensors(run):
+    """Tensors of many sizes are sent to a spawned process, which changes them: CUDA IPC, with the memory used again between."""
+    context = mp.get_context("spawn")
+    questions, answers = context.Queue(), context.Queue()
+    child = context.Process(target=answer, args=(questions, answers))
+    child.start()
+    for turn in range(2):
+        for power in (0, 9, 16, 19, 20, 21, 22, 24):
+            x = torch.full((1 << power,), float(turn + 1), device=run.device)
+            questions.put(x)
+            value = answers.get(timeout=60)
+            must(value == (turn + 1) * (1 << power), "the child sums", 1 << power, "numbers to", value)
+            run.loss(value)
+            torch.cuda.synchronize()
+            del x
+    questions.put(None)
+    must(answers.get(timeout=60) == "ended", "the child did not end")
+    child.join(60)
+    must(child.exitcode == 0, "the child ended with", child.exitcode)
+
+
+class OnGpu(Dataset):
+    """Samples that a worker makes on the GPU."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        return drawn(index, 64, 64).cuda().tanh().cpu()
+
+
+class OnHost(Dataset):
+    """Samples that a worker makes on the host."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return drawn(index, 3, 64, 64)
+
+
+@program(cpu=False, seconds=40.0, gib=4.0)
+def gpu_workers(run):
+    """A DataLoader whose spawned workers use the GPU themselves, two epochs."""
+    weight = (drawn(0, 64, 64) / 8).to(run.device).requires_grad_()
+    loader = DataLoader(OnGpu(), batch_size=8, num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
+    for _ in range(2):
+        for batch in loader:
+            loss = (batch.to(run.device) @ weight).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                weight -= 0.01 * weight.grad
+            weight.grad = None
+            run.loss(loss)
+
+
+@program(seconds=20.0)
+def forked_workers(run):
+    """Workers that are forked after CUDA is in use and leave it alone, with pinned memory, anew in each epoch."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 1)).to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loader = DataLoader(OnHost(), batch_size=16, num_workers=2, multiprocessing_context="fork", pin_memory=run.on_gpu)
+        for batch in loader:
+            loss = model(batch.to(run.device, non_blocking=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.loss(loss)
+
+
+def add_to(weights, turns, done):
+    """A child: adds one to shared weights so many times."""
+    for _ in range(turns):
+        for weight in weights:
+            weight.add_(1)
+    torch.cuda.synchronize()
+    del weight, weights
+    done.put(True)
+    # The memory is the parent's, which waits for this.
+
+
+@program(cpu=False, seconds=40.0, gib=4.0)
+def shared_weights(run):
+    """Weights on the GPU that two spawned processes change one after the other, as Hogwild training shares them."""
+    context = mp.get_context("spawn")
+    weights = [torch.zeros(size, device=run.device) for size in (10, 1000, 1 << 20, 3 << 20)]
+    for weight in weights:
+        weight.share_memory_()
+    for turn in range(2):
+        done = context.Queue()
+        child = context.Process(target=add_to, args=(weights, 3, done))
+        child.start()
+        must(done.get(timeout=60), "the child did not end")
+        child.join(60)
+        must(child.exitcode == 0, "the child ended with", child.exitcode)
+        for weight in weights:
+            must(bool((weight == 3.0 * (turn + 1)).all()), "the child's work is not there")
+            run.loss(weight.double().sum())
