@@ -183,6 +183,8 @@ class Running:
         variables = environment(job.allocator, None if job.recorded else hook)
         # A process that hangs tells where when it is asked.
         variables["PYTHONFAULTHANDLER"] = "1"
+        # Many run side by side.
+        variables.setdefault("OMP_NUM_THREADS", "2")
         # Sums over NVLink's multicast may differ from call to call.
         variables.setdefault("NCCL_NVLS_ENABLE", "0")
         variables.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

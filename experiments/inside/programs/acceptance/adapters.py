@@ -17,7 +17,8 @@ def lora(run):
         n_layer=run.size(16, 2), n_embd=width, n_head=run.size(16, 2), n_positions=longest, vocab_size=words,
         bos_token_id=0, eos_token_id=0, attn_implementation="sdpa",
     )  # fmt: skip
-    model = GPT2LMHeadModel(config).bfloat16().to(run.device)
+    with run.device:
+        model = GPT2LMHeadModel(config).bfloat16()
     model.train()
     model.requires_grad_(False)
     model.gradient_checkpointing_enable()

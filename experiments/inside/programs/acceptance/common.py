@@ -48,9 +48,9 @@ class Run:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
-def drawn(seed, *shape):
-    """Normal numbers on the host, the same each time."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def drawn(seed, *shape, device="cpu"):
+    """Normal numbers, the same each time on a kind of device."""
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 def tokens(seed, words, *shape):
@@ -102,7 +102,9 @@ class Gpt(nn.Module):
 def gpt(run, **size):
     """A language model on the run's device, smaller where it is only tried."""
     tiny = {"layers": 2, "width": 32, "heads": 2, "words": 200, "longest": 64}
-    return Gpt(**({**size, **tiny} if run.small else size)).to(run.device)
+    # Weights are drawn where they will be: on the host that takes seconds.
+    with run.device:
+        return Gpt(**({**size, **tiny} if run.small else size))
 
 
 def text_loss(model, text):

@@ -11,17 +11,18 @@ def llama(run, layers=6):
     """transformers' Llama in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width = run.size(1024, 32)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=run.size(32000, 200), hidden_size=width, intermediate_size=run.size(2816, 64),
+    config = LlamaConfig(
+        vocab_size=run.size(32000, 200), hidden_size=run.size(1024, 32), intermediate_size=run.size(2816, 64),
         num_hidden_layers=run.size(layers, 2), num_attention_heads=run.size(16, 2),
-    )).bfloat16().eval()  # fmt: skip
+    )  # fmt: skip
+    with run.device:
+        return LlamaForCausalLM(config).bfloat16().eval()
 
 
 @program(needs=("transformers",), gib=4.0, seconds=25.0)
 def generate(run):
     """transformers' greedy generation for batches and lengths that vary, with its growing cache."""
-    model = llama(run).to(run.device)
+    model = llama(run)
     for number, (rows, length) in enumerate(((4, 64), (16, 160), (8, 96), (32, 48))):
         rows, length = run.size((rows, length), (2, 8))
         text = tokens(number, model.config.vocab_size, rows, length // 2).to(run.device)
@@ -34,7 +35,7 @@ def weights_on_host(run):
     """accelerate's offload: each layer's weights come to the GPU when it is called, and leave it."""
     from accelerate import cpu_offload
 
-    model = llama(run, 4).float()
+    model = llama(run, 4).float().cpu()
     if run.on_gpu:
         cpu_offload(model, run.device)
     with torch.no_grad():
@@ -50,7 +51,7 @@ def paged_cache(run):
     cache = torch.zeros(rows, length, heads, width, device=run.device, dtype=torch.half)
     for step in range(run.size(40, 8)):
         some, new = 1 + (17 * step) % (rows - 1), 1 + (61 * step) % (length // 2)
-        keys = drawn(step, some, new, heads, width).to(run.device, torch.half)
+        keys = drawn(step, some, new, heads, width, device=run.device).half()
         cache[:some, :new] = keys
         joined = torch.cat([cache[:some], keys], 1)
         if step % 8 == 7:
@@ -153,7 +154,7 @@ def int8(run):
 def fp8(run):
     """Weights that wait as 8-bit floats and are widened for each layer, activations that are stored so between layers."""
     width = run.size(4096, 32)
-    weights = [(drawn(at, width, width) / width**0.5).to(run.device) for at in range(6)]
+    weights = [drawn(at, width, width, device=run.device) / width**0.5 for at in range(6)]
     small = [weight.to(torch.float8_e4m3fn) for weight in weights]
     del weights
     with torch.inference_mode():

@@ -114,7 +114,7 @@ def zero_optimizer(run):
         must(len(optimizer.state_dict()["state"]) == len(list(model.parameters())), "the state is not whole")
 
 
-@program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
+@program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp1(run):
     """FullyShardedDataParallel, the first, block by block, with its state dict at the end."""
     import functools
@@ -141,7 +141,7 @@ def sharded(run, **options):
     return fully_shard(model, **options)
 
 
-@program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
+@program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp2(run):
     """fully_shard with products in bfloat16; blocks are gathered again in the backward pass."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -158,7 +158,7 @@ def fsdp2_host(run):
     train(run, sharded(run, offload_policy=CPUOffloadPolicy()), words=words(run), steps=4, shapes=SHAPES)
 
 
-@program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
+@program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp2_checkpoint(run):
     """A sharded model and its optimizer go through torch.distributed.checkpoint, and training goes on from it."""
     import torch.distributed.checkpoint as dcp

@@ -337,7 +337,8 @@ def reinforce(run):
         vocab_size=words, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=run.size(4, 2),
         num_attention_heads=run.size(8, 2),
     )  # fmt: skip
-    model, frozen = (LlamaForCausalLM(config).bfloat16().to(run.device) for _ in range(2))
+    with run.device:
+        model, frozen = (LlamaForCausalLM(config).bfloat16() for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     for turn in range(run.size(3, 2)):
         frozen.to("cpu")
