@@ -37,13 +37,14 @@ import catalogue
 from campaign import choice, compile_shim, machine
 from processes import HERE, NATIVE, environment, start_hook
 
-sys.path.insert(0, str(HERE.parent / "baselines"))
+sys.path[:0] = [str(HERE.parent / "baselines"), str(HERE.parents[1] / "analysis" / "src")]
 from run_record import whole_lines
+
+# Loads nothing beyond Python's own library: a run is judged here as it is in the table.
+from vramlab_analysis.acceptance import RECORDED, reserved, verdict
 
 GIB = 2**30
 RECORD = "acceptance.jsonl"
-# Behind the name of an arm: the program is recorded by `vramlab run`.
-RECORDED = "+run"
 # Allocators that are asked for most come first, so that a call that is cut short has them.
 FIRST = ("native", "native+run", "caching", "remap", "pytorch-expandable", "expandable")
 # What serves PyTorch whole: graphs and MemPools need private pools, statistics and snapshots a view of the blocks.
@@ -293,47 +294,6 @@ def said(text):
     return found
 
 
-def off(one, other):
-    """By how much two lists of losses differ, relatively; 0 where all bits are equal, infinite where they cannot be compared."""
-    if len(one) != len(other):
-        return float("inf")
-    worst = 0.0
-    for a, b in zip(one, other, strict=True):
-        if a == b or (a != a and b != b):
-            continue
-        apart = abs(a - b) / max(abs(a), abs(b))
-        worst = max(worst, apart if apart == apart else float("inf"))
-    return worst
-
-
-def off_by(record, base):
-    """The most that the losses of two runs differ by, over all ranks."""
-    mine, theirs = ([rank.get("losses", []) for rank in one.get("ranks", [])] for one in (record, base))
-    return max((off(a, b) for a, b in zip(mine, theirs, strict=True)), default=0.0) if len(mine) == len(theirs) else float("inf")
-
-
-def verdict(record, natives):
-    """What a run differs from native's in, in words; empty where it is as native's.
-
-    `natives` are native's own runs. Losses may differ by what the program says, or by twice what native's own runs differ by.
-    """
-    if record["status"] == "skipped":
-        return ""
-    if record.get("recorded", {}).get("files") == 0:
-        return "was not recorded"
-    well = [one for one in natives if one["status"] == "ok"]
-    if record["status"] == "hung":
-        return "did not end"
-    if record["status"] == "failed":
-        return "left processes behind" if "left_behind" in record and record["code"] == 0 else f"ended with {record['code']}"
-    if not well:
-        return "" if record["arm"] == "native" else "native did not run"
-    spread = max(off_by(one, well[0]) for one in well)
-    allowed = max(record["tolerance"], 2 * spread)
-    apart = min(off_by(record, one) for one in well)
-    return f"losses differ by {apart:.1e}" if apart > allowed else ""
-
-
 class Acceptance:
     """The runs, what is known of them, and the file that they are kept in."""
 
@@ -415,8 +375,8 @@ def line(record, natives):
         words.append(record["why"])
     if record["status"] in ("failed", "hung"):
         words.append((record["log"].strip().splitlines() or [f"code {record['code']}, nothing was printed"])[-1][-200:])
-    if told := [rank["peak_reserved"] for rank in record.get("ranks", []) if "peak_reserved" in rank]:
-        words.append(f"{sum(told) / 2**20:,.0f} MiB reserved")
+    if (peak := reserved(record)) is not None:
+        words.append(f"{peak / 2**20:,.0f} MiB reserved")
     if what := verdict(record, natives):
         words.append(what)
     return ", ".join(words)

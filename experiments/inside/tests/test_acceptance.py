@@ -16,6 +16,8 @@ sys.path.insert(0, str(HERE))
 
 acceptance = importlib.import_module("acceptance")
 catalogue = importlib.import_module("catalogue")
+# The runner knows where it is.
+judge = importlib.import_module("vramlab_analysis.acceptance")
 
 PROGRAMS = catalogue.programs()
 # Those that take a second beside their imports, of each family that runs without a GPU.
@@ -83,7 +85,7 @@ def test_a_program_runs_on_the_cpu_and_says_the_same_twice(printed, name):
     mine = [one for one in records if one["program"] == name]
     assert [one["status"] for one in mine] == ["ok", "ok"], mine
     assert all(rank["losses"] for one in mine for rank in one["ranks"])
-    assert acceptance.off_by(*mine) <= PROGRAMS[name].tolerance
+    assert judge.off_by(*mine) <= PROGRAMS[name].tolerance
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -97,14 +99,25 @@ def made(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "run.py").write_text(MADE)
     names = ("good", "hangs", "leaves", "breaks", "differs", "noisy", "prints")
-    listed = [f"@program({'tolerance=0.01' if name == 'noisy' else ''})\ndef {name}(run):\n    '''Is made.'''\n" for name in names]
+    listed = [
+        f"@program({'tolerance=0.01' if name == 'noisy' else ''})\ndef {name}(run):\n    '''Is made.'''\n"
+        for name in names
+    ]
     (folder / "family.py").write_text(CATALOGUE.format("\n".join(listed)))
     monkeypatch.setattr(catalogue, "FOLDER", folder)
     monkeypatch.setattr(acceptance, "PATIENCE_S", 1)
 
     def run(names, arms="native,expandable", repeats=1, **more):
         known = catalogue.programs(folder)
-        chosen = {"budget": 60.0, "jobs": 4, "limit_s": 30.0, "again": False, "device": "cuda", "vramlab": None, "debugger": None}
+        chosen = {
+            "budget": 60.0,
+            "jobs": 4,
+            "limit_s": 30.0,
+            "again": False,
+            "device": "cuda",
+            "vramlab": None,
+            "debugger": None,
+        }
         options = Namespace(**chosen | more)
         record = tmp_path / acceptance.RECORD
         one = acceptance.Acceptance(options, acceptance.whole_lines(record))
@@ -185,24 +198,3 @@ def test_ports_are_given_once():
     ports = [acceptance.free_port(given) for _ in range(50)]
     assert len(set(ports)) == 50
     assert max(ports) < 32768, "the system gives those above out by itself"
-
-
-def test_losses_are_compared_to_the_bit_and_by_their_size():
-    nan, infinite = float("nan"), float("inf")
-    assert acceptance.off([1.0, nan, infinite], [1.0, nan, infinite]) == 0.0
-    assert acceptance.off([1.0], [1.0 + 1e-12]) > 0.0
-    assert acceptance.off([1.0], [1.0, 2.0]) == acceptance.off([nan], [1.0]) == acceptance.off([infinite], [1.0]) == infinite
-    assert acceptance.off([2.0], [1.0]) == 0.5
-
-
-def test_natives_own_spread_is_no_difference():
-    def record(arm, *losses, **more):
-        return {"status": "ok", "arm": arm, "code": 0, "tolerance": 0.0, "ranks": [{"rank": 0, "losses": [*losses]}], **more}
-
-    natives = [record("native", 1.0), record("native", 1.01)]
-    assert acceptance.verdict(record("remap", 1.015), natives) == ""
-    assert acceptance.verdict(record("remap", 1.2), natives).startswith("losses differ by")
-    alike = [record("native", 1.0), record("native", 1.0)]
-    assert acceptance.verdict(record("remap", 1.0 + 1e-15), alike).startswith("losses differ by")
-    assert acceptance.verdict(record("remap+run", 1.0, recorded={"files": 0}), alike) == "was not recorded"
-    assert acceptance.verdict(record("remap", 1.0), []) == "native did not run"

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from vramlab_analysis import inside, truth
 from vramlab_analysis.documents import Pieces
-from vramlab_analysis.quoted import answers, builds, calls, field, inside_note, memory, notes, readme, simulated
+from vramlab_analysis.quoted import (
+    acceptance_list,
+    answers,
+    builds,
+    calls,
+    field,
+    inside_note,
+    memory,
+    notes,
+    readme,
+    simulated,
+)
 
 ANSWERS: Pieces = {
     f"| {answers.QUESTION} |": answers.questions,
@@ -48,6 +59,6 @@ PIECES: dict[str, Pieces] = {
     },
     "experiments/answers.md": ANSWERS,
     "experiments/README.md": {"**Memory.** Reading": readme.reading},
-    "experiments/notes/inside.md": inside_note.PIECES,
+    "experiments/notes/inside.md": {**inside_note.PIECES, **acceptance_list.PIECES},
     **notes.PIECES,
 }

@@ -14,6 +14,7 @@ Exit codes: 0 done or skipped (the line says so), 1 the program failed, 2 bad in
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
 import time
@@ -126,7 +127,9 @@ def main():
         torch.cuda.synchronize()
         record |= memory(torch)
         record["backend"] = torch.cuda.get_allocator_backend()
-    record |= {"losses": run.losses, "seconds": round(time.perf_counter() - began, 3), "torch": torch.__version__}
+    # JSON has no word for what is not finite.
+    losses = [value if math.isfinite(value) else str(value) for value in run.losses]
+    record |= {"losses": losses, "seconds": round(time.perf_counter() - began, 3), "torch": torch.__version__}
     say(record)
     return 0
 
