@@ -63,6 +63,7 @@ def jax_neighbour(run):
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
     import jax.numpy as jnp
+    from jax import dlpack
 
     @jax.jit
     def step(x):
@@ -71,7 +72,7 @@ def jax_neighbour(run):
     for number in range(5):
         x = drawn(number, 256 * (1 + number % 3), 512).to(run.device)
         torch.cuda.synchronize()
-        theirs = step(jax.dlpack.from_dlpack(x))
+        theirs = step(dlpack.from_dlpack(x))
         theirs.block_until_ready()
         back = torch.from_dlpack(theirs)
         wanted = torch.tanh(x @ x.T) @ x / x.shape[0]

@@ -76,7 +76,8 @@ def graph_each(run):
             with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 out = torch.tanh(x @ x.T) + x
             graphs.append((graph, x, out))
-    pool = torch.cuda.MemPool()
+    with torch.cuda.device(1):
+        pool = torch.cuda.MemPool()
     with torch.cuda.device(1), torch.cuda.use_mem_pool(pool, device=1):
         held = torch.ones(1 << 20, device="cuda:1")
     carried = drawn(0, 512, 512) / 32
