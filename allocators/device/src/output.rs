@@ -158,6 +158,20 @@ impl OutputFile {
         &self.path
     }
 
+    /// Keeps other users from reading the file, whatever the permissions of the one that it replaces.
+    ///
+    /// # Errors
+    /// [`OutputProblem::Denied`] where the file system refuses that.
+    pub fn keep_private(&self) -> Result<(), OutputError> {
+        #[cfg(unix)]
+        {
+            let owner = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            let set = self.out.get_ref().as_file().set_permissions(owner);
+            set.map_err(|error| OutputError { path: self.path.clone(), problem: OutputProblem::Denied(error) })?;
+        }
+        Ok(())
+    }
+
     /// Says how many bytes will be written and takes the room for them, where the file system can, so that a disk that
     /// is too full is known before the work.
     ///
@@ -342,8 +356,18 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProble
     match existing {
         Existing::Refuse => Err(OutputProblem::Exists),
         // A user who may write to the folder may replace a file that must not be written to; only opening it shows that.
-        Existing::Replace => OpenOptions::new().write(true).open(path).map(Some).map_err(OutputProblem::Denied),
+        Existing::Replace => open_to_replace(path).map(Some).map_err(OutputProblem::Denied),
     }
+}
+
+/// Opens the file that is replaced. It may have become a link or a pipe since it was looked at: the one is not followed, and the
+/// other not waited for.
+fn open_to_replace(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options.open(path)
 }
 
 /// Whether both are open on one file.
