@@ -4,6 +4,7 @@ mod device;
 mod folder;
 mod launch;
 mod processes;
+mod secrets;
 mod summary;
 
 use anyhow::Result;

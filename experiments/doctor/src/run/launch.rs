@@ -1,6 +1,7 @@
 //! How a program is started so that its Python processes are recorded: where the package lies, and the environment.
 
 use super::folder::Folder;
+use super::secrets;
 use anyhow::{Result, anyhow};
 use clap::ValueEnum;
 use std::ffi::{OsStr, OsString};
@@ -78,10 +79,11 @@ impl Launch<'_> {
         Ok(command)
     }
 
-    /// The command as the user would type it.
+    /// The command as the user would type it, without what looks like a secret.
     pub(crate) fn shown(&self) -> String {
-        let words: Vec<String> = self.command.iter().map(|word| terminal::quoted(&word.to_string_lossy())).collect();
-        words.join(" ")
+        let words: Vec<_> = self.command.iter().map(|word| word.to_string_lossy()).collect();
+        let words = secrets::redact(words.iter().map(AsRef::as_ref));
+        words.iter().map(|word| terminal::quoted(word)).collect::<Vec<_>>().join(" ")
     }
 }
 
