@@ -250,11 +250,19 @@ def write_snapshot(path: str | Path) -> None:
 
 
 def write_whole(path: Path, fill: Any) -> None:
-    """Writes a file beside its place and moves it there when it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Writes a file beside its place and moves it there when it is complete. Only the user may read it.
+
+    The partial's name ends with the word of the run, by which `vramlab run` knows those that it may remove. It is a new
+    file, so no link is followed.
+    """
+    word = os.environ.get("VRAMLAB_RUN") or os.urandom(8).hex()
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{word}.partial")
     try:
-        with open(partial, "wb") as file:
-            fill(file)
+        # One of this process from before, where removing it failed.
+        partial.unlink(missing_ok=True)
+        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+        with open(file, "wb") as opened:
+            fill(opened)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

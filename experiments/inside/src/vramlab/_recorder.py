@@ -271,7 +271,8 @@ def _rank() -> int | None:
     """Which of a job's processes this is, where a launcher says so."""
     for name in RANKS:
         value = os.environ.get(name, "")
-        if value.isdigit():
+        # Digits of other scripts count as such, too; and a rank beyond 32 bits is none.
+        if value.isascii() and value.isdigit() and len(value) < 20 and int(value) < 1 << 32:
             return int(value)
     return None
 
