@@ -201,7 +201,8 @@ class Recorder:
             "state": state,
             "pid": self.pid,
             "rank": _rank(),
-            "command": sys.orig_argv if hasattr(sys, "orig_argv") else sys.argv,
+            # The program and not its arguments, in which secrets may be.
+            "command": [sys.executable, *sys.argv[:1]],
             "torch": str(self.torch.__version__),
             "allocator": os.environ.get("VRAMLAB_ALLOC"),
             "takes_signal": self.signal.installed,
