@@ -23,9 +23,9 @@ use clap::Args;
 use conf::Conf;
 use evaluate::{Of, Outcome, Setting, Trial, bound};
 use evidence::Evidence;
-pub(crate) use first::{First, first, replayed};
+pub(crate) use first::{First, Replayed, first, replayed};
 use recorded_run::{LimitSource, RecordedRun, Retries};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use terminal::{Bar, Page, Shard};
@@ -170,7 +170,7 @@ struct AsItRan {
 }
 
 /// What is to be done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Verdict {
     /// The first setting is better than what ran.

@@ -22,6 +22,10 @@ enum Question {
     ///
     /// The program needs no change, and its output, signals and exit code are untouched. Each process that uses CUDA leaves a
     /// snapshot when it ends and when memory runs out; SIGUSR1 asks for one in between.
+    ///
+    /// The exit code, or the signal, is the program's, whatever becomes of the records: what cannot be written is said in a line.
+    /// A program that does not end is killed, with all that it has started, by a second SIGTERM or SIGINT (key presses do not
+    /// count), and 30 s after the first SIGTERM. Then it is said what still ran, and the exit is that of the signal.
     Run(run::RunArgs),
     /// Runs a program under its own settings, under those that are advised and under `remap`, and compares
     Try(tried::TryArgs),
@@ -43,6 +47,9 @@ enum Question {
     Convert(convert::ConvertArgs),
     /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
     Report(report::ReportArgs),
+    /// Answers `run` and `try`, which start it in a process of its own
+    #[command(hide = true)]
+    Answer(run::AnswerArgs),
     /// Prints what a shell needs to complete command lines
     Completions(terminal::Completions),
     /// A command of the analysis package.
@@ -61,6 +68,7 @@ pub fn command() -> clap::Command {
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     terminal::begin();
+    run::set_command_line(&arguments);
     let Arguments { command } = terminal::parse(arguments);
     // Commands that run another program pass signals on to it.
     if !matches!(command, Question::InPython(_) | Question::Run(_) | Question::Try(_)) {
@@ -80,6 +88,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
         Question::Report(args) => report::report(&args),
+        Question::Answer(args) => run::answer(&args),
         Question::Completions(args) => terminal::completions(&args, self::command()),
         Question::InPython(arguments) => python::run(&arguments),
     };

@@ -1,5 +1,6 @@
 //! `vramlab run`: a program runs as it would without, and what its allocator did is recorded, under PyTorch's own or another one.
 
+mod answer;
 mod device;
 mod folder;
 mod launch;
@@ -13,15 +14,20 @@ use device::Sampler;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
-use terminal::arguments;
-use terminal::around::{self, Around, Signalled};
+use std::time::{Duration, Instant};
+use terminal::around::{self, Around, Exit, Kill, Outcome, Signalled};
+use terminal::{arguments, say};
 use vramlab::Selection;
 
+pub(crate) use answer::{AnswerArgs, advice_for, answer, replay, set_command_line};
 pub(crate) use folder::Folder;
 pub(crate) use launch::{Frames, Launch};
 pub(crate) use processes::Process;
-use processes::processes;
+use processes::read_records;
+pub(crate) use summary::missing_allocator;
+
+/// Time for the program to end after SIGTERM.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What `run` and `try` are told alike.
 #[derive(Clone, Debug, Args)]
@@ -82,14 +88,14 @@ pub(crate) struct RunArgs {
     recorded: Recorded,
 }
 
-/// Runs the program, and ends as it ended.
+/// Runs the program, and ends as it ended, whatever becomes of its records.
 ///
 /// # Errors
 /// What stands in the way of starting it.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let recorded = &args.recorded;
     let folder = Folder::make(recorded.output.as_deref())?;
-    let runner = Runner::new()?;
+    let runner = Runner::new(Exit::OfCommand)?;
     let launch = Launch {
         command: &recorded.command,
         alloc: args.alloc.as_ref(),
@@ -103,13 +109,27 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         output_to_stderr: false,
     };
     let started = runner.run(&launch, &folder).inspect_err(|_| folder.discard())?;
-    let told = summary::Told { launch: &launch, folder: &folder, started: &started, advise: !args.no_advise };
-    let summary = summary::of(&told)?;
+    // Whoever had it killed does not wait for advice.
+    let advise = !args.no_advise && !started.killed;
+    let summary = summary::of(&summary::Told { launch: &launch, folder: &folder, started: &started, advise });
     if !args.quiet {
-        summary.lines().iter().for_each(|line| terminal::say(line));
+        summary.lines().iter().for_each(|line| say(line));
     }
-    folder.finish(&summary)?;
+    match folder.finish(&summary) {
+        Ok(None) => {}
+        Ok(Some(name)) => {
+            report_problem(format_args!("another run has written program.json there; the record of this one is {name}"))
+        }
+        // The summary has said so.
+        Err(_) if !args.quiet && !folder.still_exists() => {}
+        Err(error) => report_problem(format_args!("no record is left of this run: {error:#}")),
+    }
     around::end_alike(started.status)
+}
+
+/// What went wrong with the records of a program that has ended. It is no error of the program's.
+pub(crate) fn report_problem(text: impl std::fmt::Display) {
+    say(&format!("vramlab  {text}"));
 }
 
 /// How a program was run.
@@ -118,6 +138,8 @@ pub(crate) struct Started {
     pub(crate) seconds: f64,
     pub(crate) processes: Vec<Process>,
     pub(crate) device: device::Sampled,
+    /// Whether it was killed, since it did not end when it was asked to.
+    pub(crate) killed: bool,
 }
 
 /// Runs programs, one at a time, with the devices sampled. SIGUSR1 goes to the processes that take it for a request, if there
@@ -130,31 +152,64 @@ pub(crate) struct Runner {
 
 impl Runner {
     /// Listens to signals from now on.
-    pub(crate) fn new() -> Result<Self> {
+    pub(crate) fn new(exit: Exit) -> Result<Self> {
         let now: Arc<Mutex<Option<(PathBuf, String)>>> = Arc::default();
         let asked = Arc::clone(&now);
-        let around = Around::listen(move |signal| match &*asked.lock().unwrap_or_else(PoisonError::into_inner) {
+        let heard = move |signal| match &*asked.lock().unwrap_or_else(PoisonError::into_inner) {
             Some((folder, run)) => processes::ask_for_snapshots(signal, folder, run),
             None => Signalled::PassOn,
-        })?;
-        Ok(Self { around, now })
+        };
+        Ok(Self { around: Around::listen(exit, PATIENCE, heard)?, now })
     }
 
-    /// Runs a program to its end.
+    /// Runs a program to its end. What cannot be read or written of its records is said, and is no error.
     ///
     /// # Errors
-    /// It cannot be started, or its records cannot be read or written.
+    /// It cannot be started.
     pub(crate) fn run(&self, launch: &Launch<'_>, folder: &Folder) -> Result<Started> {
         let mut command = launch.command(folder)?;
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
         let sampler = Sampler::start();
         let began = Instant::now();
-        let status = self.around.run(&mut command)?;
+        let Outcome { status, kill } = self.around.run(&mut command)?;
         let seconds = began.elapsed().as_secs_f64();
+        if let Some(kill) = &kill {
+            report_kill(kill, &folder.run);
+        }
         let device = sampler.stop();
         folder.sweep();
-        let processes = processes(folder)?;
-        device.write(folder, &processes)?;
-        Ok(Started { status, seconds, processes, device })
+        let records = read_records(folder);
+        if let Some(first) = records.unreadable.first() {
+            let more = match records.unreadable.len() - 1 {
+                0 => String::new(),
+                more => format!(", and {more} more"),
+            };
+            report_problem(format_args!(
+                "no record of this run in {}, and left alone: {first}{more}",
+                folder.shown.display()
+            ));
+        }
+        let processes = records.processes;
+        if let Err(error) = device.write(folder, &processes) {
+            report_problem(format_args!("what was sampled of the GPUs is not written: {error:#}"));
+        }
+        Ok(Started { status, seconds, processes, device, killed: kill.is_some() })
+    }
+}
+
+/// Says what still ran of a program that was killed.
+fn report_kill(kill: &Kill, run: &str) {
+    let why = match kill.patience {
+        Some(patience) => format!("{} s after SIGTERM", patience.as_secs()),
+        None => format!("after signal {}, the second that asks for the end", kill.signal),
+    };
+    let list = |all: &[around::Process]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    report_problem(format_args!("the program was killed {why}; still running were {}", list(&kill.processes)));
+    if !kill.ended {
+        report_problem("the system has not ended it yet: it waits in the kernel, perhaps for a GPU");
+    }
+    let left = processes::list_running(run);
+    if !left.is_empty() {
+        report_problem(format_args!("left running, since its parent is gone: {}", list(&left)));
     }
 }

@@ -1,8 +1,8 @@
 //! `vramlab try`: a program runs under its own settings, under those that `advise` names, and under another allocator, and what was
 //! predicted stands beside what was measured.
 
-use crate::advise::{self, First, replayed};
-use crate::run::{Folder, Launch, Recorded, Runner, Started};
+use crate::advise::First;
+use crate::run::{Folder, Launch, Recorded, Runner, Started, advice_for, missing_allocator, replay, report_problem};
 use crate::words::counted;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -66,7 +66,7 @@ struct Ran {
 pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     let recorded = &args.recorded;
     let folder = Folder::make(recorded.output.as_deref())?;
-    let runner = Runner::new()?;
+    let runner = Runner::new(around::Exit::Own)?;
     let launch = Launch {
         command: &recorded.command,
         alloc: None,
@@ -80,29 +80,30 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         output_to_stderr: args.json,
     };
     say("try      1: as it is");
-    let (first, started) = one(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
-    let Some(snapshot) = snapshot(&started, &first.folder) else {
+    let (as_it_is, started) = one(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
+    let Some(snapshot) = snapshot(&started, &as_it_is.folder) else {
         bail!(RuntimeFailure::new(
-            "no process of the program used CUDA through PyTorch, so there is nothing to compare"
+            "no process of the program used CUDA through PyTorch and loaded the recorder (python -I, -E and -S switch it off), so \
+             there is nothing to compare"
         ));
     };
-    let advice = match advise::first(&snapshot, recorded.limit) {
+    let advice = match advice_for(&snapshot, recorded.limit) {
         Ok(advice) => Some(advice),
         Err(error) => {
-            say(&format!("try      nothing is advised: {error:#}"));
+            say(&format!("try      nothing is advised: {error}"));
             None
         }
     };
     let mut runs = vec![Ran {
         predicted_reserved_bytes: None,
         driver_calls: advice.as_ref().and_then(|advice| advice.recorded_driver_calls),
-        ..first
+        ..as_it_is
     }];
     if let Some((advice, conf)) = advice.as_ref().and_then(|advice| Some((advice, advice.conf.as_deref()?))) {
         say(&format!("try      2: PYTORCH_CUDA_ALLOC_CONF={conf}"));
         let launch = Launch { conf: Some(conf), ..launch };
         let (ran, started) = one(&runner, &launch, &folder, "advised")?;
-        let again = self::snapshot(&started, &ran.folder).map(|file| replayed(&file, recorded.limit, None));
+        let again = self::snapshot(&started, &ran.folder).map(|file| replay(&file, recorded.limit, None));
         let again = again.and_then(|replayed| replayed.ok().flatten());
         runs.push(Ran {
             conf: Some(conf.to_owned()),
@@ -115,7 +116,10 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     say(&format!("try      {}: {}", runs.len() + 1, args.alloc));
     let under = Launch { alloc: Some(&args.alloc), ..launch };
     let (ran, started) = one(&runner, &under, &folder, "allocator")?;
-    let predicted = replayed(&snapshot, recorded.limit, Some(&args.alloc)).ok().flatten();
+    if let Some(line) = missing_allocator(&args.alloc.to_string(), &started.processes) {
+        report_problem(line);
+    }
+    let predicted = replay(&snapshot, recorded.limit, Some(&args.alloc)).ok().flatten();
     runs.push(Ran {
         allocator: Some(args.alloc.to_string()),
         predicted_reserved_bytes: predicted.map(|replayed| replayed.reserved_bytes),
@@ -124,15 +128,20 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         ..ran
     });
     let tried = Tried { command: launch.shown(), runs, advice };
-    folder.finish(&tried)?;
-    if args.json { terminal::print_json(&tried) } else { page(&tried, &snapshot).print() }
+    match args.json {
+        true => terminal::print_json(&tried)?,
+        false => page(&tried, &snapshot).print()?,
+    }
+    folder.finish(&tried).map(drop)
 }
 
 /// One run in a folder of its own. A program that was ended by a signal ends this one, too.
 fn one(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str) -> Result<(Ran, Started)> {
     let own = Folder::make(Some(&folder.shown.join(name.replace(' ', "-"))))?;
     let started = runner.run(launch, &own).inspect_err(|_| own.discard())?;
-    own.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes}))?;
+    if let Err(error) = own.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes})) {
+        report_problem(format_args!("no record is left of this run: {error:#}"));
+    }
     if started.status.code().is_none() {
         around::end_alike(started.status);
     }

@@ -1,7 +1,7 @@
 //! Files and screens of `vramlab`: written whole or not at all, nothing replaced that is no regular file; pages that fit a terminal.
 #![cfg(unix)]
 
-use crate::common::{self, Place, Ran, by_path, end, least};
+use crate::common::{self, Place, Ran, by_path, end, least, wait_for};
 use crate::pty::{self, acts_on_terminal, check};
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -70,14 +70,10 @@ fn of_programs_that_write_one_file_one_has_it() {
             place.file("out", "old");
         }
         let first = plan(&place, "one");
-        while parts(&place) < 1 {
-            std::thread::yield_now();
-        }
+        wait_for("the first one's part", || parts(&place) >= 1);
         let second = plan(&place, "two");
         if !there {
-            while parts(&place) < 2 {
-                std::thread::yield_now();
-            }
+            wait_for("the second one's part", || parts(&place) >= 2);
         }
         let said = ["out: another program writes it at the same time"];
         let mut second = Some(second);
@@ -126,9 +122,7 @@ fn signals_leave_no_unfinished_file() {
         let mut program = program.stderr(Stdio::null()).spawn().unwrap();
         // It goes on when the program reads, which then waits for more.
         let pipe = std::fs::File::options().write(true).open(place.at("in")).unwrap();
-        while place.files().len() < 2 && program.try_wait().unwrap().is_none() {
-            std::thread::yield_now();
-        }
+        wait_for("the part", || place.files().len() >= 2 || program.try_wait().unwrap().is_some());
         assert!(Command::new("kill").args([signal, &program.id().to_string()]).status().unwrap().success());
         assert_eq!(program.wait().unwrap().code(), Some(code), "{signal}");
         drop(pipe);

@@ -3,22 +3,48 @@
 
 #![cfg(unix)]
 
-use crate::common::{self, Place, Ran};
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use crate::common::{self, LATE, Place, Ran, wait_for};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
+
+mod endings;
+mod records;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").canonicalize().unwrap()
 }
 
+/// The program, which finds signals as a shell leaves them: these tests may run under `nohup`, or in the background of a script.
+fn process(place: &Place, arguments: &[&str]) -> Command {
+    let mut command = place.process(arguments);
+    with_signals(&mut command);
+    command
+}
+
+fn with_signals(command: &mut Command) {
+    use libc::{SIG_DFL, SIG_ERR, SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+    let reset = || {
+        for signal in [SIGCHLD, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2] {
+            // SAFETY: `signal` sets a disposition, which no pointer is needed for.
+            if unsafe { libc::signal(signal, SIG_DFL) } == SIG_ERR {
+                return Err(std::io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only what is safe in a signal's handler may be done, as `signal` is; nothing is allocated.
+    unsafe { command.pre_exec(reset) };
+}
+
 /// `vramlab run` with a command of the shell.
 fn run(place: &Place, script: &str) -> Command {
-    place.process(&["run", "--", "sh", "-c", script])
+    process(place, &["run", "--", "sh", "-c", script])
 }
 
 /// With the stand-in for PyTorch, and a script of Python as `script.py`.
@@ -32,35 +58,68 @@ fn torch(place: &Place, mut command: Command, script: &str) -> Command {
     command
 }
 
-fn started(mut command: Command) -> (Child, BufReader<std::process::ChildStdout>) {
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let out = BufReader::new(child.stdout.take().unwrap());
-    (child, out)
+/// A program under way. Dropped, it is ended.
+struct Live {
+    child: Child,
+    lines: Receiver<String>,
+    said: Receiver<String>,
 }
 
-fn line(out: &mut impl BufRead) -> String {
-    let mut line = String::new();
-    out.read_line(&mut line).unwrap();
-    line.trim_end().to_owned()
+impl Live {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (out, mut err) = (BufReader::new(child.stdout.take().unwrap()), child.stderr.take().unwrap());
+        let (line, lines) = channel();
+        let (all, said) = channel();
+        std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|text| line.send(text)));
+        std::thread::spawn(move || {
+            let mut text = String::new();
+            let _ = err.read_to_string(&mut text);
+            let _ = all.send(text);
+        });
+        Self { child, lines, said }
+    }
+
+    /// The next line of its output.
+    fn line(&self) -> String {
+        self.lines.recv_timeout(LATE).unwrap()
+    }
+
+    fn send(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// How it ended.
+    fn status(&mut self) -> ExitStatus {
+        let mut status = None;
+        wait_for("the end", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+
+    /// How it ended, and what it wrote to standard error.
+    fn end(mut self) -> (ExitStatus, String) {
+        let status = self.status();
+        (status, self.said.recv_timeout(LATE).unwrap())
+    }
 }
 
-fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_child(child), signal).unwrap();
+impl Drop for Live {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A program's end, which must come.
+fn ended(command: Command) -> (ExitStatus, String) {
+    Live::start(command).end()
 }
 
 fn record(place: &Place, folder: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(place.at(folder).join("program.json")).unwrap()).unwrap()
-}
-
-/// Until something is so; what never comes fails the test.
-fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
-    for _ in 0..3000 {
-        if is_so() {
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    panic!("{what} did not come");
 }
 
 #[test]
@@ -85,7 +144,9 @@ fn a_program_that_dies_by_a_signal_ends_this_one_so() {
     let place = Place::new();
     for signal in ["TERM", "KILL", "SEGV", "INT", "USR1"] {
         let status = run(&place, &format!("kill -{signal} $$")).stderr(Stdio::null()).status().unwrap();
-        let expected = Command::new("sh").args(["-c", &format!("kill -{signal} $$")]).status().unwrap();
+        let mut alone = Command::new("sh");
+        with_signals(alone.args(["-c", &format!("kill -{signal} $$")]));
+        let expected = alone.status().unwrap();
         assert_eq!(status.signal(), expected.signal(), "{signal}");
         assert!(status.signal().is_some());
     }
@@ -98,14 +159,15 @@ fn signals_go_to_the_program() {
     for signal in [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2] {
         let name = signal.as_raw();
         let script = format!("trap 'echo got; exit 5' {name}; echo ready; while :; do sleep 0.02; done");
-        let (mut child, mut out) = started(run(&place, &script));
-        assert_eq!(line(&mut out), "ready");
-        send(&child, signal);
-        assert_eq!(line(&mut out), "got");
-        assert_eq!(child.wait().unwrap().code(), Some(5), "{signal:?}");
+        let live = Live::start(run(&place, &script));
+        assert_eq!(live.line(), "ready");
+        live.send(signal);
+        assert_eq!(live.line(), "got");
+        assert_eq!(live.end().0.code(), Some(5), "{signal:?}");
     }
     // What is ignored stays so, as under nohup.
     let mut nohup = Command::new("sh");
+    with_signals(&mut nohup);
     let script = format!("trap '' HUP; exec {} run -- sh -c 'kill -HUP $$; echo alive'", common::PROGRAM);
     let output = nohup.args(["-c", &script]).current_dir(place.at(".")).output().unwrap();
     assert_eq!(output.stdout, b"alive\n");
@@ -115,17 +177,20 @@ fn signals_go_to_the_program() {
 #[cfg(target_os = "linux")]
 fn the_program_ends_with_a_run_that_is_killed() {
     let place = Place::new();
-    let (mut child, mut out) = started(run(&place, "echo $$; exec sleep 600"));
-    let pid = Pid::from_raw(line(&mut out).parse().unwrap()).unwrap();
-    assert!(test_kill_process(pid).is_ok());
-    send(&child, Signal::KILL);
-    child.wait().unwrap();
-    let gone = || {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).unwrap_or_default();
-        // One that is not collected yet has ended, too.
-        stat.is_empty() || stat.contains(") Z ")
-    };
-    wait_for("the end of the program", gone);
+    let live = Live::start(run(&place, "echo $$; exec sleep 600"));
+    let pid = live.line();
+    assert!(runs(&pid));
+    live.send(Signal::KILL);
+    live.end();
+    wait_for("the end of the program", || !runs(&pid));
+}
+
+/// Whether there is such a process that has not ended.
+#[cfg(target_os = "linux")]
+fn runs(pid: &str) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // One that is not collected yet has ended, too.
+    !stat.is_empty() && !stat.contains(") Z ")
 }
 
 #[test]
@@ -159,7 +224,7 @@ fn what_cannot_be_run_is_said_before_anything_is() {
 #[ignore = "needs Python 3"]
 fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
     let place = Place::new();
-    let command = place.process(&["run", "--output", "out", "--limit", "20GiB", "--", "python3", "script.py", "x y"]);
+    let command = process(&place, &["run", "--output", "out", "--limit", "20GiB", "--", "python3", "script.py", "x y"]);
     let script = "import sys, torch\ntorch.cuda.init()\nprint(sys.argv[1:])\nsys.exit(3)\n";
     let ran = Ran::of(torch(&place, command, script).output().unwrap());
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(3), "['x y']\n"), "{ran:#?}");
@@ -197,7 +262,7 @@ fn a_run_is_recorded_and_ten_lines_say_what_it_took() {
 fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
     let place = Place::new();
     for _ in 0..2 {
-        let command = place.process(&["run", "-q", "--no-advise", "--output", "out", "--", "python3", "script.py"]);
+        let command = process(&place, &["run", "-q", "--no-advise", "--output", "out", "--", "python3", "script.py"]);
         let ran = Ran::of(torch(&place, command, "import torch\ntorch.cuda.init()\n").output().unwrap());
         assert_eq!((ran.code, ran.stdout.as_str(), ran.stderr.as_str()), (Some(0), "", ""));
         assert_eq!(record(&place, "out")["processes"].as_array().unwrap().len(), 1);
@@ -211,19 +276,18 @@ fn quiet_says_nothing_and_files_of_an_earlier_run_are_not_this_ones() {
 fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() {
     let place = Place::new();
     let launcher = "for rank in 0 1; do RANK=$rank python3 script.py & done; wait; echo over; exit 4";
-    let command = place.process(&["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
+    let command = process(&place, &["run", "--output", "out", "--no-frames", "--", "sh", "-c", launcher]);
     // Each rank's line by one write, so that the other's does not come between.
     let script = "import os, time, torch\ntorch.cuda.init()\nos.write(1, b'ready\\n')\n\
         while not [f for f in os.listdir(os.environ['VRAMLAB_OUTPUT']) if 'rank' + os.environ['RANK'] in f and 'signal' in f]:\n    \
         time.sleep(0.01)\n";
-    let (mut child, mut out) = started(torch(&place, command, script));
-    assert_eq!((line(&mut out), line(&mut out)), ("ready".to_owned(), "ready".to_owned()));
+    let live = Live::start(torch(&place, command, script));
+    assert_eq!((live.line(), live.line()), ("ready".to_owned(), "ready".to_owned()));
     // The launcher would die of it.
-    send(&child, Signal::USR1);
-    assert_eq!(line(&mut out), "over");
-    let mut said = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(4), "{said}");
+    live.send(Signal::USR1);
+    assert_eq!(live.line(), "over");
+    let (status, said) = live.end();
+    assert_eq!(status.code(), Some(4), "{said}");
     let left = record(&place, "out");
     let of = |at: usize, key: &str| left["processes"][at][key].clone();
     assert_eq!((of(0, "rank"), of(1, "rank")), (json!(0), json!(1)));
@@ -242,7 +306,7 @@ fn ranks_of_a_shell_script_are_recorded_and_a_signal_asks_each_for_a_snapshot() 
 #[ignore = "needs Python 3"]
 fn a_process_that_is_killed_leaves_no_half_snapshot() {
     let place = Place::new();
-    let command = place.process(&["run", "--output", "out", "--", "python3", "script.py"]);
+    let command = process(&place, &["run", "--output", "out", "--", "python3", "script.py"]);
     let script = "import os, pathlib, torch\nfrom vramlab import _record\ntorch.cuda.init()\n\
         def half(file):\n    file.write(b'half')\n    file.flush()\n    os.kill(os.getpid(), 9)\n\
         _record.write_whole(pathlib.Path(os.environ['VRAMLAB_OUTPUT']) / 'x.pickle', half)\n";
@@ -260,7 +324,7 @@ fn what_was_predicted_stands_beside_what_was_measured() {
     let place = Place::new();
     let script = "import os, torch\ntorch.cuda.init()\noptimizer = torch.optim.Optimizer()\n\
         for _ in range(5):\n    optimizer.step()\nprint('conf', os.environ.get('PYTORCH_CUDA_ALLOC_CONF'))\n";
-    let command = place.process(&["try", "--json", "--output", "out", "--", "python3", "script.py"]);
+    let command = process(&place, &["try", "--json", "--output", "out", "--", "python3", "script.py"]);
     let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
     let tried = ran.json();
     let runs = tried["runs"].as_array().unwrap();
@@ -280,12 +344,12 @@ fn what_was_predicted_stands_beside_what_was_measured() {
         runs[2]["predicted_reserved_bytes"].as_u64() > Some(0) && runs[2]["predicted_driver_calls"].as_u64() > Some(0)
     );
     assert!(ran.stderr.contains("vramlab: remap cannot be put under PyTorch"), "{ran:#?}");
-    let command = place.process(&["try", "--output", "again", "--", "python3", "script.py"]);
+    let command = process(&place, &["try", "--output", "again", "--", "python3", "script.py"]);
     let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
     for words in ["predicted and measured", "as it is", "expandable_segments:True", "300 MiB", "remap", "A step is"] {
         assert!(ran.stdout.contains(words), "{words}: {ran:#?}");
     }
-    let command = place.process(&["try", "--", "true"]);
+    let command = process(&place, &["try", "--", "true"]);
     let ran = Ran::of(torch(&place, command, "").output().unwrap());
     assert_eq!(ran.code, Some(1));
     assert!(ran.stderr.contains("error: no process of the program used CUDA"), "{ran:#?}");

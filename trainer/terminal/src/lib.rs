@@ -87,20 +87,24 @@ pub fn fail(error: impl std::fmt::Display) {
 }
 
 /// Has a panic in any thread end the process with one line that says so instead of a backtrace: it is a fault of this
-/// program. Nothing unwinds (release builds have no code for it), so files under way are removed here.
+/// program. Nothing unwinds (release builds have no code for it), so files under way are removed here. A command that runs
+/// [in the place](around::Exit::OfCommand) of this program goes on, and its exit code is kept.
 pub fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         fail(format_args!("internal fault, please report it: {panic}"));
+        around::contain_fault();
         vramlab::output::discard_unfinished();
         std::process::exit(FAULT)
     }));
 }
 
-/// What every program does first: a panic becomes one line, and a file that reaches the limit on its size an error.
+/// What every program does first: a panic becomes one line, a file that reaches the limit on its size an error, and children can
+/// be waited for.
 pub fn begin() {
     report_panics();
-    // Where the system refuses the handler, such a limit ends the process, as it would anyway.
+    // Where the system refuses a handler, such a limit ends the process, as it would anyway.
     let _ = signals::outlive_file_limits();
+    let _ = signals::collect_children();
 }
 
 /// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.

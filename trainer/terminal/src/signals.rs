@@ -63,6 +63,29 @@ pub fn outlive_file_limits() -> std::io::Result<()> {
     Ok(())
 }
 
+/// Whether the parent of this process had it ignore SIGCHLD.
+#[cfg(unix)]
+static CHILDREN_WERE_IGNORED: AtomicBool = AtomicBool::new(false);
+
+/// Has the system keep how children ended until they are asked, also where this process was started with SIGCHLD ignored:
+/// then it forgets that, and nobody can wait for them.
+///
+/// # Errors
+/// When the system refuses the handler.
+pub fn collect_children() -> std::io::Result<()> {
+    #[cfg(unix)]
+    if is_ignored(signal_hook::consts::SIGCHLD) {
+        CHILDREN_WERE_IGNORED.store(true, SeqCst);
+        signal_hook::flag::register(signal_hook::consts::SIGCHLD, Arc::default())?;
+    }
+    Ok(())
+}
+
+#[cfg(unix)]
+pub(crate) fn children_were_ignored() -> bool {
+    CHILDREN_WERE_IGNORED.load(SeqCst)
+}
+
 /// Has the first signal end the process at once, with the parts of unfinished files removed: for programs that keep no
 /// record. Where the system refuses the handler, a signal ends the process as it would anyway.
 pub fn end_at_once() {

@@ -3,9 +3,11 @@
 // The lint spares only functions marked as tests, not what they call.
 #![allow(clippy::unwrap_used)]
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use terminal::around::{Around, Exit, Signalled, end_alike};
 use terminal::{Cell, Column, Comparison, Page, Screen, Table};
 use unicode_width::UnicodeWidthStr;
 use vramlab::output::{Existing, OutputFile};
@@ -158,4 +160,54 @@ fn a_panic_is_one_line_and_leaves_nothing_half_written() {
     // The process ended there: the harness did not come to count.
     assert!(!String::from_utf8_lossy(&ran.stdout).contains("test result"));
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+}
+
+/// Runs a command in its place, and has a thread of its own fail while that runs, or afterwards. The test beside it runs this in
+/// a process of its own.
+#[cfg(unix)]
+#[test]
+#[ignore = "ends its process"]
+fn panics_beside_a_command() {
+    terminal::report_panics();
+    let folder = std::path::PathBuf::from(std::env::var_os("PANICS_IN").unwrap());
+    let around = Around::listen(Exit::OfCommand, Duration::from_secs(60), |_| Signalled::PassOn).unwrap();
+    let mut command = Command::new("sh");
+    command.current_dir(&folder);
+    let fails = || panic!("meant");
+    let ended = if folder.join("while").exists() {
+        let begun = folder.join("begun");
+        std::thread::spawn(move || {
+            (0..6000).take_while(|_| !begun.exists()).for_each(|_| std::thread::sleep(Duration::from_millis(10)));
+            fails()
+        });
+        // It goes on when the test has read of the panic.
+        let wait = "touch begun; n=0; while [ ! -e go ] && [ $n -lt 3000 ]; do sleep 0.02; n=$((n+1)); done; exit 7";
+        around.run(command.args(["-c", wait])).unwrap()
+    } else {
+        let ended = around.run(command.args(["-c", "exit 7"])).unwrap();
+        let _ = std::thread::spawn(fails).join();
+        ended
+    };
+    end_alike(ended.status)
+}
+
+#[cfg(unix)]
+#[test]
+fn a_panic_leaves_the_command_and_its_exit_code_alone() {
+    for while_it_runs in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        if while_it_runs {
+            std::fs::write(folder.path().join("while"), "").unwrap();
+        }
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--ignored", "--exact", "panics_beside_a_command", "--nocapture"])
+            .env("PANICS_IN", folder.path());
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        // Its end closes the pipe, also where it ended too early.
+        let line = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok).next();
+        std::fs::write(folder.path().join("go"), "").unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(7), "{line:?}");
+        assert!(line.is_some_and(|line| line.starts_with("error: internal fault") && line.contains("meant")));
+    }
 }

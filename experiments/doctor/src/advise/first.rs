@@ -5,12 +5,12 @@ use crate::advise::recorded_run::RecordedRun;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use anyhow::Result;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 use vramlab::{Bytes, Selection};
 
 /// What is advised for one snapshot.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct First {
     verdict: Verdict,
     /// The setting to try, as `PYTORCH_CUDA_ALLOC_CONF` has it; `null` where there is none that is better.
@@ -51,7 +51,7 @@ pub(crate) fn first(file: &Path, limit: Option<u64>) -> Result<First> {
 }
 
 /// What a program comes to in a replay of its history.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub(crate) struct Replayed {
     pub(crate) reserved_bytes: u64,
     pub(crate) driver_calls: u64,

@@ -1,6 +1,6 @@
 //! What the driver says of the devices while a program runs: memory used in all, and by each process.
 
-use super::folder::{Folder, now_ns};
+use super::folder::{Folder, create_private, now_ns};
 use super::processes::{Gpu, Process};
 use crate::curves::{Curve, Curves, ENDING};
 use anyhow::Result;
@@ -8,20 +8,21 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use std::collections::BTreeMap;
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
-use vramlab::output::{Existing, write};
+use vramlab::output::Existing;
 
 /// Time between samples at first.
 const EVERY: Duration = Duration::from_millis(100);
 /// Samples that are kept of a GPU: with more, each two become one and the time between them doubles.
 const MOST: usize = 4096;
+/// Time for a driver to answer the last question; one that hangs keeps nobody.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Takes samples in a thread of its own.
 pub(super) struct Sampler {
     stop: Sender<()>,
-    thread: JoinHandle<Sampled>,
+    result: Receiver<Sampled>,
 }
 
 /// What was sampled.
@@ -54,27 +55,39 @@ impl Sampler {
     /// Takes samples from now on; the first is of before the program starts.
     pub(super) fn start() -> Self {
         let (stop, stopped) = channel();
-        let thread = std::thread::spawn(move || {
-            let nvml = match Nvml::init() {
-                Ok(nvml) => nvml,
-                Err(error) => return Sampled { missing: Some(why(&error)), ..Sampled::default() },
-            };
-            let mut sampled = Sampled { missing: None, every: EVERY, gpus: gpus(&nvml) };
-            loop {
-                sampled.take(&nvml);
-                match stopped.recv_timeout(sampled.every) {
-                    Err(RecvTimeoutError::Timeout) => {}
-                    Ok(()) | Err(RecvTimeoutError::Disconnected) => return sampled,
-                }
-            }
+        let (sender, result) = channel();
+        let thread = std::thread::Builder::new().name("device".to_owned()).spawn(move || {
+            // Nobody waits for it any more where this fails.
+            let _ = sender.send(sample(&stopped));
         });
-        Self { stop, thread }
+        // Without the thread nothing is sent.
+        drop(thread);
+        Self { stop, result }
     }
 
     pub(super) fn stop(self) -> Sampled {
         // It may have ended already.
         let _ = self.stop.send(());
-        self.thread.join().unwrap_or_default()
+        let missing = |why: &str| Sampled { missing: Some(why.to_owned()), ..Sampled::default() };
+        self.result.recv_timeout(PATIENCE).unwrap_or_else(|error| match error {
+            RecvTimeoutError::Timeout => missing("the NVIDIA driver does not answer"),
+            RecvTimeoutError::Disconnected => missing("the sampling failed"),
+        })
+    }
+}
+
+fn sample(stopped: &Receiver<()>) -> Sampled {
+    let nvml = match Nvml::init() {
+        Ok(nvml) => nvml,
+        Err(error) => return Sampled { missing: Some(why(&error)), ..Sampled::default() },
+    };
+    let mut sampled = Sampled { missing: None, every: EVERY, gpus: gpus(&nvml) };
+    loop {
+        sampled.take(&nvml);
+        match stopped.recv_timeout(sampled.every) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => return sampled,
+        }
     }
 }
 
@@ -129,8 +142,8 @@ impl Sampled {
                 continue;
             }
             let curves = Curves { pid: process.pid, gpus };
-            let path = folder.path.join(format!("{}{ENDING}", process.name()));
-            write(&path, Existing::Replace, serde_json::to_string(&curves)? + "\n")?;
+            let path = folder.path.join(format!("{}{ENDING}", process.name));
+            create_private(&path, Existing::Replace)?.fill(serde_json::to_string(&curves)? + "\n")?;
         }
         Ok(())
     }

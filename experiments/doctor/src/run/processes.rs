@@ -1,23 +1,35 @@
 //! What each Python process of a run that used CUDA wrote of itself.
 
 use super::folder::Folder;
-use anyhow::{Context, Result};
-use serde::{Deserialize, Serialize};
+use super::secrets;
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fs::OpenOptions;
+use std::io::{Error, Read};
 use std::path::{Path, PathBuf};
-use terminal::around::Signalled;
-use vramlab::Selection;
+use terminal::around::{self, Signalled};
+use vramlab::input::DOCUMENT;
+use vramlab::{Bytes, Selection};
+
+/// How the names of their files end.
+const ENDING: &str = ".process.json";
 
 /// A process of the run.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Process {
+    /// What its files begin with.
+    #[serde(skip)]
+    pub(super) name: String,
     run: Option<String>,
     /// `running`, where it was ended before it could say more, or `ended`.
     pub(crate) state: String,
     pub(crate) pid: u32,
     /// Which of a job's processes it was.
+    #[serde(default, deserialize_with = "rank")]
     pub(crate) rank: Option<u32>,
+    /// Without what looks like a secret.
+    #[serde(default)]
     pub(crate) command: Vec<String>,
     /// PyTorch's version.
     pub(crate) torch: String,
@@ -67,14 +79,6 @@ impl Gpu {
 }
 
 impl Process {
-    /// What its files begin with.
-    pub(crate) fn name(&self) -> String {
-        match self.rank {
-            Some(rank) => format!("rank{rank}-pid{}", self.pid),
-            None => format!("pid{}", self.pid),
-        }
-    }
-
     /// How people name it.
     pub(crate) fn shown(&self) -> String {
         self.rank.map_or_else(|| format!("pid {}", self.pid), |rank| format!("rank {rank}"))
@@ -103,7 +107,7 @@ impl Process {
         let gpus = self.allocator_stats.as_ref()?.as_object()?;
         let kinds: Vec<&Value> =
             gpus.values().filter_map(|gpu| gpu["calls"].as_object()).flat_map(|all| all.values()).collect();
-        let sum = |key: &str| kinds.iter().filter_map(|kind| kind[key].as_u64()).sum();
+        let sum = |key: &str| sum_of(kinds.iter().filter_map(|kind| kind[key].as_u64()));
         (!kinds.is_empty()).then(|| (sum("count"), sum("total_ns")))
     }
 
@@ -114,31 +118,108 @@ impl Process {
 
     /// A count over its GPUs.
     pub(crate) fn count(&self, key: &str) -> u64 {
-        self.devices.iter().filter_map(|gpu| gpu.stat(key)).sum()
+        sum_of(self.devices.iter().filter_map(|gpu| gpu.stat(key)))
     }
 }
 
-/// The processes of a run, in the order of their ranks.
-///
-/// # Errors
-/// The folder, or a record in it, cannot be read.
-pub(crate) fn processes(folder: &Folder) -> Result<Vec<Process>> {
-    let mut out = Vec::new();
-    for file in records(&folder.path) {
-        let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        let process: Process = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
-        if process.run.as_deref() == Some(&folder.run) {
-            out.push(process);
+/// A sum of what a file says, which may be anything.
+fn sum_of(counts: impl Iterator<Item = u64>) -> u64 {
+    counts.fold(0, u64::saturating_add)
+}
+
+/// A rank as launchers number their processes; what is none counts as not given.
+fn rank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    let rank = Option::<Value>::deserialize(deserializer)?;
+    Ok(rank.and_then(|rank| u32::try_from(rank.as_u64()?).ok()))
+}
+
+/// What a run left of its processes.
+#[derive(Debug, Default)]
+pub(super) struct Records {
+    /// In the order of their ranks.
+    pub(super) processes: Vec<Process>,
+    /// Files that are called like records and are none, each with the reason.
+    pub(super) unreadable: Vec<String>,
+}
+
+/// Reads the records of a run. Those of other runs are left out.
+pub(super) fn read_records(folder: &Folder) -> Records {
+    let mut out = Records::default();
+    if !folder.still_exists() {
+        return out;
+    }
+    for file in record_files(&folder.path) {
+        match read(&file, &folder.run) {
+            Ok(process) => out.processes.extend(process),
+            Err(error) => {
+                let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                out.unreadable.push(format!("{name} ({error})"));
+            }
         }
     }
-    out.sort_by_key(|process| (process.rank.is_none(), process.rank, process.began_ns, process.pid));
-    Ok(out)
+    out.processes.sort_by_key(|process| (process.rank.is_none(), process.rank, process.began_ns, process.pid));
+    out.unreadable.sort();
+    out
 }
 
-fn records(folder: &Path) -> Vec<PathBuf> {
+fn record_files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let is_record = |path: &PathBuf| path.to_string_lossy().ends_with(".process.json");
+    let is_record = |path: &PathBuf| path.as_os_str().as_encoded_bytes().ends_with(ENDING.as_bytes());
     entries.map(|entry| entry.path()).filter(is_record).collect()
+}
+
+/// The process that a file tells of, if that is of this run.
+///
+/// # Errors
+/// It is no regular file, a link, too long, or no such record.
+fn read(path: &Path, run: &str) -> Result<Option<Process>, Error> {
+    #[derive(Deserialize)]
+    struct Whose {
+        run: Option<String>,
+    }
+    let bytes = read_regular(path, DOCUMENT)?;
+    let damaged = |error: serde_json::Error| Error::other(format!("no record of a process: {error}"));
+    let whose: Whose = serde_json::from_slice(&bytes).map_err(damaged)?;
+    if whose.run.as_deref().is_some_and(|word| word != run) {
+        return Ok(None);
+    }
+    let mut process: Process = serde_json::from_slice(&bytes).map_err(damaged)?;
+    if process.run.is_none() {
+        return Ok(None);
+    }
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    process.name = name.strip_suffix(ENDING).unwrap_or(&name).to_owned();
+    process.command = secrets::redact(process.command.iter().map(String::as_str));
+    // Its snapshots lie beside it.
+    process.snapshots.retain(|snapshot| Path::new(&snapshot.file).file_name() == Some(snapshot.file.as_ref()));
+    Ok(Some(process))
+}
+
+/// The bytes of a regular file. No link is followed and no pipe waited for: any program may put something in the folder.
+fn read_regular(path: &Path, most: u64) -> Result<Vec<u8>, Error> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    {
+        use rustix::fs::OFlags;
+        // CAST: the flags of the system, which takes them as signed.
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+        std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, flags);
+    }
+    let file = options.open(path).map_err(|error| match path.is_symlink() {
+        true => Error::other("a link"),
+        false => error,
+    })?;
+    if !file.metadata()?.is_file() {
+        return Err(Error::other("no regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    // CAST: a length in memory.
+    if bytes.len() as u64 > most {
+        return Err(Error::other(format!("longer than {}", Bytes(most))));
+    }
+    Ok(bytes)
 }
 
 /// SIGUSR1 is for the processes that take it for a request; where there is none, it is the program's.
@@ -150,11 +231,10 @@ pub(super) fn ask_for_snapshots(signal: i32, folder: &Path, run: &str) -> Signal
             return Signalled::PassOn;
         }
         let mut asked = false;
-        for file in records(folder) {
-            let process =
-                std::fs::read_to_string(file).ok().and_then(|text| serde_json::from_str::<Process>(&text).ok());
-            let Some(process) = process else { continue };
-            let takes = process.run.as_deref() == Some(run) && process.takes_signal && process.state == "running";
+        for file in record_files(folder) {
+            // What is no record is said at the end.
+            let Ok(Some(process)) = read(&file, run) else { continue };
+            let takes = process.takes_signal && process.state == "running";
             let pid = i32::try_from(process.pid).ok().and_then(Pid::from_raw);
             if let Some(pid) = pid.filter(|_| takes && is_of(process.pid, run)) {
                 asked |= kill_process(pid, Signal::USR1).is_ok();
@@ -166,6 +246,22 @@ pub(super) fn ask_for_snapshots(signal: i32, folder: &Path, run: &str) -> Signal
     {
         let _ = (signal, folder, run);
         Signalled::PassOn
+    }
+}
+
+/// Processes of a run that have not ended; none where the system does not list them.
+pub(super) fn list_running(run: &str) -> Vec<around::Process> {
+    #[cfg(unix)]
+    {
+        let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let name = |pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default().trim_end().to_owned();
+        pids.filter(|pid| is_of(*pid, run)).map(|pid| around::Process { pid, name: name(pid) }).collect()
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = run;
+        Vec::new()
     }
 }
 

@@ -1,12 +1,11 @@
 //! What is said at the end of a run: some ten lines on standard error, and the same for programs in the folder.
 
-use super::Started;
 use super::folder::Folder;
 use super::launch::Launch;
 use super::processes::Process;
-use crate::advise::{First, first};
+use super::{Started, advice_for};
+use crate::advise::First;
 use crate::words::counted;
-use anyhow::Result;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::{command, duration, quoted};
@@ -14,6 +13,9 @@ use vramlab::Bytes;
 
 /// Processes that get a line of their own.
 const LINES: usize = 4;
+/// Why there may be no process.
+const NOT_RECORDED: &str =
+    "no Python process of it used CUDA through PyTorch and loaded the recorder (-I, -E and -S switch it off)";
 
 /// What the end is made from.
 pub(super) struct Told<'a> {
@@ -32,8 +34,10 @@ pub(super) struct Summary {
     exit_code: Option<i32>,
     signal: Option<i32>,
     wall_s: f64,
-    /// What `--alloc` put under PyTorch.
+    /// What `--alloc` asked for.
     allocator: Option<String>,
+    /// Whether every process that is recorded ran under it, and there was one; `null` where none was asked for.
+    allocator_installed: Option<bool>,
     limit_bytes: Option<u64>,
     processes: Vec<Process>,
     /// Why the devices' own figures are missing.
@@ -48,13 +52,12 @@ pub(super) struct Summary {
     no_advice: Option<String>,
     #[serde(skip)]
     folder: PathBuf,
+    #[serde(skip)]
+    folder_removed: bool,
 }
 
 /// Looks at what a run left.
-///
-/// # Errors
-/// None of what a program may have done: then it is said.
-pub(super) fn of(told: &Told<'_>) -> Result<Summary> {
+pub(super) fn of(told: &Told<'_>) -> Summary {
     let Told { launch, folder, started, advise } = told;
     let worst = started.processes.iter().filter(|process| process.best().is_some());
     let worst = worst.max_by_key(|process| (process.count("num_ooms") > 0, process.peak("reserved_bytes")));
@@ -66,17 +69,24 @@ pub(super) fn of(told: &Told<'_>) -> Result<Summary> {
         (Some(_), Some(name)) if worst.is_some_and(|process| !process.follows_pytorch()) => {
             no_advice = Some(format!("{name} has none of PyTorch's settings"));
         }
-        (Some(file), _) => match first(file, launch.limit) {
+        // The one that wrote it says that it is a file; the program may have put something else there.
+        (Some(file), _) if !file.symlink_metadata().is_ok_and(|file| file.is_file()) => {
+            no_advice = Some(format!("{} is no file any more", file.display()));
+        }
+        (Some(file), _) => match advice_for(file, launch.limit) {
             Ok(found) => advice = Some(found),
-            Err(error) => no_advice = Some(format!("{error:#}")),
+            Err(error) => no_advice = Some(error),
         },
     }
-    Ok(Summary {
+    Summary {
         command: launch.shown(),
         exit_code: started.status.code(),
         signal: signal(started),
         wall_s: started.seconds,
         allocator: launch.alloc.map(ToString::to_string),
+        allocator_installed: launch
+            .alloc
+            .map(|alloc| missing_allocator(&alloc.to_string(), &started.processes).is_none()),
         limit_bytes: launch.limit,
         processes: started.processes.clone(),
         device_missing: started.device.missing.clone(),
@@ -85,7 +95,8 @@ pub(super) fn of(told: &Told<'_>) -> Result<Summary> {
         advice,
         no_advice,
         folder: folder.shown.clone(),
-    })
+        folder_removed: !folder.still_exists(),
+    }
 }
 
 fn signal(started: &Started) -> Option<i32> {
@@ -103,7 +114,10 @@ fn signal(started: &Started) -> Option<i32> {
 impl Summary {
     /// The lines of the screen.
     pub(super) fn lines(&self) -> Vec<String> {
-        let mut out = vec![self.head()];
+        let asked = self.allocator.as_ref().filter(|_| !self.folder_removed);
+        let not_in = asked.and_then(|name| missing_allocator(name, &self.processes));
+        let mut out: Vec<String> = not_in.map(|line| format!("vramlab  {line}")).into_iter().collect();
+        out.push(self.head());
         if self.processes.is_empty() {
             return out;
         }
@@ -148,10 +162,11 @@ impl Summary {
             (None, Some(signal)) => format!(", ended by signal {signal}"),
             (None, None) => String::new(),
         };
+        if self.folder_removed {
+            return format!("vramlab  {time}{how}; {} is gone, and what was recorded with it", self.folder.display());
+        }
         if self.processes.is_empty() {
-            return format!(
-                "vramlab  {time}{how}; no Python process of it used CUDA through PyTorch, so nothing is recorded"
-            );
+            return format!("vramlab  {time}{how}; {NOT_RECORDED}, so nothing is recorded");
         }
         let under = match &self.processes[0].allocator {
             Some(name) => name.clone(),
@@ -162,6 +177,16 @@ impl Summary {
         let count = self.processes.len();
         let used = many(count);
         format!("vramlab  {time}{how}; {used} used PyTorch {torch} under {under}{limit}")
+    }
+}
+
+/// Says so where an allocator that was asked for is under none or not all of the processes.
+pub(crate) fn missing_allocator(name: &str, processes: &[Process]) -> Option<String> {
+    let without = processes.iter().filter(|process| process.allocator.is_none()).count();
+    match (processes.len(), without) {
+        (0, _) => Some(format!("{name} was NOT put under PyTorch: {NOT_RECORDED}")),
+        (_, 0) => None,
+        (all, _) => Some(format!("{name} was NOT put under PyTorch in {without} of {}", many(all))),
     }
 }
 

@@ -3,11 +3,26 @@
 use assert_cmd::Command;
 use serde_json::Value;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// After this time a program is taken to hang; a busy machine may well need a hundredth of it.
 pub(crate) const HANGS: Duration = Duration::from_secs(900);
+
+/// After this time what should have come is taken to be missing.
+pub(crate) const LATE: Duration = Duration::from_secs(120);
+
+/// Until something is so; what never comes fails the test.
+pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while began.elapsed() < LATE {
+        if is_so() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{what} did not come");
+}
 
 /// The program of the package under test.
 pub(crate) const PROGRAM: &str = match (option_env!("CARGO_BIN_EXE_vramlab"), option_env!("CARGO_BIN_EXE_experiments"))

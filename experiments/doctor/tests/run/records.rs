@@ -1,0 +1,128 @@
+//! What `vramlab run` keeps of a run: no secrets, for nobody else to read, and nothing that was not so.
+
+use super::*;
+use std::os::unix::fs::PermissionsExt;
+
+fn mode(path: &Path) -> u32 {
+    path.metadata().unwrap().permissions().mode() & 0o777
+}
+
+#[test]
+fn secrets_of_the_command_line_are_not_kept() {
+    let place = Place::new();
+    let words =
+        ["--api-key", "a1-x", "--token=b2-x", "HF_TOKEN=c3-x", "https://me:d4-x@host/", "PASSWORD=e5-x run", "plain"];
+    let arguments = [&["run", "--output", "out", "--", "sh", "-c", "exit 7", "sh"][..], &words].concat();
+    let (status, said) = ended(process(&place, &arguments));
+    assert_eq!(status.code(), Some(7), "{said}");
+    let text = std::fs::read_to_string(place.at("out/program.json")).unwrap();
+    for secret in ["a1-x", "b2-x", "c3-x", "d4-x", "e5-x"] {
+        assert!(!text.contains(secret) && !said.contains(secret), "{text}");
+    }
+    assert!(text.contains("plain") && text.contains("--api-key '***'"), "{text}");
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn secrets_are_not_in_what_processes_write() {
+    let place = Place::new();
+    let arguments = ["run", "--output", "out", "--", "python3", "script.py", "--api-key", "a1-x", "TOKEN=b2-x"];
+    let (status, said) = ended(torch(&place, process(&place, &arguments), "import torch\ntorch.cuda.init()\n"));
+    assert_eq!(status.code(), Some(0), "{said}");
+    for name in common::names(&place.at("out")).iter().filter(|name| name.ends_with(".json")) {
+        let text = std::fs::read_to_string(place.at("out").join(name)).unwrap();
+        assert!(!text.contains("a1-x") && !text.contains("b2-x"), "{name}: {text}");
+    }
+}
+
+#[test]
+fn others_cannot_read_a_folder_that_is_made_nor_its_record() {
+    let place = Place::new();
+    let open = |arguments: &[&str]| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "umask 0; exec \"$0\" \"$@\"", common::PROGRAM]).args(arguments).current_dir(place.at("."));
+        with_signals(&mut shell);
+        let (status, said) = ended(shell);
+        assert_eq!(status.code(), Some(0), "{said}");
+    };
+    open(&["run", "-q", "--", "true"]);
+    open(&["run", "-q", "--output", "out", "--", "true"]);
+    for folder in ["vramlab-run-1", "out"] {
+        let folder = place.at(folder);
+        assert_eq!((mode(&folder), mode(&folder.join("program.json"))), (0o700, 0o600));
+    }
+    // One of an earlier version, in a folder that the user has made.
+    std::fs::set_permissions(place.at("out"), PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(place.at("out/program.json"), PermissionsExt::from_mode(0o644)).unwrap();
+    open(&["run", "-q", "--output", "out", "--", "true"]);
+    assert_eq!((mode(&place.at("out")), mode(&place.at("out/program.json"))), (0o755, 0o600));
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn others_cannot_read_snapshots() {
+    let place = Place::new();
+    let command = process(&place, &["run", "--output", "out", "--", "sh", "-c", "umask 0; python3 script.py"]);
+    let (status, said) = ended(torch(&place, command, "import torch\ntorch.cuda.init()\n"));
+    assert_eq!(status.code(), Some(0), "{said}");
+    let names = common::names(&place.at("out"));
+    assert_eq!(names.len(), 3, "{names:?}");
+    names.iter().for_each(|name| assert_eq!(mode(&place.at("out").join(name)), 0o600, "{name}"));
+}
+
+#[test]
+fn an_allocator_that_was_not_put_in_is_said_first() {
+    let place = Place::new();
+    let command = process(&place, &["run", "--output", "out", "--alloc", "remap", "--", "sh", "-c", "exit 7"]);
+    let (status, said) = ended(command);
+    assert_eq!(status.code(), Some(7));
+    let lines: Vec<&str> = said.lines().collect();
+    assert!(lines[0].contains("remap was NOT put under PyTorch: ") && lines[0].contains("-I, -E and -S"), "{said}");
+    assert!(lines[1].contains("exit code 7") && lines[1].contains("nothing is recorded"), "{said}");
+    let left = record(&place, "out");
+    assert_eq!((&left["allocator"], &left["allocator_installed"]), (&json!("remap"), &json!(false)));
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn python_without_the_start_hook_is_named() {
+    for option in ["-I", "-E", "-S"] {
+        let place = Place::new();
+        // Isolated, it does not find the stand-in by itself.
+        let script =
+            "import os, sys\nsys.path.insert(0, os.environ['FAKE'])\nimport torch\ntorch.cuda.init()\nprint('ran')\n";
+        let arguments = ["run", "--output", "out", "--alloc", "remap", "--", "python3", option, "script.py"];
+        let mut command = torch(&place, process(&place, &arguments), script);
+        command.env("FAKE", root().join("inside/tests/fake"));
+        let live = Live::start(command);
+        assert_eq!(live.line(), "ran", "{option}");
+        let (status, said) = live.end();
+        assert_eq!(status.code(), Some(0), "{option}: {said}");
+        let first = said.lines().next().unwrap();
+        assert!(first.contains("remap was NOT put under PyTorch") && first.contains("-I, -E and -S"), "{said}");
+    }
+}
+
+#[test]
+#[ignore = "needs Python 3"]
+fn a_rank_that_is_none_leaves_the_record() {
+    for (variable, rank) in [
+        ("RANK", "99999999999"),
+        ("RANK", "-1"),
+        ("RANK", ""),
+        ("SLURM_PROCID", "²"),
+        ("SLURM_PROCID", "٣"),
+        ("RANK", &"9".repeat(5000)),
+    ] {
+        let place = Place::new();
+        let command = process(&place, &["run", "--output", "out", "--", "python3", "script.py"]);
+        let mut command = torch(&place, command, "import sys, torch\ntorch.cuda.init()\nsys.exit(7)\n");
+        command.env(variable, rank);
+        let (status, said) = ended(command);
+        assert_eq!(status.code(), Some(7), "{said}");
+        let left = record(&place, "out");
+        assert_eq!(left["processes"].as_array().map(Vec::len), Some(1), "{variable}={rank}: {said}");
+        assert_eq!(left["processes"][0]["rank"], Value::Null);
+        assert!(said.contains("1 snapshot in out"), "{said}");
+    }
+}
