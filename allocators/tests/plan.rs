@@ -7,7 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, pytorch};
 use vramlab::histories::formats::{Action, Event, ReadError, ReadOptions, read_from};
-use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, lower_bound, plan};
+use vramlab::budget::Budget;
+use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, SearchEnd, lower_bound, plan};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplaySettings, replay};
 use vramlab::{Driver, NullDriver, Selection};
 
@@ -30,7 +31,7 @@ fn settings(cross_stream: CrossStream, steps: u64) -> PlanSettings {
 }
 
 fn made(lifetimes: &[Lifetime], cross: CrossStream, steps: u64) -> Plan {
-    plan(lifetimes, &settings(cross, steps), |_, _| ())
+    plan(lifetimes, &settings(cross, steps), &Budget::default(), |_, _| ()).unwrap()
 }
 
 /// Lifetimes by (units of 512 bytes, stream and three times the private pool, allocations until the end, more until others see
@@ -208,14 +209,102 @@ fn the_search_makes_no_more_steps_than_it_may() {
         .collect();
     let lifetimes = lifetimes(&blocks);
     let mut heard = Vec::new();
-    let found = plan(&lifetimes, &settings(CrossStream::AfterWait, 600_000), |steps, bytes| heard.push((steps, bytes)));
+    let listen = |steps, bytes| heard.push((steps, bytes));
+    let found = plan(&lifetimes, &settings(CrossStream::AfterWait, 600_000), &Budget::default(), listen).unwrap();
     assert!(found.bytes > found.lower_bound, "the bound was reached: {found}");
     assert!((600_000..610_000).contains(&found.steps), "{}", found.steps);
     assert_eq!(heard.last(), Some(&(found.steps, found.bytes)));
     assert!(heard.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 >= pair[1].1));
-    let first = plan(&lifetimes, &settings(CrossStream::AfterWait, 0), |_, _| ());
+    assert_eq!(found.end, SearchEnd::Steps);
+    let first = made(&lifetimes, CrossStream::AfterWait, 0);
     assert!(found.bytes < first.bytes, "searching is worth it: {found} after {first}");
     assert!(found.gap() < 0.02, "{found}");
+}
+
+/// Training steps of a network of so many layers: activations that are freed in the opposite order, gradients until the step ends, and
+/// temporary blocks beside both.
+fn training(layers: usize, seed: u64) -> Vec<Lifetime> {
+    const KIB: u64 = 1 << 10;
+    let choices = [2, 160, 800, 1300, 5 << 10, 6 << 10, 13 << 10, 20 << 10, 39 << 10].map(|kib| kib * KIB);
+    let mut state = seed;
+    let mut random = move |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(state >> 33).unwrap() % below
+    };
+    let sizes: Vec<u64> = (0..14).map(|_| choices[random(9)] + 512 * random(200) as u64).collect();
+    let mut made: Vec<Lifetime> = Vec::new();
+    let alloc = |made: &mut Vec<Lifetime>, requested| {
+        made.push(Lifetime { requested, stream: 0, pool: 0, end: NEVER, end_elsewhere: NEVER });
+        made.len() - 1
+    };
+    let free = |made: &mut Vec<Lifetime>, block: usize| {
+        let now = u32::try_from(made.len()).unwrap();
+        (made[block].end, made[block].end_elsewhere) = (now, now);
+    };
+    for _ in 0..layers {
+        sizes[..5].iter().for_each(|size| {
+            alloc(&mut made, *size);
+        });
+    }
+    for _ in 0..3 {
+        let (mut saved, mut gradients) = (Vec::new(), Vec::new());
+        for _ in 0..layers {
+            for &size in &sizes {
+                let beside: Vec<usize> = (0..random(3)).map(|_| alloc(&mut made, sizes[random(14)])).collect();
+                saved.push(alloc(&mut made, size));
+                beside.into_iter().for_each(|block| free(&mut made, block));
+            }
+        }
+        while let Some(block) = saved.pop() {
+            let beside: Vec<usize> = (0..random(3)).map(|_| alloc(&mut made, sizes[random(14)])).collect();
+            if random(3) == 0 {
+                gradients.push(alloc(&mut made, sizes[random(5)]));
+            }
+            free(&mut made, block);
+            beside.into_iter().for_each(|block| free(&mut made, block));
+        }
+        gradients.into_iter().for_each(|block| free(&mut made, block));
+    }
+    made
+}
+
+#[test]
+fn the_way_back_of_an_exact_search_takes_kilobytes_for_each_block() {
+    for (layers, seed) in [(16, 3), (24, 5)] {
+        let lifetimes = training(layers, seed);
+        let budget = Budget::default();
+        let settings = settings(CrossStream::AfterWait, 1 << 22);
+        let found = plan(&lifetimes, &settings, &budget, |_, _| ()).unwrap();
+        let each = budget.peak() / lifetimes.len() as u64;
+        assert!(each < 16 << 10, "{each} bytes for each of {} blocks", lifetimes.len());
+        assert!(found.steps < settings.steps + (1 << 16), "{} steps", found.steps);
+        assert_eq!(budget.held(), 0);
+    }
+}
+
+#[test]
+fn a_search_ends_where_its_memory_is_used_up_with_the_best_plan_so_far() {
+    let of_streams = |(at, one): (usize, Lifetime)| Lifetime { stream: u32::try_from(at % 3).unwrap(), ..one };
+    let one_group = training(12, 1);
+    let groups: Vec<Lifetime> = one_group.iter().copied().enumerate().map(of_streams).collect();
+    for (lifetimes, cross) in [(one_group, CrossStream::AfterWait), (groups, CrossStream::KnownOrder)] {
+        let at_first = plan(&lifetimes, &settings(cross, 0), &Budget::default(), |_, _| ()).unwrap();
+        let (mut refused, mut ended) = (0, 0);
+        for power in 10..28 {
+            let budget = Budget::new(1 << power);
+            let Ok(found) = plan(&lifetimes, &settings(cross, 1 << 21), &budget, |_, _| ()) else {
+                refused += 1;
+                continue;
+            };
+            assert!(budget.peak() <= budget.limit() && budget.held() == 0);
+            assert_eq!(found.overlap(&lifetimes, cross), None);
+            assert!((found.lower_bound..=at_first.bytes).contains(&found.bytes));
+            ended += u32::from(found.end == SearchEnd::Memory);
+        }
+        assert!(refused > 0 && ended > 0, "{refused} and {ended}");
+        let found = made(&lifetimes, cross, 1 << 21);
+        assert!(found.end != SearchEnd::Memory && found.bytes < at_first.bytes);
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use std::path::PathBuf;
 use std::sync::Arc;
 use vramlab::backends::{PlanFile, PlanSettings, plan};
+use vramlab::budget::Budget;
 use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, plan as place};
 use vramlab::{AllocError, Block, DeviceAllocator, Driver, NullDriver, Path, Selection, SimMemory, StreamId};
 
@@ -68,7 +69,7 @@ fn planned(program: &[Step], cross_stream: CrossStream) -> plan::PlanTable {
         })
         .collect();
     let settings = vramlab::histories::plan::PlanSettings { cross_stream, steps: 20_000, seed: 0 };
-    place(&lifetimes, &settings, |_, _| ()).table(&lifetimes)
+    place(&lifetimes, &settings, &Budget::default(), |_, _| ()).unwrap().table(&lifetimes)
 }
 
 /// Runs a program and frees what is left.

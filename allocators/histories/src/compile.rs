@@ -35,7 +35,8 @@ mod windows;
 use self::beginning::LookBack;
 use self::transcript::Transcript;
 use crate::formats::{Event, Segment, SegmentBlock, Summary};
-use crate::history::{Beginning, History, Kind, Op, ReplayError};
+use crate::history::{Beginning, History, Kind, Op, ReplayError, SegmentEvent, StartBlock, StartSegment};
+use std::sync::Arc;
 use vramlab_device::budget::Budget;
 use vramlab_policies::backends::CachingSettings;
 
@@ -61,7 +62,7 @@ impl HistoryBuilder {
     }
 
     /// Lets the compilation draw on this budget, which may be the one of the reader. What the [`History`]
-    /// holds stays claimed. Without it the compilation has a budget of its own, [`Budget::default`].
+    /// holds stays claimed until it is dropped. Without it the compilation has a budget of its own, [`Budget::default`].
     #[must_use]
     pub fn within(mut self, budget: &Budget) -> Self {
         self.transcript.budget = budget.clone();
@@ -151,9 +152,15 @@ impl HistoryBuilder {
         // Stage 8: refused requests.
         let out_of_memory = out_of_memory::describe(&transcript, &beginning, &streams, settings)?;
         let not_comparable = unseen.or_else(|| not_comparable(&transcript, &beginning));
-        let Transcript { timeline, refusals, requested, claim, number, .. } = transcript;
-        // The history holds it.
-        claim.keep();
+        let Transcript { timeline, refusals, requested, mut claim, number, .. } = transcript;
+        // What only the stages held goes back.
+        let lists = timeline.ops.capacity() * size_of::<Op>()
+            + timeline.addresses.capacity() * size_of::<u64>()
+            + timeline.segments.capacity() * size_of::<SegmentEvent>()
+            + beginning.blocks.capacity() * size_of::<StartBlock>()
+            + beginning.segments.capacity() * size_of::<StartSegment>();
+        // CAST: a size in memory.
+        claim.sub((claim.bytes() as usize).saturating_sub(lists));
         let client = |op: &&Op| !matches!(op.kind(), Kind::Nothing | Kind::Refused);
         Ok(History {
             operations: timeline.ops.iter().filter(client).count() as u64,
@@ -172,6 +179,7 @@ impl HistoryBuilder {
             deferred,
             pools,
             not_comparable,
+            _claim: Arc::new(claim),
         })
     }
 }

@@ -5,8 +5,9 @@ mod changes;
 mod op;
 mod out_of_memory;
 
+use std::sync::Arc;
 use vramlab_device::DriverError;
-use vramlab_device::budget::OverBudget;
+use vramlab_device::budget::{Claim, OverBudget};
 use vramlab_policies::contract::{AllocError, PoolKind};
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
@@ -44,6 +45,8 @@ pub struct History {
     pub(crate) pools: PrivatePools,
     /// Why addresses cannot be compared.
     pub(crate) not_comparable: Option<String>,
+    /// Of its lists, until the last copy is dropped.
+    pub(crate) _claim: Arc<Claim>,
 }
 
 /// What is known of the private pools of a history.

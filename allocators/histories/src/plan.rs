@@ -41,7 +41,8 @@
 //!    for plans of fewer and fewer bytes (`plan/skyline.rs`). That takes a plan close to the bound, and can prove that
 //!    there is none: [`Plan::least`].
 //!
-//! The search ends at the bound, where orders come within 0.012 % of it, or when it has made [`PlanSettings::steps`] steps. A step
+//! The search ends at the bound, where orders come within 0.012 % of it, or when it has made [`PlanSettings::steps`] steps, or where
+//! its budget of memory is used up. A step
 //! is a block that is looked at or sorted, or two lists of byte ranges, or sixteen of the numbers that the exact search
 //! looks at. Nothing reads a clock, so the same history gives the same plan everywhere.
 //!
@@ -69,19 +70,43 @@ mod stitched;
 
 pub use bound::lower_bound;
 pub use lifetime::{CrossStream, Lifetime, NEVER, PlanSettings};
-pub use placed::{Overlap, Plan};
-pub use stitched::{Misses, misses, stitched};
+pub use placed::{Overlap, Plan, SearchEnd};
+pub use stitched::{MOST_LOOKED, Misses, misses, stitched};
 
 use search::Search;
+use vramlab_device::budget::{Budget, OverBudget};
 
 pub use vramlab_policies::backends::plan::UNIT;
+
+/// Bytes of an allocation in the plan that is made in the order of the history: its offset, and a count of ends.
+const FIRST: usize = size_of::<u64>() + size_of::<u32>();
+/// Bytes of a block that is in use: its end, and the free ranges beside it, in trees.
+const IN_USE: usize = 160;
 
 /// Places the blocks of a history. `progress` hears after each attempt how many steps were made and how many bytes the best
 /// plan so far needs.
 ///
-/// O(n log n) and at most [`PlanSettings::steps`] steps more, with some 100 bytes of memory for each block.
-#[must_use]
-pub fn plan(lifetimes: &[Lifetime], settings: &PlanSettings, mut progress: impl FnMut(u64, u64)) -> Plan {
+/// O(n log n) and at most [`PlanSettings::steps`] steps more. The search claims its memory from the budget: some 200 bytes for
+/// each block, and in an exact search up to 256 MiB for the way back. Where the budget is used up it ends with the best plan
+/// so far ([`Plan::end`]).
+///
+/// # Errors
+/// The budget has no room for any plan.
+pub fn plan(
+    lifetimes: &[Lifetime],
+    settings: &PlanSettings,
+    budget: &Budget,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<Plan, OverBudget> {
+    let mut claim = budget.claim();
+    claim.add(FIRST * lifetimes.len())?;
+    claim.add(IN_USE * lifetime::most_in_use(lifetimes))?;
     let lower_bound = lower_bound(lifetimes, settings.cross_stream);
-    Search::new(lifetimes, settings, lower_bound).run(&mut progress)
+    let (offsets, bytes) = online::best_fit(lifetimes, settings.cross_stream);
+    let first = Plan { offsets, bytes, lower_bound, least: lower_bound, steps: 0, end: SearchEnd::Memory };
+    match Search::new(lifetimes, settings, lower_bound, budget) {
+        Ok(search) => Ok(search.run(first, &mut progress)),
+        Err(_) if bytes == lower_bound => Ok(Plan { end: SearchEnd::Best, ..first }),
+        Err(_) => Ok(first),
+    }
 }

@@ -397,12 +397,13 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
     let recorded = &happened.conf;
     let versions = asked.versions(happened)?;
     let (bounds, found) = std::thread::scope(|scope| {
-        let bounds = scope.spawn(|| Bounds::of(history, Search::On, |_| {}));
+        let bounds = scope.spawn(|| Bounds::of(&happened.recorded, Search::On, |_| {}));
         let found = compare(&trial, recorded, asked, versions, all);
         (bounds.join(), found)
     });
     // A panic there has been reported.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    let bounds = bounds.with_context(|| file.display().to_string())?;
     let Found { replayed, settings, also_tried, others } = found?;
     let tried = settings.iter().map(|setting| &setting.outcome).chain(&also_tried).chain([&replayed]);
     tried.into_iter().try_for_each(|outcome| outcome.check(file, Some(&bounds)))?;

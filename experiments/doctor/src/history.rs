@@ -35,6 +35,8 @@ pub(crate) struct Compiled {
     pub(crate) limit_bound: LimitBound,
     /// Which GPU's history it is.
     pub(crate) gpus: Gpus,
+    /// What the command may hold; the history has its part of it.
+    pub(crate) budget: Budget,
 }
 
 /// Reads and compiles a file to be replayed. `limit` is the memory limit under which it was recorded, where the file does not
@@ -124,11 +126,13 @@ pub(crate) struct Compiling {
     gpu: u16,
     builder: HistoryBuilder,
     levels: Levels,
+    budget: Budget,
 }
 
 impl Compiling {
     pub(crate) fn new(gpu: u16, budget: &Budget) -> Self {
-        Self { gpu, builder: HistoryBuilder::new(Some(gpu)).within(budget), levels: Levels::new(Some(gpu)) }
+        let builder = HistoryBuilder::new(Some(gpu)).within(budget);
+        Self { gpu, builder, levels: Levels::new(Some(gpu)), budget: budget.clone() }
     }
 
     pub(crate) fn take(&mut self, event: &Event) -> Result<(), ReplayError> {
@@ -161,6 +165,7 @@ impl Compiling {
             seen_reserved: self.levels.least_reserved(),
             limit_bound: self.levels.limit(summary, &settings),
             gpus: Gpus::only(self.gpu),
+            budget: self.budget,
         })
     }
 }

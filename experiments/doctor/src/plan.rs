@@ -1,15 +1,15 @@
 //! `vramlab plan`: where the blocks of a recorded history are placed so that it needs little memory.
 
 use crate::gpus::chosen;
-use crate::history::load;
+use crate::history::{Compiled, load};
 use crate::reading::ReadArgs;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::{Bar, Page, command, quoted};
 use vramlab::Bytes;
-use vramlab::histories::plan::{CrossStream, PlanSettings, misses, plan as place, stitched};
+use vramlab::histories::plan::{CrossStream, PlanSettings, SearchEnd, misses, plan as place, stitched};
 use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
@@ -23,7 +23,7 @@ pub(crate) struct PlanArgs {
     /// Let memory go from one stream to another only where the history shows that the work is over, so that no stream waits
     #[arg(long)]
     known_order: bool,
-    /// Most steps of the search; thirty million take about a second
+    /// Most steps of the search; thirty million take about a second, and the other commands make as many
     #[arg(long, value_name = "N", default_value_t = PlanSettings::MOST_STEPS)]
     steps: u64,
     /// Seed of the search
@@ -66,8 +66,13 @@ struct Found {
     /// Those of them for which the wholly free pages of 2 MiB in large segments of the stream would have sufficed; each
     /// is looked at by itself.
     stitchable_requests: u64,
+    /// Those of them that were not looked at, as that takes a snapshot each: 33,554,432 blocks were seen.
+    unexamined_requests: u64,
     /// Steps of the search.
     steps: u64,
+    /// Why it ended: `best` (there is no plan of fewer bytes, or it is within 0.012 % of the lower bound), `steps` (`--steps`
+    /// allows more) or `memory` (`--read-memory` does).
+    end: SearchEnd,
     seed: u64,
     /// Whether memory changes streams only where the history shows the order, so that streams do not wait.
     known_order: bool,
@@ -78,15 +83,21 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let out = args.out.as_deref().map(|out| OutputFile::create(out, Existing::Replace)).transpose()?;
     let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
     bar.message(format!("reading {}", args.file.display()));
-    let lifetimes = load(&args.file, args.gpu, args.limit, &args.read)?.history.lifetimes();
+    let Compiled { history, budget, .. } = load(&args.file, args.gpu, args.limit, &args.read)?;
+    let file = || args.file.display().to_string();
+    let mut claim = budget.claim();
+    claim.add(history.bytes_of_lifetimes()).with_context(file)?;
+    let lifetimes = history.lifetimes();
+    drop(history);
     let cross_stream = if args.known_order { CrossStream::KnownOrder } else { CrossStream::AfterWait };
     let settings = PlanSettings { cross_stream, steps: args.steps, seed: args.seed };
     let mut done = 0;
-    let found = place(&lifetimes, &settings, |steps, bytes| {
+    let found = place(&lifetimes, &settings, &budget, |steps, bytes| {
         bar.advance(steps - done);
         done = steps;
         bar.message(format!("{} are enough", Bytes(bytes)));
-    });
+    })
+    .with_context(file)?;
     bar.clear();
     if let Some(out) = out {
         out.fill(found.table(&lifetimes).to_json())?;
@@ -104,7 +115,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
             stitched_bytes: stitched(&lifetimes),
             segment_requests: misses.requests,
             stitchable_requests: misses.stitchable,
+            unexamined_requests: misses.unexamined,
             steps: found.steps,
+            end: found.end,
             seed: args.seed,
             known_order: args.known_order,
         });
@@ -117,9 +130,17 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     ));
     page.line(format!("an allocator that stitches free pages of 2 MiB would reserve {}", Bytes(stitched(&lifetimes))));
     page.line(format!(
-        "stitching would serve {} of the {} requests for which PyTorch's native policy takes a large segment",
-        misses.stitchable, misses.requests
+        "stitching would serve {}{} of the {} requests for which PyTorch's native policy takes a large segment",
+        if misses.unexamined > 0 { "at least " } else { "" },
+        misses.stitchable,
+        misses.requests
     ));
+    let short = match found.end {
+        SearchEnd::Best => None,
+        SearchEnd::Steps => Some("the search ended at its steps, --steps allows more"),
+        SearchEnd::Memory => Some("the search ended at its memory, --read-memory allows more"),
+    };
+    short.iter().for_each(|short| page.note(short));
     let said = format!("A plan of {} serves them, {:.2} % above that.", Bytes(found.bytes), 100.0 * found.gap());
     let next = match &args.out {
         Some(out) => {

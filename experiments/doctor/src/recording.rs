@@ -98,8 +98,7 @@ impl Recording {
     /// Those of compiling a history.
     pub(crate) fn compiled(&self, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
         let file = || self.path.display().to_string();
-        // The compiled history outlives this reading's events.
-        let mut compiling = Compiling::new(self.device, &Budget::new(self.budget.limit()));
+        let mut compiling = Compiling::new(self.device, &self.budget);
         for recorded in self.events.iter() {
             compiling.take(&event(self.device, &recorded)).with_context(file)?;
         }

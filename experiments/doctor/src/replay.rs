@@ -54,8 +54,7 @@ pub(crate) struct ReplayArgs {
     /// Fill each block on every stream that uses it
     #[arg(long)]
     touch: bool,
-    /// Search for a plan, the least memory that is known to be enough for the history: about a second for 10,000
-    /// allocations
+    /// Search for a plan, the least memory that is known to be enough for the history: about a second; `plan` searches longer
     #[arg(long, default_value = "on")]
     plan: Search,
     /// Replays of each pair; host time is their median, everything else is the first's
@@ -248,9 +247,10 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         if args.completion == Completion::Instant {
             recorded.history.complete_at_once();
         }
-        let bounds = Bounds::of(&recorded.history, args.plan, |found| {
+        let bounds = Bounds::of(&recorded, args.plan, |found| {
             bar.message(format!("planning {}: {found}", file.display()));
-        });
+        })
+        .with_context(|| file.display().to_string())?;
         // Where events of segments are missing, what was reserved is not known.
         told.push(recorded.as_recorded.filter(|told| bounds.check("", told.reserved).is_ok()));
         for alloc in &chosen {

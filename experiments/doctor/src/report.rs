@@ -59,7 +59,7 @@ pub(crate) struct ReportArgs {
     /// reserved most]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
-    /// Search for a plan, the least memory that is known to be enough: about a second for 10,000 allocations
+    /// Search for a plan, the least memory that is known to be enough: about a second; `plan` searches longer
     #[arg(long, default_value = "on")]
     plan: Search,
     /// Search for the setting of PyTorch that mends each snapshot, as `advise` does: seconds for 40,000 events
@@ -178,7 +178,8 @@ fn shown(
     let served = as_it_was(&source, devices)?;
     bar.advance(1);
     let planning = |found: &str| bar.message(format!("planning {name}: {found}"));
-    let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(&compiled.history, args.plan, planning));
+    let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(compiled, args.plan, planning));
+    let bounds = bounds.transpose().with_context(|| name.clone())?;
     bar.advance(1);
     let mut others = Vec::new();
     for selection in chosen {

@@ -3,6 +3,7 @@
 
 use super::{CrossStream, Lifetime};
 use std::collections::BTreeMap;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// Blocks that were placed, by time.
 ///
@@ -30,7 +31,16 @@ pub(super) struct Placed<'a> {
     groups: Vec<Members>,
     /// The group of each allocation, and where it stands there.
     group: Vec<(u32, u32)>,
+    claim: Claim,
 }
+
+/// Words of a bitmap that are looked at in the time of a step.
+const WORDS: usize = 32;
+
+/// Bytes of an allocation beside the lists of the trees, with its entry in the list of a group.
+const ALLOCATION: usize = 32;
+/// Bytes of a group.
+const GROUP: usize = 160;
 
 #[derive(Debug, Default)]
 struct Members {
@@ -65,9 +75,16 @@ fn set(bits: &mut [u64], at: usize) {
 }
 
 impl<'a> Placed<'a> {
-    pub(super) fn new(lifetimes: &'a [Lifetime], cross: CrossStream) -> Self {
+    /// Nothing is placed.
+    ///
+    /// # Errors
+    /// The budget has less than this takes when it is empty.
+    pub(super) fn new(lifetimes: &'a [Lifetime], cross: CrossStream, budget: &Budget) -> Result<Self, OverBudget> {
         let count = lifetimes.len();
         let leaves = count.next_power_of_two();
+        let mut claim = budget.claim();
+        let nodes = 2 * leaves * (size_of::<Vec<u32>>() + size_of::<Vec<(u32, Vec<u32>)>>());
+        claim.add(nodes + ALLOCATION * count)?;
         let mut groups: Vec<Members> = Vec::new();
         let mut group = Vec::new();
         let mut numbers = BTreeMap::new();
@@ -77,6 +94,7 @@ impl<'a> Placed<'a> {
             let next = numbers.len() as u32;
             let number = *numbers.entry(lifetime.group(cross)).or_insert(next);
             if number == next {
+                claim.add(GROUP)?;
                 groups.push(Members::default());
             }
             let list = &mut groups[number as usize].allocations;
@@ -84,7 +102,7 @@ impl<'a> Placed<'a> {
             list.push(allocation);
         }
         groups.iter_mut().for_each(|group| group.bits = vec![0; group.allocations.len().div_ceil(64)]);
-        Self {
+        Ok(Self {
             lifetimes,
             cross,
             used: vec![Vec::new(); 2 * leaves],
@@ -95,7 +113,8 @@ impl<'a> Placed<'a> {
             bits: vec![0; count.div_ceil(64)],
             groups,
             group,
-        }
+            claim,
+        })
     }
 
     /// Nothing is placed any more. Keeps its memory.
@@ -116,7 +135,7 @@ impl<'a> Placed<'a> {
         (own, elsewhere.end_within(block, self.lifetimes.len()).max(own))
     }
 
-    /// Calls `found` with each placed block that conflicts with this one, once. Returns how many groups had to be asked.
+    /// Calls `found` with each placed block that conflicts with this one, once. Returns the steps that were made besides.
     pub(super) fn each(&self, block: u32, mut found: impl FnMut(u32)) -> u64 {
         let start = block as usize;
         let (end, elsewhere) = self.ends(block);
@@ -128,7 +147,7 @@ impl<'a> Placed<'a> {
         // CAST: allocations are numbered in 32 bits.
         each_set(&self.bits, start, end, |other| found(other as u32));
         let (group, _) = self.group[start];
-        let mut asked = 0;
+        let mut asked = (end - start) / 64 / WORDS;
         let mut node = self.leaves + start;
         while node > 0 {
             for (_, blocks) in self.owned[node].iter().filter(|(owner, _)| *owner != group) {
@@ -143,34 +162,50 @@ impl<'a> Placed<'a> {
                 let from = other.allocations.partition_point(|&number| (number as usize) < end);
                 let to = other.allocations.partition_point(|&number| (number as usize) < elsewhere);
                 each_set(&other.bits, from, to, |at| found(other.allocations[at]));
+                asked += (to - from) / 64 / WORDS;
             }
         }
-        asked
+        // CAST: a count of what was looked at.
+        asked as u64
     }
 
-    /// Places a block.
-    pub(super) fn insert(&mut self, block: u32) {
+    /// Places a block. Returns the steps.
+    ///
+    /// # Errors
+    /// The budget is used up. Some lists have the block then.
+    pub(super) fn insert(&mut self, block: u32) -> Result<u64, OverBudget> {
         let start = block as usize;
         let (end, elsewhere) = self.ends(block);
         set(&mut self.bits, start);
-        let (used, filled) = (&mut self.used, &mut self.filled);
+        let (used, filled, claim) = (&mut self.used, &mut self.filled, &mut self.claim);
+        let mut room = Ok(());
         cover(self.leaves, start, end, |node| {
-            used[node].push(block);
             // CAST: at most twice the allocations' next power of two, which the builder of a history bounds.
-            filled.push(node as u32);
+            room = room.and_then(|()| claim.push(&mut used[node], block)).and_then(|()| claim.push(filled, node as u32));
         });
         let (group, place) = self.group[start];
         set(&mut self.groups[group as usize].bits, place as usize);
         let (owned, filled) = (&mut self.owned, &mut self.filled_owned);
+        let mut asked = 0;
         cover(self.leaves, end, elsewhere, |node| {
             let lists = &mut owned[node];
-            match lists.iter_mut().find(|(owner, _)| *owner == group) {
-                Some((_, blocks)) => blocks.push(block),
-                None => lists.push((group, vec![block])),
-            }
-            // CAST: as above.
-            filled.push(node as u32);
+            let found = lists.iter().position(|(owner, _)| *owner == group);
+            asked += found.unwrap_or(lists.len());
+            room = room.and_then(|()| {
+                let at = match found {
+                    Some(at) => at,
+                    None => {
+                        claim.push(lists, (group, Vec::new()))?;
+                        lists.len() - 1
+                    }
+                };
+                claim.push(&mut lists[at].1, block)?;
+                // CAST: as above.
+                claim.push(filled, node as u32)
+            });
         });
+        // CAST: a count of what was looked at.
+        room.map(|()| asked as u64)
     }
 }
 

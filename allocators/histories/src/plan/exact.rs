@@ -2,10 +2,11 @@
 
 use super::parts::{Part, parts};
 use super::search::{DOUBLING, log2};
-use super::skyline::{Answer, Skyline, Undo, by_section};
-use super::{Lifetime, Plan, PlanSettings, UNIT};
+use super::skyline::{Answer, Room, Skyline, Start};
+use super::{Lifetime, Plan, PlanSettings, SearchEnd, UNIT};
 use crate::random::Random;
 use crate::steps;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// Pairs of a block and a section it is in use in, beyond which no part is searched: each takes four bytes.
 const MOST_PAIRS: usize = 1 << 23;
@@ -20,6 +21,9 @@ const LOOKED: u64 = 16;
 /// Halvings of the gap that are tried one after another.
 const HALVINGS: u32 = 6;
 
+/// Bytes of an allocation while a history is divided into parts.
+const DIVIDING: usize = 160;
+
 /// A history whose parts are searched.
 #[derive(Debug)]
 pub(super) struct Exact<'a> {
@@ -28,18 +32,18 @@ pub(super) struct Exact<'a> {
     /// In units, of the blocks that are in no part.
     offsets: Vec<u64>,
     random: Random,
+    room: Room,
+    /// Of the parts.
+    _claim: Claim,
 }
 
 /// A part, and the best plan of it.
 #[derive(Debug)]
 struct Searched {
     part: Part,
-    /// Blocks by section.
-    at: Vec<Vec<u32>>,
+    start: Start,
     /// Logarithms by which blocks are ordered.
     orders: Vec<Order>,
-    /// Memory for a search.
-    undo: Vec<Undo>,
     /// Offsets above the part's base.
     offsets: Vec<u64>,
     /// Units that the history needs because of it, once there is a plan.
@@ -74,31 +78,35 @@ impl Order {
 
 impl Searched {
     fn new(part: Part) -> Self {
-        let at = by_section(&part);
-        let used = |list: &Vec<u32>| list.iter().map(|&item| part.items[item as usize].size).sum::<u64>();
-        let used: Vec<u64> = at.iter().map(used).collect();
+        let start = Start::new(&part);
+        let used = start.in_use();
         let order = |item: &super::parts::Item| Order {
             width: log2((item.to - item.from) as u64),
             size: log2(item.size),
             crowd: log2(used[item.from..item.to].iter().copied().max().unwrap_or(0)),
         };
         let orders = part.items.iter().map(order).collect();
-        Self { at, orders, undo: Vec::new(), offsets: Vec::new(), top: None, part }
+        Self { start, orders, offsets: Vec::new(), top: None, part }
     }
 
     /// Searches for a plan with which so many units are enough. Adds to the steps, of which there are `most`.
-    fn attempt(&mut self, units: u64, attempt: u32, random: &mut Random, steps: &mut u64, most: u64) -> Answer {
+    fn attempt(
+        &mut self,
+        units: u64,
+        attempt: u32,
+        (random, room): (&mut Random, &mut Room),
+        steps: &mut u64,
+        most: u64,
+    ) -> Answer {
         let Some(capacity) = units.checked_sub(self.part.base) else { return Answer::Impossible };
         let priorities: Vec<u64> = self.orders.iter().map(|order| order.priority(attempt, random)).collect();
-        let undo = std::mem::take(&mut self.undo);
-        let mut search = Skyline::new(&self.part, &self.at, &priorities, capacity, undo);
-        let looked = (most - *steps).saturating_mul(LOOKED);
+        let mut search = Skyline::new(&self.part, &self.start, &priorities, capacity, room);
+        let looked = most.saturating_sub(*steps).saturating_mul(LOOKED);
         let answer = search.search(WRONG * luby(u64::from(attempt) + 1), looked);
         // CAST: a count of what was looked at.
         steps::count(search.looked as usize);
         *steps += search.looked.div_ceil(LOOKED);
-        let (offsets, undo) = search.finish();
-        self.undo = undo;
+        let offsets = search.finish();
         if answer == Answer::Found {
             self.offsets = offsets;
             let tops = self.offsets.iter().zip(&self.part.items).map(|(offset, item)| offset + item.size);
@@ -109,12 +117,25 @@ impl Searched {
 }
 
 impl<'a> Exact<'a> {
-    /// For a history of one group; nothing where that would take too much memory.
-    pub(super) fn new(lifetimes: &'a [Lifetime], settings: &PlanSettings) -> Option<Self> {
+    /// For a history of one group; nothing where a search would look at too much.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    pub(super) fn new(
+        lifetimes: &'a [Lifetime],
+        settings: &PlanSettings,
+        budget: &Budget,
+    ) -> Result<Option<Self>, OverBudget> {
+        let mut claim = budget.claim();
+        claim.add(DIVIDING * lifetimes.len())?;
         let (parts, offsets) = parts(lifetimes);
-        let pairs: usize = parts.iter().map(Part::pairs).sum();
-        let parts = (pairs <= MOST_PAIRS).then(|| parts.into_iter().map(Searched::new).collect())?;
-        Some(Self { lifetimes, parts, offsets, random: Random(settings.seed) })
+        if parts.iter().map(Part::pairs).sum::<usize>() > MOST_PAIRS {
+            return Ok(None);
+        }
+        claim.add(parts.iter().map(|part| Start::bytes(part)).sum())?;
+        let parts = parts.into_iter().map(Searched::new).collect();
+        let (random, room) = (Random(settings.seed), Room::new(budget));
+        Ok(Some(Self { lifetimes, parts, offsets, random, room, _claim: claim }))
     }
 
     /// Makes a plan better, in no more than `most` steps but for one decision. Every other attempt is for the fewest bytes that
@@ -122,6 +143,7 @@ impl<'a> Exact<'a> {
     pub(super) fn improve(mut self, plan: &mut Plan, most: u64, progress: &mut dyn FnMut(u64, u64)) {
         let mut halvings = 1;
         let mut tried = 0;
+        let mut memory = false;
         while plan.bytes > plan.least && plan.steps < most {
             progress(plan.steps, plan.bytes);
             let (best, least) = (plan.bytes / UNIT, plan.least / UNIT);
@@ -134,21 +156,31 @@ impl<'a> Exact<'a> {
                     halvings = 1;
                 }
                 Answer::Impossible => plan.least = (units + 1) * UNIT,
-                Answer::Unknown if tried % 2 == 1 => halvings = halvings % HALVINGS + 1,
-                Answer::Unknown => {}
+                answer => {
+                    memory |= answer == Answer::Memory;
+                    if tried % 2 == 1 {
+                        halvings = halvings % HALVINGS + 1;
+                    }
+                }
             }
             tried += 1;
         }
+        plan.end = match plan.bytes <= plan.least {
+            true => SearchEnd::Best,
+            false if memory => SearchEnd::Memory,
+            false => SearchEnd::Steps,
+        };
     }
 
     /// Searches each part that needs more than so many units.
     fn attempt(&mut self, units: u64, attempt: u32, steps: &mut u64, most: u64) -> Answer {
         let mut all = Answer::Found;
         for part in self.parts.iter_mut().filter(|part| part.top.is_none_or(|top| top > units)) {
-            match part.attempt(units, attempt, &mut self.random, steps, most) {
+            match part.attempt(units, attempt, (&mut self.random, &mut self.room), steps, most) {
                 Answer::Found => {}
                 Answer::Impossible => return Answer::Impossible,
-                Answer::Unknown => all = Answer::Unknown,
+                unknown if all == Answer::Found || unknown == Answer::Memory => all = unknown,
+                _ => {}
             }
         }
         all
@@ -243,9 +275,10 @@ mod tests {
         });
         let offsets = stacked.collect();
         let lower_bound = lower_bound(lifetimes, CrossStream::AfterWait);
-        let mut plan = Plan { offsets, bytes, lower_bound, least: lower_bound, steps: 0 };
+        let mut plan = Plan { offsets, bytes, lower_bound, least: lower_bound, steps: 0, end: SearchEnd::Steps };
         let settings = PlanSettings { cross_stream: CrossStream::AfterWait, steps: 1 << 20, seed: 1 };
-        Exact::new(lifetimes, &settings).unwrap().improve(&mut plan, settings.steps, &mut |_, _| ());
+        let exact = Exact::new(lifetimes, &settings, &Budget::default()).unwrap();
+        exact.unwrap().improve(&mut plan, settings.steps, &mut |_, _| ());
         assert_eq!(plan.overlap(lifetimes, CrossStream::AfterWait), None);
         assert_eq!(plan.bytes, plan.least, "{lifetimes:?}");
         assert!(!fewer(lifetimes, plan.bytes, &mut vec![None; lifetimes.len()], 0), "{lifetimes:?}");

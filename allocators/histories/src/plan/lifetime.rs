@@ -79,6 +79,20 @@ impl Ends {
     }
 }
 
+/// Most blocks that are in use at once. O(n), with four bytes for each.
+pub(super) fn most_in_use(lifetimes: &[Lifetime]) -> usize {
+    let mut ends = vec![0_u32; lifetimes.len() + 1];
+    let (mut now, mut most) = (0, 0);
+    // CAST: a history has fewer than 2^32 allocations.
+    for (number, one) in (0u32..).zip(lifetimes) {
+        now -= ends[number as usize] as usize;
+        now += 1;
+        most = most.max(now);
+        ends[one.end_within(number, lifetimes.len())] += 1;
+    }
+    most
+}
+
 /// When memory can go from one stream to another, see the [module](super).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum CrossStream {
@@ -101,14 +115,9 @@ pub struct PlanSettings {
 }
 
 impl PlanSettings {
-    /// Steps that [`for_blocks`](Self::for_blocks) gives at most.
-    pub const MOST_STEPS: u64 = 1 << 27;
+    /// Steps of a search that nobody has asked for by itself: about a second.
+    pub const STEPS: u64 = 1 << 25;
 
-    /// What a history of so many allocations gets unless the caller asks for more: about a second for 10,000 of them, and
-    /// never more than some five.
-    #[must_use]
-    pub fn for_blocks(blocks: usize) -> Self {
-        let steps = ((1 << 25) + 1024 * blocks as u64).min(Self::MOST_STEPS);
-        Self { cross_stream: CrossStream::AfterWait, steps, seed: 0 }
-    }
+    /// Steps of a search that is a question of its own: about four seconds.
+    pub const MOST_STEPS: u64 = 1 << 27;
 }

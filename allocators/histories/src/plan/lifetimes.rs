@@ -3,13 +3,16 @@
 use super::{Lifetime, NEVER};
 use crate::history::{BY_DEVICE, History, Kind, NEVER as NEVER_COMPLETES, NO_STREAM, Op, Release};
 
+/// Bytes of a block that is in use, where the lower bound is looked for: in trees, by when its memory is free.
+const LIVE: usize = 128;
+
 /// A free whose memory other streams cannot have yet.
 #[derive(Clone, Copy, Debug)]
 struct Unseen {
     /// Number of its allocation.
     allocation: u32,
     /// Where it stands among the operations.
-    op: usize,
+    op: u32,
 }
 
 /// A completion that the host sees: all that `stream` was given before operation `op` is done.
@@ -18,7 +21,7 @@ struct Seen {
     /// The first allocation after it.
     when: u32,
     stream: u32,
-    op: usize,
+    op: u32,
 }
 
 /// Goes through the operations in order.
@@ -41,7 +44,7 @@ impl Walk {
     }
 
     /// A free, as operation `at`. `allocations` counts those before each operation.
-    fn free(&mut self, op: &Op, at: usize, allocations: &[u32]) {
+    fn free(&mut self, op: &Op, at: u32, allocations: &[u32]) {
         let allocation = self.slots[op.slot as usize];
         // CAST: as above.
         let now = self.lifetimes.len() as u32;
@@ -63,6 +66,21 @@ impl Walk {
 }
 
 impl History {
+    /// Bytes that [`lifetimes`](Self::lifetimes) holds at most while it works, with those of its result and of the [lower
+    /// bound](super::lower_bound).
+    #[must_use]
+    pub fn bytes_of_lifetimes(&self) -> usize {
+        // CAST: sizes in memory.
+        let (blocks, slots, deferred) = (self.allocations as usize, self.slots as usize, self.deferred as usize);
+        let frees = self.ops.iter().filter(|op| matches!(op.kind(), Kind::Free | Kind::Release)).count();
+        let frees = frees + self.beginning.frees.len();
+        blocks * size_of::<Lifetime>()
+            + self.ops.len() * size_of::<u32>()
+            // Lists that grow double, and hold both sizes for a moment.
+            + 3 * (frees * size_of::<Unseen>() + deferred * size_of::<Seen>())
+            + slots * (size_of::<u32>() + LIVE)
+    }
+
     /// How long each allocation needs its memory, in the order in which a replay makes them. O(n log n).
     ///
     /// A block's memory is free for its own stream when its free completes. It is free for other streams when the host has
@@ -97,10 +115,10 @@ impl History {
         for op in &self.beginning.frees {
             walk.free(op, 0, &allocations);
         }
-        for (at, op) in self.ops.iter().enumerate() {
+        for (at, op) in (1..).zip(&self.ops) {
             match op.kind() {
                 Kind::Alloc => walk.alloc(op.slot, op.stream(), op.pool(), op.value),
-                Kind::Free | Kind::Release => walk.free(op, at + 1, &allocations),
+                Kind::Free | Kind::Release => walk.free(op, at, &allocations),
                 Kind::Use | Kind::Trim | Kind::Refused | Kind::Nothing => {}
             }
         }

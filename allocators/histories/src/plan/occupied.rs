@@ -7,6 +7,7 @@
 //! placed without looking at each other block. Many small blocks that lie side by side, as weights do, are one range.
 
 use super::conflicts::cover;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// Byte ranges that are taken, by time.
 #[derive(Debug)]
@@ -19,13 +20,25 @@ pub(super) struct Occupied {
     filled: Vec<u32>,
     /// Lists that a search goes through, and how far it has come in each.
     cursors: Vec<(u32, u32)>,
+    claim: Claim,
 }
+
+/// Ranges that are moved in the time of a step.
+const MOVED: usize = 32;
+/// Bytes of a list of one range, with what the system keeps beside it.
+const SHORT: usize = 32;
 
 impl Occupied {
     /// Nothing is taken in the time of so many allocations.
-    pub(super) fn new(count: usize) -> Self {
+    ///
+    /// # Errors
+    /// The budget has less than this takes when it is empty.
+    pub(super) fn new(count: usize, budget: &Budget) -> Result<Self, OverBudget> {
         let leaves = count.next_power_of_two();
-        Self { leaves, lists: vec![Vec::new(); 3 * leaves], filled: Vec::new(), cursors: Vec::new() }
+        let mut claim = budget.claim();
+        claim.add(3 * leaves * (size_of::<Vec<(u64, u64)>>() + size_of::<u32>()))?;
+        let filled = Vec::with_capacity(3 * leaves);
+        Ok(Self { leaves, lists: vec![Vec::new(); 3 * leaves], filled, cursors: Vec::new(), claim })
     }
 
     /// Nothing is taken any more. Keeps its memory.
@@ -73,42 +86,54 @@ impl Occupied {
     }
 
     /// Bytes are taken from one allocation to another. Returns the steps.
-    pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> u64 {
-        let Self { leaves, ref mut lists, ref mut filled, .. } = *self;
+    ///
+    /// # Errors
+    /// The budget is used up. Some lists have the bytes then.
+    pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> Result<u64, OverBudget> {
+        let Self { leaves, ref mut lists, ref mut filled, ref mut claim, .. } = *self;
+        let (mut steps, mut room) = (0, Ok(()));
         let mut take = |list: usize| {
             let ranges = &mut lists[list];
             if ranges.is_empty() {
                 // CAST: as above.
                 filled.push(list as u32);
+            }
+            let enough = if ranges.capacity() == 0 {
                 // Of most lists it stays the only one.
-                ranges.reserve_exact(1);
+                claim.add(SHORT).map(|()| ranges.reserve_exact(1))
+            } else {
+                claim.reserve(ranges, 1)
+            };
+            match enough {
+                Ok(()) => add(ranges, bytes) / MOVED,
+                Err(over) => {
+                    room = Err(over);
+                    0
+                }
             }
-            add(ranges, bytes);
         };
-        let mut steps = 0;
         cover(leaves, from, to, |node| {
-            steps += 2;
-            take(node);
+            steps += 2 + take(node);
             if node < leaves {
-                take(2 * leaves + node);
+                steps += take(2 * leaves + node);
             }
         });
-        above(leaves, from, to, |node| {
-            steps += 1;
-            take(node);
-        });
-        steps
+        above(leaves, from, to, |node| steps += 1 + take(node));
+        // CAST: a count of what was looked at.
+        room.map(|()| steps as u64)
     }
 }
 
-/// Adds a range and joins what touches.
-fn add(ranges: &mut Vec<(u64, u64)>, (start, end): (u64, u64)) {
+/// Adds a range and joins what touches. Returns how many others were moved.
+fn add(ranges: &mut Vec<(u64, u64)>, (start, end): (u64, u64)) -> usize {
     let first = ranges.partition_point(|range| range.1 < start);
     let last = first + ranges[first..].partition_point(|range| range.0 <= end);
     let joined = &ranges[first..last];
     let start = joined.first().map_or(start, |range| range.0.min(start));
     let end = joined.last().map_or(end, |range| range.1.max(end));
+    let moved = if last == first + 1 { 0 } else { ranges.len() - last };
     ranges.splice(first..last, [(start, end)]);
+    moved
 }
 
 /// Calls `node` with the nodes of a segment tree that hold a part of `from..to` and something else, once each.
@@ -128,6 +153,8 @@ fn above(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
     use crate::random::Random;
 
@@ -149,7 +176,7 @@ mod tests {
     fn the_lowest_place_is_that_which_looking_at_every_block_finds() {
         let mut random = Random(5);
         for count in [1, 2, 3, 7, 64, 100, 129] {
-            let mut occupied = Occupied::new(count as usize);
+            let mut occupied = Occupied::new(count as usize, &Budget::default()).unwrap();
             for _ in 0..40 {
                 occupied.clear();
                 let mut placed = Vec::new();
@@ -163,7 +190,7 @@ mod tests {
                     let offset =
                         offset + u64::from(random.below(3)) * u64::from(slowly(&placed, from, to, bytes + 3) == offset);
                     placed.push((from, to, offset, offset + bytes));
-                    occupied.insert(from, to, (offset, offset + bytes));
+                    occupied.insert(from, to, (offset, offset + bytes)).unwrap();
                 }
             }
         }
@@ -182,9 +209,9 @@ mod tests {
 
     #[test]
     fn a_thousand_blocks_side_by_side_are_looked_at_as_one() {
-        let mut occupied = Occupied::new(1000);
+        let mut occupied = Occupied::new(1000, &Budget::default()).unwrap();
         for block in 0..1000 {
-            occupied.insert(block, 1000, (block as u64, block as u64 + 1));
+            occupied.insert(block, 1000, (block as u64, block as u64 + 1)).unwrap();
         }
         let (offset, steps) = occupied.lowest(999, 1000, 1);
         assert!(offset == 1000 && steps < 50, "{offset} after {steps} steps");

@@ -1,6 +1,7 @@
 //! Where each block of a history lies, and whether that is a plan: no two blocks that conflict overlap.
 
 use super::lifetime::{CrossStream, Lifetime};
+use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt;
 use vramlab_policies::backends::plan::PlanTable;
@@ -19,6 +20,20 @@ pub struct Plan {
     pub least: u64,
     /// Steps that the search made.
     pub steps: u64,
+    /// Why it ended.
+    pub end: SearchEnd,
+}
+
+/// Why a search for a plan ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SearchEnd {
+    /// The plan is the best there is, or within 0.012 % of the lower bound.
+    Best,
+    /// Its steps were used up.
+    Steps,
+    /// Its memory was used up, or some of its attempts ended because of that.
+    Memory,
 }
 
 impl Plan {

@@ -3,10 +3,11 @@
 use super::conflicts::Placed;
 use super::exact::Exact;
 use super::occupied::Occupied;
-use super::{CrossStream, Lifetime, Plan, PlanSettings, online};
+use super::{CrossStream, Lifetime, Plan, PlanSettings, SearchEnd};
 use crate::random::Random;
 use crate::steps;
 use std::cmp::Reverse;
+use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 /// An attempt ends when so many blocks lie above the best plan, because it cannot become better. Attempts take turns: the
 /// first is over sooner, the second tells more about what stands in the way.
@@ -21,20 +22,29 @@ const FIRST: u64 = 8;
 /// Steps that orders are tried for at least, because the exact search has found little by then.
 const FEWEST_FIRST: u64 = 1 << 20;
 
+/// Blocks of a history whose lists a processor's caches hold. With more of them each step counts double.
+const CACHED: usize = 1 << 16;
+
 /// Blocks of a history up to which it begins at all.
 const MOST_BLOCKS: usize = 1 << 15;
+
+/// Bytes of an allocation in a search: two plans, an order, priorities, and the keys by which the order is sorted.
+const ALLOCATION: usize = 3 * size_of::<u64>() + size_of::<u32>() + 32;
 
 /// A search over orders.
 #[derive(Debug)]
 pub(super) struct Search<'a> {
     lifetimes: &'a [Lifetime],
     settings: &'a PlanSettings,
+    budget: &'a Budget,
     lower_bound: u64,
     placed: Blocks<'a>,
     /// Where the blocks lie that this attempt has placed.
     offsets: Vec<u64>,
     /// Ranges of the blocks that conflict with the one to be placed.
     taken: Vec<(u64, u64)>,
+    /// Of what a block takes, and of `taken`.
+    claim: Claim,
     steps: u64,
     /// Most steps.
     most: u64,
@@ -50,9 +60,12 @@ enum Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    fn new(lifetimes: &'a [Lifetime], cross: CrossStream) -> Self {
+    fn new(lifetimes: &'a [Lifetime], cross: CrossStream, budget: &Budget) -> Result<Self, OverBudget> {
         let apart = lifetimes.iter().any(|one| one.group(cross) != lifetimes[0].group(cross));
-        if apart { Self::Groups(Placed::new(lifetimes, cross)) } else { Self::OneGroup(Occupied::new(lifetimes.len())) }
+        Ok(match apart {
+            true => Self::Groups(Placed::new(lifetimes, cross, budget)?),
+            false => Self::OneGroup(Occupied::new(lifetimes.len(), budget)?),
+        })
     }
 
     fn clear(&mut self) {
@@ -72,18 +85,32 @@ enum Attempt {
     Worse(usize),
     /// There are no steps left.
     OutOfSteps,
+    /// There is no memory left.
+    OutOfMemory,
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(lifetimes: &'a [Lifetime], settings: &'a PlanSettings, lower_bound: u64) -> Self {
-        let placed = Blocks::new(lifetimes, settings.cross_stream);
-        let offsets = vec![0; lifetimes.len()];
-        Self { lifetimes, settings, lower_bound, placed, offsets, taken: Vec::new(), steps: 0, most: settings.steps }
+    /// A search.
+    ///
+    /// # Errors
+    /// The budget has less than it takes for any attempt.
+    pub(super) fn new(
+        lifetimes: &'a [Lifetime],
+        settings: &'a PlanSettings,
+        lower_bound: u64,
+        budget: &'a Budget,
+    ) -> Result<Self, OverBudget> {
+        let mut claim = budget.claim();
+        claim.add(ALLOCATION * lifetimes.len())?;
+        let placed = Blocks::new(lifetimes, settings.cross_stream, budget)?;
+        let (offsets, taken, most) = (vec![0; lifetimes.len()], Vec::new(), settings.steps);
+        Ok(Self { lifetimes, settings, budget, lower_bound, placed, offsets, taken, claim, steps: 0, most })
     }
 
-    /// The best plan that is found. Not generic, so that it is compiled, and optimised, with this crate.
-    pub(super) fn run(mut self, progress: &mut dyn FnMut(u64, u64)) -> Plan {
-        let (mut best, mut bytes) = online::best_fit(self.lifetimes, self.settings.cross_stream);
+    /// Makes a plan better. Not generic, so that it is compiled, and optimised, with this crate.
+    pub(super) fn run(mut self, first: Plan, progress: &mut dyn FnMut(u64, u64)) -> Plan {
+        let Plan { offsets: mut best, mut bytes, .. } = first;
+        let mut end = SearchEnd::Best;
         let mut random = Random(self.settings.seed);
         // CAST: a history has fewer than 2^32 allocations.
         let mut order: Vec<u32> = (0..self.lifetimes.len() as u32).collect();
@@ -109,14 +136,27 @@ impl<'a> Search<'a> {
                 }
                 Attempt::Worse(placed) => placed,
                 Attempt::OutOfSteps if self.most < all => {
-                    exact = Exact::new(self.lifetimes, self.settings);
                     self.most = all;
-                    match exact {
-                        Some(_) => break,
-                        None => continue,
+                    match Exact::new(self.lifetimes, self.settings, self.budget) {
+                        Ok(None) => continue,
+                        Ok(found) => {
+                            exact = found;
+                            break;
+                        }
+                        Err(_) => {
+                            end = SearchEnd::Memory;
+                            break;
+                        }
                     }
                 }
-                Attempt::OutOfSteps => break,
+                Attempt::OutOfSteps => {
+                    end = SearchEnd::Steps;
+                    break;
+                }
+                Attempt::OutOfMemory => {
+                    end = SearchEnd::Memory;
+                    break;
+                }
             };
             limit = bytes;
             // What lies above the bound comes earlier, by half a doubling to one and a half.
@@ -130,7 +170,7 @@ impl<'a> Search<'a> {
             self.steps += order.len() as u64;
         }
         let Self { lower_bound, steps, .. } = self;
-        let mut plan = Plan { offsets: best, bytes, lower_bound, least: lower_bound, steps };
+        let mut plan = Plan { offsets: best, bytes, lower_bound, least: lower_bound, steps, end };
         if let Some(exact) = exact {
             exact.improve(&mut plan, all, progress);
         }
@@ -148,7 +188,7 @@ impl<'a> Search<'a> {
         self.placed.clear();
         let (mut highest, mut above) = (0, 0);
         for (count, &block) in order.iter().enumerate() {
-            let top = self.place(block);
+            let Ok(top) = self.place(block) else { return Attempt::OutOfMemory };
             highest = highest.max(top);
             above += u32::from(top >= limit);
             if above == offenders {
@@ -162,8 +202,11 @@ impl<'a> Search<'a> {
     }
 
     /// Places a block at the lowest offset at which it overlaps none that conflicts with it; its top.
-    fn place(&mut self, block: u32) -> u64 {
-        let Self { lifetimes, offsets, taken, placed, .. } = self;
+    ///
+    /// # Errors
+    /// The budget is used up.
+    fn place(&mut self, block: u32) -> Result<u64, OverBudget> {
+        let Self { lifetimes, offsets, taken, placed, claim, .. } = self;
         let of = &lifetimes[block as usize];
         let bytes = of.bytes();
         let mut offset = 0;
@@ -172,25 +215,29 @@ impl<'a> Search<'a> {
                 let (from, to) = (block as usize, of.end_within(block, lifetimes.len()));
                 let (lowest, steps) = occupied.lowest(from, to, bytes);
                 offset = lowest;
+                let lists = steps + occupied.insert(from, to, (offset, offset + bytes))?;
                 // A list takes half as long to look at as a block.
-                (steps + occupied.insert(from, to, (offset, offset + bytes))).div_ceil(2)
+                lists.div_ceil(2)
             }
             Blocks::Groups(placed) => {
                 taken.clear();
+                let mut room = Ok(());
                 let asked = placed.each(block, |other| {
                     let offset = offsets[other as usize];
-                    taken.push((offset, offset + lifetimes[other as usize].bytes()));
+                    let range = (offset, offset + lifetimes[other as usize].bytes());
+                    room = room.and_then(|()| claim.push(taken, range));
                 });
+                room?;
                 lowest_gap(taken, bytes, &mut offset);
-                placed.insert(block);
-                taken.len() as u64 + asked
+                // CAST: a count of what was looked at.
+                placed.insert(block)? + taken.len() as u64 + asked
             }
         };
         // CAST: a count of what was looked at.
         steps::count(made as usize);
-        self.steps += made;
+        self.steps += if lifetimes.len() > CACHED { 2 * made } else { made };
         self.offsets[block as usize] = offset;
-        offset + bytes
+        Ok(offset + bytes)
     }
 }
 

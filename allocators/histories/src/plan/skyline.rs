@@ -20,6 +20,7 @@
 
 use super::parts::{Item, Part};
 use std::cmp::Reverse;
+use vramlab_device::budget::{Budget, Claim};
 
 /// What is undone when the search goes back, with the value before.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +32,95 @@ pub(super) enum Undo {
     Supports(u32, u32),
     Placed(u32),
     Lifted,
+}
+
+/// Entries that a search can undo at most, of 16 bytes each. A search that has come so deep has seldom been right all the way.
+const MOST_UNDO: usize = 1 << 24;
+
+/// Memory of a search that grows as it goes deeper: the changes that it can undo, and the decisions that it can change.
+#[derive(Debug)]
+pub(super) struct Room {
+    undo: Vec<Undo>,
+    of_undo: Claim,
+    of_decisions: Claim,
+    /// Whether a change could not be kept. What it changed cannot be undone, so the search ends there.
+    full: bool,
+}
+
+impl Room {
+    pub(super) fn new(budget: &Budget) -> Self {
+        Self { undo: Vec::new(), of_undo: budget.claim(), of_decisions: budget.claim(), full: false }
+    }
+
+    #[inline]
+    fn push(&mut self, undo: Undo) {
+        if self.undo.len() < self.undo.capacity() || self.grow() {
+            self.undo.push(undo);
+        } else {
+            self.full = true;
+        }
+    }
+
+    #[cold]
+    fn grow(&mut self) -> bool {
+        self.undo.len() < MOST_UNDO && self.of_undo.reserve(&mut self.undo, 1).is_ok()
+    }
+
+    /// Whether there is room for so many bytes of decisions.
+    #[inline]
+    fn holds(&mut self, decisions: usize) -> bool {
+        // In steps, so that most decisions claim nothing.
+        self.full = self.full || self.of_decisions.set(decisions.next_multiple_of(1 << 16)).is_err();
+        !self.full
+    }
+}
+
+/// A part as every search of it begins.
+#[derive(Debug)]
+pub(super) struct Start {
+    /// Blocks by section.
+    at: Vec<Vec<u32>>,
+    /// The first block that starts in a section or later; one more than there are sections.
+    starts: Vec<usize>,
+    /// Units in use in each section, and the number of blocks.
+    left: Vec<u64>,
+    count: Vec<u32>,
+    /// Blocks that are in use before a section and in it.
+    crossing: Vec<u32>,
+    /// Sections in which each block is in use.
+    widths: Vec<u32>,
+}
+
+impl Start {
+    /// Bytes that it takes, and each search of the part besides what [`Room`] claims.
+    pub(super) fn bytes(part: &Part) -> usize {
+        8 * part.pairs() + 128 * part.sections + 128 * part.items.len()
+    }
+
+    pub(super) fn new(part: &Part) -> Self {
+        let sections = part.sections;
+        let (mut at, mut starts, mut crossing) = (vec![Vec::new(); sections], vec![0; sections + 1], vec![0; sections + 1]);
+        let mut left = vec![0; sections];
+        // CAST: a history has fewer than 2^32 allocations.
+        for (number, item) in (0u32..).zip(&part.items) {
+            at[item.from..item.to].iter_mut().for_each(|list| list.push(number));
+            left[item.from..item.to].iter_mut().for_each(|left| *left += item.size);
+            starts[item.from + 1] += 1;
+            crossing[item.from + 1..item.to].iter_mut().for_each(|count| *count += 1);
+        }
+        for section in 0..sections {
+            starts[section + 1] += starts[section];
+        }
+        // CAST: as above.
+        let count = at.iter().map(|list: &Vec<u32>| list.len() as u32).collect();
+        let widths = part.items.iter().map(|item| (item.to - item.from) as u32).collect();
+        Self { at, starts, left, count, crossing, widths }
+    }
+
+    /// Units in use in each section.
+    pub(super) fn in_use(&self) -> &[u64] {
+        &self.left
+    }
 }
 
 /// A valley's section that is decided.
@@ -50,6 +140,33 @@ struct Decision {
     after: Vec<(usize, usize)>,
 }
 
+impl Decision {
+    /// Bytes that it takes in a vector that doubles.
+    fn bytes(&self) -> usize {
+        2 * size_of::<Self>() + 4 * self.choices.capacity() + size_of::<(usize, usize)>() * self.after.capacity()
+    }
+}
+
+/// Decisions that led to where a search is.
+#[derive(Debug, Default)]
+struct Decisions {
+    list: Vec<Decision>,
+    bytes: usize,
+}
+
+impl Decisions {
+    fn push(&mut self, decision: Decision) {
+        self.bytes += decision.bytes();
+        self.list.push(decision);
+    }
+
+    fn pop(&mut self) -> Option<Decision> {
+        let decision = self.list.pop()?;
+        self.bytes -= decision.bytes();
+        Some(decision)
+    }
+}
+
 /// What a search came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
@@ -59,6 +176,8 @@ pub(super) enum Answer {
     Impossible,
     /// It took too long.
     Unknown,
+    /// It took too much memory.
+    Memory,
 }
 
 /// The state of a search.
@@ -68,7 +187,7 @@ pub(super) struct Skyline<'a> {
     /// Blocks of each section.
     at: &'a [Vec<u32>],
     /// The first block that starts in a section or later; one more than there are sections.
-    starts: Vec<usize>,
+    starts: &'a [usize],
     /// Which block is tried first: that with the highest.
     priorities: &'a [u64],
     /// Units that there are.
@@ -91,68 +210,55 @@ pub(super) struct Skyline<'a> {
     lifted: Vec<u32>,
     /// Sections that lost their last support.
     unsupported: Vec<usize>,
-    undo: Vec<Undo>,
-    /// What was looked at.
+    /// The change in which a section's number of supports was last kept, and that of a block: once is enough to undo all of it.
+    kept: [Vec<u64>; 2],
+    change: u64,
+    room: &'a mut Room,
+    /// What was looked at, and what may be.
     pub(super) looked: u64,
-}
-
-/// The blocks of each section.
-pub(super) fn by_section(part: &Part) -> Vec<Vec<u32>> {
-    let mut at = vec![Vec::new(); part.sections];
-    // CAST: a history has fewer than 2^32 allocations.
-    for (number, item) in (0u32..).zip(&part.items) {
-        at[item.from..item.to].iter_mut().for_each(|list| list.push(number));
-    }
-    at
+    most_looked: u64,
 }
 
 impl<'a> Skyline<'a> {
-    /// `undo` is empty memory, which [`finish`](Self::finish) gives back.
+    /// `priorities` are of the blocks in the order of the part.
     pub(super) fn new(
         part: &'a Part,
-        at: &'a [Vec<u32>],
+        start: &'a Start,
         priorities: &'a [u64],
         capacity: u64,
-        undo: Vec<Undo>,
+        room: &'a mut Room,
     ) -> Self {
         let (items, sections) = (&part.items[..], part.sections);
-        let mut starts = vec![0; sections + 1];
-        let mut crossing = vec![0; sections + 1];
-        for item in items {
-            starts[item.from + 1] += 1;
-            crossing[item.from + 1..item.to].iter_mut().for_each(|count| *count += 1);
-        }
-        for section in 0..sections {
-            starts[section + 1] += starts[section];
-        }
-        // CAST: as above.
-        let count: Vec<u32> = at.iter().map(|list| list.len() as u32).collect();
+        room.undo.clear();
+        room.full = false;
         Self {
             items,
-            at,
-            starts,
+            at: &start.at,
+            starts: &start.starts,
             priorities,
             capacity,
             skyline: vec![0; sections],
             floor: vec![0; sections],
-            support: count.clone(),
-            left: at.iter().map(|list| list.iter().map(|&item| items[item as usize].size).sum()).collect(),
-            count,
-            crossing,
+            support: start.count.clone(),
+            left: start.left.clone(),
+            count: start.count.clone(),
+            crossing: start.crossing.clone(),
             lowest: vec![0; items.len()],
-            supports: items.iter().map(|item| (item.to - item.from) as u32).collect(),
+            supports: start.widths.clone(),
             placed: vec![false; items.len()],
             lifted: Vec::new(),
             unsupported: Vec::new(),
-            undo,
-            looked: 0,
+            kept: [vec![0; sections], vec![0; items.len()]],
+            change: 0,
+            room,
+            looked: (sections + items.len()) as u64,
+            most_looked: u64::MAX,
         }
     }
 
-    /// Where the blocks lie, after a plan was found, and memory for the next search.
-    pub(super) fn finish(mut self) -> (Vec<u64>, Vec<Undo>) {
-        self.undo.clear();
-        (self.lowest, self.undo)
+    /// Where the blocks lie, after a plan was found.
+    pub(super) fn finish(self) -> Vec<u64> {
+        self.lowest
     }
 
     /// Searches until a plan is found or impossible, so many decisions were wrong, or so much was looked at.
@@ -160,7 +266,8 @@ impl<'a> Skyline<'a> {
         if (0..self.floor.len()).any(|section| self.left[section] > self.capacity) {
             return Answer::Impossible;
         }
-        let mut stack = Vec::new();
+        self.most_looked = most_looked;
+        let mut stack = Decisions::default();
         let mut wrong = 0;
         let whole = self.stretches((0, self.floor.len()));
         self.open(&mut stack, whole);
@@ -168,9 +275,16 @@ impl<'a> Skyline<'a> {
             if wrong >= most_wrong || self.looked >= most_looked {
                 return Answer::Unknown;
             }
-            let Some(stretches) = self.next(&mut top) else {
+            let next = self.next(&mut top);
+            if self.looked >= most_looked {
+                return Answer::Unknown;
+            }
+            if !self.room.holds(stack.bytes + top.bytes()) {
+                return Answer::Memory;
+            }
+            let Some(stretches) = next else {
                 // Whatever lies there, this stretch does not work out, and neither does what came of the decision before it.
-                let Some(before) = stack.last() else { return Answer::Impossible };
+                let Some(before) = stack.list.last() else { return Answer::Impossible };
                 self.back(before.mark);
                 wrong += 1;
                 continue;
@@ -194,7 +308,7 @@ impl<'a> Skyline<'a> {
     }
 
     /// Begins with the first of these stretches.
-    fn open(&mut self, stack: &mut Vec<Decision>, mut stretches: Vec<(usize, usize)>) {
+    fn open(&mut self, stack: &mut Decisions, mut stretches: Vec<(usize, usize)>) {
         if let Some(stretch) = stretches.pop() {
             let decision = self.decide(stretch, stretches);
             stack.push(decision);
@@ -224,7 +338,7 @@ impl<'a> Skyline<'a> {
         let mut choices = self.supporters(section);
         choices.sort_by_key(|&item| (Reverse(self.priorities[item as usize]), item));
         let empty = self.spare(section) > 0;
-        Decision { stretch, section, choices, tried: 0, empty, mark: self.undo.len(), after }
+        Decision { stretch, section, choices, tried: 0, empty, mark: self.room.undo.len(), after }
     }
 
     /// Units that a section can lose.
@@ -239,7 +353,7 @@ impl<'a> Skyline<'a> {
         left.filter(|&item| !self.placed[item as usize] && self.lowest[item as usize] == self.floor[section]).collect()
     }
 
-    /// Tries what has not been tried: the stretches that are left then, or none if nothing is left to try.
+    /// Tries what has not been tried: the stretches that are left then, or none if nothing is left to try, or the search has to end.
     fn next(&mut self, decision: &mut Decision) -> Option<Vec<(usize, usize)>> {
         while let Some(&item) = decision.choices.get(decision.tried) {
             decision.tried += 1;
@@ -253,11 +367,17 @@ impl<'a> Skyline<'a> {
             if self.place(item as usize) && !self.dominated(decision.stretch) {
                 return Some(self.stretches(decision.stretch));
             }
+            if self.room.full || self.looked >= self.most_looked {
+                return None;
+            }
             self.back(decision.mark);
         }
         if std::mem::take(&mut decision.empty) {
             if self.lift(decision.section, &decision.choices) && !self.dominated(decision.stretch) {
                 return Some(vec![decision.stretch]);
+            }
+            if self.room.full {
+                return None;
             }
             self.back(decision.mark);
         }
@@ -293,11 +413,12 @@ impl Skyline<'_> {
             return false;
         }
         let top = offset + size;
+        self.change += 1;
         self.placed[item] = true;
         // CAST: a history has fewer than 2^32 allocations, and no more sections.
-        self.undo.push(Undo::Placed(item as u32));
+        self.room.push(Undo::Placed(item as u32));
         for section in from..to {
-            self.undo.push(Undo::Skyline(section as u32, self.skyline[section]));
+            self.room.push(Undo::Skyline(section as u32, self.skyline[section]));
             self.skyline[section] = top;
             self.left[section] -= size;
             self.count[section] -= 1;
@@ -314,10 +435,11 @@ impl Skyline<'_> {
     /// The blocks of a section that can lie on its floor are to rest higher up. False if that leads nowhere.
     fn lift(&mut self, section: usize, supporters: &[u32]) -> bool {
         let floor = self.floor[section];
+        self.change += 1;
         let rests: Vec<u64> = supporters.iter().map(|&item| self.lowest_top(item as usize, section, floor)).collect();
         let possible = supporters.iter().zip(rests).all(|(&item, rest)| {
             self.lifted.push(item);
-            self.undo.push(Undo::Lifted);
+            self.room.push(Undo::Lifted);
             rest < u64::MAX && self.raise(item as usize, rest)
         });
         self.settle(possible)
@@ -345,7 +467,7 @@ impl Skyline<'_> {
             return true;
         }
         // CAST: as above.
-        self.undo.push(Undo::Lowest(item as u32, before));
+        self.room.push(Undo::Lowest(item as u32, before));
         self.lowest[item] = lowest;
         self.unsupport(item, before);
         lowest + self.items[item].size <= self.capacity
@@ -356,19 +478,34 @@ impl Skyline<'_> {
         if self.supports[item] == 0 {
             return;
         }
-        // CAST: as above.
-        self.undo.push(Undo::Supports(item as u32, self.supports[item]));
+        self.keep_supports(item);
         self.supports[item] = 0;
         let Item { from, to, .. } = self.items[item];
         self.looked += (to - from) as u64;
         for section in from..to {
             if self.floor[section] == lowest && self.support[section] > 0 {
-                self.undo.push(Undo::Support(section as u32, self.support[section]));
+                self.keep_support(section);
                 self.support[section] -= 1;
                 if self.support[section] == 0 && self.count[section] > 0 {
                     self.unsupported.push(section);
                 }
             }
+        }
+    }
+
+    /// Keeps how many supports a section had before this change.
+    fn keep_support(&mut self, section: usize) {
+        if std::mem::replace(&mut self.kept[0][section], self.change) != self.change {
+            // CAST: as above.
+            self.room.push(Undo::Support(section as u32, self.support[section]));
+        }
+    }
+
+    /// Keeps how many sections a block supported before this change.
+    fn keep_supports(&mut self, item: usize) {
+        if std::mem::replace(&mut self.kept[1][item], self.change) != self.change {
+            // CAST: as above.
+            self.room.push(Undo::Supports(item as u32, self.supports[item]));
         }
     }
 
@@ -385,13 +522,13 @@ impl Skyline<'_> {
                 floor = floor.min(lowest);
             }
             self.looked += self.at[section].len() as u64;
+            self.keep_support(section);
             // CAST: as above.
-            self.undo.push(Undo::Support(section as u32, self.support[section]));
-            self.undo.push(Undo::Floor(section as u32, self.floor[section]));
+            self.room.push(Undo::Floor(section as u32, self.floor[section]));
             (self.floor[section], self.support[section]) = (floor, support);
-            for &item in self.at[section].iter() {
+            for &item in &self.at[section] {
                 if !self.placed[item as usize] && self.lowest[item as usize] == floor {
-                    self.undo.push(Undo::Supports(item, self.supports[item as usize]));
+                    self.keep_supports(item as usize);
                     self.supports[item as usize] += 1;
                 }
             }
@@ -427,7 +564,7 @@ impl Skyline<'_> {
 
     /// Goes back to where so much was to be undone.
     fn back(&mut self, mark: usize) {
-        for undo in self.undo.drain(mark..).rev() {
+        for undo in self.room.undo.drain(mark..).rev() {
             match undo {
                 Undo::Skyline(section, before) => self.skyline[section as usize] = before,
                 Undo::Floor(section, before) => self.floor[section as usize] = before,

@@ -69,8 +69,10 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "live_bytes": null,
         "lower_bound_bytes": null,
         "plan_bytes": null,
+        "plan_end": null,
         "ordered_lower_bound_bytes": null,
         "ordered_plan_bytes": null,
+        "ordered_plan_end": null,
         "unknown": {
             "deferred_frees": null,
             "prologue_allocations": recording.before.blocks.len(),

@@ -101,7 +101,7 @@ impl RecordedRun {
         // Where events of segments are missing, what was reserved is no more than a lower bound.
         let shown = recorded.as_recorded.map_or(0, |told| told.reserved);
         let missing = segments == (0, 0) && lies_outside(recording)
-            || Bounds::of(&recorded.history, Search::Off, |_| {}).check("", shown).is_err();
+            || Bounds::of(&recorded, Search::Off, |_| {})?.check("", shown).is_err();
         if missing {
             recorded.as_recorded = None;
             recorded.seen_reserved = recorded.seen_reserved.max(shown);

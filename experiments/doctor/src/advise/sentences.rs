@@ -5,6 +5,7 @@ use super::evidence::Evidence;
 use super::{Advice, LimitSource, Other, Verdict, program};
 use crate::explain::phases;
 use crate::replay::Bounds;
+use vramlab::histories::plan::SearchEnd;
 use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};
 use vramlab::Bytes;
@@ -366,9 +367,15 @@ fn what_cannot(advice: &Advice, all: bool, page: &mut Page) {
 /// What is asked for at once, and what that needs at least.
 pub(super) fn least(advice: &Advice) -> String {
     let live = Bytes(advice.live_bytes);
-    let Bounds { lower_bound_bytes, plan_bytes, ordered_lower_bound_bytes, ordered_plan_bytes } = advice.bounds;
-    let needs = |bound: u64, plan: Option<u64>| {
-        let plan = plan.map_or(String::new(), |plan| format!(" (a plan: {})", Bytes(plan)));
+    let Bounds { lower_bound_bytes, plan_bytes, ordered_lower_bound_bytes, ordered_plan_bytes, .. } = advice.bounds;
+    let needs = |bound: u64, plan: Option<u64>, end: Option<SearchEnd>| {
+        let short = end == Some(SearchEnd::Memory);
+        let plan = match plan {
+            Some(plan) if short => format!(" (a plan, within --read-memory: {})", Bytes(plan)),
+            Some(plan) => format!(" (a plan: {})", Bytes(plan)),
+            None if short => " (no plan: --read-memory leaves no room for one)".to_owned(),
+            None => String::new(),
+        };
         format!("{}{plan}", Bytes(bound))
     };
     let waits = advice.unknown.deferred_frees > 0;
@@ -376,9 +383,9 @@ pub(super) fn least(advice: &Advice) -> String {
         true => format!("{live} are asked for at once. With frees that wait for other streams as they did, at least "),
         false => format!("{live} are asked for at once; at least "),
     };
-    out += &needs(lower_bound_bytes, plan_bytes);
+    out += &needs(lower_bound_bytes, plan_bytes, advice.bounds.plan_end);
     if (ordered_lower_bound_bytes, ordered_plan_bytes) != (lower_bound_bytes, plan_bytes) {
-        let ordered = needs(ordered_lower_bound_bytes, ordered_plan_bytes);
+        let ordered = needs(ordered_lower_bound_bytes, ordered_plan_bytes, advice.bounds.ordered_plan_end);
         let besides = if waits { "besides " } else { "" };
         out += &format!("; if {besides}no stream may wait to reuse another's block, {ordered}");
     }

@@ -8,7 +8,8 @@ use super::run::{Figure, RunData};
 use super::source::Source;
 use super::timeline::{Mark, Stacks, Timeline};
 use crate::history::Compiled;
-use crate::replay::bound::Bounds;
+use crate::replay::bound::{Bounds, said};
+use vramlab::histories::plan::SearchEnd;
 use crate::words::RECORD;
 use anyhow::Result;
 use base64::Engine;
@@ -268,6 +269,9 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>) ->
     out.push(("lower bound", Bytes(bounds.lower_bound_bytes).to_string()));
     if let Some(plan) = bounds.plan_bytes {
         out.push(("a plan needs", Bytes(plan).to_string()));
+    }
+    if bounds.plan_end == Some(SearchEnd::Memory) {
+        out.push(("search for a plan", said(bounds.plan_end).to_owned()));
     }
     if history.refused_allocations() > 0 {
         out.push(("refused requests", history.refused_allocations().to_string()));
