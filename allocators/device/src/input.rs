@@ -1,12 +1,12 @@
 //! Small files that a user names, such as profiles, specs and records: read as a whole, and never without bound.
 //!
-//! What a name stands for may be a device or a pipe that never ends, and a compressed file unpacks to a thousand times
-//! its size. A caller gives the longest that its files can sensibly be, and a longer file is refused in one line. Histories are
+//! What a name stands for may be a device or a pipe that never ends, which is refused, and a compressed file unpacks to a thousand
+//! times its size. A caller gives the longest that its files can sensibly be, and a longer file is refused in one line. Histories are
 //! streamed instead, within a [budget](crate::budget).
 
 use crate::bytes::Bytes;
 use flate2::bufread::MultiGzDecoder;
-use std::fs::File;
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Seek, SeekFrom};
 use std::path::Path;
 
@@ -23,7 +23,7 @@ pub const TABLE: u64 = 256 << 20;
 /// The bytes of a file, of which there may be at most `limit`.
 ///
 /// # Errors
-/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::FileTooLarge`] for what is longer. The
+/// Those of [`open`], and [`ErrorKind::FileTooLarge`] for what is longer. The
 /// text is one line and does not name the file.
 pub fn read_bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read_whole(open(path)?, limit)
@@ -50,7 +50,7 @@ pub fn read_unpacked(path: &Path, limit: u64) -> Result<String> {
 /// The last bytes of a file, at most `most`.
 ///
 /// # Errors
-/// What the operating system says.
+/// Those of [`open`].
 pub fn read_end(path: &Path, most: u64) -> Result<Vec<u8>> {
     let mut file = open(path)?;
     let length = file.seek(SeekFrom::End(0))?;
@@ -60,12 +60,65 @@ pub fn read_end(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn open(path: &Path) -> Result<File> {
+/// Opens a regular file. What is none is refused, and a pipe without a writer is not waited for.
+///
+/// # Errors
+/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for pipes, devices and sockets.
+pub fn open(path: &Path) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(target_os = "linux")]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    refuse_special(&file.metadata()?, false)?;
+    Ok(file)
+}
+
+/// Opens a regular file, or a pipe, whose reader has to bound what it takes.
+///
+/// # Errors
+/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for devices and sockets.
+pub fn open_stream(path: &Path) -> Result<File> {
+    // Before it is opened: opening a device may change it.
+    refuse_special(&std::fs::metadata(path)?, true)?;
     let file = File::open(path)?;
-    if file.metadata()?.is_dir() {
+    refuse_special(&file.metadata()?, true)?;
+    Ok(file)
+}
+
+fn refuse_special(metadata: &Metadata, pipes: bool) -> Result<()> {
+    let kind = metadata.file_type();
+    if kind.is_dir() {
         return Err(Error::new(ErrorKind::IsADirectory, "it is a directory; name a file in it"));
     }
-    Ok(file)
+    #[cfg(unix)]
+    let (pipe, socket) = {
+        use std::os::unix::fs::FileTypeExt;
+        (kind.is_fifo(), kind.is_socket())
+    };
+    #[cfg(not(unix))]
+    let (pipe, socket) = (false, false);
+    if kind.is_file() || pipe && pipes {
+        return Ok(());
+    }
+    let what = if pipe {
+        "a pipe"
+    } else if socket {
+        "a socket"
+    } else {
+        "a device"
+    };
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}; name a regular file")))
+}
+
+/// As much of a file's text as an error should show, with control characters written out.
+#[must_use]
+pub fn excerpt(text: &str, most: usize) -> String {
+    let mut out: String = text.chars().take(most).flat_map(char::escape_debug).collect();
+    if text.chars().nth(most).is_some() {
+        out.push_str("...");
+    }
+    out
 }
 
 fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
@@ -147,8 +200,46 @@ mod tests {
     #[cfg(unix)]
     #[test]
     fn devices_that_never_end_are_refused() {
-        for read in [|path: &Path| read_text(path, WRITTEN), |path: &Path| read_unpacked(path, WRITTEN)] {
-            assert_eq!(read(Path::new("/dev/zero")).unwrap_err().kind(), ErrorKind::FileTooLarge);
+        let read: [fn(&Path) -> Result<String>; 2] =
+            [|path| read_text(path, WRITTEN), |path| read_unpacked(path, WRITTEN)];
+        for read in read {
+            let error = read(Path::new("/dev/zero")).unwrap_err();
+            assert_eq!((error.kind(), error.to_string().contains("it is a device")), (ErrorKind::InvalidInput, true));
         }
+        assert_eq!(open_stream(Path::new("/dev/zero")).unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(read_end(Path::new("/dev/zero"), 1).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+
+    /// Opening a pipe waits for its writer, of which there is none here.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pipes_are_refused_and_not_waited_for() {
+        let (_folder, path) = place();
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let (sent, heard) = std::sync::mpsc::channel();
+        let pipe = path.clone();
+        std::thread::spawn(move || sent.send(read_text(&pipe, WRITTEN).map_err(|error| error.kind())));
+        let read = heard.recv_timeout(std::time::Duration::from_secs(60));
+        if read.is_err() {
+            // Lets the thread go.
+            let _ = OpenOptions::new().write(true).open(&path);
+        }
+        assert_eq!(read.unwrap(), Err(ErrorKind::InvalidInput));
+    }
+
+    /// What the system makes up as it is read has no size.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn files_without_a_size_are_read_up_to_the_limit() {
+        let path = Path::new("/proc/self/status");
+        assert_eq!(std::fs::metadata(path).unwrap().len(), 0);
+        assert!(read_text(path, WRITTEN).unwrap().contains("VmRSS"));
+        assert_eq!(read_text(path, 16).unwrap_err().kind(), ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn excerpts_are_short_and_have_no_control_characters() {
+        assert_eq!(excerpt("a\u{1b}[31m", 60), "a\\u{1b}[31m");
+        assert_eq!(excerpt(&"x".repeat(1 << 20), 3), "xxx...");
     }
 }

@@ -25,6 +25,7 @@ use vramlab::histories::formats::{
 use vramlab::histories::replay::{
     Addresses, BlockPlace, ReplayError, ReplaySettings, Watched, recorded_settings, replay_watched,
 };
+use vramlab::input::open_stream;
 use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]
@@ -78,11 +79,8 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
 /// What is read, and its size.
 fn open(path: &Path) -> Result<(File, u64)> {
     let failed = |problem| ReadError { path: path.to_owned(), place: Place::Whole, problem };
-    let file = File::open(path).map_err(|error| failed(Problem::Io(error)))?;
+    let file = open_stream(path).map_err(|error| failed(Problem::of_opening(error)))?;
     let metadata = file.metadata().map_err(|error| failed(Problem::Io(error)))?;
-    if metadata.is_dir() {
-        return Err(failed(Problem::Directory).into());
-    }
     Ok((file, metadata.len()))
 }
 

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use vramlab::input::{TABLE, read_text};
 
 /// How the files' names end.
 pub(crate) const ENDING: &str = ".device.json";
@@ -33,7 +34,7 @@ pub(crate) struct Curve {
 pub(crate) fn curve(snapshot: &Path, gpu: u16) -> Option<Curve> {
     let name = snapshot.file_name()?.to_str()?;
     let stem = name.split_once('.')?.0;
-    let text = std::fs::read_to_string(snapshot.with_file_name(format!("{stem}{ENDING}"))).ok()?;
+    let text = read_text(&snapshot.with_file_name(format!("{stem}{ENDING}")), TABLE).ok()?;
     let curves: Curves = serde_json::from_str(&text).ok()?;
     let curve = curves.gpus.into_iter().find(|curve| curve.index == u32::from(gpu))?;
     (curve.time_ns.len() == curve.used_bytes.len()).then_some(curve)

@@ -53,7 +53,12 @@ const SMALL: u64 = 64 << 20;
 fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
     let need = |file: &P| {
         let file: &Path = file.as_ref();
-        let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
+        let metadata = std::fs::metadata(file);
+        // How much comes through a pipe, or from what the system makes up, is not known.
+        if metadata.as_ref().is_ok_and(|metadata| !metadata.is_file() || metadata.len() == 0) {
+            return Budget::DEFAULT;
+        }
+        let bytes = metadata.map_or(0, |metadata| metadata.len());
         // Snapshots become a tenth to a thirtieth when they are packed.
         let packed = file.extension().is_some_and(|end| end == "xz" || end == "gz");
         bytes.saturating_mul(if packed { 45 } else { 2 }).max(SMALL)

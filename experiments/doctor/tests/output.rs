@@ -143,10 +143,14 @@ fn packed(item: &[u8], times: usize) -> Vec<u8> {
 fn devices_that_never_end() {
     let place = Place::new();
     let trace = place.write("trace.txt", "1 4096 512 0\n0 4096 512 0\n");
-    let longer = "it is longer than 1 MiB";
-    place.run(&["replay", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", longer]);
-    place.run(&["capacity", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", longer]);
-    place.run(&["replay", "/dev/zero"]).refused(2, &["/dev/zero", "no known format"]);
+    let device = "it is a device; name a regular file";
+    place.run(&["replay", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
+    place.run(&["capacity", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
+    place.run(&["replay", &trace, "--alloc", "plan:file=/dev/zero"]).refused(2, &["/dev/zero", device]);
+    for command in ["replay", "explain", "advise", "plan", "capacity"] {
+        place.run(&[command, "/dev/zero"]).refused(2, &["/dev/zero", device]);
+    }
+    place.run(&["convert", "/dev/zero", "--to", "rmm", "-o", "out"]).refused(2, &["/dev/zero", device]);
 }
 
 #[test]

@@ -21,6 +21,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use terminal::{Cell, Column, Page, RuntimeFailure, say};
 use vramlab::CudaDriver;
+use vramlab::input::{DOCUMENT, read_text};
 
 /// What is done, in the campaign's folder.
 const DONE: &str = "campaign.json";
@@ -152,7 +153,7 @@ fn finished(out: &Path) -> Result<BTreeMap<String, Finished>> {
     if !path.exists() {
         return Ok(BTreeMap::new());
     }
-    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read_text(&path, DOCUMENT).with_context(|| format!("cannot read {}", path.display()))?;
     serde_json::from_str(&text)
         .with_context(|| format!("{} is not what this program writes; remove it", path.display()))
 }

@@ -4,7 +4,13 @@ use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
 use ring::digest::{SHA256, digest};
 use std::fs;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
+use vramlab::{Bytes, input};
+
+/// Most bytes of an archive, and of what is unpacked from one.
+const MOST_PACKED: u64 = 1 << 30;
+const MOST_UNPACKED: u64 = 16 << 30;
 
 /// How the archives of recorded results end.
 pub(crate) const ARCHIVE: &str = ".tar.xz";
@@ -54,21 +60,52 @@ pub(crate) fn results() -> Result<Option<PathBuf>> {
 
 /// Unpacks an archive to `results/label`, unless that was done before.
 fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
-    let bytes = fs::read(archive)?;
+    let bytes = input::read_bytes(archive, MOST_PACKED)?;
     let (digest, folder) = (sha256(&bytes), results.join(label));
     if !folder.exists() {
         let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(results)?;
-        tar::Archive::new(XzDecoder::new(bytes.as_slice())).unpack(partial.path())?;
+        unpack_into(XzDecoder::new(bytes.as_slice()), partial.path())?;
         let unpacked = partial.path().join(label);
-        fs::write(unpacked.join(STAMP), &digest)?;
+        // One that is in the archive is not the stamp of this program, and is not written through.
+        let stamp = fs::OpenOptions::new().write(true).create_new(true).open(unpacked.join(STAMP));
+        stamp.and_then(|mut stamp| stamp.write_all(digest.as_bytes())).with_context(|| {
+            format!("it has no folder {label} of recorded results, or a file {STAMP} in it; pack it anew")
+        })?;
         let renamed = fs::rename(&unpacked, &folder);
         // Another process may have been first.
         if !folder.exists() {
             renamed?;
         }
     }
-    if fs::read_to_string(folder.join(STAMP)).ok() != Some(digest) {
+    if input::read_text(&folder.join(STAMP), input::WRITTEN).ok() != Some(digest) {
         bail!("{} holds something else; pack it (CONTRIBUTING.md) or remove it", folder.display());
+    }
+    Ok(())
+}
+
+/// Unpacks an archive into a fresh folder. Nothing is written outside of it: members are files and folders only.
+///
+/// # Errors
+/// The archive is damaged, it has a member that is a link or a device, or that would lie outside, or it is too long.
+pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
+    let mut unpacked: u64 = 0;
+    for member in tar::Archive::new(archive).entries()? {
+        let mut member = member?;
+        let name = member.path()?.to_string_lossy().into_owned();
+        let kind = member.header().entry_type();
+        if kind.is_pax_global_extensions() {
+            continue;
+        }
+        if !(kind.is_file() || kind.is_dir()) {
+            bail!("{name} in it is neither a file nor a folder; pack it anew without it");
+        }
+        unpacked = unpacked.saturating_add(member.size());
+        if unpacked > MOST_UNPACKED {
+            bail!("it unpacks to more than {}, which no results do", Bytes(MOST_UNPACKED));
+        }
+        if !member.unpack_in(folder)? {
+            bail!("{name} in it would lie outside of its folder; pack it anew");
+        }
     }
     Ok(())
 }
@@ -78,6 +115,57 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
     use super::*;
+
+    /// An archive of members by their kind, name, and text or target.
+    fn packed(members: &[(tar::EntryType, &str, &str)]) -> Vec<u8> {
+        let mut tar = tar::Builder::new(liblzma::write::XzEncoder::new(Vec::new(), 1));
+        for &(kind, name, text) in members {
+            let mut header = tar::Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_mode(0o755);
+            // The builder refuses names that lead outside.
+            header.as_mut_bytes()[..name.len()].copy_from_slice(name.as_bytes());
+            let content = if kind.is_file() { text } else { "" };
+            if kind.is_symlink() || kind.is_hard_link() {
+                header.set_link_name(text).unwrap();
+            }
+            header.set_size(content.len() as u64);
+            header.set_cksum();
+            tar.append(&header, content.as_bytes()).unwrap();
+        }
+        tar.into_inner().unwrap().finish().unwrap()
+    }
+
+    #[test]
+    fn an_archive_writes_nothing_outside_of_its_folder() {
+        use tar::EntryType::{Directory, Link, Regular, Symlink};
+        let place = tempfile::tempdir().unwrap();
+        let (results, outside) = (place.path().join("results"), place.path().join("outside"));
+        fs::create_dir(&results).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("file"), "kept").unwrap();
+        let (folder, file) = (outside.to_str().unwrap(), outside.join("file"));
+        let file = file.to_str().unwrap();
+        let cases: [&[(tar::EntryType, &str, &str)]; 8] = [
+            &[(Symlink, "label", folder)],
+            &[(Symlink, "label", folder), (Regular, "label/new", "text")],
+            &[(Directory, "label", ""), (Symlink, "label/.unpacked", file)],
+            &[(Directory, "label", ""), (Regular, "label/.unpacked", "text")],
+            &[(Directory, "label", ""), (Link, "label/hard", file)],
+            &[(Directory, "label", ""), (Symlink, "label/soft", "../../outside"), (Regular, "label/soft/new", "text")],
+            &[(Directory, "label", ""), (Regular, "../outside/new", "text")],
+            &[(tar::EntryType::Fifo, "label", "")],
+        ];
+        for members in cases {
+            let archive = results.join("label.tar.xz");
+            fs::write(&archive, packed(members)).unwrap();
+            let error = unpack(&archive, &results, "label").unwrap_err();
+            assert!(!format!("{error:#}").contains('\n'), "{members:?}: {error:#}");
+            assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "{members:?}");
+            assert_eq!(fs::read_to_string(file).unwrap(), "kept", "{members:?}");
+            assert_eq!(fs::read_dir(&results).unwrap().count(), 1, "{members:?}: only the archive is left");
+        }
+    }
 
     #[test]
     fn archives_are_unpacked_once_and_nothing_is_overwritten() {

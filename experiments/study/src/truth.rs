@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use terminal::exit::RuntimeFailure;
 use terminal::{Bar, Cell, Column, Page};
 use vramlab::Bytes;
+use vramlab::input::{TABLE, read_text};
 use vramlab::output::{Existing, OutputFile};
 
 /// The table that is kept.
@@ -106,8 +107,8 @@ fn build() -> String {
 
 /// A kept table.
 fn read(path: &Path) -> Result<Vec<Pair>> {
-    let file = std::fs::File::open(path).with_context(|| path.display().to_string())?;
-    let rows = csv::Reader::from_reader(file).into_deserialize().collect::<Result<Vec<Pair>, _>>();
+    let text = read_text(path, TABLE).with_context(|| path.display().to_string())?;
+    let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Pair>, _>>();
     rows.map_err(|error| anyhow!("{}: {error}; write it anew: {AGAIN}", path.display()))
 }
 

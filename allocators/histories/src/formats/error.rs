@@ -1,6 +1,7 @@
 //! What is wrong with a file of events, where, and how to mend it.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use vramlab_device::budget::OverBudget;
 
@@ -76,6 +77,9 @@ pub enum Problem {
     /// A folder.
     #[error("is a directory; name a file in it")]
     Directory,
+    /// A device or a socket.
+    #[error("cannot be read: {0}")]
+    Special(std::io::Error),
     /// Nothing in it.
     #[error("is empty; record the history again")]
     Empty,
@@ -108,4 +112,16 @@ pub enum Problem {
     /// The sink wants no more events.
     #[error("{0}")]
     Stopped(Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Problem {
+    /// What [`open_stream`](vramlab_device::input::open_stream) refused.
+    #[must_use]
+    pub fn of_opening(error: std::io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::IsADirectory => Self::Directory,
+            ErrorKind::InvalidInput => Self::Special(error),
+            _ => Self::Io(error),
+        }
+    }
 }

@@ -4,16 +4,17 @@
 //! It does not say when a deferred free completed, so each free completes at once here; for a refused request it does
 //! not say what was free, which is 0 here. `analysis/schema.md` describes the fields.
 
+use super::error::Place;
 use super::input::Input;
-use super::lines::Lines;
+use super::lines::{Lines, clip};
 use super::list::Reader;
 use super::summary::{Receiver, emit};
-use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary};
+use super::{Action, BlockPlace, Event, Format, ReadError, ReadOptions, Summary, read as file};
 use serde::Deserialize;
 use std::borrow::Cow;
-use std::fs::File;
-use std::io::{BufRead, BufReader, Error, ErrorKind, Read};
+use std::io::{Error, ErrorKind};
 use std::path::Path;
+use vramlab_device::budget::Budget;
 use vramlab_policies::contract::Path as Served;
 
 /// The fields that are read.
@@ -73,23 +74,35 @@ struct Placement<'l> {
     path: Cow<'l, str>,
 }
 
-/// Address, size and path of each allocation of a trace, plain or with gzip, in order.
+/// Address, size and path of each allocation of a trace, plain or compressed, in order. Takes at most [`Budget::default`].
 ///
 /// # Errors
 /// Those of reading; [`ErrorKind::InvalidData`] for a line that is no event.
 pub fn jsonl_placements(path: &Path) -> std::io::Result<Vec<BlockPlace>> {
-    let file = File::open(path)?;
-    let packed = path.extension().is_some_and(|end| end == "gz");
-    let source: Box<dyn Read> = if packed { Box::new(flate2::read::MultiGzDecoder::new(file)) } else { Box::new(file) };
+    let failed = |error: ReadError| {
+        let ReadError { place, problem, .. } = error;
+        let text = match place {
+            Place::Line(line) => format!("line {line}: {problem}"),
+            _ => problem.to_string(),
+        };
+        Error::new(ErrorKind::InvalidData, text)
+    };
+    let budget = Budget::default();
+    let mut claim = budget.claim();
+    let mut input = Input::new(Box::new(file::open(path).map_err(failed)?), &budget).map_err(failed)?;
     let mut out = Vec::new();
-    for (number, text) in BufReader::new(source).lines().enumerate() {
-        let text = text?;
-        let line: Placement<'_> = serde_json::from_str(text.trim_start_matches('\u{feff}'))
-            .map_err(|error| Error::new(ErrorKind::InvalidData, format!("line {} is no event: {error}", number + 1)))?;
+    let mut lines = Lines::new(&mut input);
+    while let Some(text) = lines.next().map_err(failed)? {
+        let line: Placement<'_> = match serde_json::from_str(text) {
+            Ok(line) => line,
+            Err(error) => return Err(failed(lines.content(format!("no event: {}", clip(&error.to_string()))))),
+        };
         if line.action == "alloc" {
             let path = Served::ALL.into_iter().find(|path| path.name() == line.path);
-            out.push(BlockPlace { addr: line.addr, bytes: line.block, path });
+            let place = BlockPlace { addr: line.addr, bytes: line.block, path };
+            claim.push(&mut out, place).map_err(|over| failed(ReadError::over(lines.place(), over)))?;
         }
     }
+    input.check_whole().map_err(failed)?;
     Ok(out)
 }

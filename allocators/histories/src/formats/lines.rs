@@ -126,10 +126,5 @@ pub(super) fn fields<const N: usize>(line: &str, columns: [usize; N]) -> Option<
 
 /// As much of a text as an error should show.
 pub(super) fn clip(text: &str) -> String {
-    const MOST: usize = 60;
-    let mut out: String = text.chars().take(MOST).flat_map(char::escape_debug).collect();
-    if text.chars().nth(MOST).is_some() {
-        out.push_str("...");
-    }
-    out
+    vramlab_device::input::excerpt(text, 60)
 }

@@ -53,12 +53,9 @@ pub fn read_origins_from(
     run(source, options, sink, true)
 }
 
+/// Opens a file of events, which may come through a pipe: what is read of it is bounded by a budget.
 pub(super) fn open(path: &Path) -> Result<std::fs::File, ReadError> {
-    let file = std::fs::File::open(path).map_err(|error| ReadError::at(Place::Whole, Problem::Io(error)))?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
-        return Err(ReadError::at(Place::Whole, Problem::Directory));
-    }
-    Ok(file)
+    vramlab_device::input::open_stream(path).map_err(|error| ReadError::at(Place::Whole, Problem::of_opening(error)))
 }
 
 /// Puts the file into the error of a reading.

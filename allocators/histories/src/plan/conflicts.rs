@@ -181,7 +181,8 @@ impl<'a> Placed<'a> {
         let mut room = Ok(());
         cover(self.leaves, start, end, |node| {
             // CAST: at most twice the allocations' next power of two, which the builder of a history bounds.
-            room = room.and_then(|()| claim.push(&mut used[node], block)).and_then(|()| claim.push(filled, node as u32));
+            room =
+                room.and_then(|()| claim.push(&mut used[node], block)).and_then(|()| claim.push(filled, node as u32));
         });
         let (group, place) = self.group[start];
         set(&mut self.groups[group as usize].bits, place as usize);

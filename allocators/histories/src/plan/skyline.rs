@@ -99,7 +99,8 @@ impl Start {
 
     pub(super) fn new(part: &Part) -> Self {
         let sections = part.sections;
-        let (mut at, mut starts, mut crossing) = (vec![Vec::new(); sections], vec![0; sections + 1], vec![0; sections + 1]);
+        let (mut at, mut starts, mut crossing) =
+            (vec![Vec::new(); sections], vec![0; sections + 1], vec![0; sections + 1]);
         let mut left = vec![0; sections];
         // CAST: a history has fewer than 2^32 allocations.
         for (number, item) in (0u32..).zip(&part.items) {

@@ -4,6 +4,7 @@ use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use vramlab::input::{WRITTEN, read_text};
 
 /// Where the parts stand.
 const FILE: &str = "campaign.toml";
@@ -85,7 +86,7 @@ pub(super) fn read(named: Option<&Path>) -> Result<Vec<Part>> {
         Some(path) => path.to_owned(),
         None => repository::find(FILE).ok_or_else(|| anyhow!("experiments/{FILE} is not here; name it with --file"))?,
     };
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = read_text(&path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
     let mut parts: Parts = toml::from_str(&text).map_err(|error| anyhow!("{}: {}", path.display(), error.message()))?;
     for part in &mut parts.part {
         part.records = part.records.iter().flat_map(Record::of_each_spec).collect();

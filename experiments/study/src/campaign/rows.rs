@@ -7,9 +7,9 @@ use liblzma::read::XzDecoder;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
+use vramlab::input::{DOCUMENT, open, read_text};
 
 use super::parts::{Part, Record};
 
@@ -64,7 +64,7 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
 
 fn text(path: &Path) -> std::io::Result<String> {
     let mut text = String::new();
-    let file = File::open(path)?;
+    let file = open(path)?;
     if path.extension().is_some_and(|end| end == "xz") {
         XzDecoder::new(file).take(MOST_BYTES).read_to_string(&mut text)?;
     } else {
@@ -89,7 +89,7 @@ fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
     let mut rows = Vec::new();
     for run in entries(&folder.join("runs"))? {
         let document = |name: &str| -> Option<Value> {
-            serde_json::from_str(&fs::read_to_string(run.join(format!("{name}.json"))).ok()?).ok()
+            serde_json::from_str(&read_text(&run.join(format!("{name}.json")), DOCUMENT).ok()?).ok()
         };
         let Some(mut row) = document("run").filter(|row| row["status"] == "done") else { continue };
         for name in ["summary", "result"] {

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use terminal::Shard;
 use trainer::provenance::Job;
+use vramlab::input;
 
 /// How often, and how far apart, a lock is tried that an onlooker may have for a moment.
 const TRIES: u32 = 100;
@@ -193,7 +194,7 @@ fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
     const LONGEST: u64 = 4096;
     let mut found = Vec::new();
     for (shard, path) in files(folder)? {
-        let file = match File::open(&path) {
+        let file = match input::open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
             file => file.with_context(|| format!("cannot read {}", path.display()))?,
         };

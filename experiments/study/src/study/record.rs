@@ -8,12 +8,11 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fs::File;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trainer::provenance::Provenance;
-use vramlab::input::{DOCUMENT, read_text};
+use vramlab::input::{DOCUMENT, open, read_text};
 use vramlab::output::{self, Existing, OutputFile};
 
 /// Version of both files; raised when a field changes its meaning or goes away.
@@ -271,7 +270,7 @@ pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
     let mut out = OutputFile::create(&packed, Existing::Replace)?;
     // No name and no time in the header: the same text gives the same bytes.
     let mut encoder = GzEncoder::new(&mut out, Compression::best());
-    let copied = File::open(path).and_then(|mut file| std::io::copy(&mut file, &mut encoder));
+    let copied = open(path).and_then(|mut file| std::io::copy(&mut file, &mut encoder));
     copied.and_then(|_| encoder.finish()).with_context(fails)?;
     out.finish()?;
     std::fs::remove_file(path).with_context(fails)?;

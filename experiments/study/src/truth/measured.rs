@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
+use vramlab::input::{DOCUMENT, TABLE, read_text};
 
 /// The measured runs, a JSON object a line.
 const RUNS: &str = "results/advise-truth.jsonl";
@@ -85,11 +86,11 @@ impl Runs {
         let place = tempfile::Builder::new().prefix("histories-").tempdir()?;
         let damaged = || format!("{} is damaged; check it out anew", archive.display());
         let packed = fs::File::open(&archive).with_context(|| archive.display().to_string())?;
-        tar::Archive::new(packed).unpack(place.path()).with_context(damaged)?;
+        repository::unpack_into(packed, place.path()).with_context(damaged)?;
         // The repository's root: the record lies two folders below `experiments`.
         let root = runs.ancestors().nth(3).unwrap_or(Path::new("."));
         let mut all = Vec::new();
-        let text = fs::read_to_string(&runs).with_context(|| runs.display().to_string())?;
+        let text = read_text(&runs, TABLE).with_context(|| runs.display().to_string())?;
         for (number, line) in (1..).zip(text.lines()) {
             let place_of = |error: &dyn std::fmt::Display| anyhow!("{}:{number}: {error}", runs.display());
             let mut run: Measured = serde_json::from_str(line).map_err(|error| place_of(&error))?;
@@ -146,7 +147,7 @@ fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
 
 /// What a file of statistics says; `None` where it holds something else.
 fn run_of(path: &Path) -> Result<Option<Measured>> {
-    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let text = read_text(path, DOCUMENT).with_context(|| path.display().to_string())?;
     let facts: Value = serde_json::from_str(&text)
         .map_err(|error| anyhow!("{}: it is no JSON ({error}); record it anew, or move it away", path.display()))?;
     let number = |key: &str| facts.get(key).or_else(|| facts.get("stats")?.get(key)).and_then(Value::as_u64);

@@ -40,7 +40,10 @@ impl PlanTable {
     /// One line: what is wrong with the file. It does not name it.
     pub fn read(path: &Path) -> Result<Self, String> {
         let text = input::read_text(path, input::TABLE).map_err(|error| error.to_string())?;
-        let table: Self = serde_json::from_str(&text).map_err(|error| format!("it is no plan ({error})"))?;
+        let table: Self = serde_json::from_str(&text).map_err(|error| {
+            // It quotes the file.
+            format!("it is no plan ({})", input::excerpt(&error.to_string(), 160))
+        })?;
         if table.format != FORMAT {
             return Err(format!("it is no plan of the format {FORMAT}"));
         }
@@ -214,5 +217,11 @@ mod tests {
             assert!(error.contains(words) && !error.contains('\n'), "{text}: {error}");
         }
         assert!(PlanTable::read(&folder.path().join("none")).is_err());
+        let name = "\\u001b[2J".repeat(1 << 16);
+        std::fs::write(&path, format!("{{\"{name}\": 1}}")).unwrap();
+        let error = PlanTable::read(&path).unwrap_err();
+        assert!(error.len() < 1000 && !error.contains('\u{1b}'), "{error}");
+        #[cfg(unix)]
+        assert!(PlanTable::read(Path::new("/dev/zero")).unwrap_err().contains("it is a device"));
     }
 }
