@@ -6,9 +6,11 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use vramlab::backends::{CachingSettings, pytorch};
-use vramlab::histories::formats::{Action, Event, ReadError, ReadOptions, read_from};
 use vramlab::budget::Budget;
-use vramlab::histories::plan::{CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, SearchEnd, lower_bound, plan};
+use vramlab::histories::formats::{Action, Event, ReadError, ReadOptions, read_from};
+use vramlab::histories::plan::{
+    CrossStream, Lifetime, NEVER, Overlap, Plan, PlanSettings, SearchEnd, lower_bound, plan,
+};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplaySettings, replay};
 use vramlab::{Driver, NullDriver, Selection};
 

@@ -1,5 +1,6 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
+use crate::explain::lines::LONGEST;
 use crate::gpus::{Gpus, Tallies};
 use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
@@ -136,7 +137,13 @@ impl Recording {
         let time = self.events.get(index)?.time_ns;
         let next = self.innermost.partition_point(|(from, _)| *from <= time);
         let (_, innermost) = *self.innermost.get(next.checked_sub(1)?)?;
-        Some(self.origins.spelt(self.ranges[innermost?].name))
+        Some(self.name(&self.ranges[innermost?]))
+    }
+
+    /// The name of an annotation, as far as it is shown.
+    fn name(&self, range: &Range) -> &str {
+        let name = self.origins.spelt(range.name);
+        &name[..name.floor_char_boundary(LONGEST)]
     }
 
     /// When the annotations began and ended whose names begin so.
@@ -155,7 +162,7 @@ impl Recording {
             }
             outer
         });
-        outer.map(|range| (self.origins.spelt(range.name), range.start_ns, range.end_ns))
+        outer.map(|range| (self.name(range), range.start_ns, range.end_ns))
     }
 
     /// The first event from the first annotation of a name on.

@@ -12,6 +12,7 @@ mod pty;
 mod advise;
 mod convert;
 mod damaged_histories;
+mod deep_stacks;
 mod diff;
 mod explain;
 mod explain_causes_frames;

@@ -5,10 +5,10 @@ use super::evidence::Evidence;
 use super::{Advice, LimitSource, Other, Verdict, program};
 use crate::explain::phases;
 use crate::replay::Bounds;
-use vramlab::histories::plan::SearchEnd;
 use crate::words::{RECORD, counted};
 use terminal::{Page, command, duration, quoted};
 use vramlab::Bytes;
+use vramlab::histories::plan::SearchEnd;
 
 /// Replays that are farther from what was recorded, in percent, are to be taken with care.
 const TRUSTED: f64 = 1.0;

@@ -143,7 +143,8 @@ pub(crate) struct Who {
     pub(crate) moment: Moment,
     /// By line, the largest first.
     pub(crate) lines: Vec<Share>,
-    /// By call, from the outside in.
+    /// By call, from the outside in. Of a stack with more than 56 lines one node stands for those in the middle, and of a tree of
+    /// more than 4,096 calls one for the smallest of each call; its name counts them.
     pub(crate) tree: Node,
     /// By what it is for, the largest first, where frames, annotations or PyTorch's categories tell it of a block at least.
     pub(crate) purposes: Vec<Purposed>,

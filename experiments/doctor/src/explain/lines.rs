@@ -1,6 +1,7 @@
 //! Stacks of frames as a person reads them: the lines of the user's own code, with what lies in libraries folded.
 
 use super::frames::{Kind, place, short};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::hash::Hash;
 use vramlab::histories::formats::{FORWARD_PASS, Frame, Origins, StackId};
@@ -111,14 +112,42 @@ enum Rank {
     Factory,
 }
 
+/// Lines of a stack that are kept from the outside in, and from the inside out. What recurs more deeply says the same again, and many
+/// readers of JSON refuse a tree of it: serde_json one of 128 levels, of which a line is two.
+const OUTERMOST: usize = 28;
+const INNERMOST: usize = 27;
+
+/// A path without its middle, which one place stands for that counts the lines.
+fn without_middle<T>(mut path: Vec<T>, middle: impl FnOnce(usize) -> T) -> Vec<T> {
+    let left_out = path.len().saturating_sub(OUTERMOST + INNERMOST);
+    if left_out > 1 {
+        path.splice(OUTERMOST..OUTERMOST + left_out, [middle(left_out)]);
+    }
+    path
+}
+
+/// The place that stands for lines that are left out.
+fn left_out(lines: usize) -> String {
+    format!("… {lines} calls in between …")
+}
+
 /// A stack in words.
 fn fold(origins: &Origins, stack: StackId, all: bool) -> Folded<String> {
     let frames: Vec<Frame> = origins.frames(stack).collect();
     if all {
-        let words = |frame: &Frame| words_of(origins, frame, short);
         let told = frames.iter().filter(|frame| kind(origins, frame) != Kind::Recorder);
-        return Folded { path: told.rev().map(words).collect(), inside: None };
+        let path = without_middle(told.rev().map(Ok).collect(), Err);
+        let words = |place| match place {
+            Ok(frame) => words_of(origins, frame, short),
+            Err(lines) => left_out(lines),
+        };
+        return Folded { path: path.into_iter().map(words).collect(), inside: None };
     }
+    let Folded { path, inside } = folded_by_kind(origins, &frames);
+    Folded { path: without_middle(path, left_out), inside }
+}
+
+fn folded_by_kind(origins: &Origins, frames: &[Frame]) -> Folded<String> {
     // Behind the mark are the frames of the forward pass.
     let mark = frames.iter().position(|frame| origins.spelt(frame.name) == FORWARD_PASS);
     let (frames, forward) = frames.split_at(mark.unwrap_or(frames.len()));
@@ -138,7 +167,27 @@ fn kind<'o>(origins: &'o Origins, frame: &Frame) -> Kind<'o> {
 }
 
 fn words_of(origins: &Origins, frame: &Frame, shown: impl Fn(&str) -> String) -> String {
-    place(origins.spelt(frame.name), origins.spelt(frame.filename), frame.line, shown)
+    let (name, file) = (origins.spelt(frame.name), origins.spelt(frame.filename));
+    place(&clipped(name), &clipped_start(file), frame.line, shown)
+}
+
+/// Bytes of a name beyond which it is not shown whole: no program's are so long, and one that is would fill every line.
+pub(crate) const LONGEST: usize = 1024;
+
+/// The beginning of a long name.
+pub(crate) fn clipped(name: &str) -> Cow<'_, str> {
+    match name.len() > LONGEST {
+        true => Cow::Owned(format!("{}…", &name[..name.floor_char_boundary(LONGEST)])),
+        false => Cow::Borrowed(name),
+    }
+}
+
+/// The end of a long path.
+fn clipped_start(path: &str) -> Cow<'_, str> {
+    match path.len() > LONGEST {
+        true => Cow::Owned(format!("…{}", &path[path.ceil_char_boundary(path.len() - LONGEST)..])),
+        false => Cow::Borrowed(path),
+    }
 }
 
 /// What a walk over a stack from the innermost frame out came by.
@@ -232,4 +281,28 @@ pub(crate) fn line_of(origins: &Origins, stack: StackId) -> Option<String> {
 /// A frame in words, with its whole path.
 pub(crate) fn words(origins: &Origins, frame: Frame) -> String {
     words_of(origins, &frame, str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_middle_of_a_deep_path_is_counted() {
+        let path = |count: usize| without_middle((0..count).collect(), |lines| 1000 * lines);
+        assert_eq!(path(56), (0..56).collect::<Vec<_>>());
+        let deep = path(12_000);
+        assert_eq!(
+            (deep.len(), deep[27], deep[28], deep[29], deep.last()),
+            (56, 27, 11_945_000, 11_973, Some(&11_999))
+        );
+    }
+
+    #[test]
+    fn long_names_are_cut_between_characters() {
+        let long = "é".repeat(1 << 20);
+        assert!(clipped(&long).len() < LONGEST + 8 && clipped(&long).ends_with("é…"));
+        assert!(clipped_start(&long).len() < LONGEST + 8 && clipped_start(&long).starts_with("…é"));
+        assert_eq!((clipped("step"), clipped_start("a/b.py")), (Cow::Borrowed("step"), Cow::Borrowed("a/b.py")));
+    }
 }

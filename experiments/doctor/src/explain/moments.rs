@@ -2,7 +2,7 @@
 
 use super::View;
 use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
-use super::lines::{LineId, Lines};
+use super::lines::{LineId, Lines, clipped};
 use super::purposes::Purposes;
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
@@ -12,6 +12,9 @@ use vramlab::histories::memory::{BEFORE, Block, Memory, Pool, Totals};
 
 /// Rows that are kept of a list; a program has fewer lines than that.
 const ROWS: usize = 1000;
+
+/// Calls that are kept of a tree.
+const CALLS: usize = 4096;
 
 /// What a moment is described from: kept of those that may turn out to matter.
 #[derive(Clone, Copy, Debug, Default)]
@@ -212,7 +215,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
         at,
         moment,
         lines: largest(sums, share),
-        tree: root.node("all".to_owned(), lines),
+        tree: root.tree(lines),
         purposes: purposes.rows(),
         sizes: largest(sizes, size),
         categories: named(view.recording, categories),
@@ -233,8 +236,9 @@ fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<Named> {
     if sums.keys().all(|text| text.is_empty()) {
         return Vec::new();
     }
-    let name =
-        |text: TextId| if text.is_empty() { "none".to_owned() } else { recording.origins.spelt(text).to_owned() };
+    let name = |text: TextId| {
+        if text.is_empty() { "none".to_owned() } else { clipped(recording.origins.spelt(text)).into_owned() }
+    };
     let sums = sums.into_iter().map(|(text, sum)| (name(text), sum));
     largest(sums, |(name, Sum { bytes, blocks, .. })| Named { name, bytes, blocks })
 }
@@ -267,8 +271,40 @@ impl Branch {
         }
     }
 
-    fn node(&self, name: String, lines: &Lines<'_>) -> Node {
-        let below = |(step, branch): (&Step, &Branch)| {
+    /// All of it, or the largest [`CALLS`] of it.
+    fn tree(&self, lines: &Lines<'_>) -> Node {
+        let mut bytes = Vec::new();
+        self.list(&mut bytes);
+        // What holds a call holds no less and comes first, so it is kept, too.
+        let mut order: Vec<usize> = (0..bytes.len()).collect();
+        order.sort_by_key(|&at| (Reverse(bytes[at]), at));
+        let mut kept = vec![false; bytes.len()];
+        order.iter().take(CALLS).for_each(|&at| kept[at] = true);
+        self.node("all".to_owned(), lines, &kept, &mut 0)
+    }
+
+    /// Bytes of each branch, before those below it.
+    fn list(&self, bytes: &mut Vec<u64>) {
+        bytes.push(self.sum.bytes);
+        self.below.values().for_each(|branch| branch.list(bytes));
+    }
+
+    /// Branches of this one, and itself.
+    fn count(&self) -> usize {
+        1 + self.below.values().map(Self::count).sum::<usize>()
+    }
+
+    /// `at` is its number in the [list](Self::list), and in the end the next.
+    fn node(&self, name: String, lines: &Lines<'_>, kept: &[bool], at: &mut usize) -> Node {
+        *at += 1;
+        let (mut children, mut left_out, mut rest) = (Vec::new(), 0_u64, Sum::default());
+        for (step, branch) in &self.below {
+            if !kept[*at] {
+                *at += branch.count();
+                left_out += 1;
+                (rest.bytes, rest.blocks) = (rest.bytes + branch.sum.bytes, rest.blocks + branch.sum.blocks);
+                continue;
+            }
             let name = match step {
                 Step::Call(line) => lines.label(*line),
                 Step::Unframed => "without frames, after this line".to_owned(),
@@ -276,10 +312,13 @@ impl Branch {
                 Step::Elsewhere => ELSEWHERE.to_owned(),
                 Step::Here | Step::Untold => "no frames".to_owned(),
             };
-            branch.node(name, lines)
-        };
-        let mut children: Vec<Node> = self.below.iter().map(below).collect();
+            children.push(branch.node(name, lines, kept, at));
+        }
         children.sort_by_key(|child| (Reverse(child.bytes), child.name.clone()));
+        if left_out > 0 {
+            let name = format!("… {left_out} smaller …");
+            children.push(Node { name, bytes: rest.bytes, blocks: rest.blocks, children: Vec::new() });
+        }
         Node { name, bytes: self.sum.bytes, blocks: self.sum.blocks, children }
     }
 }

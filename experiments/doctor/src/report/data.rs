@@ -9,7 +9,6 @@ use super::source::Source;
 use super::timeline::{Mark, Stacks, Timeline};
 use crate::history::Compiled;
 use crate::replay::bound::{Bounds, said};
-use vramlab::histories::plan::SearchEnd;
 use crate::words::RECORD;
 use anyhow::Result;
 use base64::Engine;
@@ -20,6 +19,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::io::Write;
 use vramlab::histories::memory::NEVER;
+use vramlab::histories::plan::SearchEnd;
 use vramlab::{Bytes, Ledger, Selection};
 
 /// The page.

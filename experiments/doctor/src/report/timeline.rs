@@ -1,7 +1,7 @@
 //! What the page shows of a history: lifetimes of blocks and segments, counted in events.
 
 use super::data::Columns;
-use crate::explain::lines::{Numbered, line_of, words};
+use crate::explain::lines::{Numbered, clipped, line_of, words};
 use crate::recording::{Range, Recording, ranges};
 use serde::Serialize;
 use vramlab::Bytes;
@@ -131,7 +131,12 @@ impl Stacks {
         Self {
             lines: lines.list,
             frames: frames.list.into_iter().map(|frame| words(origins, frame)).collect(),
-            categories: known.categories.list.iter().map(|category| origins.spelt(*category).to_owned()).collect(),
+            categories: known
+                .categories
+                .list
+                .iter()
+                .map(|category| clipped(origins.spelt(*category)).into_owned())
+                .collect(),
             stacks,
         }
     }
@@ -156,7 +161,7 @@ pub(super) fn annotations(recording: &Recording, timeline: &Timeline) -> Vec<Mar
     let event = |time_ns: u64| timeline.times_ns.partition_point(|time| *time < time_ns) as u32;
     let mark = |Range { start_ns, end_ns, name }| Mark {
         kind: "annotation",
-        text: recording.origins.spelt(name).to_owned(),
+        text: clipped(recording.origins.spelt(name)).into_owned(),
         start: event(start_ns),
         end: Some(event(end_ns.unwrap_or(u64::MAX))),
     };

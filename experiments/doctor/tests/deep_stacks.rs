@@ -1,0 +1,82 @@
+//! Stacks that are deeper, and names that are longer, than any program's.
+
+use crate::common::Place;
+use serde_json::{Value, json};
+
+/// A snapshot of allocations that are never freed, each with its stack.
+fn snapshot(stacks: &[Vec<Value>]) -> String {
+    let event = |(at, frames): (u64, &Vec<Value>)| {
+        let (addr, size) = (0x7f00_0000_0000_u64 + (at << 22), 2 << 20);
+        let event = |action: &str| json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": at, "frames": frames});
+        [event("segment_alloc"), event("alloc")]
+    };
+    let events: Vec<Value> = (0..).zip(stacks).flat_map(event).collect();
+    json!({"segments": [], "device_traces": [events]}).to_string()
+}
+
+fn frame(name: String, line: usize) -> Value {
+    json!({"filename": "/home/me/train.py", "name": name, "line": line})
+}
+
+/// How deep a tree is, and how many nodes it has.
+fn measured(node: &Value) -> (usize, usize) {
+    let below = node["children"].as_array().unwrap().iter().map(measured);
+    below.fold((1, 1), |(depth, count), (deeper, more)| (depth.max(deeper + 1), count + more))
+}
+
+fn sum(nodes: &Value, key: &str) -> u64 {
+    nodes.as_array().unwrap().iter().map(|node| node[key].as_u64().unwrap()).sum()
+}
+
+#[test]
+fn a_stack_of_12000_frames_is_shown_without_its_middle() {
+    let place = Place::new();
+    let deep: Vec<Value> = (0..12_000).map(|line| frame(format!("f{line}"), line)).collect();
+    let text = snapshot(&[deep]);
+    let file = place.write("deep.json", &text);
+    let said = place.run(&["explain", &file, "--json"]).ok().stdout;
+    assert!(said.len() < text.len(), "{} bytes of {}", said.len(), text.len());
+    let explained: Value = serde_json::from_str(&said).unwrap();
+    let tree = &explained["who"][0]["tree"];
+    let (depth, _) = measured(tree);
+    assert!((50..64).contains(&depth), "{depth}");
+    // The outermost and the innermost frames are there, and what lies between them is counted.
+    let shown = tree.to_string();
+    assert!(shown.contains("train.py:11999 f11999") && shown.contains("train.py:1 f1"), "{shown}");
+    assert!(shown.contains("11945 calls in between"), "{shown}");
+    place.run(&["explain", &file]).ok();
+    place.run(&["advise", &file]).ok();
+    place.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 16 << 20);
+}
+
+#[test]
+fn of_many_calls_the_largest_are_shown_and_the_rest_is_summed_up() {
+    let place = Place::new();
+    let stack = |number: usize| (1..51).map(|line| frame(format!("f{number}_{line}"), line)).rev().collect();
+    let stacks: Vec<Vec<Value>> = (0..200).map(stack).collect();
+    let file = place.write("many.json", snapshot(&stacks));
+    let explained: Value = serde_json::from_str(&place.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
+    let tree = &explained["who"][0]["tree"];
+    let (_, count) = measured(tree);
+    assert!((4000..8200).contains(&count), "{count} of 10,000");
+    assert_eq!((sum(&tree["children"], "bytes"), sum(&tree["children"], "blocks")), (200 * (2 << 20), 200));
+    assert!(tree.to_string().contains("smaller …"), "{tree}");
+}
+
+#[test]
+fn a_name_of_200_kib_is_cut() {
+    let place = Place::new();
+    let long = |letter: &str| format!("{}\u{1b}[31m", letter.repeat(200 << 10));
+    let stack = vec![json!({"filename": format!("/{}.py", long("p")), "name": long("n"), "line": 7})];
+    let mut text: Value = serde_json::from_str(&snapshot(&[stack])).unwrap();
+    text["external_annotations"] = json!([{"name": long("a"), "device": 0, "stage": "START", "time_us": 0}]);
+    let file = place.write("long.json", text.to_string());
+    for arguments in [&["explain", &file][..], &["explain", &file, "--json"], &["advise", &file]] {
+        let ran = place.run(arguments).ok();
+        assert!(ran.stdout.len() < 100 << 10, "{arguments:?}: {} bytes", ran.stdout.len());
+        assert!(!ran.stdout.contains('\u{1b}'), "{arguments:?}");
+    }
+    place.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 1 << 20);
+}
