@@ -271,6 +271,24 @@ def test_an_archive_is_unpacked_once_and_never_over_other_files(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LABEL", "LABEL.tar.xz", "made"]
 
 
+@pytest.mark.parametrize("name", ["LABEL", "LABEL/.unpacked", "LABEL/table"])
+def test_nothing_is_written_through_a_link_of_an_archive(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").mkdir()
+    results = tmp_path / "results"
+    results.mkdir()
+    path = archive(results, "1")
+    link = tarfile.TarInfo(name)
+    link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "outside" / ("" if name == "LABEL" else "file"))
+    with tarfile.open(path, "w:xz") as tar:
+        if name != "LABEL":
+            tar.add(results / "made/LABEL", "LABEL", recursive=False)
+        tar.addfile(link)
+    with pytest.raises(AnalysisError, match="in it is no file of results"):
+        repository.unpack(path)
+    assert not list((tmp_path / "outside").iterdir())
+    assert sorted(one.name for one in results.iterdir()) == ["LABEL.tar.xz", "made"]
+
+
 def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "LABEL.tar.xz"
     path.write_bytes(b"no archive")

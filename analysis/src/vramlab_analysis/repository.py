@@ -58,6 +58,10 @@ def unpack(archive: Path) -> None:
         partial = Path(tempfile.mkdtemp(suffix=".partial", dir=archive.parent))
         try:
             with tarfile.open(archive) as tar:
+                for member in tar:
+                    # The stamp is not written through a link that the archive has.
+                    if not (member.isreg() or member.isdir()):
+                        raise AnalysisError(f"{archive}: {member.name} in it is no file of results; pack it anew.")
                 tar.extractall(partial, filter="data")
             (partial / folder.name / STAMP).write_text(digest)
             (partial / folder.name).rename(folder)

@@ -215,6 +215,61 @@ fn what_a_history_needs_is_said_beside_what_allocators_took() {
     assert!(rows[0]["lower_bound_bytes"].is_u64() && rows[0]["plan_bytes"].is_null(), "{}", rows[0]);
 }
 
+/// Blocks of random sizes and lifetimes, as RMM writes them: no plan reaches the bound, and an exact search goes deep.
+fn crowded(blocks: u64) -> String {
+    let mut state = 7_u64;
+    let mut random = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    let (mut text, mut live) = ("Thread,Time,Action,Pointer,Size,Stream\n".to_owned(), Vec::new());
+    for block in 0..blocks {
+        let (pointer, size) = (0x1_0000_0000_0000 + (block << 28), 512 * (1 + random(40_000)));
+        text += &format!("1,00:00:00:000001,allocate,0x{pointer:x},{size},0x0\n");
+        live.push((pointer, size));
+        if live.len() > 200 {
+            let (pointer, size) = live.swap_remove(random(200) as usize);
+            text += &format!("1,00:00:00:000001,free,0x{pointer:x},{size},0x0\n");
+        }
+    }
+    text
+}
+
+#[test]
+fn a_search_for_a_plan_keeps_to_the_memory_of_the_command_and_says_so() {
+    let place = Place::new();
+    let file = place.write("crowded.csv", crowded(6000));
+    let with = |memory: &str| {
+        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json", "--read-memory", memory])
+    };
+    let plenty = with("1GiB").rows();
+    assert_eq!(plenty[0]["plan_end"], "steps", "{}", plenty[0]);
+    let mut ends = Vec::new();
+    for kib in [4096, 2048, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256] {
+        let ran = with(&format!("{kib}KiB"));
+        if ran.code != Some(0) {
+            ran.refused(2, &["crowded.csv", "--read-memory"]);
+            continue;
+        }
+        let rows = ran.rows();
+        assert_eq!(rows[0]["lower_bound_bytes"], plenty[0]["lower_bound_bytes"]);
+        assert!(
+            rows[0]["plan_bytes"].as_u64() >= plenty[0]["lower_bound_bytes"].as_u64()
+                || rows[0]["plan_bytes"].is_null()
+        );
+        ends.push((kib, rows[0]["plan_end"].as_str().unwrap().to_owned()));
+    }
+    let (kib, _) = ends.iter().find(|(_, end)| end == "memory").unwrap_or_else(|| panic!("{ends:?}"));
+    let memory = format!("{kib}KiB");
+    let arguments = ["replay", &file, "--alloc", "caching", "--device", "null", "--read-memory", &memory];
+    let text = place.run(&arguments).ok().stdout;
+    assert!(text.contains("the search ended at its memory, --read-memory allows more"), "{text}");
+    let text = place.run(&["plan", &file, "--read-memory", &memory]).ok().stdout;
+    assert!(text.contains("the search ended at its memory, --read-memory allows more"), "{text}");
+    let text = place.run(&["plan", &file, "--steps", "100000"]).ok().stdout;
+    assert!(text.contains("the search ended at its steps, --steps allows more"), "{text}");
+}
+
 /// What PyTorch reserved is set beside an allocator that follows it, and beside no other.
 #[test]
 fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {

@@ -66,11 +66,14 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
         let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(results)?;
         unpack_into(XzDecoder::new(bytes.as_slice()), partial.path())?;
         let unpacked = partial.path().join(label);
-        // One that is in the archive is not the stamp of this program, and is not written through.
+        // An older archive may have one. Links were refused, so nothing outside is removed or written.
+        if unpacked.join(STAMP).is_file() {
+            fs::remove_file(unpacked.join(STAMP))?;
+        }
         let stamp = fs::OpenOptions::new().write(true).create_new(true).open(unpacked.join(STAMP));
-        stamp.and_then(|mut stamp| stamp.write_all(digest.as_bytes())).with_context(|| {
-            format!("it has no folder {label} of recorded results, or a file {STAMP} in it; pack it anew")
-        })?;
+        stamp
+            .and_then(|mut stamp| stamp.write_all(digest.as_bytes()))
+            .with_context(|| format!("it has no folder {label} of recorded results; pack it anew"))?;
         let renamed = fs::rename(&unpacked, &folder);
         // Another process may have been first.
         if !folder.exists() {
@@ -146,11 +149,10 @@ mod tests {
         fs::write(outside.join("file"), "kept").unwrap();
         let (folder, file) = (outside.to_str().unwrap(), outside.join("file"));
         let file = file.to_str().unwrap();
-        let cases: [&[(tar::EntryType, &str, &str)]; 8] = [
+        let cases: [&[(tar::EntryType, &str, &str)]; 7] = [
             &[(Symlink, "label", folder)],
             &[(Symlink, "label", folder), (Regular, "label/new", "text")],
             &[(Directory, "label", ""), (Symlink, "label/.unpacked", file)],
-            &[(Directory, "label", ""), (Regular, "label/.unpacked", "text")],
             &[(Directory, "label", ""), (Link, "label/hard", file)],
             &[(Directory, "label", ""), (Symlink, "label/soft", "../../outside"), (Regular, "label/soft/new", "text")],
             &[(Directory, "label", ""), (Regular, "../outside/new", "text")],
