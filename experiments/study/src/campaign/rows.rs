@@ -197,6 +197,7 @@ impl Difference {
 mod tests {
     use super::*;
     use serde_json::json;
+    use std::fs;
 
     fn record() -> Record {
         toml::from_str(
