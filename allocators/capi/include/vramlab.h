@@ -241,7 +241,8 @@ uint32_t vramlab_abi(void);
 // The version of the library.
 const char *vramlab_version(void);
 
-// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call.
+// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call or the thread's end.
+// Of a text of more than 4095 bytes the front is kept.
 const char *vramlab_error(void);
 
 // A status in words. The text lives for ever.
@@ -269,7 +270,9 @@ vramlab_status vramlab_open(const char *name,
 // See the top of this file.
 vramlab_status vramlab_check(const char *name);
 
-// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds.
+// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds. In a callback of
+// `vramlab_on_segment` or `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: the call that it belongs to is
+// not over.
 //
 // # Safety
 // See the top of this file; no other thread uses the allocator or will.
@@ -312,11 +315,14 @@ vramlab_status vramlab_record_stream(struct vramlab *vramlab,
                                      uint64_t address,
                                      uint64_t stream);
 
-// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more.
+// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This holds of every
+// allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as ever, before, meanwhile and after,
+// and so can blocks that it was recorded for. When the call has returned nothing of this library names the stream any more.
 //
 // # Safety
-// See the top of this file; the stream is still there.
-vramlab_status vramlab_stream_gone(struct vramlab *vramlab, uint64_t stream);
+// See the top of this file; the stream is still there, and no other thread's call names it.
+vramlab_status vramlab_stream_gone(struct vramlab *vramlab,
+                                   uint64_t stream);
 
 // Says that the program began to capture a graph on the device, or that such a capture has ended. It is counted. While one is
 // open nothing here waits for the device, and no event is recorded on a stream that is captured.
@@ -354,18 +360,24 @@ vramlab_status vramlab_pool_release(struct vramlab *vramlab,
 // See the top of this file.
 vramlab_status vramlab_pool_trim(struct vramlab *vramlab, uint64_t pool, uint64_t *released);
 
-// Takes down what a private pool is like now.
+// Takes down what a private pool is like now. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot go back to it.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_pool_checkpoint(struct vramlab *vramlab, uint64_t pool, struct vramlab_checkpoint **out);
+vramlab_status vramlab_pool_checkpoint(struct vramlab *vramlab,
+                                       uint64_t pool,
+                                       struct vramlab_checkpoint **out);
 
 // Lets a private pool be as it was: every block of it that the program holds is freed, and told by `freed`; then the blocks that
 // were held at the checkpoint are held again where they lay, and told by `created`. Both may be null. They are called when no
-// lock is held.
+// lock is held, once all of it is done.
+//
+// A restore that fails changes nothing: the program holds the blocks that it held. It fails with `VRAMLAB_STATUS_LIVE` or
+// `VRAMLAB_STATUS_UNKNOWN` when the pool was released, when memory of the checkpoint went back to the device, and when a block there is
+// freed or held and other streams still use it.
 //
 // # Safety
-// See the top of this file; the callbacks may be called with `context`.
+// See the top of this file; the callbacks may be called with `context`. No other thread allocates from the pool meanwhile.
 vramlab_status vramlab_pool_restore(struct vramlab *vramlab,
                                     const struct vramlab_checkpoint *checkpoint,
                                     void *context,
@@ -422,7 +434,7 @@ vramlab_status vramlab_reset_peaks(struct vramlab *vramlab);
 vramlab_status vramlab_reset_accumulated(struct vramlab *vramlab);
 
 // Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All is of one moment; no lock is
-// held while the program looks.
+// held while the program looks. The callbacks may call the library, and be left by `longjmp` or an exception, which loses the copy's memory.
 //
 // # Safety
 // See the top of this file; the callbacks may be called with `context`.
@@ -455,8 +467,19 @@ vramlab_status vramlab_base(struct vramlab *vramlab,
                             uint64_t *base,
                             uint64_t *bytes);
 
-// Sets what is called when a segment comes or goes: on the thread whose call caused it, before that call returns, when no lock is
-// held. Null: nothing.
+// Sets what is called when a segment comes or goes, or nothing (null). It may be set anew at any time, also in a callback.
+//
+// The callback runs on the thread whose call caused the event, before that call returns, when no lock is held. Calls of an allocator's
+// callback come one after another, in the order in which the driver was called: an address is told as free before it is told as
+// allocated again. No call returns a block of memory that the program was not told of.
+//
+// So a call may wait for a callback that runs on another thread. A callback should take no lock that a thread holds while it calls this
+// library; one that does makes that thread wait for five seconds. Then, and where a callback calls the library while the callback of
+// another thread runs, the events are told by that other thread as soon as its callback has returned, in the same order. A call inside a
+// callback never waits for another callback, and may deliver what lies in front of its own events.
+//
+// A callback may call every function but `vramlab_close`. It may be left by `longjmp` or by an exception of C++: what its call did is done
+// and written, only the status is lost. The callback counts as running until the next call of its thread.
 //
 // # Safety
 // See the top of this file; the callback may be called with `context` from any thread, until another one was set and every call
@@ -465,8 +488,10 @@ vramlab_status vramlab_on_segment(struct vramlab *vramlab,
                                   void *context,
                                   void (*callback)(void*, const struct vramlab_segment_event*));
 
-// Sets what is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or in a
-// later call that finds that they are done with it, before that call returns, when no lock is held. Null: nothing.
+// Sets what is called, with its address, when a block that other streams used has been freed and is reusable, or nothing (null): in its
+// free, or in a later call that finds that they are done with it. All that `vramlab_on_segment` says of its callback holds of this one,
+// and the calls of both come one after another. A block is told before its segment goes back, and one that waited before its memory
+// serves another request; memory that is reusable at once may serve another thread's request before its free has told it.
 //
 // # Safety
 // As of `vramlab_on_segment`.

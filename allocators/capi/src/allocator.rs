@@ -4,8 +4,10 @@ use crate::device::Device;
 use crate::driver::{SegmentEvent, Segments, serving};
 use crate::error::{Failure, Outcome, Status};
 use crate::held::{Held, HeldBlocks};
+use crate::notices::{Callback, Notices};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path as FilePath;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -18,7 +20,9 @@ use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
 use vramlab_policies::instruments::{EventTrace, Nvtx, NvtxMode, Timed, restored_streams};
-use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, Selection, Snapshot, Stats};
+use vramlab_policies::{
+    AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, RestoreError, Selection, Snapshot, Stats,
+};
 
 /// Instruments that are on, as bits of their number.
 const LATENCY: usize = 1;
@@ -41,19 +45,12 @@ pub struct Allocator {
     segments: Arc<HookedDriver<Segments>>,
     calls: Arc<MeteredDriver>,
     device: Arc<Device>,
-    /// What the program wants to be called with when a segment comes or goes.
-    tell: Mutex<Option<Teller<*const SegmentEvent>>>,
-    /// What it wants to be called with when a free that waited is done.
-    tell_frees: Mutex<Option<Teller<u64>>>,
-    /// Frees that the program is to be told of.
+    /// The program's callbacks, and what they are to be told.
+    notices: Arc<Notices>,
+    /// Frees that wait, of which the program is to be told.
     deferred: AtomicUsize,
-}
-
-/// A callback of the program, with its context.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Teller<T> {
-    pub(crate) context: usize,
-    pub(crate) callback: unsafe extern "C" fn(*mut std::ffi::c_void, T),
+    /// Held while frees that are done are moved to the notices, so that a thread that finds none has missed none.
+    collecting: Mutex<()>,
 }
 
 /// The addresses of blocks that were freed, and the blocks that are held now: address, bytes, stream.
@@ -84,7 +81,9 @@ impl Allocator {
         let selection: Selection = allocator.parse()?;
         let device = Device::open(device)?;
         let calls = Arc::new(MeteredDriver::new(Arc::clone(device.driver()), None, None));
-        let hooked = HookedDriver::with_hook(Arc::clone(&calls) as Arc<dyn Driver>, Segments::new());
+        let notices = Arc::new(Notices::default());
+        let hook = Segments::new(Arc::clone(&notices));
+        let hooked = HookedDriver::with_hook(Arc::clone(&calls) as Arc<dyn Driver>, hook);
         let segments = Arc::new(hooked);
         let mut driver: Arc<dyn Driver> = Arc::clone(&segments) as _;
         let checker = memory_checker();
@@ -106,6 +105,7 @@ impl Allocator {
         let [plain, timing] = inner;
         let traced = traces.clone().map(|trace| trace as Arc<dyn DeviceAllocator>);
         let [tracing, both] = traced;
+        device.add(&plain);
         Ok(Self {
             stacks: [plain, timing, tracing, both],
             on: AtomicUsize::new(0),
@@ -118,9 +118,9 @@ impl Allocator {
             segments,
             calls,
             device,
-            tell: Mutex::default(),
-            tell_frees: Mutex::default(),
+            notices,
             deferred: AtomicUsize::new(0),
+            collecting: Mutex::default(),
         })
     }
 
@@ -130,24 +130,33 @@ impl Allocator {
         self.stacks[self.on.load(Relaxed) % self.stacks.len()].as_ref()
     }
 
-    /// Tells the program of segments that came and went in its call, and of frees that have stopped waiting. No lock is held here.
+    /// Calls the program for what its call caused, before the call returns; `block` is the memory that the call gives it. No lock is
+    /// held here. Nothing here or above waits to be dropped, see [`notices`](crate::notices).
     #[inline]
-    pub(crate) fn deliver(&self) {
+    pub(crate) fn deliver(&self, block: Option<Range<u64>>) {
         if self.deferred.load(Acquire) != 0 {
-            for address in self.stacks[0].take_completed() {
-                self.tell_free(address.get());
-            }
+            self.collect_freed();
         }
-        let events = self.segments.hook().take_events();
-        if events.is_empty() {
-            return;
-        }
-        let Some(teller) = *lock(&self.tell) else { return };
-        for event in &events {
-            // SAFETY: the program promises a function that may be called with its context from any thread, see
-            // `vramlab_on_segment`; the event lives until the function returns.
-            unsafe { (teller.callback)(teller.context as *mut std::ffi::c_void, event) };
-        }
+        self.notices.deliver(block);
+    }
+
+    /// Moves frees that have stopped waiting to the notices.
+    #[cold]
+    fn collect_freed(&self) {
+        let _collecting = lock(&self.collecting);
+        let freed: Vec<u64> = self.stacks[0].take_completed().into_iter().map(DeviceAddr::get).collect();
+        self.notices.queue_freed(&freed);
+        self.end_deferred(freed.len());
+    }
+
+    /// So many frees, or all that there are, wait no more.
+    fn end_deferred(&self, count: usize) {
+        let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| Some(deferred.saturating_sub(count)));
+    }
+
+    /// Whether this thread is in a callback of this allocator, whose call is not over.
+    pub(crate) fn is_calling_back(&self) -> bool {
+        self.notices.is_running_here()
     }
 
     #[inline]
@@ -162,7 +171,6 @@ impl Allocator {
             0 => self.stack().allocate(request, stream),
             _ => self.stack().allocate_in(request, stream, self.pool(pool)?),
         };
-        self.deliver();
         let block = served.map_err(|error| self.refused(error))?;
         let address = block.addr().get();
         self.held.insert(Held { block, stream, pool, shared: false });
@@ -186,7 +194,7 @@ impl Allocator {
             return Ok(());
         }
         let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
-        let told = shared && lock(&self.tell_frees).is_some();
+        let told = shared && self.notices.tells_frees();
         if told {
             // Before the free, so that another thread that finds it done counts it down.
             self.deferred.fetch_add(1, AcqRel);
@@ -194,20 +202,13 @@ impl Allocator {
         // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it,
         // see `vramlab_free`.
         let freed = unsafe { self.stack().deallocate(block, stream) };
-        if told && !matches!(freed, Ok(Path::Deferred)) {
-            self.tell_free(address);
+        // A block whose free failed waits, too.
+        if told && matches!(freed, Ok(path) if path != Path::Deferred) {
+            self.notices.queue_freed(&[address]);
+            self.end_deferred(1);
         }
-        self.deliver();
         freed?;
         Ok(())
-    }
-
-    /// Tells the program of a block that is reusable from now on, after other streams used it.
-    fn tell_free(&self, address: u64) {
-        let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| deferred.checked_sub(1));
-        let Some(Teller { context, callback }) = *lock(&self.tell_frees) else { return };
-        // SAFETY: the program promises a function that may be called with its context from any thread, see `vramlab_on_free`.
-        unsafe { callback(context as *mut std::ffi::c_void, address) };
     }
 
     fn foreign(&self, address: u64) -> Failure {
@@ -238,9 +239,7 @@ impl Allocator {
     }
 
     pub(crate) fn stream_gone(&self, stream: u64) -> Outcome<()> {
-        let gone = self.device.forget(stream)?;
-        self.stacks[0].forget_stream(gone);
-        Ok(())
+        Ok(self.device.forget(stream)?)
     }
 
     pub(crate) fn capturing(&self, open: bool) {
@@ -271,9 +270,7 @@ impl Allocator {
     }
 
     pub(crate) fn pool_trim(&self, pool: u64) -> Outcome<u64> {
-        let released = self.stack().pool_trim(self.pool(pool)?);
-        self.deliver();
-        Ok(released?)
+        Ok(self.stack().pool_trim(self.pool(pool)?)?)
     }
 
     pub(crate) fn pool_checkpoint(&self, pool: u64) -> Outcome<Checkpoint> {
@@ -281,29 +278,35 @@ impl Allocator {
         Ok(Checkpoint { pool, state })
     }
 
-    /// Lets a pool be as it was.
+    /// Lets a pool be as it was. Other threads' calls that name a block wait meanwhile.
     pub(crate) fn pool_restore(&self, checkpoint: &Checkpoint) -> Outcome<Restored> {
         let (pool, of_pool) = (checkpoint.pool, |held: &Held| held.pool == checkpoint.pool);
         let known = self.pool(pool)?;
-        let taken = self.held.take_where(of_pool);
+        let mut tables = self.held.lock_all();
+        let taken = tables.take_where(of_pool);
         let freed = taken.iter().map(|held| held.block.addr().get()).collect();
+        let shared: BTreeSet<u64> =
+            taken.iter().filter(|held| held.shared).map(|held| held.block.addr().get()).collect();
         let given = taken.into_iter().map(|held| (held.block, held.stream)).collect();
         // SAFETY: these are all blocks of the pool that the program holds, whose uses are queued: it promises that, see
         // `vramlab_pool_restore`.
         let restored = unsafe { self.stack().pool_restore(known, &checkpoint.state, given) };
-        self.deliver();
+        let (blocks, error) = match restored {
+            Ok(blocks) => (blocks.into_iter().zip(restored_streams(&checkpoint.state)).collect(), None),
+            Err(RestoreError { held, error }) => (held, Some(error)),
+        };
         let mut created = Vec::new();
-        for (block, stream) in restored?.into_iter().zip(restored_streams(&checkpoint.state)) {
-            created.push((block.addr().get(), block.bytes(), stream.get()));
-            self.held.insert(Held { block, stream, pool, shared: false });
+        for (block, stream) in blocks {
+            let address = block.addr().get();
+            created.push((address, block.bytes(), stream.get()));
+            let shared = error.is_some() && shared.contains(&address);
+            tables.insert(Held { block, stream, pool, shared });
         }
-        Ok((freed, created))
+        error.map_or(Ok((freed, created)), |error| Err(error.into()))
     }
 
     pub(crate) fn trim(&self, keep: u64) -> Outcome<u64> {
-        let released = self.stack().trim(keep);
-        self.deliver();
-        Ok(released?)
+        Ok(self.stack().trim(keep)?)
     }
 
     pub(crate) fn set_limit(&self, bytes: u64) {
@@ -430,10 +433,14 @@ impl Allocator {
         bits.into_iter().filter(|(can, _)| *can).map(|(_, bit)| bit).sum()
     }
 
-    pub(crate) fn tell_completed(&self, teller: Option<Teller<u64>>) {
-        self.stacks[0].tell_completed(teller.is_some());
-        *lock(&self.tell_frees) = teller;
-        self.deferred.store(0, Release);
+    pub(crate) fn on_free(&self, callback: Option<Callback<u64>>) {
+        let _collecting = lock(&self.collecting);
+        // What waits goes on to wait where one callback takes the place of another.
+        if callback.is_some() != self.notices.tells_frees() {
+            self.stacks[0].tell_completed(callback.is_some());
+            self.deferred.store(0, Release);
+        }
+        self.notices.set_on_free(callback);
     }
 
     /// The live block that begins at an address.
@@ -447,17 +454,17 @@ impl Allocator {
         self.held.with(address, record).ok_or_else(|| self.foreign(address))
     }
 
-    pub(crate) fn tell_segments(&self, teller: Option<Teller<*const SegmentEvent>>) {
-        self.segments.hook().tell(teller.is_some());
-        *lock(&self.tell) = teller;
+    pub(crate) fn on_segment(&self, callback: Option<Callback<*const SegmentEvent>>) {
+        self.notices.set_on_segment(callback);
     }
 
     /// Gives everything back, also blocks that the program still holds, once the device is idle.
     pub(crate) fn close(self) -> Outcome<()> {
-        self.tell_segments(None);
-        self.tell_completed(None);
+        self.on_segment(None);
+        self.on_free(None);
+        self.device.remove(&self.stacks[0]);
         let synchronized = self.device.driver().device_synchronize();
-        for Held { block, stream, .. } in self.held.take_where(|_| true) {
+        for Held { block, stream, .. } in self.held.lock_all().take_where(|_| true) {
             // SAFETY: the device is idle, or broken, and the program promises that it uses the block no more.
             let _ = unsafe { self.stacks[0].deallocate(block, stream) };
         }

@@ -5,9 +5,10 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vramlab_device::sim::SimMemory;
 use vramlab_device::{CudaDriver, DeviceKind, DeviceName, Driver, DriverResult, Profile, SimDriver, StreamId};
+use vramlab_policies::DeviceAllocator;
 
 /// A device that is open.
 #[derive(Debug)]
@@ -15,6 +16,8 @@ pub(crate) struct Device {
     driver: Arc<dyn Driver>,
     /// Changes when a stream was forgotten. No two devices of a process ever have one in common.
     epoch: AtomicU64,
+    /// The allocators on it, which all have to know of a stream that is gone. Locked while they are told.
+    allocators: Mutex<Vec<Weak<dyn DeviceAllocator>>>,
 }
 
 /// The devices that are open, by the text that they were asked for with.
@@ -61,7 +64,8 @@ impl Device {
         if let Some(device) = open.get(&key).and_then(Weak::upgrade) {
             return Ok(device);
         }
-        let device = Arc::new(Self { driver: driver()?, epoch: AtomicU64::new(next_epoch()) });
+        let device =
+            Arc::new(Self { driver: driver()?, epoch: AtomicU64::new(next_epoch()), allocators: Mutex::default() });
         open.insert(key, Arc::downgrade(&device));
         Ok(device)
     }
@@ -83,12 +87,32 @@ impl Device {
         Ok(stream)
     }
 
-    /// Forgets a stream of the program, once the work on the device is done, so that no block waits for it.
-    pub(crate) fn forget(&self, handle: u64) -> DriverResult<StreamId> {
+    fn allocators(&self) -> MutexGuard<'_, Vec<Weak<dyn DeviceAllocator>>> {
+        self.allocators.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in an allocator on this device.
+    pub(crate) fn add(&self, allocator: &Arc<dyn DeviceAllocator>) {
+        self.allocators().push(Arc::downgrade(allocator));
+    }
+
+    /// Forgets an allocator. No other thread has it afterwards.
+    pub(crate) fn remove(&self, allocator: &Arc<dyn DeviceAllocator>) {
+        // The metadata of two pointers to one allocator may differ.
+        self.allocators().retain(|other| !std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(allocator)));
+    }
+
+    /// Forgets a stream of the program, once the work on the device is done, so that no block of any allocator waits for it.
+    ///
+    /// The allocators come first: when each has forgotten the stream, no call of it that names the stream is under way, and none
+    /// follows. Then the driver forgets it, and the program may destroy it.
+    pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
+        let allocators = self.allocators();
         let stream = self.stream(handle)?;
         self.driver.device_synchronize()?;
+        allocators.iter().filter_map(Weak::upgrade).for_each(|allocator| allocator.forget_stream(stream));
         self.epoch.store(next_epoch(), Release);
-        self.driver.stream_forget(stream).map(|()| stream)
+        self.driver.stream_forget(stream)
     }
 }
 

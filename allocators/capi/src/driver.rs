@@ -1,14 +1,15 @@
 //! What stands between an allocator and its device: the limit of allocators that have none of their own, and word of the
 //! segments that come and go.
 //!
-//! Segments are seen where they come from, in the calls of the driver, so that every allocator tells of them. The callback of the
-//! program runs after the call that made them, when no lock is held.
+//! Segments are seen where they come from, in the calls of the driver, so that every allocator tells of them. The callbacks of the
+//! program run after the call that made them, see [`notices`](crate::notices).
 
+use crate::notices::Notices;
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::{CallArguments, CallKind, CallOutcome, Driver, DriverError, DriverResult, Hook};
 
 thread_local! {
@@ -36,6 +37,12 @@ pub enum SegmentAction {
     Unmap = 3,
 }
 
+impl SegmentAction {
+    pub(crate) fn adds_memory(self) -> bool {
+        matches!(self, Self::Alloc | Self::Map)
+    }
+}
+
 /// A segment that came or went.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,29 +57,47 @@ pub struct SegmentEvent {
     pub stream: u64,
 }
 
+impl SegmentEvent {
+    /// Both as one, where memory that is mapped or unmapped lies side by side.
+    pub(crate) fn joined_with(&self, next: &Self) -> Option<Self> {
+        let parts = matches!(self.action, SegmentAction::Map | SegmentAction::Unmap) && next.action == self.action;
+        let beside = self.address + self.bytes == next.address || next.address + next.bytes == self.address;
+        let (address, bytes) = (self.address.min(next.address), self.bytes + next.bytes);
+        (parts && beside).then_some(Self { address, bytes, ..*self })
+    }
+}
+
 /// See the [module](self).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Segments {
     /// Most bytes that may be held, `u64::MAX` for no limit.
     limit: AtomicU64,
-    /// Whether the program wants to know of segments.
-    told: AtomicBool,
-    /// Whether there is something to tell.
-    waiting: AtomicBool,
     known: Mutex<Known>,
+    notices: Arc<Notices>,
 }
 
 #[derive(Debug, Default)]
 struct Known {
     /// Memory that is held by single calls: bytes and the stream of the request, by address.
     held: BTreeMap<u64, (u64, u64)>,
+    /// Its bytes, with those of calls that are under way.
     bytes: u64,
-    events: Vec<SegmentEvent>,
+}
+
+/// What is undone when a call fails.
+#[derive(Debug, Default)]
+pub(crate) struct Around {
+    /// Bytes that were counted for memory that is asked for.
+    claimed: u64,
+    /// The record of memory that goes back: its bytes and stream.
+    gone: Option<(u64, u64)>,
+    /// The entry among the notices. What goes is queued before the call, because the device may hand its address out at once.
+    notice: Option<u64>,
 }
 
 impl Segments {
-    pub(crate) fn new() -> Self {
-        Self { limit: AtomicU64::new(u64::MAX), ..Self::default() }
+    pub(crate) fn new(notices: Arc<Notices>) -> Self {
+        Self { limit: AtomicU64::new(u64::MAX), known: Mutex::default(), notices }
     }
 
     fn lock(&self) -> MutexGuard<'_, Known> {
@@ -87,82 +112,66 @@ impl Segments {
     pub(crate) fn limit(&self) -> Option<u64> {
         Some(self.limit.load(Relaxed)).filter(|limit| *limit != u64::MAX)
     }
-
-    /// Tells the program of segments from now on, or no longer.
-    pub(crate) fn tell(&self, told: bool) {
-        self.told.store(told, Release);
-        if !told {
-            self.lock().events.clear();
-        }
-    }
-
-    /// What there is to tell, oldest first. One comparison when there is nothing.
-    #[inline]
-    pub(crate) fn take_events(&self) -> Vec<SegmentEvent> {
-        if !self.waiting.load(Acquire) || !self.waiting.swap(false, AcqRel) {
-            return Vec::new();
-        }
-        std::mem::take(&mut self.lock().events)
-    }
-
-    fn push(&self, known: &mut Known, event: SegmentEvent) {
-        if !self.told.load(Acquire) {
-            return;
-        }
-        // Memory comes and goes page by page; the program is told of the whole.
-        let last = known.events.last_mut().filter(|last| last.action == event.action);
-        let parts = matches!(event.action, SegmentAction::Map | SegmentAction::Unmap);
-        match last.filter(|_| parts) {
-            Some(last) if last.address + last.bytes == event.address => last.bytes += event.bytes,
-            Some(last) if event.address + event.bytes == last.address => {
-                (last.address, last.bytes) = (event.address, last.bytes + event.bytes);
-            }
-            _ => known.events.push(event),
-        }
-        self.waiting.store(true, Release);
-    }
 }
 
 // SAFETY: refuses calls and looks at the others, and changes none.
 unsafe impl Hook for Segments {
-    type Before = ();
+    type Before = Around;
 
-    fn before(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<()> {
-        let takes = matches!(kind, CallKind::MemAlloc | CallKind::MemAllocAsync);
-        let limit = self.limit.load(Relaxed);
-        if takes && limit != u64::MAX && self.lock().bytes.saturating_add(arguments.bytes) > limit {
-            return Err(DriverError::new(kind, DriverError::OUT_OF_MEMORY, "the limit of this allocator"));
+    fn before(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<Around> {
+        match (kind, arguments.addr) {
+            (CallKind::MemAlloc | CallKind::MemAllocAsync, _) => {
+                let known = &mut *self.lock();
+                let sum = known.bytes.saturating_add(arguments.bytes);
+                if sum > self.limit.load(Relaxed) {
+                    return Err(DriverError::new(kind, DriverError::OUT_OF_MEMORY, "the limit of this allocator"));
+                }
+                known.bytes = sum;
+                Ok(Around { claimed: arguments.bytes, ..Around::default() })
+            }
+            (CallKind::MemFree | CallKind::MemFreeAsync, Some(addr)) => {
+                let address = addr.get();
+                let gone = self.lock().held.remove(&address);
+                let event = |(bytes, stream)| SegmentEvent { action: SegmentAction::Free, address, bytes, stream };
+                let told = gone.filter(|_| kind == CallKind::MemFree).map(event);
+                let notice = told.and_then(|event| self.notices.queue(event, false));
+                Ok(Around { gone, notice, ..Around::default() })
+            }
+            (CallKind::MemUnmap, Some(addr)) => {
+                let (address, bytes, stream) = (addr.get(), arguments.bytes, STREAM.get());
+                let event = SegmentEvent { action: SegmentAction::Unmap, address, bytes, stream };
+                Ok(Around { notice: self.notices.queue(event, false), ..Around::default() })
+            }
+            _ => Ok(Around::default()),
         }
-        Ok(())
     }
 
-    fn after(&self, _: &dyn Driver, kind: CallKind, arguments: CallArguments, (): (), outcome: CallOutcome) {
-        if !outcome.ok {
-            return;
+    fn after(&self, _: &dyn Driver, kind: CallKind, arguments: CallArguments, before: Around, outcome: CallOutcome) {
+        let Around { claimed, gone, notice } = before;
+        if let Some(number) = notice {
+            self.notices.settle(number, outcome.ok);
         }
         let (stream, bytes) = (STREAM.get(), arguments.bytes);
         match (kind, outcome.addr, arguments.addr) {
             (CallKind::MemAlloc | CallKind::MemAllocAsync, Some(addr), _) => {
-                let known = &mut *self.lock();
-                known.held.insert(addr.get(), (bytes, stream));
-                known.bytes += bytes;
+                let address = addr.get();
+                self.lock().held.insert(address, (bytes, stream));
                 if kind == CallKind::MemAlloc {
-                    let address = addr.get();
-                    self.push(known, SegmentEvent { action: SegmentAction::Alloc, address, bytes, stream });
+                    self.notices.queue(SegmentEvent { action: SegmentAction::Alloc, address, bytes, stream }, true);
                 }
             }
+            (CallKind::MemAlloc | CallKind::MemAllocAsync, None, _) => self.lock().bytes -= claimed,
             (CallKind::MemFree | CallKind::MemFreeAsync, _, Some(addr)) => {
+                let Some(record) = gone else { return };
                 let known = &mut *self.lock();
-                let Some((bytes, stream)) = known.held.remove(&addr.get()) else { return };
-                known.bytes -= bytes;
-                if kind == CallKind::MemFree {
-                    let address = addr.get();
-                    self.push(known, SegmentEvent { action: SegmentAction::Free, address, bytes, stream });
+                match outcome.ok {
+                    true => known.bytes -= record.0,
+                    false => _ = known.held.insert(addr.get(), record),
                 }
             }
-            (CallKind::MemMap | CallKind::MemUnmap, _, Some(addr)) => {
-                let action = if kind == CallKind::MemMap { SegmentAction::Map } else { SegmentAction::Unmap };
-                self.push(&mut self.lock(), SegmentEvent { action, address: addr.get(), bytes, stream });
+            (CallKind::MemMap, _, Some(addr)) if outcome.ok => {
+                let address = addr.get();
+                self.notices.queue(SegmentEvent { action: SegmentAction::Map, address, bytes, stream }, true);
             }
             _ => {}
         }

@@ -2,8 +2,9 @@
 //!
 //! No panic crosses the border to C: one is a bug of this library, which is returned as [`Status::Internal`].
 
-use std::cell::RefCell;
-use std::ffi::{CStr, CString};
+use std::cell::Cell;
+use std::ffi::CStr;
+use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 use std::sync::atomic::AtomicBool;
@@ -134,35 +135,58 @@ impl From<vramlab_device::output::OutputError> for Failure {
     }
 }
 
+/// Bytes of a text that are kept, with the zero byte at its end.
+const MOST_TEXT: usize = 4096;
+
 thread_local! {
-    static LAST: RefCell<CString> = RefCell::default();
+    /// It has nothing to drop, so that it is there as long as its thread: also in destructors of thread-specific data and in `atexit`.
+    static LAST: [Cell<u8>; MOST_TEXT] = const { [const { Cell::new(0) }; MOST_TEXT] };
 }
 
 /// The thread's last failure, as C reads it; valid until the thread's next one.
 pub(crate) fn last() -> *const std::ffi::c_char {
-    LAST.with(|last| last.borrow().as_ptr())
+    LAST.with(|last| last.as_ptr().cast())
 }
 
-fn note(text: String) {
-    // A zero byte would end the text for C.
-    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    LAST.with(|last| *last.borrow_mut() = text);
+/// Notes what a call says that fails. A text that is too long is cut between two characters.
+fn note(text: &str) {
+    let end = (0..MOST_TEXT).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+    let text = &text[..end];
+    LAST.with(|last| {
+        // A zero byte would end the text for C.
+        let bytes = text.bytes().map(|byte| if byte == 0 { b' ' } else { byte });
+        last.iter().zip(bytes.chain([0])).for_each(|(at, byte)| at.set(byte));
+    });
 }
 
-/// Runs what a function of the library does.
-pub(crate) fn answer(call: impl FnOnce() -> Outcome<()>) -> Status {
+/// How a call went that is not answered yet, because the program's callbacks come before. They may be left by `longjmp`, so there is
+/// nothing to drop; the text of a failure is lost then.
+pub(crate) type Attempt = ManuallyDrop<Outcome<()>>;
+
+/// Does what a function of the library does.
+pub(crate) fn attempt(call: impl FnOnce() -> Outcome<()>) -> Attempt {
     let outcome = catch_unwind(AssertUnwindSafe(|| needs_own_process().and_then(|()| call())));
-    let failure = match outcome {
-        Ok(Ok(())) => return Status::Ok,
-        Ok(Err(failure)) => failure,
-        Err(panic) => {
-            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-            let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            Failure::new(Status::Internal, format!("a bug in libvramlab: {text}; please report it"))
+    ManuallyDrop::new(outcome.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(Failure::new(Status::Internal, format!("a bug in libvramlab: {text}; please report it")))
+    }))
+}
+
+/// Says how a call went.
+pub(crate) fn conclude(attempt: Attempt) -> Status {
+    match ManuallyDrop::into_inner(attempt) {
+        Ok(()) => Status::Ok,
+        Err(failure) => {
+            note(&failure.text);
+            failure.status
         }
-    };
-    note(failure.text);
-    failure.status
+    }
+}
+
+/// Runs what a function of the library does that calls no callback.
+pub(crate) fn answer(call: impl FnOnce() -> Outcome<()>) -> Status {
+    conclude(attempt(call))
 }
 
 /// Whether this process was forked from one that had opened an allocator.

@@ -27,18 +27,17 @@ pub(crate) struct HeldBlocks([Table; TABLES]);
 /// On a cache line of its own.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Table(Mutex<FxHashMap<u64, Held>>);
+struct Table(Mutex<Blocks>);
+
+type Blocks = FxHashMap<u64, Held>;
 
 impl HeldBlocks {
     pub(crate) fn new() -> Self {
         Self(std::array::from_fn(|_| Table::default()))
     }
 
-    fn table(&self, addr: u64) -> MutexGuard<'_, FxHashMap<u64, Held>> {
-        // Blocks begin at multiples of 256, and those of a thread often lie side by side.
-        // CAST: the shift leaves as many bits as there are tables.
-        let at = (addr >> 8).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - TABLES.ilog2());
-        self.0[at as usize].0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self, addr: u64) -> MutexGuard<'_, Blocks> {
+        self.0[number(addr)].0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn insert(&self, held: Held) {
@@ -55,11 +54,33 @@ impl HeldBlocks {
         self.table(addr).get_mut(&addr).map(look)
     }
 
+    /// Keeps other threads from every block, until the result is dropped.
+    pub(crate) fn lock_all(&self) -> AllBlocks<'_> {
+        AllBlocks(self.0.each_ref().map(|table| table.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
+
+/// The number of the table that an address is in.
+fn number(addr: u64) -> usize {
+    // Blocks begin at multiples of 256, and those of a thread often lie side by side.
+    let at = (addr >> 8).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - TABLES.ilog2());
+    // CAST: the shift leaves as many bits as there are tables.
+    at as usize
+}
+
+/// All tables, locked in their order.
+pub(crate) struct AllBlocks<'a>([MutexGuard<'a, Blocks>; TABLES]);
+
+impl AllBlocks<'_> {
+    pub(crate) fn insert(&mut self, held: Held) {
+        let addr = held.block.addr().get();
+        self.0[number(addr)].insert(addr, held);
+    }
+
     /// Takes out every block that is wanted, in address order.
-    pub(crate) fn take_where(&self, wanted: impl Fn(&Held) -> bool) -> Vec<Held> {
+    pub(crate) fn take_where(&mut self, wanted: impl Fn(&Held) -> bool) -> Vec<Held> {
         let mut taken = Vec::new();
-        for table in &self.0 {
-            let table = &mut *table.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for table in &mut self.0 {
             taken.extend(table.extract_if(|_, held| wanted(held)).map(|(_, held)| held));
         }
         taken.sort_unstable_by_key(|held| held.block.addr());

@@ -19,6 +19,7 @@ mod device;
 mod driver;
 mod error;
 mod held;
+mod notices;
 mod records;
 
 pub use allocator::{Allocator, Checkpoint};
@@ -26,9 +27,12 @@ pub use driver::{SegmentAction, SegmentEvent};
 pub use error::Status;
 pub use records::{BlockRecord, BlockStateRecord, Gauge, Pooled, SegmentRecord, StatsRecord};
 
-use allocator::{Teller, allocators_json};
-use error::{Failure, Outcome, answer, last, watch_forks};
+use allocator::allocators_json;
+use error::{Attempt, Failure, Outcome, answer, attempt, conclude, last, watch_forks};
+use notices::Callback;
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::path::Path;
 
 /// Number of this interface. It changes when a program that was built with another header no longer works.
@@ -82,6 +86,34 @@ unsafe fn give<T>(out: *mut T, what: &str, value: impl FnOnce() -> Outcome<T>) -
     Ok(())
 }
 
+/// Ends a call that may have made segments come or go or blocks reusable: calls the program, then answers. `block` is memory that the
+/// call gives the program.
+///
+/// # Safety
+/// See the top of this file.
+unsafe fn conclude_and_tell(vramlab: *const Allocator, attempt: Attempt, block: Option<Range<u64>>) -> Status {
+    // In a forked child locks may be held for ever.
+    if !matches!(&*attempt, Err(failure) if failure.status == Status::Forked)
+        // SAFETY: null, or open (the program's promise).
+        && let Some(allocator) = unsafe { vramlab.as_ref() }
+    {
+        allocator.deliver(block);
+    }
+    conclude(attempt)
+}
+
+/// Ends an allocation of `bytes`, whose address is written.
+///
+/// # Safety
+/// See the top of this file.
+unsafe fn conclude_allocation(vramlab: *const Allocator, attempt: Attempt, bytes: u64, out: *const u64) -> Status {
+    let served = attempt.is_ok();
+    // SAFETY: the allocation succeeded, so it was written.
+    let block = served.then(|| unsafe { out.read() }).map(|address| address..address.saturating_add(bytes));
+    // SAFETY: as promised.
+    unsafe { conclude_and_tell(vramlab, attempt, block) }
+}
+
 fn c_text(text: String) -> Outcome<*mut c_char> {
     let text = CString::new(text).map_err(|_| Failure::new(Status::Internal, "a text holds a zero byte"))?;
     Ok(text.into_raw())
@@ -99,7 +131,8 @@ pub extern "C" fn vramlab_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call.
+/// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call or the thread's end.
+/// Of a text of more than 4095 bytes the front is kept.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramlab_error() -> *const c_char {
     last()
@@ -151,15 +184,19 @@ pub unsafe extern "C" fn vramlab_check(name: *const c_char) -> Status {
     answer(|| unsafe { text(name, "the allocator's name") }.and_then(allocator::check))
 }
 
-/// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds.
+/// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds. In a callback of
+/// `vramlab_on_segment` or `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: the call that it belongs to is
+/// not over.
 ///
 /// # Safety
 /// See the top of this file; no other thread uses the allocator or will.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_close(vramlab: *mut Allocator) -> Status {
     answer(|| {
-        if vramlab.is_null() {
-            return Err(missing("the allocator"));
+        // SAFETY: null, or open (the program's promise).
+        if unsafe { allocator(vramlab) }?.is_calling_back() {
+            let text = "the allocator cannot be closed in one of its callbacks; close it when the call has returned";
+            return Err(Failure::new(Status::Live, text));
         }
         // SAFETY: it came from `vramlab_open` and is closed once (the program's promise).
         unsafe { Box::from_raw(vramlab) }.close()
@@ -181,9 +218,16 @@ pub unsafe extern "C" fn vramlab_allocators_json(out: *mut *mut c_char) -> Statu
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_allocate(vramlab: *mut Allocator, bytes: u64, stream: u64, out: *mut u64) -> Status {
+pub unsafe extern "C-unwind" fn vramlab_allocate(
+    vramlab: *mut Allocator,
+    bytes: u64,
+    stream: u64,
+    out: *mut u64,
+) -> Status {
     // SAFETY: as promised.
-    answer(|| unsafe { give(out, "the address", || allocator(vramlab)?.allocate(0, bytes, stream)) })
+    let served = attempt(|| unsafe { give(out, "the address", || allocator(vramlab)?.allocate(0, bytes, stream)) });
+    // SAFETY: as promised.
+    unsafe { conclude_allocation(vramlab, served, bytes, out) }
 }
 
 /// Allocates from the memory of a private pool.
@@ -191,20 +235,22 @@ pub unsafe extern "C" fn vramlab_allocate(vramlab: *mut Allocator, bytes: u64, s
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_allocate_in(
+pub unsafe extern "C-unwind" fn vramlab_allocate_in(
     vramlab: *mut Allocator,
     pool: u64,
     bytes: u64,
     stream: u64,
     out: *mut u64,
 ) -> Status {
-    answer(|| {
+    let served = attempt(|| {
         if pool == 0 {
             return Err(Failure::new(Status::Unknown, "0 is no private pool"));
         }
         // SAFETY: as promised.
         unsafe { give(out, "the address", || allocator(vramlab)?.allocate(pool, bytes, stream)) }
-    })
+    });
+    // SAFETY: as promised.
+    unsafe { conclude_allocation(vramlab, served, bytes, out) }
 }
 
 /// Frees the block that begins at an address. Address 0 is fine.
@@ -212,9 +258,11 @@ pub unsafe extern "C" fn vramlab_allocate_in(
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_free(vramlab: *mut Allocator, address: u64) -> Status {
+pub unsafe extern "C-unwind" fn vramlab_free(vramlab: *mut Allocator, address: u64) -> Status {
     // SAFETY: as promised.
-    answer(|| unsafe { allocator(vramlab) }?.free(address))
+    let freed = attempt(|| unsafe { allocator(vramlab) }?.free(address));
+    // SAFETY: as promised.
+    unsafe { conclude_and_tell(vramlab, freed, None) }
 }
 
 /// Says that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that work
@@ -228,14 +276,18 @@ pub unsafe extern "C" fn vramlab_record_stream(vramlab: *mut Allocator, address:
     answer(|| unsafe { allocator(vramlab) }?.record_stream(address, stream))
 }
 
-/// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more.
+/// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This holds of every
+/// allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as ever, before, meanwhile and after,
+/// and so can blocks that it was recorded for. When the call has returned nothing of this library names the stream any more.
 ///
 /// # Safety
-/// See the top of this file; the stream is still there.
+/// See the top of this file; the stream is still there, and no other thread's call names it.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_stream_gone(vramlab: *mut Allocator, stream: u64) -> Status {
+pub unsafe extern "C-unwind" fn vramlab_stream_gone(vramlab: *mut Allocator, stream: u64) -> Status {
     // SAFETY: as promised.
-    answer(|| unsafe { allocator(vramlab) }?.stream_gone(stream))
+    let gone = attempt(|| unsafe { allocator(vramlab) }?.stream_gone(stream));
+    // SAFETY: as promised.
+    unsafe { conclude_and_tell(vramlab, gone, None) }
 }
 
 /// Says that the program began to capture a graph on the device, or that such a capture has ended. It is counted. While one is
@@ -286,8 +338,8 @@ pub unsafe extern "C" fn vramlab_pool_release(vramlab: *mut Allocator, pool: u64
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_pool_trim(vramlab: *mut Allocator, pool: u64, released: *mut u64) -> Status {
-    answer(|| {
+pub unsafe extern "C-unwind" fn vramlab_pool_trim(vramlab: *mut Allocator, pool: u64, released: *mut u64) -> Status {
+    let trimmed = attempt(|| {
         // SAFETY: as promised.
         let bytes = unsafe { allocator(vramlab) }?.pool_trim(pool)?;
         // SAFETY: as promised.
@@ -295,10 +347,12 @@ pub unsafe extern "C" fn vramlab_pool_trim(vramlab: *mut Allocator, pool: u64, r
             *released = bytes;
         }
         Ok(())
-    })
+    });
+    // SAFETY: as promised.
+    unsafe { conclude_and_tell(vramlab, trimmed, None) }
 }
 
-/// Takes down what a private pool is like now.
+/// Takes down what a private pool is like now. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot go back to it.
 ///
 /// # Safety
 /// See the top of this file.
@@ -318,33 +372,43 @@ pub unsafe extern "C" fn vramlab_pool_checkpoint(
 
 /// Lets a private pool be as it was: every block of it that the program holds is freed, and told by `freed`; then the blocks that
 /// were held at the checkpoint are held again where they lay, and told by `created`. Both may be null. They are called when no
-/// lock is held.
+/// lock is held, once all of it is done.
+///
+/// A restore that fails changes nothing: the program holds the blocks that it held. It fails with `VRAMLAB_STATUS_LIVE` or
+/// `VRAMLAB_STATUS_UNKNOWN` when the pool was released, when memory of the checkpoint went back to the device, and when a block there is
+/// freed or held and other streams still use it.
 ///
 /// # Safety
-/// See the top of this file; the callbacks may be called with `context`.
+/// See the top of this file; the callbacks may be called with `context`. No other thread allocates from the pool meanwhile.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_pool_restore(
+pub unsafe extern "C-unwind" fn vramlab_pool_restore(
     vramlab: *mut Allocator,
     checkpoint: *const Checkpoint,
     context: *mut c_void,
-    freed: Option<unsafe extern "C" fn(*mut c_void, u64)>,
-    created: Option<unsafe extern "C" fn(*mut c_void, u64, u64, u64)>,
+    freed: Option<unsafe extern "C-unwind" fn(*mut c_void, u64)>,
+    created: Option<unsafe extern "C-unwind" fn(*mut c_void, u64, u64, u64)>,
 ) -> Status {
-    answer(|| {
+    // A callback that does not return loses the lists, see `notices`.
+    let mut lists = ManuallyDrop::new((Vec::new(), Vec::new()));
+    let restored = attempt(|| {
         // SAFETY: null, or a checkpoint that was not given back (the program's promise).
         let checkpoint = unsafe { checkpoint.as_ref() }.ok_or_else(|| missing("the checkpoint"))?;
         // SAFETY: as promised.
-        let (gone, held) = unsafe { allocator(vramlab) }?.pool_restore(checkpoint)?;
-        for address in gone {
-            // SAFETY: may be called (the program's promise).
-            freed.inspect(|freed| unsafe { freed(context, address) });
-        }
-        for (address, bytes, stream) in held {
-            // SAFETY: may be called (the program's promise).
-            created.inspect(|created| unsafe { created(context, address, bytes, stream) });
-        }
+        *lists = unsafe { allocator(vramlab) }?.pool_restore(checkpoint)?;
         Ok(())
-    })
+    });
+    // SAFETY: as promised.
+    let status = unsafe { conclude_and_tell(vramlab, restored, None) };
+    for &address in &lists.0 {
+        // SAFETY: may be called (the program's promise).
+        freed.inspect(|freed| unsafe { freed(context, address) });
+    }
+    for &(address, bytes, stream) in &lists.1 {
+        // SAFETY: may be called (the program's promise).
+        created.inspect(|created| unsafe { created(context, address, bytes, stream) });
+    }
+    drop(ManuallyDrop::into_inner(lists));
+    status
 }
 
 /// Gives a checkpoint back. Null is fine.
@@ -364,8 +428,8 @@ pub unsafe extern "C" fn vramlab_checkpoint_free(checkpoint: *mut Checkpoint) {
 /// # Safety
 /// See the top of this file.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes: u64, released: *mut u64) -> Status {
-    answer(|| {
+pub unsafe extern "C-unwind" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes: u64, released: *mut u64) -> Status {
+    let trimmed = attempt(|| {
         // SAFETY: as promised.
         let bytes = unsafe { allocator(vramlab) }?.trim(keep_bytes)?;
         // SAFETY: as promised.
@@ -373,7 +437,9 @@ pub unsafe extern "C" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes: u64, 
             *released = bytes;
         }
         Ok(())
-    })
+    });
+    // SAFETY: as promised.
+    unsafe { conclude_and_tell(vramlab, trimmed, None) }
 }
 
 /// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once.
@@ -444,32 +510,36 @@ pub unsafe extern "C" fn vramlab_reset_accumulated(vramlab: *mut Allocator) -> S
 }
 
 /// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All is of one moment; no lock is
-/// held while the program looks.
+/// held while the program looks. The callbacks may call the library, and be left by `longjmp` or an exception, which loses the copy's memory.
 ///
 /// # Safety
 /// See the top of this file; the callbacks may be called with `context`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vramlab_visit(
+pub unsafe extern "C-unwind" fn vramlab_visit(
     vramlab: *mut Allocator,
     context: *mut c_void,
-    segment: Option<unsafe extern "C" fn(*mut c_void, *const SegmentRecord)>,
-    block: Option<unsafe extern "C" fn(*mut c_void, *const BlockRecord)>,
+    segment: Option<unsafe extern "C-unwind" fn(*mut c_void, *const SegmentRecord)>,
+    block: Option<unsafe extern "C-unwind" fn(*mut c_void, *const BlockRecord)>,
 ) -> Status {
-    answer(|| {
+    // A callback that does not return loses it, see `notices`.
+    let mut snapshot = ManuallyDrop::new(None);
+    let status = answer(|| {
         // SAFETY: as promised.
-        let snapshot = unsafe { allocator(vramlab) }?.snapshot()?;
-        for info in &snapshot.segments {
-            let record = SegmentRecord::of(info);
-            // SAFETY: may be called (the program's promise); the record lives until it returns.
-            segment.inspect(|segment| unsafe { segment(context, &raw const record) });
-            for info in &info.blocks {
-                let record = BlockRecord::of(info);
-                // SAFETY: as for segments.
-                block.inspect(|block| unsafe { block(context, &raw const record) });
-            }
-        }
+        *snapshot = Some(unsafe { allocator(vramlab) }?.snapshot()?);
         Ok(())
-    })
+    });
+    for info in snapshot.iter().flat_map(|snapshot| &snapshot.segments) {
+        let record = SegmentRecord::of(info);
+        // SAFETY: may be called (the program's promise); the record lives until it returns.
+        segment.inspect(|segment| unsafe { segment(context, &raw const record) });
+        for info in &info.blocks {
+            let record = BlockRecord::of(info);
+            // SAFETY: as for segments.
+            block.inspect(|block| unsafe { block(context, &raw const record) });
+        }
+    }
+    drop(ManuallyDrop::into_inner(snapshot));
+    status
 }
 
 /// Writes what is held to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not
@@ -515,8 +585,19 @@ pub unsafe extern "C" fn vramlab_base(
     })
 }
 
-/// Sets what is called when a segment comes or goes: on the thread whose call caused it, before that call returns, when no lock is
-/// held. Null: nothing.
+/// Sets what is called when a segment comes or goes, or nothing (null). It may be set anew at any time, also in a callback.
+///
+/// The callback runs on the thread whose call caused the event, before that call returns, when no lock is held. Calls of an allocator's
+/// callback come one after another, in the order in which the driver was called: an address is told as free before it is told as
+/// allocated again. No call returns a block of memory that the program was not told of.
+///
+/// So a call may wait for a callback that runs on another thread. A callback should take no lock that a thread holds while it calls this
+/// library; one that does makes that thread wait for five seconds. Then, and where a callback calls the library while the callback of
+/// another thread runs, the events are told by that other thread as soon as its callback has returned, in the same order. A call inside a
+/// callback never waits for another callback, and may deliver what lies in front of its own events.
+///
+/// A callback may call every function but `vramlab_close`. It may be left by `longjmp` or by an exception of C++: what its call did is done
+/// and written, only the status is lost. The callback counts as running until the next call of its thread.
 ///
 /// # Safety
 /// See the top of this file; the callback may be called with `context` from any thread, until another one was set and every call
@@ -525,18 +606,20 @@ pub unsafe extern "C" fn vramlab_base(
 pub unsafe extern "C" fn vramlab_on_segment(
     vramlab: *mut Allocator,
     context: *mut c_void,
-    callback: Option<unsafe extern "C" fn(*mut c_void, *const SegmentEvent)>,
+    callback: Option<unsafe extern "C-unwind" fn(*mut c_void, *const SegmentEvent)>,
 ) -> Status {
     answer(|| {
         // CAST: the context is the program's own, and only handed back to it.
-        let teller = callback.map(|callback| Teller { context: context as usize, callback });
+        let callback = callback.map(|function| Callback { context: context as usize, function });
         // SAFETY: as promised.
-        unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_segments(teller))
+        unsafe { allocator(vramlab) }.map(|allocator| allocator.on_segment(callback))
     })
 }
 
-/// Sets what is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or in a
-/// later call that finds that they are done with it, before that call returns, when no lock is held. Null: nothing.
+/// Sets what is called, with its address, when a block that other streams used has been freed and is reusable, or nothing (null): in its
+/// free, or in a later call that finds that they are done with it. All that `vramlab_on_segment` says of its callback holds of this one,
+/// and the calls of both come one after another. A block is told before its segment goes back, and one that waited before its memory
+/// serves another request; memory that is reusable at once may serve another thread's request before its free has told it.
 ///
 /// # Safety
 /// As of `vramlab_on_segment`.
@@ -544,13 +627,13 @@ pub unsafe extern "C" fn vramlab_on_segment(
 pub unsafe extern "C" fn vramlab_on_free(
     vramlab: *mut Allocator,
     context: *mut c_void,
-    callback: Option<unsafe extern "C" fn(*mut c_void, u64)>,
+    callback: Option<unsafe extern "C-unwind" fn(*mut c_void, u64)>,
 ) -> Status {
     answer(|| {
         // CAST: the context is the program's own, and only handed back to it.
-        let teller = callback.map(|callback| Teller { context: context as usize, callback });
+        let callback = callback.map(|function| Callback { context: context as usize, function });
         // SAFETY: as promised.
-        unsafe { allocator(vramlab) }.map(|allocator| allocator.tell_completed(teller))
+        unsafe { allocator(vramlab) }.map(|allocator| allocator.on_free(callback))
     })
 }
 

@@ -202,21 +202,34 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         // What is held again is memory like any other.
         held.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
     }
-    // A block that is kept back stands in the way: then nothing of the checkpoint is held.
+    // A block that is kept back stands in the way: then nothing changes.
     let (kept, stream) = held.remove(0);
-    // SAFETY: these are the blocks of the pool that are held but for one, so memory of the checkpoint is in use.
-    let refused = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap_err();
-    assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
-    let of_pool = allocator.pool_checkpoint(pool).unwrap().segments;
-    let in_use: usize =
-        of_pool.iter().flat_map(|segment| segment.parts()).filter(|(_, requested)| requested.is_some()).count();
-    assert_eq!(in_use, 1, "the block that was kept back");
+    let before = (allocator.pool_checkpoint(pool).unwrap(), allocator.stats());
+    let refuse = |by: &Subject<'_>, held: Vec<(Block, StreamId)>| {
+        let given = sorted(&held);
+        // SAFETY: these are the blocks of the pool that are held but for those that are in the way, so memory of the checkpoint is in use.
+        let refused = unsafe { by.pool_restore(pool, &checkpoint, held) }.unwrap_err();
+        assert!(matches!(refused.error, AllocError::PrivatePool { .. }), "{refused}");
+        assert_eq!(sorted(&refused.held), given, "what was given back comes back");
+        refused.held
+    };
+    held = refuse(&allocator, held);
+    assert_eq!((allocator.pool_checkpoint(pool).unwrap(), allocator.stats()), before);
     held.push((kept, stream));
+    // So does a block that another stream uses, held or freed.
+    let other = bench.stream();
+    allocator.record_use(&held[0].0, other).unwrap();
+    held = refuse(&allocator, held);
     let stranger = bench.build();
-    // SAFETY: nothing is given back.
-    let refused = unsafe { stranger.pool_restore(pool, &checkpoint, Vec::new()) }.unwrap_err();
-    assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
+    held = refuse(&stranger, held);
+    allocator.forget_stream(other);
+    // SAFETY: these are the blocks of the pool that are held, and no work uses them.
+    let restored = unsafe { allocator.pool_restore(pool, &checkpoint, held) }.unwrap();
+    held = restored.into_iter().zip(restored_streams(&checkpoint)).collect();
+    assert_eq!(sorted(&held), expected);
     allocator.give_each(held);
+    let left = allocator.pool_checkpoint(pool).unwrap();
+    assert!(left.segments.iter().all(|segment| segment.is_idle()), "nothing is held twice");
     allocator.give_all(outside, streams[0]);
     allocator.pool_release(pool).unwrap();
     bench.driver.device_synchronize().unwrap();
@@ -228,12 +241,12 @@ pub(super) fn checkpoints_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let pool = allocator.pool_create().unwrap();
     let block = allocator.allocate_in(Request::new(3 * MIB), stream, pool).unwrap();
-    // Where it says what lies in the pool, nothing can be done with that.
-    let checkpoint = allocator.pool_checkpoint(pool).unwrap_or_default();
-    // SAFETY: this is the only block of the pool, and no work uses it.
-    let refused = unsafe { allocator.pool_restore(pool, &checkpoint, vec![(block, stream)]) }.unwrap_err();
+    let refused = allocator.pool_checkpoint(pool).unwrap_err();
     assert!(matches!(refused, AllocError::Incapable { .. }), "{refused}");
-    // What was given back is free.
+    // SAFETY: this is the only block of the pool, and no work uses it.
+    let refused = unsafe { allocator.pool_restore(pool, &Snapshot::default(), vec![(block, stream)]) }.unwrap_err();
+    assert!(matches!(refused.error, AllocError::Incapable { .. }), "{refused}");
+    allocator.give_each(refused.held);
     check_nothing_held(&allocator.stats());
 }
 

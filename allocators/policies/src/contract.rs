@@ -12,9 +12,10 @@ mod snapshot;
 mod stats;
 mod token;
 
+pub(crate) use allocator::no_checkpoints;
 pub use allocator::{DeviceAllocator, Request};
 pub use block::{Block, GUARANTEED_ALIGN, Path};
-pub use error::{AllocError, OomReport, Refused};
+pub use error::{AllocError, OomReport, Refused, RestoreError};
 pub use event::{Action, Event};
 pub use private_pool::{CaptureId, PrivatePool};
 pub use snapshot::{Attribution, BlockInfo, BlockState, Ledger, SegmentInfo, Snapshot};

@@ -28,7 +28,7 @@ macro_rules! pass_on {
             pool: crate::contract::PrivatePool,
             checkpoint: &Snapshot,
             held: Vec<(Block, StreamId)>,
-        ) -> Result<Vec<Block>, AllocError> {
+        ) -> Result<Vec<Block>, crate::contract::RestoreError> {
             // SAFETY: passed on.
             unsafe { self.inner.pool_restore(pool, checkpoint, held) }
         }

@@ -63,8 +63,8 @@ use super::{foreign, not_held, pytorch};
 use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::blocks::{BlockIndex, State};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Gauge, Ledger, Path, PoolKind, PrivatePool, Request, Snapshot,
-    Stats, Token,
+    AllocError, Block, CaptureId, DeviceAllocator, Gauge, Ledger, Path, PoolKind, PrivatePool, Request, RestoreError,
+    Snapshot, Stats, Token,
 };
 use crate::policy::grow::{release_cached, release_private};
 use crate::policy::size::torch::{pool_of, round_size};
@@ -296,6 +296,8 @@ impl DeviceAllocator for Caching {
         for shard in self.shards.by_stream() {
             shard.lock().uses().values_mut().for_each(|users| users.retain(|user| *user != stream));
         }
+        // A free that found the stream before holds the queues until its event is recorded.
+        self.end_pending_of(stream);
     }
 
     fn tell_completed(&self, on: bool) {
@@ -393,7 +395,7 @@ impl DeviceAllocator for Caching {
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
+    ) -> Result<Vec<Block>, RestoreError> {
         self.restore_pool(pool, checkpoint, held)
     }
 }

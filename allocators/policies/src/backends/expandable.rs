@@ -30,7 +30,8 @@
 //! - After memory was released, free blocks are not searched again (`retry_fit_after_sync`; pytorch #189504).
 //! - A request can need several holes. When the memory ends after the first, what was mapped stays (`rollback`; #188008).
 //! - The limit is compared with a whole segment of the native policy, 20 MiB for 2 MiB, though only what is lacking is mapped.
-//!   So it refuses too early, and by the last handle too late (`limit_shortfall`).
+//!   So it refuses too early, and by the last handle too late (`limit_shortfall`). A limit that is set at run time is held: what will
+//!   be mapped is compared with it, too.
 //! - Each retry releases its handles and creates new ones (`reuse_handles`; #166116).
 //! - Nine eighths of the memory for each stream and pool use up the addresses when there are many streams
 //!   (`expandable_segments_reserve`; #192269).
@@ -103,6 +104,8 @@ vramlab_device::settings! {
 pub struct PyTorchExpandable {
     settings: ExpandableSettings,
     rules: Rules,
+    /// Whether the limit was set at run time. Such a one is held; that of the settings is PyTorch's.
+    holds_limit: bool,
 }
 
 impl PyTorchExpandable {
@@ -125,7 +128,7 @@ impl PyTorchExpandable {
         // `round_size`, `get_pool`, `get_allocation_size`
         let size = Size::Torch(settings.torch.roundup_power2_divisions);
         let rules = Rules { name, settings: json, size, split: split(&settings.torch), ladder };
-        Self { settings, rules }
+        Self { settings, rules, holds_limit: false }
     }
 
     fn release_and_map(&self, heap: &mut Heap, miss: &Miss) -> Result<Option<BlockId>, DriverError> {
@@ -149,7 +152,8 @@ impl PyTorchExpandable {
             return Ok(None);
         }
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
-        if self.settings.limit_shortfall && passes_limit(heap.shortfall(first, miss.bytes, 1)) {
+        let compares_shortfall = self.settings.limit_shortfall || self.holds_limit;
+        if compares_shortfall && passes_limit(heap.shortfall(first, miss.bytes, 1)) {
             return Ok(None);
         }
         heap.fill(first, miss.bytes, 1, self.settings.rollback)
@@ -196,6 +200,12 @@ impl Policy for PyTorchExpandable {
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
         Ok(find(heap, list, bytes, self.rules.split.largest(bytes)).map(|block| (block, Path::Hit)))
+    }
+
+    fn set_memory_limit(&mut self, heap: &mut Heap, bytes: Option<u64>) -> bool {
+        self.holds_limit = true;
+        heap.set_limit(bytes);
+        true
     }
 
     fn grow(&self, heap: &mut Heap, miss: &Miss) -> Result<Found, DriverError> {

@@ -9,17 +9,19 @@ mod policy;
 pub use policy::{Found, Policy, Rules, put_back, serve};
 
 use super::captures::Captures;
-use super::private_pools::PrivatePools;
+use super::private_pools::{PrivatePools, obstacle};
 use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
 use super::restore::{Restores, restore};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats, Tokens,
+    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+    Tokens, no_checkpoints,
 };
 use crate::policy::Heap;
 use crate::policy::grow::{Segments as _, release_cached, release_private};
 use crate::space::{BlockId, FreeList, Owner};
 use captures::Kept;
+use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
@@ -103,6 +105,34 @@ impl<P: Policy> Pooled<P> {
         let (block, path) = served.map_err(|error| error.with_setting(|| state.policy.against_fragmentation()))?;
         state.heap.space_mut().account_mut().note_peak(owner.stream);
         Ok(self.mint(&state.heap, block, path))
+    }
+
+    /// Whether a private pool can go back to a checkpoint when some blocks are given back; these blocks.
+    fn check_restore(
+        &self,
+        state: &mut State<P>,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: &[(Block, StreamId)],
+    ) -> Result<Vec<BlockId>, AllocError> {
+        state.pools.need(self.name, pool)?;
+        if !state.policy.restores() {
+            return Err(no_checkpoints(self.name));
+        }
+        state.heap.process_events()?;
+        let (mut ids, mut given) = (Vec::new(), BTreeSet::new());
+        for (block, _) in held {
+            let Some(id) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
+            // One that another stream uses waits once it is freed.
+            if !state.heap.is_used_elsewhere(id) {
+                given.insert(block.addr());
+            }
+            ids.push(id);
+        }
+        let now = state.heap.space().snapshot_where(|list| list.owner.private == Some(pool.id()));
+        let checked = obstacle(&now, checkpoint, |addr| given.contains(&addr));
+        checked.map_err(|reason| AllocError::PrivatePool { allocator: self.name, reason })?;
+        Ok(ids)
     }
 
     /// The held block that a client's block stands for, if it is one of this allocator's.
@@ -263,32 +293,38 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         Ok(release_private(&mut state.heap, pool.id())?)
     }
 
+    fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError> {
+        let state = self.lock();
+        // A policy that cuts blocks by a scheme of its own cannot take over what was cut otherwise.
+        if !state.policy.restores() {
+            return Err(no_checkpoints(self.name));
+        }
+        Ok(state.heap.space().snapshot_where(|list| list.owner.private == Some(pool.id())))
+    }
+
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
+    ) -> Result<Vec<Block>, RestoreError> {
         let state = &mut *self.lock();
-        state.pools.need(self.name, pool)?;
-        let mut freed = Ok(());
-        for (block, _) in held {
-            let back = match self.find(&state.heap, &block) {
-                Some(held) => {
-                    let users = state.heap.take_uses(held);
-                    state.policy.free(&mut state.heap, held, &users).map(|_| ())
-                }
-                None => Err(foreign(self.name, block)),
-            };
-            freed = freed.and(back);
+        let ids = match self.check_restore(state, pool, checkpoint, &held) {
+            Ok(ids) => ids,
+            Err(error) => return Err(RestoreError { held, error }),
+        };
+        for held in ids {
+            let users = state.heap.take_uses(held);
+            // Blocks elsewhere in the pool may wait for other streams. One whose stream takes no event is set aside, and `trim` says so.
+            if let Err(AllocError::Driver(error)) = state.policy.free(&mut state.heap, held, &users) {
+                state.heap.note_pending_error(error);
+            }
         }
-        freed?;
-        // A policy that cuts blocks by a scheme of its own cannot take over what was cut otherwise.
-        if !state.policy.restores() {
-            return Err(AllocError::Incapable { allocator: self.name, capability: "checkpoints of private pools" });
-        }
-        let blocks = state.heap.cut_as_before(pool.id(), checkpoint);
-        let blocks = blocks.map_err(|reason| AllocError::PrivatePool { allocator: self.name, reason })?;
+        let cut = state.heap.cut_as_before(pool.id(), checkpoint);
+        let blocks = cut.map_err(|reason| {
+            debug_assert!(false, "this should have been found before: {reason}");
+            RestoreError { held: Vec::new(), error: AllocError::PrivatePool { allocator: self.name, reason } }
+        })?;
         Ok(blocks.into_iter().map(|block| self.mint(&state.heap, block, Path::Hit)).collect())
     }
 }

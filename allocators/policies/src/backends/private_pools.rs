@@ -1,8 +1,8 @@
 //! The private pools of an allocator: which there are, and which streams' requests go to one.
 
-use crate::contract::{AllocError, CaptureId, PrivatePool};
+use crate::contract::{AllocError, BlockState, CaptureId, PrivatePool, SegmentInfo, Snapshot};
 use std::collections::{BTreeMap, BTreeSet};
-use vramlab_device::StreamId;
+use vramlab_device::{DeviceAddr, StreamId};
 
 /// Pools that are not released, and the streams that are in one.
 #[derive(Debug, Default)]
@@ -76,4 +76,47 @@ impl PrivatePools {
         }
         Ok(())
     }
+}
+
+/// What keeps a private pool from going back to a checkpoint: all memory where the checkpoint holds something has to be there `now`, in a
+/// segment of the same list, and free or in blocks that are `given` back. A segment of fixed size has to be the same one.
+pub(super) fn obstacle(
+    now: &Snapshot,
+    checkpoint: &Snapshot,
+    given: impl Fn(DeviceAddr) -> bool,
+) -> Result<(), String> {
+    for segment in checkpoint.segments.iter().filter(|segment| !segment.is_idle()) {
+        let (start, end) = (segment.addr.get(), segment.addr.get() + segment.bytes);
+        let before = now.segments.partition_point(|other| other.addr.get() <= start);
+        let around = before.checked_sub(1).map(|at| &now.segments[at]).filter(|around| is_same(around, segment));
+        let Some(around) = around else {
+            return Err(format!("memory of the checkpoint at {start:#x} is not there"));
+        };
+        let inside = around.blocks.iter().filter(|block| {
+            let addr = block.addr.get();
+            addr < end && start < addr + block.bytes
+        });
+        for block in inside {
+            let goes = match block.state {
+                BlockState::Free => true,
+                BlockState::Allocated => given(block.addr),
+                BlockState::PendingFree => false,
+            };
+            if !goes {
+                let addr = block.addr.get();
+                return Err(format!("memory of the checkpoint at {addr:#x} is in use, or another stream uses it"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a segment of a checkpoint lies in one that is there now.
+fn is_same(now: &SegmentInfo, before: &SegmentInfo) -> bool {
+    let (now_end, end) = (now.addr.get() + now.bytes, before.addr.get() + before.bytes);
+    let covers = match before.expandable {
+        true => now.addr <= before.addr && end <= now_end,
+        false => now.addr == before.addr && now.bytes == before.bytes,
+    };
+    covers && (now.stream, now.pool, now.expandable) == (before.stream, before.pool, before.expandable)
 }

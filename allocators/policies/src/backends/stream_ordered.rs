@@ -15,6 +15,12 @@
 //! capture that only this allocator knows of takes from the pool. Memory of graphs of which it knows nothing stays with the
 //! driver, which keeps it for the next graph; [`trim`](DeviceAllocator::trim) does not ask for it, at the price of calls for nothing.
 //!
+//! *Limit.* The driver does not say by how much a request would let the pool grow. Under a limit the counters are read before and after
+//! each request; a pool that grew too far is trimmed before the request is tried again or refused, so the limit is passed inside
+//! of a call at most. Memory of graphs is not the pool's and not counted.
+//!
+//! *Streams that are gone.* A block whose stream was [forgotten](DeviceAllocator::forget_stream) is freed on a stream of this allocator.
+//!
 //! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
 //! *Bad at* explaining itself: there are two counters and no blocks to look at.
 //!
@@ -31,10 +37,12 @@ use crate::contract::{
     Request, Snapshot, Stats, Tokens,
 };
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use vramlab_device::ranges::Ranges;
 use vramlab_device::{
-    DeviceAddr, Driver, DriverError, GraphDriver, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
+    CallKind, DeviceAddr, Driver, DriverError, GraphDriver, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId,
 };
 
 /// The entry in the [list of backends](super::registry).
@@ -64,10 +72,18 @@ pub struct StreamOrdered {
     pool: PoolId,
     settings: PoolSettings,
     state: Mutex<State>,
+    /// Most bytes that the pool may hold, `u64::MAX` for no limit.
+    limit: AtomicU64,
+    /// Held by requests under a limit, so that each sees what it lets the pool grow by.
+    growing: Mutex<()>,
+    /// Read while a block is in no list and its streams are named to the driver, written when a stream is forgotten.
+    streams: RwLock<()>,
 }
 
 #[derive(Debug, Default)]
 struct State {
+    /// A stream of this allocator's own, for frees of blocks whose stream is gone.
+    heir: Option<StreamId>,
     stats: Stats,
     live: HashMap<DeviceAddr, LiveBlock>,
     /// Blocks whose free the driver refused: gone from the client's side, still held by the pool.
@@ -208,7 +224,8 @@ impl StreamOrdered {
             // SAFETY: just created, nothing was allocated from it, and the id goes no further.
             let _ = unsafe { pools.pool_destroy(pool) };
         })?;
-        Ok(Self { tokens: Tokens::next(), driver, pool, settings, state: Mutex::default() })
+        let (limit, growing, streams) = (AtomicU64::new(u64::MAX), Mutex::default(), RwLock::default());
+        Ok(Self { tokens: Tokens::next(), driver, pool, settings, state: Mutex::default(), limit, growing, streams })
     }
 
     fn pools(&self) -> &dyn PoolDriver {
@@ -263,9 +280,45 @@ impl StreamOrdered {
             needed_bytes: bytes,
             reserved_bytes: counters.reserved,
             active_bytes: state.stats.active_bytes.all.current - state.leaving.bytes,
+            limit_bytes: self.limit(),
             device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
             ..OomReport::default()
         }))
+    }
+
+    /// The limit, if there is one.
+    fn limit(&self) -> Option<u64> {
+        Some(self.limit.load(Relaxed)).filter(|limit| *limit != u64::MAX)
+    }
+
+    /// Keeps streams from being forgotten, while a block that is in no list names some.
+    fn naming_streams(&self) -> RwLockReadGuard<'_, ()> {
+        self.streams.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A block of the pool, which grows to `limit` at most. How much it would grow by is known only afterwards, so what was too much
+    /// goes back at once.
+    fn take_within(&self, limit: Option<u64>, bytes: u64, stream: StreamId) -> Result<DeviceAddr, DriverError> {
+        let Some(limit) = limit else { return self.pools().mem_alloc_async(self.pool, bytes, stream) };
+        let beyond =
+            || DriverError::new(CallKind::MemAllocAsync, DriverError::OUT_OF_MEMORY, "the limit of this allocator");
+        let before = self.pools().pool_counters(self.pool)?;
+        if before.used.saturating_add(bytes) > limit.max(before.reserved) {
+            return Err(beyond());
+        }
+        let addr = self.pools().mem_alloc_async(self.pool, bytes, stream)?;
+        let reserved = self.pools().pool_counters(self.pool)?.reserved;
+        if reserved <= limit.max(before.reserved) {
+            return Ok(addr);
+        }
+        // SAFETY: the pool has just handed it out, and no other code knows of it.
+        unsafe { self.pools().mem_free_async(addr, stream) }?;
+        // The host has to know that it is free before it can go back. A trim keeps at least what it is told to, in whole granules.
+        if self.lock().captures.all_ended() {
+            self.driver.stream_synchronize(stream)?;
+            self.trim_pool(before.reserved)?;
+        }
+        Err(beyond())
     }
 
     /// Whether a request on `stream` becomes a part of a graph: the driver is asked until it says so, once for each capture.
@@ -315,7 +368,10 @@ impl DeviceAllocator for StreamOrdered {
         request.validate()?;
         let bytes = request.bytes;
         let captured = self.is_of_graph(stream)?;
-        let (addr, path) = match self.pools().mem_alloc_async(self.pool, bytes, stream) {
+        let limit = self.limit().filter(|_| !captured);
+        let growing = limit.map(|_| self.growing.lock().unwrap_or_else(PoisonError::into_inner));
+        let take = || self.take_within(limit, bytes, stream);
+        let (addr, path) = match take() {
             Ok(addr) => (addr, Path::Pool),
             Err(error) if error.is_out_of_memory() && !self.lock().captures.all_ended() => {
                 return Err(self.out_of_memory(bytes));
@@ -326,7 +382,7 @@ impl DeviceAllocator for StreamOrdered {
                 self.wait_and_reclaim()?;
                 self.trim_pool(0)?;
                 self.lock().stats.num_alloc_retries += 1;
-                match self.pools().mem_alloc_async(self.pool, bytes, stream) {
+                match take() {
                     Ok(addr) => (addr, Path::Retry),
                     Err(error) if error.is_out_of_memory() => return Err(self.out_of_memory(bytes)),
                     Err(error) => return Err(error.into()),
@@ -334,6 +390,7 @@ impl DeviceAllocator for StreamOrdered {
             }
             Err(error) => return Err(error.into()),
         };
+        drop(growing);
         let mut state = self.lock();
         state.live.insert(addr, LiveBlock { bytes, stream, uses: Vec::new() });
         if captured && let Some(kept) = state.captures.open_on(stream) {
@@ -356,6 +413,7 @@ impl DeviceAllocator for StreamOrdered {
         if block.token() != self.tokens.token() {
             return Err(foreign(self.name(), block));
         }
+        let _streams = self.naming_streams();
         let mut state = self.lock();
         let Some(live) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
         state.stats.count_let_go(ANY, live.bytes);
@@ -389,7 +447,32 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn forget_stream(&self, stream: StreamId) {
-        self.lock().live.values_mut().for_each(|live| live.uses.retain(|user| *user != stream));
+        let _alone = self.streams.write().unwrap_or_else(PoisonError::into_inner);
+        let state = &mut *self.lock();
+        let kept = state.captures.each().flat_map(|(_, kept)| kept.waiting.iter_mut().map(|(_, block)| block));
+        let blocks = state.live.values_mut().chain(state.refused.iter_mut().map(|(_, block)| block)).chain(kept);
+        let mut own = Vec::new();
+        for block in blocks {
+            block.uses.retain(|user| *user != stream);
+            if block.stream == stream {
+                own.push(block);
+            }
+        }
+        if own.is_empty() {
+            return;
+        }
+        // Without a stream of its own the frees are refused, and tried again on a fresh one.
+        if state.heir.is_none() {
+            state.heir = self.driver.stream_create().ok();
+        }
+        if let Some(heir) = state.heir {
+            own.into_iter().for_each(|block| block.stream = heir);
+        }
+    }
+
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        self.limit.store(bytes.unwrap_or(u64::MAX), Relaxed);
+        true
     }
 
     fn stats(&self) -> Stats {
@@ -452,6 +535,7 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        let _streams = self.naming_streams();
         let mut guard = self.lock();
         let state = &mut *guard;
         let (stream, kept) = state.captures.find_open(self.name(), capture)?;
@@ -498,6 +582,10 @@ impl Drop for StreamOrdered {
             if unsafe { self.pools().pool_destroy(self.pool) }.is_ok() {
                 break;
             }
+        }
+        if let Some(heir) = self.lock().heir.take() {
+            // SAFETY: made here and known to no other code. What is left on it is done first.
+            let _ = unsafe { self.driver.stream_destroy(heir) };
         }
     }
 }

@@ -1,6 +1,8 @@
 //! The upper seam: what every backend and every instrument implements.
 
-use crate::contract::{AllocError, Block, CaptureId, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, Snapshot, Stats};
+use crate::contract::{
+    AllocError, Block, CaptureId, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, RestoreError, Snapshot, Stats,
+};
 use std::fmt;
 use vramlab_device::{DeviceAddr, StreamId};
 
@@ -290,7 +292,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// `getCheckpointState`). Takes time in proportion to all blocks.
     ///
     /// # Errors
-    /// [`AllocError::Incapable`] when the allocator cannot see its blocks.
+    /// [`AllocError::Incapable`] when the allocator cannot see its blocks, or cannot go back.
     fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError> {
         let mut snapshot = self.snapshot().ok_or_else(|| no_checkpoints(self.name()))?;
         snapshot.segments.retain(|segment| segment.private == Some(pool.id()));
@@ -302,24 +304,25 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// free. Returns these blocks in the order of the checkpoint (PyTorch's `setCheckpointPoolState`).
     ///
     /// # Errors
-    /// [`AllocError::PrivatePool`] when there is no such pool, a block of it waits for another stream or was not given back
-    /// here, or memory of the checkpoint is there no more; [`AllocError::Incapable`] for an allocator that cuts blocks by a scheme
-    /// of its own. What was given back is free then.
+    /// [`AllocError::PrivatePool`] when there is no such pool, memory of the checkpoint is there no more, or a block in it was not
+    /// given back here or is used by another stream; [`AllocError::ForeignBlock`] for a block of another allocator;
+    /// [`AllocError::Incapable`] for an allocator that cuts blocks by a scheme of its own. Nothing has changed then, and the error has the
+    /// blocks that were given back.
     ///
     /// # Safety
     /// `held` is every block of the pool that the client holds, each with the stream that it was allocated on, given back as by
-    /// [`deallocate`](Self::deallocate).
+    /// [`deallocate`](Self::deallocate). The pool is asked for no memory meanwhile.
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
-        let _ = (pool, checkpoint, held);
-        Err(no_checkpoints(self.name()))
+    ) -> Result<Vec<Block>, RestoreError> {
+        let _ = (pool, checkpoint);
+        Err(RestoreError { held, error: no_checkpoints(self.name()) })
     }
 }
 
-fn no_checkpoints(allocator: &'static str) -> AllocError {
+pub(crate) fn no_checkpoints(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "checkpoints of private pools" }
 }

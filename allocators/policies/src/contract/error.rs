@@ -3,7 +3,7 @@
 use crate::contract::Block;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use vramlab_device::{Bytes, DriverError};
+use vramlab_device::{Bytes, DriverError, StreamId};
 
 /// What was known when an allocation could not be served.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -241,6 +241,27 @@ impl AllocError {
             Self::Driver(error) => error.is_out_of_memory(),
             _ => false,
         }
+    }
+}
+
+/// Why a private pool did not go back to a checkpoint: nothing changed.
+#[derive(Debug)]
+pub struct RestoreError {
+    /// The blocks that were given back, which the client holds as before.
+    pub held: Vec<(Block, StreamId)>,
+    /// The reason.
+    pub error: AllocError,
+}
+
+impl fmt::Display for RestoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for RestoreError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
     }
 }
 

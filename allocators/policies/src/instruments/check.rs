@@ -10,8 +10,8 @@
 
 use super::restored_streams;
 use crate::contract::{
-    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
-    Token,
+    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError,
+    Snapshot, Stats, Token,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -308,16 +308,20 @@ impl DeviceAllocator for Checker {
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
+    ) -> Result<Vec<Block>, RestoreError> {
         let state = &mut *self.lock();
+        let mut gone = Vec::new();
         for (block, _) in &held {
-            if state.live.remove(&block.addr().get()).is_none_or(|known| known.token != block.token()) {
-                let text = format!("restore of pool {pool} takes back {:#x}, which is not held", block.addr().get());
+            let addr = block.addr().get();
+            if state.live.get(&addr).is_none_or(|known| known.token != block.token()) {
+                let text = format!("restore of pool {pool} takes back {addr:#x}, which is not held");
                 state.report.violations.push(text);
             }
+            gone.push(addr);
         }
         // SAFETY: passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        gone.iter().for_each(|addr| _ = state.live.remove(addr));
         self.note_restored(state, &restored, checkpoint);
         Ok(restored)
     }

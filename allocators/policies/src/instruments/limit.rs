@@ -1,7 +1,8 @@
 //! A byte limit on what the client holds, the same for every backend.
 
 use crate::contract::{
-    AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, PrivatePool, Request, Snapshot, Stats, Token,
+    AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+    Token,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -143,16 +144,15 @@ impl DeviceAllocator for Limit {
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
-        {
-            let mut state = self.lock();
-            for gone in held.iter().filter_map(|(block, _)| state.live.remove(&block.addr())).collect::<Vec<_>>() {
-                state.held -= gone.0;
-            }
-        }
+    ) -> Result<Vec<Block>, RestoreError> {
+        let gone: Vec<DeviceAddr> = held.iter().map(|(block, _)| block.addr()).collect();
+        // No other thread is handed what goes: it is of a pool that is asked for no memory.
         // SAFETY: passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         let mut state = self.lock();
+        for (bytes, _) in gone.iter().filter_map(|addr| state.live.remove(addr)).collect::<Vec<_>>() {
+            state.held -= bytes;
+        }
         state.held += restored.iter().map(Block::bytes).sum::<u64>();
         state.live.extend(restored.iter().map(|block| (block.addr(), (block.bytes(), block.token()))));
         Ok(restored)

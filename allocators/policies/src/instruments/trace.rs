@@ -2,7 +2,8 @@
 
 use super::restored_streams;
 use crate::contract::{
-    Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, PrivatePool, Request, Snapshot, Stats,
+    Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot,
+    Stats,
 };
 use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -179,12 +180,11 @@ impl DeviceAllocator for EventTrace {
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
-        for (block, stream) in &held {
-            self.push(Action::FreeRequested, place(block), *stream, Path::Hit);
-        }
+    ) -> Result<Vec<Block>, RestoreError> {
+        let gone: Vec<_> = held.iter().map(|(block, stream)| (place(block), *stream)).collect();
         // SAFETY: passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        gone.into_iter().for_each(|(place, stream)| self.push(Action::FreeRequested, place, stream, Path::Hit));
         for (block, stream) in restored.iter().zip(restored_streams(checkpoint)) {
             self.push(Action::Alloc, place(block), stream, block.path());
         }

@@ -69,6 +69,11 @@ impl<B: Copy> Captured<B> {
         Ok(true)
     }
 
+    /// Lets no block wait for a stream whose work is done, once the captures are over.
+    pub(super) fn forget_stream(&mut self, stream: StreamId) {
+        self.waiting.iter_mut().for_each(|waiting| waiting.freed.users.retain(|user| *user != stream));
+    }
+
     /// Moves the blocks of a stream to `done` that its next work comes behind.
     ///
     /// # Errors

@@ -339,9 +339,22 @@ impl Heap {
         }
     }
 
-    /// Lets no held block wait for a stream whose work is done.
+    /// Lets no block wait for a stream whose work is done.
     pub(crate) fn forget_stream(&mut self, stream: StreamId) {
         self.uses.values_mut().for_each(|users| users.retain(|user| *user != stream));
+        let mut done = Vec::new();
+        self.pending.forget_stream(stream, &mut done);
+        self.put_completed(done);
+    }
+
+    /// Whether another stream was announced to use a held block.
+    pub(crate) fn is_used_elsewhere(&self, block: BlockId) -> bool {
+        self.uses.get(&block).is_some_and(|users| !users.is_empty())
+    }
+
+    /// Keeps an error of a pending free for [`take_pending_error`](Self::take_pending_error).
+    pub(crate) fn note_pending_error(&mut self, error: DriverError) {
+        self.pending.note_error(error);
     }
 
     /// The streams that a block was announced to, which are forgotten here.

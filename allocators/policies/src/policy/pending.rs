@@ -97,6 +97,20 @@ impl<B: Copy + Ord> Pending<B> {
         self.stranded.reset_peak();
     }
 
+    /// Keeps an error that the call in hand is not the place to tell.
+    pub(crate) fn note_error(&mut self, error: DriverError) {
+        self.error.get_or_insert(error);
+    }
+
+    /// Lets nothing wait any more for a stream whose work is done; notes in `done` the blocks that waited for no other.
+    pub(crate) fn forget_stream(&mut self, stream: StreamId, done: &mut Vec<B>) {
+        self.captured.forget_stream(stream);
+        for Waiting { event, block } in self.queues.remove(&stream).into_iter().flatten() {
+            event.into_iter().for_each(|event| self.events.reuse(event));
+            self.complete(block, done);
+        }
+    }
+
     /// An error that a request would not have been the place to tell, once.
     pub(crate) fn take_error(&mut self) -> Option<DriverError> {
         self.error.take()
@@ -128,6 +142,7 @@ impl<B: Copy + Ord> Pending<B> {
     }
 
     fn wait_for_events(&mut self, driver: &dyn Driver, freed: &Freed<B>, capturing: bool) -> Result<(), DriverError> {
+        debug_assert!(!freed.users.is_empty(), "a block that waits for nothing is free");
         let Freed { block, bytes, ref users, .. } = *freed;
         // CAST: one for each stream.
         self.left.insert(block, Left { streams: users.len() as u32, gone: 0, bytes });
@@ -182,18 +197,23 @@ impl<B: Copy + Ord> Pending<B> {
     ) -> Result<(), DriverError> {
         let captured = match asking {
             Some(stream) if capturing => self.captured.find_reusable(driver, stream, done),
-            _ => self.after_captures(driver, capturing),
+            _ => self.after_captures(driver, capturing, done),
         };
         captured.and(self.drain(driver, capturing, false, done, |event| driver.event_query(event)))
     }
 
     /// Lets what was freed in captures wait for events when these are over.
-    fn after_captures(&mut self, driver: &dyn Driver, capturing: bool) -> Result<(), DriverError> {
+    fn after_captures(&mut self, driver: &dyn Driver, capturing: bool, done: &mut Vec<B>) -> Result<(), DriverError> {
         if capturing || self.captured.is_empty() {
             return Ok(());
         }
         let mut outcome = Ok(());
         for freed in self.captured.take() {
+            if freed.users.is_empty() {
+                // All streams that it waited for are gone.
+                done.push(freed.block);
+                continue;
+            }
             // Each waits, whatever became of the others.
             outcome = outcome.and(self.wait_for_events(driver, &freed, false));
         }
@@ -210,7 +230,7 @@ impl<B: Copy + Ord> Pending<B> {
         capturing: bool,
         done: &mut Vec<B>,
     ) -> Result<(), DriverError> {
-        let captured = self.after_captures(driver, capturing);
+        let captured = self.after_captures(driver, capturing, done);
         captured
             .and(self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true)))?;
         // A device that is captured cannot be waited for, and one that refuses to be keeps what was set aside.

@@ -48,8 +48,13 @@ impl Space {
     /// as PyTorch shows it.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
+        self.snapshot_where(|_| true)
+    }
+
+    /// As [`snapshot`](Self::snapshot), of segments of some free lists.
+    pub(crate) fn snapshot_where(&self, wanted: impl Fn(&FreeList) -> bool) -> Snapshot {
         let mut segments = Vec::new();
-        for (id, segment) in self.segments() {
+        for (id, segment) in self.segments().filter(|(_, segment)| wanted(&segment.list)) {
             let mut open: Option<SegmentInfo> = None;
             for block in self.blocks_of(id) {
                 let block = &self[block];

@@ -113,6 +113,15 @@ impl Caching {
         self.work_on(pending, |pending, driver, capturing, done| pending.process(driver, capturing, asking, done))
     }
 
+    /// Nothing waits any more for a stream whose work is done.
+    pub(super) fn end_pending_of(&self, stream: StreamId) {
+        let forgotten = self.work_on(&mut lock(&self.pending), |pending, _, _, done| {
+            pending.forget_stream(stream, done);
+            Ok(())
+        });
+        debug_assert_eq!(forgotten, Ok(()));
+    }
+
     /// Waits for every pending free.
     pub(super) fn synchronize_pending(&self) -> Result<(), DriverError> {
         self.work_on(&mut lock(&self.pending), Pending::synchronize)

@@ -4,13 +4,14 @@
 
 use super::Caching;
 use super::growth::Found;
+use super::not_held;
 use super::shard::Shard;
-use crate::backends::private_pools::PrivatePools;
+use crate::backends::private_pools::{PrivatePools, obstacle};
 use crate::backends::restore::Restores as _;
-use crate::contract::{AllocError, Block, DeviceAllocator, PrivatePool, Snapshot};
+use crate::contract::{AllocError, Block, DeviceAllocator, PrivatePool, RestoreError, Snapshot};
 use crate::space::{FreeList, Owner};
 use crate::sync::lock;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Release;
 use vramlab_device::StreamId;
 
@@ -50,19 +51,53 @@ impl Caching {
         }))
     }
 
+    /// Whether a private pool can go back to a checkpoint when some blocks are given back.
+    fn check_restore(
+        &self,
+        pool: PrivatePool,
+        checkpoint: &Snapshot,
+        held: &[(Block, StreamId)],
+    ) -> Result<(), AllocError> {
+        lock(&self.pools).known.need(self.name(), pool)?;
+        // Blocks that other streams use wait once they are freed.
+        self.wait_and_process_events(None)?;
+        let mut given = BTreeSet::new();
+        for (block, _) in held {
+            let Some(shard) = self.shard_of(block) else { return Err(not_held(self.name(), block)) };
+            let mut locked = shard.lock();
+            let Some(index) = Self::find(locked.cache(), block) else { return Err(not_held(self.name(), block)) };
+            if locked.uses().get(&index).is_none_or(Vec::is_empty) {
+                given.insert(block.addr());
+            }
+        }
+        let of_pool: Vec<u32> = {
+            let pools = lock(&self.pools);
+            pools.shards.iter().filter(|((of, _), _)| *of == pool).map(|(_, shard)| *shard).collect()
+        };
+        let shards = of_pool.iter().filter_map(|shard| self.shards.by_id(*shard));
+        let mut segments: Vec<_> =
+            shards.flat_map(|shard| shard.lock().cache().segments(shard.stream, Some(pool.id()))).collect();
+        segments.sort_unstable_by_key(|segment| segment.addr);
+        obstacle(&Snapshot { segments }, checkpoint, |addr| given.contains(&addr))
+            .map_err(|reason| AllocError::PrivatePool { allocator: self.name(), reason })
+    }
+
     /// See [`DeviceAllocator::pool_restore`]. Takes time in proportion to the blocks of the pool.
     pub(super) fn restore_pool(
         &self,
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
-        lock(&self.pools).known.need(self.name(), pool)?;
-        let mut freed = Ok(());
-        for (block, _) in held {
-            freed = freed.and(self.free(block).map(|_| ()));
+    ) -> Result<Vec<Block>, RestoreError> {
+        if let Err(error) = self.check_restore(pool, checkpoint, &held) {
+            return Err(RestoreError { held, error });
         }
-        freed?;
+        for (block, _) in held {
+            // Blocks elsewhere in the pool may wait for other streams. One whose stream takes no event is set aside, and `trim` says so.
+            if let Err(AllocError::Driver(error)) = self.free(block) {
+                lock(&self.pending).note_error(error);
+            }
+        }
         let grown = &mut self.grown();
         let mut restored = Vec::new();
         for segment in checkpoint.segments.iter().filter(|segment| !segment.is_idle()) {
@@ -78,8 +113,9 @@ impl Caching {
             let Some(whole) = whole else {
                 // What is held again by then goes back; it was just handed out, so its free cannot fail.
                 restored.into_iter().for_each(|block| _ = self.free(block));
-                let reason = format!("the segment of pool {pool} at {addr:#x} is not there, or in use");
-                return Err(AllocError::PrivatePool { allocator: self.name(), reason });
+                let reason = format!("the segment of pool {pool} at {addr:#x} was taken by another thread meanwhile");
+                let error = AllocError::PrivatePool { allocator: self.name(), reason };
+                return Err(RestoreError { held: Vec::new(), error });
             };
             restored.extend(grown.cut(list, Found::New(whole), &segment.parts()));
         }

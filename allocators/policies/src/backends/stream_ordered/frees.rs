@@ -152,6 +152,7 @@ impl StreamOrdered {
         let (mut outcome, refused) = (Ok(()), self.lock().refused.len());
         // Those that are refused again go to the end.
         for _ in 0..refused {
+            let _streams = self.naming_streams();
             let Some((addr, block)) = self.lock().take_refused() else { break };
             outcome = outcome.and(free(addr, block));
         }

@@ -15,7 +15,9 @@
 //! Source: `nvToolsExtMem.h` and `nvtxDetail/nvtxExtImplMem_v1.h` of NVTX 3, <https://github.com/NVIDIA/NVTX>;
 //! <https://docs.nvidia.com/compute-sanitizer/SanitizerNvtxGuide/index.html>.
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};
+use crate::contract::{
+    AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -366,10 +368,11 @@ impl DeviceAllocator for NvtxMemory {
         pool: PrivatePool,
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
-    ) -> Result<Vec<Block>, AllocError> {
-        held.iter().for_each(|(block, _)| self.heaps.region_gone(block.addr()));
+    ) -> Result<Vec<Block>, RestoreError> {
+        let gone: Vec<_> = held.iter().map(|(block, _)| block.addr()).collect();
         // SAFETY: passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
+        gone.into_iter().for_each(|addr| self.heaps.region_gone(addr));
         restored.iter().for_each(|block| self.heaps.region(block));
         Ok(restored)
     }

@@ -1,0 +1,342 @@
+//! Callbacks of the program: which are set, what they are to be told, and whose turn it is.
+//!
+//! Events are queued in the order of the driver's calls, each under the thread whose call caused it, and each thread delivers
+//! its own at the end of its call, when no lock of this library is held. A thread whose events are not at the front waits for
+//! its turn, and so does a thread that was served from a segment that the program does not know of yet.
+//!
+//! *No deadlock.* Three rules keep a waiting thread from waiting for ever. A call that is made inside a callback never waits: it
+//! delivers what is in front of its own events too. A thread that waited for [`PATIENCE`] while no callback returned leaves its events
+//! to the thread that is in front: that one may want a lock that the waiting thread's caller holds. And an event whose thread left it is
+//! delivered by the next thread that has a turn. In every case the order is kept.
+//!
+//! *Unwinding.* No frame of this library between the program and its callback has anything to drop, so that a callback may be left by
+//! `longjmp` or by an exception of C++. The thread's next delivery finds that the frame of the callback is gone.
+//!
+//! *Cost.* Two loads in a call that has nothing to tell.
+
+use crate::driver::SegmentEvent;
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How long a thread waits while the same callback runs on another thread.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The thread of an event that its own thread left to others.
+const NO_THREAD: u64 = 0;
+
+thread_local! {
+    /// Where the frame lies that runs this thread's innermost callback; 0 outside of callbacks.
+    static CALLBACK_FRAME: Cell<usize> = const { Cell::new(0) };
+    /// The number of this thread, 0 until it is asked for.
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+}
+
+/// The number of this thread, which no other thread of the process ever has.
+fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(NO_THREAD + 1);
+    if THREAD.get() == NO_THREAD {
+        // Relaxed: only uniqueness matters.
+        THREAD.set(NEXT.fetch_add(1, Relaxed));
+    }
+    THREAD.get()
+}
+
+/// Whether this thread is inside a callback, given where a frame of the current call lies. Stacks grow downwards, so a callback whose
+/// frame is not above was left by `longjmp` or an exception.
+fn is_inside_callback(frame: usize) -> bool {
+    let inside = frame < CALLBACK_FRAME.get();
+    if !inside {
+        CALLBACK_FRAME.set(0);
+    }
+    inside
+}
+
+/// A callback of the program, with its context.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Callback<T> {
+    pub(crate) context: usize,
+    pub(crate) function: unsafe extern "C-unwind" fn(*mut c_void, T),
+}
+
+/// What the program is called with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Notice {
+    Segment(SegmentEvent),
+    /// The block at this address, which other streams used, is reusable.
+    Freed(u64),
+}
+
+impl Notice {
+    /// Whether memory of a block is in it that the program must hear of before it gets the block.
+    fn concerns(&self, block: &Range<u64>) -> bool {
+        match self {
+            Self::Segment(event) => {
+                event.action.adds_memory() && event.address < block.end && block.start < event.address + event.bytes
+            }
+            Self::Freed(address) => block.contains(address),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    number: u64,
+    /// The thread that delivers it.
+    thread: u64,
+    /// False while the driver's call has not returned, which may still fail.
+    ready: bool,
+    notice: Notice,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Entry>,
+    /// Entries so far.
+    entries: u64,
+    /// The thread that runs a callback.
+    running: Option<u64>,
+    /// Callbacks that have returned so far.
+    returned: u64,
+    on_segment: Option<Callback<*const SegmentEvent>>,
+    on_free: Option<Callback<u64>>,
+}
+
+/// A callback that is due.
+#[derive(Clone, Copy, Debug)]
+enum Call {
+    Segment(Callback<*const SegmentEvent>, SegmentEvent),
+    Freed(Callback<u64>, u64),
+}
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(crate) struct Notices {
+    /// Whether the program wants to know of segments.
+    segments: AtomicBool,
+    /// Whether it wants to know of blocks that are reusable.
+    frees: AtomicBool,
+    /// Entries in the queue.
+    waiting: AtomicUsize,
+    state: Mutex<State>,
+    /// A callback has returned, or the queue has another front.
+    turn: Condvar,
+}
+
+impl Notices {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets others know of a queue that has changed.
+    fn changed(&self, state: MutexGuard<'_, State>) {
+        self.waiting.store(state.queue.len(), Release);
+        drop(state);
+        self.turn.notify_all();
+    }
+
+    pub(crate) fn set_on_segment(&self, callback: Option<Callback<*const SegmentEvent>>) {
+        let mut state = self.lock();
+        self.segments.store(callback.is_some(), Release);
+        state.on_segment = callback;
+        if callback.is_none() {
+            state.queue.retain(|entry| !matches!(entry.notice, Notice::Segment(_)));
+        }
+        self.changed(state);
+    }
+
+    pub(crate) fn set_on_free(&self, callback: Option<Callback<u64>>) {
+        let mut state = self.lock();
+        self.frees.store(callback.is_some(), Release);
+        state.on_free = callback;
+        if callback.is_none() {
+            state.queue.retain(|entry| !matches!(entry.notice, Notice::Freed(_)));
+        }
+        self.changed(state);
+    }
+
+    pub(crate) fn tells_segments(&self) -> bool {
+        self.segments.load(Acquire)
+    }
+
+    pub(crate) fn tells_frees(&self) -> bool {
+        self.frees.load(Acquire)
+    }
+
+    /// Queues an event of this thread. One that is not `ready` is followed by [`settle`](Self::settle) with the number returned.
+    pub(crate) fn queue(&self, event: SegmentEvent, ready: bool) -> Option<u64> {
+        if !self.tells_segments() {
+            return None;
+        }
+        let mut state = self.lock();
+        state.entries += 1;
+        let (number, thread) = (state.entries, this_thread());
+        state.queue.push_back(Entry { number, thread, ready, notice: Notice::Segment(event) });
+        self.waiting.store(state.queue.len(), Release);
+        Some(number)
+    }
+
+    /// The driver's call behind an entry has returned.
+    pub(crate) fn settle(&self, number: u64, succeeded: bool) {
+        let mut state = self.lock();
+        match succeeded {
+            true => state.queue.iter_mut().filter(|entry| entry.number == number).for_each(|entry| entry.ready = true),
+            false => state.queue.retain(|entry| entry.number != number),
+        }
+        self.changed(state);
+    }
+
+    /// Queues that blocks are reusable, in front of everything that is not delivered: a block of memory that the program does not know
+    /// of cannot have been freed, and what goes back goes after its blocks.
+    pub(crate) fn queue_freed(&self, addresses: &[u64]) {
+        if addresses.is_empty() || !self.tells_frees() {
+            return;
+        }
+        let mut state = self.lock();
+        let thread = this_thread();
+        for address in addresses.iter().rev() {
+            state.entries += 1;
+            let number = state.entries;
+            state.queue.push_front(Entry { number, thread, ready: true, notice: Notice::Freed(*address) });
+        }
+        self.waiting.store(state.queue.len(), Release);
+    }
+
+    /// Whether this thread is inside a callback of this allocator.
+    #[inline(never)]
+    pub(crate) fn is_running_here(&self) -> bool {
+        let frame = 0u8;
+        is_inside_callback((&raw const frame).addr()) && self.lock().running == Some(this_thread())
+    }
+
+    /// Delivers this thread's events, and waits for those of others that a block's memory is in.
+    #[inline]
+    pub(crate) fn deliver(&self, block: Option<Range<u64>>) {
+        if self.waiting.load(Acquire) != 0 {
+            self.deliver_queued(block);
+        }
+    }
+
+    /// Never inlined, so that the frame of a callback lies where this function's does.
+    #[cold]
+    #[inline(never)]
+    fn deliver_queued(&self, block: Option<Range<u64>>) {
+        let mark = 0u8;
+        let frame = (&raw const mark).addr();
+        let (thread, nested) = (this_thread(), is_inside_callback(frame));
+        let outer = CALLBACK_FRAME.get();
+        while let Some((call, running)) = self.next(thread, nested, block.as_ref()) {
+            CALLBACK_FRAME.set(frame);
+            match call {
+                Call::Segment(Callback { context, function }, event) => {
+                    // SAFETY: the program promises a function that may be called with its context from any thread, see
+                    // `vramlab_on_segment`; the event lives until the function returns.
+                    unsafe { function(context as *mut c_void, &raw const event) };
+                }
+                Call::Freed(Callback { context, function }, address) => {
+                    // SAFETY: as above, see `vramlab_on_free`.
+                    unsafe { function(context as *mut c_void, address) };
+                }
+            }
+            CALLBACK_FRAME.set(outer);
+            self.end_turn(running);
+        }
+    }
+
+    fn end_turn(&self, running: Option<u64>) {
+        let mut state = self.lock();
+        state.running = running;
+        state.returned += 1;
+        self.changed(state);
+    }
+
+    /// The next callback that this thread has to make, once it has the turn, and who had it before; `None` when it has none, or leaves
+    /// them to others.
+    fn next(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Option<(Call, Option<u64>)> {
+        let mut state = self.lock();
+        if !nested && state.running == Some(thread) {
+            // Its callback was left by `longjmp` or an exception.
+            state.running = None;
+            state.returned += 1;
+        }
+        loop {
+            match state.step(thread, nested, block) {
+                Step::Nothing => return None,
+                Step::Call => {
+                    let (call, before) = (state.take_front(), state.running);
+                    self.waiting.store(state.queue.len(), Release);
+                    if let Some(call) = call {
+                        state.running = Some(thread);
+                        return Some((call, before));
+                    }
+                }
+                Step::Wait => {
+                    let returned = state.returned;
+                    let stays = |state: &mut State| {
+                        state.returned == returned && matches!(state.step(thread, nested, block), Step::Wait)
+                    };
+                    // Inside a callback nothing is waited for.
+                    let patience = if nested { Duration::ZERO } else { PATIENCE };
+                    let waited = self.turn.wait_timeout_while(state, patience, stays);
+                    let (after, wait) = waited.unwrap_or_else(PoisonError::into_inner);
+                    state = after;
+                    if wait.timed_out() {
+                        let own = state.queue.iter_mut().filter(|entry| entry.thread == thread);
+                        own.for_each(|entry| entry.thread = NO_THREAD);
+                        self.changed(state);
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What a thread that delivers does next.
+enum Step {
+    /// It has nothing to deliver.
+    Nothing,
+    /// It takes the front of the queue.
+    Call,
+    /// It waits for its turn.
+    Wait,
+}
+
+impl State {
+    fn step(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Step {
+        let has_turn = self.running.is_none_or(|running| running == thread);
+        let front = self.queue.front().filter(|front| has_turn && front.ready);
+        let is_left = front.is_some_and(|front| front.thread == NO_THREAD);
+        let due = |entry: &Entry| entry.thread == thread || block.is_some_and(|block| entry.notice.concerns(block));
+        if !is_left && !self.queue.iter().any(due) {
+            return Step::Nothing;
+        }
+        match front {
+            Some(front) if nested || is_left || front.thread == thread => Step::Call,
+            _ => Step::Wait,
+        }
+    }
+
+    /// Takes the front of the queue; `None` where no callback is set for it.
+    ///
+    /// Memory is mapped and unmapped page by page; the program is told of the whole.
+    fn take_front(&mut self) -> Option<Call> {
+        let Entry { thread, notice, .. } = self.queue.pop_front()?;
+        let mut event = match notice {
+            Notice::Freed(address) => return self.on_free.map(|callback| Call::Freed(callback, address)),
+            Notice::Segment(event) => event,
+        };
+        while let Some(next) = self.queue.front().filter(|next| next.ready && next.thread == thread) {
+            let Notice::Segment(next) = next.notice else { break };
+            let Some(joined) = event.joined_with(&next) else { break };
+            event = joined;
+            self.queue.pop_front();
+        }
+        self.on_segment.map(|callback| Call::Segment(callback, event))
+    }
+}
