@@ -6,14 +6,33 @@ mod primitives {
     pub(crate) use loom::cell::{MutPtr, UnsafeCell};
     pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
     pub(crate) use loom::sync::{Mutex, MutexGuard};
-    pub(crate) use loom::thread::{ThreadId, current, yield_now};
+    pub(crate) use loom::thread::{ThreadId, yield_now};
+
+    /// The thread that asks.
+    pub(crate) fn this_thread() -> ThreadId {
+        loom::thread::current().id()
+    }
 }
 
 #[cfg(not(loom))]
 mod primitives {
     pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
     pub(crate) use std::sync::{Mutex, MutexGuard};
-    pub(crate) use std::thread::{ThreadId, current, yield_now};
+    pub(crate) use std::thread::yield_now;
+
+    /// The number of a thread, which no other thread of the process ever has.
+    pub(crate) type ThreadId = u64;
+
+    /// The thread that asks. Unlike `std::thread::current` it can be asked until the thread has ended.
+    pub(crate) fn this_thread() -> ThreadId {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        std::thread_local!(static OWN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
+        if OWN.get() == 0 {
+            // Relaxed: only uniqueness matters.
+            OWN.set(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        }
+        OWN.get()
+    }
 
     /// `std::cell::UnsafeCell` under loom's interface.
     #[derive(Debug, Default)]
@@ -53,16 +72,13 @@ mod primitives {
 }
 
 use primitives::MutPtr;
-pub(crate) use primitives::{AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId, UnsafeCell, yield_now};
+pub(crate) use primitives::{
+    AtomicBool, AtomicU64, AtomicUsize, Mutex, MutexGuard, ThreadId, UnsafeCell, this_thread, yield_now,
+};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-
-/// The thread that asks.
-pub(crate) fn this_thread() -> ThreadId {
-    primitives::current().id()
-}
 
 /// Locks a mutex. What a panicking thread left behind is used as it is: every holder restores the invariants before it
 /// calls anything that can panic.

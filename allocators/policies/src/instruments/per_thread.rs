@@ -1,8 +1,24 @@
 //! A value for each thread, behind a lock that no other thread takes but to read it.
 
 use crate::sync::{SpinGuard, SpinLock};
+use std::cell::Cell;
 use std::sync::{Mutex, PoisonError};
 use thread_local::ThreadLocal;
+
+thread_local! {
+    /// Whether this thread has dropped its variables, so that it has no slot any more and can get none.
+    static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
+    static END: End = const { End };
+}
+
+/// Notes the end of a thread, before `thread_local` does: it comes later, and what comes last goes first.
+struct End;
+
+impl Drop for End {
+    fn drop(&mut self) {
+        HAS_ENDED.set(true);
+    }
+}
 
 /// One thread's value, on cache lines of its own.
 #[derive(Debug)]
@@ -13,6 +29,8 @@ struct Slot<T>(SpinLock<T>);
 #[derive(Debug)]
 pub(super) struct PerThread<T: Send> {
     slots: ThreadLocal<Slot<T>>,
+    /// The value of threads that have dropped their variables and go on, as in handlers of `atexit`.
+    ended: Slot<T>,
     /// Held while values are made or collected, so that a collector misses none.
     all: Mutex<()>,
 }
@@ -20,7 +38,8 @@ pub(super) struct PerThread<T: Send> {
 impl<T: Send + Default> PerThread<T> {
     /// No values yet; each is made when its thread first enters.
     pub(super) fn new() -> Self {
-        Self { slots: ThreadLocal::new(), all: Mutex::default() }
+        let ended = Slot(SpinLock::new(T::default()));
+        Self { slots: ThreadLocal::new(), ended, all: Mutex::default() }
     }
 
     /// This thread's value, until the guard is dropped. Collectors wait for that.
@@ -34,14 +53,20 @@ impl<T: Send + Default> PerThread<T> {
 
     #[cold]
     fn first(&self) -> SpinGuard<'_, T> {
+        if HAS_ENDED.get() {
+            return self.ended.0.lock();
+        }
         let _all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
-        self.slots.get_or(|| Slot(SpinLock::new(T::default()))).0.lock()
+        let slot = self.slots.get_or(|| Slot(SpinLock::new(T::default())));
+        let _ = END.try_with(|_| ());
+        slot.0.lock()
     }
 
     /// Shows every thread's value to `visit` at one moment at which no thread is inside.
     pub(super) fn collect<R>(&self, visit: impl FnMut(&mut T) -> R) -> Vec<R> {
         let _all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut values: Vec<SpinGuard<'_, T>> = self.slots.iter().map(|slot| slot.0.lock()).collect();
+        let slots = self.slots.iter().chain([&self.ended]);
+        let mut values: Vec<SpinGuard<'_, T>> = slots.map(|slot| slot.0.lock()).collect();
         values.iter_mut().map(|value| &mut **value).map(visit).collect()
     }
 }
@@ -80,6 +105,25 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_has_dropped_its_variables_enters_too() {
+        static COUNTS: std::sync::OnceLock<PerThread<u64>> = std::sync::OnceLock::new();
+        struct Late;
+        impl Drop for Late {
+            fn drop(&mut self) {
+                *COUNTS.get_or_init(PerThread::new).enter() += 1;
+            }
+        }
+        thread_local!(static LATE: Late = const { Late });
+        let ran = thread::spawn(|| {
+            // The first to come is the last to go.
+            LATE.with(|_| ());
+            *COUNTS.get_or_init(PerThread::new).enter() += 1;
+        });
+        ran.join().unwrap();
+        assert_eq!(COUNTS.get_or_init(PerThread::new).collect(|value| *value), [1, 1]);
+    }
+
+    #[test]
     fn a_panic_inside_lets_go() {
         let values = PerThread::<u64>::new();
         let broken = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -88,6 +132,6 @@ mod tests {
         }));
         assert!(broken.is_err());
         *values.enter() += 1;
-        assert_eq!(values.collect(|value| *value), [1]);
+        assert_eq!(values.collect(|value| *value), [1, 0]);
     }
 }
