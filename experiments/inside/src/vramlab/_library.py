@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import threading
+import weakref
+from collections.abc import Callable
 from ctypes import POINTER, c_bool, c_char_p, c_int32, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -101,6 +105,9 @@ class Block(ctypes.Structure):
     """`vramlab_block`."""
 
     _fields_ = [("address", c_uint64), ("bytes", c_uint64), ("requested", c_uint64), ("state", c_int32)]
+
+
+_ACTIONS = ("alloc", "free", "map", "unmap")
 
 
 class SegmentEvent(ctypes.Structure):
@@ -210,6 +217,149 @@ class Library:
             return json.loads(ctypes.string_at(out.value or 0))
         finally:
             self.text_free(out)
+
+
+# Seconds that a close waits for calls of other threads.
+_PATIENCE = 30.0
+
+
+class Handle:
+    """An open allocator of the library, and the calls of it that are under way.
+
+    The library may not be closed while a call of it runs. Several objects of Python may share a handle: whichever
+    closes it, it is closed once, and calls after that raise [`Error`].
+    """
+
+    def __init__(self, library: Library, spec: str, device: str) -> None:
+        """Opens one."""
+        self._pointer: int | None = None
+        self._library = library
+        self._text = f"<vramlab.Allocator {spec!r} on {device}"
+        self._pid = os.getpid()
+        # Reentrant, because a signal's handler may call, too.
+        self._changed = threading.Condition(threading.RLock())
+        # The thread of each call that is under way.
+        self._calls: dict[object, int] = {}
+        self._closing = False
+        self._listener = _Listener()
+        out = c_void_p()
+        library.check(library.open(spec.encode(), device.encode(), ctypes.byref(out)))
+        self._pointer = out.value
+
+    def __repr__(self) -> str:
+        """As it was opened, and whether it is."""
+        return f"{self._text}{'>' if self.is_open else ', closed>'}"
+
+    def __del__(self) -> None:
+        """Closes it where the program did not; a child of a fork leaves its parent's alone."""
+        if self._pointer is not None and self.is_of_this_process:
+            self._library.close(self._pointer)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be called."""
+        return self._pointer is not None and not self._closing
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a child of the process that opened it."""
+        return self._pid == os.getpid()
+
+    def call(self, function: Any, *arguments: Any) -> int:
+        """Calls a function of the library, and returns its status. The allocator stays open meanwhile."""
+        call = object()
+        try:
+            return int(function(self._enter(call), *arguments))
+        finally:
+            self._leave(call)
+
+    def _is_inside(self) -> bool:
+        return threading.get_ident() in self._calls.values()
+
+    def _enter(self, call: object) -> int:
+        if not self.is_of_this_process:
+            # The library says that it was forked. What other threads of the parent held is held for ever.
+            if self._pointer is None:
+                raise Error(f"{self!r} was used after it was closed")
+            return self._pointer
+        with self._changed:
+            if self._pointer is None or (self._closing and not self._is_inside()):
+                raise Error(f"{self!r} was used after it was closed")
+            self._calls[call] = threading.get_ident()
+            return self._pointer
+
+    def _leave(self, call: object) -> None:
+        if self.is_of_this_process:
+            with self._changed:
+                self._calls.pop(call, None)
+                if self._closing:
+                    self._changed.notify_all()
+
+    def close(self) -> None:
+        """Waits for calls of other threads and closes it. Does nothing where it is closed.
+
+        Raises [`LiveError`] in a callback, whose call is not over, and when calls of other threads do not return.
+        """
+        if not self.is_of_this_process:
+            if self._pointer is not None:
+                self._library.check(self._library.close(self._pointer))
+            return
+        with self._changed:
+            if self._is_inside():
+                raise LiveError(f"{self!r} cannot be closed in a callback of it; close it when the call has returned")
+            if not self._changed.wait_for(lambda: not self._closing, _PATIENCE):
+                raise LiveError(f"{self!r} is being closed by another thread, which does not come to an end")
+            if self._pointer is None:
+                return
+            self._closing = True
+            try:
+                if not self._changed.wait_for(lambda: not self._calls, _PATIENCE):
+                    raise LiveError(
+                        f"{self!r} cannot be closed: {len(self._calls)} call(s) of other threads did not return "
+                        f"within {_PATIENCE:.0f} s; close it when they have returned"
+                    )
+                pointer, self._pointer = self._pointer, None
+            finally:
+                self._closing = False
+                self._changed.notify_all()
+        self._library.check(self._library.close(pointer))
+
+    def on_segment(self, callback: Callable[[str, int, int, int], None] | None) -> int:
+        """Sets what is called for each segment event, or nothing. Returns a status."""
+        self._listener.callback = callback
+        return self.call(self._library.on_segment, None, ON_SEGMENT() if callback is None else self._listener.function)
+
+
+class _Listener:
+    """One function of C for all callbacks of an allocator. It lives as long: another thread may be running it."""
+
+    def __init__(self) -> None:
+        """Calls nothing at first."""
+        self.callback: Callable[[str, int, int, int], None] | None = None
+        # It knows this object weakly, so that both end with the last use.
+        known = weakref.ref(self)
+
+        def tell(_: Any, of: Any) -> None:
+            listener, event = known(), of.contents
+            callback = None if listener is None else listener.callback
+            if callback is not None:
+                callback(_ACTIONS[event.action], event.address, event.bytes, event.stream)
+
+        self.function = ON_SEGMENT(tell)
+
+
+class RawCheckpoint:
+    """A checkpoint of the library; given back with the last use of it."""
+
+    def __init__(self, handle: Handle, library: Library, pool: int) -> None:
+        """Takes it."""
+        self.pointer = c_void_p()
+        self._library = library
+        library.check(handle.call(library.pool_checkpoint, pool, ctypes.byref(self.pointer)))
+
+    def __del__(self) -> None:
+        """Gives it back."""
+        self._library.checkpoint_free(self.pointer)
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,6 @@ from vramlab._library import (
     CREATED,
     FREED,
     NO_LIMIT,
-    ON_SEGMENT,
     VISIT_BLOCK,
     VISIT_SEGMENT,
     DriverError,
@@ -28,12 +28,14 @@ from vramlab._library import (
     FileError,
     ForeignError,
     ForkedError,
+    Handle,
     IncapableError,
     InternalError,
     InvalidError,
     LiveError,
     NoDeviceError,
     OutOfMemoryError,
+    RawCheckpoint,
     UnknownError,
     allocators,
     library,
@@ -59,7 +61,6 @@ __all__ = [
     "allocators",
 ]
 
-_ACTIONS = ("alloc", "free", "map", "unmap")
 _STATES = ("active_allocated", "active_pending_free", "inactive")
 _CAPABILITIES = ("pools", "checkpoint", "snapshot", "expand", "follows_pytorch")
 
@@ -71,8 +72,16 @@ def _number(value: int, what: str) -> int:
     return value
 
 
-class Allocator:
-    """An allocator on one device. Calls may come from any thread; `close` comes when no other thread calls any more.
+class _NoCopy:
+    """What stands for memory of this process, and is neither copied nor sent to another one."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuses `copy.copy`, `copy.deepcopy` and `pickle`."""
+        raise Error(f"{self!r} cannot be copied or pickled; share the object, or open another allocator")
+
+
+class Allocator(_NoCopy):
+    """An allocator on one device. Calls may come from any thread. A call after the close raises [`Error`].
 
     Raises [`UnknownError`] for a name or setting that is not there, naming the nearest, and [`NoDeviceError`] for a
     GPU.
@@ -87,21 +96,16 @@ class Allocator:
         "sim" (a simulated H200), "sim:2" (further ones) or "sim:FILE" (with a profile). `limit` is as for
         [`set_limit`].
         """
-        self._handle: int | None = None
         self._library = library()
         self.name = spec(allocator, settings)
         self.device = device
-        self._pid = os.getpid()
-        self._callback: Any = ON_SEGMENT()
-        handle = ctypes.c_void_p()
-        self._library.check(self._library.open(self.name.encode(), device.encode(), ctypes.byref(handle)))
-        self._handle = handle.value
+        self._handle = Handle(self._library, self.name, device)
         if limit is not None:
             self.set_limit(limit)
 
     def __repr__(self) -> str:
         """As it was opened, and whether it is."""
-        return f"<vramlab.Allocator {self.name!r} on {self.device}{'' if self._handle else ', closed'}>"
+        return repr(self._handle)
 
     def __enter__(self) -> Allocator:
         """The allocator itself."""
@@ -113,31 +117,22 @@ class Allocator:
         """Closes it."""
         self.close()
 
-    def __del__(self) -> None:
-        """Closes it where the program did not; a child of a fork leaves its parent's alone."""
-        if self._handle is not None and self._pid == os.getpid():
-            self._library.close(self._handle)
-            self._handle = None
-
-    def _open(self) -> int:
-        if self._handle is None:
-            raise Error(f"{self!r} was used after it was closed")
-        return self._handle
-
     def _call(self, function: str, *arguments: Any) -> None:
-        self._library.check(getattr(self._library, function)(self._open(), *arguments))
+        self._library.check(self._handle.call(getattr(self._library, function), *arguments))
 
     def _ask(self, function: str, *arguments: Any) -> int:
-        return self._library.number(getattr(self._library, function), self._open(), *arguments)
+        return self._library.number(partial(self._handle.call, getattr(self._library, function)), *arguments)
 
     def _json(self, function: str) -> Any:
-        return self._library.json(getattr(self._library, function), self._open())
+        return self._library.json(partial(self._handle.call, getattr(self._library, function)))
 
     def close(self) -> None:
-        """Waits for the device and gives everything back, also blocks that are held. A second time does nothing."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            self._library.check(self._library.close(handle))
+        """Waits for the device and gives everything back, also blocks that are held. A second time does nothing.
+
+        Calls of other threads that are under way come first, and later ones raise [`Error`]. Raises [`LiveError`] in a
+        callback of the allocator, and when calls of other threads do not return.
+        """
+        self._handle.close()
 
     # --- blocks ---
 
@@ -181,13 +176,17 @@ class Allocator:
         """Lets a private pool be as it was at a checkpoint.
 
         Returns the addresses of the blocks that were held, which are freed, and (address, bytes, stream) of those
-        that are held now.
+        that are held now. Where it raises, nothing has changed.
         """
         freed: list[int] = []
         created: list[tuple[int, int, int]] = []
         on_freed = FREED(lambda _, address: freed.append(address))
         on_created = CREATED(lambda _, address, size, stream: created.append((address, size, stream)))
-        self._call("pool_restore", checkpoint.handle, None, on_freed, on_created)
+        if not isinstance(checkpoint, Checkpoint):
+            raise InvalidError(f"{checkpoint!r} is no checkpoint; take one with Pool.checkpoint()")
+        # The name keeps it, whatever becomes of the other object.
+        raw = checkpoint._raw
+        self._call("pool_restore", raw.pointer, None, on_freed, on_created)
         return freed, created
 
     # --- memory ---
@@ -252,20 +251,10 @@ class Allocator:
         """Sets what is called with (action, address, bytes, stream) when a segment comes or goes, or nothing.
 
         The action is alloc, free, map or unmap. It is called on the thread whose call caused it, before that call
-        returns. An exception in it is printed and goes no further.
+        returns, and events come in their order. An exception in it is printed and goes no further. It may call
+        everything but `close`.
         """
-        if callback is None:
-            raw = ON_SEGMENT()
-        else:
-            call = callback
-            raw = ON_SEGMENT(
-                lambda _, of: call(
-                    _ACTIONS[of.contents.action], of.contents.address, of.contents.bytes, of.contents.stream
-                )
-            )
-        self._call("on_segment", None, raw)
-        # The one before may be running on another thread for a moment.
-        self._callback = (raw, self._callback)
+        self._library.check(self._handle.on_segment(callback))
 
     def trace(self, on: bool = True) -> None:
         """Records every allocation and free from now on, 64 bytes each, or no longer."""
@@ -300,7 +289,7 @@ class Allocator:
         return {name for at, name in enumerate(_CAPABILITIES) if bits.value >> at & 1}
 
 
-class Pool:
+class Pool(_NoCopy):
     """A private pool of an allocator: memory that serves no other request. As a context it is released at the end."""
 
     def __init__(self, allocator: Allocator, number: int) -> None:
@@ -320,31 +309,26 @@ class Pool:
 
     def alloc(self, bytes: int, stream: int = 0) -> int:
         """Allocates from the pool. The block is freed as any other."""
-        return self.allocator._ask("allocate_in", self.number, _number(bytes, "a size"), _number(stream, "a stream"))
+        pool = _number(self.number, "a pool")
+        return self.allocator._ask("allocate_in", pool, _number(bytes, "a size"), _number(stream, "a stream"))
 
     def release(self) -> None:
         """Says that no more requests come. Idle memory goes back when idle memory goes back the next time."""
-        self.allocator._call("pool_release", self.number)
+        self.allocator._call("pool_release", _number(self.number, "a pool"))
 
     def trim(self) -> int:
         """Gives back what is idle of the released pool, and returns how many bytes."""
-        return self.allocator._ask("pool_trim", self.number)
+        return self.allocator._ask("pool_trim", _number(self.number, "a pool"))
 
     def checkpoint(self) -> Checkpoint:
         """Takes down what the pool is like now, for [`Allocator.restore`]."""
-        out = ctypes.c_void_p()
-        self.allocator._call("pool_checkpoint", self.number, ctypes.byref(out))
-        return Checkpoint(self.allocator, out)
+        return Checkpoint(self)
 
 
-class Checkpoint:
+class Checkpoint(_NoCopy):
     """What a private pool was at a moment."""
 
-    def __init__(self, allocator: Allocator, handle: ctypes.c_void_p) -> None:
-        """Made by [`Pool.checkpoint`]."""
-        self._library = allocator._library
-        self.handle = handle
-
-    def __del__(self) -> None:
-        """Gives it back."""
-        self._library.checkpoint_free(self.handle)
+    def __init__(self, pool: Pool) -> None:
+        """As [`Pool.checkpoint`]."""
+        allocator = pool.allocator
+        self._raw = RawCheckpoint(allocator._handle, allocator._library, _number(pool.number, "a pool"))

@@ -12,10 +12,9 @@ one is destroyed. A program that destroys a stream and goes on says so before, b
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from vramlab.allocator import Allocator
+from vramlab.allocator import Allocator, Error
 
 __all__ = ["resource"]
 
@@ -51,13 +50,18 @@ def resource(
     def deallocate(address: int, size: int, stream: Any) -> None:
         # Destructors of C++ call this, where an exception ends the process. What is left when the allocator was closed,
         # as at the end of the program, went back with it; what a forked child inherited is its parent's.
-        if own._handle is None or own._pid != os.getpid():
+        if not own._handle.is_open or not own._handle.is_of_this_process:
             return
         handle = stream.__cuda_stream__()[1]
-        # A free is in the order of its own stream, which may be another one than the block's.
-        if streams.pop(address, 0) != handle:
-            own.record_stream(address, handle)
-        own.free(address)
+        try:
+            # A free is in the order of its own stream, which may be another one than the block's.
+            if streams.pop(address, 0) != handle:
+                own.record_stream(address, handle)
+            own.free(address)
+        except Error:
+            # Another thread may have closed it meanwhile.
+            if own._handle.is_open:
+                raise
 
     class Resource(rmm.mr.CallbackMemoryResource):  # type: ignore[misc]
         """RMM's resource, with its allocator."""
