@@ -122,10 +122,10 @@ unsafe impl Hook for Segments {
         match (kind, arguments.addr) {
             (CallKind::MemAlloc | CallKind::MemAllocAsync, _) => {
                 let known = &mut *self.lock();
-                let sum = known.bytes.saturating_add(arguments.bytes);
-                if sum > self.limit.load(Relaxed) {
+                let sum = known.bytes.checked_add(arguments.bytes);
+                let Some(sum) = sum.filter(|sum| *sum <= self.limit.load(Relaxed)) else {
                     return Err(DriverError::new(kind, DriverError::OUT_OF_MEMORY, "the limit of this allocator"));
-                }
+                };
                 known.bytes = sum;
                 Ok(Around { claimed: arguments.bytes, ..Around::default() })
             }

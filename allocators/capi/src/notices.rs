@@ -99,8 +99,8 @@ struct State {
     queue: VecDeque<Entry>,
     /// Entries so far.
     entries: u64,
-    /// The thread that runs a callback.
-    running: Option<u64>,
+    /// The thread that runs a callback, and for what.
+    running: Option<(u64, Notice)>,
     /// Callbacks that have returned so far.
     returned: u64,
     on_segment: Option<Callback<*const SegmentEvent>>,
@@ -121,7 +121,7 @@ pub(crate) struct Notices {
     segments: AtomicBool,
     /// Whether it wants to know of blocks that are reusable.
     frees: AtomicBool,
-    /// Entries in the queue.
+    /// Entries in the queue, with the one whose callback runs.
     waiting: AtomicUsize,
     state: Mutex<State>,
     /// A callback has returned, or the queue has another front.
@@ -135,7 +135,7 @@ impl Notices {
 
     /// Lets others know of a queue that has changed.
     fn changed(&self, state: MutexGuard<'_, State>) {
-        self.waiting.store(state.queue.len(), Release);
+        self.waiting.store(state.waiting(), Release);
         drop(state);
         self.turn.notify_all();
     }
@@ -177,7 +177,7 @@ impl Notices {
         state.entries += 1;
         let (number, thread) = (state.entries, this_thread());
         state.queue.push_back(Entry { number, thread, ready, notice: Notice::Segment(event) });
-        self.waiting.store(state.queue.len(), Release);
+        self.waiting.store(state.waiting(), Release);
         Some(number)
     }
 
@@ -204,14 +204,14 @@ impl Notices {
             let number = state.entries;
             state.queue.push_front(Entry { number, thread, ready: true, notice: Notice::Freed(*address) });
         }
-        self.waiting.store(state.queue.len(), Release);
+        self.waiting.store(state.waiting(), Release);
     }
 
     /// Whether this thread is inside a callback of this allocator.
     #[inline(never)]
     pub(crate) fn is_running_here(&self) -> bool {
         let frame = 0u8;
-        is_inside_callback((&raw const frame).addr()) && self.lock().running == Some(this_thread())
+        is_inside_callback((&raw const frame).addr()) && self.lock().is_running_on(this_thread())
     }
 
     /// Delivers this thread's events, and waits for those of others that a block's memory is in.
@@ -248,7 +248,7 @@ impl Notices {
         }
     }
 
-    fn end_turn(&self, running: Option<u64>) {
+    fn end_turn(&self, running: Option<(u64, Notice)>) {
         let mut state = self.lock();
         state.running = running;
         state.returned += 1;
@@ -257,21 +257,25 @@ impl Notices {
 
     /// The next callback that this thread has to make, once it has the turn, and who had it before; `None` when it has none, or leaves
     /// them to others.
-    fn next(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Option<(Call, Option<u64>)> {
+    fn next(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Option<(Call, Option<(u64, Notice)>)> {
         let mut state = self.lock();
-        if !nested && state.running == Some(thread) {
+        if !nested && state.is_running_on(thread) {
             // Its callback was left by `longjmp` or an exception.
             state.running = None;
             state.returned += 1;
+            self.waiting.store(state.waiting(), Release);
+            self.turn.notify_all();
         }
         loop {
             match state.step(thread, nested, block) {
                 Step::Nothing => return None,
                 Step::Call => {
                     let (call, before) = (state.take_front(), state.running);
-                    self.waiting.store(state.queue.len(), Release);
                     if let Some(call) = call {
-                        state.running = Some(thread);
+                        state.running = Some((thread, call.notice()));
+                    }
+                    self.waiting.store(state.waiting(), Release);
+                    if let Some(call) = call {
                         return Some((call, before));
                     }
                 }
@@ -307,13 +311,32 @@ enum Step {
     Wait,
 }
 
+impl Call {
+    fn notice(self) -> Notice {
+        match self {
+            Self::Segment(_, event) => Notice::Segment(event),
+            Self::Freed(_, address) => Notice::Freed(address),
+        }
+    }
+}
+
 impl State {
+    fn waiting(&self) -> usize {
+        self.queue.len() + usize::from(self.running.is_some())
+    }
+
+    fn is_running_on(&self, thread: u64) -> bool {
+        self.running.is_some_and(|(running, _)| running == thread)
+    }
+
     fn step(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Step {
-        let has_turn = self.running.is_none_or(|running| running == thread);
+        let has_turn = self.running.is_none() || self.is_running_on(thread);
         let front = self.queue.front().filter(|front| has_turn && front.ready);
         let is_left = front.is_some_and(|front| front.thread == NO_THREAD);
-        let due = |entry: &Entry| entry.thread == thread || block.is_some_and(|block| entry.notice.concerns(block));
-        if !is_left && !self.queue.iter().any(due) {
+        let concerns = |notice: &Notice| block.is_some_and(|block| notice.concerns(block));
+        let is_being_told = self.running.is_some_and(|(running, notice)| running != thread && concerns(&notice));
+        let is_due = |entry: &Entry| entry.thread == thread || concerns(&entry.notice);
+        if !is_left && !is_being_told && !self.queue.iter().any(is_due) {
             return Step::Nothing;
         }
         match front {

@@ -1,49 +1,8 @@
 // Every function of libvramlab on a simulated device, as a C program uses it. Prints what fails and exits with 1.
-#include "vramlab.h"
+#include "check.h"
 
-#include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#define CHECK(condition)                                                                                 \
-  do {                                                                                                   \
-    if (!(condition)) {                                                                                  \
-      fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #condition, vramlab_error());               \
-      exit(1);                                                                                           \
-    }                                                                                                    \
-  } while (0)
-#define OK(call) CHECK((call) == VRAMLAB_STATUS_OK)
-#define FAILS(status, word, call)                                                                        \
-  do {                                                                                                   \
-    CHECK((call) == VRAMLAB_STATUS_##status);                                                            \
-    CHECK(strstr(vramlab_error(), word) != NULL);                                                        \
-    CHECK(strchr(vramlab_error(), '\n') == NULL);                                                        \
-  } while (0)
-
-static const uint64_t MIB = 1 << 20;
-
-static vramlab *open_on(const char *name, const char *device) {
-  vramlab *v = NULL;
-  OK(vramlab_open(name, device, &v));
-  CHECK(v != NULL);
-  return v;
-}
-
-static uint64_t allocate(vramlab *v, uint64_t bytes, uint64_t stream) {
-  uint64_t address = 0;
-  OK(vramlab_allocate(v, bytes, stream, &address));
-  CHECK(address != 0 && address % 256 == 0);
-  return address;
-}
-
-static vramlab_stats stats_of(vramlab *v) {
-  vramlab_stats stats;
-  OK(vramlab_read_stats(v, &stats));
-  return stats;
-}
 
 #define HAS(call, word)                                                                                  \
   do {                                                                                                   \

@@ -1,12 +1,19 @@
-//! The committed header is what the sources say, and a C program that calls every function is built against it with the
-//! machine's C compiler.
+//! The committed header is what the sources say, and programs in C and C++ that are built against it with the machine's compilers
+//! find what it promises.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// The library. Cargo builds none for tests, which cannot link it. It is built of what the tests of the workspace are built of: alone
 /// it would have features of its own, and nearly everything would be compiled again. An example is what asks for the features of tests.
-fn library() -> PathBuf {
+/// `VRAMLAB_LIBRARY` names one that is built already, as for the package for Python.
+fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| std::env::var_os("VRAMLAB_LIBRARY").map_or_else(build_library, PathBuf::from))
+}
+
+fn build_library() -> PathBuf {
     let test = std::env::current_exe().expect("a test should know its file");
     // The test lies in `target/PROFILE/deps`.
     let folder = test.ancestors().nth(2).expect("a test should lie in target/PROFILE/deps");
@@ -27,31 +34,85 @@ fn library() -> PathBuf {
     folder.join("libvramlab.so")
 }
 
-#[test]
-fn a_c_program_calls_every_function() {
+/// Every allocator that needs no file.
+fn allocators() -> Vec<&'static str> {
+    vramlab_policies::backends::all().into_iter().map(|backend| backend.name).filter(|name| *name != "plan").collect()
+}
+
+/// Builds a program of this folder and runs it with some arguments. It has to end well and print `last`.
+fn run(source: &str, arguments: &[&str], last: &str) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let scratch = tempfile::tempdir().unwrap();
-    let program = scratch.path().join("api");
+    let program = scratch.path().join("program");
     let library = library();
     assert!(library.exists(), "{} is missing", library.display());
-    let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-    compiler.args(["-std=c11", "-D_DEFAULT_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]);
-    compiler.arg("-I").arg(folder.join("include")).arg(folder.join("tests/api.c"));
-    compiler.arg(&library).arg("-o").arg(&program);
-    assert!(compiler.status().expect("a C compiler should be there, as building needs one").success());
+    let is_cpp = source.ends_with(".cpp");
+    let (variable, compiler, standard) = if is_cpp { ("CXX", "c++", "-std=c++17") } else { ("CC", "cc", "-std=c11") };
+    let mut compiler = Command::new(std::env::var_os(variable).unwrap_or_else(|| compiler.into()));
+    compiler.args([standard, "-D_DEFAULT_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread"]);
+    compiler.arg("-I").arg(folder.join("include")).arg(folder.join("tests").join(source));
+    compiler.arg(library).arg("-o").arg(&program);
+    assert!(compiler.status().expect("a compiler should be there, as building needs one").success());
     let mut run = Command::new(&program);
-    run.arg(scratch.path()).env("LD_LIBRARY_PATH", library.parent().unwrap());
-    let output = run.output().unwrap();
-    let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{}: {said}", output.status);
-    assert!(said.contains("every function"), "{said}");
+    let scratch = scratch.path().to_str().expect("a temporary folder should have a plain name");
+    run.args(arguments.iter().map(|argument| if *argument == "SCRATCH" { scratch } else { argument }));
+    let output = run.env("LD_LIBRARY_PATH", library.parent().unwrap()).output().unwrap();
+    let printed = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{source} {arguments:?}: {}: {printed}", output.status);
+    assert!(printed.contains(last), "{source}: {printed}");
+}
+
+#[test]
+fn a_c_program_calls_every_function() {
+    run("api.c", &["SCRATCH"], "every function");
+}
+
+#[test]
+fn segment_events_come_in_order_on_the_thread_that_causes_them() {
+    run("events.c", &allocators(), "in order");
+}
+
+#[test]
+fn a_restore_that_fails_changes_nothing() {
+    run("restores.c", &allocators(), "changed nothing");
+}
+
+#[test]
+fn no_free_fails_beside_a_stream_that_goes() {
+    run("streams.c", &allocators(), "no free failed");
+}
+
+#[test]
+fn calls_late_in_the_life_of_a_process_are_answered() {
+    for allocator in ["caching", "remap"] {
+        for moment in ["thread", "main", "first"] {
+            run("late.c", &[moment, "SCRATCH", allocator], "late calls");
+        }
+    }
+}
+
+#[test]
+fn callbacks_call_back_replace_each_other_and_leave() {
+    run("callbacks.c", &allocators(), "what they may");
+}
+
+#[test]
+#[ignore = "needs a C++ compiler"]
+fn an_exception_of_a_callback_reaches_the_caller() {
+    run("throws.cpp", &allocators(), "exceptions");
+}
+
+#[test]
+fn limits_that_are_set_are_held() {
+    run("limits.c", &allocators(), "held");
 }
 
 #[test]
 fn the_header_declares_what_the_c_program_calls() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap();
-    let (header, program) = (read("include/vramlab.h"), read("tests/api.c"));
+    let header = read("include/vramlab.h");
+    let program = read("tests/api.c") + &read("tests/check.h");
     let functions: Vec<&str> = header
         .match_indices("vramlab_")
         .map(|(at, _)| header[at..].split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next().unwrap_or_default())
