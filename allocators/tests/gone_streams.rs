@@ -192,6 +192,29 @@ fn a_block_whose_own_stream_is_gone_comes_back() {
     }
 }
 
+#[test]
+fn a_stream_that_was_forgotten_is_named_no_more() {
+    for kind in backends::all() {
+        let bench = Bench::new(&Selection::of(kind), GIB);
+        let gone = bench.sim.stream_create().unwrap();
+        let own = allocate(bench.allocator.as_ref(), BYTES, gone).unwrap();
+        let [held, freed] = [0, 1].map(|_| bench.allocate(BYTES));
+        for block in [&held, &freed] {
+            bench.allocator.record_use(block, gone).unwrap();
+        }
+        bench.free(freed).unwrap();
+        bench.sim.device_synchronize().unwrap();
+        bench.allocator.forget_stream(gone);
+        bench.destroy(gone);
+        bench.free(held).unwrap();
+        free(bench.allocator.as_ref(), own, gone).unwrap();
+        assert_eq!(bench.allocator.stats().active.all.current, 0, "{kind}: nothing waits");
+        bench.allocator.trim(0).unwrap();
+        check_nothing_held(&bench.allocator.stats());
+        assert_eq!((bench.stranded(), bench.allocator.stats().reserved_bytes.all.current), (None, 0), "{kind}");
+    }
+}
+
 /// Two allocators on two devices that hand out the same addresses, each with one block at the same address.
 fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
     let twins = [GIB, GIB].map(|room| {

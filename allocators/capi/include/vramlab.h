@@ -7,7 +7,8 @@
 //   thread's own); on a simulated device it is any number.
 //   No thread ends a capture of a stream while the call of another one names it.
 // - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
-// Any thread may call. In a child after fork() every call is VRAMLAB_STATUS_FORKED.
+// Any thread may call, at any time of its life and the process's: also in handlers of atexit() and destructors of thread-specific data.
+// In a child after fork() every call is VRAMLAB_STATUS_FORKED.
 
 #ifndef VRAMLAB_H
 #define VRAMLAB_H
@@ -300,11 +301,13 @@ vramlab_status vramlab_allocate_in(struct vramlab *vramlab,
                                    uint64_t stream,
                                    uint64_t *out);
 
-// Frees the block that begins at an address. Address 0 is fine.
+// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the block is the program's no more, but its
+// memory waits until the device was waited for, as in `vramlab_trim`; until then it counts as active and requested.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_free(struct vramlab *vramlab, uint64_t address);
+vramlab_status vramlab_free(struct vramlab *vramlab,
+                            uint64_t address);
 
 // Says that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that work
 // is done.
@@ -396,11 +399,18 @@ void vramlab_checkpoint_free(struct vramlab_checkpoint *checkpoint);
 // See the top of this file.
 vramlab_status vramlab_trim(struct vramlab *vramlab, uint64_t keep_bytes, uint64_t *released);
 
-// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once.
+// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once: what is above a lower limit stays until a
+// request meets it, and does not grow.
+//
+// The limit is held when a call has returned. `stream-ordered` may pass it inside a call, because the driver says only afterwards how much
+// its pool took; and memory that a graph of CUDA allocates for itself is not counted. The setting `memory_limit` of `pytorch-expandable`
+// and `pytorch` with expandable segments is PyTorch's, which can be passed by less than one handle of 20 MiB; this one is not.
+// `rmm-arena` keeps the size that it began with.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_set_limit(struct vramlab *vramlab, uint64_t bytes);
+vramlab_status vramlab_set_limit(struct vramlab *vramlab,
+                                 uint64_t bytes);
 
 // Free and total memory of the device in bytes.
 //

@@ -12,7 +12,8 @@
 //!   thread ends a capture of it while another one's call names it.
 //! - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 //!
-//! Any thread may call. In a child after `fork` every call is an error.
+//! Any thread may call, at any time of its life and the process's, also in handlers of `atexit` and destructors of thread-specific data. In a
+//! child after `fork` every call is an error.
 
 mod allocator;
 mod device;
@@ -253,7 +254,8 @@ pub unsafe extern "C-unwind" fn vramlab_allocate_in(
     unsafe { conclude_allocation(vramlab, served, bytes, out) }
 }
 
-/// Frees the block that begins at an address. Address 0 is fine.
+/// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the block is the program's no more, but its
+/// memory waits until the device was waited for, as in `vramlab_trim`; until then it counts as active and requested.
 ///
 /// # Safety
 /// See the top of this file.
@@ -442,7 +444,13 @@ pub unsafe extern "C-unwind" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes
     unsafe { conclude_and_tell(vramlab, trimmed, None) }
 }
 
-/// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once.
+/// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once: what is above a lower limit stays until a
+/// request meets it, and does not grow.
+///
+/// The limit is held when a call has returned. `stream-ordered` may pass it inside a call, because the driver says only afterwards how much
+/// its pool took; and memory that a graph of CUDA allocates for itself is not counted. The setting `memory_limit` of `pytorch-expandable`
+/// and `pytorch` with expandable segments is PyTorch's, which can be passed by less than one handle of 20 MiB; this one is not.
+/// `rmm-arena` keeps the size that it began with.
 ///
 /// # Safety
 /// See the top of this file.

@@ -142,8 +142,9 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         Err(AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") })
     }
 
-    /// Says that all work of a stream is done and that none will come, because it is about to be destroyed: blocks that are held
-    /// wait for it no more.
+    /// Says that all work of a stream is done and that none will come, because it is about to be destroyed: blocks wait for it no more,
+    /// those that are held and those that were freed. When it returns, no call of the driver that names the stream is under way and none
+    /// will be made, also for blocks of that stream, unless a later request names it again. Frees may run meanwhile.
     fn forget_stream(&self, stream: StreamId) {
         let _ = stream;
     }
