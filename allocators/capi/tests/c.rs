@@ -42,7 +42,7 @@ fn allocators() -> Vec<&'static str> {
 /// Builds a program of this folder and runs it with some arguments. It has to end well and print `last`.
 fn run(source: &str, arguments: &[&str], last: &str) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let scratch = tempfile::tempdir().unwrap();
+    let scratch = tempfile::tempdir().expect("a temporary folder should be there");
     let program = scratch.path().join("program");
     let library = library();
     assert!(library.exists(), "{} is missing", library.display());
@@ -56,7 +56,8 @@ fn run(source: &str, arguments: &[&str], last: &str) {
     let mut run = Command::new(&program);
     let scratch = scratch.path().to_str().expect("a temporary folder should have a plain name");
     run.args(arguments.iter().map(|argument| if *argument == "SCRATCH" { scratch } else { argument }));
-    let output = run.env("LD_LIBRARY_PATH", library.parent().unwrap()).output().unwrap();
+    let beside = library.parent().expect("the library should lie in a folder");
+    let output = run.env("LD_LIBRARY_PATH", beside).output().expect("what was built should run");
     let printed = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{source} {arguments:?}: {}: {printed}", output.status);
     assert!(printed.contains(last), "{source}: {printed}");
