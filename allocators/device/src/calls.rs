@@ -40,6 +40,10 @@ crate::named! {
         MemUnmap "mem_unmap",
         /// `cuMemRelease`
         MemRelease "mem_release",
+        /// `cuMemExportToShareableHandle`
+        MemExport "mem_export",
+        /// `cuMemImportFromShareableHandle`
+        MemImport "mem_import",
         /// `cuMemGetInfo`
         MemGetInfo "mem_get_info",
         /// `cuMemHostAlloc`

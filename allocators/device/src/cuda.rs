@@ -62,6 +62,8 @@ pub struct CudaDriver {
     elapsed: ElapsedFn,
     clock: Arc<MonotonicClock>,
     live: Handles,
+    /// The properties of created memory.
+    memory: vmm::Requested,
     noted_captures: NotedCaptures,
     /// Held while a capture is ended or its graph is looked at, so that no node goes away meanwhile.
     captured: Mutex<()>,
@@ -88,6 +90,7 @@ impl CudaDriver {
         let version = probe::start()?;
         let (device, info) = probe::device(ordinal, probe::device_count()?)?;
         let elapsed = elapsed_function()?;
+        let memory = vmm::Requested::new(info.memory);
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes.
         // What is retained here is released by `Drop`, once.
@@ -104,6 +107,7 @@ impl CudaDriver {
             elapsed,
             clock: Arc::new(MonotonicClock::new()),
             live: Handles::new(),
+            memory,
             noted_captures: NotedCaptures::default(),
             captured: Mutex::new(()),
             guest: false,

@@ -5,7 +5,8 @@
 
 use super::{
     CallKind, CapturedWork, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId,
-    MemInfo, PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    MemInfo, MemoryProperties, PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, ShareKind, Shareable,
+    StreamId, VmmDriver,
 };
 use crate::Clock;
 use std::fmt;
@@ -57,7 +58,7 @@ impl CallResult for DeviceAddr {
 
 macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})+ }; }
 only_success!((), u64, MemInfo, StreamId, EventId, GraphId, PhysicalHandle, PoolId, PoolSettings, PoolCounters);
-only_success!(NonNull<u8>, Option<CapturedWork>);
+only_success!(NonNull<u8>, Option<CapturedWork>, Shareable);
 
 /// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so a wrapper
 /// overrides only what it changes.
@@ -496,5 +497,17 @@ impl<H: Hook> VmmDriver for HookedDriver<H> {
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
         // SAFETY: passed on.
         self.call(CallKind::MemRelease, NO_ARGUMENTS, || unsafe { self.inner_vmm().release(handle) })
+    }
+
+    fn memory_properties(&self) -> MemoryProperties {
+        self.inner_vmm().memory_properties()
+    }
+
+    fn export(&self, handle: PhysicalHandle, kind: ShareKind) -> DriverResult<Shareable> {
+        self.call(CallKind::MemExport, NO_ARGUMENTS, || self.inner_vmm().export(handle, kind))
+    }
+
+    fn import(&self, shared: &Shareable) -> DriverResult<PhysicalHandle> {
+        self.call(CallKind::MemImport, NO_ARGUMENTS, || self.inner_vmm().import(shared))
     }
 }

@@ -28,6 +28,7 @@ pub mod output;
 mod plain_range;
 pub mod ranges;
 pub mod settings;
+mod shared;
 pub mod sim;
 
 pub use bytes::{Bytes, ParseBytesError};
@@ -42,6 +43,7 @@ pub use ids::{DeviceAddr, EventId, GraphId, PhysicalHandle, PoolId, StreamId};
 pub use metered::{CallEvent, CallObserver, IdleCosts, InstrumentCost, MeteredDriver};
 pub use name::{DeviceName, DeviceNameError};
 pub use null::NullDriver;
+pub use shared::{MemoryProperties, ShareKind, Shareable};
 pub use sim::{HostRoom, Profile, SimDriver};
 
 use crate::settings::{bytes, switch};
@@ -379,4 +381,21 @@ pub trait VmmDriver {
     /// # Safety
     /// The handle is released once.
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()>;
+
+    /// The properties of memory from [`create`](Self::create). A device may refuse some of those that it claims to support: they
+    /// are certain once some memory was created.
+    fn memory_properties(&self) -> MemoryProperties;
+
+    /// A handle of created memory that another process can [import](Self::import). On CUDA each call makes a new one.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_NOT_SUPPORTED` when the memory was created without this kind of handle, or was imported.
+    fn export(&self, handle: PhysicalHandle, kind: ShareKind) -> DriverResult<Shareable>;
+
+    /// Memory that another process has [exported](Self::export). It is mapped and released as created memory, with the size that it
+    /// was created with.
+    ///
+    /// # Errors
+    /// `CUDA_ERROR_INVALID_VALUE`, or another code of the driver, for what is not a handle of memory of such a device.
+    fn import(&self, shared: &Shareable) -> DriverResult<PhysicalHandle>;
 }

@@ -28,6 +28,8 @@ struct Handle<H> {
     bytes: u64,
     mappings: usize,
     released: bool,
+    /// Memory of another process, which is counted there.
+    imported: bool,
     behind: H,
 }
 
@@ -95,11 +97,26 @@ impl<R, H> Mappings<R, H> {
     }
 
     pub(crate) fn create(&mut self, bytes: u64, behind: H) -> PhysicalHandle {
+        self.created += bytes;
+        self.insert(Handle { bytes, mappings: 0, released: false, imported: false, behind })
+    }
+
+    /// Adds memory of another process, which takes none of this account's.
+    pub(crate) fn import(&mut self, bytes: u64, behind: H) -> PhysicalHandle {
+        self.insert(Handle { bytes, mappings: 0, released: false, imported: true, behind })
+    }
+
+    fn insert(&mut self, handle: Handle<H>) -> PhysicalHandle {
         let id = self.next_handle;
         self.next_handle += 1;
-        self.created += bytes;
-        self.handles.insert(id, Handle { bytes, mappings: 0, released: false, behind });
+        self.handles.insert(id, handle);
         PhysicalHandle::made(id)
+    }
+
+    /// The size of a live handle, and what is behind it; `None` also for memory of another process.
+    pub(crate) fn exportable(&self, handle: PhysicalHandle) -> Option<(u64, &H)> {
+        let known = self.handles.get(&handle.get()).filter(|known| !known.released && !known.imported)?;
+        Some((known.bytes, &known.behind))
     }
 
     /// Maps a handle, unless `back` cannot map what is behind it: the reservation, the offset in it, and the handle.
@@ -180,7 +197,7 @@ impl<R, H> Mappings<R, H> {
         if self.handles.get(&id).is_some_and(|handle| handle.released && handle.mappings == 0)
             && let Some(handle) = self.handles.remove(&id)
         {
-            self.created -= handle.bytes;
+            self.created -= if handle.imported { 0 } else { handle.bytes };
         }
     }
 }

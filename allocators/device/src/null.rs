@@ -5,7 +5,8 @@ mod captures;
 use super::plain_range::PlainRange;
 use super::{
     CallKind, DeviceAddr, DeviceDescription, DeviceKind, Driver, DriverResult, EventId, GraphDriver, MemInfo,
-    PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId, VmmDriver,
+    MemoryProperties, PhysicalHandle, PoolCounters, PoolDriver, PoolId, PoolSettings, ShareKind, Shareable, StreamId,
+    VmmDriver,
 };
 use crate::DriverError;
 use crate::graph::NotedCaptures;
@@ -343,6 +344,10 @@ impl PoolDriver for NullDriver {
     }
 }
 
+fn not_shared(call: CallKind) -> DriverError {
+    DriverError::new(call, DriverError::NOT_SUPPORTED, "the null device has no memory to share")
+}
+
 fn need_pages(call: CallKind, bytes: u64) -> DriverResult<()> {
     let whole = bytes > 0 && bytes.is_multiple_of(PAGE);
     if whole { Ok(()) } else { Err(DriverError::invalid_value(call, "ranges and handles are whole pages")) }
@@ -382,5 +387,17 @@ impl VmmDriver for NullDriver {
 
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()> {
         self.shrink(|vmm| vmm.release(handle)).map(|_| ())
+    }
+
+    fn memory_properties(&self) -> MemoryProperties {
+        MemoryProperties::NONE
+    }
+
+    fn export(&self, _handle: PhysicalHandle, _kind: ShareKind) -> DriverResult<Shareable> {
+        Err(not_shared(CallKind::MemExport))
+    }
+
+    fn import(&self, _shared: &Shareable) -> DriverResult<PhysicalHandle> {
+        Err(not_shared(CallKind::MemImport))
     }
 }

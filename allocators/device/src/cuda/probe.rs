@@ -2,7 +2,7 @@
 
 use super::check;
 use crate::DriverError;
-use crate::{CallKind, DriverResult};
+use crate::{CallKind, DriverResult, MemoryProperties};
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, c_int};
 use std::fmt;
@@ -92,6 +92,8 @@ pub struct CudaDeviceInfo {
     pub pools: bool,
     /// Whether virtual memory management is there.
     pub vmm: bool,
+    /// The properties that created memory can have, as far as the driver claims.
+    pub memory: MemoryProperties,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
     /// Size of the L2 cache in bytes.
@@ -158,6 +160,12 @@ pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDevi
         total_bytes: total_bytes(device)?,
         pools: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0,
         vmm: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,
+        memory: MemoryProperties {
+            file_descriptors: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?
+                != 0,
+            fabric: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)? != 0,
+            rdma: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)? != 0,
+        },
         multiprocessors: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         l2_bytes: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?.into(),
         host_page_tables: ask(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)?

@@ -1,6 +1,6 @@
 //! Host memory behind the reserved ranges of the simulated device, on Linux.
 
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// A range of host addresses; without access where nothing is mapped.
@@ -83,5 +83,21 @@ impl File {
         let file = unsafe { std::fs::File::from_raw_fd(descriptor) };
         file.set_len(bytes).ok()?;
         Some(Self { file, bytes: usize::try_from(bytes).ok()? })
+    }
+
+    /// The memory behind another device's descriptor.
+    pub(super) fn import(descriptor: &OwnedFd) -> Option<Self> {
+        let file = std::fs::File::from(descriptor.try_clone().ok()?);
+        let about = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
+        Some(Self { file, bytes: usize::try_from(about.len()).ok()? })
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes as u64
+    }
+
+    /// A descriptor of it; `None` when the process may open no more.
+    pub(super) fn descriptor(&self) -> Option<OwnedFd> {
+        self.file.try_clone().ok().map(OwnedFd::from)
     }
 }

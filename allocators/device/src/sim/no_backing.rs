@@ -1,5 +1,6 @@
 //! Where there is no host memory behind reserved ranges of the simulated device: elsewhere than on Linux.
 
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 
 #[derive(Debug)]
@@ -29,5 +30,17 @@ impl Range {
 impl File {
     pub(super) fn new(_bytes: u64) -> Option<Self> {
         None
+    }
+
+    pub(super) fn import(_descriptor: &OwnedFd) -> Option<Self> {
+        None
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        match *self {}
+    }
+
+    pub(super) fn descriptor(&self) -> Option<OwnedFd> {
+        match *self {}
     }
 }

@@ -6,7 +6,9 @@
 
 use super::{SimDriver, SimMemory, backing};
 use crate::mappings::{BASE, Mappings};
-use crate::{CallKind, DeviceAddr, DriverError, DriverResult, PhysicalHandle, VmmDriver};
+use crate::{
+    CallKind, DeviceAddr, DriverError, DriverResult, MemoryProperties, PhysicalHandle, ShareKind, Shareable, VmmDriver,
+};
 use std::ptr::NonNull;
 
 /// Whether host memory can stand behind mappings here.
@@ -154,5 +156,100 @@ impl VmmDriver for SimDriver {
         let bytes = state.vmm.mappings.release(handle)?;
         state.time.spend(costs.release_ns.at(bytes));
         Ok(())
+    }
+
+    fn memory_properties(&self) -> MemoryProperties {
+        MemoryProperties { file_descriptors: CAN_BACK, ..MemoryProperties::NONE }
+    }
+
+    /// Where there is no memory behind the device, the file has the size alone.
+    fn export(&self, handle: PhysicalHandle, kind: ShareKind) -> DriverResult<Shareable> {
+        let call = CallKind::MemExport;
+        if kind == ShareKind::Fabric {
+            return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, "the simulated device has no fabric"));
+        }
+        let state = self.lock();
+        let Some((bytes, behind)) = state.vmm.mappings.exportable(handle) else {
+            return Err(DriverError::new(call, DriverError::INVALID_HANDLE, "no such handle of this device's own"));
+        };
+        let descriptor = match behind {
+            Some(file) => file.descriptor(),
+            None => backing::File::new(bytes).and_then(|file| file.descriptor()),
+        };
+        let refused = || DriverError::new(call, DriverError::OPERATING_SYSTEM, "no file descriptor is left");
+        descriptor.map(Shareable::Descriptor).ok_or_else(refused)
+    }
+
+    fn import(&self, shared: &Shareable) -> DriverResult<PhysicalHandle> {
+        let call = CallKind::MemImport;
+        let costs = self.vmm_costs(call)?;
+        let Shareable::Descriptor(descriptor) = shared else {
+            return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, "the simulated device has no fabric"));
+        };
+        let file = backing::File::import(descriptor);
+        let file = file.filter(|file| file.bytes() > 0 && file.bytes().is_multiple_of(costs.granularity_bytes));
+        let file = file.ok_or_else(|| DriverError::invalid_value(call, "the descriptor is of no exported memory"))?;
+        let bytes = file.bytes();
+        let behind = match self.memory {
+            SimMemory::None => None,
+            SimMemory::Host => Some(file),
+        };
+        Ok(self.lock().vmm.mappings.import(bytes, behind))
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::sim::SimMemory;
+    use crate::{Driver, Profile};
+
+    fn mapped(driver: &SimDriver, handle: PhysicalHandle, bytes: u64) -> DeviceAddr {
+        let addr = driver.address_reserve(bytes).unwrap();
+        // SAFETY: a whole range that was just reserved; the handle has its size.
+        unsafe {
+            driver.map(addr, bytes, handle).unwrap();
+            driver.set_access(addr, bytes).unwrap();
+        }
+        addr
+    }
+
+    #[test]
+    fn imported_memory_has_the_bytes_of_the_exported_and_outlives_its_handles() {
+        let (sender, receiver) =
+            (SimDriver::new(Profile::h200(), SimMemory::Host), SimDriver::new(Profile::h200(), SimMemory::Host));
+        let bytes = sender.granularity().unwrap();
+        let made = sender.create(bytes).unwrap();
+        let shared = sender.export(made, ShareKind::Descriptor).unwrap();
+        let got = receiver.import(&shared).unwrap();
+        let free = receiver.mem_info().unwrap().free;
+        let (here, there) = (mapped(&sender, made, bytes), mapped(&receiver, got, bytes));
+        assert_eq!(receiver.mem_info().unwrap().free, free, "it is the sender's memory");
+        drop(shared);
+        let (write, read) = (sender.stream_create().unwrap(), receiver.stream_create().unwrap());
+        let mut seen = [0; 4];
+        // SAFETY: both ranges are mapped and hold more than four bytes; each handle is released once and not used again.
+        unsafe {
+            sender.release(made).unwrap();
+            receiver.release(got).unwrap();
+            sender.copy_to_device(here.offset(bytes - 4), b"here", write).unwrap();
+            sender.stream_synchronize(write).unwrap();
+            sender.unmap(here, bytes).unwrap();
+            receiver.copy_to_host(&mut seen, there.offset(bytes - 4), read).unwrap();
+        }
+        assert_eq!(&seen, b"here");
+    }
+
+    #[test]
+    fn what_cannot_be_shared_is_refused() {
+        let driver = SimDriver::new(Profile::h200(), SimMemory::None);
+        let made = driver.create(driver.granularity().unwrap()).unwrap();
+        assert_eq!(driver.export(made, ShareKind::Fabric).unwrap_err().code, DriverError::NOT_SUPPORTED);
+        let shared = driver.export(made, ShareKind::Descriptor).unwrap();
+        let imported = driver.import(&shared).unwrap();
+        assert_eq!(driver.export(imported, ShareKind::Descriptor).unwrap_err().code, DriverError::INVALID_HANDLE);
+        let other = Shareable::Descriptor(std::fs::File::open("/dev/null").unwrap().into());
+        assert_eq!(driver.import(&other).unwrap_err().code, DriverError::INVALID_VALUE);
+        assert_eq!(driver.import(&Shareable::Fabric([0; 64])).unwrap_err().code, DriverError::NOT_SUPPORTED);
     }
 }
