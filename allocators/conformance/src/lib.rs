@@ -20,6 +20,7 @@ mod captures;
 mod faults;
 mod guests;
 mod private_pools;
+mod sharing;
 mod stress;
 mod subject;
 mod support;
@@ -32,7 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use subject::Subject;
 use support::{GIB, MIB};
 use vramlab_device::{CudaDriver, Driver, NullDriver, StreamId, sim::SimMemory};
-use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, Selection};
+use vramlab_policies::backends::{Capabilities, GraphCapture, Needs, SegmentUse, Selection};
 
 vramlab_device::named! {
     /// A device that checks run on.
@@ -209,6 +210,14 @@ const POOLS_AND_CAPTURES: &[Entry] = entries! { 64 * GIB =>
 };
 /// Checks of backends that refuse private pools.
 const NO_POOLS: &[Entry] = entries! { 64 * GIB => private_pools::private_pools_are_refused };
+/// Checks of backends whose memory is mapped in pages.
+const PAGES: &[Entry] = entries! { 64 * GIB =>
+    sharing::every_page_of_a_block_is_exported
+    sharing::pinned_pages_are_neither_moved_nor_unmapped
+    sharing::pins_are_counted_and_an_allocator_that_ends_gives_them_up
+};
+/// Checks of all others.
+const NO_PAGES: &[Entry] = entries! { 64 * GIB => sharing::memory_that_is_not_in_pages_is_neither_exported_nor_pinned };
 /// Checks on a device whose calls can be made to fail.
 const FAULTS: &[Entry] = entries! { 0 =>
     faults::every_driver_call_may_fail_once
@@ -256,6 +265,7 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     out.push(if private_pools { POOLS } else { NO_POOLS });
     out.extend(private_pools.then_some(if checkpoints { CHECKPOINTS } else { NO_CHECKPOINTS }));
     out.extend((private_pools && captures).then_some(POOLS_AND_CAPTURES));
+    out.push(if selection.capabilities().segments == SegmentUse::Expandable { PAGES } else { NO_PAGES });
     match device {
         Device::SimWithoutMemory => {
             out.push(FAULTS);

@@ -87,6 +87,22 @@ macro_rules! pass_on {
             self.inner.set_reuse_in_captures(on)
         }
 
+        fn export(&self, block: &Block) -> Result<crate::contract::Exported, AllocError> {
+            self.inner.export(block)
+        }
+
+        fn exported_descriptor(&self, number: i32) -> Option<std::os::fd::OwnedFd> {
+            self.inner.exported_descriptor(number)
+        }
+
+        fn pin(&self, addr: vramlab_device::DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+            self.inner.pin(addr, bytes)
+        }
+
+        fn unpin(&self, addr: vramlab_device::DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+            self.inner.unpin(addr, bytes)
+        }
+
         fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
             self.inner.trim(keep_bytes)
         }

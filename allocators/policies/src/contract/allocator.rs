@@ -1,9 +1,10 @@
 //! The upper seam: what every backend and every instrument implements.
 
 use crate::contract::{
-    AllocError, Block, CaptureId, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, RestoreError, Snapshot, Stats,
+    AllocError, Block, CaptureId, Exported, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, RestoreError, Snapshot, Stats,
 };
 use std::fmt;
+use std::os::fd::OwnedFd;
 use vramlab_device::{DeviceAddr, StreamId};
 
 /// Requests above this many bytes are refused as they are: rounding them could overflow.
@@ -205,6 +206,46 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Handles by which other processes map the memory around a block that is held here: whole pages, from the one in which the
+    /// block begins to the one in which it ends. They are the same handles for as long as the block is held, and each page stays
+    /// where it is. The driver makes a handle for each page that has none yet.
+    ///
+    /// # Errors
+    /// [`AllocError::ForeignBlock`] when the block is not held here. [`AllocError::Incapable`] when its memory is not mapped in
+    /// pages: then it belongs to an allocation of the driver, which has handles of its own. [`AllocError::Unsupported`] when the
+    /// device's memory has no handles, and [`AllocError::Driver`] when it refused one.
+    fn export(&self, block: &Block) -> Result<Exported, AllocError> {
+        let _ = block;
+        Err(no_pages(self.name()))
+    }
+
+    /// A copy of a file descriptor that [`export`](Self::export) returned, by its number; `None` when it is of no block that is
+    /// still held.
+    fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
+        let _ = number;
+        None
+    }
+
+    /// Keeps the memory behind a range of addresses where it is until [`unpin`](Self::unpin), also while it is free: the pages that
+    /// the range touches are neither moved nor unmapped. For memory that something outside of the allocator has registered by
+    /// its address. It is counted.
+    ///
+    /// # Errors
+    /// [`AllocError::Incapable`] when the allocator's memory is not mapped in pages.
+    fn pin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+        let _ = (addr, bytes);
+        Err(no_pages(self.name()))
+    }
+
+    /// Undoes one [`pin`](Self::pin) of the same range.
+    ///
+    /// # Errors
+    /// As of [`pin`](Self::pin).
+    fn unpin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+        let _ = (addr, bytes);
+        Err(no_pages(self.name()))
+    }
+
     /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
     /// stay reserved, and says how many bytes went back. Memory goes in whole segments (a driver's pool: granules),
     /// so what stays can differ from `keep_bytes` by one of them.
@@ -322,6 +363,10 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         let _ = (pool, checkpoint);
         Err(RestoreError { held, error: no_checkpoints(self.name()) })
     }
+}
+
+pub(crate) fn no_pages(allocator: &'static str) -> AllocError {
+    AllocError::Incapable { allocator, capability: "pages of memory that others can map or register by themselves" }
 }
 
 pub(crate) fn no_checkpoints(allocator: &'static str) -> AllocError {

@@ -4,6 +4,7 @@ mod arena;
 mod checkpoint;
 mod extend;
 mod segments;
+mod shared;
 mod take_pages;
 
 use super::fit::Fit;
@@ -17,6 +18,7 @@ use super::stream::{LastFrees, Stream};
 use crate::contract::CaptureId;
 use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
 use arena::Arena;
+use shared::Shared;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
@@ -35,6 +37,8 @@ pub struct Heap {
     pages: Option<Pages>,
     /// Where requests were served since pages moved first.
     places: Places,
+    /// Pages that stay where they are mapped, because others map or register them.
+    shared: Shared,
     pending: Pending,
     /// Where a plan says where blocks lie.
     arena: Option<Arena>,
@@ -69,6 +73,7 @@ impl Heap {
             holes: BTreeMap::new(),
             pages: None,
             places: Places::default(),
+            shared: Shared::default(),
             pending: Pending::default(),
             arena: None,
             uses: BTreeMap::new(),
@@ -249,6 +254,7 @@ impl Heap {
 
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
     pub fn put(&mut self, block: BlockId) -> bool {
+        self.end_export(block);
         if let Some(joined) = self.put_in_arena(block) {
             return joined;
         }
@@ -500,6 +506,7 @@ impl Heap {
     /// Waits for the device at the end, so that no stream is waited for from now on: a program may have destroyed its streams
     /// before its allocator, and a driver that gets the handle of such a stream may crash.
     pub(crate) fn end(&mut self) {
+        self.shared = Shared::default();
         self.ended = !self.is_capturing() && self.source.driver().device_synchronize().is_ok();
     }
 

@@ -285,8 +285,8 @@ impl Heap {
             if most == 0 {
                 break;
             }
-            let part = self.whole_handles_of(block, most);
-            if !part.is_empty() {
+            // From the last to the first, so that the block keeps its name: it is what is left in front.
+            for part in self.unpinned(self.whole_handles_of(block, most), block.list.pool).into_iter().rev() {
                 most = most.saturating_sub(part.end - part.start);
                 parts.push((block, part));
             }
@@ -302,7 +302,8 @@ impl Heap {
                 self.wait_for_uses(block.list)?;
                 waited = Some(block.list.owner);
             }
-            released += self.unmap(block, part.start, part.end - part.start)?;
+            let left = self.space.as_free(block.id);
+            released += self.unmap(left, part.start, part.end - part.start)?;
         }
         let empty: Vec<SegmentId> =
             self.space.segments().filter(|(_, segment)| segment.mapped == 0).map(|(id, _)| id).collect();

@@ -124,7 +124,7 @@ impl Heap {
                     let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
                     let Some(block) = self.fit.at(from).filter(around) else { return Ok(None) };
                     let apart = from + page <= run.start || run.end <= from;
-                    if !apart || !self.may_move(list, block, from, false)? {
+                    if !apart || self.shared.is_pinned(from) || !self.may_move(list, block, from, false)? {
                         return Ok(None);
                     }
                     lacking.kept.push(Move { from, to: at, block });
@@ -225,6 +225,7 @@ impl Heap {
             let block =
                 place.and_then(|place| self.fit.at(place).filter(|block| place + page <= block.addr + block.bytes));
             block.is_some_and(|block| block.list.owner == list.owner)
+                && !place.is_some_and(|place| self.shared.is_pinned(place))
         };
         let holes = self.holes.range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
         let mut runs: Vec<(BlockId, u64)> = holes.filter_map(|hole| self.run_around(hole, bytes, can_be_had)).collect();
@@ -250,7 +251,8 @@ impl Heap {
             let base = self.space[self.space[block.id].segment].addr;
             let mut at = base + (block.addr - base).next_multiple_of(page);
             while at + page <= block.addr + block.bytes {
-                if (at + page <= keep.start || keep.end <= at) && !back.contains(&at) {
+                let outside = at + page <= keep.start || keep.end <= at;
+                if outside && !back.contains(&at) && !self.shared.is_pinned(at) {
                     free.push((pages.last_free(at), at, block));
                 }
                 at += page;

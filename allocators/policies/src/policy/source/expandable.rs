@@ -79,7 +79,7 @@ impl Expandable {
         if pool == Some(PoolKind::Small) { self.sizes.small } else { self.sizes.large }
     }
 
-    fn vmm(&self) -> &dyn VmmDriver {
+    pub(in crate::policy) fn vmm(&self) -> &dyn VmmDriver {
         self.driver.vmm().expect("a device should not lose its virtual memory management")
     }
 

@@ -39,7 +39,7 @@ impl Mapped {
     }
 
     /// The handle of the page behind an address.
-    pub(super) fn handle(&self, addr: u64) -> Option<PhysicalHandle> {
+    pub(crate) fn handle(&self, addr: u64) -> Option<PhysicalHandle> {
         self.at.get(&addr).map(|number| self.pages[*number].handle)
     }
 

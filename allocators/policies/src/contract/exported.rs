@@ -1,0 +1,15 @@
+//! A block's memory as other processes can map it.
+
+use std::sync::Arc;
+use vramlab_device::Shareable;
+
+/// The pages around a block, with a handle each.
+#[derive(Clone, Debug)]
+pub struct Exported {
+    /// First address of the first page.
+    pub addr: u64,
+    /// Bytes of each page.
+    pub page_bytes: u64,
+    /// The pages in the order of their addresses.
+    pub pages: Vec<Arc<Shareable>>,
+}

@@ -1,0 +1,177 @@
+//! Pages that others map or have registered. They stay where they are mapped: none is moved, and none is unmapped.
+//!
+//! A page has a count of pins: one for each block around it that was exported, until that block is free, and one for each range
+//! that was pinned. Its handle for other processes is made once and kept for as long as a block needs it.
+
+use super::Heap;
+use crate::contract::{AllocError, Exported, PoolKind};
+use crate::space::BlockId;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::sync::Arc;
+use vramlab_device::{DriverError, ShareKind, Shareable};
+
+/// See the [module](self).
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    /// Pins by the first address of a page.
+    pins: BTreeMap<u64, usize>,
+    /// Handles of pages, by their first address, and the exported blocks that need each.
+    handles: BTreeMap<u64, (Arc<Shareable>, usize)>,
+    /// The pages of blocks that were exported: first address, end, and size.
+    blocks: BTreeMap<BlockId, (u64, u64, u64)>,
+}
+
+impl Shared {
+    /// Whether the page that begins at an address has to stay.
+    pub(super) fn is_pinned(&self, page: u64) -> bool {
+        !self.pins.is_empty() && self.pins.contains_key(&page)
+    }
+
+    fn pin(&mut self, page: u64) {
+        *self.pins.entry(page).or_default() += 1;
+    }
+
+    fn unpin(&mut self, page: u64) {
+        if let Some(pins) = self.pins.get_mut(&page) {
+            *pins -= 1;
+            if *pins == 0 {
+                self.pins.remove(&page);
+            }
+        }
+    }
+}
+
+/// First addresses of the pages from `start` to `end`.
+fn pages(start: u64, end: u64, page: u64) -> impl Iterator<Item = u64> {
+    (0..(end - start) / page).map(move |number| start + number * page)
+}
+
+impl Heap {
+    /// Handles of the pages around a held block.
+    ///
+    /// # Errors
+    /// Those of [`DeviceAllocator::export`](crate::DeviceAllocator::export) but for a foreign block. Nothing is pinned then.
+    pub(crate) fn export(&mut self, name: &'static str, block: BlockId) -> Result<Exported, AllocError> {
+        if !self.source.is_expandable() {
+            return Err(crate::contract::no_pages(name));
+        }
+        let (start, end, page) = self.pages_around(block);
+        let known = self.shared.blocks.contains_key(&block);
+        if !known {
+            let vmm = self.source.expandable().vmm();
+            let Some(kind) = vmm.memory_properties().handle() else {
+                let device = self.source.driver().describe().name;
+                let capability = "memory with handles for other processes";
+                return Err(AllocError::Unsupported { allocator: name, capability, device });
+            };
+            let made = pages(start, end, page).map(|at| self.handle_for_others(at, kind));
+            let made: Vec<Arc<Shareable>> = made.collect::<Result<_, DriverError>>()?;
+            for (at, handle) in pages(start, end, page).zip(made) {
+                self.shared.handles.entry(at).or_insert((handle, 0)).1 += 1;
+                self.shared.pin(at);
+            }
+            self.shared.blocks.insert(block, (start, end, page));
+        }
+        let handle = |at: u64| self.shared.handles.get(&at).map(|(handle, _)| Arc::clone(handle));
+        Ok(Exported { addr: start, page_bytes: page, pages: pages(start, end, page).filter_map(handle).collect() })
+    }
+
+    /// The pages around a block: first address, end, and the size of one.
+    fn pages_around(&self, block: BlockId) -> (u64, u64, u64) {
+        let (addr, bytes) = (self.space[block].addr, self.space[block].bytes);
+        let segment = &self.space[self.space[block].segment];
+        // A range begins with a whole page, wherever it lies.
+        let (base, page) = (segment.addr, self.source.handle_bytes(segment.list.pool));
+        (base + (addr - base) / page * page, base + (addr + bytes - base).next_multiple_of(page), page)
+    }
+
+    /// The handle of a page that is mapped where it belongs.
+    fn handle_for_others(&self, page: u64, kind: ShareKind) -> Result<Arc<Shareable>, DriverError> {
+        if let Some((handle, _)) = self.shared.handles.get(&page) {
+            return Ok(Arc::clone(handle));
+        }
+        let memory = self.source.mapped().handle(page).expect("a held block should be mapped");
+        let vmm = self.source.driver().vmm().expect("a device should not lose its virtual memory management");
+        vmm.export(memory, kind).map(Arc::new)
+    }
+
+    /// Lets the pages of a block that was exported, and is about to be free, move again. One comparison where none was.
+    pub(super) fn end_export(&mut self, block: BlockId) {
+        if self.shared.blocks.is_empty() {
+            return;
+        }
+        let Some((start, end, page)) = self.shared.blocks.remove(&block) else { return };
+        for at in pages(start, end, page) {
+            self.shared.unpin(at);
+            if let Some((_, blocks)) = self.shared.handles.get_mut(&at) {
+                *blocks -= 1;
+                if *blocks == 0 {
+                    self.shared.handles.remove(&at);
+                }
+            }
+        }
+    }
+
+    /// See [`DeviceAllocator::exported_descriptor`](crate::DeviceAllocator::exported_descriptor).
+    pub(crate) fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
+        self.shared.handles.values().find_map(|(handle, _)| match handle.as_ref() {
+            Shareable::Descriptor(descriptor) if descriptor.as_raw_fd() == number => descriptor.try_clone().ok(),
+            _ => None,
+        })
+    }
+
+    /// Keeps the pages that a range touches where they are; false where memory is not mapped in pages.
+    pub(crate) fn pin_pages(&mut self, addr: u64, bytes: u64) -> bool {
+        let touched = self.touched(addr, bytes);
+        touched.iter().flatten().for_each(|page| self.shared.pin(*page));
+        touched.is_some()
+    }
+
+    /// Undoes one [`pin_pages`](Self::pin_pages).
+    pub(crate) fn unpin_pages(&mut self, addr: u64, bytes: u64) -> bool {
+        let touched = self.touched(addr, bytes);
+        touched.iter().flatten().for_each(|page| self.shared.unpin(*page));
+        touched.is_some()
+    }
+
+    /// First addresses of the pages that a range touches, as far as it lies in segments.
+    fn touched(&self, addr: u64, bytes: u64) -> Option<Vec<u64>> {
+        if !self.source.is_expandable() {
+            return None;
+        }
+        let (end, mut touched) = (addr.saturating_add(bytes), Vec::new());
+        for (_, segment) in self.space.segments() {
+            let (base, page) = (segment.addr, self.source.handle_bytes(segment.list.pool));
+            let (from, to) = (addr.max(base), end.min(base + segment.bytes));
+            if from < to {
+                touched.extend(pages(
+                    base + (from - base) / page * page,
+                    base + (to - base).next_multiple_of(page),
+                    page,
+                ));
+            }
+        }
+        Some(touched)
+    }
+
+    /// The parts of some whole pages of a list's pool in which none is pinned, in address order.
+    pub(super) fn unpinned(&self, part: Range<u64>, pool: Option<PoolKind>) -> Vec<Range<u64>> {
+        if part.is_empty() {
+            return Vec::new();
+        }
+        let page = self.source.handle_bytes(pool);
+        let (mut parts, mut start) = (Vec::new(), part.start);
+        for (&pinned, _) in self.shared.pins.range(part.clone()) {
+            if start < pinned {
+                parts.push(start..pinned);
+            }
+            start = pinned + page;
+        }
+        if start < part.end {
+            parts.push(start..part.end);
+        }
+        parts
+    }
+}
