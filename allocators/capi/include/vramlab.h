@@ -37,6 +37,9 @@
 // Every block lies where PyTorch's allocator would put it.
 #define VRAMLAB_FOLLOWS_PYTORCH 16
 
+// A page has a fabric handle in the place of a file descriptor.
+#define VRAMLAB_FABRIC -2
+
 // How a call went. `vramlab_error` has the text of the thread's last failure.
 enum vramlab_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -231,6 +234,16 @@ typedef struct vramlab_segment_event {
   // The stream whose request took it.
   uint64_t stream;
 } vramlab_segment_event;
+
+// The pages around a block that was exported.
+typedef struct vramlab_exported {
+  // First address of the first page.
+  uint64_t address;
+  // Bytes of each page.
+  uint64_t page_bytes;
+  // How many there are.
+  uint64_t pages;
+} vramlab_exported;
 
 #ifdef __cplusplus
 extern "C" {
@@ -550,6 +563,73 @@ vramlab_status vramlab_can(struct vramlab *vramlab, uint32_t *out);
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_settings_json(struct vramlab *vramlab, char **out);
+
+// Exports the memory around the live block that begins at an address, so that other processes can map it: calls `page` for each
+// page in the order of their addresses, with a file descriptor, or with `VRAMLAB_FABRIC` and the 64 bytes of a fabric handle.
+// Descriptors stay the library's: they are the same until the block is free, and are closed then. Until then the pages stay where
+// they are. The status is `VRAMLAB_STATUS_INCAPABLE` where the block lies in an allocation of the driver, which has handles of its own
+// (`vramlab_base`), or where memory of the device has no handles.
+//
+// # Safety
+// See the top of this file; the callback may be called with `context`.
+vramlab_status vramlab_export_block(struct vramlab *vramlab,
+                                    uint64_t address,
+                                    void *context,
+                                    void (*page)(void*, int32_t, const uint8_t*),
+                                    struct vramlab_exported *out);
+
+// A copy of a file descriptor that `vramlab_export_block` gave, which the program closes. The status is `VRAMLAB_STATUS_UNKNOWN` where it
+// is of no block that is still live: the number may be that of another file by now.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_exported_descriptor(struct vramlab *vramlab,
+                                           int32_t number,
+                                           int32_t *out);
+
+// Maps `pages` pages of another process side by side, and opens them to the allocator's device. `page` is called for each with its
+// number, from 0 on, and room for 64 bytes. It returns a file descriptor, which the library closes; or writes a fabric handle and returns
+// `VRAMLAB_FABRIC`. Any other number ends the call with `VRAMLAB_STATUS_INVALID`. Other GPUs need access of their own.
+//
+// # Safety
+// See the top of this file; the callback may be called with `context`.
+vramlab_status vramlab_import_pages(struct vramlab *vramlab,
+                                    uint64_t page_bytes,
+                                    uint64_t pages,
+                                    void *context,
+                                    int32_t (*page)(void*, uint64_t, uint8_t*),
+                                    uint64_t *out);
+
+// Closes memory that was imported at an address: waits for the device, then unmaps it. While the program captures a graph it stays
+// mapped until a later call of this function or of `vramlab_import_pages`. The allocator may be closed by then.
+vramlab_status vramlab_import_close(uint64_t address);
+
+// Keeps the memory behind a range of addresses where it is (`on`), also while it is free, or no longer: its pages are neither moved nor
+// unmapped. For memory that something else has registered by its address, as `ncclCommRegister` and network adapters do. It is
+// counted. The status is `VRAMLAB_STATUS_INCAPABLE` where memory is not mapped in pages: then a segment stays while a block
+// of it is live.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_pin(struct vramlab *vramlab,
+                           uint64_t address,
+                           uint64_t bytes,
+                           bool on);
+
+// The properties of the allocator's memory, as JSON: under `pages`, null where memory is not mapped in pages, whether other
+// processes can map it by `file_descriptors` or `fabric` handles, whether network adapters can use it (`rdma`), and its
+// `granularity` in bytes.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_sharing_json(struct vramlab *vramlab,
+                                    char **out);
+
+// Whether an allocator of this name and settings maps its memory in pages. Opens nothing.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_has_pages(const char *name, bool *out);
 
 #ifdef __cplusplus
 }  // extern "C"

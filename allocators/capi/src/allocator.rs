@@ -1,5 +1,9 @@
 //! An allocator on a device, as the functions of the library use it.
 
+mod shared;
+
+pub use shared::{ExportedRecord, VRAMLAB_FABRIC};
+
 use crate::device::Device;
 use crate::driver::{SegmentEvent, Segments, serving};
 use crate::error::{Failure, Outcome, Status};
