@@ -132,6 +132,7 @@ CUDA cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* to, void* block) {
 CUDA cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* to, cudaEvent_t) {
     return std::memset(to, 0, sizeof(*to)), cudaSuccess;
 }
+CUDA cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* to, cudaIpcEventHandle_t) { return make(to); }
 
 // The driver, of which PyTorch looks for these when CUDA starts.
 // `DRIVER_FUNCTIONS` lists what the installed version looks for.

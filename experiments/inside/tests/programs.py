@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -551,16 +552,25 @@ def profiler() -> None:
 
 @program
 def shared_with_another_process() -> None:
-    tensor = held(MIB)
-    try:
-        told = tensor.untyped_storage()._share_cuda_()
-    except RuntimeError as error:
-        assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"], error
-        assert "'caching'" in str(error)
-        return
+    tensor = held(5 * MIB)
+    told = tensor.untyped_storage()._share_cuda_()
     handle, offset = told[1], told[3]
-    assert handle[:2] == b"\x02c"
-    assert offset >= 0
+    if not torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
+        assert handle[:2] == b"\x02c"
+        assert offset >= 0
+        return
+    assert handle[:2] in (b"\x02e", b"\x02v")
+    process, _, page, count = struct.unpack_from("<iiQQ", handle, 2)
+    assert process == os.getpid()
+    # Whole pages around the tensor, and no more, with a descriptor each.
+    assert 0 <= offset < page
+    assert count == -(-(offset + 5 * MIB) // page)
+    descriptors = struct.unpack_from(f"<{count}i", handle, 26)
+    assert len(handle) == 26 + 4 * count
+    for descriptor in descriptors:
+        os.fstat(descriptor)
+    # The same ones the next time, and for a tensor in the same page.
+    assert tensor.untyped_storage()._share_cuda_()[1] == handle
 
 
 @program

@@ -188,3 +188,62 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_program_and_its_forked_child_end_without_a_word(variables: dict[str, str]) -> None:
     done = python(variables, "-c", ENDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "5\n", "")
+
+
+SHARED = [
+    ("remap", "remap", "spawn"),
+    ("pytorch-expandable", "remap", "spawn"),
+    ("remap", "caching", "fork"),
+    ("remap:handle=32M", "pytorch-expandable", "fork", "refuse"),
+]
+
+
+@pytest.mark.parametrize("arguments", SHARED, ids="-".join)
+def test_tensors_go_to_another_process(arguments: tuple[str, ...], variables: dict[str, str]) -> None:
+    done = python(variables, "shares.py", *arguments)
+    assert (done.returncode, done.stdout) == (0, "shared True\n"), done.stderr
+
+
+GONE = """
+import os, struct, subprocess, sys, torch, vramlab.torch
+vramlab.torch.use("remap")
+tensor = torch.empty(1000, device="cuda")
+storage = tensor.untyped_storage()
+told = list(storage._share_cuda_())
+done = subprocess.Popen([sys.executable, "-c", ""])
+done.wait()
+waits = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+for process in (done.pid, waits.pid):
+    told[1] = told[1][:2] + struct.pack("<i", process) + told[1][6:]
+    try:
+        torch.UntypedStorage._new_shared_cuda(*told)
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+waits.communicate(b"\\n")
+"""
+
+
+def test_why_a_tensor_cannot_be_opened_is_said(variables: dict[str, str]) -> None:
+    done = python(variables, "-c", GONE)
+    assert done.returncode == 0, done.stderr
+    gone, freed = done.stdout.splitlines()
+    assert "is gone" in gone
+    assert "has freed the tensor" in freed
+    assert all("'caching'" in line for line in (gone, freed))
+
+
+HOOK = """
+import ctypes, sys, vramlab.torch
+vramlab.torch.use(sys.argv[1])
+ctypes.CDLL(None).getenv.restype = ctypes.c_char_p
+get = ctypes.CDLL(None).getenv
+get.restype = ctypes.c_char_p
+print(get(b"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK").decode())
+"""
+
+
+@pytest.mark.parametrize(("allocator", "left"), [("caching", "1"), ("remap", "0"), ("pytorch-expandable", "0")])
+def test_nccl_registers_no_segment_that_memory_moves_in(allocator: str, left: str, variables: dict[str, str]) -> None:
+    done = python(variables, "-c", HOOK, allocator, TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK="1")
+    assert done.stdout == left + "\n", done.stderr
+    assert ("is switched off" in done.stderr) == (left == "0")

@@ -68,6 +68,7 @@ __attribute__((visibility("default"))) int vramlab_shim_install(const char* file
             const std::string why = library.load(file);
             TORCH_CHECK(why.empty(), why);
         }
+        keep_pages_from_nccl(spec);
         const std::string wanted = options == nullptr ? "" : options;
         installed =
             new Shim(native, spec, option(wanted, "limit", VRAMLAB_NO_LIMIT), option(wanted, "latency", 0) != 0);

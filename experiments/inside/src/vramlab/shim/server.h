@@ -76,7 +76,7 @@ class Server {
         given_.fill(VRAMLAB_NO_LIMIT);
     }
 
-    // PyTorch's own allocator. It opens the handles of other processes, and keeps pools that bring an allocator of the
+    // PyTorch's own allocator. It opens the handles of other processes' cudaMalloc, and keeps pools that bring an allocator of the
     // program's.
     CUDAAllocator* const native;
     const std::string spec;

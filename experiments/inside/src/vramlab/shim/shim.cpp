@@ -4,7 +4,7 @@
 // Compiled on the user's machine against the installed PyTorch (`_build.py`), put in by `vramlab_shim_install`
 // (exports.h), and never taken out or destroyed: its blocks live until the process ends.
 
-#include "server.h"
+#include "ipc.h"
 
 #include <c10/util/env.h>
 #include <c10/util/irange.h>
@@ -84,6 +84,7 @@ class Shim final : public CUDAAllocator {
     }
 
     Server server;
+    Ipc ipc{server};
 
     // --- blocks ---
 
@@ -442,6 +443,9 @@ class Shim final : public CUDAAllocator {
     }
 
     ShareableHandle shareIpcHandle(void* address) override {
+        if (owners.may_be_native(number(address))) return server.native->shareIpcHandle(address);
+        std::string no_pages;
+        if (std::optional<ShareableHandle> pages = ipc.share(address, no_pages)) return std::move(*pages);
         char* base = nullptr;
         cudaIpcMemHandle_t handle;
         std::string why;
@@ -450,15 +454,13 @@ class Shim final : public CUDAAllocator {
             const cudaError_t error = cudaIpcGetMemHandle(&handle, base);
             if (error != cudaSuccess) why = cudaGetErrorString(error);
         } catch (const c10::Error& error) {
-            why = error.what_without_backtrace();
+            why = c10::str(error.what_without_backtrace(), "; ", no_pages);
         }
         if (!why.empty()) {
             (void)cudaGetLastError();
             TORCH_CHECK(false, "the tensor at ", address, " cannot be shared with another process (", why,
-                        "). CUDA shares memory "
-                        "of cudaMalloc alone; run programs that send CUDA tensors to other processes under 'caching', "
-                        "or send copies "
-                        "on the CPU");
+                        "). Run programs that send CUDA tensors to other processes under 'caching', or send copies on "
+                        "the CPU");
         }
         // As PyTorch writes it, for processes with and without this shim: version, kind, the driver's handle.
         std::string text{'\x02', 'c'};
@@ -467,14 +469,14 @@ class Shim final : public CUDAAllocator {
     }
 
     std::shared_ptr<void> getIpcDevPtr(std::string handle) override {
-        // PyTorch's own keeps what it opened until the last use is gone, and reads the handles of its own segments too.
-        return server.native->getIpcDevPtr(std::move(handle));
+        return ipc.open(handle, current_device());
     }
 
     cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t bytes,
                             cudaStream_t stream, bool peers) override {
         // Memory that is mapped here may be closed to the other device; this copy needs no access.
-        if (to_device == from_device || (peers && !server.maps_memory)) {
+        const bool mapped = server.maps_memory || ipc.ever_opened();
+        if (to_device == from_device || (peers && !mapped)) {
             return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
         }
         return cudaMemcpyPeerAsync(to, to_device, from, from_device, bytes, stream);
@@ -483,6 +485,7 @@ class Shim final : public CUDAAllocator {
     void enablePeerAccess(DeviceIndex from, DeviceIndex to) override {
         server.native->enablePeerAccess(from, to);
         server.device(to).add_peer(from);
+        ipc.open_to_peers(to);
     }
 
 #if VRAMLAB_TORCH >= 212

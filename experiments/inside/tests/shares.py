@@ -1,0 +1,106 @@
+"""Tensors that go to another process. usage: shares.py SENDER RECEIVER START [refuse]
+
+SENDER and RECEIVER are allocators, START says how the receiver begins: `spawn`, or `fork` for two children of a process that does not
+use CUDA. With `refuse` the receiver may not copy descriptors, as in most containers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+import vramlab.torch
+
+KIB = 1 << 10
+MIB = 1 << 20
+# Several in one page, one in several pages, and one that begins in the middle of a page.
+SIZES = [4 * KIB, 8 * KIB, 3 * MIB, 64 * KIB, 50 * MIB]
+PATIENCE = 120
+
+
+def refuse_pidfd_getfd() -> None:
+    """Lets the call fail with EPERM from now on (seccomp)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Load the number of the call; 438: the error; others: go on.
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 438), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+    code = b"".join(
+        step[0].to_bytes(2, "little") + bytes(step[1:3]) + step[3].to_bytes(4, "little") for step in steps
+    )
+    kept = ctypes.create_string_buffer(code, len(code))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+
+    program = Program(len(steps), ctypes.addressof(kept))
+    for arguments in ((38, 1, 0, 0, 0), (22, 2, ctypes.byref(program), 0, 0)):
+        if libc.prctl(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+
+
+def receive(allocator: str, refuses: bool, inbox: Any, outbox: Any) -> None:
+    """Says of each tensor how far it lies behind the first, and keeps all until there are no more."""
+    if refuses:
+        refuse_pidfd_getfd()
+    vramlab.torch.use(allocator)
+    torch.cuda.init()
+    try:
+        tensors = list(iter(lambda: inbox.get(timeout=PATIENCE), None))
+        outbox.put([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
+        # The memory goes with the last tensor of it.
+        maps = len(tensors)
+        del tensors
+        outbox.put(maps)
+    except BaseException as error:
+        outbox.put(str(error))
+        raise
+
+
+def send(allocator: str, inbox: Any, outbox: Any) -> None:
+    """Sends tensors of all sizes, each twice."""
+    vramlab.torch.use(allocator)
+    tensors = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in SIZES]
+    for tensor in tensors:
+        inbox.put(tensor)
+        inbox.put(tensor[1024:])
+    inbox.put(None)
+    got = outbox.get(timeout=PATIENCE)
+    if isinstance(got, str):
+        raise SystemExit(got)
+    for number, tensor in enumerate(tensors):
+        whole, part = got[2 * number : 2 * number + 2]
+        assert whole[1] == tensor.numel()
+        assert part == (whole[0] + 1024, tensor.numel() - 1024), "one mapping for both"
+    # Tensors in one page keep their distance.
+    assert got[2][0] - got[0][0] == tensors[1].data_ptr() - tensors[0].data_ptr()
+    assert outbox.get(timeout=PATIENCE) == 2 * len(tensors)
+
+
+def main() -> None:
+    sender, receiver, start = sys.argv[1:4]
+    refuses = "refuse" in sys.argv
+    context = mp.get_context(start)
+    inbox, outbox = context.Queue(), context.Queue()
+    other = context.Process(target=receive, args=(receiver, refuses, inbox, outbox))
+    other.start()
+    try:
+        if start == "spawn":
+            send(sender, inbox, outbox)
+        else:
+            first = context.Process(target=send, args=(sender, inbox, outbox))
+            first.start()
+            first.join(2 * PATIENCE)
+            assert first.exitcode == 0, first.exitcode
+        other.join(PATIENCE)
+        assert other.exitcode == 0, other.exitcode
+    finally:
+        if other.is_alive():
+            other.kill()
+    print("shared", os.getpid() > 0)
+
+
+if __name__ == "__main__":
+    main()
