@@ -1,8 +1,6 @@
 //! An allocator on a device, as the functions of the library use it.
 
-mod shared;
-
-pub use shared::{ExportedRecord, VRAMLAB_FABRIC};
+pub(crate) mod shared;
 
 use crate::device::Device;
 use crate::driver::{SegmentEvent, Segments, serving};

@@ -23,7 +23,8 @@ mod held;
 mod notices;
 mod records;
 
-pub use allocator::{Allocator, Checkpoint, ExportedRecord, VRAMLAB_FABRIC};
+pub use allocator::shared::*;
+pub use allocator::{Allocator, Checkpoint};
 pub use driver::{SegmentAction, SegmentEvent};
 pub use error::Status;
 pub use records::{BlockRecord, BlockStateRecord, Gauge, Pooled, SegmentRecord, StatsRecord};

@@ -145,7 +145,11 @@ fn close(address: u64) -> Outcome<()> {
 fn close_what_waits() -> Outcome<()> {
     let idle = |imported: &Imported| imported.closed && !imported.device.driver().is_capture_noted();
     // Out of the table first, so that nothing is waited for under its lock.
-    let closed: Vec<(u64, Imported)> = lock(&IMPORTED).extract_if(.., |_, imported| idle(imported)).collect();
+    let closed: Vec<(u64, Imported)> = {
+        let table = &mut *lock(&IMPORTED);
+        let addresses: Vec<u64> = table.iter().filter(|(_, imported)| idle(imported)).map(|(at, _)| *at).collect();
+        addresses.into_iter().filter_map(|at| table.remove_entry(&at)).collect()
+    };
     let mut outcome = Ok(());
     for (address, Imported { device, bytes, .. }) in closed {
         let start = DeviceAddr::handed_out(address);

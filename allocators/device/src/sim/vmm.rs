@@ -198,7 +198,7 @@ impl VmmDriver for SimDriver {
     }
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::sim::SimMemory;
@@ -215,6 +215,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(not(target_os = "linux"), ignore = "host memory stands behind mappings on Linux only")]
     fn imported_memory_has_the_bytes_of_the_exported_and_outlives_its_handles() {
         let (sender, receiver) =
             (SimDriver::new(Profile::h200(), SimMemory::Host), SimDriver::new(Profile::h200(), SimMemory::Host));
@@ -241,6 +242,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(not(target_os = "linux"), ignore = "host memory stands behind mappings on Linux only")]
     fn what_cannot_be_shared_is_refused() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let made = driver.create(driver.granularity().unwrap()).unwrap();
