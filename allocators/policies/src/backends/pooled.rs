@@ -14,15 +14,14 @@ use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
 use super::restore::{Restores, restore};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Exported, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot,
-    Stats, Tokens, no_checkpoints, no_pages,
+    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+    Tokens, no_checkpoints,
 };
 use crate::policy::Heap;
 use crate::policy::grow::{Segments as _, release_cached, release_private};
 use crate::space::{BlockId, FreeList, Owner};
 use captures::Kept;
 use std::collections::BTreeSet;
-use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
@@ -243,24 +242,24 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         true
     }
 
-    fn export(&self, block: &Block) -> Result<Exported, AllocError> {
+    fn export(&self, block: &Block) -> Result<crate::contract::Exported, AllocError> {
         let state = &mut *self.lock();
         let Some(held) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
         state.heap.export(self.name, held)
     }
 
-    fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
+    fn exported_descriptor(&self, number: i32) -> Option<std::os::fd::OwnedFd> {
         self.lock().heap.exported_descriptor(number)
     }
 
     fn pin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
         let pinned = self.lock().heap.pin_pages(addr.get(), bytes);
-        if pinned { Ok(()) } else { Err(no_pages(self.name)) }
+        if pinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
     }
 
     fn unpin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
         let unpinned = self.lock().heap.unpin_pages(addr.get(), bytes);
-        if unpinned { Ok(()) } else { Err(no_pages(self.name)) }
+        if unpinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {

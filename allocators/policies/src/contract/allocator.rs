@@ -1,10 +1,9 @@
 //! The upper seam: what every backend and every instrument implements.
 
 use crate::contract::{
-    AllocError, Block, CaptureId, Exported, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, RestoreError, Snapshot, Stats,
+    AllocError, Block, CaptureId, GUARANTEED_ALIGN, Ledger, Path, PrivatePool, RestoreError, Snapshot, Stats,
 };
 use std::fmt;
-use std::os::fd::OwnedFd;
 use vramlab_device::{DeviceAddr, StreamId};
 
 /// Requests above this many bytes are refused as they are: rounding them could overflow.
@@ -214,14 +213,14 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::ForeignBlock`] when the block is not held here. [`AllocError::Incapable`] when its memory is not mapped in
     /// pages: then it belongs to an allocation of the driver, which has handles of its own. [`AllocError::Unsupported`] when the
     /// device's memory has no handles, and [`AllocError::Driver`] when it refused one.
-    fn export(&self, block: &Block) -> Result<Exported, AllocError> {
+    fn export(&self, block: &Block) -> Result<crate::contract::Exported, AllocError> {
         let _ = block;
-        Err(no_pages(self.name()))
+        Err(crate::contract::no_pages(self.name()))
     }
 
     /// A copy of a file descriptor that [`export`](Self::export) returned, by its number; `None` when it is of no block that is
     /// still held.
-    fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
+    fn exported_descriptor(&self, number: i32) -> Option<std::os::fd::OwnedFd> {
         let _ = number;
         None
     }
@@ -234,7 +233,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// [`AllocError::Incapable`] when the allocator's memory is not mapped in pages.
     fn pin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
         let _ = (addr, bytes);
-        Err(no_pages(self.name()))
+        Err(crate::contract::no_pages(self.name()))
     }
 
     /// Undoes one [`pin`](Self::pin) of the same range.
@@ -243,7 +242,7 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
     /// As of [`pin`](Self::pin).
     fn unpin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
         let _ = (addr, bytes);
-        Err(no_pages(self.name()))
+        Err(crate::contract::no_pages(self.name()))
     }
 
     /// Waits for blocks whose free is pending, then returns idle memory to the driver while more than `keep_bytes`
@@ -363,10 +362,6 @@ pub trait DeviceAllocator: Send + Sync + fmt::Debug {
         let _ = (pool, checkpoint);
         Err(RestoreError { held, error: no_checkpoints(self.name()) })
     }
-}
-
-pub(crate) fn no_pages(allocator: &'static str) -> AllocError {
-    AllocError::Incapable { allocator, capability: "pages of memory that others can map or register by themselves" }
 }
 
 pub(crate) fn no_checkpoints(allocator: &'static str) -> AllocError {

@@ -175,3 +175,31 @@ impl Heap {
         parts
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::backends::expandable::{ExpandableSettings, PyTorchExpandable};
+    use crate::contract::{AllocError, DeviceAllocator, Request};
+    use std::sync::Arc;
+    use vramlab_device::sim::SimMemory;
+    use vramlab_device::{CallKind, Driver, DriverError, FaultyDriver, Profile, SimDriver};
+
+    #[test]
+    fn an_export_that_fails_pins_nothing() {
+        let faulty = Arc::new(FaultyDriver::new(Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))));
+        let driver = Arc::clone(&faulty) as Arc<dyn Driver>;
+        let stream = driver.stream_create().unwrap();
+        let allocator = PyTorchExpandable::new(driver, ExpandableSettings::default()).unwrap();
+        let block = allocator.allocate(Request::new(50 << 20), stream).unwrap();
+        for page in 0..3 {
+            faulty.fail(CallKind::MemExport, page, DriverError::OPERATING_SYSTEM);
+            assert!(matches!(allocator.export(&block), Err(AllocError::Driver(_))), "page {page}");
+        }
+        assert_eq!(allocator.export(&block).unwrap().pages.len(), 3);
+        assert_eq!(allocator.export(&block).unwrap().pages.len(), 3, "no page is exported twice");
+        assert_eq!(faulty.injected(), 3);
+        // SAFETY: no work uses it.
+        unsafe { allocator.deallocate(block, stream) }.unwrap();
+        assert_eq!(allocator.trim(0).unwrap(), 60 << 20, "nothing is pinned any more");
+    }
+}
