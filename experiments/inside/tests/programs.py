@@ -537,6 +537,9 @@ def own_statistics() -> None:
     assert told["stats"]["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
     assert {row["operation"] for row in told["latency"]} == {"allocate", "deallocate"}
     assert json.loads(json.dumps(told)) == told
+    expandable = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    assert (told["pages"] is not None) == expandable
+    assert not expandable or (told["pages"]["file_descriptors"] and told["pages"]["granularity"] == 2 * MIB)
 
 
 @program

@@ -15,6 +15,8 @@ import torch
 import torch.multiprocessing as mp
 import vramlab.torch
 
+# Whether there is memory to read and kernels to do so.
+REAL = "VRAMLAB_SHIM_DEVICE" not in os.environ
 KIB = 1 << 10
 MIB = 1 << 20
 # Several in one page, one in several pages, and one that begins in the middle of a page.
@@ -49,21 +51,39 @@ def receive(allocator: str, refuses: bool, inbox: Any, outbox: Any) -> None:
     torch.cuda.init()
     try:
         tensors = list(iter(lambda: inbox.get(timeout=PATIENCE), None))
-        outbox.put([(tensor.data_ptr(), tensor.numel()) for tensor in tensors])
-        # The memory goes with the last tensor of it.
-        maps = len(tensors)
+        outbox.put([(tensor.data_ptr(), tensor.numel(), first_and_last(tensor)) for tensor in tensors])
+        assert inbox.get(timeout=PATIENCE) == "written"
+        assert not REAL or all(first_and_last(tensor) == (200, 200) for tensor in tensors)
+        addresses = [tensor.data_ptr() for tensor in tensors]
         del tensors
-        outbox.put(maps)
+        assert_closed(addresses)
+        outbox.put("closed")
     except BaseException as error:
         outbox.put(str(error))
         raise
+
+
+def first_and_last(tensor: torch.Tensor) -> tuple[int, int] | None:
+    return (int(tensor[0]), int(tensor[-1])) if REAL else None
+
+
+def assert_closed(addresses: list[int]) -> None:
+    """The memory goes with the last tensor of it: then no page in front of one is the beginning of any."""
+    close = ctypes.CDLL(os.environ["VRAMLAB_LIBRARY"]).vramlab_import_close
+    close.argtypes = [ctypes.c_uint64]
+    foreign = 5
+    for address in addresses:
+        page = address - address % (2 * MIB)
+        assert all(close(page - back * 2 * MIB) == foreign for back in range(16))
 
 
 def send(allocator: str, inbox: Any, outbox: Any) -> None:
     """Sends tensors of all sizes, each twice."""
     vramlab.torch.use(allocator)
     tensors = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in SIZES]
-    for tensor in tensors:
+    for number, tensor in enumerate(tensors):
+        if REAL:
+            tensor.fill_(number)
         inbox.put(tensor)
         inbox.put(tensor[1024:])
     inbox.put(None)
@@ -73,10 +93,16 @@ def send(allocator: str, inbox: Any, outbox: Any) -> None:
     for number, tensor in enumerate(tensors):
         whole, part = got[2 * number : 2 * number + 2]
         assert whole[1] == tensor.numel()
-        assert part == (whole[0] + 1024, tensor.numel() - 1024), "one mapping for both"
+        assert part[:2] == (whole[0] + 1024, tensor.numel() - 1024), "one mapping for both"
+        assert not REAL or whole[2] == part[2] == (number, number)
+        if REAL:
+            tensor.fill_(200)
     # Tensors in one page keep their distance.
     assert got[2][0] - got[0][0] == tensors[1].data_ptr() - tensors[0].data_ptr()
-    assert outbox.get(timeout=PATIENCE) == 2 * len(tensors)
+    torch.cuda.synchronize()
+    inbox.put("written")
+    answer = outbox.get(timeout=PATIENCE)
+    assert answer == "closed", answer
 
 
 def main() -> None:

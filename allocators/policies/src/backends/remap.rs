@@ -36,6 +36,9 @@
 //! *Good at* programs that nearly fill the device and repeat themselves. *Bad at* many small live blocks that each keep a page. A
 //! page that moves for the first time costs a map, and its run the access: 0.7 and 22 µs on an H200 (`experiments calibrate`).
 //!
+//! *Shared pages* stay. The pages of a block that was exported to other processes, and those of a range that was pinned because something
+//! registered it by its address, are neither moved nor unmapped until the block is free and the pin is undone.
+//!
 //! *What is left.* A page that is partly in use cannot be taken. With `steal=always` memory grows only when there is no other, so
 //! what is reserved beyond active is about one page for each free piece between blocks. That is much of a small program, and
 //! little of a large one.

@@ -156,6 +156,7 @@ _OF_ALLOCATOR: dict[str, list[Any]] = {
     "latency_json": [_TEXT],
     "calls_json": [_TEXT],
     "can": [POINTER(c_uint32)],
+    "sharing_json": [_TEXT],
     "settings_json": [_TEXT],
 }
 

@@ -143,7 +143,9 @@ def stats(device: int | None = None) -> dict[str, Any]:
     """What PyTorch's statistics have no word for: of one GPU, or of each that is in use, by its number as text.
 
     Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved),
-    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path.
+    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path. `pages` has
+    the properties of memory that is mapped in pages: whether other processes can map it by `file_descriptors` or `fabric`
+    handles, whether network adapters can use it (`rdma`), and its `granularity` in bytes.
     """
     shim, functions = _installed(), library()
     if device is not None:
@@ -165,6 +167,7 @@ def _stats_of(functions: Any, handle: int) -> dict[str, Any]:
         "stats": functions.json(functions.stats_json, handle),
         "calls": functions.json(functions.calls_json, handle),
         "latency": functions.json(functions.latency_json, handle),
+        "pages": functions.json(functions.sharing_json, handle)["pages"],
     }
 
 
