@@ -240,6 +240,71 @@ static void threads(const char *name) {
   OK(vramlab_close(v));
 }
 
+typedef struct {
+  vramlab *v;
+  int32_t descriptors[64];
+  int count;
+} pages;
+
+static void see_page(void *context, int32_t descriptor, const uint8_t *fabric) {
+  pages *to = context;
+  CHECK(descriptor >= 0 && fabric == NULL && to->count < 64);
+  to->descriptors[to->count++] = descriptor;
+}
+
+// As another process: a copy of each descriptor, which the library closes.
+static int32_t give_page(void *context, uint64_t number, uint8_t *fabric) {
+  pages *from = context;
+  int32_t copy = -1;
+  CHECK(fabric != NULL && number < (uint64_t)from->count);
+  OK(vramlab_exported_descriptor(from->v, from->descriptors[number], &copy));
+  return copy;
+}
+
+static int32_t give_none(void *context, uint64_t number, uint8_t *fabric) {
+  (void)context, (void)number, (void)fabric;
+  return -1;
+}
+
+static void sharing(const char *name) {
+  char *text = NULL;
+  bool has_pages = false;
+  int32_t copy = -1;
+  vramlab *v = open_on(name, "sim");
+  OK(vramlab_has_pages(name, &has_pages));
+  uint64_t address = allocate(v, 30 * MIB, 0), there = 0;
+  pages all = {v, {0}, 0};
+  vramlab_exported about;
+  if (!has_pages) {
+    FAILS(INCAPABLE, "pages", vramlab_export_block(v, address, &all, see_page, &about));
+    FAILS(INCAPABLE, "pages", vramlab_pin(v, address, MIB, true));
+    HAS(vramlab_sharing_json(v, &text), "{\"pages\":null}");
+  } else {
+    HAS(vramlab_sharing_json(v, &text), "\"file_descriptors\":true");
+    OK(vramlab_export_block(v, address, &all, see_page, &about));
+    CHECK(about.address <= address && about.pages == (uint64_t)all.count);
+    CHECK(about.address + about.pages * about.page_bytes >= address + 30 * MIB);
+    OK(vramlab_import_pages(v, about.page_bytes, about.pages, &all, give_page, &there));
+    CHECK(there != 0 && there != about.address);
+    OK(vramlab_import_close(there));
+    FAILS(FOREIGN, "imported", vramlab_import_close(there));
+    FAILS(INVALID, "page 0", vramlab_import_pages(v, about.page_bytes, about.pages, &all, give_none, &there));
+    FAILS(INVALID, "pages of 1000", vramlab_import_pages(v, 1000, 1, &all, give_page, &there));
+    FAILS(FOREIGN, "no live block", vramlab_export_block(v, address + 1, &all, see_page, &about));
+    OK(vramlab_pin(v, address, 30 * MIB, true));
+  }
+  OK(vramlab_free(v, address));
+  FAILS(UNKNOWN, "descriptor", vramlab_exported_descriptor(v, has_pages ? all.descriptors[0] : 0, &copy));
+  OK(vramlab_trim(v, 0, NULL));
+  CHECK((stats_of(v).reserved_bytes.all.current >= 30 * MIB) == has_pages);
+  if (has_pages) {
+    OK(vramlab_pin(v, address, 30 * MIB, false));
+    OK(vramlab_trim(v, 0, NULL));
+    CHECK(stats_of(v).reserved_bytes.all.current == 0);
+  }
+  OK(vramlab_close(v));
+}
+
 static void forks(void) {
   vramlab *v = open_on("caching", "sim");
   uint64_t address = allocate(v, MIB, 0);
@@ -269,6 +334,7 @@ int main(int count, char **arguments) {
   limits("stream-ordered");
   threads("stream-ordered");
   files_and_instruments(count > 1 ? arguments[1] : "/tmp");
+  for (size_t i = 0; i < 4; i++) sharing(names[i]);
   forks();
   puts("every function of libvramlab was called");
   return 0;
