@@ -104,15 +104,21 @@ impl CudaDriver {
 impl VmmDriver for CudaDriver {
     /// The recommended one, which is the least for speed.
     fn granularity(&self) -> DriverResult<u64> {
-        let properties = self.allocation_properties(self.memory.get().0);
         let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
-        let mut bytes = 0usize;
-        // SAFETY: both pointers are to live values of the types that the call reads and writes.
-        self.call(CallKind::DeviceQuery, || unsafe {
-            sys::cuMemGetAllocationGranularity(&raw mut bytes, &raw const properties, recommended)
-        })?;
-        // CAST: widening.
-        Ok(bytes as u64)
+        let ask = |properties: MemoryProperties| {
+            let properties = self.allocation_properties(properties);
+            let mut bytes = 0usize;
+            // SAFETY: both pointers are to live values of the types that the call reads and writes.
+            self.call(CallKind::DeviceQuery, || unsafe {
+                sys::cuMemGetAllocationGranularity(&raw mut bytes, &raw const properties, recommended)
+            })?;
+            // CAST: widening.
+            Ok(bytes as u64)
+        };
+        let properties = self.memory.get().0;
+        // A device that does not grant them may not say it either.
+        let fewer = std::iter::successors(properties.next_best(), |last| last.next_best());
+        ask(properties).or_else(|error| fewer.map(ask).find_map(DriverResult::ok).ok_or(error))
     }
 
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
