@@ -247,3 +247,31 @@ def test_nccl_registers_no_segment_that_memory_moves_in(allocator: str, left: st
     done = python(variables, "-c", HOOK, allocator, TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK="1")
     assert done.stdout == left + "\n", done.stderr
     assert ("is switched off" in done.stderr) == (left == "0")
+
+
+REGISTERED = """
+import sys, torch, torch.distributed as dist, vramlab.torch
+vramlab.torch.use(sys.argv[1])
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+backend = dist.group.WORLD._get_backend(device)
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    tensors = [torch.ones(size << 20, device=device) for size in (1, 8, 3)]
+backend.register_mem_pool(pool)
+for tensor in tensors:
+    dist.all_reduce(tensor)
+torch.cuda.synchronize()
+backend.deregister_mem_pool(pool)
+print(sum(int(tensor.sum()) for tensor in tensors) >> 20)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("allocator", ["caching", "remap", "pytorch-expandable"])
+def test_nccl_registers_a_pool(allocator: str, variables: dict[str, str]) -> None:
+    if "VRAMLAB_SHIM_DEVICE" in variables:
+        pytest.skip("needs a GPU")
+    done = python(variables, "-c", REGISTERED, allocator)
+    assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr

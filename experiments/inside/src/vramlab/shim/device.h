@@ -13,6 +13,7 @@
 #include <cuda_runtime_api.h>
 #include <array>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <shared_mutex>
@@ -417,6 +418,36 @@ class Device {
         tell_capture(open);
     }
 
+    // --- segments ---
+
+    // The order in which segments came, or their parts. It is the same in all ranks of a job, unlike their addresses, so
+    // PyTorch registers the segments of a pool with NCCL in it.
+    void note_segment(bool came, uint64_t address, uint64_t bytes) {
+        std::lock_guard<std::mutex> guard(order_lock_);
+        const uint64_t end = address + bytes;
+        if (came) {
+            order_[address] = Part{end, next_in_order_++};
+            return;
+        }
+        auto at = first_part(address);
+        while (at != order_.end() && at->first < end) {
+            const auto [start, part] = *at;
+            at = order_.erase(at);
+            if (start < address) order_[start] = Part{address, part.order};
+            if (part.end > end) order_[end] = Part{part.end, part.order};
+        }
+    }
+
+    // Of the earliest of its parts.
+    int32_t order_of(uint64_t address, uint64_t bytes) {
+        std::lock_guard<std::mutex> guard(order_lock_);
+        int32_t out = std::numeric_limits<int32_t>::max();
+        for (auto at = first_part(address); at != order_.end() && at->first < address + bytes; ++at) {
+            out = std::min(out, at->second.order);
+        }
+        return out;
+    }
+
     // --- peers ---
 
     // Lets kernels of another GPU reach what is mapped here, now and later. Memory of cudaMalloc is open to peers by
@@ -465,6 +496,18 @@ class Device {
     static void check(vramlab_status status) { TORCH_CHECK(status == VRAMLAB_STATUS_OK, "vramlab: ", library.error()); }
 
   private:
+    struct Part {
+        uint64_t end = 0;
+        int32_t order = 0;
+    };
+
+    // The first part that ends behind an address.
+    std::map<uint64_t, Part>::iterator first_part(uint64_t address) {
+        auto at = order_.upper_bound(address);
+        if (at != order_.begin() && std::prev(at)->second.end > address) --at;
+        return at;
+    }
+
     static bool holds_segments(const Pool& pool) {
         std::pair<uint64_t, bool> sought(pool.number, false);
         check(library.visit(
@@ -495,6 +538,9 @@ class Device {
     std::unordered_map<uint64_t, MempoolId_t> names_;
     std::vector<Route> routes_;
     std::atomic<int> routes_open_{0};
+    std::mutex order_lock_;
+    std::map<uint64_t, Part> order_;
+    int32_t next_in_order_ = 0;
     std::shared_mutex peers_lock_;
     std::vector<DeviceIndex> peers_;
     std::atomic<bool> has_peers_{false};

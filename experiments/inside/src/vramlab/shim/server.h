@@ -32,12 +32,14 @@ inline void on_segment(void* context, const vramlab_segment_event* event) {
     const Owner& owner = *static_cast<Owner*>(context);
     Device& device = *owner.device;
     History& history = device.history;
+    const bool came = event->action == VRAMLAB_SEGMENT_ACTION_ALLOC || event->action == VRAMLAB_SEGMENT_ACTION_MAP;
+    device.note_segment(came, event->address, event->bytes);
     if (event->action == VRAMLAB_SEGMENT_ACTION_MAP) device.open_to_peers(event->address, event->bytes);
     constexpr TraceEntry::Action ACTIONS[] = {TraceEntry::SEGMENT_ALLOC, TraceEntry::SEGMENT_FREE,
                                               TraceEntry::SEGMENT_MAP, TraceEntry::SEGMENT_UNMAP};
     std::lock_guard<std::recursive_mutex> guard(history.lock);
     SegmentOrigin origin;
-    if (event->action == VRAMLAB_SEGMENT_ACTION_ALLOC || event->action == VRAMLAB_SEGMENT_ACTION_MAP) {
+    if (came) {
         if (!history.wanted()) return;
         if (request != nullptr) origin = SegmentOrigin{request->pool, history.beyond_blocks(request->context)};
         history.segments[event->address] = origin;

@@ -5,6 +5,15 @@
 
 namespace vramlab_shim {
 
+// PyTorch 2.10 and newer refuse to register a segment without a number.
+template <typename Segment>
+auto number_segment(Segment& to, int32_t order, int) -> decltype(void(to.registration_counter)) {
+    to.registration_counter = order;
+}
+
+template <typename Segment>
+void number_segment(Segment&, int32_t, long) {}
+
 class Visit {
   public:
     template <typename Segment, typename Block>
@@ -76,6 +85,7 @@ class Visit {
                 to.device = device.index;
                 to.address = segment.address;
                 to.total_size = segment.bytes;
+                number_segment(to, device.order_of(segment.address, segment.bytes), 0);
                 to.requested_size = segment.requested_bytes;
                 to.allocated_size = segment.allocated_bytes;
                 to.active_size = segment.active_bytes;
