@@ -1,7 +1,7 @@
 """Tensors that go to another process. usage: shares.py SENDER RECEIVER START [refuse]
 
-SENDER and RECEIVER are allocators, START says how the receiver begins: `spawn`, or `fork` for two children of a process that does not
-use CUDA. With `refuse` the receiver may not copy descriptors, as in most containers.
+SENDER and RECEIVER are allocators, START says how the receiver begins: `spawn`, or `fork` for two children of a
+process that does not use CUDA. With `refuse` the receiver may not copy descriptors, as in most containers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def refuse_pidfd_getfd() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     # Load the number of the call; 438: the error; others: go on.
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 438), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
-    code = b"".join(
-        step[0].to_bytes(2, "little") + bytes(step[1:3]) + step[3].to_bytes(4, "little") for step in steps
-    )
+    code = b"".join(step[0].to_bytes(2, "little") + bytes(step[1:3]) + step[3].to_bytes(4, "little") for step in steps)
     kept = ctypes.create_string_buffer(code, len(code))
 
     class Program(ctypes.Structure):

@@ -235,7 +235,6 @@ def test_why_a_tensor_cannot_be_opened_is_said(variables: dict[str, str]) -> Non
 HOOK = """
 import ctypes, sys, vramlab.torch
 vramlab.torch.use(sys.argv[1])
-ctypes.CDLL(None).getenv.restype = ctypes.c_char_p
 get = ctypes.CDLL(None).getenv
 get.restype = ctypes.c_char_p
 print(get(b"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK").decode())

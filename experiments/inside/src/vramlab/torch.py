@@ -143,9 +143,9 @@ def stats(device: int | None = None) -> dict[str, Any]:
     """What PyTorch's statistics have no word for: of one GPU, or of each that is in use, by its number as text.
 
     Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved),
-    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path. `pages` has
-    the properties of memory that is mapped in pages: whether other processes can map it by `file_descriptors` or `fabric`
-    handles, whether network adapters can use it (`rdma`), and its `granularity` in bytes.
+    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path. `pages`
+    has the properties of memory that is mapped in pages: whether other processes can map it by `file_descriptors` or
+    `fabric` handles, whether network adapters can use it (`rdma`), and its `granularity` in bytes.
     """
     shim, functions = _installed(), library()
     if device is not None:

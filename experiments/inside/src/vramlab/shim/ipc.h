@@ -1,11 +1,12 @@
 // Memory of tensors that go to other processes, and of tensors that come from them.
 //
-// The text of a handle is PyTorch's own: version, kind, and for memory that is mapped in pages ('e') the sender's process, the
-// size of a page, how many there are, and a file descriptor of the sender's for each. So processes with and without this shim
-// read each other's. From 2.13 on PyTorch writes a longer text; the same pages then go as kind 'v', which only this shim reads.
+// The text of a handle is PyTorch's own: version, kind, and for memory that is mapped in pages ('e') the sender's
+// process, the size of a page, how many there are, and a file descriptor of the sender's for each. So processes with
+// and without this shim read each other's. From 2.13 on PyTorch writes a longer text; the same pages then go as kind
+// 'v', which only this shim reads.
 //
-// The receiver copies the descriptors by pidfd_getfd, as PyTorch does. Containers often refuse that call, and so does Yama unless
-// the sender is a child. Then the sender hands them over on a socket, to processes of the same user.
+// The receiver copies the descriptors by pidfd_getfd, as PyTorch does. Containers often refuse that call, and so does
+// Yama unless the sender is a child. Then the sender hands them over on a socket, to processes of the same user.
 #pragma once
 
 #include "server.h"
@@ -453,8 +454,9 @@ class Ipc {
     std::atomic<bool> ever_{false};
 };
 
-// PyTorch does not register segments that grow with NCCL: it switches this off under expandable segments of its own, because
-// nothing would tell NCCL that memory was unmapped. It looks at its own settings for that, which say nothing of ours.
+// PyTorch does not register segments that grow with NCCL: it switches this off under expandable segments of its own,
+// because nothing would tell NCCL that memory was unmapped. It looks at its own settings for that, which say nothing of
+// ours.
 inline void keep_pages_from_nccl(const char* spec) {
     constexpr const char* HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK";
     const char* set = std::getenv(HOOK);
