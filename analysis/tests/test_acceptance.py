@@ -69,6 +69,9 @@ def test_what_is_no_loss_is_judged_first() -> None:
     assert acceptance.verdict(run("p", "remap+run", 1.0, recorded={"files": 0}), natives) == "was not recorded"
     assert acceptance.verdict(run("p", "remap+run", 1.0, recorded={"files": 2}), natives) == ""
     assert acceptance.verdict(run("p", "remap", 1.0), [failed("p", "native")]) == "native did not run"
+    for backend, told in (("native", "ran under native"), ("vramlab:remap", "")):
+        under = run("p", "remap", 1.0) | {"ranks": [{"rank": 0, "losses": [1.0], "backend": backend}]}
+        assert acceptance.verdict(under, natives) == told
     assert acceptance.verdict(failed("p", "remap", status="skipped"), natives) == ""
 
 

@@ -47,6 +47,8 @@ GIB = 2**30
 RECORD = "acceptance.jsonl"
 # Allocators that are asked for most come first, so that a call that is cut short has them.
 FIRST = ("native", "native+run", "caching", "remap", "pytorch-expandable", "expandable")
+# These do what `caching` does, more slowly, and come last.
+LAST = ("pytorch", "lab")
 # What serves PyTorch whole: graphs and MemPools need private pools, statistics and snapshots a view of the blocks.
 CLAIMS = {"pools", "snapshot"}
 # Those that need a setting of the user's before they serve anything.
@@ -73,7 +75,7 @@ def allocators():
 
 def in_order(arms):
     """The arms, those of most interest first."""
-    return sorted(arms, key=lambda arm: (FIRST.index(arm) if arm in FIRST else len(FIRST), RECORDED in arm))
+    return sorted(arms, key=lambda arm: (arm in LAST, FIRST.index(arm) if arm in FIRST else len(FIRST)))
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,10 @@ def kernel_view(pid):
 
 
 class Running:
-    """A run under way."""
+    """A run under way; `gpus` are those that it uses, none where that is left to the program."""
 
-    def __init__(self, job, options, folder, hook, ports):
-        self.job, self.folder = job, folder
+    def __init__(self, job, options, folder, hook, ports, gpus=()):
+        self.job, self.folder, self.gpus = job, folder, gpus
         folder.mkdir()
         self.log = folder / "log"
         self.stacks = []
@@ -184,6 +186,9 @@ class Running:
         variables = environment(job.allocator, None if job.recorded else hook)
         # A process that hangs tells where when it is asked.
         variables["PYTHONFAULTHANDLER"] = "1"
+        # A trainer takes all GPUs that it sees. A user who hides some has chosen already.
+        if gpus and "CUDA_VISIBLE_DEVICES" not in variables:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         # Many run side by side.
         variables.setdefault("OMP_NUM_THREADS", "2")
         # Sums over NVLink's multicast may differ from call to call.
@@ -333,7 +338,7 @@ class Acceptance:
         print(line(record, self.natives(record["program"])), flush=True)
         shutil.rmtree(running.folder, ignore_errors=True)
 
-    def run(self, jobs, folder, file, room):
+    def run(self, jobs, folder, file, room, gpus=1):
         """Runs the jobs in their order, side by side as long as there is room on the GPUs."""
         hook, running, waiting, number = start_hook(folder), [], list(jobs), 0
         try:
@@ -342,16 +347,18 @@ class Acceptance:
                     if one.ended(self.options.limit_s, self.options.debugger):
                         running.remove(one)
                         self.keep(one, file)
-                used = sum(one.job.program.gib for one in running)
                 while waiting and len(running) < self.options.jobs:
                     job = waiting[0]
-                    if running and used + job.program.gib > room:
+                    used = [sum(one.job.program.gib for one in running if gpu in one.gpus) for gpu in range(gpus)]
+                    # The least used.
+                    chosen = sorted(sorted(range(gpus), key=used.__getitem__)[: job.program.gpus])
+                    if any(used[gpu] and used[gpu] + job.program.gib > room for gpu in chosen):
                         break
                     waiting.pop(0)
                     if self.wanted(job):
                         number += 1
-                        running.append(Running(job, self.options, folder / f"{number:05}", hook, self.ports))
-                        used += job.program.gib
+                        place = folder / f"{number:05}"
+                        running.append(Running(job, self.options, place, hook, self.ports, chosen))
                 if running and self.left() < -GRACE_S:
                     print(f"the budget has ended; {len(running)} runs are ended and not kept", flush=True)
                     self.skipped += len(running)
@@ -380,6 +387,16 @@ def line(record, natives):
     if what := verdict(record, natives):
         words.append(what)
     return ", ".join(words)
+
+
+def gpus_here():
+    """How many GPUs there are; those that a user hides do not count."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([one for one in visible.split(",") if one.strip()])
+    with contextlib.suppress(OSError):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        return max(1, sum(text.startswith("GPU ") for text in listed.splitlines()))
+    return 1
 
 
 def chosen(options, known):
@@ -477,7 +494,8 @@ def main():
         options.vramlab = prefix(vramlab, Path(folder)) if vramlab else None
         file.write(json.dumps(facts, separators=(",", ":")) + "\n")
         file.flush()
-        acceptance.run(jobs, Path(folder), file, facts.get("memory", 64 * GIB) / GIB * 0.94)
+        room = facts.get("memory", 64 * GIB) / GIB * 0.94
+        acceptance.run(jobs, Path(folder), file, room, gpus_here() if options.device == "cuda" else options.gpus)
     differ = acceptance.differences()
     print("\n".join(["", *differ]) if differ else "each run is as native's")
     took = time.monotonic() - acceptance.began

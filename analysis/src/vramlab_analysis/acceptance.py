@@ -19,6 +19,8 @@ Record = dict[str, Any]
 NATIVE = "native"
 # Behind the name of an allocator: the program ran under `vramlab run`, which recorded it.
 RECORDED = "+run"
+# Allocators of PyTorch's own, under whatever name it gives them.
+PYTORCHS = (NATIVE, "expandable", "cudaMallocAsync")
 _KEYS = {"id", "program", "arm", "repeat", "gpus", "tolerance", "status", "code"}
 
 
@@ -66,6 +68,10 @@ def verdict(record: Record, natives: Sequence[Record]) -> str:
         return "left processes behind" if left else f"ended with {record['code']}"
     if record.get("recorded", {}).get("files") == 0:
         return "was not recorded"
+    allocator = record["arm"].removesuffix(RECORDED)
+    backends = {rank["backend"] for rank in record.get("ranks", []) if "backend" in rank}
+    if allocator not in PYTORCHS and backends and backends != {f"vramlab:{allocator}"}:
+        return f"ran under {', '.join(sorted(backends))}"
     well = [one for one in natives if one["status"] == "ok"]
     if not well:
         return "" if record["arm"] == NATIVE else "native did not run"

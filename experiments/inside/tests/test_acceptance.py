@@ -37,7 +37,8 @@ if name == "leaves":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 if name == "breaks" and arm:
     os._exit(7)
-losses = {"differs": [1.0, 2.0 + bool(arm)], "noisy": [1.0 + 1e-3 * (os.getpid() % 7)]}.get(name, [0.5])
+losses = {"differs": [1.0, 2.0 + bool(arm)], "noisy": [1.0 + 1e-3 * (os.getpid() % 7)],
+          "sees": [float(os.environ.get("CUDA_VISIBLE_DEVICES", "-1"))]}.get(name, [0.5])
 sys.stdout.write("a line without an end" if name == "prints" else "")
 print(json.dumps({"acceptance": name, "rank": 0, "losses": losses, "peak_reserved": 1 << 20}))
 """
@@ -98,7 +99,7 @@ def made(tmp_path, monkeypatch):
     folder = tmp_path / "programs"
     folder.mkdir()
     (folder / "run.py").write_text(MADE)
-    names = ("good", "hangs", "leaves", "breaks", "differs", "noisy", "prints")
+    names = ("good", "hangs", "leaves", "breaks", "differs", "noisy", "prints", "sees")
     listed = [
         f"@program({'tolerance=0.01' if name == 'noisy' else ''})\ndef {name}(run):\n    '''Is made.'''\n"
         for name in names
@@ -107,7 +108,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "FOLDER", folder)
     monkeypatch.setattr(acceptance, "PATIENCE_S", 1)
 
-    def run(names, arms="native,expandable", repeats=1, **more):
+    def run(names, arms="native,expandable", repeats=1, gpus=1, **more):
         known = catalogue.programs(folder)
         chosen = {
             "budget": 60.0,
@@ -125,7 +126,7 @@ def made(tmp_path, monkeypatch):
         work = tmp_path / f"work{time.monotonic_ns()}"
         work.mkdir()
         with open(record, "a", encoding="utf-8") as file:
-            one.run(jobs, work, file, 100.0)
+            one.run(jobs, work, file, 100.0, gpus)
         return one
 
     return run
@@ -191,6 +192,13 @@ def test_repeats_go_round_the_arms(made):
     assert len({job.id for job in jobs}) == len(jobs) == 6
     jobs = acceptance.planned(programs, ["native", "remap"], 3)
     assert len({job.id for job in jobs}) == len(jobs) == 6
+
+
+def test_each_run_sees_the_gpus_that_it_needs(made, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    one = made("sees", arms="native", repeats=4, gpus=2)
+    seen = [one.records[f"sees native #{repeat}"]["ranks"][0]["losses"] for repeat in range(4)]
+    assert sorted(seen) == [[0.0], [0.0], [1.0], [1.0]], "four side by side, half of them on each"
 
 
 def test_ports_are_given_once():

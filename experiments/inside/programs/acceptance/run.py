@@ -35,10 +35,8 @@ def say(record):
     sys.stdout.flush()
 
 
-def prepared(options):
-    """PyTorch with fixed seeds and deterministic kernels, and what the program is given."""
-    import torch
-
+def prepared(torch, options):
+    """Fixes the seeds and asks for deterministic kernels; returns what the program is given."""
     from acceptance import common
 
     rank, ranks = common.rank_of_job()
@@ -51,7 +49,7 @@ def prepared(options):
     torch.utils.deterministic.fill_uninitialized_memory = False
     common.seed_all()
     device = torch.device("cuda", rank if ranks > 1 else 0) if on_gpu else torch.device("cpu")
-    return torch, common.Run(device, rank, ranks, small=options.small or not on_gpu)
+    return common.Run(device, rank, ranks, small=options.small or not on_gpu)
 
 
 def memory(torch):
@@ -110,10 +108,12 @@ def main():
     if options.device == "cpu" and not one.cpu:
         say(record | {"skipped": "needs a GPU"})
         return 0
-    torch, run = prepared(options)
-    if run.on_gpu and torch.cuda.device_count() < one.gpus:
-        say(record | {"skipped": f"needs {one.gpus} GPUs"})
+    import torch
+
+    if options.device == "cuda" and torch.cuda.device_count() < one.gpus:
+        say(record | {"skipped": f"needs {one.gpus} GPU{'s' * (one.gpus > 1)}"})
         return 0
+    run = prepared(torch, options)
     if run.ranks != one.ranks:
         print(f"error: {one.name} is a job of {one.ranks}, and WORLD_SIZE is {run.ranks}; see launch.py", file=sys.stderr)
         return 2
