@@ -62,7 +62,7 @@ def hf_trainer(run):
             run.loss(line["loss"])
 
 
-@program(needs=("pytorch_lightning",), gib=4.0, seconds=30.0, tolerance=1e-3)
+@program(needs=("pytorch_lightning",), gib=4.0, seconds=30.0, tolerance=1e-2)
 def lightning(run):
     """PyTorch Lightning: two epochs in fp16 with a validation, workers that load to pinned memory."""
     import pytorch_lightning as pl

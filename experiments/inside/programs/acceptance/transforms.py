@@ -87,7 +87,7 @@ def sparse(run):
         product, rowwise = torch.sparse.mm(matrix, dense), matrix.to_sparse_csr() @ dense
         must(torch.allclose(product, rowwise, rtol=1e-3, atol=1e-2), "two layouts have two products")
         run.loss(product.double().abs().mean())
-        run.loss(torch.sparse.sum(matrix).double())
+        run.loss(torch.sparse.sum(matrix, 1).to_dense().square().mean())
     table = nn.Embedding(words, width, sparse=True).to(run.device)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=1e-2)
     for step in range(6):
@@ -146,7 +146,7 @@ def gaussian_process(run):
             run.loss((kernel(x[-100:], x[:some]) @ weight).square().mean())
 
 
-@program(needs=("gpytorch",), gib=4.0, seconds=25.0, tolerance=1e-3)
+@program(needs=("gpytorch",), gib=4.0, seconds=25.0, tolerance=1e-2)
 def gpytorch_model(run):
     """The same by gpytorch: lazy matrices and their own solvers."""
     import gpytorch
@@ -176,7 +176,7 @@ def gpytorch_model(run):
         run.loss(loss)
 
 
-@program(needs=("torch_geometric",), gib=9.0, seconds=25.0, tolerance=1e-3)
+@program(needs=("torch_geometric",), gib=9.0, seconds=25.0, tolerance=1e-2)
 def graph_network(run):
     """torch_geometric's SAGE on as many edges as a step draws."""
     from torch_geometric.nn import SAGEConv
