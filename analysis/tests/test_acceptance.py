@@ -35,20 +35,20 @@ def file(path: Path, *lines: dict[str, Any], build: str = "0123456789abcdef") ->
 
 
 def test_losses_are_compared_to_the_bit_and_by_their_size() -> None:
-    assert acceptance.off([1.0, "nan", "inf"], [1.0, "nan", "inf"]) == 0.0
-    assert acceptance.off([1.0], [1.0 + 1e-12]) > 0.0
-    assert acceptance.off([2.0], [1.0]) == 0.5
+    assert acceptance.relative_difference([1.0, "nan", "inf"], [1.0, "nan", "inf"]) == 0.0
+    assert acceptance.relative_difference([1.0], [1.0 + 1e-12]) > 0.0
+    assert acceptance.relative_difference([2.0], [1.0]) == 0.5
     for one, other in (([1.0], [1.0, 2.0]), (["nan"], [1.0]), (["inf"], [1.0])):
-        assert acceptance.off(one, other) == INFINITE, (one, other)
+        assert acceptance.relative_difference(one, other) == INFINITE, (one, other)
 
 
 def test_a_job_is_compared_rank_by_rank() -> None:
     one, other = run("p", "native", 1.0), run("p", "remap", 1.0)
     other["ranks"].append({"rank": 1, "losses": [3.0]})
-    assert acceptance.off_by(one, other) == INFINITE, "a rank is missing"
+    assert acceptance.loss_difference(one, other) == INFINITE, "a rank is missing"
     one["ranks"].append({"rank": 1, "losses": [4.0]})
-    assert acceptance.off_by(one, other) == 0.25
-    assert acceptance.reserved(one) == 100 * MIB, "a rank that does not say counts as nothing"
+    assert acceptance.loss_difference(one, other) == 0.25
+    assert acceptance.peak_reserved(one) == 100 * MIB, "a rank that does not say counts as nothing"
 
 
 def test_natives_own_spread_is_no_difference() -> None:

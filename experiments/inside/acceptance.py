@@ -41,7 +41,7 @@ sys.path[:0] = [str(HERE.parent / "baselines"), str(HERE.parents[1] / "analysis"
 from run_record import whole_lines
 
 # Loads nothing beyond Python's own library: a run is judged here as it is in the table.
-from vramlab_analysis.acceptance import RECORDED, reserved, verdict
+from vramlab_analysis.acceptance import RECORDED, peak_reserved, verdict
 
 GIB = 2**30
 RECORD = "acceptance.jsonl"
@@ -60,7 +60,7 @@ PORTS = range(15000, 32000)
 
 
 def allocators():
-    """VramLab's allocators that claim to serve PyTorch, by what they say of themselves on a simulated device."""
+    """VramLab's allocators that claim to serve PyTorch: the package names their capabilities on a simulated device."""
     code = (
         "import json, vramlab; from vramlab._library import allocators\n"
         "def can(name):\n"
@@ -99,7 +99,7 @@ class Job:
         return self.arm.removesuffix(RECORDED)
 
 
-def planned(programs, arms, repeats):
+def plan(programs, arms, repeats):
     """All runs: arm by arm, long programs first; native's second run behind its first, then further repeats."""
     programs = sorted(programs, key=lambda one: -one.seconds)
     least = {arm: max(repeats, 2 if arm == "native" else 1) for arm in arms}
@@ -135,7 +135,7 @@ def prefix(program, folder):
     return bin_ / "vramlab"
 
 
-def of_session(session):
+def session_processes(session):
     """Processes of a session, which a job is with all that it started; none where they have ended."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -156,7 +156,7 @@ def send(pids, number):
 
 
 def kernel_view(pid):
-    """What a process is, and what its threads wait for in the kernel: name, state and wait channel of each."""
+    """The command of a process, and the name, state and wait channel of each of its threads."""
     folder = Path("/proc") / str(pid)
     lines = []
     with contextlib.suppress(OSError):
@@ -206,18 +206,18 @@ class Running:
         self.asked = self.over = None
 
     @property
-    def took(self):
+    def seconds(self):
         return (self.over or time.monotonic()) - self.began
 
-    def ended(self, limit, debugger=None):
+    def poll(self, limit, debugger=None):
         """Whether it has ended; past the limit it is asked for its stacks, and killed some seconds later."""
         if self.process.poll() is not None:
             self.over = self.over or time.monotonic()
             # Helpers of Python's multiprocessing end a moment after their parent.
-            return not of_session(self.process.pid) or time.monotonic() - self.over > PATIENCE_S
-        if self.asked is None and self.took > limit:
+            return not session_processes(self.process.pid) or time.monotonic() - self.over > PATIENCE_S
+        if self.asked is None and self.seconds > limit:
             self.asked = time.monotonic()
-            alive = of_session(self.process.pid)
+            alive = session_processes(self.process.pid)
             self.stacks = [line for pid in alive for line in [*kernel_view(pid), *native_stacks(pid, debugger)]]
             self.asked = time.monotonic()
             # Not `vramlab run` itself, which is no Python and shall say what it knows.
@@ -231,17 +231,17 @@ class Running:
 
     def kill(self):
         """Ends it and all that it started."""
-        send(of_session(self.process.pid), signal.SIGKILL)
+        send(session_processes(self.process.pid), signal.SIGKILL)
         self.process.kill()
 
     def record(self):
-        """What there is to keep of it."""
+        """Its record."""
         job, code = self.job, self.process.returncode
         text = self.log.read_text(errors="replace")
-        ranks = sorted(said(text), key=lambda one: one["rank"])
+        ranks = sorted(printed_records(text), key=lambda one: one["rank"])
         one = {
             "id": job.id, "program": job.program.name, "arm": job.arm, "repeat": job.repeat, "gpus": job.program.gpus,
-            "tolerance": job.program.tolerance, "code": code, "took_s": round(self.took, 2),
+            "tolerance": job.program.tolerance, "code": code, "took_s": round(self.seconds, 2),
         }  # fmt: skip
         skipped = next((rank["skipped"] for rank in ranks if "skipped" in rank), None)
         if self.asked is not None:
@@ -252,7 +252,7 @@ class Running:
             one["status"] = "ok"
         else:
             one |= {"status": "failed", "log": text[-6000:]}
-        if left := of_session(self.process.pid):
+        if left := session_processes(self.process.pid):
             # What a job leaves behind holds the GPU's memory.
             one["left_behind"] = [line for pid in left for line in kernel_view(pid)][:40]
             send(left, signal.SIGKILL)
@@ -278,8 +278,8 @@ def native_stacks(pid, debugger):
         return []
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if is_python(pid):
-            told = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
-            return [text[:240] for text in told.stdout.splitlines() if text.startswith(("#", "Thread", " "))][:400]
+            output = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+            return [text[:240] for text in output.stdout.splitlines() if text.startswith(("#", "Thread", " "))][:400]
     return []
 
 
@@ -290,8 +290,8 @@ def is_python(pid):
     return False
 
 
-def said(text):
-    """What the processes of a run printed of themselves."""
+def printed_records(text):
+    """The records that the processes of a run printed."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r'\{"acceptance"', text):
         with contextlib.suppress(ValueError):
@@ -309,21 +309,21 @@ class Acceptance:
         self.kept = self.bad = self.skipped = 0
         self.ports = set()
 
-    def left(self):
+    def remaining_s(self):
         return self.options.budget - (time.monotonic() - self.began)
 
     def natives(self, name):
         """Native's runs of a program."""
         return [one for one in self.records.values() if one["program"] == name and one["arm"] == "native"]
 
-    def wanted(self, job):
+    def should_run(self, job):
         """Whether a run is to be begun: not done before, in time, and not one that native skipped."""
         done = self.records.get(job.id)
         if done is not None and not (self.options.again and done["status"] in ("failed", "hung")):
             return False
         if any(one["status"] == "skipped" for one in self.natives(job.program.name)):
             return False
-        if self.left() < min(job.program.seconds, self.options.limit_s):
+        if self.remaining_s() < min(job.program.seconds, self.options.limit_s):
             self.skipped += 1
             return False
         return True
@@ -344,7 +344,7 @@ class Acceptance:
         try:
             while waiting or running:
                 for one in list(running):
-                    if one.ended(self.options.limit_s, self.options.debugger):
+                    if one.poll(self.options.limit_s, self.options.debugger):
                         running.remove(one)
                         self.keep(one, file)
                 while waiting and len(running) < self.options.jobs:
@@ -355,11 +355,11 @@ class Acceptance:
                     if any(used[gpu] and used[gpu] + job.program.gib > room for gpu in chosen):
                         break
                     waiting.pop(0)
-                    if self.wanted(job):
+                    if self.should_run(job):
                         number += 1
                         place = folder / f"{number:05}"
                         running.append(Running(job, self.options, place, hook, self.ports, chosen))
-                if running and self.left() < -GRACE_S:
+                if running and self.remaining_s() < -GRACE_S:
                     print(f"the budget has ended; {len(running)} runs are ended and not kept", flush=True)
                     self.skipped += len(running)
                     return
@@ -370,19 +370,19 @@ class Acceptance:
                 one.process.wait()
 
     def differences(self):
-        """What differs, a line a run."""
+        """The verdicts of all runs that differ from native, a line each."""
         found = {key: verdict(one, self.natives(one["program"])) for key, one in self.records.items()}
         return [f"{key}: {what}" for key, what in found.items() if what]
 
 
 def line(record, natives):
-    """What a run did, in a line."""
+    """The summary of a run in one line."""
     words = [f"{record['took_s']:6.1f} s  {record['id']}: {record['status']}"]
     if record["status"] == "skipped":
         words.append(record["why"])
     if record["status"] in ("failed", "hung"):
         words.append((record["log"].strip().splitlines() or [f"code {record['code']}, nothing was printed"])[-1][-200:])
-    if (peak := reserved(record)) is not None:
+    if (peak := peak_reserved(record)) is not None:
         words.append(f"{peak / 2**20:,.0f} MiB reserved")
     if what := verdict(record, natives):
         words.append(what)
@@ -399,7 +399,7 @@ def gpus_here():
     return 1
 
 
-def chosen(options, known):
+def selection(options, known):
     """The programs that are asked for."""
     if options.programs:
         return [known[name] for name in options.programs]
@@ -473,7 +473,7 @@ def main():
         print("error: arms with +run need the program vramlab; cargo build --release -p doctor, or name it with --vramlab", file=sys.stderr)
         return 2
     options.jobs = options.jobs or max(1, (os.cpu_count() or 2) // (1 if options.gpus == 1 else 4))
-    jobs = planned(chosen(options, known), in_order(dict.fromkeys(arms)), options.repeat)
+    jobs = plan(selection(options, known), in_order(dict.fromkeys(arms)), options.repeat)
     seconds = sum(job.program.seconds for job in jobs if job.id not in acceptance.records) / options.jobs
     print(f"{len(jobs)} runs, {sum(job.id in acceptance.records for job in jobs)} done before, about {seconds:.0f} s", flush=True)
     if options.plan:

@@ -30,7 +30,7 @@ class Program:
     gib: float = 3.0
     """Most memory of a GPU that it takes, in GiB, its context included."""
     seconds: float = 15.0
-    """What it takes on an H200 with its imports, about, to plan with."""
+    """Estimated seconds on an H200, imports included."""
 
     @property
     def missing(self) -> list[str]:
@@ -45,9 +45,9 @@ def _of_file(path: Path) -> list[Program]:
             continue
         for call in node.decorator_list:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "program":
-                told = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+                options = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
                 summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found.append(Program(node.name, summary, path.stem, node.lineno, **told))
+                found.append(Program(node.name, summary, path.stem, node.lineno, **options))
     return found
 
 

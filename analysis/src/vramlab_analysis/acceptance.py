@@ -24,7 +24,7 @@ PYTORCHS = (NATIVE, "expandable", "cudaMallocAsync")
 _KEYS = {"id", "program", "arm", "repeat", "gpus", "tolerance", "status", "code"}
 
 
-def off(one: Sequence[float | str], other: Sequence[float | str]) -> float:
+def relative_difference(one: Sequence[float | str], other: Sequence[float | str]) -> float:
     """The most that two lists of losses differ by, relatively.
 
     0 where all bits are equal, infinite where they cannot be compared. What is no finite number is written as text.
@@ -40,22 +40,22 @@ def off(one: Sequence[float | str], other: Sequence[float | str]) -> float:
     return worst
 
 
-def off_by(record: Record, base: Record) -> float:
+def loss_difference(record: Record, base: Record) -> float:
     """The most that the losses of two runs differ by, over the processes of a job."""
     mine, theirs = ([rank.get("losses", []) for rank in one.get("ranks", [])] for one in (record, base))
     if len(mine) != len(theirs):
         return float("inf")
-    return max((off(a, b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
+    return max((relative_difference(a, b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
 
 
 def spread(natives: Sequence[Record]) -> float:
-    """What native's own runs of a program differ by."""
+    """The largest relative difference between native's own runs of a program."""
     well = [one for one in natives if one["status"] == "ok"]
-    return max((off_by(one, well[0]) for one in well), default=0.0)
+    return max((loss_difference(one, well[0]) for one in well), default=0.0)
 
 
 def verdict(record: Record, natives: Sequence[Record]) -> str:
-    """What a run differs from native's in, in words; empty where it is as native's, or was skipped.
+    """The difference of a run from native's, in words; empty where there is none, or the run was skipped.
 
     Losses may differ by what the program says, or by twice what native's own runs differ by.
     """
@@ -76,18 +76,18 @@ def verdict(record: Record, natives: Sequence[Record]) -> str:
     if not well:
         return "" if record["arm"] == NATIVE else "native did not run"
     allowed = max(record["tolerance"], 2 * spread(well))
-    apart = min(off_by(record, one) for one in well)
+    apart = min(loss_difference(record, one) for one in well)
     return f"losses differ by {apart:.1e}" if apart > allowed else ""
 
 
-def reserved(record: Record) -> int | None:
+def peak_reserved(record: Record) -> int | None:
     """Peak of reserved memory in bytes, over the processes of a job; None where it is not known."""
-    told = [rank["peak_reserved"] for rank in record.get("ranks", []) if "peak_reserved" in rank]
-    return sum(told) if told else None
+    peaks = [rank["peak_reserved"] for rank in record.get("ranks", []) if "peak_reserved" in rank]
+    return sum(peaks) if peaks else None
 
 
 @dataclass
-class Accepted:
+class Runs:
     """The runs of all recorded lists. Of a program the newest file counts."""
 
     machines: list[Record] = field(default_factory=list)
@@ -99,9 +99,11 @@ class Accepted:
 
     def programs(self, gpus: int) -> list[str]:
         """Programs of so many GPUs that native ran, by name."""
-        return sorted({run["program"] for run in self.runs if run["gpus"] == gpus and not self.skipped(run["program"])})
+        return sorted(
+            {run["program"] for run in self.runs if run["gpus"] == gpus and not self.skip_reason(run["program"])}
+        )
 
-    def skipped(self, program: str) -> str | None:
+    def skip_reason(self, program: str) -> str | None:
         """Why a program was skipped, if it was."""
         return next((run["why"] for run in self.of(program, NATIVE) if run["status"] == "skipped"), None)
 
@@ -110,14 +112,14 @@ class Accepted:
         return list(dict.fromkeys(run["arm"] for run in self.runs if run["gpus"] == gpus))
 
     def differences(self, program: str, arm: str) -> list[str]:
-        """What the runs of a program under an arm differ from native's in; empty where none does."""
+        """The differences of the runs of a program under an arm from native's; empty where there is none."""
         natives = self.of(program, NATIVE)
         return [what for run in self.of(program, arm) if (what := verdict(run, natives))]
 
     def ratio(self, program: str, arm: str) -> float | None:
         """Peak reserved memory over native's, medians; None where either is not known."""
         mine, theirs = (
-            [peak for run in self.of(program, one) if run["status"] == "ok" and (peak := reserved(run))]
+            [peak for run in self.of(program, one) if run["status"] == "ok" and (peak := peak_reserved(run))]
             for one in (arm, NATIVE)
         )
         return statistics.median(mine) / statistics.median(theirs) if mine and theirs else None
@@ -128,14 +130,14 @@ def files() -> list[Path]:
     return sorted(repository.results().glob("*-acceptance.jsonl*"))
 
 
-def load(*paths: Path) -> Accepted:
+def load(*paths: Path) -> Runs:
     """The runs of some files, the newest last, or of all that are recorded.
 
     Of a run that was made twice the last counts.
 
     Raises AnalysisError when a file is none of the list.
     """
-    found = Accepted()
+    found = Runs()
     programs: dict[str, dict[str, Record]] = {}
     for path in paths or files():
         here: dict[str, dict[str, Record]] = {}

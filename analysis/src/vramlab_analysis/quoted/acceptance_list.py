@@ -16,7 +16,7 @@ HEADS = {1: "program of one GPU", 2: "program of two GPUs"}
 
 
 @cache
-def _runs() -> acceptance.Accepted:
+def _runs() -> acceptance.Runs:
     return acceptance.load()
 
 
@@ -37,7 +37,7 @@ def _head(arm: str) -> str:
 
 
 def _cell(program: str, arm: str) -> str:
-    """What a program did under an arm: what differs, or its peak of reserved memory over native's."""
+    """A program under an arm: its differences, or its peak of reserved memory over native's."""
     runs = _runs().of(program, arm)
     if not runs:
         return "–"
@@ -53,7 +53,7 @@ def _native(program: str) -> str:
     natives = _runs().of(program, acceptance.NATIVE)
     if told := _runs().differences(program, acceptance.NATIVE):
         return "; ".join(dict.fromkeys(told))
-    peaks = [peak for run in natives if (peak := acceptance.reserved(run))]
+    peaks = [peak for run in natives if (peak := acceptance.peak_reserved(run))]
     return f"{max(peaks) / MIB:,.0f}" if peaks else "ok"
 
 
@@ -80,7 +80,7 @@ def two_gpus() -> str:
 
 
 def sentence() -> str:
-    """What was run where, and how much of it is not as native's."""
+    """The number of programs and runs, the machines, and the number of differences."""
     opening = "The list has programs that were made for it"
     runs = _runs()
     if not runs.runs:
@@ -112,13 +112,15 @@ def sentence() -> str:
 def skipped() -> str:
     """Which programs were skipped, and why."""
     runs = _runs()
-    told = {program: why for program in sorted({run["program"] for run in runs.runs}) if (why := runs.skipped(program))}
+    told = {
+        program: why for program in sorted({run["program"] for run in runs.runs}) if (why := runs.skip_reason(program))
+    }
     words = [f"`{program}` ({why})" for program, why in told.items()]
     return f"Skipped where it ran: {listed(words) if words else 'none'}."
 
 
 def often() -> str:
-    """What was run many times to find what happens seldom."""
+    """Programs that were run many times, with the number of runs that did not end or failed."""
     runs = _runs()
     told = []
     for program in sorted({run["program"] for run in runs.runs}):

@@ -24,7 +24,7 @@ def lora(run):
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     learnt = []
-    for at, block in enumerate(model.transformer.h):
+    for block in model.transformer.h:
         for name in ("c_attn", "c_proj"):
             layer = getattr(block.attn, name)
             down = nn.Parameter((torch.randn(width, 16) * 0.01).to(run.device, torch.bfloat16))

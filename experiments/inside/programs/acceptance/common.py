@@ -1,4 +1,4 @@
-"""What the programs share: how one is named, what it is given, and models that several use."""
+"""Shared by the programs: the decorator that names one, its context, and models that several use."""
 
 import math
 import os
@@ -10,19 +10,19 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def program(**told):
+def program(**options):
     """Marks a function as a program; `catalogue.py` says which arguments there are and reads them."""
 
-    def marked(function):
-        function.told = told
+    def mark(function):
+        function.options = options
         return function
 
-    return marked
+    return mark
 
 
 @dataclass
 class Run:
-    """What a program is given, and where its losses go."""
+    """The context of a program, and its losses."""
 
     device: torch.device
     rank: int = 0
@@ -48,7 +48,7 @@ class Run:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
-def drawn(seed, *shape, device="cpu"):
+def normals(seed, *shape, device="cpu"):
     """Normal numbers, the same each time on a kind of device."""
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
@@ -102,7 +102,7 @@ class Gpt(nn.Module):
 def gpt(run, **size):
     """A language model on the run's device, smaller where it is only tried."""
     tiny = {"layers": 2, "width": 32, "heads": 2, "words": 200, "longest": 64}
-    # Weights are drawn where they will be: on the host that takes seconds.
+    # Weights are normals where they will be: on the host that takes seconds.
     with run.device:
         return Gpt(**({**size, **tiny} if run.small else size))
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from acceptance.common import drawn, gpt, program, resnet, text_loss, tokens
+from acceptance.common import normals, gpt, program, resnet, text_loss, tokens
 
 
 def as_users_do():
@@ -41,7 +41,7 @@ def compiled_graphs(run):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def batch(seed, rows):
-        return drawn(seed, rows, 3, side, side).to(run.device).to(memory_format=torch.channels_last)
+        return normals(seed, rows, 3, side, side).to(run.device).to(memory_format=torch.channels_last)
 
     for step in range(9):
         torch.compiler.cudagraph_mark_step_begin()
@@ -68,7 +68,7 @@ def compiled_tuned(run):
     with torch.no_grad():
         for step in range(6):
             torch.compiler.cudagraph_mark_step_begin()
-            x = drawn(step, 1024, 1024).to(run.device, torch.bfloat16)
+            x = normals(step, 1024, 1024).to(run.device, torch.bfloat16)
             run.loss(called(x).double().square().mean())
 
 
@@ -93,7 +93,7 @@ def compiled_breaks(run):
         optimizer.step()
 
     for step in range(6):
-        x = drawn(step, run.size(256, 4), width).to(run.device)
+        x = normals(step, run.size(256, 4), width).to(run.device)
         try:
             forward(x, 0.0)
         except ValueError:

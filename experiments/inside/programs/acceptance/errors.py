@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import nn
 
-from acceptance.common import drawn, gpt, must, program, text_loss, tokens, train
+from acceptance.common import normals, gpt, must, program, text_loss, tokens, train
 
 
 class Expected(Exception):
@@ -41,7 +41,7 @@ def network(run, depth=6):
 
 def batch(run, number):
     """A batch for `network`."""
-    return drawn(number, run.size(512 + 256 * (number % 3), 4), run.size(1024, 16)).to(run.device)
+    return normals(number, run.size(512 + 256 * (number % 3), 4), run.size(1024, 16)).to(run.device)
 
 
 @program()
@@ -300,11 +300,11 @@ def threads(run):
         try:
             stream = torch.cuda.Stream() if run.on_gpu else None
             with torch.cuda.stream(stream) if run.on_gpu else contextlib.nullcontext():
-                # The threads share one generator, so nothing is drawn from it.
+                # The threads share one generator, so nothing is normals from it.
                 width = run.size(768, 16)
-                weights = [(drawn(10 * number + at, width, width) / width**0.5).to(run.device).requires_grad_() for at in range(4)]
+                weights = [(normals(10 * number + at, width, width) / width**0.5).to(run.device).requires_grad_() for at in range(4)]
                 for step in range(10):
-                    x = drawn(step, run.size(256, 4), width).to(run.device)
+                    x = normals(step, run.size(256, 4), width).to(run.device)
                     for weight in weights:
                         x = torch.tanh(x @ weight)
                     loss = (Raises.apply(x) if number < 2 and step % 3 == 1 else x).square().mean()

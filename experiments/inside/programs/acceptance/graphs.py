@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import nn
 
-from acceptance.common import drawn, must, program
+from acceptance.common import normals, must, program
 
 
 def chain(x, steps):
@@ -32,12 +32,12 @@ def captured(function, pool=None):
 @program(cpu=False)
 def graphs_in_one_pool(run):
     """Three graphs of different sizes share a pool and are replayed in their order; one is dropped and captured anew."""
-    inputs = [drawn(size, size, 512).to(run.device) for size in (256, 1024, 512)]
+    inputs = [normals(size, size, 512).to(run.device) for size in (256, 1024, 512)]
     pool = torch.cuda.graph_pool_handle()
     graphs = [captured(lambda x=x: chain(x, 4), pool) for x in inputs]
     for turn in range(4):
         for x in inputs:
-            x.copy_(drawn(100 + turn, *x.shape))
+            x.copy_(normals(100 + turn, *x.shape))
         for graph, out in graphs:
             graph.replay()
             run.loss(out.double().square().mean())
@@ -59,7 +59,7 @@ def graphed_training(run):
     """A whole training step as one graph, with an optimizer whose state lies on the GPU, beside work without a graph."""
     model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 1024)).to(run.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=True)
-    x = drawn(0, 256, 1024).to(run.device)
+    x = normals(0, 256, 1024).to(run.device)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -70,24 +70,24 @@ def graphed_training(run):
 
     graph, loss = captured(step)
     for number in range(8):
-        x.copy_(drawn(number, 256, 1024))
+        x.copy_(normals(number, 256, 1024))
         graph.replay()
         run.loss(loss)
         with torch.no_grad():
-            run.loss(model(drawn(50 + number, 64 * (1 + number % 3), 1024).to(run.device)).square().mean())
+            run.loss(model(normals(50 + number, 64 * (1 + number % 3), 1024).to(run.device)).square().mean())
 
 
 @program(cpu=False)
 def graphed_callables(run):
     """torch.cuda.make_graphed_callables: parts of a model as graphs in one pool, forward and backward."""
     parts = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)).to(run.device) for _ in range(3)]
-    samples = tuple((drawn(at, 128, 1024).to(run.device).requires_grad_(),) for at in range(3))
+    samples = tuple((normals(at, 128, 1024).to(run.device).requires_grad_(),) for at in range(3))
     graphed = torch.cuda.make_graphed_callables(tuple(parts), samples)
     head = nn.Linear(1024, 10).to(run.device)
     weights = [weight for part in parts for weight in part.parameters()] + list(head.parameters())
     optimizer = torch.optim.SGD(weights, lr=0.1)
     for step in range(6):
-        x = drawn(step, 128, 1024).to(run.device).requires_grad_()
+        x = normals(step, 128, 1024).to(run.device).requires_grad_()
         for part in graphed:
             x = part(x)
         loss = head(x).square().mean()
@@ -102,7 +102,7 @@ def pools_mixed(run):
     """A MemPool, a graph with a private pool, a side stream and the common memory; tensors outlive the pool that they came from."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
-        held = [drawn(at, 1 << 20).to(run.device) for at in range(8)]
+        held = [normals(at, 1 << 20).to(run.device) for at in range(8)]
         del held[::2]
     x = torch.zeros(1 << 20, device=run.device)
     graph, out = captured(lambda: chain(x.view(1024, 1024), 2) + 1)
@@ -134,7 +134,7 @@ def pools_in_turn(run):
     held = []
     for turn in range(12):
         with torch.cuda.stream(streams[turn % 3]), torch.cuda.use_mem_pool(pools[turn % 2]):
-            x = drawn(turn, 512 + 64 * turn, 1024).to(run.device)
+            x = normals(turn, 512 + 64 * turn, 1024).to(run.device)
             with torch.cuda.use_mem_pool(pools[(turn + 1) % 2]):
                 y = x * 2
             held.append(y + x)

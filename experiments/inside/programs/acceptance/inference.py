@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from acceptance.common import Gpt, close, drawn, gpt, must, program, tokens
+from acceptance.common import Gpt, close, normals, gpt, must, program, tokens
 
 
 def llama(run, layers=6):
@@ -51,7 +51,7 @@ def paged_cache(run):
     cache = torch.zeros(rows, length, heads, width, device=run.device, dtype=torch.half)
     for step in range(run.size(40, 8)):
         some, new = 1 + (17 * step) % (rows - 1), 1 + (61 * step) % (length // 2)
-        keys = drawn(step, some, new, heads, width, device=run.device).half()
+        keys = normals(step, some, new, heads, width, device=run.device).half()
         cache[:some, :new] = keys
         joined = torch.cat([cache[:some], keys], 1)
         if step % 8 == 7:
@@ -73,7 +73,7 @@ def diffusion(run):
     torch.backends.cudnn.benchmark = True
     with torch.inference_mode():
         for number, side in enumerate((64, 96, 128, 72, 160, 64, 112)):
-            x = drawn(number, run.size(4, 1), 4, run.size(side, 8), run.size(side, 8)).to(run.device, kind)
+            x = normals(number, run.size(4, 1), 4, run.size(side, 8), run.size(side, 8)).to(run.device, kind)
             for _ in range(3):
                 x = x + 0.01 * model(x)
             run.loss(x.float().square().mean())
@@ -154,12 +154,12 @@ def int8(run):
 def fp8(run):
     """Weights that wait as 8-bit floats and are widened for each layer, activations that are stored so between layers."""
     width = run.size(4096, 32)
-    weights = [drawn(at, width, width, device=run.device) / width**0.5 for at in range(6)]
+    weights = [normals(at, width, width, device=run.device) / width**0.5 for at in range(6)]
     small = [weight.to(torch.float8_e4m3fn) for weight in weights]
     del weights
     with torch.inference_mode():
         for step in range(8):
-            x = drawn(100 + step, run.size(512 + 128 * (step % 3), 4), width).to(run.device)
+            x = normals(100 + step, run.size(512 + 128 * (step % 3), 4), width).to(run.device)
             for weight in small:
                 stored = torch.tanh(x).to(torch.float8_e4m3fn)
                 x = stored.bfloat16() @ weight.bfloat16().T
@@ -197,11 +197,11 @@ def traced(run):
     width = run.size(1024, 16)
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.LayerNorm(2 * width), nn.Linear(2 * width, width)).eval()
     model = model.to(run.device)
-    x = drawn(0, run.size(64, 4), width).to(run.device)
+    x = normals(0, run.size(64, 4), width).to(run.device)
     with torch.no_grad():
         frozen = torch.jit.freeze(torch.jit.trace(model, x))
         for step in range(5):
-            y = drawn(step, run.size(64 * (step + 1), 4), width).to(run.device)
+            y = normals(step, run.size(64 * (step + 1), 4), width).to(run.device)
             run.loss(frozen(y).double().square().mean())
         exported = torch.export.export(model, (x,)).module()
         must(close(exported(x).double().mean(), model(x).double().mean(), 1e-3), "the exported model says something else")

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from acceptance.common import close, drawn, must, program
+from acceptance.common import close, normals, must, program
 
 
 @program(needs=("cupy",), cpu=False, gib=4.0, seconds=25.0)
@@ -13,7 +13,7 @@ def cupy_neighbour(run):
     import cupy
 
     for step in range(6):
-        x = drawn(step, 512 + 256 * step, 1024).to(run.device)
+        x = normals(step, 512 + 256 * step, 1024).to(run.device)
         theirs = cupy.from_dlpack(x)
         product = theirs @ theirs.T
         back = torch.from_dlpack(product)
@@ -70,7 +70,7 @@ def jax_neighbour(run):
         return jnp.tanh(x @ x.T) @ x / x.shape[0]
 
     for number in range(5):
-        x = drawn(number, 256 * (1 + number % 3), 512).to(run.device)
+        x = normals(number, 256 * (1 + number % 3), 512).to(run.device)
         torch.cuda.synchronize()
         theirs = step(dlpack.from_dlpack(x))
         theirs.block_until_ready()
@@ -98,7 +98,7 @@ def triton_kernel(run):
 
     for step in range(8):
         count = 100_003 * (step + 1)
-        x, y = (drawn(2 * step + at, count).to(run.device) for at in range(2))
+        x, y = (normals(2 * step + at, count).to(run.device) for at in range(2))
         out = torch.empty_like(x)
         add[(triton.cdiv(count, 1024),)](x, y, out, count, size=1024)
         must(torch.equal(out, x + y), "the kernel adds wrongly")
@@ -117,7 +117,7 @@ def arrays_of_others(run):
             }  # fmt: skip
 
     for step in range(6):
-        x = drawn(step, 1 << (16 + step)).to(run.device)
+        x = normals(step, 1 << (16 + step)).to(run.device)
         view = torch.as_tensor(Looks(x), device=run.device)
         must(view.data_ptr() == x.data_ptr(), "the view is a copy")
         view.add_(1)

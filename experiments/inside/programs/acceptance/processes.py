@@ -5,7 +5,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from acceptance.common import drawn, must, program
+from acceptance.common import normals, must, program
 
 
 def answer(questions, answers):
@@ -46,7 +46,7 @@ class OnGpu(Dataset):
         return 48
 
     def __getitem__(self, index):
-        return drawn(index, 64, 64).cuda().tanh().cpu()
+        return normals(index, 64, 64).cuda().tanh().cpu()
 
 
 class OnHost(Dataset):
@@ -56,13 +56,13 @@ class OnHost(Dataset):
         return 64
 
     def __getitem__(self, index):
-        return drawn(index, 3, 64, 64)
+        return normals(index, 3, 64, 64)
 
 
 @program(cpu=False, seconds=40.0, gib=4.0)
 def gpu_workers(run):
     """A DataLoader whose spawned workers use the GPU themselves, two epochs."""
-    weight = (drawn(0, 64, 64) / 8).to(run.device).requires_grad_()
+    weight = (normals(0, 64, 64) / 8).to(run.device).requires_grad_()
     loader = DataLoader(OnGpu(), batch_size=8, num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
     for _ in range(2):
         for batch in loader:

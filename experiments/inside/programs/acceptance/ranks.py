@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from acceptance.common import close, drawn, gpt, must, program, resnet, text_loss, tokens, train
+from acceptance.common import close, normals, gpt, must, program, resnet, text_loss, tokens, train
 
 # A product of tokens and width that keeps both GPUs busy for some milliseconds.
 SHAPES = ((6, 512), (4, 768), (8, 256))
@@ -85,7 +85,7 @@ def ddp_uneven(run):
 
     def step(number):
         side = run.size(96, 8)
-        x, y = drawn(2 * number + run.rank, run.size(24, 4), 3, side, side), tokens(number, 10, run.size(24, 4))
+        x, y = normals(2 * number + run.rank, run.size(24, 4), 3, side, side), tokens(number, 10, run.size(24, 4))
         loss = nn.functional.cross_entropy(model(x.to(run.device)), y.to(run.device))
         optimizer.zero_grad()
         loss.backward()
@@ -202,7 +202,7 @@ def tensor_parallel(run):
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(6):
-        x = drawn(step, run.size(512 + 512 * (step % 3), 4), width).to(run.device)
+        x = normals(step, run.size(512 + 512 * (step % 3), 4), width).to(run.device)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -224,9 +224,9 @@ def pipeline(run):
         for step in range(4):
             losses = []
             if run.rank == 0:
-                schedule.step(drawn(step, rows, width).to(run.device))
+                schedule.step(normals(step, rows, width).to(run.device))
             else:
-                schedule.step(target=drawn(50 + step, rows, width).to(run.device), losses=losses)
+                schedule.step(target=normals(50 + step, rows, width).to(run.device), losses=losses)
                 run.loss(torch.stack(losses).mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -239,7 +239,7 @@ def all_to_all(run):
     for step in range(12):
         counts = [1 + (37 * step + 101 * (run.rank + 2 * to)) % run.size(4000, 20) for to in range(2)]
         back = [1 + (37 * step + 101 * (source + 2 * run.rank)) % run.size(4000, 20) for source in range(2)]
-        x = drawn(2 * step + run.rank, sum(counts), width).to(run.device)
+        x = normals(2 * step + run.rank, sum(counts), width).to(run.device)
         there = torch.empty(sum(back), width, device=run.device)
         work = dist.all_to_all_single(there, x, back, counts, async_op=True)
         beside = torch.tanh(x[: counts[0]]).mean()
@@ -393,7 +393,7 @@ def ddp_compiled(run):
     model = torch.compile(wrapped(run, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
-        loss = model(drawn(2 * step + run.rank, 1024, width).to(run.device)).square().mean()
+        loss = model(normals(2 * step + run.rank, 1024, width).to(run.device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

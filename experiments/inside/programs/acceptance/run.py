@@ -29,13 +29,13 @@ sys.path[0:1] = [str(HERE.parent), str(HERE.parents[1])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def say(record):
+def print_record(record):
     """Prints a record in one piece: the processes of a job share the output."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
-def prepared(torch, options):
+def prepare(torch, options):
     """Fixes the seeds and asks for deterministic kernels; returns what the program is given."""
     from acceptance import common
 
@@ -103,17 +103,17 @@ def main():
         return 2
     record = {"acceptance": one.name, "rank": int(os.environ.get("RANK", "0"))}
     if one.missing:
-        say(record | {"skipped": f"needs {', '.join(one.missing)}"})
+        print_record(record | {"skipped": f"needs {', '.join(one.missing)}"})
         return 0
     if options.device == "cpu" and not one.cpu:
-        say(record | {"skipped": "needs a GPU"})
+        print_record(record | {"skipped": "needs a GPU"})
         return 0
     import torch
 
     if options.device == "cuda" and torch.cuda.device_count() < one.gpus:
-        say(record | {"skipped": f"needs {one.gpus} GPU{'s' * (one.gpus > 1)}"})
+        print_record(record | {"skipped": f"needs {one.gpus} GPU{'s' * (one.gpus > 1)}"})
         return 0
-    run = prepared(torch, options)
+    run = prepare(torch, options)
     if run.ranks != one.ranks:
         print(f"error: {one.name} is a job of {one.ranks}, and WORLD_SIZE is {run.ranks}; see launch.py", file=sys.stderr)
         return 2
@@ -130,7 +130,7 @@ def main():
     # JSON has no word for what is not finite.
     losses = [value if math.isfinite(value) else str(value) for value in run.losses]
     record |= {"losses": losses, "seconds": round(time.perf_counter() - began, 3), "torch": torch.__version__}
-    say(record)
+    print_record(record)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from acceptance.common import drawn, must, program
+from acceptance.common import normals, must, program
 
 SIZE = 1 << 22
 
@@ -19,7 +19,7 @@ def slow(x, products=60):
 def record_stream(run):
     """Tensors of the main stream that a side stream reads after they were dropped, as record_stream lets it."""
     side = torch.cuda.Stream()
-    busy = drawn(0, SIZE).to(run.device)
+    busy = normals(0, SIZE).to(run.device)
     sums = []
     for number in range(24):
         x = torch.full((SIZE,), float(number), device=run.device)
@@ -42,7 +42,7 @@ def record_stream(run):
 def dropped_beside(run):
     """A side stream's own tensors are dropped while it works on them, and the main stream waits for its results only."""
     side, other = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
-    busy = drawn(0, SIZE).to(run.device)
+    busy = normals(0, SIZE).to(run.device)
     torch.cuda.synchronize()
     results = []
     for number in range(20):
@@ -69,8 +69,8 @@ def dropped_beside(run):
 def prefetch(run):
     """Batches are copied from pinned memory by a stream of their own while the step before still runs."""
     copies = torch.cuda.Stream()
-    batches = [drawn(number, 2048, 1024).pin_memory() for number in range(10)]
-    weight = (drawn(99, 1024, 1024) / 32).to(run.device).requires_grad_()
+    batches = [normals(number, 2048, 1024).pin_memory() for number in range(10)]
+    weight = (normals(99, 1024, 1024) / 32).to(run.device).requires_grad_()
 
     def fetch(number):
         with torch.cuda.stream(copies):
@@ -108,7 +108,7 @@ def many_streams(run):
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
         total += sum(parts)
-        for part, stream in zip(parts, streams, strict=True):
+        for part in parts:
             part.record_stream(torch.cuda.current_stream())
         del streams, stream, parts, part
         if turn % 2:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from acceptance.common import close, drawn, gpt, must, program, resnet, text_loss, tokens, train
+from acceptance.common import close, normals, gpt, must, program, resnet, text_loss, tokens, train
 
 
 class Texts(torch.utils.data.Dataset):
@@ -35,7 +35,7 @@ class Pictures(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index):
-        return drawn(index, 3, self.side, self.side), index % 10
+        return normals(index, 3, self.side, self.side), index % 10
 
 
 @program(needs=("transformers", "accelerate"), gib=6.0, seconds=35.0)
@@ -127,7 +127,7 @@ def moving_average(run):
     sizes = [(12, 96, 160), (16, 128, 128), (8, 192, 96), (8, 256, 256), (12, 320, 192)]
     for step in range(run.size(12, 4)):
         rows, height, width = run.size(sizes[step % len(sizes)], (2, 16, 24))
-        x = drawn(step, rows, 3, height, width).to(run.device)
+        x = normals(step, rows, 3, height, width).to(run.device)
         loss = F.mse_loss(model(x), x)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,7 +140,7 @@ def moving_average(run):
         if step % 4 == 3:
             with torch.inference_mode():
                 side = run.size(256, 16)
-                run.loss(average(drawn(100 + step, run.size(16, 2), 3, side, side).to(run.device)).square().mean())
+                run.loss(average(normals(100 + step, run.size(16, 2), 3, side, side).to(run.device)).square().mean())
 
 
 @program(cpu=False)
@@ -150,7 +150,7 @@ def loss_scale(run):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=3)
     for step in range(10):
-        x = drawn(step, 48, 3, 96, 96).to(run.device).to(memory_format=torch.channels_last)
+        x = normals(step, 48, 3, 96, 96).to(run.device).to(memory_format=torch.channels_last)
         y = tokens(step, 100, 48).to(run.device)
         with torch.autocast("cuda", dtype=torch.float16):
             loss = F.cross_entropy(model(x), y)
@@ -243,7 +243,7 @@ def penalty(run):
     ).to(run.device)
     optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
     for step in range(8):
-        x = drawn(step, run.size(512 + 256 * (step % 3), 4), width).to(run.device).requires_grad_()
+        x = normals(step, run.size(512 + 256 * (step % 3), 4), width).to(run.device).requires_grad_()
         (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
         loss = critic(x.detach()).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
         optimizer.zero_grad()
@@ -257,7 +257,7 @@ def closure(run):
     """L-BFGS, which calls the loss many times a step and holds a history of gradients, between accumulated steps."""
     width = run.size(1024, 16)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8)).to(run.device)
-    x, y = drawn(0, run.size(4096, 32), width).to(run.device), drawn(1, run.size(4096, 32), 8).to(run.device)
+    x, y = normals(0, run.size(4096, 32), width).to(run.device), normals(1, run.size(4096, 32), 8).to(run.device)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=8, history_size=6)
 
     def loss_of():
@@ -310,7 +310,7 @@ def checkpoint_async(run):
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         saving = None
         for step in range(4):
-            loss = model(drawn(step, 64, width).to(run.device)).square().mean()
+            loss = model(normals(step, 64, width).to(run.device)).square().mean()
             loss.backward()
             if saving is not None:
                 saving.result()
@@ -329,7 +329,7 @@ def checkpoint_async(run):
 
 @program(needs=("transformers",), gib=5.0, seconds=25.0)
 def reinforce(run):
-    """Texts are drawn by a growing cache, then weighed against a frozen model that waits on the host between."""
+    """Texts are normals by a growing cache, then weighed against a frozen model that waits on the host between."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, words = run.size(512, 32), run.size(16000, 200)

@@ -5,7 +5,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn import functional as F
 
-from acceptance.common import close, drawn, must, program, tokens
+from acceptance.common import close, normals, must, program, tokens
 
 
 @program(gib=4.0)
@@ -21,7 +21,7 @@ def per_sample(run):
     generator = torch.Generator(run.device).manual_seed(1)
     for step in range(6):
         rows = run.size((256, 96, 400)[step % 3], 4)
-        x, y = drawn(step, rows, width).to(run.device), tokens(step, 10, rows).to(run.device)
+        x, y = normals(step, rows, width).to(run.device), tokens(step, 10, rows).to(run.device)
         each = vmap(grad(loss_of), in_dims=(None, 0, 0))(weights, x, y)
         norm = sum(value.flatten(1).square().sum(1) for value in each.values()).sqrt()
         factor = (1 / norm.clamp(min=1)).unsqueeze(1)
@@ -36,13 +36,13 @@ def per_sample(run):
 def jacobians(run):
     """jvp, vjp, jacrev and hessian of one function; they agree with each other."""
     width = run.size(256, 6)
-    first, second = (drawn(at, width, width).to(run.device) / width**0.5 for at in range(2))
+    first, second = (normals(at, width, width).to(run.device) / width**0.5 for at in range(2))
 
     def function(x):
         return torch.tanh(torch.tanh(x @ first) @ second)
 
     for step in range(4):
-        x, direction = (drawn(10 * step + at, width).to(run.device) for at in range(2))
+        x, direction = (normals(10 * step + at, width).to(run.device) for at in range(2))
         value, forward = jvp(function, (x,), (direction,))
         _, back = vjp(function, x)
         whole = jacrev(function)(x)
@@ -66,7 +66,7 @@ def ensemble(run):
         return functional_call(models[0], (weights, buffers), (x,))
 
     for step in range(6):
-        x = drawn(step, 8, run.size(512 + 256 * (step % 2), 4), width).to(run.device)
+        x = normals(step, 8, run.size(512 + 256 * (step % 2), 4), width).to(run.device)
         loss = (vmap(call)(weights, buffers, x) - x.mean(-1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()
@@ -82,8 +82,8 @@ def sparse(run):
     for step in range(4):
         count = rows * (8 + 8 * step)
         places = tokens(step, rows, 2, count).to(run.device)
-        matrix = torch.sparse_coo_tensor(places, drawn(step, count).to(run.device), (rows, rows)).coalesce()
-        dense = drawn(step, rows, width).to(run.device)
+        matrix = torch.sparse_coo_tensor(places, normals(step, count).to(run.device), (rows, rows)).coalesce()
+        dense = normals(step, rows, width).to(run.device)
         product, rowwise = torch.sparse.mm(matrix, dense), matrix.to_sparse_csr() @ dense
         must(torch.allclose(product, rowwise, rtol=1e-3, atol=1e-2), "two layouts have two products")
         run.loss(product.double().abs().mean())
@@ -107,7 +107,7 @@ def ragged(run):
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
     for step in range(5):
         lengths = [16 + (53 * (step + at)) % run.size(400, 30) for at in range(run.size(12, 3))]
-        texts = [drawn(100 * step + at, length, width) for at, length in enumerate(lengths)]
+        texts = [normals(100 * step + at, length, width) for at, length in enumerate(lengths)]
         x = torch.nested.nested_tensor(texts, layout=torch.jagged, device=run.device)
         with run.autocast():
             q, k, v = (part.unflatten(-1, (heads, width // heads)).transpose(1, 2) for part in layers["qkv"](x).chunk(3, -1))
@@ -124,7 +124,7 @@ def gaussian_process(run):
     """An exact Gaussian process by hand: Cholesky, its gradient, and predictions with growing data."""
     count = run.size(2500, 40)
     x = torch.linspace(0, 1, count, device=run.device, dtype=torch.double)
-    y = torch.sin(12 * x) + 0.1 * drawn(0, count).to(run.device)
+    y = torch.sin(12 * x) + 0.1 * normals(0, count).to(run.device)
     scales = torch.tensor([-1.0, 0.0, -2.0], device=run.device, dtype=torch.double, requires_grad=True)
     optimizer = torch.optim.Adam([scales], lr=0.1)
 
@@ -153,7 +153,7 @@ def gpytorch_model(run):
 
     count = run.size(2000, 40)
     x = torch.linspace(0, 1, count).to(run.device)
-    y = (torch.sin(12 * x.cpu()) + 0.1 * drawn(0, count)).to(run.device)
+    y = (torch.sin(12 * x.cpu()) + 0.1 * normals(0, count)).to(run.device)
 
     class Model(gpytorch.models.ExactGP):
         def __init__(self, likelihood):
@@ -183,7 +183,7 @@ def graph_network(run):
 
     torch.use_deterministic_algorithms(False)
     nodes, edges = run.size(100_000, 50), run.size(1_500_000, 200)
-    x, links, y = drawn(0, nodes, run.size(128, 8)), tokens(0, nodes, 2, edges), tokens(1, 40, nodes)
+    x, links, y = normals(0, nodes, run.size(128, 8)), tokens(0, nodes, 2, edges), tokens(1, 40, nodes)
     x, links, y = x.to(run.device), links.to(run.device), y.to(run.device)
     width = run.size(256, 8)
     layers = nn.ModuleList([SAGEConv(x.shape[1], width), SAGEConv(width, width), SAGEConv(width, 40)]).to(run.device)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from acceptance.common import drawn, must, program
+from acceptance.common import normals, must, program
 
 
 @program(gpus=2, cpu=False, gib=3.0, seconds=20.0)
@@ -12,7 +12,7 @@ def data_parallel(run):
     model = nn.DataParallel(nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).to(run.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(8):
-        loss = model(drawn(step, 512 + 128 * (step % 3), 1024).to(run.device)).square().mean()
+        loss = model(normals(step, 512 + 128 * (step % 3), 1024).to(run.device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def model_parallel(run):
     layers = [nn.Linear(2048, 2048).to(f"cuda:{at % 2}") for at in range(6)]
     optimizer = torch.optim.AdamW([weight for layer in layers for weight in layer.parameters()], lr=1e-4)
     for step in range(8):
-        x = drawn(step, 256 + 128 * (step % 3), 2048).to("cuda:0")
+        x = normals(step, 256 + 128 * (step % 3), 2048).to("cuda:0")
         for at, layer in enumerate(layers):
             x = torch.tanh(layer(x.to(f"cuda:{at % 2}")))
         loss = x.square().mean()
@@ -80,7 +80,7 @@ def graph_each(run):
         pool = torch.cuda.MemPool()
     with torch.cuda.device(1), torch.cuda.use_mem_pool(pool, device=1):
         held = torch.ones(1 << 20, device="cuda:1")
-    carried = drawn(0, 512, 512) / 32
+    carried = normals(0, 512, 512) / 32
     for _ in range(4):
         for number, (graph, x, out) in enumerate(graphs):
             with torch.cuda.device(number):
