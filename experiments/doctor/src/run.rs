@@ -204,7 +204,10 @@ fn report_kill(kill: &Kill, run: &str) {
         None => format!("after signal {}, the second that asks for the end", kill.signal),
     };
     let list = |all: &[around::Process]| all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    report_problem(format_args!("the program was killed {why}; still running were {}", list(&kill.processes)));
+    // Systems without /proc do not list them.
+    let ran =
+        if kill.processes.is_empty() { String::new() } else { format!("; still running: {}", list(&kill.processes)) };
+    report_problem(format_args!("the program was killed {why}{ran}"));
     if !kill.ended {
         report_problem("the system has not ended it yet: it waits in the kernel, perhaps for a GPU");
     }

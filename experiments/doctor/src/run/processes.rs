@@ -122,6 +122,11 @@ impl Process {
     }
 }
 
+/// Text of a file as far as it fits a line.
+fn short(text: &str) -> String {
+    text.chars().take(200).collect()
+}
+
 /// A sum of what a file says, which may be anything.
 fn sum_of(counts: impl Iterator<Item = u64>) -> u64 {
     counts.fold(0, u64::saturating_add)
@@ -153,7 +158,7 @@ pub(super) fn read_records(folder: &Folder) -> Records {
             Ok(process) => out.processes.extend(process),
             Err(error) => {
                 let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                out.unreadable.push(format!("{name} ({error})"));
+                out.unreadable.push(format!("{name} ({})", short(&error.to_string())));
             }
         }
     }
@@ -190,6 +195,8 @@ fn read(path: &Path, run: &str) -> Result<Option<Process>, Error> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     process.name = name.strip_suffix(ENDING).unwrap_or(&name).to_owned();
     process.command = secrets::redact(process.command.iter().map(String::as_str));
+    process.torch = short(&process.torch);
+    process.allocator = process.allocator.as_deref().map(short);
     // Its snapshots lie beside it.
     process.snapshots.retain(|snapshot| Path::new(&snapshot.file).file_name() == Some(snapshot.file.as_ref()));
     Ok(Some(process))

@@ -63,6 +63,33 @@ fn a_record_may_say_anything() {
 }
 
 #[test]
+fn a_pipe_that_is_called_like_a_record_keeps_no_signal() {
+    let place = Place::new();
+    let script = r#"mkfifo "$VRAMLAB_OUTPUT/p.process.json"; trap 'echo usr' USR1; trap 'echo term; exit 5' TERM; echo ready
+        while :; do sleep 0.02; done"#;
+    let live = Live::start(into_out(&place, &[], script));
+    assert_eq!(live.line(), "ready");
+    for (signal, heard) in [(Signal::USR1, "usr"), (Signal::TERM, "term")] {
+        live.send(signal);
+        assert_eq!(live.line(), heard);
+    }
+    let (status, said) = live.end();
+    assert_eq!(status.code(), Some(5), "{said}");
+}
+
+#[test]
+fn an_error_is_no_longer_than_a_line() {
+    let place = Place::new();
+    let script = r#"{ printf '{"run": 1, "state": "'; head -c 100000 /dev/zero | tr '\0' x; echo '"}'
+        } > "$VRAMLAB_OUTPUT/a.process.json"
+        { printf '"'; head -c 100000 /dev/zero | tr '\0' x; printf '"'; } > "$VRAMLAB_OUTPUT/b.process.json"; exit 7"#;
+    let (status, said) = ended(into_out(&place, &[], script));
+    assert_eq!(status.code(), Some(7));
+    assert!(said.len() < 2000 && said.contains("and 1 more"), "{}", said.len());
+    assert!(said.contains("a.process.json") || said.contains("b.process.json"));
+}
+
+#[test]
 fn a_folder_that_is_gone_or_another_one_costs_nothing() {
     for (then, left) in
         [(":", None), ("mkdir \"$VRAMLAB_OUTPUT\"", Some("out")), ("ln -s else \"$VRAMLAB_OUTPUT\"", Some("else"))]
