@@ -274,3 +274,25 @@ def test_nccl_registers_a_pool(allocator: str, variables: dict[str, str]) -> Non
         pytest.skip("needs a GPU")
     done = python(variables, "-c", REGISTERED, allocator)
     assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
+
+
+DESCRIPTORS = """
+import resource, sys, torch, vramlab.torch
+vramlab.torch.use("remap")
+tensor = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, int(sys.argv[1])))
+try:
+    tensor.untyped_storage()._share_cuda_()
+    print("shared")
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.parametrize(("most", "words"), [("2000", "shared"), ("200", "200 may be open (ulimit -n)")])
+def test_a_page_takes_a_descriptor_and_more_are_allowed_where_they_may_be(
+    most: str, words: str, variables: dict[str, str]
+) -> None:
+    done = python(variables, "-c", DESCRIPTORS, most)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
