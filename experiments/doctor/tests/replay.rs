@@ -191,8 +191,9 @@ fn pytorchs_histories_are_followed_address_for_address() {
 #[test]
 fn what_a_history_needs_is_said_beside_what_allocators_took() {
     let place = Place::new();
-    // How far a plan may be from the bound; a history of two streams also has one without waits between them.
-    for (name, most) in [("mlp", 1.01), ("gpt2", 1.01), ("resnet50", 1.01), ("streams", 1.05)] {
+    // How far a plan may be from the bound; a history of two streams also has one without waits between them, and half of the steps
+    // for each.
+    for (name, most) in [("mlp", 1.01), ("gpt2", 1.01), ("resnet50", 1.01), ("streams", 1.07)] {
         let file = trace(&format!("{name}.pickle.xz"));
         let rows = place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"]).rows();
         let number = |key: &str| rows[0][key].as_u64().unwrap_or_else(|| panic!("{key}: {}", rows[0]));

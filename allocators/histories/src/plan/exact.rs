@@ -132,7 +132,7 @@ impl<'a> Exact<'a> {
         if parts.iter().map(Part::pairs).sum::<usize>() > MOST_PAIRS {
             return Ok(None);
         }
-        claim.add(parts.iter().map(|part| Start::bytes(part)).sum())?;
+        claim.add(parts.iter().map(Start::bytes).sum())?;
         let parts = parts.into_iter().map(Searched::new).collect();
         let (random, room) = (Random(settings.seed), Room::new(budget));
         Ok(Some(Self { lifetimes, parts, offsets, random, room, _claim: claim }))
