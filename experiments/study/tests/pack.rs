@@ -80,6 +80,18 @@ fn of_programs_that_pack_into_one_archive_one_does() {
     assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for() {
+    let place = recorded();
+    let runs = place.at("out/small/runs");
+    let summary = runs.join(&names(&runs)[0]).join("summary.json");
+    std::fs::remove_file(&summary).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&summary).status().unwrap().success());
+    place.run(&["pack", "out", "-o", "label.tar.xz"]).refused(2, &["summary.json", "it is a pipe"]);
+    assert!(labels(&place).is_empty());
+}
+
 /// What is there of an archive, parts of it too.
 fn labels(place: &Place) -> Vec<String> {
     let mut found = names(&place.at("."));
