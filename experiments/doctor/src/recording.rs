@@ -1,6 +1,6 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
-use crate::explain::lines::LONGEST;
+use crate::explain::lines::beginning;
 use crate::gpus::{Gpus, Tallies};
 use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
@@ -142,8 +142,7 @@ impl Recording {
 
     /// The name of an annotation, as far as it is shown.
     fn name(&self, range: &Range) -> &str {
-        let name = self.origins.spelt(range.name);
-        &name[..name.floor_char_boundary(LONGEST)]
+        beginning(self.origins.spelt(range.name))
     }
 
     /// When the annotations began and ended whose names begin so.

@@ -172,12 +172,24 @@ fn words_of(origins: &Origins, frame: &Frame, shown: impl Fn(&str) -> String) ->
 }
 
 /// Bytes of a name beyond which it is not shown whole: no program's are so long, and one that is would fill every line.
-pub(crate) const LONGEST: usize = 1024;
+const LONGEST: usize = 1024;
+
+/// As much of a name as is shown, between characters.
+pub(crate) fn beginning(name: &str) -> &str {
+    let end = (0..=LONGEST.min(name.len())).rev().find(|&at| name.is_char_boundary(at));
+    &name[..end.unwrap_or(0)]
+}
+
+/// As much of the end of a path as is shown, between characters.
+fn end(path: &str) -> &str {
+    let start = (path.len().saturating_sub(LONGEST)..path.len()).find(|&at| path.is_char_boundary(at));
+    &path[start.unwrap_or(path.len())..]
+}
 
 /// The beginning of a long name.
 pub(crate) fn clipped(name: &str) -> Cow<'_, str> {
     match name.len() > LONGEST {
-        true => Cow::Owned(format!("{}…", &name[..name.floor_char_boundary(LONGEST)])),
+        true => Cow::Owned(format!("{}…", beginning(name))),
         false => Cow::Borrowed(name),
     }
 }
@@ -185,7 +197,7 @@ pub(crate) fn clipped(name: &str) -> Cow<'_, str> {
 /// The end of a long path.
 fn clipped_start(path: &str) -> Cow<'_, str> {
     match path.len() > LONGEST {
-        true => Cow::Owned(format!("…{}", &path[path.ceil_char_boundary(path.len() - LONGEST)..])),
+        true => Cow::Owned(format!("…{}", end(path))),
         false => Cow::Borrowed(path),
     }
 }
