@@ -33,7 +33,7 @@ case $mode in
       # The locks of the standard library have to be seen, too.
       build+=(-Z build-std)
     fi
-    RUSTFLAGS="-Zsanitizer=$mode" CARGO_PROFILE_DEV_DEBUG=1 "${build[@]}"
+    RUSTFLAGS="-Zsanitizer=$mode" CARGO_PROFILE_DEV_DEBUG=0 "${build[@]}"
     library=target/$mode/$host/debug/libvramlab.so
     flags=("-fsanitize=$mode")
     # What a callback that is left by longjmp or an exception loses is documented.

@@ -104,15 +104,19 @@ impl Device {
 
     /// Forgets a stream of the program, once the work on the device is done, so that no block of any allocator waits for it.
     ///
-    /// The allocators come first: when each has forgotten the stream, no call of it that names the stream is under way, and none
-    /// follows. Then the driver forgets it, and the program may destroy it.
+    /// The allocators come first, so that no free waits for a stream that the driver does not know. Then the driver forgets it, and refuses
+    /// it to calls that begin later. One that found it before may still be under way, for a block of the stream itself: it is over when its
+    /// allocator has been asked a second time. Then the program may destroy the stream.
     pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
         let allocators = self.allocators();
         let stream = self.stream(handle)?;
+        let forget = || allocators.iter().filter_map(Weak::upgrade).for_each(|each| each.forget_stream(stream));
         self.driver.device_synchronize()?;
-        allocators.iter().filter_map(Weak::upgrade).for_each(|allocator| allocator.forget_stream(stream));
+        forget();
         self.epoch.store(next_epoch(), Release);
-        self.driver.stream_forget(stream)
+        self.driver.stream_forget(stream)?;
+        forget();
+        Ok(())
     }
 }
 

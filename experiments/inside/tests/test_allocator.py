@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import json
 import os
 import pickle
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -409,181 +406,10 @@ def test_threads_with_streams_of_their_own_and_of_one() -> None:
         assert sum(told) == allocator.stats()["reserved_bytes.all.current"] == 0
 
 
-def test_a_close_waits_for_calls_of_other_threads_and_ends_them() -> None:
-    for _ in range(50):
-        errors: list[BaseException] = []
-        ready = threading.Barrier(4)
-
-        def work(allocator: va.Allocator, ready: threading.Barrier, errors: list[BaseException]) -> None:
-            ready.wait(timeout=30)
-            try:
-                while True:
-                    allocator.free(allocator.alloc(1000))
-                    allocator.segments()
-            except va.Error as error:
-                errors.append(error)
-
-        with va.Allocator("caching", "sim") as allocator:
-            threads = [threading.Thread(target=work, args=(allocator, ready, errors), daemon=True) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            ready.wait(timeout=30)
-        for thread in threads:
-            thread.join(timeout=30)
-        assert len(errors) == 3
-        assert all("closed" in str(error) for error in errors)
-
-
-def test_a_close_in_a_callback_is_refused(caching: va.Allocator) -> None:
-    errors: list[va.Error] = []
-
-    def close(*_: object) -> None:
-        with pytest.raises(va.LiveError, match="callback") as caught:
-            caching.close()
-        errors.append(caught.value)
-
-    caching.on_segment(close)
-    block = caching.alloc(MIB)
-    assert len(errors) == 1
-    caching.free(block)
-    assert live(caching) == 0
-
-
-def test_a_close_while_another_thread_is_in_a_callback_waits(caching: va.Allocator) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def wait(*_: object) -> None:
-        inside.set()
-        assert leave.wait(timeout=30)
-
-    caching.on_segment(wait)
-    worker = threading.Thread(target=lambda: caching.alloc(MIB))
-    worker.start()
-    assert inside.wait(timeout=30)
-    closer = threading.Thread(target=caching.close)
-    closer.start()
-    closer.join(timeout=0.2)
-    assert closer.is_alive()
-    leave.set()
-    for thread in (worker, closer):
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    with pytest.raises(va.Error, match="closed"):
-        caching.stats()
-
-
-def test_handles_are_neither_copied_nor_pickled(caching: va.Allocator) -> None:
-    pool = caching.pool()
-    pool.alloc(MIB)
-    checkpoint = pool.checkpoint()
-    for handle in (caching, pool, checkpoint):
-        for make in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(va.Error, match="cannot be copied or pickled"):
-                make(handle)
-    # Who copies the attributes by hand shares the handle.
-    twin = va.Allocator.__new__(va.Allocator)
-    twin.__dict__.update(caching.__dict__)
-    del twin
-    assert live(caching) == MIB
-    twin = va.Allocator.__new__(va.Allocator)
-    twin.__dict__.update(caching.__dict__)
-    twin.close()
-    with pytest.raises(va.Error, match="closed"):
-        caching.alloc(1)
-
-
-def test_what_is_no_checkpoint_is_refused(caching: va.Allocator) -> None:
-    for forged in (5, None, caching.pool()):
-        with pytest.raises(va.InvalidError, match="no checkpoint"):
-            caching.restore(forged)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", [name for name in SOME if name != "naive"])
-def test_a_restore_that_fails_changes_nothing(name: str) -> None:
-    with va.Allocator(name, "sim") as allocator:
-        pool = allocator.pool()
-        block = pool.alloc(3 * MIB, 1)
-        checkpoint = pool.checkpoint()
-        allocator.record_stream(block, 2)
-        before = allocator.stats(), allocator.segments()
-        with pytest.raises(va.LiveError):
-            allocator.restore(checkpoint)
-        assert (allocator.stats(), allocator.segments()) == before
-        assert pool.alloc(3 * MIB, 1) != block
-        allocator.free(block)
-
-
-def test_who_cannot_restore_refuses_the_checkpoint() -> None:
-    with va.Allocator("rmm-arena", "sim") as arena:
-        assert "checkpoint" not in arena.can()
-        with pytest.raises(va.IncapableError):
-            arena.pool().checkpoint()
-
-
-def test_callbacks_take_each_others_place(caching: va.Allocator) -> None:
-    told: list[int] = []
-
-    def follow(number: int) -> None:
-        caching.on_segment(lambda *_: (told.append(number), follow(number + 1)) and None)
-
-    follow(0)
-    for _ in range(1000):
-        caching.free(caching.alloc(30 * MIB))
-        caching.trim()
-    assert told == list(range(2000))
-    for number in range(100_000):
-        caching.on_segment(lambda *_, number=number: told.append(number))
-    caching.alloc(30 * MIB)
-    assert told[-1] == 99_999
-
-
-def test_an_allocator_with_a_callback_ends_with_its_last_use() -> None:
-    allocator = va.Allocator("caching", "sim")
-    allocator.on_segment(lambda *_: None)
-    handle = weakref.ref(allocator._handle)
-    gc.disable()
-    try:
-        del allocator
-        assert handle() is None
-    finally:
-        gc.enable()
-
-
 def in_a_process(script: str) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"PYTHONPATH": str(SOURCE)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_a_child_that_is_forked_while_a_call_runs_does_not_hang() -> None:
-    done = in_a_process(
-        """
-        import os, threading, vramlab
-        allocator = vramlab.Allocator("caching", "sim")
-        inside, leave = threading.Event(), threading.Event()
-        def wait(*_):
-            inside.set()
-            assert leave.wait(timeout=30)
-        allocator.on_segment(wait)
-        worker = threading.Thread(target=lambda: allocator.alloc(1 << 20))
-        worker.start()
-        assert inside.wait(timeout=30)
-        child = os.fork()
-        if child == 0:
-            for call in (lambda: allocator.alloc(1), allocator.close):
-                try:
-                    call()
-                except vramlab.Error as error:
-                    assert "spawn" in str(error)
-                else:
-                    os._exit(3)
-            os._exit(7)
-        leave.set()
-        worker.join()
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        """
-    )
-    assert (done.returncode, done.stdout) == (0, "7\n")
 
 
 def test_a_forked_child_is_told_and_ends_well() -> None:
