@@ -15,6 +15,7 @@ host=$(rustc -vV | sed -n 's/^host: //p')
 skip() { echo "skipped: $1"; exit 0; }
 
 flags=()
+linked=()
 run=()
 library=
 case $mode in
@@ -36,6 +37,13 @@ case $mode in
     RUSTFLAGS="-Zsanitizer=$mode" CARGO_PROFILE_DEV_DEBUG=0 "${build[@]}"
     library=target/$mode/$host/debug/libvramlab.so
     flags=("-fsanitize=$mode")
+    # GCC's runtime lacks functions that Rust's compiler calls, so the programs get the one of Rust.
+    if [ "$mode" = thread ]; then
+      runtime=$(echo "$(rustc +nightly --print sysroot)/lib/rustlib/$host"/lib/librustc*_rt.tsan.a)
+      linked=(-Wl,--whole-archive "$runtime" -Wl,--no-whole-archive -Wl,--export-dynamic -ldl -lm -lrt -lstdc++)
+    else
+      linked=("${flags[@]}")
+    fi
     # What a callback that is left by longjmp or an exception loses is documented.
     export ASAN_OPTIONS=detect_leaks=0
     ;;
@@ -54,7 +62,8 @@ build() {
   local source=$1 compiler=(${CC:-cc} -std=c11)
   [[ $source == *.cpp ]] && compiler=(${CXX:-c++} -std=c++17)
   "${compiler[@]}" -D_DEFAULT_SOURCE -Wall -Wextra -Werror -g -pthread ${flags[@]+"${flags[@]}"} -I allocators/capi/include \
-    "$tests/$source" "$library" -o "$scratch/${source%.*}"
+    -c "$tests/$source" -o "$scratch/object"
+  "${compiler[@]}" -pthread "$scratch/object" "$library" ${linked[@]+"${linked[@]}"} -o "$scratch/${source%.*}"
 }
 
 under() {
