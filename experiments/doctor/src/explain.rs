@@ -39,8 +39,8 @@ pub(crate) use explanation::{Explanation, Moment};
 pub(crate) use lines::line_of;
 pub(crate) use moments::{Held, Line};
 pub(crate) use purposes::is_cublas_workspace;
-pub(crate) use screen::{place, when};
 pub(crate) use releases::{By, Releases};
+pub(crate) use screen::{place, when};
 pub(crate) use survey::{Misses, captures_graphs};
 
 /// Rows of each table where the command line names no number.

@@ -264,48 +264,32 @@ fn empty_cache(recording: &Recording) -> Option<Found> {
     let releases = Releases::of(recording);
     let (mut stacks, mut gone) = (HashMap::<StackId, u64>::new(), HashMap::<u64, u64>::new());
     let (mut segments, mut bytes, mut again) = (0, 0, 0);
-    // Sizes of the segments that went back one after another with one stack.
-    let mut run: Option<(StackId, Vec<u64>)> = None;
-    let mut taken = Vec::new();
-    for event in recording.events.iter() {
-        let stack = event.origin.stack;
-        let request = match event.action {
-            Action::SegmentFree | Action::SegmentUnmap => {
-                if run.as_ref().is_none_or(|(first, _)| *first == stack) {
-                    run.get_or_insert((stack, Vec::new())).1.push(event.bytes);
-                    continue;
+    let mut inside = None;
+    for (index, event) in recording.events.iter().enumerate() {
+        match event.action {
+            Action::SegmentFree | Action::SegmentUnmap
+                if recording.origins.has_frames() && releases.by(index).is_call() =>
+            {
+                // Other frames are not those of the call.
+                let named = releases.by(index) == By::NamedCall;
+                let stack = if named { event.origin.stack } else { StackId::default() };
+                if inside.replace(stack) != Some(stack) {
+                    *stacks.entry(stack).or_default() += 1;
                 }
-                None
-            }
-            Action::SegmentAlloc | Action::SegmentMap => {
-                taken.push(event.bytes);
+                segments += 1;
+                bytes += event.bytes;
+                *gone.entry(event.bytes).or_default() += 1;
                 continue;
             }
-            Action::FreeCompleted => continue,
-            Action::Alloc | Action::Oom => Some(stack),
-            _ => None,
-        };
-        // A release without frames is a call where only that can be. Without any frames nothing is said.
-        let by_call = |released: StackId| {
-            releases.names_call(released) || recording.origins.has_frames() && releases.by(released, request) == By::Call
-        };
-        if let Some((released, sizes)) = run.take().filter(|(released, _)| by_call(*released)) {
-            *stacks.entry(released).or_default() += 1;
-            segments += sizes.len() as u64;
-            for size in sizes {
-                bytes += size;
-                *gone.entry(size).or_default() += 1;
+            Action::SegmentAlloc | Action::SegmentMap => {
+                if let Some(left) = gone.get_mut(&event.bytes).filter(|left| **left > 0) {
+                    *left -= 1;
+                    again += 1;
+                }
             }
+            _ => {}
         }
-        for size in taken.drain(..) {
-            if let Some(left) = gone.get_mut(&size).filter(|left| **left > 0) {
-                *left -= 1;
-                again += 1;
-            }
-        }
-        if matches!(event.action, Action::SegmentFree | Action::SegmentUnmap) {
-            run = Some((stack, vec![event.bytes]));
-        }
+        inside = None;
     }
     let times: u64 = stacks.values().sum();
     let what = format!(

@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
-use vramlab::histories::formats::{Action, StackId};
+use vramlab::histories::formats::Action;
 use vramlab::histories::memory::{Leftover, LimitBound, Peaks};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::policy::size::Size;
@@ -244,21 +244,17 @@ impl Retries {
         let mut reserved: u64 = recording.before.segments.iter().map(|one| one.segment.bytes).sum();
         let mut out = Self { count: 0, least: reserved, most: u64::MAX };
         let releases = Releases::of(recording);
-        // What was reserved before segments went back one after another, and their stack if they have the same.
-        let mut going: Option<(u64, Option<StackId>)> = None;
-        for event in recording.events.iter() {
-            let stack = event.origin.stack;
+        // What was reserved before segments went back one after another, where a request did that.
+        let mut going: Option<(u64, bool)> = None;
+        for (index, event) in recording.events.iter().enumerate() {
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
-                    going = Some(match going {
-                        Some((held, first)) => (held, first.filter(|first| *first == stack)),
-                        None => (reserved, Some(stack)),
-                    });
+                    let by_request = releases.by(index) == By::Request;
+                    going = Some(going.map_or((reserved, by_request), |(held, all)| (held, all && by_request)));
                     reserved = reserved.saturating_sub(event.bytes);
                 }
                 Action::SegmentAlloc | Action::SegmentMap => {
-                    let by_request = |first: StackId| releases.by(first, Some(stack)) == By::Request;
-                    if let Some((held, _)) = going.take().filter(|(_, first)| first.is_some_and(by_request)) {
+                    if let Some((held, _)) = going.take().filter(|(_, by_request)| *by_request) {
                         out.count += 1;
                         out.most = out.most.min(held + event.bytes - 1);
                     }

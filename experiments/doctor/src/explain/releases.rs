@@ -1,17 +1,20 @@
 //! Who gave segments back: a call of `empty_cache`, or a request that needed memory.
 //!
-//! Nothing in a snapshot says so. Frames do where releases have them, and the order of events does where they have none: PyTorch's
-//! `context="alloc"` gives a request's frames to the segments that it releases, and none to those of `empty_cache`; this project's
-//! recorder gives both theirs, so that only the backward pass, which runs outside of Python, has none.
+//! No event says so. This project's recorder gives each release the frames at that time. PyTorch gives it the request's frames,
+//! those of the call where frees have frames (`context="all"`), and else those with which the segment was allocated. So frames
+//! that a segment was not allocated with were gathered when it was released. What follows tells the rest: a request's own event
+//! comes right after what it releases.
 
 use crate::recording::Recording;
-use std::collections::HashSet;
+use std::collections::HashMap;
 use vramlab::histories::formats::{Action, StackId};
 
-/// Who gave segments back.
+/// Who gave a segment back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum By {
-    /// A call of `empty_cache`.
+    /// A call of `empty_cache`, which its frames name.
+    NamedCall,
+    /// A call of `empty_cache`, which nothing else can have been.
     Call,
     /// The request that follows.
     Request,
@@ -19,79 +22,112 @@ pub(crate) enum By {
     Unknown,
 }
 
-/// What tells it in a recording.
+impl By {
+    pub(crate) fn is_call(self) -> bool {
+        matches!(self, Self::NamedCall | Self::Call)
+    }
+}
+
+/// Who gave back each segment of a recording.
 #[derive(Debug)]
-pub(crate) struct Releases {
-    /// Which stacks name `empty_cache`, by index.
-    named: Vec<bool>,
-    /// Whether calls of `empty_cache` would have frames.
-    calls_have_frames: bool,
-    /// Whether any event has.
-    has_frames: bool,
+pub(crate) struct Releases(HashMap<usize, By>);
+
+/// A release: its frames, and those with which the segment was allocated, where the recording has that.
+#[derive(Clone, Copy, Debug)]
+struct Release {
+    index: usize,
+    stack: StackId,
+    birth: Option<StackId>,
 }
 
 impl Releases {
     /// Linear in the events.
     pub(crate) fn of(recording: &Recording) -> Self {
         let origins = &recording.origins;
-        let mut named = vec![false; origins.stacks()];
-        let stacks: HashSet<StackId> = recording
-            .events
-            .iter()
-            .filter(|event| matches!(event.action, Action::SegmentFree | Action::SegmentUnmap))
-            .map(|event| event.origin.stack)
-            .collect();
-        for stack in stacks {
-            named[stack.index()] = origins.frames(stack).any(|frame| origins.spelt(frame.name).contains("empty_cache"));
+        let names_call =
+            |stack: StackId| origins.frames(stack).any(|frame| origins.spelt(frame.name).contains("empty_cache"));
+        let own = recording.summary.keys.has("recorder") && origins.has_frames();
+        let mut out = HashMap::new();
+        let mut births = HashMap::new();
+        let mut run: Vec<Release> = Vec::new();
+        let mut end = |run: &mut Vec<Release>, request: Option<StackId>| {
+            if run.is_empty() {
+                return;
+            }
+            let named = run.iter().any(|release| names_call(release.stack));
+            let by = if named { By::NamedCall } else { by(run, request, own) };
+            out.extend(run.drain(..).map(|release| (release.index, by)));
+        };
+        for (index, event) in recording.events.iter().enumerate() {
+            let stack = event.origin.stack;
+            match event.action {
+                Action::SegmentFree | Action::SegmentUnmap => {
+                    run.push(Release { index, stack, birth: births.remove(&event.addr) });
+                }
+                Action::SegmentAlloc | Action::SegmentMap => {
+                    births.insert(event.addr, stack);
+                }
+                Action::FreeCompleted => {}
+                Action::Alloc | Action::Oom => end(&mut run, Some(stack)),
+                _ => end(&mut run, None),
+            }
         }
-        let has_frames = origins.has_frames();
-        Self { named, calls_have_frames: has_frames && recording.summary.keys.has("recorder"), has_frames }
+        end(&mut run, None);
+        Self(out)
     }
 
-    /// Whether the frames of a release name `empty_cache`.
-    pub(crate) fn names_call(&self, stack: StackId) -> bool {
-        self.named.get(stack.index()) == Some(&true)
+    /// Who gave back the segment of an event.
+    pub(crate) fn by(&self, index: usize) -> By {
+        self.0.get(&index).copied().unwrap_or(By::Unknown)
     }
+}
 
-    /// Who gave segments back that have the frames `released` and are followed by a request with the frames `request`; `None` where
-    /// what follows is no request.
-    pub(crate) fn by(&self, released: StackId, request: Option<StackId>) -> By {
-        match request {
-            _ if self.names_call(released) => By::Call,
-            // A request's own event comes right after what it releases.
-            None => By::Call,
-            Some(request) if !released.is_empty() => if released == request { By::Request } else { By::Unknown },
-            Some(_) if self.calls_have_frames => By::Request,
-            Some(request) if self.has_frames && !request.is_empty() => By::Call,
-            Some(_) => By::Unknown,
+/// Who released segments one after another, before an event that is a request with these frames, or is none. `own`: the frames
+/// are those at that time.
+fn by(run: &[Release], request: Option<StackId>, own: bool) -> By {
+    let Some(request) = request else { return By::Call };
+    let as_requested = run.iter().all(|release| release.stack == request);
+    let gathered = run.iter().any(|release| release.birth.is_some_and(|birth| birth != release.stack));
+    let born = run.iter().all(|release| release.birth == Some(release.stack) && !release.stack.is_empty());
+    match () {
+        () if own || gathered => {
+            if as_requested {
+                By::Request
+            } else {
+                By::Unknown
+            }
         }
+        // A request would have given them its own.
+        () if born && !as_requested && !request.is_empty() => By::Call,
+        () if !born && as_requested && !request.is_empty() => By::Request,
+        () => By::Unknown,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn releases(calls_have_frames: bool, stacks: [StackId; 3]) -> (Releases, [StackId; 3]) {
-        (Releases { named: vec![false, true, false], calls_have_frames, has_frames: true }, stacks)
-    }
+    use vramlab::histories::formats::Origins;
 
     #[test]
     fn frames_and_order_tell_who_released() {
-        let budget = vramlab::budget::Budget::default();
-        let mut origins = vramlab::histories::formats::Origins::new(&budget);
-        let [none, call, request] = [&[][..], &[0], &[1]].map(|frames| origins.stack(frames).unwrap());
-        for own in [false, true] {
-            let (releases, [none, call, request]) = releases(own, [none, call, request]);
-            assert_eq!(releases.by(call, Some(request)), By::Call);
-            assert_eq!(releases.by(none, None), By::Call);
-            assert_eq!(releases.by(request, Some(request)), By::Request);
-            // In the backward pass a request has no frames, nor has what it releases.
-            assert_eq!(releases.by(none, Some(none)), if own { By::Request } else { By::Unknown });
+        let mut origins = Origins::new(&vramlab::budget::Budget::default());
+        let [none, first, second] = [&[][..], &[0], &[1]].map(|frames| origins.stack(frames).unwrap());
+        let run = |stack, birth| [Release { index: 0, stack, birth }];
+        // Nothing was requested.
+        assert_eq!(by(&run(none, None), None, false), By::Call);
+        // The recorder's frames are those at that time; the backward pass has none.
+        assert_eq!(by(&run(none, Some(first)), Some(none), true), By::Request);
+        assert_eq!(by(&run(second, Some(first)), Some(second), true), By::Request);
+        assert_eq!(by(&run(none, Some(first)), Some(second), true), By::Unknown);
+        // PyTorch's may be those of the segment's birth, in the backward pass too.
+        assert_eq!(by(&run(second, Some(first)), Some(second), false), By::Request);
+        assert_eq!(by(&run(none, Some(first)), Some(none), false), By::Request);
+        assert_eq!(by(&run(first, Some(first)), Some(second), false), By::Call);
+        for (stack, birth, request) in
+            [(first, Some(first), first), (first, Some(first), none), (none, Some(none), second), (none, None, none)]
+        {
+            assert_eq!(by(&run(stack, birth), Some(request), false), By::Unknown);
         }
-        let (pytorch, [none, _, request]) = releases(false, [none, call, request]);
-        assert_eq!(pytorch.by(none, Some(request)), By::Call);
-        let nothing = Releases { named: vec![false], calls_have_frames: false, has_frames: false };
-        assert_eq!(nothing.by(none, Some(none)), By::Unknown);
     }
 }

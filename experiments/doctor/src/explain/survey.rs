@@ -4,7 +4,7 @@ use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
 use super::explanation::{Explanation, Point, Refused, Retry, Shape};
 use super::moments::{Sample, moment};
-use super::{By, Lines, Releases, View};
+use super::{Lines, Releases, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -60,7 +60,7 @@ pub(super) struct Waits {
 }
 
 /// What came and went since the program's last event.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Window {
     /// Whether the request was looked for that these events belong to.
     probed: bool,
@@ -71,16 +71,8 @@ struct Window {
     taken: u64,
     released: u64,
     segments: u64,
-    /// Whether frames name a call of `empty_cache`.
+    /// Whether a call of `empty_cache` gave them back.
     by_call: bool,
-    /// Whether nothing that went back has frames.
-    unnamed: bool,
-}
-
-impl Default for Window {
-    fn default() -> Self {
-        Self { probed: false, completed: false, request: None, taken: 0, released: 0, segments: 0, by_call: false, unnamed: true }
-    }
 }
 
 /// Looks at every event. The checkpoints reach the moments that were found, and `points`.
@@ -145,15 +137,13 @@ pub(super) fn survey<'r>(
             Action::SegmentFree | Action::SegmentUnmap => {
                 window.released += event.bytes;
                 window.segments += 1;
-                window.by_call |= releases.names_call(event.origin.stack);
-                window.unnamed = window.unnamed && event.origin.stack.is_empty();
+                window.by_call |= releases.by(index).is_call();
             }
             Action::Alloc if event.bytes > 0 => {
                 found.allocations += 1;
                 out.last_request.insert(event.stream, (index, found.allocations));
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
-                let mut window = std::mem::take(&mut window);
-                window.by_call |= window.unnamed && releases.by(StackId::default(), Some(event.origin.stack)) == By::Call;
+                let window = std::mem::take(&mut window);
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
                     let shape = missed.entry(event.bytes).or_default();
                     out.misses.all += 1;
