@@ -162,7 +162,11 @@ while True:
 
 
 def test_what_was_recorded_before_a_kill_is_there(variables: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import torch, vramlab\nheld = lambda n: torch.empty(n, device='cuda')\n" + ENDLESS]
+    command = [
+        sys.executable,
+        "-c",
+        "import torch, vramlab\nheld = lambda n: torch.empty(n, device='cuda')\n" + ENDLESS,
+    ]
     with subprocess.Popen(command, env=variables, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -132,7 +132,9 @@ def built(part: Part, torch: Torch) -> Path:
                 return kept if kept.is_file() else compile_part(part, torch, kept, _need(part, compiler, torch))
         except OSError as error:
             why = f"{folder} cannot be written ({error.strerror})"
-    text = "so vramlab's {part.name} is compiled for this process only; set XDG_CACHE_HOME to a folder that can be written"
+    text = (
+        "so vramlab's {part.name} is compiled for this process only; set XDG_CACHE_HOME to a folder that can be written"
+    )
     warnings.warn(f"vramlab: {why}, {text}", stacklevel=3)
     own = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)

@@ -278,9 +278,7 @@ class record:
     that are kept. A block in which CUDA is not used leaves no file, and a warning.
     """
 
-    def __init__(
-        self, path: str | Path, *, events: int = EVENTS, frames: str = "alloc", frames_from: int = 0
-    ) -> None:
+    def __init__(self, path: str | Path, *, events: int = EVENTS, frames: str = "alloc", frames_from: int = 0) -> None:
         """Says where the recording goes; nothing is recorded before the block begins."""
         if events < 1:
             raise ValueError(f"events={events}: write 1 or more")
@@ -294,9 +292,7 @@ class record:
     def _begin(self) -> None:
         # Waits in PyTorch's queue where CUDA was not used yet, and the block may be over by then.
         if not self._over:
-            self._recording = begin(
-                self.path, events=self.events, frames=self.frames, frames_from=self.frames_from
-            )
+            self._recording = begin(self.path, events=self.events, frames=self.frames, frames_from=self.frames_from)
 
     def __enter__(self) -> record:
         """Begins the recording, or has it begun when CUDA is first used, which it does not do by itself."""
