@@ -36,7 +36,7 @@ def installed() -> _build.Torch:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a process with PyTorch: on the GPU, or with the stand-in loaded, which is built in a folder."""
+    """The environment of a process with PyTorch: on the GPU, or with the stand-in, which is built in a folder."""
     out = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_", "PYTORCH_"))}
     out["PYTHONPATH"] = str(SOURCE)
     import torch

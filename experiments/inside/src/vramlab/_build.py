@@ -1,8 +1,8 @@
 """Compiles what works with PyTorch's classes in C++: the shim between it and libvramlab, and the recorder.
 
 Each fits the version of PyTorch that it was compiled for and no other, so it is compiled once for each version and kept
-in the user's cache. That needs a C++ compiler and no nvcc. They lie in $XDG_CACHE_HOME/vramlab (~/.cache/vramlab); `build_shims.py` puts some into
-the package, for machines without a compiler.
+in the user's cache, $XDG_CACHE_HOME/vramlab (~/.cache/vramlab). That needs a C++ compiler and no nvcc. `build_shims.py`
+puts some into the package, for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _need(part: Part, compiler: str | None, torch: Torch) -> str:
     if compiler is None:
         named = ", ".join(COMPILERS)
         raise BuildError(
-            f"vramlab's {part.name} for torch {torch.version} has to be compiled, and there is no C++ compiler ({named}): "
+            f"vramlab's {part.name} for torch {torch.version} has to be compiled; no C++ compiler is here ({named}): "
             "install one (apt install g++, or conda install gxx), name it in CXX, or install a wheel of vramlab that "
             "holds it"
         )

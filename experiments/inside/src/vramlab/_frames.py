@@ -52,7 +52,7 @@ class _UnknownError(Exception):
 
 
 def measure() -> Layout | None:
-    """The layout of this interpreter; None where it is not CPython 3.11 or newer with the GIL, or is built otherwise."""
+    """The layout of this interpreter; None where it is not a plain CPython 3.11 or newer with the GIL."""
     plain = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
     if not plain or sys.version_info < (3, 11) or hasattr(sys, "gettotalrefcount"):
         return None
@@ -171,7 +171,7 @@ def check(stack: Any) -> bool:
     # A name and a file beyond ASCII, in a generator, below a call from C.
     source = "def été(stack):\n    yield stack(), sys._getframe()\n"
     exec(compile(source, "\u0416/\U0001f4be.py", "exec"), {"sys": sys}, names)
-    text, frame = next(map(lambda each: next(each), [names["été"](stack)]))  # noqa: PLW0108
+    text, frame = next(map(next, [names["été"](stack)]))
     seen = [tuple(line.split("\t", 2)) for line in text.decode().splitlines()]
     expected: list[tuple[str, str, str]] = []
     while frame is not None:

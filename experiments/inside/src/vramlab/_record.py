@@ -1,9 +1,9 @@
 """Recordings of PyTorch's allocator, each a file in the form of PyTorch's snapshots.
 
 [`Recording`] is this package's own: it writes each event as it happens, so that a program of any length is recorded
-whole. [`History`] is PyTorch's: a ring of the newest events in memory. It takes the place of the other where that cannot
-be built. Neither records the frames of frees: gathering them while an exception is unwound through C++ can lose it, and
-the program ends with a SystemError (PyTorch's `context="all"`).
+whole. [`History`] is PyTorch's: a ring of the newest events in memory. It takes the place of the other where that
+cannot be built. Neither records the frames of frees: gathering them while an exception is unwound through C++ can lose
+it, and the program ends with a SystemError (PyTorch's `context="all"`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Recorder:
 class Recording:
     """Writes the events of PyTorch's allocator to a file as they happen, whichever allocator that is.
 
-    The file of the first GPU on which memory is asked for has the name that is given, those of others `.gpuN` in it. One
+    The file of the first GPU on which memory is asked for has the name that is given, those of others `.gpuN` in it. A
     process has one recording at a time. The host's memory that it takes is that of the different stacks, at most some
     200 MB, and 256 KiB for each GPU.
     """
@@ -273,9 +273,9 @@ def write_whole(path: Path, fill: Any) -> None:
 class record:
     """Records PyTorch's allocator for a block, in a file that is whole when it ends, also where it ends with an error.
 
-    `frames` says which events have stack frames of Python: "alloc", those that allocate, or "none". `frames_from` is the
-    least size of a block that gets them. Where PyTorch's history has to take the recorder's place, `events` is the most
-    that are kept. A block in which CUDA is not used leaves no file, and a warning.
+    `frames` says which events have stack frames of Python: "alloc", those that allocate, or "none". `frames_from` is
+    the least size of a block that gets them. Where PyTorch's history has to take the recorder's place, `events` is the
+    most that are kept. A block in which CUDA is not used leaves no file, and a warning.
     """
 
     def __init__(self, path: str | Path, *, events: int = EVENTS, frames: str = "alloc", frames_from: int = 0) -> None:
