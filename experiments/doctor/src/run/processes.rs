@@ -56,7 +56,7 @@ pub(crate) struct Process {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Snapshot {
     pub(crate) file: String,
-    /// `exit`, `out-of-memory`, `signal` or `every`.
+    /// `exit`, `out-of-memory`, `signal`, `every`, or `running` for what a process that was killed had recorded.
     pub(crate) why: String,
     time_ns: u64,
     /// How long the program was held up by it.
@@ -155,7 +155,12 @@ pub(super) fn read_records(folder: &Folder) -> Records {
     }
     for file in record_files(&folder.path) {
         match read(&file, &folder.run) {
-            Ok(process) => out.processes.extend(process),
+            Ok(Some(mut process)) => {
+                // It is there once memory was asked for.
+                process.snapshots.retain(|one| one.why != "running" || folder.path.join(&one.file).is_file());
+                out.processes.push(process);
+            }
+            Ok(None) => {}
             Err(error) => {
                 let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 out.unreadable.push(format!("{name} ({})", short(&error.to_string())));

@@ -60,6 +60,16 @@ fn a_record_may_say_anything() {
         let named = &record(&place, "out")["processes"][0]["snapshots"][0]["file"];
         assert_eq!(named.as_str(), at, "{said}");
     }
+    // What would have grown had the process asked for memory.
+    for (there, count) in [(true, 1), (false, 0)] {
+        let place = Place::new();
+        let snapshot = r#"{"file": "p.pickle", "why": "running", "time_ns": 1, "took_s": 0.0}"#;
+        let made = if there { "echo > \"$VRAMLAB_OUTPUT/p.pickle\"; " } else { "" };
+        let (status, said) = ended(into_out(&place, &[], &format!("{made}{}", hostile_record("0", snapshot))));
+        assert_eq!(status.code(), Some(7), "{said}");
+        let snapshots = &record(&place, "out")["processes"][0]["snapshots"];
+        assert_eq!(snapshots.as_array().unwrap().len(), count, "{snapshots}");
+    }
 }
 
 #[test]

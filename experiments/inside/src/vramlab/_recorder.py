@@ -204,7 +204,7 @@ class Recorder:
             # The program and not its arguments, in which secrets may be.
             "command": [sys.executable, *sys.argv[:1]],
             "torch": str(self.torch.__version__),
-            "allocator": os.environ.get("VRAMLAB_ALLOC"),
+            "allocator": self._allocator(),
             "takes_signal": self.signal.installed,
             "began_ns": self.began_ns,
             "until_ns": time.time_ns(),
@@ -219,6 +219,12 @@ class Recorder:
             _record.write_whole(self.folder / f"{self.name}.process.json", lambda file: file.write(text))
         except OSError as error:
             say(f"{self.folder}: {error}")
+
+    @staticmethod
+    def _allocator() -> str | None:
+        """What was put under PyTorch, whatever was asked for."""
+        inside = sys.modules.get("vramlab.torch")
+        return None if inside is None else inside.allocator()
 
     def _unfinished(self, state: str) -> list[dict[str, Any]]:
         """The file that grows while the process runs: where it is killed, that file has the most."""
