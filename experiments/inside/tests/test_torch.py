@@ -227,7 +227,8 @@ def test_why_a_tensor_cannot_be_opened_is_said(variables: dict[str, str]) -> Non
     assert done.returncode == 0, done.stderr
     gone, freed = done.stdout.splitlines()
     assert "is gone" in gone
-    assert "has freed the tensor" in freed
+    # A container may refuse to look into another process at all.
+    assert "has freed the tensor" in freed or "pidfd_getfd is refused: " in freed
     assert all("'caching'" in line for line in (gone, freed))
 
 
