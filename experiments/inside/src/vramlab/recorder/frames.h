@@ -51,10 +51,10 @@ struct FrameText {
 
 // A place in a program. The code's name and first line are in it because the address of code that was freed is used again.
 struct Spot {
-    const void* code = nullptr;
-    int64_t instruction = 0;
-    const void* name = nullptr;
-    int64_t first_line = 0;
+    const void* code;
+    int64_t instruction;
+    const void* name;
+    int64_t first_line;
 
     bool operator==(const Spot& other) const {
         return code == other.code && instruction == other.instruction && name == other.name &&
@@ -175,29 +175,25 @@ class Stacks {
 
     // The stack that the calling thread is in.
     uint32_t here(const Python& python) {
-        thread_local Spot now[DEEPEST];
-        thread_local std::vector<Spot> last;
-        thread_local std::vector<uint32_t> last_nodes;
-        thread_local uint64_t last_era = 0;
+        // Nothing in it has to be destroyed: a thread may allocate while what is its own is being destroyed.
+        thread_local Seen last;
+        Spot now[DEEPEST];
         const size_t depth = python.walk(now, DEEPEST);
-        if (last_era != era_) {
-            last.clear();
-            last_nodes.clear();
-            last_era = era_;
+        if (last.era != era_) {
+            last.era = era_;
+            last.depth = 0;
         }
         // Most stacks differ from the one before in their innermost frames only.
-        size_t same = 0;
-        while (same < depth && same < last.size() && last[same] == now[depth - 1 - same]) ++same;
-        last.resize(same);
-        last_nodes.resize(same);
-        for (size_t at = same; at < depth; ++at) {
-            const Spot& spot = now[depth - 1 - at];
-            const uint32_t node = find(last_nodes.empty() ? 0 : last_nodes.back(), spot, python);
+        size_t at = 0;
+        while (at < depth && at < last.depth && last.spots[at] == now[depth - 1 - at]) ++at;
+        for (last.depth = at; last.depth < depth; ++last.depth) {
+            const Spot& spot = now[depth - 1 - last.depth];
+            const uint32_t node = find(last.depth == 0 ? 0 : last.nodes[last.depth - 1], spot, python);
             if (node == 0) return 0;
-            last.push_back(spot);
-            last_nodes.push_back(node);
+            last.spots[last.depth] = spot;
+            last.nodes[last.depth] = node;
         }
-        return last_nodes.empty() ? 0 : last_nodes.back();
+        return depth == 0 ? 0 : last.nodes[depth - 1];
     }
 
     const Node& node(uint32_t stack) const { return nodes_[stack]; }
@@ -209,6 +205,14 @@ class Stacks {
     void clear() { *this = Stacks(); }
 
   private:
+    // What a thread saw last, the outermost frame first.
+    struct Seen {
+        uint64_t era = 0;
+        size_t depth = 0;
+        Spot spots[DEEPEST];
+        uint32_t nodes[DEEPEST] = {};
+    };
+
     // What a thread saw last belongs to one set of stacks.
     static uint64_t next_era() {
         static std::atomic<uint64_t> next{1};
