@@ -156,8 +156,10 @@ pub(super) fn read_records(folder: &Folder) -> Records {
     for file in record_files(&folder.path) {
         match read(&file, &folder.run) {
             Ok(Some(mut process)) => {
-                // It is there once memory was asked for.
-                process.snapshots.retain(|one| one.why != "running" || folder.path.join(&one.file).is_file());
+                let (unfinished, written): (Vec<Snapshot>, Vec<Snapshot>) =
+                    process.snapshots.into_iter().partition(|one| one.why == "running");
+                process.snapshots = written;
+                process.snapshots.extend(unfinished.iter().flat_map(|one| left_behind(&folder.path, one)));
                 out.processes.push(process);
             }
             Ok(None) => {}
@@ -170,6 +172,16 @@ pub(super) fn read_records(folder: &Folder) -> Records {
     out.processes.sort_by_key(|process| (process.rank.is_none(), process.rank, process.began_ns, process.pid));
     out.unreadable.sort();
     out
+}
+
+/// The files of a recording that a process was killed in: that of the first GPU on which memory was asked for, if any was, and those
+/// of others.
+fn left_behind(folder: &Path, recording: &Snapshot) -> Vec<Snapshot> {
+    const MOST_GPUS: usize = 128;
+    let stem = recording.file.strip_suffix(".pickle").unwrap_or(&recording.file);
+    let others = (0..MOST_GPUS).map(|gpu| format!("{stem}.gpu{gpu}.pickle"));
+    let names = others.chain([recording.file.clone()]).filter(|name| folder.join(name).is_file());
+    names.map(|file| Snapshot { file, ..recording.clone() }).collect()
 }
 
 fn record_files(folder: &Path) -> Vec<PathBuf> {

@@ -173,10 +173,7 @@ class EventFile {
         to.code('u');
         ++events_;
         if (++batch_ == BATCH) end_batch();
-        if (to.size() >= CHUNK || event.time_us >= written_us_ + LONGEST_US) {
-            written_us_ = event.time_us;
-            write();
-        }
+        if (to.size() >= CHUNK) write();
     }
 
     // Hands what is buffered to the system. After a failure the file ends with the last event that is whole.
@@ -221,7 +218,6 @@ class EventFile {
     static constexpr size_t CHUNK = 1 << 18;
     // Events that are appended to the list together, as Python's pickler does: readers keep so many in memory.
     static constexpr size_t BATCH = 1000;
-    static constexpr uint64_t LONGEST_US = 1'000'000;
 
     void end_batch() {
         if (std::exchange(batch_, 0) != 0) pickle_.code('e');
@@ -284,7 +280,6 @@ class EventFile {
     uint64_t mark_ = 0;
     uint64_t events_ = 0;
     size_t batch_ = 0;
-    uint64_t written_us_ = 0;
     Pickle pickle_;
     uint32_t next_place_ = 256;
     std::vector<uint32_t> stack_places_;

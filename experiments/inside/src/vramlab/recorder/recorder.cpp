@@ -16,9 +16,13 @@
 #include <pthread.h>
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <csignal>
 #include <ctime>
 #include <deque>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 namespace vramlab_recorder {
 namespace {
@@ -104,6 +108,7 @@ class Recorder {
         ending_ = false;
         clock_.begin();
         active_.store(true);
+        if (!std::exchange(writes_, true)) write_each_second();
     }
 
     // The segments are copied next. Where that is the last time, what comes after it is not recorded.
@@ -205,6 +210,22 @@ class Recorder {
         listens_to_ = allocator;
     }
 
+    // What is buffered when the process is killed is lost, so it is written also while no event comes.
+    void write_each_second() {
+        // Signals stay with the program's threads: Python's main thread is to be woken by them.
+        sigset_t all;
+        sigset_t before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        std::thread([this] {
+            for (;;) {
+                std::this_thread::sleep_for(std::chrono::seconds(1));
+                if (active_.load()) flush();
+            }
+        }).detach();
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
     void hear(const TraceEntry& entry) noexcept {
         if (!active_.load(std::memory_order_relaxed)) return;
         try {
@@ -293,6 +314,7 @@ class Recorder {
     std::string path_;
     size_t used_ = 0;
     bool frames_ = false;
+    bool writes_ = false;
     bool ending_ = false;
     size_t snapshots_ = 0;  // since one was expected
     uint64_t frames_from_ = 0;
