@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the programs of allocators/capi/tests under a tool that finds errors of memory or of threads. Any finding ends it with 1.
 #
-#   allocators/capi/sanitize.sh valgrind   the library as the tests built it; about a minute and a half
+#   allocators/capi/sanitize.sh valgrind   the library as the tests built it; about a minute
 #   allocators/capi/sanitize.sh address    AddressSanitizer in library and programs; wants a nightly toolchain
 #   allocators/capi/sanitize.sh thread     ThreadSanitizer in library, standard library and programs; wants nightly with rust-src
 #
@@ -77,12 +77,13 @@ under() {
 under restores.c caching remap pytorch bfc rmm-arena
 under late.c thread "$scratch" caching
 under late.c main "$scratch" remap
-under callbacks.c caching remap
 under events.c caching
 under streams.c caching
 under limits.c stream-ordered
 if command -v "${CXX:-c++}" > /dev/null; then under throws.cpp caching remap; else echo "skipped: throws.cpp, there is no C++ compiler"; fi
+# Under Valgrind, which runs one thread at a time, these take minutes.
 if [ "$mode" != valgrind ]; then
+  under callbacks.c caching remap
   under api.c "$scratch"
   under events.c remap naive stream-ordered
   under streams.c pytorch stream-ordered rmm-arena
