@@ -60,7 +60,7 @@ def reading() -> str:
     if len(least) != 1:
         raise AnalysisError("experiments/doctor/src/reading.rs: does not say how much memory reading takes by default.")
     return (
-        f"**Memory.** A history, what is read of it and the search for a plan together take at most {least[0]} GiB, for "
-        "`explain`, `advise` and `report` one and a half times a larger file; `--read-memory` allows more, or less. Where a "
-        "search ends for that reason, the page and `--json` say so."
+        "**Memory.** A history, what is read of it and the search for a plan together take at most "
+        f"{least[0]} GiB, for `explain`, `advise` and `report` one and a half times a larger file; `--read-memory` "
+        "allows more, or less. Where a search ends for that reason, the page and `--json` say so."
     )
