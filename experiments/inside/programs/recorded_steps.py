@@ -34,7 +34,7 @@ def recording(arm, folder):
     return _record.Recording(Path(folder) / f"{arm}.pickle", frames or "alloc")
 
 
-def events(file):
+def events():
     """Steps are turns of a loop that allocates: two events of a request, and three with its free."""
     kept = []
 
@@ -52,7 +52,7 @@ def main():
     torch.manual_seed(1)
     began = recording(arm, folder)
     if name == "events":
-        step = events(arm)
+        step = events()
     else:
         step = programs.PROGRAMS[name][0](torch.device("cuda"), 1, **SIZES.get(name, {}))
     for number in range(WARM_UP):

@@ -129,9 +129,12 @@ def test_ranges_and_each_gpu_are_recorded(variables: dict[str, str], tmp_path: P
 
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
-    done = run(variables, CAPTIONS, tmp_path)
+    # Some of these characters end a line.
+    folder = tmp_path / "a\u2028b\nc.d"
+    folder.mkdir()
+    done = run(variables, CAPTIONS, folder)
     assert done.returncode == 0, done.stderr
-    first, second = read(tmp_path / "x.pickle"), read(tmp_path / "x.gpu1.pickle")
+    first, second = read(folder / "x.pickle"), read(folder / "x.gpu1.pickle")
     stages = [(one["name"], one["stage"]) for one in first["external_annotations"]]
     assert stages == [("lädt", "START"), ("lädt", "END")]
     assert [len(trace) for trace in first["device_traces"]] == [2]
@@ -215,8 +218,10 @@ with vramlab.record("outer.pickle"):
         thread.join()
     child = os.fork()
     if child == 0:
-        os._exit(0)
+        # Leaves the blocks by an exception, as it does in the parent.
+        raise SystemExit(0)
     os.waitpid(child, 0)
+    held(4000)
 """
 
 
@@ -225,7 +230,7 @@ def test_threads_forks_and_a_recording_in_another(variables: dict[str, str], tmp
     assert done.returncode == 0, done.stderr
     assert "this process is recorded already" in done.stderr
     sizes = [event["size"] for event in read(tmp_path / "outer.pickle")["device_traces"][0]]
-    assert {1000, 2000} <= set(sizes)
+    assert {1000, 2000, 4000} <= set(sizes)
     assert sizes.count(3000) == 3 * 4000
     assert 2000 in [event["size"] for event in read(tmp_path / "inner.pickle")["device_traces"][0]]
 
@@ -274,8 +279,8 @@ with vramlab.record("x.pickle"):
 def test_the_hosts_memory_does_not_grow_with_the_events(variables: dict[str, str], tmp_path: Path) -> None:
     done = run(variables, LONG, tmp_path)
     assert done.returncode == 0, done.stderr
-    # PyTorch's history takes some 200 kB for a thousand events.
-    assert int(done.stdout) < 16_000
+    # Far less than the file has.
+    assert int(done.stdout) < 8_000
     assert len(read(tmp_path / "x.pickle")["device_traces"][0]) >= 300_000
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import io
 import os
@@ -82,7 +83,11 @@ class _File(NamedTuple):
     events: int
     mark: int
     error: int
-    path: Path
+    named: int
+
+    def of(self, path: Path) -> Path:
+        """What it is called beside the file of the first GPU."""
+        return path.with_name(f"{path.stem}.gpu{self.device}{path.suffix}") if self.named else path
 
 
 class _Recorder:
@@ -99,7 +104,8 @@ class _Recorder:
         for name in ("error", "stack", "files"):
             getattr(self.functions, f"vramlab_recorder_{name}").restype = ctypes.c_char_p
         self.functions.vramlab_recorder_tail.restype = ctypes.c_void_p
-        self.functions.vramlab_recorder_begin.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64]
+        begin = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64]
+        self.functions.vramlab_recorder_begin.argtypes = begin
         layout = _frames.measure()
         self.reads_frames = False
         if layout is not None:
@@ -116,9 +122,8 @@ class _Recorder:
 
     def files(self) -> list[_File]:
         """Those of the recording that is under way, or was last."""
-        lines = os.fsdecode(self.functions.vramlab_recorder_files()).splitlines()
-        fields = [line.split("\t", 4) for line in lines]
-        return [_File(*map(int, numbers), Path(path)) for *numbers, path in fields]
+        lines = self.functions.vramlab_recorder_files().decode().splitlines()
+        return [_File(*map(int, line.split())) for line in lines]
 
     def tail(self, device: int) -> bytes:
         """What follows a device's events, up to the keys that PyTorch's snapshot has beside them."""
@@ -131,8 +136,8 @@ class Recording:
     """Writes the events of PyTorch's allocator to a file as they happen, whichever allocator that is.
 
     The file of the first GPU on which memory is asked for has the name that is given, those of others `.gpuN` in it. A
-    process has one recording at a time. The host's memory that it takes is that of the different stacks, at most some
-    200 MB, and 256 KiB for each GPU.
+    process has one recording at a time. The host's memory that it takes grows with the number of different stacks, up to
+    a million, and not with that of events.
     """
 
     def __init__(self, path: Path, frames: str = "alloc", frames_from: int = 0) -> None:
@@ -146,9 +151,11 @@ class Recording:
         if frames == "alloc" and not recorder.reads_frames:
             raise RuntimeError(f"frames of Python {sys.version.split()[0]} cannot be read")
         self.recorder = recorder
-        self.path = path
+        # The program may change its folder.
+        self.path = path.absolute()
+        stem, ending = (os.fsencode(part) for part in (self.path.with_suffix(""), self.path.suffix))
         functions = recorder.functions
-        if functions.vramlab_recorder_begin(os.fsencode(path.absolute()), frames == "alloc", frames_from) != 0:
+        if functions.vramlab_recorder_begin(stem, ending, frames == "alloc", frames_from) != 0:
             raise RuntimeError(functions.vramlab_recorder_error().decode(errors="replace"))
         _Recorder.busy = True
 
@@ -172,15 +179,15 @@ class Recording:
         out = []
         files = self.recorder.files()
         for file in files:
+            source, to = file.of(self.path), file.of(path)
             if file.error:
-                raise OSError(file.error, os.strerror(file.error), str(file.path))
-            to = path.with_name(path.stem + file.path.stem[len(self.path.stem) :] + path.suffix)
+                raise OSError(file.error, os.strerror(file.error), str(source))
             rest = self.recorder.tail(file.device) + _rest(snapshot, file.device)
             if last:
-                _complete(file, rest)
-                out.append(file.path)
+                _complete(source, file.mark, rest)
+                out.append(source)
             else:
-                write_whole(to, lambda opened, file=file, rest=rest: _copy(file, rest, opened))
+                write_whole(to, functools.partial(_copy, source, file.mark, rest))
                 out.append(to)
         if not files:
             # No memory was asked for: an empty snapshot says so.
@@ -208,16 +215,16 @@ def _rest(snapshot: dict[str, Any], device: int) -> bytes:
     return out.getvalue() + b"u."
 
 
-def _complete(file: _File, rest: bytes) -> None:
-    with open(file.path, "r+b") as opened:
-        opened.truncate(file.mark)
-        opened.seek(file.mark)
+def _complete(path: Path, mark: int, rest: bytes) -> None:
+    with open(path, "r+b") as opened:
+        opened.truncate(mark)
+        opened.seek(mark)
         opened.write(rest)
 
 
-def _copy(file: _File, rest: bytes, to: Any) -> None:
-    with open(file.path, "rb") as opened:
-        left = file.mark
+def _copy(path: Path, mark: int, rest: bytes, to: Any) -> None:
+    with open(path, "rb") as opened:
+        left = mark
         while left > 0 and (piece := opened.read(min(left, 1 << 22))):
             to.write(piece)
             left -= len(piece)
@@ -287,11 +294,13 @@ class record:
         self.frames = check_frames(frames)
         self.frames_from = frames_from
         self._recording: Recording | History | None = None
+        self._process = 0
         self._over = False
 
     def _begin(self) -> None:
         # Waits in PyTorch's queue where CUDA was not used yet, and the block may be over by then.
         if not self._over:
+            self._process = os.getpid()
             self._recording = begin(self.path, events=self.events, frames=self.frames, frames_from=self.frames_from)
 
     def __enter__(self) -> record:
@@ -317,6 +326,9 @@ class record:
         self._over = True
         if self._recording is None:
             warnings.warn(f"{self.path} is not written: CUDA was not used", stacklevel=2)
+            return
+        if self._process != os.getpid():
+            # A child after fork() leaves the block, too. The file is its parent's.
             return
         try:
             self._recording.write(self.path, last=True)

@@ -165,7 +165,7 @@ class Stacks {
   public:
     // Innermost frames that a stack keeps.
     static constexpr size_t DEEPEST = 256;
-    // Stacks and frames that are kept, which bounds the memory: some 200 bytes each.
+    // Stacks and frames that are kept, which bounds the memory.
     static constexpr size_t MOST = 1 << 20;
 
     struct Node {

@@ -30,14 +30,15 @@ namespace {
 using vramlab_shim::DeviceIndex;
 using vramlab_shim::TraceEntry;
 
-// Microseconds since 1970 from the processor's counter, which PyTorch has read for each event: asking the system costs as much
-// as writing the event. Needs a lock.
+// Microseconds since 1970 from the processor's counter, which PyTorch has read for each event: the system is asked once a second. Needs
+// a lock.
 class Clock {
   public:
     void begin() {
+        start_us_ = static_cast<double>(now_ns(CLOCK_REALTIME)) / 1'000.0;
         first_ = read();
         last_us_ = 0;
-        // Long enough to tell the counter's rate to some parts in 100,000; it is measured over longer from then on.
+        // The counter's rate over a first short while; it is measured over longer from then on.
         timespec pause{0, 2'000'000};
         while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
         adjust();
@@ -45,11 +46,11 @@ class Clock {
 
     // Never goes back.
     uint64_t us(c10::approx_time_t count) {
-        const auto passed = static_cast<double>(static_cast<int64_t>(count) - anchor_.count);
-        const double ns = static_cast<double>(anchor_.ns - first_.ns) + passed * rate_;
-        const auto us = static_cast<uint64_t>((static_cast<double>(first_.ns % 1'000) + ns) / 1'000.0);
-        last_us_ = std::max(last_us_, static_cast<uint64_t>(first_.ns / 1'000) + us);
-        if (passed * rate_ > ADJUST_NS) adjust();
+        const double since = static_cast<double>(static_cast<int64_t>(count) - anchor_.count) * rate_;
+        // A thread may have been held up since before the beginning.
+        const double passed = std::max(0.0, static_cast<double>(anchor_.ns - first_.ns) + since);
+        last_us_ = std::max(last_us_, static_cast<uint64_t>(start_us_ + passed / 1'000.0));
+        if (since > ADJUST_NS) adjust();
         return last_us_;
     }
 
@@ -61,20 +62,23 @@ class Clock {
         int64_t ns;
     };
 
-    static Reading read() {
+    static int64_t now_ns(clockid_t clock) {
         timespec now{};
-        const auto count = static_cast<int64_t>(c10::getApproximateTime());
-        clock_gettime(CLOCK_REALTIME, &now);
-        return {count, int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec};
+        clock_gettime(clock, &now);
+        return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
     }
+
+    // Not the time of day, which may be set.
+    static Reading read() { return {static_cast<int64_t>(c10::getApproximateTime()), now_ns(CLOCK_MONOTONIC)}; }
 
     void adjust() {
         anchor_ = read();
-        if (anchor_.count > first_.count && anchor_.ns > first_.ns) {
+        if (anchor_.count > first_.count) {
             rate_ = static_cast<double>(anchor_.ns - first_.ns) / static_cast<double>(anchor_.count - first_.count);
         }
     }
 
+    double start_us_ = 0;
     Reading first_{};
     Reading anchor_{};
     double rate_ = 1.0;
@@ -95,14 +99,16 @@ class Recorder {
 
     Python python;
 
-    void begin(const std::string& path, bool frames, uint64_t frames_from) {
+    // Files are called `stem` and `ending`, and between them say which GPU they are of, but for the first that is used.
+    void begin(const std::string& stem, const std::string& ending, bool frames, uint64_t frames_from) {
         listen();
         std::lock_guard<std::mutex> guard(lock_);
         for (auto& file : files_) file.reset();
         stacks_.clear();
         annotations_.clear();
-        path_ = path;
-        used_ = 0;
+        stem_ = stem;
+        ending_of_files_ = ending;
+        first_used_ = NONE;
         frames_ = frames;
         frames_from_ = frames_from;
         ending_ = false;
@@ -134,11 +140,13 @@ class Recorder {
     void flush() {
         std::lock_guard<std::mutex> guard(lock_);
         for (auto& file : files_) {
-            if (file != nullptr) file->write();
+            if (file == nullptr || !file->is_open()) continue;
+            file->write();
+            say_failure(*file);
         }
     }
 
-    // A line for each file: device, events, bytes up to the mark, the error's number, path.
+    // A line for each file: device, events, bytes up to the mark, the error's number, whether its name says the device.
     std::string describe() {
         std::lock_guard<std::mutex> guard(lock_);
         std::string out;
@@ -146,9 +154,9 @@ class Recorder {
             const EventFile* file = files_[device].get();
             if (file == nullptr) continue;
             for (const uint64_t number : {uint64_t{device}, file->events(), file->mark(), uint64_t(file->failure())}) {
-                out += std::to_string(number) + '\t';
+                out += std::to_string(number) + ' ';
             }
-            out += file->path() + '\n';
+            out += device == first_used_ ? "0\n" : "1\n";
         }
         return out;
     }
@@ -285,12 +293,9 @@ class Recorder {
         const auto device = static_cast<size_t>(index);
         if (device >= files_.size()) return nullptr;
         if (files_[device] != nullptr) return files_[device].get();
-        std::string path = path_;
-        if (used_++ > 0) {
-            const std::string ending = ".pickle";
-            const bool ends = path.size() > ending.size() && path.rfind(ending) == path.size() - ending.size();
-            path.insert(ends ? path.size() - ending.size() : path.size(), ".gpu" + std::to_string(device));
-        }
+        if (first_used_ == NONE) first_used_ = device;
+        const std::string gpu = device == first_used_ ? "" : ".gpu" + std::to_string(device);
+        const std::string path = stem_ + gpu + ending_of_files_;
         files_[device] = std::make_unique<EventFile>();
         if (!files_[device]->open(path, index, true)) {
             std::fprintf(stderr, "vramlab: %s is not written: %s\n", path.c_str(), std::strerror(errno));
@@ -311,8 +316,10 @@ class Recorder {
     std::atomic<bool> active_{false};
     // The innermost lock: nothing that runs under it waits for another.
     std::mutex lock_;
-    std::string path_;
-    size_t used_ = 0;
+    std::string stem_;
+    std::string ending_of_files_;
+    static constexpr size_t NONE = SIZE_MAX;
+    size_t first_used_ = NONE;
     bool frames_ = false;
     bool writes_ = false;
     bool ending_ = false;
@@ -388,10 +395,10 @@ VRAMLAB_EXPORT const char* vramlab_recorder_stack() {
     return last_text.c_str();
 }
 
-// Records from now on; CUDA is initialised. Frames of blocks from `frames_from` bytes on, where `frames` is set and a layout is known.
-VRAMLAB_EXPORT int vramlab_recorder_begin(const char* path, int frames, uint64_t frames_from) {
+// Records from now on to the file `stem` + `ending`; CUDA is initialised. Frames of blocks from `frames_from` bytes on, where `frames` is set and a layout is known.
+VRAMLAB_EXPORT int vramlab_recorder_begin(const char* stem, const char* ending, int frames, uint64_t frames_from) {
     using namespace vramlab_recorder;
-    return guarded([&] { recorder().begin(path, frames != 0, frames_from); });
+    return guarded([&] { recorder().begin(stem, ending, frames != 0, frames_from); });
 }
 
 // The allocator's segments are copied next; `last`: that copy ends the recording.
@@ -403,7 +410,8 @@ VRAMLAB_EXPORT void vramlab_recorder_end() { vramlab_recorder::recorder().end();
 
 VRAMLAB_EXPORT void vramlab_recorder_flush() { vramlab_recorder::recorder().flush(); }
 
-// The files, a line each: device, events, bytes before the newest copy of the segments, the error's number, path.
+// The files, a line each: device, events, bytes before the newest copy of the segments, the error's number, and whether the device stands
+// in the name.
 VRAMLAB_EXPORT const char* vramlab_recorder_files() {
     using namespace vramlab_recorder;
     guarded([] { last_text = recorder().describe(); });
