@@ -16,6 +16,7 @@ mod deep_stacks;
 mod diff;
 mod explain;
 mod explain_causes_frames;
+mod full_gpu;
 mod gpus;
 mod output;
 mod program;
