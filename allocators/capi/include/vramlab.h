@@ -384,8 +384,8 @@ vramlab_status vramlab_pool_checkpoint(struct vramlab *vramlab,
                                        uint64_t pool,
                                        struct vramlab_checkpoint **out);
 
-// Lets a private pool be as it was: every block of it that the program holds is freed, and told by `freed`; then the blocks that
-// were held at the checkpoint are held again where they lay, and told by `created`. Both may be null. They are called when no
+// Lets a private pool be as it was: every block of it that the program holds is freed, and passed to `freed`; then the blocks
+// that were held at the checkpoint are held again at their addresses, and passed to `created`. Both may be null. They are called when no
 // lock is held, once all of it is done.
 //
 // A restore that fails changes nothing: the program holds the blocks that it held. It fails with `VRAMLAB_STATUS_LIVE` or
@@ -490,19 +490,20 @@ vramlab_status vramlab_base(struct vramlab *vramlab,
                             uint64_t *base,
                             uint64_t *bytes);
 
-// Sets what is called when a segment comes or goes, or nothing (null). It may be set anew at any time, also in a callback.
+// Sets the function that is called when a segment is allocated, freed, mapped or unmapped; null sets none. It may be replaced at any
+// time, also in a callback.
 //
-// The callback runs on the thread whose call caused the event, before that call returns, when no lock is held. Calls of an allocator's
-// callback come one after another, in the order in which the driver was called: an address is told as free before it is told as
-// allocated again. No call returns a block of memory that the program was not told of.
+// The callback runs on the thread whose call caused the event, before that call returns, while no lock is held. An allocator's events are
+// delivered one at a time, in the order of the driver's calls: the free of an address is delivered before its next allocation. No call
+// returns a block in memory whose event was not delivered.
 //
-// So a call may wait for a callback that runs on another thread. A callback should take no lock that a thread holds while it calls this
-// library; one that does makes that thread wait for five seconds. Then, and where a callback calls the library while the callback of
-// another thread runs, the events are told by that other thread as soon as its callback has returned, in the same order. A call inside a
-// callback never waits for another callback, and may deliver what lies in front of its own events.
+// So a call may wait for a callback that runs on another thread. A callback must not take a lock that a thread holds while it calls this
+// library: that thread then waits for five seconds. After that, and when a callback calls the library while another thread's callback
+// runs, that other thread delivers the events as soon as its callback has returned, in the same order. A call inside a
+// callback never waits for another callback, and may deliver events that precede its own.
 //
-// A callback may call every function but `vramlab_close`. It may be left by `longjmp` or by an exception of C++: what its call did is done
-// and written, only the status is lost. The callback counts as running until the next call of its thread.
+// A callback may call every function but `vramlab_close`. It may be left by `longjmp` or by a C++ exception: the effects of its call
+// remain, only the status is lost. The callback counts as running until its thread's next call.
 //
 // # Safety
 // See the top of this file; the callback may be called with `context` from any thread, until another one was set and every call
@@ -511,10 +512,11 @@ vramlab_status vramlab_on_segment(struct vramlab *vramlab,
                                   void *context,
                                   void (*callback)(void*, const struct vramlab_segment_event*));
 
-// Sets what is called, with its address, when a block that other streams used has been freed and is reusable, or nothing (null): in its
-// free, or in a later call that finds that they are done with it. All that `vramlab_on_segment` says of its callback holds of this one,
-// and the calls of both come one after another. A block is told before its segment goes back, and one that waited before its memory
-// serves another request; memory that is reusable at once may serve another thread's request before its free has told it.
+// Sets the function that is called, with its address, when a block that other streams used has been freed and is reusable: in its free, or
+// in a later call that finds that those streams have completed their use. Null sets none. The rules of `vramlab_on_segment` hold, and
+// events of both kinds are delivered one at a time. A block's event is delivered before its segment is freed, and that of a
+// deferred free before the memory serves another request. Memory that is reusable immediately may serve another thread's request before
+// its event is delivered.
 //
 // # Safety
 // As of `vramlab_on_segment`.

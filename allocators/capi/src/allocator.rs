@@ -47,9 +47,9 @@ pub struct Allocator {
     segments: Arc<HookedDriver<Segments>>,
     calls: Arc<MeteredDriver>,
     device: Arc<Device>,
-    /// The program's callbacks, and what they are to be told.
+    /// The program's callbacks, and the events to deliver.
     notices: Arc<Notices>,
-    /// Frees that wait, of which the program is to be told.
+    /// Deferred frees whose completion is to be delivered.
     deferred: AtomicUsize,
     /// Held while frees that are done are moved to the notices, so that a thread that finds none has missed none.
     collecting: Mutex<()>,
@@ -196,8 +196,8 @@ impl Allocator {
             return Ok(());
         }
         let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
-        let told = shared && self.notices.tells_frees();
-        if told {
+        let notifies = shared && self.notices.wants_frees();
+        if notifies {
             // Before the free, so that another thread that finds it done counts it down.
             self.deferred.fetch_add(1, AcqRel);
         }
@@ -205,7 +205,7 @@ impl Allocator {
         // see `vramlab_free`.
         let freed = unsafe { self.stack().deallocate(block, stream) };
         // A block whose free failed waits, too.
-        if told && matches!(freed, Ok(path) if path != Path::Deferred) {
+        if notifies && matches!(freed, Ok(path) if path != Path::Deferred) {
             self.notices.queue_freed(&[address]);
             self.end_deferred(1);
         }
@@ -438,7 +438,7 @@ impl Allocator {
     pub(crate) fn on_free(&self, callback: Option<Callback<u64>>) {
         let _collecting = lock(&self.collecting);
         // What waits goes on to wait where one callback takes the place of another.
-        if callback.is_some() != self.notices.tells_frees() {
+        if callback.is_some() != self.notices.wants_frees() {
             self.stacks[0].tell_completed(callback.is_some());
             self.deferred.store(0, Release);
         }

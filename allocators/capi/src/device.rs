@@ -16,7 +16,7 @@ pub(crate) struct Device {
     driver: Arc<dyn Driver>,
     /// Changes when a stream was forgotten. No two devices of a process ever have one in common.
     epoch: AtomicU64,
-    /// The allocators on it, which all have to know of a stream that is gone. Locked while they are told.
+    /// The allocators on it, which must all forget a destroyed stream. Locked while they do.
     allocators: Mutex<Vec<Weak<dyn DeviceAllocator>>>,
 }
 

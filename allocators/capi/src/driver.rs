@@ -133,8 +133,8 @@ unsafe impl Hook for Segments {
                 let address = addr.get();
                 let gone = self.lock().held.remove(&address);
                 let event = |(bytes, stream)| SegmentEvent { action: SegmentAction::Free, address, bytes, stream };
-                let told = gone.filter(|_| kind == CallKind::MemFree).map(event);
-                let notice = told.and_then(|event| self.notices.queue(event, false));
+                let freed = gone.filter(|_| kind == CallKind::MemFree).map(event);
+                let notice = freed.and_then(|event| self.notices.queue(event, false));
                 Ok(Around { gone, notice, ..Around::default() })
             }
             (CallKind::MemUnmap, Some(addr)) => {

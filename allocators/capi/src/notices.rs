@@ -1,4 +1,4 @@
-//! Callbacks of the program: which are set, what they are to be told, and whose turn it is.
+//! Callbacks of the program: which are set, the events to deliver, and whose turn it is.
 //!
 //! Events are queued in the order of the driver's calls, each under the thread whose call caused it, and each thread delivers
 //! its own at the end of its call, when no lock of this library is held. A thread whose events are not at the front waits for
@@ -160,17 +160,17 @@ impl Notices {
         self.changed(state);
     }
 
-    pub(crate) fn tells_segments(&self) -> bool {
+    pub(crate) fn wants_segments(&self) -> bool {
         self.segments.load(Acquire)
     }
 
-    pub(crate) fn tells_frees(&self) -> bool {
+    pub(crate) fn wants_frees(&self) -> bool {
         self.frees.load(Acquire)
     }
 
     /// Queues an event of this thread. One that is not `ready` is followed by [`settle`](Self::settle) with the number returned.
     pub(crate) fn queue(&self, event: SegmentEvent, ready: bool) -> Option<u64> {
-        if !self.tells_segments() {
+        if !self.wants_segments() {
             return None;
         }
         let mut state = self.lock();
@@ -194,7 +194,7 @@ impl Notices {
     /// Queues that blocks are reusable, in front of everything that is not delivered: a block of memory that the program does not know
     /// of cannot have been freed, and what goes back goes after its blocks.
     pub(crate) fn queue_freed(&self, addresses: &[u64]) {
-        if addresses.is_empty() || !self.tells_frees() {
+        if addresses.is_empty() || !self.wants_frees() {
             return;
         }
         let mut state = self.lock();
@@ -334,9 +334,9 @@ impl State {
         let front = self.queue.front().filter(|front| has_turn && front.ready);
         let is_left = front.is_some_and(|front| front.thread == NO_THREAD);
         let concerns = |notice: &Notice| block.is_some_and(|block| notice.concerns(block));
-        let is_being_told = self.running.is_some_and(|(running, notice)| running != thread && concerns(&notice));
+        let is_delivered_now = self.running.is_some_and(|(running, notice)| running != thread && concerns(&notice));
         let is_due = |entry: &Entry| entry.thread == thread || concerns(&entry.notice);
-        if !is_left && !is_being_told && !self.queue.iter().any(is_due) {
+        if !is_left && !is_delivered_now && !self.queue.iter().any(is_due) {
             return Step::Nothing;
         }
         match front {
@@ -347,7 +347,7 @@ impl State {
 
     /// Takes the front of the queue; `None` where no callback is set for it.
     ///
-    /// Memory is mapped and unmapped page by page; the program is told of the whole.
+    /// Memory is mapped and unmapped page by page; the event is of the whole.
     fn take_front(&mut self) -> Option<Call> {
         let Entry { thread, notice, .. } = self.queue.pop_front()?;
         let mut event = match notice {

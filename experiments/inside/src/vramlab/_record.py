@@ -136,8 +136,8 @@ class Recording:
     """Writes the events of PyTorch's allocator to a file as they happen, whichever allocator that is.
 
     The file of the first GPU on which memory is asked for has the name that is given, those of others `.gpuN` in it. A
-    process has one recording at a time. The host's memory that it takes grows with the number of different stacks, up to
-    a million, and not with that of events.
+    process has one recording at a time. The host's memory that it takes grows with the number of different stacks,
+    up to a million, and not with that of events.
     """
 
     def __init__(self, path: Path, frames: str = "alloc", frames_from: int = 0) -> None:
