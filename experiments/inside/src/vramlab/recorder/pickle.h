@@ -130,11 +130,10 @@ struct Event {
 // The events of one device. Needs a lock.
 class EventFile {
   public:
-    // `errno` is set where it fails. What lies there and is no file of its own is not followed.
-    bool open(const std::string& path, int device, bool replace) {
+    // `errno` is set where it fails. A link is not followed.
+    bool open(const std::string& path, int device) {
         path_ = path;
-        const int create = replace ? O_TRUNC : O_EXCL;
-        file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | create, 0600);
+        file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
         if (file_ < 0) return false;
         // The dictionary, who writes it, the list of devices, and the lists of those before this one.
         pickle_.codes('\x80', '\x02', '}', '(');

@@ -8,6 +8,7 @@
 // Compiled on the user's machine against the installed PyTorch (`_build.py`). It is never unloaded: PyTorch keeps what
 // listens.
 
+#include "../shim/background.h"
 #include "../shim/torch_versions.h"
 
 #include "pickle.h"
@@ -17,12 +18,9 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <csignal>
 #include <ctime>
 #include <deque>
 #include <mutex>
-#include <thread>
-#include <utility>
 
 namespace vramlab_recorder {
 namespace {
@@ -114,7 +112,8 @@ class Recorder {
         ending_ = false;
         clock_.begin();
         active_.store(true);
-        if (!std::exchange(writes_, true)) write_each_second();
+        // What is buffered when the process is killed is lost, so it is written also while no event comes.
+        if (!writes_) writes_ = vramlab_shim::start_background([this] { write_each_second(); });
     }
 
     // The segments are copied next. Where that is the last time, what comes after it is not recorded.
@@ -218,20 +217,11 @@ class Recorder {
         listens_to_ = allocator;
     }
 
-    // What is buffered when the process is killed is lost, so it is written also while no event comes.
-    void write_each_second() {
-        // Signals stay with the program's threads: Python's main thread is to be woken by them.
-        sigset_t all;
-        sigset_t before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        std::thread([this] {
-            for (;;) {
-                std::this_thread::sleep_for(std::chrono::seconds(1));
-                if (active_.load()) flush();
-            }
-        }).detach();
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    [[noreturn]] void write_each_second() {
+        for (;;) {
+            std::this_thread::sleep_for(std::chrono::seconds(1));
+            if (active_.load()) flush();
+        }
     }
 
     void hear(const TraceEntry& entry) noexcept {
@@ -297,7 +287,7 @@ class Recorder {
         const std::string gpu = device == first_used_ ? "" : ".gpu" + std::to_string(device);
         const std::string path = stem_ + gpu + ending_of_files_;
         files_[device] = std::make_unique<EventFile>();
-        if (!files_[device]->open(path, index, true)) {
+        if (!files_[device]->open(path, index)) {
             std::fprintf(stderr, "vramlab: %s is not written: %s\n", path.c_str(), std::strerror(errno));
         }
         return files_[device].get();
@@ -407,8 +397,6 @@ VRAMLAB_EXPORT void vramlab_recorder_expect_snapshot(int last) {
 }
 
 VRAMLAB_EXPORT void vramlab_recorder_end() { vramlab_recorder::recorder().end(); }
-
-VRAMLAB_EXPORT void vramlab_recorder_flush() { vramlab_recorder::recorder().flush(); }
 
 // The files, a line each: device, events, bytes before the newest copy of the segments, the error's number, and whether the device stands
 // in the name.

@@ -9,9 +9,9 @@
 // Yama unless the sender is a child. Then the sender hands them over on a socket, to processes of the same user.
 #pragma once
 
+#include "background.h"
 #include "server.h"
 
-#include <pthread.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -19,7 +19,6 @@
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
-#include <csignal>
 #include <cstring>
 #include <fstream>
 #include <optional>
@@ -146,17 +145,7 @@ class Counter {
                 listen(listener.get(), 64) != 0) {
                 return;
             }
-            // Signals are for the program's own threads.
-            sigset_t all;
-            sigset_t before;
-            sigfillset(&all);
-            pthread_sigmask(SIG_SETMASK, &all, &before);
-            try {
-                std::thread(serve, listener.get()).detach();
-                listener.release();
-            } catch (const std::system_error&) {
-            }
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            if (start_background([number = listener.get()] { serve(number); })) listener.release();
         });
     }
 
