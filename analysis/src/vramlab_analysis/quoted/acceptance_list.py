@@ -11,7 +11,7 @@ from vramlab_analysis.quoted.parts import dates, listed
 
 MIB = 2**20
 # How often a program runs under an arm where it is run to be looked at once, and not to find what happens seldom.
-FEW = 3
+FEW = 9
 HEADS = {1: "program of one GPU", 2: "program of two GPUs"}
 
 
@@ -92,12 +92,14 @@ def sentence() -> str:
             several = [len(runs.of(program, arm)) for program in programs for arm in arms]
             bad = sum(len(runs.differences(program, arm)) for program in programs for arm in arms)
             parts.append(f"{len(programs)} of {words} in {sum(several):,} runs beside native's, of which {bad} differ")
-    machines = dict.fromkeys(
-        f"{one['gpu']}, driver {inside.driver(one)}, PyTorch {one['torch']}"
-        + (f" (build {one['build'][:8]})" if one.get("build") else "")
-        for one in runs.machines
-        if "gpu" in one
-    )
+    builds: dict[str, list[str]] = {}
+    for one in runs.machines:
+        if "gpu" in one:
+            machine = f"{one['gpu']}, driver {inside.driver(one)}, PyTorch {one['torch']}"
+            some = builds.setdefault(machine, [])
+            if (build := one.get("build", "")[:8]) and build not in some:
+                some.append(build)
+    machines = [machine + (f" (build {listed(some)})" if some else "") for machine, some in builds.items()]
     days = dates(one["at"] for one in runs.machines if "at" in one) if any("at" in one for one in runs.machines) else ""
     where = f" On {'; '.join(machines)}, {days}." if machines else ""
     bits = [

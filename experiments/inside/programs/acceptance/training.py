@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import tempfile
 
 import torch
@@ -206,7 +207,9 @@ def resume(run):
         torch.cuda.set_rng_state(gpu.cpu())
     del saved
     resumed = [step(model, optimizer, number) for number in range(3, 6)]
-    must(straight == resumed, "resumed", resumed, "and straight on", straight)
+    # Sums by atomic operations differ in the last digits from run to run; what was lost or mixed up differs in the first.
+    near = all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(straight, resumed, strict=True))
+    must(near, "resumed", resumed, "and straight on", straight)
     for value in resumed:
         run.loss(value)
 
