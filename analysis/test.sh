@@ -60,7 +60,7 @@ export MPLBACKEND=agg
 export POLARS_MAX_THREADS=1
 
 step "ruff"
-linted=(analysis experiments/inside/{src,tests,wheel.py})
+linted=(analysis app/python/{src,tests,wheel.py} experiments/pytorch/tests)
 "$bin/ruff" check --quiet --config analysis/pyproject.toml "${linted[@]}"
 "$bin/ruff" format --quiet --check --config analysis/pyproject.toml "${linted[@]}"
 
@@ -69,8 +69,9 @@ step "mypy"
 
 step "pytest"
 tests=(analysis/tests)
-for folder in experiments/baselines/tests experiments/flame experiments/inside/tests experiments/nsight; do
-  if compgen -G "$folder/test_*.py" > /dev/null; then tests+=("$folder"); fi
+for folder in app/python/tests experiments/baselines/tests experiments/flame experiments/pytorch/tests experiments/nsight; do
+  compgen -G "$folder/test_*.py" > /dev/null || { echo "$folder has no tests: correct the list"; exit 1; }
+  tests+=("$folder")
 done
 # Each core takes a file at a time: what a file prepares once is for all of its tests.
 "$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider \

@@ -1,13 +1,7 @@
-//! What the program is built from: commit, whether its sources differ from it, profile.
-//!
-//! The crates of this workspace that have records of their own name this file as their build script. What cannot be told, as
-//! outside of a checkout, stays empty and is absent from the records.
+//! Tells the program which commit and profile it is built from.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-/// What the programs are built from, below the workspace.
-const SOURCES: [&str; 14] = [
+/// Files and directories that the program is built from.
+const SOURCES: [&str; 13] = [
     "Cargo.toml",
     "Cargo.lock",
     "allocators/Cargo.toml",
@@ -15,123 +9,14 @@ const SOURCES: [&str; 14] = [
     "allocators/device",
     "allocators/policies",
     "allocators/histories",
+    "app/terminal/src",
     "kernels/Cargo.toml",
     "kernels/src",
     "kernels/ptx",
     "trainer/Cargo.toml",
-    "trainer/build.rs",
     "trainer/src",
-    "trainer/terminal/src",
 ];
-/// And `experiments` beside.
-const OF_EXPERIMENTS: [&str; 4] = [
-    "experiments/doctor/Cargo.toml",
-    "experiments/doctor/src",
-    "experiments/study/Cargo.toml",
-    "experiments/study/src",
-];
-/// The commit of sources that lie outside of a checkout: a hash, with `-dirty` behind it if they differ from it.
-const NAMED: &str = "VRAMLAB_COMMIT";
-
-/// Commit, and whether the sources differ from it.
-#[derive(Default)]
-struct Version {
-    commit: String,
-    dirty: Option<bool>,
-}
 
 fn main() {
-    let own = PathBuf::from(variable("CARGO_MANIFEST_DIR"));
-    let mut sources = SOURCES.to_vec();
-    let name = variable("CARGO_PKG_NAME");
-    let package = match name.as_str() {
-        "experiments" => "experiments/study",
-        "doctor" => "experiments/doctor",
-        _ => "trainer",
-    };
-    if package != "trainer" {
-        sources.extend(OF_EXPERIMENTS);
-    }
-    let above = Path::new(package).components().count();
-    let workspace = own.ancestors().nth(above).unwrap_or(&own).to_owned();
-    // A path that is not there would have the script run each time.
-    sources.retain(|name| workspace.join(name).exists());
-    sources.iter().for_each(|name| println!("cargo::rerun-if-changed={}", workspace.join(name).display()));
-    println!("cargo::rerun-if-env-changed={NAMED}");
-
-    let version = match std::env::var(NAMED) {
-        Ok(text) if !text.is_empty() => named(&text),
-        _ => packaged(&own).or_else(|| of_checkout(&own, package, &sources)).unwrap_or_default(),
-    };
-    println!("cargo::rustc-env=BUILT_FROM_COMMIT={}", version.commit);
-    println!("cargo::rustc-env=BUILT_FROM_DIRTY={}", version.dirty.map_or(String::new(), |dirty| dirty.to_string()));
-    println!("cargo::rustc-env=BUILT_WITH_PROFILE={}", profile());
-}
-
-/// One of those that Cargo sets.
-fn variable(name: &str) -> String {
-    std::env::var(name).unwrap_or_default()
-}
-
-/// The profile's name. `PROFILE` tells only `debug` and `release`; the folder of the build has the name itself.
-fn profile() -> String {
-    let out = PathBuf::from(variable("OUT_DIR"));
-    let parts: Vec<String> = out.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-    let build = parts.iter().rposition(|part| part == "build");
-    let name = build.and_then(|at| parts.get(at.checked_sub(1)?).cloned()).unwrap_or_else(|| variable("PROFILE"));
-    if name == "debug" { "dev".to_owned() } else { name }
-}
-
-fn is_hash(text: &str) -> bool {
-    [40, 64].contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
-}
-
-fn named(text: &str) -> Version {
-    let (commit, dirty) = text.strip_suffix("-dirty").map_or((text, false), |commit| (commit, true));
-    if !is_hash(commit) {
-        println!(
-            "cargo::error={NAMED} is no commit: write its whole hash, with -dirty behind it if the sources differ"
-        );
-    }
-    Version { commit: commit.to_owned(), dirty: Some(dirty) }
-}
-
-/// Of a packed crate, in which Cargo notes the commit.
-fn packaged(own: &Path) -> Option<Version> {
-    let text = std::fs::read_to_string(own.join(".cargo_vcs_info.json")).ok()?;
-    let after = text.split_once("\"sha1\"")?.1;
-    let commit = after.split('"').nth(1).filter(|commit| is_hash(commit))?;
-    let dirty =
-        text.split_once("\"dirty\"").is_some_and(|(_, after)| after.trim_start_matches([':', ' ']).starts_with("true"));
-    Some(Version { commit: commit.to_owned(), dirty: Some(dirty) })
-}
-
-/// Of a checkout of this project; one of another that merely holds these files says nothing about them.
-fn of_checkout(own: &Path, package: &str, sources: &[&str]) -> Option<Version> {
-    let git = |arguments: &[&str]| {
-        let mut command = Command::new("git");
-        // As a hook of git sets them, for another folder.
-        for name in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"] {
-            command.env_remove(name);
-        }
-        let output = command.arg("--no-optional-locks").arg("-C").arg(own).args(arguments).output().ok()?;
-        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
-    };
-    let place = git(&["ls-files", "--full-name", "--error-unmatch", "Cargo.toml"])?;
-    if place != format!("{package}/Cargo.toml") {
-        return None;
-    }
-    // Another commit is a reason to ask again; the last two are absent where no branch is checked out.
-    let branch = git(&["symbolic-ref", "--quiet", "HEAD"]).unwrap_or_default();
-    for name in ["HEAD", "logs/HEAD", &branch] {
-        let path = git(&["rev-parse", "--git-path", name]).map(|path| own.join(path));
-        if let Some(path) = path.filter(|path| !name.is_empty() && path.exists()) {
-            println!("cargo::rerun-if-changed={}", path.display());
-        }
-    }
-    let commit = git(&["rev-parse", "--verify", "HEAD"]).filter(|commit| is_hash(commit))?;
-    let mut status = vec!["status", "--porcelain", "--untracked-files=no", "--"];
-    let above: Vec<String> = sources.iter().map(|name| format!(":/{name}")).collect();
-    status.extend(above.iter().map(String::as_str));
-    Some(Version { commit, dirty: git(&status).map(|changed| !changed.is_empty()) })
+    vramlab_build::emit("trainer", &SOURCES);
 }

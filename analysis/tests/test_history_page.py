@@ -52,7 +52,7 @@ def built() -> Path:
         if path.is_file()
     ]
     if not found:
-        pytest.skip("the program vramlab is not built, so its page was NOT opened: cargo build -p doctor")
+        pytest.skip("the program vramlab is not built, so its page was NOT opened: cargo build -p vramlab-cli")
     return max(found, key=lambda path: path.stat().st_mtime)
 
 

@@ -147,12 +147,12 @@ def test_the_lines_of_the_notebook_start_jupyter_and_draw_the_run(newcomer: Newc
         server.communicate()
 
 
-# `pip install ./experiments`: one wheel with the program `vramlab`, the library, and the packages over both.
+# `pip install ./app/python`: one wheel with the program `vramlab`, the library, and the package over both.
 
 
 HISTORY = ROOT / "experiments/histories/mlp.pickle.xz"
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-COMPILED = any((TARGET / "debug/deps").glob("libdoctor-*.rlib"))
+COMPILED = any((TARGET / "debug/deps").glob("libvramlab_cli-*.rlib"))
 
 
 def project(folder: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def project(folder: str) -> dict[str, Any]:
 
 
 def test_the_two_distributions_agree() -> None:
-    program, package = project("experiments"), project("analysis")
+    program, package = project("app/python"), project("analysis")
     assert (program["name"], package["name"]) == ("vramlab", "vramlab-analysis")
     # A script would be there without the libraries that it needs; the program hands on the commands of the package.
     assert "scripts" not in program
@@ -169,9 +169,16 @@ def test_the_two_distributions_agree() -> None:
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]
     assert program["version"] == package["version"] == workspace["version"]
     assert program["license"] == workspace["license"]
-    # The wheel has the package, and needs what the package needs.
-    extra = [line.split(";")[0] for line in program["optional-dependencies"]["analysis"]]
-    assert extra == package["dependencies"]
+
+
+def test_the_program_hands_on_commands_that_the_package_has() -> None:
+    source = (ROOT / "app/cli/src/python.rs").read_text()
+    listed = re.search(r"const COMMANDS: \[&str; \d+\] = \[(.*?)\];", source, re.DOTALL)
+    assert listed is not None
+    names = re.findall(r'"([a-z-]+)"', listed[1])
+    assert names
+    has = re.findall(r'commands\.add_parser\(\s*"([a-z-]+)"', (ROOT / "analysis/src/vramlab_analysis/__main__.py").read_text())
+    assert set(names) <= set(has)
 
 
 class Environment:
@@ -213,9 +220,9 @@ class Environment:
     shutil.which("cargo") is None or not (COMPILED or "VRAMLAB_WHEEL" in os.environ),
     reason="needs Cargo, and takes minutes where nothing is compiled yet: VRAMLAB_WHEEL=1 does it all the same",
 )
-def test_the_wheel_is_the_program_the_library_and_the_packages(tmp_path: Path) -> None:
+def test_the_wheel_is_the_program_the_library_and_the_package(tmp_path: Path) -> None:
     new = Environment(tmp_path)
-    new.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT / "experiments")
+    new.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT / "app/python")
     (wheel,) = tmp_path.glob("*.whl")
     new.run("python", "-m", "pip", "install", "--no-deps", "--no-compile", wheel)
     listed = new.run("python", "-m", "pip", "show", "--files", "vramlab").split("Files:\n")[1]
@@ -224,9 +231,8 @@ def test_the_wheel_is_the_program_the_library_and_the_packages(tmp_path: Path) -
     top = {file.parts[0] for file in files if file.parts[0] != ".."}
     assert top == {
         "vramlab",
-        "vramlab_analysis",
         "vramlab.pth",
-        f"vramlab-{project('experiments')['version']}.dist-info",
+        f"vramlab-{project('app/python')['version']}.dist-info",
     }
     # What the shim is compiled from, where PyTorch is.
     assert {Path("vramlab/shim/shim.cpp"), Path("vramlab/include/vramlab.h")} <= set(files)
@@ -245,8 +251,7 @@ def test_the_wheel_is_the_program_the_library_and_the_packages(tmp_path: Path) -
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")
     allocates(new)
     runs_programs(new)
-    # The analysis is in it, and its libraries are here.
-    assert str(new.folder) in new.run("python", "-c", "import vramlab_analysis; print(vramlab_analysis.__file__)")
+    # The analysis is another distribution, which the program hands commands to.
     assert "| trainer | a device |" in new.run("vramlab", "losses", record)
 
 
@@ -267,7 +272,7 @@ def runs_programs(new: Environment) -> None:
     """Programs run as they would, and those that use PyTorch leave their snapshots."""
     done = new.end("vramlab", "run", "--", "python", "-c", "import sys; print(sys.argv); sys.exit(5)", "x y")
     assert (done.returncode, done.stdout) == (5, "['-c', 'x y']\n")
-    fake = ROOT / "experiments/inside/tests/fake"
+    fake = ROOT / "app/python/tests/fake"
     script = "import torch; torch.cuda.init(); print(torch.__version__)"
     recorded = {
         "PYTHONPATH": str(fake),

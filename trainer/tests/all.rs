@@ -5,7 +5,7 @@ mod common;
 #[path = "../../allocators/tests/common/mutate.rs"]
 mod mutate;
 #[cfg(unix)]
-#[path = "common/pty.rs"]
+#[path = "../../app/terminal/tests/common/pty.rs"]
 mod pty;
 
 mod arithmetic;
@@ -15,8 +15,8 @@ mod export;
 mod gradient;
 mod latency;
 mod launch;
+mod readme;
 mod same_loss;
 mod schema;
-mod schema_document;
 mod screen;
 mod start;

@@ -45,6 +45,7 @@ def names() -> tuple[str, ...]:
     pages = [
         root / "README.md",
         root / "ARCHITECTURE.md",
+        root / "app" / "README.md",
         *sorted(folder.glob("*.md")),
         *sorted(folder.glob("notes/*.md")),
     ]

@@ -1,4 +1,4 @@
-"""Runs of PyTorch programs under its own allocators and ours, as `experiments/inside/campaign.py` measures them.
+"""Runs of PyTorch programs under its own allocators and ours, as `experiments/pytorch/campaign.py` measures them.
 
 A file is JSON lines, compressed with xz: facts of the machine, then one record a run. Several calls of the campaign may
 have written it, each with a line of the machine.

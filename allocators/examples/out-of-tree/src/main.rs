@@ -15,7 +15,7 @@ fn main() -> ExitCode {
     terminal::contains(&[("trainer", ""), ("vramlab", "vramlab"), ("experiments", "experiments")]);
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     let program: fn(Vec<OsString>) -> ExitCode = match arguments.get(1).and_then(|word| word.to_str()) {
-        Some("vramlab") => doctor::main,
+        Some("vramlab") => vramlab_cli::main,
         Some("experiments") => experiments::main,
         // So `experiments` starts its runs.
         Some("trainer") => trainer::cli::main,

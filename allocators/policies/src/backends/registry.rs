@@ -21,7 +21,7 @@
 //! assert!(vramlab_policies::backends::find("mine").is_ok());
 //! ```
 //!
-//! After that, `trainer::cli::main` and `doctor::main` (the program `vramlab`) have it in their lists:
+//! After that, `trainer::cli::main` and `vramlab_cli::main` (the program `vramlab`) have it in their lists:
 //! `allocators/examples/out-of-tree` is such a crate.
 //!
 //! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of

@@ -58,7 +58,7 @@ PIECES: dict[str, Pieces] = {
         "Build ": readme.limits,
     },
     "experiments/answers.md": ANSWERS,
-    "experiments/README.md": {"**Memory.** A history": readme.reading},
+    "app/README.md": {"**Memory.** A history": readme.reading},
     "experiments/notes/inside.md": {**inside_note.PIECES, **acceptance_list.PIECES},
     **notes.PIECES,
 }

@@ -55,10 +55,10 @@ def limits() -> str:
 
 def reading() -> str:
     """How much memory `vramlab` takes to read a history, as its help says."""
-    source = (root() / "experiments/doctor/src/reading.rs").read_text()
+    source = (root() / "app/cli/src/reading.rs").read_text()
     least = re.findall(r"Most memory that reading the history may take \[default: (\d+)GiB\]", source)
     if len(least) != 1:
-        raise AnalysisError("experiments/doctor/src/reading.rs: does not say how much memory reading takes by default.")
+        raise AnalysisError("app/cli/src/reading.rs: does not say how much memory reading takes by default.")
     return (
         "**Memory.** A history, what is read of it and the search for a plan together take at most "
         f"{least[0]} GiB, for `explain`, `advise` and `report` one and a half times a larger file; `--read-memory` "

@@ -1,0 +1,638 @@
+//! `vramlab advise` as a user meets it.
+
+use crate::common::{
+    self,
+    story::{Story, script},
+};
+use crate::common::{Place, Ran};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+const MIB: u64 = 1 << 20;
+
+/// A history of the repository's.
+fn history(name: &str) -> String {
+    let path =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories").join(format!("{name}.pickle.xz"));
+    path.to_str().unwrap().to_owned()
+}
+
+fn event(action: &str, addr: u64, size: u64) -> Value {
+    let addr_key = if action == "oom" { "device_free" } else { "addr" };
+    json!({"action": action, addr_key: addr, "size": size, "stream": 0, "time_us": 1})
+}
+
+/// A snapshot of what ran under `roundup_power2_divisions:2`, in which 33 MiB take 48; the second such request is refused by a
+/// device that has 40 MiB left.
+fn rounded_out_of_memory(place: &Place) -> String {
+    let events = [
+        event("segment_alloc", 1 << 30, 48 * MIB),
+        event("alloc", 1 << 30, 33 * MIB),
+        event("oom", 40 * MIB, 33 * MIB),
+    ];
+    let block = json!({"address": 1 << 30, "size": 48 * MIB, "requested_size": 33 * MIB, "state": "active_allocated"});
+    let segment = json!({"device": 0, "address": 1 << 30, "total_size": 48 * MIB, "stream": 0, "segment_type": "large",
+        "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]});
+    let sizes: serde_json::Map<String, Value> = (0..16).map(|at| ((1_u64 << at).to_string(), json!(2))).collect();
+    let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:2", "max_split_size": -1,
+        "garbage_collection_threshold": 0.0, "expandable_segments": false, "roundup_power2_divisions": sizes});
+    let snapshot = json!({"segments": [segment], "device_traces": [events], "allocator_settings": settings});
+    place.write("oom.json", snapshot.to_string())
+}
+
+fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
+    let found = advice["settings"].as_array().unwrap().iter().find(|setting| setting["conf"] == conf);
+    found.unwrap_or_else(|| panic!("no {conf}: {advice}"))
+}
+
+#[test]
+fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
+    let place = Place::new();
+    let file = rounded_out_of_memory(&place);
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(88 * MIB), &json!("out-of-memory")));
+    assert_eq!(advice["recorded"]["replayed"]["out_of_memory"], true, "{advice}");
+    assert_eq!((&advice["verdict"], &advice["live_bytes"]), (&json!("change"), &json!(66 * MIB)));
+    let first = &advice["settings"][0];
+    assert_eq!((&first["out_of_memory"], &first["rank"]), (&json!(false), &json!(1)));
+    assert!(first["peak_reserved_bytes"].as_u64() <= Some(68 * MIB), "{first}");
+    // Two segments of 34 MiB, and not a step less.
+    let plain = place.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
+    let plain = setting(&plain, "");
+    assert_eq!((&plain["peak_reserved_bytes"], &plain["smallest_memory_bytes"]), (&json!(68 * MIB), &json!(68 * MIB)));
+    let told = place.run(&["advise", &file]).ok().stdout;
+    let said = [
+        "Out of memory at event 3 of 3: 33 MiB asked for while 48 MiB were reserved, 48 MiB of them allocated and nothing free.",
+        "It ran under roundup_power2_divisions:2.",
+        "There was room for 88 MiB or little more; what follows is for that (--limit sets it).",
+        "as it ran: runs out of memory with 48 MiB;",
+        "66 MiB are asked for at once;",
+        "What the program would have done after memory ran out.",
+        "40 MiB were free on the device.",
+        "Next: ",
+    ];
+    for words in said {
+        assert!(told.contains(words), "{words}: {told}");
+    }
+    assert!(told.contains(first["export"].as_str().unwrap()), "{told}");
+}
+
+#[test]
+fn where_no_setting_helps_it_says_what_is_needed() {
+    let place = Place::new();
+    let file = rounded_out_of_memory(&place);
+    let advice = place.run(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
+    assert_eq!((&advice["verdict"], &advice["limit_source"]), (&json!("out-of-memory"), &json!("given")));
+    assert_eq!(advice["needed_bytes"], 68 * MIB);
+    assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
+    let told = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
+    assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
+    // For scripts that ask for it, with nothing else changed.
+    for (limit, code) in [("60MiB", 3), ("70MiB", 0)] {
+        for more in [&[][..], &["--json"], &[&file]] {
+            let arguments = [&["advise", &file, "--limit", limit], more].concat();
+            let (plain, coded) = (place.run(&arguments).ok(), place.run(&[&arguments[..], &["--exit-code"]].concat()));
+            assert_eq!((coded.code, coded.stdout, coded.stderr), (Some(code), plain.stdout, plain.stderr));
+        }
+    }
+}
+
+/// A program that ran under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 reserved, 60 of them idle, 80 more
+/// are asked for.
+fn collected(place: &Place, whole: bool) -> String {
+    let at = |gib: u64| gib << 30;
+    let mut events = Vec::new();
+    for (gib, mib) in [(1, 60), (2, 50), (3, 80)] {
+        if gib == 3 {
+            for action in ["free_requested", "free_completed"] {
+                events.push(event(action, at(1), 60 * MIB));
+            }
+            events.push(event("segment_free", at(1), 60 * MIB));
+        }
+        events.push(event("segment_alloc", at(gib), mib * MIB));
+        events.push(event("alloc", at(gib), mib * MIB));
+    }
+    let segment = |gib: u64, mib: u64| {
+        let block =
+            json!({"address": at(gib), "size": mib * MIB, "requested_size": mib * MIB, "state": "active_allocated"});
+        json!({"device": 0, "address": at(gib), "total_size": mib * MIB, "stream": 0, "segment_type": "large",
+            "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]})
+    };
+    let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.5", "max_split_size": -1,
+        "garbage_collection_threshold": 0.5, "expandable_segments": false, "roundup_power2_divisions": {}});
+    let mut snapshot = json!({"segments": [segment(2, 50), segment(3, 80)], "device_traces": [events]});
+    snapshot["allocator_settings"] = settings;
+    if !whole {
+        snapshot["segments"] = json!([]);
+    }
+    place.write("collected.json", snapshot.to_string())
+}
+
+/// PyTorch collects garbage under a limit only, so its collections tell of one: without it these frees would be replayed as the
+/// program's own, and no other setting would seem to reserve more.
+#[test]
+fn collections_tell_the_limit() {
+    let place = Place::new();
+    let file = collected(&place, true);
+    let confs = ["--conf", "", "--conf", "garbage_collection_threshold:0.5"];
+    let advice = place.run(&[&["advise", &file, "--json"], &confs[..]].concat()).ok().json();
+    assert_eq!((&advice["limit_bytes"], &advice["limit_source"]), (&json!(220 * MIB - 1), &json!("collections")));
+    assert_eq!(
+        (&advice["recorded"]["replayed_off_percent"], &advice["unknown"]["limit"]),
+        (&json!(0.0), &json!(false))
+    );
+    assert_eq!(setting(&advice, "")["peak_reserved_bytes"], 190 * MIB);
+    assert_eq!(setting(&advice, "garbage_collection_threshold:0.5")["peak_reserved_bytes"], 130 * MIB);
+    let told = place.run(&["advise", &file]).ok().stdout;
+    let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(told.contains("Garbage was collected, which PyTorch does under a memory limit only: "), "{told}");
+    // Where the segments of the end do not add up with the events, the file does not tell how much was reserved.
+    let cut = place.run(&["advise", &collected(&place, false), "--json"]).ok().json();
+    assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
+    let told = place.run(&["advise", &collected(&place, false)]).ok().stdout;
+    assert!(told.contains("Give it with --limit"), "{told}");
+    let file = collected(&place, true);
+    // On a larger GPU: what was collected was collected under the smaller limit all the same.
+    let larger = [&["advise", &file, "--json", "--limit", "1GiB"], &confs[..]].concat();
+    let advice = place.run(&larger).ok().json();
+    assert_eq!((&advice["limit_source"], &advice["recorded"]["replayed_off_percent"]), (&json!("given"), &Value::Null));
+    for conf in ["", "garbage_collection_threshold:0.5"] {
+        assert_eq!(setting(&advice, conf)["peak_reserved_bytes"], 190 * MIB, "{conf}");
+    }
+}
+
+#[test]
+fn other_commands_ask_for_the_limit_of_collections() {
+    let place = Place::new();
+    let asked = "without --limit that counts as calls of empty_cache";
+    for (whole, most) in
+        [(true, format!("; it was 220.0 MiB or less: --limit {}B", 220 * MIB - 1)), (false, String::new())]
+    {
+        let file = collected(&place, whole);
+        for command in [&["replay", &file, "--device", "null"][..], &["capacity", &file], &["plan", &file]] {
+            let said = place.run(command).ok().stderr;
+            assert!(said.contains(&format!("{asked}{most}\n")), "{said}");
+            let said = place.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
+            assert!(!said.contains("warning"), "{said}");
+        }
+    }
+}
+
+/// As what a replay does not follow: a segment that is larger than PyTorch would have taken for the request.
+#[test]
+fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded() {
+    let place = Place::new();
+    let events = [event("segment_alloc", 1 << 30, 100 * MIB), event("alloc", 1 << 30, 33 * MIB)];
+    let blocks = json!([
+        {"address": 1 << 30, "size": 33 * MIB, "requested_size": 33 * MIB, "state": "active_allocated"},
+        {"address": (1 << 30) + 33 * MIB, "size": 67 * MIB, "requested_size": 0, "state": "inactive"},
+    ]);
+    let segment = json!({"device": 0, "address": 1 << 30, "total_size": 100 * MIB, "stream": 0, "segment_type": "large",
+        "segment_pool_id": [0, 0], "is_expandable": false, "blocks": blocks});
+    let file = place.write(
+        "off.json",
+        json!({"segments": [segment], "device_traces": [events], "allocator_settings": {}}).to_string(),
+    );
+    let told = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let help = told.split("What would help").nth(1).unwrap();
+    let first = "Take this with care: what ran is replayed with 66.0 % less than was reserved.";
+    assert!(help.trim_start().starts_with(first), "{told}");
+    assert!(help.contains("reserves 40 MiB (-60.0 %)"), "{told}");
+    assert!(help.contains("as it ran: reserved 100 MiB; its replay reserves 34 MiB;"), "{told}");
+}
+
+/// Pages are mapped whole, and a request is checked by its own size.
+#[test]
+fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
+    let place = Place::new();
+    let arguments = ["advise", &history("mlp"), "--limit", "80MiB"];
+    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    assert_eq!(advice["verdict"], "out-of-memory");
+    let first = &advice["settings"][0];
+    assert_eq!((&first["over_limit"], &first["out_of_memory"]), (&json!(true), &json!(false)));
+    assert_eq!(first["smallest_memory_bytes"], advice["needed_bytes"]);
+    let needed = advice["needed_bytes"].as_u64().unwrap();
+    let told = place.run(&arguments).ok().stdout;
+    assert!(told.contains(&format!("No setting mends this: you need {} MiB", needed / MIB)), "{told}");
+    assert!(told.contains("more than the limit") && told.contains("set_per_process_memory_fraction"), "{told}");
+    // That much is enough, and is not passed.
+    let limit = format!("{}MiB", needed / MIB);
+    let advice = place.run(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
+    assert!(
+        advice["verdict"] != "out-of-memory" && advice["settings"][0]["peak_reserved_bytes"].as_u64() <= Some(needed)
+    );
+}
+
+/// Its `streams` is one program's own recording, whose peak its JSON says.
+#[test]
+fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve() {
+    let place = Place::new();
+    let advice = place.run(&["advise", &history("mlp"), "--json"]).ok().json();
+    let recorded = &advice["recorded"];
+    assert_eq!(recorded["replayed"]["peak_reserved_bytes"], recorded["peak_reserved_bytes"]);
+    assert_eq!(recorded["replayed_off_percent"], 0.0);
+    assert_eq!(advice["torch"], "2.10 or 2.11", "PyTorch 2.11 recorded it");
+    assert!(advice["limit_bytes"].is_null() && recorded["out_of_memory"].is_null());
+    let settings = advice["settings"].as_array().unwrap();
+    let tried = advice["also_tried"].as_array().unwrap();
+    assert!(settings.len() > 2 && settings.len() + tried.len() > 20, "{advice}");
+    let least = |list: &[Value]| list.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).min().unwrap();
+    let best = settings[0]["peak_reserved_bytes"].as_u64().unwrap() as f64;
+    assert!(best <= least(settings).min(least(tried)) as f64 * 1.005);
+    for (at, one) in settings.iter().enumerate() {
+        let (smallest, live) = (one["smallest_memory_bytes"].as_u64().unwrap(), advice["live_bytes"].as_u64().unwrap());
+        assert!(smallest >= live && one["rank"] == at + 1 && one["out_of_memory"] == false, "{one}");
+    }
+    // What no setting can do: less than the bound.
+    let bound = advice["lower_bound_bytes"].as_u64().unwrap();
+    assert!(bound <= advice["plan_bytes"].as_u64().unwrap() && bound <= least(settings));
+    let other = advice["other_allocators"].as_array().unwrap();
+    assert!(other.iter().any(|other| other["alloc"] == "stream-ordered"), "{other:?}");
+}
+
+#[test]
+fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
+    let place = Place::new();
+    let confs = [
+        "expandable_segments:True",
+        "max_split_size_mb:32, roundup_power2_divisions:[256:1,512:2,1024:4,>:8]",
+        "garbage_collection_threshold:0.6",
+        "backend:cudaMallocAsync",
+        "",
+    ];
+    let mut arguments = vec!["advise", "h", "--limit", "300MiB", "--json"];
+    let file = history("mlp");
+    arguments[1] = &file;
+    confs.iter().for_each(|conf| arguments.extend(["--conf", conf]));
+    let advice = place.run(&arguments).ok().json();
+    let told: BTreeSet<&str> =
+        advice["settings"].as_array().unwrap().iter().map(|setting| setting["conf"].as_str().unwrap()).collect();
+    assert_eq!(told, BTreeSet::from(confs));
+    assert_eq!(advice["also_tried"], json!([]));
+    for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
+        assert!(confs.iter().all(|conf| setting(&advice, conf)[key].as_u64() > Some(0)), "{key}: {advice}");
+    }
+    let ranked = advice["settings"].as_array().unwrap();
+    let peaks: Vec<u64> = ranked.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).collect();
+    assert!(peaks.windows(2).all(|pair| pair[0] as f64 <= pair[1] as f64 * 1.005), "{peaks:?}");
+}
+
+/// Sizes that grow: each takes a segment of its own, where expandable segments take one. `fields` is what PyTorch 2.10 writes
+/// besides, `frames` the stack of each event.
+fn growing(place: &Place, fields: Value, frames: Value) -> String {
+    let mut events = Vec::new();
+    for (at, mib) in (1..).zip([30, 40, 50, 60]) {
+        for action in ["segment_alloc", "alloc", "free_requested", "free_completed"] {
+            let mut event = event(action, at << 30, mib * MIB);
+            fields.as_object().unwrap().iter().for_each(|(key, value)| event[key] = value.clone());
+            event["frames"] = frames.clone();
+            events.push(event);
+        }
+    }
+    let segment = |(at, mib): (u64, u64)| {
+        let block = json!({"address": at << 30, "size": mib * MIB, "requested_size": 0, "state": "inactive"});
+        json!({"device": 0, "address": at << 30, "total_size": mib * MIB, "stream": 0, "segment_type": "large",
+            "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]})
+    };
+    let segments: Vec<Value> = (1..).zip([30, 40, 50, 60]).map(segment).collect();
+    let settings = json!({"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": false});
+    let snapshot = json!({"segments": segments, "device_traces": [events], "external_annotations": [],
+        "allocator_settings": settings});
+    place.write("growing.json", snapshot.to_string())
+}
+
+/// The settings that an answer names anywhere.
+fn named(advice: &Value) -> Vec<&str> {
+    let lists = ["settings", "also_tried"].map(|key| advice[key].as_array().unwrap());
+    lists.into_iter().flatten().map(|one| one["conf"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn what_the_version_does_not_know_is_not_advised() {
+    let place = Place::new();
+    let (old, new) = (json!({}), json!({"compile_context": "N/A", "user_metadata": ""}));
+    for (fields, version, rounds) in [(old, "2.5 to 2.7", false), (new, "2.10 or 2.11", true)] {
+        let file = growing(&place, fields, json!([]));
+        let advice = place.run(&["advise", &file, "--json"]).ok().json();
+        assert_eq!(advice["torch"], version, "{advice}");
+        let first = &advice["settings"][0];
+        assert_eq!(first["export"], "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
+        let named = named(&advice);
+        assert_eq!(named.iter().any(|conf| conf.contains("max_non_split_rounding_mb")), rounds, "{named:?}");
+        let told = place.run(&["advise", &file]).ok().stdout;
+        assert!(told.contains(&format!("PyTorch {version}")) && told.contains(first["export"].as_str().unwrap()));
+        // Another version is asked for: none before 2.1 has expandable segments.
+        let advice = place.run(&["advise", &file, "--torch", "2.0.1", "--json"]).ok().json();
+        assert_eq!((&advice["torch"], &advice["without_expandable_segments"]), (&json!("before 2.1"), &Value::Null));
+        let before: Vec<&str> = self::named(&advice);
+        assert!(before.iter().all(|conf| !conf.contains("expandable") && !conf.contains("non_split")), "{before:?}");
+        assert!(before.iter().any(|conf| conf.contains("max_split_size_mb")), "{before:?}");
+    }
+    let file = growing(&place, json!({}), json!([]));
+    let conf = ["--conf", "pinned_free_catch_all:True"];
+    let refusal = "pinned_free_catch_all came with 2.12 and is not known to PyTorch 2.5 to 2.7; --torch names another";
+    place.run(&[&["advise", &file], &conf[..]].concat()).refused(2, &[refusal]);
+    place.run(&[&["advise", &file, "--torch", "2.12"], &conf[..]].concat()).ok();
+    place.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is no version of PyTorch"]);
+}
+
+#[test]
+fn there_is_a_second_answer_without_expandable_segments() {
+    let place = Place::new();
+    let file = growing(&place, json!({"compile_context": "N/A", "user_metadata": ""}), json!([]));
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let settings = advice["settings"].as_array().unwrap();
+    assert_eq!((&settings[0]["conf"], &advice["obstacle"]), (&json!("expandable_segments:True"), &Value::Null));
+    let second = &advice["without_expandable_segments"];
+    let is_without = |setting: &&Value| !setting["conf"].as_str().unwrap().contains("expandable_segments");
+    assert_eq!(Some(second), settings.iter().find(is_without), "{advice}");
+    let told = place.run(&["advise", &file]).ok().stdout;
+    let part = told.split("\nWithout expandable segments\n").nth(1).unwrap_or_else(|| panic!("{told}"));
+    let part = part.split("\nWhat no setting").next().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["cannot be had on Windows, before PyTorch 2.1, in a MemPool", "CUDA IPC", "DataLoader workers"] {
+        assert!(part.contains(words), "{words}: {told}");
+    }
+    if second["conf"] != "" {
+        assert!(part.starts_with(second["export"].as_str().unwrap()), "{told}");
+        assert_eq!(told.matches(second["export"].as_str().unwrap()).count(), 1, "{told}");
+    }
+    // That is what the search finds that leaves them out.
+    let left_out = ["advise", &file, "--without", "expandable_segments", "--json"];
+    let advice = place.run(&left_out).ok().json();
+    assert!(named(&advice).iter().all(|conf| !conf.contains("expandable_segments")), "{advice}");
+    assert_eq!(advice["settings"][0]["peak_reserved_bytes"], second["peak_reserved_bytes"]);
+    assert_eq!(advice["without_expandable_segments"], Value::Null);
+    let both = [&left_out[..], &["--without", "roundup_power2_divisions"]].concat();
+    let advice = place.run(&both).ok().json();
+    assert!(named(&advice).iter().all(|conf| !conf.contains("roundup")), "{advice}");
+    place.run(&["advise", &file, "--without", "expandable"]).refused(2, &["'expandable' is no setting of PyTorch's"]);
+}
+
+#[test]
+fn frames_that_stand_against_expandable_segments_are_said_with_the_first_answer() {
+    let place = Place::new();
+    let frame = |name: &str, file: &str| json!({"name": name, "filename": file, "line": 86});
+    let main = frame("main", "/home/me/serve.py");
+    let reduces = frame("__init__", "/env/vllm/distributed/device_communicators/custom_all_reduce.py");
+    let file = growing(&place, json!({}), json!([reduces, main]));
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let shares = "The program shares GPU memory by CUDA IPC (device_communicators/custom_all_reduce.py:86 __init__)";
+    assert_eq!(advice["obstacle"], shares);
+    let told = place.run(&["advise", &file]).ok().stdout;
+    let first = told.split("What would help").nth(1).unwrap().split("Without expandable segments").next().unwrap();
+    assert!(first.contains("The program shares GPU memory by CUDA IPC"), "{told}");
+    let file = growing(&place, json!({}), json!([main]));
+    assert_eq!(place.run(&["advise", &file, "--json"]).ok().json()["obstacle"], Value::Null);
+}
+
+#[test]
+fn garbage_is_collected_with_a_line_of_python() {
+    let place = Place::new();
+    let file = growing(&place, json!({}), json!([]));
+    let arguments = ["advise", &file, "--conf", "garbage_collection_threshold:0.6", "--limit", "170MiB"];
+    let line = format!("torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1])", 170 * MIB);
+    let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    // Under that limit what ran reserves no more.
+    assert_eq!((&advice["verdict"], &advice["settings"][0]["python"]), (&json!("keep"), &json!(line)), "{advice}");
+    let told = place.run(&arguments).ok().stdout;
+    let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(told.contains(&format!("Next best garbage_collection_threshold:0.6 {line}")), "{told}");
+    let alone = place.run(&["advise", &file, "--conf", "max_split_size_mb:32", "--json"]).ok().json();
+    assert_eq!(alone["settings"][0]["python"], Value::Null);
+}
+
+/// Two ranks of one job: the second has less, and one setting has to do for both.
+#[test]
+fn ranks_get_one_setting_and_a_table() {
+    let place = Place::new();
+    let files = ["ranks/gpt2_fsdp1.rank0", "ranks/gpt2_fsdp1.rank1"].map(history);
+    let confs = ["--conf", "", "--conf", "expandable_segments:True"];
+    let arguments = [&["advise", &files[0], &files[1]], &confs[..]].concat();
+    let found = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
+    let ranks = found["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 2);
+    for (at, one) in found["settings"].as_array().unwrap().iter().enumerate() {
+        let of = |key: &str| ranks.iter().map(move |rank| rank["settings"][at][key].as_u64().unwrap()).max();
+        for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
+            assert_eq!(one[key].as_u64(), of(key), "{one}");
+        }
+        assert_eq!((&one["rank"], &one["out_of_memory"]), (&json!(at + 1), &json!(false)));
+    }
+    let most = ranks.iter().max_by_key(|rank| rank["recorded_peak_reserved_bytes"].as_u64()).unwrap();
+    assert_eq!(found["worst"]["trace"], most["trace"]);
+    let table = place.run(&arguments).ok().stdout;
+    for words in
+        ["2 histories", "gpt2_fsdp1.rank1.pickle.xz", "1. PyTorch's defaults", "every rank runs in", "What happened"]
+    {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    // A share has the table too, and its own histories only.
+    let share = place.run(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
+    assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
+    assert_eq!(share["worst"]["trace"], files[1]);
+    place.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 history;"]);
+}
+
+/// What cannot be read is left out, and of many histories the table shows those unlike the others.
+#[test]
+fn ranks_that_cannot_be_read_are_left_out() {
+    let place = Place::new();
+    let junk = place.write("junk.pickle", "no snapshot\n");
+    let snapshot = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
+    let mut files: Vec<String> = (0..10).map(|rank| place.write(&format!("rank{rank}.json"), &snapshot)).collect();
+    files.push(junk.clone());
+    let files: Vec<&str> = files.iter().map(String::as_str).collect();
+    let arguments = [&["advise"], &files[..], &["--conf", ""]].concat();
+    let ran = place.run(&[&arguments[..], &["--json"]].concat()).ok();
+    assert!(ran.stderr.contains("junk.pickle") && ran.stderr.contains("go on without it"), "{}", ran.stderr);
+    let found = ran.json();
+    assert_eq!((found["ranks"].as_array().unwrap().len(), &found["unread"][0]["trace"]), (10, &json!(junk)));
+    let table = place.run(&arguments).ok().stdout;
+    assert!(table.contains("10 histories") && table.contains("2 more are nearer to the median"), "{table}");
+    place.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 histories could be read"]);
+}
+
+/// The program that wrote it was killed between a free and its completion, before it said its settings.
+#[test]
+fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
+    let place = Place::new();
+    let mut events = vec![event("segment_alloc", 1 << 30, 48 * MIB)];
+    for _ in 0..3 {
+        for action in ["alloc", "free_requested", "free_completed"] {
+            events.push(event(action, 1 << 30, 33 * MIB));
+        }
+    }
+    let whole = json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string();
+    let end = whole.rfind("{\"action\":\"free_completed\"").unwrap();
+    let file = place.write("cut.json", &whole[..end + 9]);
+    let ran = place.run(&["advise", &file, "--json"]).ok();
+    assert_eq!(ran.stderr.matches("the file was cut short at byte").count(), 1, "{}", ran.stderr);
+    let advice = ran.json();
+    assert_eq!((&advice["events"], &advice["unknown"]["deferred_frees"]), (&json!(9), &json!(0)));
+    assert!(advice["cut"].as_str().unwrap().contains("first 9 events were read"), "{advice}");
+    let told = place.run(&["advise", &file]).ok().stdout;
+    for words in [
+        "The file was cut short: this is about its first 9 events.",
+        "At least 48 MiB were reserved. At most 33 MiB were live.",
+        "Its settings are missing, and taken to be PyTorch's defaults.",
+    ] {
+        assert!(told.contains(words), "{words}: {told}");
+    }
+    assert!(!told.contains("waited for other streams"), "{told}");
+}
+
+/// The program hands commands that it does not have on to the Python package.
+#[cfg(unix)]
+#[test]
+fn commands_of_the_package_are_handed_on() {
+    use std::process::Command;
+    let place = Place::new();
+    place.run(&["advize"]).refused(2, &["'advize' is no command"]);
+    let run = |there: bool| {
+        // An interpreter that says what it was asked for.
+        let finds = if there { "exit 0" } else { "exit 1" };
+        place.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
+        let mut process = Command::new(common::PROGRAM);
+        let path = format!("{}:/bin:/usr/bin", place.at(".").display());
+        process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
+        Ran::of(process.output().unwrap())
+    };
+    run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
+    let ran = run(true);
+    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
+    let help = place.run(&["--help"]).ok().stdout;
+    assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
+}
+
+#[test]
+fn the_answer_is_one_screen() {
+    let place = Place::new();
+    let mut process = std::process::Command::new(common::PROGRAM);
+    // A path as short as a user's: a long one takes lines of its own.
+    std::fs::copy(history("streams"), place.at("streams.pickle.xz")).unwrap();
+    process.args(["advise", "streams.pickle.xz"]).env("COLUMNS", "80").env("NO_COLOR", "1");
+    let text = Ran::of(process.current_dir(place.at(".")).output().unwrap()).ok().stdout;
+    let titles = ["What happened", "What would help", "Next best", "What no setting can do", "What this does not know"];
+    let at: Vec<usize> =
+        titles.iter().map(|title| text.find(title).unwrap_or_else(|| panic!("{title}: {text}"))).collect();
+    assert!(at.is_sorted(), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    assert!(text.lines().count() <= 36, "{text}");
+    let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    for said in [
+        "765.0 MiB asked for at most, frees that waited included.",
+        "441.8 MiB are asked for at once. With frees that wait for other streams as they did, at least 765.0 MiB (a plan: ",
+        "; if besides no stream may wait to reuse another's block, ",
+        "Settings run in less where PyTorch, out of memory, waits for these frees.",
+    ] {
+        assert!(words.contains(said), "{said}: {text}");
+    }
+    assert!(text.contains("frees waited for other streams") && text.contains("if frees completed at once"), "{text}");
+}
+
+#[test]
+fn bad_input_gets_one_line() {
+    let place = Place::new();
+    let (file, junk) = (rounded_out_of_memory(&place), place.write("junk.pickle", "no snapshot\n"));
+    let refused = |arguments: &[&str], words: &[&str]| place.run(&[&["advise"], arguments].concat()).refused(2, words);
+    refused(&[&junk], &["junk.pickle"]);
+    refused(&["gone.pickle"], &["gone.pickle"]);
+    refused(&[&file, "--limit", "24"], &["--limit 24:", "24 B", "24GiB"]);
+    refused(&[&file, "--limit", "lots"], &["'lots' is not a size"]);
+    refused(
+        &[&file, "--conf", "max_split:64"],
+        &["'max_split' is no setting of PyTorch's allocator", "max_split_size_mb"],
+    );
+    refused(&[&file, "--conf", "max_split_size_mb:8"], &["max_split_size_mb:8: PyTorch takes 20 or more"]);
+    refused(&[&file, "--conf", "", "--conf", " "], &["given twice"]);
+    refused(&[&file, "--gpu", "3"], &["no event of GPU 3"]);
+}
+
+/// The name of a key without what holds it.
+fn last(path: &str) -> String {
+    path.rsplit('.').next().unwrap_or_default().trim_end_matches("[]").to_owned()
+}
+
+/// Where a key of the JSON stands, as `analysis/schema.md` writes it.
+fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
+    match value {
+        // The names in it are the driver's, and a report of its own is described elsewhere.
+        Value::Object(_) if at.ends_with("driver_calls") || at.ends_with("recorded.out_of_memory") => {}
+        Value::Object(map) => {
+            for (key, value) in map {
+                let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
+                paths(value, &path, out);
+                out.insert(path);
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| paths(item, &format!("{at}[]"), out)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_key_is_described() {
+    let place = Place::new();
+    let schema =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
+    let part = |from: &str, to: &str| schema.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
+    let tables = [part("\n# Advice\n", "\n## explain\n"), part("\n### Bounds\n", "\n## ")];
+    let rows = tables.into_iter().flat_map(str::lines).filter(|line| line.starts_with('`') && line.contains(" | "));
+    let keys = rows.flat_map(|line| line.split(" | ").next().unwrap_or_default().split(", "));
+    // Names of the driver's calls, and a link to keys that stand elsewhere, are no keys.
+    let keys = keys.map(|key| key.trim_matches('`').trim_end_matches(".<name>")).filter(|key| !key.ends_with('…'));
+    let described: BTreeSet<String> = keys.map(last).collect();
+    let mut written = BTreeSet::new();
+    let files = ["gpt2_fsdp1.rank0", "gpt2_fsdp1.rank1"].map(|name| history(&format!("ranks/{name}")));
+    let junk = place.write("junk.pickle", "no snapshot\n");
+    let ranks = place.run(&["advise", &files[0], &files[1], &junk, "--conf", "", "--json"]).ok().json();
+    paths(&ranks, "", &mut written);
+    for arguments in [&["--limit", "70MiB"][..], &["--limit", "10MiB"]] {
+        let advice =
+            place.run(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
+        paths(&advice, "", &mut written);
+    }
+    // A limit that stacks tell.
+    let full = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
+    let full = place.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
+    paths(&full, "", &mut written);
+    // With phases, and memory that is free on another stream.
+    let mut story = Story::default();
+    for (stream, name) in [(0, "load"), (7, "train")] {
+        let at = stream << 30;
+        story.annotate(name, "START", story.events.len());
+        story.segment(at, 20 * MIB, stream);
+        for _ in 0..9 {
+            story.alloc(at, 20 * MIB, stream, json!([script(3, "step")]));
+            story.free(at, 20 * MIB, stream);
+        }
+        story.annotate(name, "END", story.events.len());
+    }
+    let phases = place.write("phases.json", story.text());
+    paths(&place.run(&["advise", &phases, "--conf", "", "--json"]).ok().json(), "", &mut written);
+    // With another GPU.
+    let one = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
+    let mut two: Value = serde_json::from_str(&one).unwrap();
+    two["device_traces"].as_array_mut().unwrap().push(json!([event("segment_alloc", 1 << 30, 2 * MIB)]));
+    let two = place.write("two.json", two.to_string());
+    paths(&place.run(&["advise", &two, "--conf", "", "--json"]).ok().json(), "", &mut written);
+    let written: BTreeSet<String> = written.iter().map(|path| last(path)).collect();
+    assert_eq!(written.difference(&described).collect::<Vec<_>>(), Vec::<&String>::new(), "written and not described");
+    assert_eq!(described.difference(&written).collect::<Vec<_>>(), Vec::<&String>::new(), "described and not written");
+}
+
+#[test]
+fn a_saving_under_another_limit_is_that_of_the_replay_under_it() {
+    let place = Place::new();
+    let file = history("resnet50");
+    let saving = |arguments: &[&str]| {
+        let advice = place.run(&[&["advise", &file, "--json"], arguments].concat()).ok().json();
+        let reserved = |of: &Value| of["peak_reserved_bytes"].as_f64().unwrap();
+        let less = 1.0 - reserved(&advice["settings"][0]) / reserved(&advice["recorded"]["replayed"]);
+        assert!((advice["saving_percent"].as_f64().unwrap() - 100.0 * less).abs() < 1e-9, "{arguments:?}: {advice}");
+        less
+    };
+    // What ran keeps to a limit, too: less is left to save.
+    assert!(saving(&["--limit", "6.2GiB"]) < saving(&[]) / 2.0);
+}

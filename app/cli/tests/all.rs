@@ -1,0 +1,25 @@
+//! The tests of `vramlab` as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[path = "../../../allocators/tests/common/mutate.rs"]
+#[allow(dead_code, reason = "no test mutates here")]
+mod mutate;
+#[cfg(unix)]
+#[path = "../../../app/terminal/tests/common/pty.rs"]
+mod pty;
+
+mod advise;
+mod convert;
+mod damaged_histories;
+mod deep_stacks;
+mod diff;
+mod explain;
+mod explain_causes_frames;
+mod full_gpu;
+mod gpus;
+mod output;
+mod program;
+mod replay;
+mod report;
+mod run;

@@ -1,0 +1,227 @@
+//! What a record comes from: the code, the host, the driver and the job.
+//!
+//! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
+
+use ring::digest::{SHA256, digest};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// What a program was built from, as its build script found it. [`built!`](crate::built) makes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Built {
+    /// Commit, in hexadecimal; empty if unknown.
+    pub commit: &'static str,
+    /// `true` or `false`; empty if unknown.
+    pub dirty: &'static str,
+    /// Name of Cargo's profile.
+    pub profile: &'static str,
+}
+
+/// What the crate that calls this was built from; its build script is the trainer's.
+#[macro_export]
+macro_rules! built {
+    () => {
+        $crate::provenance::Built {
+            commit: env!("BUILT_FROM_COMMIT"),
+            dirty: env!("BUILT_FROM_DIRTY"),
+            profile: env!("BUILT_WITH_PROFILE"),
+        }
+    };
+}
+
+/// Where a record comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Provenance {
+    /// Commit of the sources.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub git_commit: Option<String>,
+    /// Whether the sources differed from that commit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub git_dirty: Option<bool>,
+    /// Cargo's profile: `dev`, `release`, or one's own.
+    pub build_profile: String,
+    /// Tells this host from others without naming it: 16 hexadecimal digits of a SHA-256.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_hash: Option<String>,
+    /// Release of NVIDIA's driver, as `580.159.03`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_release: Option<String>,
+    /// The job of a cluster's scheduler.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job: Option<Job>,
+}
+
+/// A job of Slurm.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct Job {
+    /// `SLURM_JOB_ID`.
+    pub id: String,
+    /// `SLURM_ARRAY_JOB_ID`: that of all jobs of an array.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub array_id: Option<String>,
+    /// `SLURM_ARRAY_TASK_ID`: which of them it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub array_task: Option<String>,
+}
+
+impl Provenance {
+    /// Of this process. Reads a few small files of the system.
+    #[must_use]
+    pub fn of(built: Built) -> Self {
+        let root = Path::new("/");
+        Self {
+            git_commit: (!built.commit.is_empty()).then(|| built.commit.to_owned()),
+            git_dirty: built.dirty.parse().ok(),
+            build_profile: built.profile.to_owned(),
+            host_hash: host_hash(root, &|name| std::env::var(name).ok()),
+            driver_release: driver_release(root),
+            job: job(&|name| std::env::var(name).ok()),
+        }
+    }
+}
+
+/// A file of the system without white space around it; `None` if it is not there or empty.
+fn text(root: &Path, name: &str) -> Option<String> {
+    let text = std::fs::read_to_string(root.join(name)).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+/// Hash of the machine's number and the host's name. Both, because machines that were set up as copies of one image share
+/// the number, and containers of one machine often do not share the name.
+fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let machine = text(root, "etc/machine-id").or_else(|| text(root, "var/lib/dbus/machine-id"));
+    let name =
+        text(root, "proc/sys/kernel/hostname").or_else(|| variable("HOSTNAME")).or_else(|| variable("COMPUTERNAME"));
+    if machine.is_none() && name.is_none() {
+        return None;
+    }
+    let both = format!("{}\n{}", machine.unwrap_or_default(), name.unwrap_or_default());
+    Some(digest(&SHA256, both.as_bytes()).as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The kernel module's release, else that of the library that this process has loaded.
+fn driver_release(root: &Path) -> Option<String> {
+    let is_release = |word: &&str| {
+        let parts: Vec<&str> = word.split('.').collect();
+        let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        (2..=3).contains(&parts.len()) && parts.iter().all(digits)
+    };
+    let module = text(root, "proc/driver/nvidia/version").and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("NVRM version:"))?.to_owned();
+        line.split_whitespace().find(is_release).map(str::to_owned)
+    });
+    let listed = || text(root, "sys/module/nvidia/version").filter(|text| is_release(&text.as_str()));
+    let loaded = || {
+        let maps = text(root, "proc/self/maps")?;
+        maps.lines()
+            .find_map(|line| line.rsplit_once("/libcuda.so.").map(|(_, end)| end).filter(is_release).map(str::to_owned))
+    };
+    module.or_else(listed).or_else(loaded)
+}
+
+fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
+    /// Longer than any number of a job.
+    const LONGEST: usize = 64;
+    let plain = |text: &String| {
+        (1..=LONGEST).contains(&text.len())
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_.+-".contains(&byte))
+    };
+    let of = |name: &str| variable(name).filter(plain);
+    Some(Job { id: of("SLURM_JOB_ID")?, array_id: of("SLURM_ARRAY_JOB_ID"), array_task: of("SLURM_ARRAY_TASK_ID") })
+}
+
+/// The time as records have it, in UTC: `2026-11-22T19:37:32Z`.
+#[must_use]
+pub fn now() -> String {
+    utc(SystemTime::now())
+}
+
+fn utc(time: SystemTime) -> String {
+    // A machine whose clock was never set.
+    humantime::format_rfc3339_seconds(time.max(UNIX_EPOCH)).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    use std::time::Duration;
+
+    /// A root with these files.
+    fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            let path = root.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn times_are_whole_seconds_of_utc() {
+        let after = |ms| UNIX_EPOCH + Duration::from_millis(ms);
+        assert_eq!(utc(after(1_700_000_000_999)), "2023-11-14T22:13:20Z");
+        assert_eq!(utc(UNIX_EPOCH - Duration::from_secs(1)), "1970-01-01T00:00:00Z");
+    }
+
+    #[test]
+    fn the_release_is_found_where_systems_say_it() {
+        let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n\
+                      GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n";
+        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (x)\n";
+        let map = "7f00-7f01 r-xp 00000000 08:01 42   /usr/lib/x86_64-linux-gnu/libcuda.so.570.86\n";
+        for (files, wanted) in [
+            (&[("proc/driver/nvidia/version", closed)][..], Some("550.54.15")),
+            (&[("proc/driver/nvidia/version", open), ("proc/self/maps", map)], Some("580.159.03")),
+            (&[("sys/module/nvidia/version", "535.183.01\n")], Some("535.183.01")),
+            (&[("proc/self/maps", map)], Some("570.86")),
+            (&[("proc/self/maps", "7f00-7f01 r-xp 0 08:01 4 /usr/lib/libcuda.so.1\n")], None),
+            (&[("proc/driver/nvidia/version", "garbage")], None),
+            (&[], None),
+        ] {
+            assert_eq!(driver_release(system(files).path()).as_deref(), wanted, "{files:?}");
+        }
+    }
+
+    #[test]
+    fn a_host_is_told_apart_and_not_named() {
+        let none = |_: &str| None;
+        let of = |id: &str, name: &str| {
+            host_hash(system(&[("etc/machine-id", id), ("proc/sys/kernel/hostname", name)]).path(), &none)
+        };
+        let first = of("aa\n", "gpu-node-7\n").unwrap();
+        assert!(first.len() == 16 && first.bytes().all(|byte| byte.is_ascii_hexdigit()), "{first}");
+        assert_eq!(of("aa", "gpu-node-7").as_ref(), Some(&first));
+        assert!(of("ab", "gpu-node-7").unwrap() != first && of("aa", "gpu-node-8").unwrap() != first);
+        assert_eq!(host_hash(system(&[]).path(), &none), None);
+        let named = |name: &str| (name == "HOSTNAME").then(|| "here".to_owned());
+        assert!(host_hash(system(&[]).path(), &named).is_some());
+    }
+
+    #[test]
+    fn a_job_is_there_if_slurm_says_so() {
+        let with = |pairs: &'static [(&str, &str)]| {
+            job(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
+        };
+        assert_eq!(with(&[]), None);
+        assert_eq!(with(&[("SLURM_ARRAY_TASK_ID", "3")]), None);
+        assert_eq!(with(&[("SLURM_JOB_ID", "a\u{1b}[2J")]), None);
+        let alone = with(&[("SLURM_JOB_ID", "55")]).unwrap();
+        assert_eq!(serde_json::to_value(alone).unwrap(), serde_json::json!({"id": "55"}));
+        let array = with(&[("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
+        let wanted = serde_json::json!({"id": "57", "array_id": "55", "array_task": "2"});
+        assert_eq!(serde_json::to_value(array).unwrap(), wanted);
+    }
+
+    #[test]
+    fn what_is_unknown_is_absent() {
+        let built = Built { commit: "", dirty: "", profile: "dev" };
+        let found = serde_json::to_value(Provenance::of(built)).unwrap();
+        assert!(found.get("git_commit").is_none() && found.get("git_dirty").is_none(), "{found}");
+        assert_eq!(found["build_profile"], "dev");
+    }
+}

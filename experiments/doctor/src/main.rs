@@ -1,7 +1,0 @@
-//! Answers questions about a recorded history of PyTorch's allocator.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    doctor::main(std::env::args_os().collect())
-}

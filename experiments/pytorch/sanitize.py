@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Does compute-sanitizer see a write beyond a tensor into its neighbour? Under PyTorch's allocator and VramLab's, told or not.
+
+    python3 experiments/pytorch/sanitize.py -o DIR [--overrun PROGRAM] [--trainer PROGRAM]
+
+Runs programs/overrun.py under the memory checker: natively; under allocators of VramLab with VRAMLAB_NVTX_MEMORY=off; and with it
+on, where the write must be found, and where none must be found when the program stays inside. With --overrun (the
+example `overrun` of the crate trainer) the same without PyTorch, with --trainer a short training, which must be clean. DIR/sanitizer.jsonl has a line a run, with the first error; DIR/NAME.log
+what was printed.
+
+Exit codes: 0 each run as expected, 1 not, 2 bad input.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from processes import HERE, environment, start_hook
+
+FOUND = 9
+# Allocator, whether it tells of its blocks, and whether the program writes beyond: then the error must be found, but for expandable
+# memory, in which the checker takes no heaps.
+CASES = [
+    ("native", False, True),
+    ("caching", False, True),
+    ("caching", True, True),
+    ("caching", True, False),
+    ("pytorch-expandable", True, True),
+    ("remap", True, True),
+]
+EXPANDABLE = ("pytorch-expandable", "remap")
+
+
+def sanitizer():
+    """The program, with those of its options that this version has."""
+    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
+    found = next((place for place in places if place and Path(place).is_file()), None)
+    if found is None:
+        raise SystemExit("error: compute-sanitizer was not found; it is part of the CUDA toolkit")
+    known = subprocess.run([found, "--help"], capture_output=True, text=True).stdout
+    options = {"--nvtx": "yes", "--force-blocking-launches": "yes", "--target-processes": "all", "--print-limit": "20"}
+    chosen = []
+    for name, value in options.items():
+        if shown := re.search(rf"^\s+{name}\b( arg)?", known, re.MULTILINE):
+            # A switch takes no value. With "=", as the value of some is optional and a word after them would be the program.
+            chosen.append(f"{name}={value}" if shown[1] else name)
+    return [found, "--tool", "memcheck", "--error-exitcode", str(FOUND), *chosen]
+
+
+def first_error(text):
+    """The first thing that the checker found: its line and the next ones that place it."""
+    lines = [line.lstrip("= ") for line in text.splitlines() if line.startswith("=========")]
+    for at, line in enumerate(lines):
+        if re.match(r"Invalid|Program hit|Error|Misaligned|Leaked|Fatal", line):
+            return " | ".join(line.strip() for line in lines[at : at + 5] if line.strip())[:600]
+    return None
+
+
+def main():
+    """Runs the cases one after another."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder of results; made if need be"
+    )
+    overrun = "the example of the trainer: cargo build --release -p trainer --example overrun"
+    parser.add_argument("--overrun", type=Path, metavar="PROGRAM", help=overrun)
+    parser.add_argument(
+        "--trainer", type=Path, metavar="PROGRAM", help="the trainer, to be checked in a short training"
+    )
+    parser.add_argument("--jobs", type=int, default=3, metavar="N", help="runs side by side (default: 3)")
+    parser.add_argument("--timeout", type=int, default=150, metavar="SECONDS", help="for one run (default: 150)")
+    options = parser.parse_args()
+    for program in filter(None, (options.overrun, options.trainer)):
+        if not program.is_file():
+            print(
+                f"error: {program}: no such program; build it: cargo build --release -p trainer [--example overrun]",
+                file=sys.stderr,
+            )
+            return 2
+    checker = sanitizer()
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sanitize-") as folder:
+        hook = start_hook(folder)
+        runs = []
+        for arm, told, beyond in CASES:
+            command = [sys.executable, str(HERE / "programs" / "overrun.py"), *([] if beyond else ["--inside"])]
+            own = {"VRAMLAB_NVTX_MEMORY": "on" if told else "off"}
+            name = f"{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
+            runs.append((name, command, environment(arm, hook) | own, told and beyond and arm not in EXPANDABLE))
+        if options.overrun:
+            for arm, told, beyond in CASES[1:]:
+                words = [arm, *([] if told else ["--nvtx-memory", "off"]), *([] if beyond else ["--inside"])]
+                name = f"overrun-{arm}-{'on' if told else 'off'}-{'beyond' if beyond else 'inside'}"
+                expected = told and beyond and arm not in EXPANDABLE
+                runs.append((name, [str(options.overrun), *words], dict(os.environ), expected))
+        if options.trainer:
+            for arm in ("caching", "pytorch-expandable"):
+                arguments = (
+                    "--device cuda --dataset digits --hidden 64 --batch 32 --steps 20 --nvtx-memory on --nvtx off"
+                )
+                command = [str(options.trainer), "--alloc", arm, *arguments.split(), "--out", f"{folder}/{arm}"]
+                runs.append((f"trainer-{arm}-on", command, dict(os.environ), False))
+        waiting, running, unexpected = list(runs), [], 0
+        with open(options.output / "sanitizer.jsonl", "w", encoding="utf-8") as file:
+            while waiting or running:
+                while waiting and len(running) < options.jobs:
+                    name, command, own, expected = waiting.pop(0)
+                    log = open(options.output / f"{name}.log", "w+", encoding="utf-8")
+                    whole = ["timeout", "-k", "5", str(options.timeout), *checker, *command]
+                    process = subprocess.Popen(
+                        whole, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=own
+                    )
+                    running.append((name, process, log, expected, time.monotonic()))
+                for one in list(running):
+                    name, process, log, expected, began = one
+                    if process.poll() is None:
+                        continue
+                    running.remove(one)
+                    log.seek(0)
+                    text = log.read()
+                    log.close()
+                    error = first_error(text)
+                    found = process.returncode == FOUND and error is not None
+                    clean = process.returncode == 0
+                    as_expected = found if expected else clean
+                    unexpected += not as_expected
+                    said = next((line for line in text.splitlines() if line.startswith("{")), None)
+                    record = {
+                        "run": name, "code": process.returncode, "error": error, "expected_error": expected,
+                        "as_expected": as_expected, "program": json.loads(said) if said else None,
+                        "took_s": round(time.monotonic() - began, 1), "checker": " ".join(checker[1:]),
+                    }  # fmt: skip
+                    file.write(json.dumps(record) + "\n")
+                    file.flush()
+                    word = "as expected" if as_expected else "NOT as expected"
+                    print(
+                        f"{record['took_s']:6.1f} s  {name}: code {process.returncode}, {word}: {error or 'no error'}",
+                        flush=True,
+                    )
+                time.sleep(0.05)
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

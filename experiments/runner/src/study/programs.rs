@@ -1,0 +1,492 @@
+//! The programs that arms run: their command lines, and what can be said about options before anything runs.
+
+use super::plan::{self, Run};
+use super::spec::{OptionValue, Program, Setting, Source};
+use crate::repository;
+use anyhow::{Context, Result, bail};
+use std::ffi::OsString;
+use std::path::{Component, Path, PathBuf};
+use std::process::{Command, Stdio};
+use vramlab::{DeviceKind, DeviceName, Selection, backends};
+
+/// The option that names allocators.
+const ALLOC: &str = "alloc";
+
+/// Name of the PyTorch program in the folder of the baselines.
+const PYTORCH: &str = "mlp.py";
+/// Its options, as `--help` of the program has them; none is a switch.
+const PYTORCH_OPTIONS: [&str; 22] = [
+    "mode",
+    "compile-mode",
+    "dtype",
+    "weights",
+    "loss-scale",
+    "fused-sgd",
+    "rows",
+    "dataset",
+    "hidden",
+    "layers",
+    "batch",
+    "epochs",
+    "steps",
+    "lr",
+    "seed",
+    "init",
+    "loader",
+    "workers",
+    "pin",
+    "sync",
+    "warm-up",
+    "step-memory",
+];
+/// Those of them that mean what they mean to the trainer and take the same values.
+const SHARED_OPTIONS: [&str; 12] =
+    ["dtype", "weights", "loss-scale", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init"];
+/// Options that the runner sets itself, beside all that take a path.
+const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
+/// Where a program writes its record, in the folder in which it runs.
+pub(crate) const RECORD: &str = "record";
+
+/// Reads the device of an experiment. Runs start in folders of their own, so a profile is named by its whole path.
+pub(crate) fn device(text: &str) -> std::result::Result<DeviceName, String> {
+    match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim]).map_err(|error| error.to_string())? {
+        DeviceName::Sim(Some(path)) => match std::path::absolute(&path) {
+            Ok(path) => Ok(DeviceName::Sim(Some(path))),
+            Err(error) => Err(format!("{}: {error}", path.display())),
+        },
+        device => Ok(device),
+    }
+}
+
+/// The device as records name it: without folders.
+pub(crate) fn shown(device: &DeviceName) -> DeviceName {
+    match device {
+        DeviceName::Sim(Some(path)) => DeviceName::Sim(path.file_name().map(PathBuf::from)),
+        device => device.clone(),
+    }
+}
+
+/// Where the files are that runs read.
+#[derive(Clone, Debug)]
+pub(crate) struct Inputs {
+    pub(crate) histories: PathBuf,
+    pub(crate) data_dir: Option<PathBuf>,
+    pub(crate) python: OsString,
+    /// The PyTorch program, if it is there.
+    pub(crate) baseline: Option<PathBuf>,
+}
+
+impl Inputs {
+    /// The named ones, else those of the environment, else those of the sources.
+    pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
+        let absolute = |path: &Path| {
+            std::path::absolute(path).with_context(|| format!("{} is no path that can be used", path.display()))
+        };
+        let data_dir = data_dir.map(absolute).transpose()?;
+        if let Some(folder) = data_dir.as_ref().filter(|folder| !folder.is_dir()) {
+            bail!("{} is no folder; --data-dir takes that of MNIST's four files", folder.display());
+        }
+        let data_dir = data_dir.or_else(|| std::env::var_os("MNIST_DIR").map(PathBuf::from));
+        let histories = histories.map(Path::to_owned).or_else(|| repository::find("histories"));
+        Ok(Self {
+            histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
+            data_dir: data_dir.as_deref().map(absolute).transpose()?,
+            python: std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()),
+            baseline: repository::find(&format!("baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
+        })
+    }
+}
+
+/// A process to start.
+#[derive(Clone, Debug)]
+pub(crate) struct CommandLine {
+    pub(crate) program: OsString,
+    pub(crate) arguments: Vec<OsString>,
+    /// The command line for readers, without folders of this machine.
+    pub(crate) shown: Vec<String>,
+    /// Where it must be started, if not in the folder of the run.
+    pub(crate) folder: Option<PathBuf>,
+    /// Whether its result is what it prints, instead of files under [`RECORD`].
+    pub(crate) prints: bool,
+}
+
+/// An option with its value, as it stands on a command line.
+fn argument(program: Program, name: &str, value: &OptionValue) -> Option<String> {
+    match (value, is_switch(program, name)) {
+        (OptionValue::Switch(on), Some(true)) => on.then(|| format!("--{name}")),
+        _ => Some(format!("--{name}={value}")),
+    }
+}
+
+/// The program of VramLab that has this as a command, with the grammar of its command line; none for PyTorch.
+fn host(program: Program) -> Option<(&'static str, clap::Command)> {
+    match program {
+        Program::Trainer => Some(("trainer", trainer::cli::command())),
+        Program::Replay | Program::Capacity => Some(("vramlab", vramlab_cli::command())),
+        Program::Bench => Some(("experiments", crate::command())),
+        Program::Pytorch => None,
+    }
+}
+
+/// The grammar of a program's options.
+fn grammar(program: Program) -> Option<clap::Command> {
+    let (name, command) = host(program)?;
+    if name == program.name() { Some(command) } else { command.find_subcommand(program.name()).cloned() }
+}
+
+/// A program's long option of exactly this name; what clap would also understand is none.
+fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
+    grammar(program)?.get_arguments().find(|argument| argument.get_long() == Some(name)).cloned()
+}
+
+/// Whether an option is one without a value; `None` if the program has no such option.
+fn is_switch(program: Program, name: &str) -> Option<bool> {
+    if program == Program::Pytorch {
+        return PYTORCH_OPTIONS.contains(&name).then_some(false);
+    }
+    long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
+}
+
+/// Whether an option is the runner's: a spec, which may come from anywhere, names no file.
+fn is_reserved(program: Program, name: &str) -> bool {
+    let paths = clap::builder::ValueParser::path_buf().type_id();
+    let takes_path = |found: clap::Arg| found.get_value_parser().type_id() == paths;
+    RESERVED.contains(&name) || long_option(program, name).is_some_and(takes_path)
+}
+
+/// Whether a key can be the name of a long option; `out=/x` and `-o` cannot.
+fn is_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain)
+}
+
+/// Whether a program takes recorded histories.
+fn takes_history(program: Program) -> bool {
+    matches!(program, Program::Replay | Program::Capacity)
+}
+
+/// Whether an option of a spec is a setting of its allocators: no option of the program has this name, an allocator has
+/// such a setting, and the program takes allocators.
+fn is_allocator_setting(program: Program, name: &str) -> bool {
+    let setting = name.replace('-', "_");
+    backends::all().iter().any(|backend| backend.has_setting(&setting))
+        && long_option(program, name).is_none()
+        && long_option(program, ALLOC).is_some()
+}
+
+/// An allocator with those of the settings that it has, beside the ones of its own text: in a matrix of allocators each takes
+/// what is meant for it. Names may be written with dashes, as options are.
+fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
+    let name = alloc.split(':').next().unwrap_or_default();
+    let mut out = alloc.to_owned();
+    for (setting, value) in settings {
+        let setting = setting.replace('-', "_");
+        // An allocator that is none is refused by its program.
+        if backends::find(name).is_ok_and(|backend| backend.has_setting(&setting)) {
+            out.push(if out.contains(':') { ',' } else { ':' });
+            out.push_str(&format!("{setting}={value}"));
+        }
+    }
+    out
+}
+
+/// The options of a run as arguments, its history first. Settings of its allocator are written behind the allocator's name.
+fn arguments(run: &Run) -> Vec<String> {
+    let own = |name: &str| is_allocator_setting(run.program, name);
+    let settings: Vec<(&str, String)> = run
+        .options
+        .iter()
+        .filter(|(name, _)| own(name))
+        .map(|(name, value)| (name.as_str(), value.to_string()))
+        .collect();
+    let mut out = Vec::new();
+    for (name, value) in &run.options {
+        if takes_history(run.program) && name == "history" {
+            out.insert(0, value.to_string());
+        } else if name == ALLOC {
+            out.push(format!("--{ALLOC}={}", with_settings(&value.to_string(), &settings)));
+        } else if !own(name) {
+            out.extend(argument(run.program, name, value));
+        }
+    }
+    if !settings.is_empty() && run.option(ALLOC).is_none() {
+        out.push(format!("--{ALLOC}={}", with_settings(Selection::default().name(), &settings)));
+    }
+    out
+}
+
+/// How a run is started. `start` is the file with the trainer's weights and batches.
+pub(crate) fn command_line(
+    run: &Run,
+    device: &DeviceName,
+    inputs: &Inputs,
+    start: Option<&str>,
+) -> Result<CommandLine> {
+    let same = |word: &str| (word.to_owned(), word.to_owned());
+    let name = run.program.name();
+    // The first words, of which a reader sees others than the system.
+    let (first, mut words) = match run.program {
+        Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
+        Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
+        Program::Pytorch => {
+            let file = inputs.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
+            let file = file.to_string_lossy().into_owned();
+            (Some("python3"), vec![(file, "experiments/baselines/mlp.py".to_owned())])
+        }
+    };
+    words.extend(arguments(run).iter().map(|option| same(option)));
+    // From the folder of the run, which lies two below that of the experiment.
+    let start = start.map(|start| format!("--start=../../{start}"));
+    words.extend(start.iter().map(|start| same(start)));
+    words.push(match (run.program, device.kind()) {
+        (Program::Bench, DeviceKind::Sim) => same("--device=null"),
+        (Program::Pytorch, kind) if kind != DeviceKind::Cuda => same("--device=cpu"),
+        _ => (format!("--device={device}"), format!("--device={}", shown(device))),
+    });
+    let prints = matches!(run.program, Program::Replay | Program::Capacity | Program::Bench);
+    words.push(if prints { same("--json") } else { same(&format!("--out={RECORD}")) });
+    let (arguments, of_readers): (Vec<String>, Vec<String>) = words.into_iter().unzip();
+    Ok(CommandLine {
+        program: match run.program {
+            Program::Pytorch => inputs.python.clone(),
+            _ => repository::this_program()?.into(),
+        },
+        arguments: arguments.into_iter().map(OsString::from).collect(),
+        shown: first.map(str::to_owned).into_iter().chain(of_readers).collect(),
+        folder: takes_history(run.program).then(|| inputs.histories.clone()),
+        prints,
+    })
+}
+
+/// How the file with the trainer's weights and batches is made, and its name: runs that agree in what decides them
+/// share one.
+pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
+    const DECIDES: [&str; 8] = ["dataset", "hidden", "layers", "batch", "epochs", "steps", "seed", "init"];
+    let chosen: Vec<&(String, OptionValue)> =
+        run.options.iter().filter(|(name, _)| DECIDES.contains(&name.as_str())).collect();
+    let name = chosen.iter().map(|(name, value)| format!("{name}-{value}")).collect::<Vec<String>>().join("_");
+    let name = format!("start/{}.safetensors", if name.is_empty() { "default".to_owned() } else { name });
+    let mut arguments = vec!["trainer".to_owned(), "start".to_owned(), format!("-o={name}")];
+    arguments.extend(chosen.iter().map(|(name, value)| format!("--{name}={value}")));
+    (name, arguments)
+}
+
+/// Checks every option of a spec as its program would, on a kind of device, and that histories are there.
+pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>) -> Result<()> {
+    for arm in source.spec.arms_on(kind) {
+        let settings = source.settings(&arm, kind)?;
+        let allocators = settings.iter().find(|setting| setting.name == ALLOC);
+        let allocators: Vec<String> = match allocators {
+            Some(setting) => setting.values.iter().map(ToString::to_string).collect(),
+            None => vec![Selection::default().to_string()],
+        };
+        for setting in &settings {
+            if is_allocator_setting(arm.program, &setting.name) {
+                check_allocator_setting(source, setting, &allocators)?;
+            } else {
+                check_setting(source, arm.program, setting, histories)?;
+            }
+        }
+    }
+    // What options mean together: one message for the first cell at fault.
+    let runs = plan::plan(source, kind)?;
+    for run in runs.iter().filter(|run| run.repeat == 0) {
+        if takes_history(run.program) && run.option("history").is_none() {
+            return Err(source.at_key("program", format!("{} needs the option 'history'", run.program.name())));
+        }
+        if run.program == Program::Capacity && kind == DeviceKind::Cuda {
+            return Err(source.at_key("program", "capacity searches on the simulated GPU; devices = [\"sim\"]"));
+        }
+        if let Err(message) = parse(run.program, &arguments(run)) {
+            return Err(source.at(0, format!("{}: {message}", run.label(true))));
+        }
+    }
+    Ok(())
+}
+
+/// Checks a setting with each of an arm's allocators that has it; one at least does.
+fn check_allocator_setting(source: &Source, setting: &Setting, allocators: &[String]) -> Result<()> {
+    let name = setting.name.replace('-', "_");
+    // What is wrong with an allocator's own text is said at its place.
+    let chosen = allocators.iter().filter_map(|alloc| Some((alloc, alloc.parse::<Selection>().ok()?)));
+    let has: Vec<&String> =
+        chosen.filter(|(_, chosen)| chosen.backend().has_setting(&name)).map(|(alloc, _)| alloc).collect();
+    if has.is_empty() {
+        let all = allocators.join(", ");
+        return Err(source.at(setting.offset, format!("no allocator of the arm has a setting '{name}': {all}")));
+    }
+    for alloc in has {
+        for value in &setting.values {
+            let text = with_settings(alloc, &[(&name, value.to_string())]);
+            text.parse::<Selection>().map_err(|error| source.at(setting.offset, error))?;
+        }
+    }
+    Ok(())
+}
+
+fn check_setting(source: &Source, program: Program, setting: &Setting, histories: Option<&Path>) -> Result<()> {
+    let name = setting.name.as_str();
+    let here = |message: String| Err(source.at(setting.offset, message));
+    if takes_history(program) && name == "history" {
+        let folder = histories.unwrap_or(Path::new(""));
+        for value in &setting.values {
+            let path = PathBuf::from(value.to_string());
+            let mut parts = path.components().peekable();
+            let below = parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)));
+            if !below || value.to_string().starts_with('-') {
+                return here(format!("'{value}' names no file in the folder of the histories"));
+            }
+            if histories.is_some() && !folder.join(path).is_file() {
+                let folder = folder.display();
+                return here(format!("{value} is not in {folder}; name the folder of the histories with --histories"));
+            }
+        }
+        return Ok(());
+    }
+    if !is_name(name) {
+        return here(format!(
+            "'{name}' is no name of an option; write it without dashes before it, and the value behind ="
+        ));
+    }
+    if is_reserved(program, name) {
+        return here(format!("the runner sets --{name} itself; leave it out"));
+    }
+    let known = is_switch(program, name);
+    if program == Program::Pytorch && known.is_none() {
+        return here(format!("--{name} is no option of pytorch; there are {}", PYTORCH_OPTIONS.join(", ")));
+    }
+    for value in &setting.values {
+        let text = argument(program, name, value);
+        if known == Some(true) && !matches!(value, OptionValue::Switch(_)) {
+            return here(format!("--{name} takes no value; write {name} = true"));
+        }
+        let mut line: Vec<String> = takes_history(program).then(|| "FILE".to_owned()).into_iter().collect();
+        line.extend(text);
+        if let Err(message) = parse(program, &line) {
+            // What an option needs beside itself shows when all are there.
+            if known.is_some() && names_another(&message, name) {
+                continue;
+            }
+            return here(message);
+        }
+    }
+    if known.is_none() {
+        // The program understands it, by another name than its own.
+        return here(format!("--{name} is no option of {}; write its whole name", program.name()));
+    }
+    Ok(())
+}
+
+/// Whether a message is about an option beside the one of this name.
+fn names_another(message: &str, name: &str) -> bool {
+    let words = message.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
+    words.filter_map(|word| word.strip_prefix("--")).any(|option| option != name)
+}
+
+/// What the program says about its options.
+fn parse(program: Program, options: &[String]) -> std::result::Result<(), String> {
+    let trainer = |options: &mut dyn Iterator<Item = &String>| {
+        trainer::cli::check(&options.map(OsString::from).collect::<Vec<OsString>>())
+    };
+    match program {
+        Program::Trainer => trainer(&mut options.iter()),
+        Program::Pytorch => {
+            let shared = |option: &&String| {
+                let name = option.trim_start_matches("--").split('=').next().unwrap_or_default();
+                SHARED_OPTIONS.contains(&name)
+            };
+            trainer(&mut options.iter().filter(shared))
+        }
+        Program::Replay | Program::Capacity | Program::Bench => {
+            let Some((host, grammar)) = host(program) else { return Ok(()) };
+            let line = [host, program.name()].into_iter().chain(options.iter().map(String::as_str));
+            grammar.try_get_matches_from(line).map(|_| ()).map_err(|error| trainer::cli::one_line(&error))
+        }
+    }
+}
+
+/// Why the PyTorch arms cannot run here, if they cannot.
+pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
+    if inputs.baseline.is_none() {
+        return Some(format!("experiments/baselines/{PYTORCH} is not here"));
+    }
+    let python = inputs.python.to_string_lossy().into_owned();
+    let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
+                 sys.exit(0 if torch.cuda.is_available() else 4)";
+    let status = Command::new(&inputs.python).args(["-c", probe]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+    match status.map(|status| status.code()) {
+        Err(_) => Some(format!("{python} is not on the PATH; install Python 3, or name it with PYTHON")),
+        Ok(Some(3)) => Some(format!("{python} has no PyTorch; install the package torch, or name another PYTHON")),
+        Ok(Some(4)) if kind == DeviceKind::Cuda => Some("PyTorch finds no GPU".into()),
+        Ok(Some(0 | 4)) => None,
+        Ok(_) => Some(format!("{python} cannot load PyTorch")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_pytorch_are_those_of_its_program() {
+        let path = repository::find(&format!("baselines/{PYTORCH}")).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
+            assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());
+        }
+        for option in SHARED_OPTIONS {
+            assert!(
+                PYTORCH_OPTIONS.contains(&option) && is_switch(Program::Trainer, option) == Some(false),
+                "{option}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_message_about_another_option_is_told_from_one_about_this() {
+        assert!(names_another("--weights half needs --dtype bf16 or f16, found f32", "weights"));
+        assert!(!names_another("--loss-scale must be a positive number, found 0", "loss-scale"));
+        assert!(!names_another("invalid value 'x' for '--dtype <DTYPE>'; write one of f32, bf16", "dtype"));
+    }
+
+    /// All programs with options of their own grammar.
+    const PROGRAMS: [Program; 4] = [Program::Trainer, Program::Replay, Program::Capacity, Program::Bench];
+
+    #[test]
+    fn every_option_that_takes_a_path_is_the_runners() {
+        for (program, names) in [
+            (Program::Trainer, &["out", "save-start", "data-dir", "device", "json", "help", "version"][..]),
+            (Program::Bench, &["baselines-dir", "device", "json"]),
+            (Program::Replay, &["device", "json"]),
+        ] {
+            for name in names {
+                assert!(is_reserved(program, name), "{name}");
+            }
+        }
+        // By its value's name, beside its type: an option of another type that names a file would show here.
+        for program in PROGRAMS {
+            for found in grammar(program).unwrap().get_arguments() {
+                let Some(name) = found.get_long() else { continue };
+                let names_file =
+                    found.get_value_names().unwrap_or_default().iter().any(|of| of == "FILE" || of == "DIR");
+                assert!(!names_file || is_reserved(program, name), "{} {name}", program.name());
+                assert!(is_name(name), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn devices_are_shown_without_their_folder() {
+        let of = |text: &str| device(text).unwrap();
+        assert_eq!(shown(&of("cuda:1")).to_string(), "cuda:1");
+        let profile = of("sim:some/where/p.json");
+        let argument = profile.to_string();
+        assert!(argument.starts_with("sim:/") && argument.ends_with("/some/where/p.json"));
+        assert_eq!(shown(&profile).to_string(), "sim:p.json");
+        for text in ["", "null", "sim:", "cuda:x", "auto"] {
+            assert!(device(text).unwrap_err().contains("is no device"), "{text}");
+        }
+    }
+}

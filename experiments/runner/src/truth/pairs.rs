@@ -1,0 +1,151 @@
+//! Pairs of a recording and a setting that it was not recorded under: what was predicted, and what PyTorch really did.
+
+use super::measured::Measured;
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use vramlab_cli::predict;
+
+/// Of settings whose peaks differ by less each is as good as the other.
+const AS_GOOD: f64 = 1.01;
+
+/// One pair of recording and setting; the keys are described in `analysis/schema.md`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Pair {
+    /// What ran.
+    pub(super) program: String,
+    /// `heldout` or `known`, as the measured run says.
+    pub(super) set: String,
+    /// The history from which it is predicted.
+    pub(super) recording: String,
+    /// Setting under which that was recorded.
+    pub(super) recorded_conf: String,
+    /// Its frees that waited for other streams; timing decides then.
+    pub(super) deferred_frees: u64,
+    /// Its private pools, of CUDA graphs and of `MemPool`.
+    pub(super) private_pools: u64,
+    /// Setting that is predicted.
+    pub(super) conf: String,
+    /// Limit under which the program ran. A recording under a limit predicts runs under the same one.
+    pub(super) limit_bytes: Option<u64>,
+    /// PyTorch's own statistic; where memory ran out, of then.
+    pub(super) real_peak_reserved_bytes: u64,
+    /// The replay's.
+    pub(super) predicted_peak_reserved_bytes: u64,
+    /// The difference in percent of the real one, where memory ran out in neither.
+    pub(super) off_percent: Option<f64>,
+    /// The same of what was predicted before `advise` changed for anything that the held-out runs show.
+    pub(super) first_off_percent: Option<f64>,
+    pub(super) real_out_of_memory: bool,
+    /// Whether it does in the replay.
+    pub(super) predicted_out_of_memory: bool,
+    pub(super) real_retries: u64,
+    /// Those of the replay.
+    pub(super) predicted_retries: u64,
+    /// Place of the setting among those of the same recording and limit, the recorded one included, as `advise` ranks them, from 1.
+    pub(super) rank: u64,
+    /// Whether the first of them really reserved no more than 1 % above the best; absent where memory ran out under each, and
+    /// where there is one setting.
+    pub(super) first_choice_right: Option<bool>,
+    /// Commit of the program that predicted, with `-dirty` behind it where its sources differed.
+    pub(super) build: String,
+}
+
+/// What tells the rows of a table apart.
+pub(super) type Key<'a> = (&'a str, Option<u64>, &'a str);
+
+impl Pair {
+    pub(super) fn key(&self) -> Key<'_> {
+        (&self.recording, self.limit_bytes, &self.conf)
+    }
+
+    /// Whether it is what another build has to come to, too.
+    pub(super) fn agrees(&self, other: &Self) -> bool {
+        *self == Self { build: self.build.clone(), ..other.clone() }
+    }
+
+    /// Whether something decides that no history tells, or the allocator is at its limit.
+    pub(super) fn is_hard(&self) -> bool {
+        self.deferred_frees > 0 || self.private_pools > 0 || self.limit_bytes.is_some()
+    }
+}
+
+/// A recording that predicts: where it lies, and the run that it is of.
+pub(super) type Recording<'a> = (&'a str, &'a Path, &'a Measured);
+
+/// The recordings in the order of their names. One that ended when memory ran out does not tell what would have come after.
+pub(super) fn recordings(runs: &[Measured]) -> Vec<Recording<'_>> {
+    let mut all: Vec<Recording<'_>> = runs
+        .iter()
+        .filter(|run| !run.out_of_memory)
+        .filter_map(|run| Some((run.recording.as_deref()?, run.file.as_deref()?, run)))
+        .collect();
+    all.sort_by_key(|(name, ..)| *name);
+    all
+}
+
+/// Replays a recording under the settings of all other runs of its program, limit by limit.
+///
+/// # Errors
+/// Those of reading and replaying it; two runs are of the same setting and limit.
+pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], build: &str) -> Result<Vec<Pair>> {
+    let mut limits: BTreeMap<Option<u64>, Vec<&Measured>> = BTreeMap::new();
+    for run in runs.iter().filter(|run| run.program == own.program) {
+        if own.limit_bytes.is_none() || own.limit_bytes == run.limit_bytes {
+            limits.entry(run.limit_bytes).or_default().push(run);
+        }
+    }
+    let mut pairs = Vec::new();
+    for (limit, runs) in limits {
+        let is_own = |conf: &str| limit == own.limit_bytes && conf == own.conf;
+        if runs.iter().all(|run| is_own(&run.conf)) {
+            continue;
+        }
+        let mut confs: Vec<String> = runs.iter().map(|run| run.conf.clone()).collect();
+        confs.sort_unstable();
+        let real: BTreeMap<&str, &Measured> = runs.iter().map(|run| (run.conf.as_str(), *run)).collect();
+        if real.len() < confs.len() {
+            bail!("{}: two runs are of the same setting and limit; keep one", own.program);
+        }
+        let found = predict(file, limit, &confs)?;
+        let least = runs.iter().filter(|run| !run.out_of_memory).map(|run| run.peak_reserved_bytes).min();
+        let first = found.settings.first().and_then(|one| real.get(one.conf.as_str()));
+        // CAST: bytes of a device, below 2^53.
+        let is_near = |first: &Measured, least: u64| first.peak_reserved_bytes as f64 <= least as f64 * AS_GOOD;
+        let first_choice_right = least
+            .zip(first)
+            .filter(|_| runs.len() > 1)
+            .map(|(least, first)| !first.out_of_memory && is_near(first, least));
+        for (rank, one) in (1..).zip(&found.settings) {
+            let Some(run) = real.get(one.conf.as_str()).filter(|run| !is_own(&run.conf)) else { continue };
+            let off = |bytes: u64| {
+                // CAST: bytes of a device, below 2^53.
+                let off = 100.0 * (bytes as f64 / run.peak_reserved_bytes.max(1) as f64 - 1.0);
+                (!run.out_of_memory && !one.out_of_memory).then_some((off * 1000.0).round() / 1000.0)
+            };
+            pairs.push(Pair {
+                program: run.program.clone(),
+                set: run.set.clone(),
+                recording: name.to_owned(),
+                recorded_conf: own.conf.clone(),
+                deferred_frees: found.deferred_frees,
+                private_pools: found.private_pools,
+                conf: run.conf.clone(),
+                limit_bytes: limit,
+                real_peak_reserved_bytes: run.peak_reserved_bytes,
+                predicted_peak_reserved_bytes: one.peak_reserved_bytes,
+                off_percent: off(one.peak_reserved_bytes),
+                first_off_percent: run.first_predicted.as_ref().and_then(|first| off(first.peak_reserved_bytes)),
+                real_out_of_memory: run.out_of_memory,
+                predicted_out_of_memory: one.out_of_memory,
+                real_retries: run.retries,
+                predicted_retries: one.num_alloc_retries,
+                rank,
+                first_choice_right,
+                build: build.to_owned(),
+            });
+        }
+    }
+    Ok(pairs)
+}

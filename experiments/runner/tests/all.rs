@@ -1,0 +1,18 @@
+//! The tests of `experiments` as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+mod common;
+#[cfg(unix)]
+#[path = "../../../app/terminal/tests/common/pty.rs"]
+mod pty;
+
+mod advise_truth;
+mod bench_fidelity;
+mod campaign;
+mod cli;
+mod pack;
+mod run;
+mod runners;
+mod schema_document;
+mod screen;
+mod specs;
