@@ -177,7 +177,8 @@ def test_the_program_hands_on_commands_that_the_package_has() -> None:
     assert listed is not None
     names = re.findall(r'"([a-z-]+)"', listed[1])
     assert names
-    has = re.findall(r'commands\.add_parser\(\s*"([a-z-]+)"', (ROOT / "analysis/src/vramlab_analysis/__main__.py").read_text())
+    main = (ROOT / "analysis/src/vramlab_analysis/__main__.py").read_text()
+    has = re.findall(r'commands\.add_parser\(\s*"([a-z-]+)"', main)
     assert set(names) <= set(has)
 
 

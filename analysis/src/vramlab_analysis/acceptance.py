@@ -1,4 +1,4 @@
-"""Runs of the acceptance list, as `experiments/pytorch/acceptance.py` records them, each beside PyTorch's own allocator.
+"""Runs of the acceptance list, as `experiments/pytorch/acceptance.py` records them, beside PyTorch's own allocator.
 
 A file is JSON lines: facts of the machine for each call, then one record a run. The runner judges by this module, too,
 so nothing outside of Python's own library is needed here.

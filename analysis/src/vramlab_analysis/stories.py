@@ -1,4 +1,4 @@
-"""Two cases from the field, as `experiments/pytorch/stories.py` records them: a loader's settings, and an emptied cache.
+"""Two cases from the field as `experiments/pytorch/stories.py` records: loader settings, and an emptied cache.
 
 A file is JSON lines, compressed with xz: facts of the machine, then one record a run.
 """
@@ -66,7 +66,9 @@ def load(path: Path | None = None) -> Stories:
     if path is None:
         there = sorted(repository.results().glob("*-stories.jsonl*"))
         if not there:
-            raise AnalysisError("experiments/results: no record of stories; `experiments/pytorch/stories.py` makes one.")
+            raise AnalysisError(
+                "experiments/results: no record of stories; `experiments/pytorch/stories.py` makes one."
+            )
         path = there[-1]
     machine: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}

@@ -255,8 +255,8 @@ def source() -> str:
     return (
         "Peak reserved, a step over native's, and the smallest limit on reserved memory in which the program ran, as a "
         "multiple of what `native` holds active, with the step there over native's without a limit. "
-        f"`experiments/pytorch/campaign.py`: {listed(map(str, sorted(repeats)))} runs in turn, medians of the ratios to "
-        f"native's run of the same turn; under a limit one run each. Made on {listed(machines)}. `caching` follows "
+        f"`experiments/pytorch/campaign.py`: {listed(map(str, sorted(repeats)))} runs in turn, medians of the ratios "
+        f"to native's run of the same turn; under a limit one run each. Made on {listed(machines)}. `caching` follows "
         "PyTorch's policy and `pytorch-expandable` its expandable segments to the byte. [Notebook "
         "12](../analysis/notebooks/12_inside_real_programs.ipynb) says more, [a note](notes/inside.md) what was "
         "checked and what does not hold."
