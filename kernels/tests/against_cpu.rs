@@ -7,7 +7,7 @@ mod common;
 
 #[path = "common/gpu.rs"]
 mod gpu;
-#[path = "../../allocators/tests/common/trials.rs"]
+#[path = "../../allocators/device/tests/common/trials.rs"]
 mod trials;
 
 use common::{Case, cases};

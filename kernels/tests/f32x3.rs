@@ -5,7 +5,7 @@
 
 #[path = "common/gpu.rs"]
 mod gpu;
-#[path = "../../allocators/tests/common/trials.rs"]
+#[path = "../../allocators/device/tests/common/trials.rs"]
 mod trials;
 
 use chacha20::ChaCha8Rng;

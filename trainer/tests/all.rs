@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
-#[path = "../../allocators/tests/common/mutate.rs"]
+#[path = "../../allocators/histories/tests/common/mutate.rs"]
 mod mutate;
 #[cfg(unix)]
 #[path = "../../app/terminal/tests/common/pty.rs"]

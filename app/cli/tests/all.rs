@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
-#[path = "../../../allocators/tests/common/mutate.rs"]
+#[path = "../../../allocators/histories/tests/common/mutate.rs"]
 #[allow(dead_code, reason = "no test mutates here")]
 mod mutate;
 #[cfg(unix)]

@@ -14,7 +14,7 @@ fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ra
 }
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures").join(name)
 }
 
 fn read_all(path: &Path) -> (Vec<Event>, Summary) {

@@ -92,7 +92,7 @@ fn every_command_refuses_the_same_edits() {
     let (place, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
     let (mut told, mut refused) = (0, 0);
     let fixtures = ["resnet50.gcsplit", "graph_step.expandable", "streams.expandable"];
-    for name in fixtures.map(|name| format!("allocators/tests/fixtures/{name}.pickle.xz")) {
+    for name in fixtures.map(|name| format!("allocators/histories/tests/fixtures/{name}.pickle.xz")) {
         let mut snapshot = snapshot(&place, &name);
         let events = snapshot["device_traces"][0].as_array().unwrap().clone();
         for number in 0..EDITS {

@@ -222,7 +222,7 @@ fn reading_takes_less_memory_than_the_file_has_bytes() {
 #[test]
 fn the_ledger_of_recorded_programs_is_that_of_the_replay() {
     let place = Place::new();
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures");
     for name in ["resnet50.roundup8", "resnet50.split32"] {
         agrees(&place, fixtures.join(format!("{name}.pickle.xz")).to_str().unwrap());
     }
@@ -256,7 +256,7 @@ fn recorded_programs_are_explained() {
             agrees(&place, path.to_str().unwrap());
         }
     }
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures");
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures");
     let found = found(&place, &[fixtures.join("resnet50.gcsplit.pickle.xz").to_str().unwrap()]);
     let last = found["out_of_memory"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["asked_bytes"], &last["reserved_bytes"]), (&json!(28 * MIB), &json!(6_283_067_392_u64)));

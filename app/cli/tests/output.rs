@@ -9,7 +9,7 @@ use std::io::Write;
 use std::path::Path;
 
 fn history() -> String {
-    format!("{}/../../allocators/tests/fixtures/small.p4.pickle", env!("CARGO_MANIFEST_DIR"))
+    format!("{}/../../allocators/histories/tests/fixtures/small.p4.pickle", env!("CARGO_MANIFEST_DIR"))
 }
 
 #[test]

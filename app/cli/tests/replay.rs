@@ -169,7 +169,7 @@ fn pytorchs_histories_are_followed_address_for_address() {
         ("streams", None),
         ("gpt2", None),
         ("resnet50", None),
-        ("../../allocators/tests/fixtures/resnet50.limit", Some("6000MiB")),
+        ("../../allocators/histories/tests/fixtures/resnet50.limit", Some("6000MiB")),
     ] {
         let file = trace(&format!("{name}.pickle.xz"));
         for device in ["sim", "null"] {
@@ -280,7 +280,7 @@ fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
         text.contains("were reserved when it was recorded").then_some(text)
     };
     let native = trace("streams.pickle.xz");
-    let expandable = trace("../../allocators/tests/fixtures/streams.expandable.pickle.xz");
+    let expandable = trace("../../allocators/histories/tests/fixtures/streams.expandable.pickle.xz");
     for (file, alloc) in [
         (&native, "pytorch-expandable"),
         (&native, "caching:retry_fit_after_sync=on"),

@@ -1,6 +1,6 @@
 //! Whatever is converted can be replayed: mutated histories in every format.
 
-#[path = "../../../../allocators/tests/common/mutate.rs"]
+#[path = "../../../../allocators/histories/tests/common/mutate.rs"]
 mod mutate;
 
 use super::*;

@@ -138,8 +138,8 @@ mod tests {
 
     #[test]
     fn the_map_at_a_moment_is_that_of_a_walk_from_the_beginning() {
-        let file =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/tests/fixtures/resnet50.limit.pickle.xz");
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../allocators/histories/tests/fixtures/resnet50.limit.pickle.xz");
         let recording = Recording::read(&file, None, None, &ReadArgs::default()).unwrap();
         let count = recording.events.len();
         let points: Vec<usize> = (0..5).map(|at| at * count / 5 + 3).chain([count - 1]).collect();

@@ -1,0 +1,21 @@
+//! The tests of recordings, their replay and plans as one program: it is linked once, and each core always has a test.
+#![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
+
+#[path = "../../policies/tests/common/mod.rs"]
+mod common;
+#[path = "common/facts.rs"]
+mod facts;
+#[path = "common/mutate.rs"]
+mod mutate;
+#[path = "replay/recorder.rs"]
+mod recorder;
+
+mod beginning;
+mod hostile_files;
+mod plan;
+mod plan_backend;
+mod private_pools;
+mod recorded_programs;
+mod replay;
+mod rmm;
+mod trace;

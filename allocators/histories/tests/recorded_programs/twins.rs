@@ -1,0 +1,256 @@
+//! `caching` beside `pytorch` on every recorded history: each operation has the same outcome by the same path and makes the same
+//! driver calls at the same time, and at a few hundred places along the way both say the same of themselves.
+//!
+//! The random operations of `model/twins.rs` reach rules that no recorded program does; here caches are as large and as
+//! old as a program makes them.
+
+use super::{Recording, recordings, under};
+use std::sync::{Arc, Mutex};
+use vramlab_device::settings::Settings;
+use vramlab_device::{
+    CallEvent, CallKind, DeviceAddr, Driver, MeteredDriver, Profile, SimDriver, StreamId, sim::SimMemory,
+};
+use vramlab_histories::replay::{Addresses, ReplaySettings, replay};
+use vramlab_policies::backends::{Backend, Capabilities, Constructor};
+use vramlab_policies::{
+    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Selection, Snapshot, Stats,
+};
+
+/// Places at which the two are compared as a whole.
+const LOOKS: u64 = 300;
+
+/// What of a driver call has to be alike: kind, bytes, address, whether it went well, and when it began.
+type Call = (CallKind, u64, Option<u64>, bool, u64);
+
+/// What an operation gave.
+#[derive(Clone, Debug, PartialEq)]
+enum Outcome {
+    Placed(u64, u64, Path),
+    Freed(Path),
+    Trimmed(u64),
+    Refused(String),
+    Used,
+}
+
+/// An operation, with the number of driver calls made by its end.
+type Step = (Outcome, usize);
+
+/// What an allocator says of itself.
+#[derive(Debug, PartialEq)]
+struct Look {
+    step: usize,
+    stats: Vec<(String, u64)>,
+    ledger: Ledger,
+    snapshot: Option<Snapshot>,
+    /// Whether each of its segments is a private pool's.
+    private: Vec<bool>,
+}
+
+/// What one of the two did.
+#[derive(Debug, Default)]
+struct Log {
+    steps: Vec<Step>,
+    calls: Vec<Call>,
+    looks: Vec<Look>,
+}
+
+/// Makes a backend that is watched.
+#[derive(Debug)]
+struct Watch {
+    of: Selection,
+    /// Steps from one look to the next.
+    stride: usize,
+    log: Arc<Mutex<Log>>,
+}
+
+impl Constructor for Watch {
+    fn settings(&self) -> Box<dyn Settings> {
+        self.of.settings().boxed()
+    }
+
+    fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
+        self.of.backend().constructor.capabilities(default, settings)
+    }
+
+    fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError> {
+        let log = Arc::clone(&self.log);
+        let observer = Box::new(move |event: &CallEvent| {
+            let addr = event.addr.map(DeviceAddr::get);
+            log.lock().unwrap().calls.push((event.kind, event.bytes, addr, event.ok, event.start_ns));
+        });
+        let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(driver, None, Some(observer)));
+        let inner = self.of.backend().constructor.build(driver, settings)?;
+        Ok(Arc::new(Watched { inner, stride: self.stride, log: Arc::clone(&self.log) }))
+    }
+}
+
+/// An allocator whose operations are written down.
+#[derive(Debug)]
+struct Watched {
+    inner: Arc<dyn DeviceAllocator>,
+    stride: usize,
+    log: Arc<Mutex<Log>>,
+}
+
+impl Watched {
+    fn step(&self, outcome: Outcome) {
+        let log = &mut *self.log.lock().unwrap();
+        let step = log.steps.len();
+        log.steps.push((outcome, log.calls.len()));
+        if step.is_multiple_of(self.stride) {
+            log.looks.push(self.look(step));
+        }
+    }
+
+    fn look(&self, step: usize) -> Look {
+        let (stats, mut snapshot) = (self.inner.stats(), self.inner.snapshot());
+        // No two allocators of a process number their pools alike.
+        let segments = snapshot.iter_mut().flat_map(|snapshot| &mut snapshot.segments);
+        let private = segments.map(|segment| segment.private.take().is_some()).collect();
+        Look { step, stats: stats.entries(), ledger: self.inner.ledger_at_peak(), snapshot, private }
+    }
+
+    /// The report says which allocator refused.
+    fn refused(&self, error: &AllocError) -> Outcome {
+        Outcome::Refused(error.to_string().replacen(self.inner.name(), "either", 1))
+    }
+}
+
+impl DeviceAllocator for Watched {
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+
+    fn settings(&self) -> serde_json::Value {
+        self.inner.settings()
+    }
+
+    fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
+        let result = self.inner.allocate(request, stream);
+        self.step(match &result {
+            Ok(block) => Outcome::Placed(block.addr().get(), block.bytes(), block.path()),
+            Err(error) => self.refused(error),
+        });
+        result
+    }
+
+    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+        // SAFETY: the caller's promise is the inner allocator's.
+        let result = unsafe { self.inner.deallocate(block, stream) };
+        self.step(result.as_ref().map_or_else(|error| self.refused(error), |path| Outcome::Freed(*path)));
+        result
+    }
+
+    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
+        let result = self.inner.record_use(block, stream);
+        self.step(result.as_ref().map_or_else(|error| self.refused(error), |()| Outcome::Used));
+        result
+    }
+
+    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
+        let result = self.inner.trim(keep_bytes);
+        self.step(result.as_ref().map_or_else(|error| self.refused(error), |bytes| Outcome::Trimmed(*bytes)));
+        result
+    }
+
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        self.inner.restore(snapshot, age)
+    }
+
+    fn stats(&self) -> Stats {
+        self.inner.stats()
+    }
+
+    fn reset_peaks(&self) {
+        self.inner.reset_peaks();
+    }
+
+    fn snapshot(&self) -> Option<Snapshot> {
+        self.inner.snapshot()
+    }
+
+    fn ledger_at_peak(&self) -> Ledger {
+        self.inner.ledger_at_peak()
+    }
+
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        self.inner.capture_begin(stream)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.inner.capture_end(capture)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.inner.capture_release(capture)
+    }
+
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        self.inner.pool_create()
+    }
+
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.pool_begin(pool, stream)
+    }
+
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        self.inner.pool_end(stream)
+    }
+
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        self.inner.pool_release(pool)
+    }
+
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        let result = self.inner.pool_trim(pool);
+        self.step(result.as_ref().map_or_else(|error| self.refused(error), |bytes| Outcome::Trimmed(*bytes)));
+        result
+    }
+}
+
+impl Drop for Watched {
+    /// After the history, when everything has been freed.
+    fn drop(&mut self) {
+        let log = &mut *self.log.lock().unwrap();
+        log.looks.push(self.look(log.steps.len()));
+    }
+}
+
+/// What a backend does with a history.
+fn watch(of: &str, recording: &Recording) -> Log {
+    let (history, settings) = recording.load();
+    let of = under(of, &settings);
+    let Backend { name, summary, capabilities, compared, .. } = *of.backend();
+    let stride = usize::try_from((history.events() / LOOKS).max(1)).unwrap();
+    let log = Arc::new(Mutex::new(Log::default()));
+    // An entry of the list lives as long as the program: some hundred bytes each are left behind.
+    let constructor = Box::leak(Box::new(Watch { of, stride, log: Arc::clone(&log) }));
+    let backend: &'static Backend = Box::leak(Box::new(Backend { name, summary, capabilities, compared, constructor }));
+    let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
+    let run = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
+    replay(&history, &Selection::of(backend), &driver, &run).unwrap();
+    std::mem::take(&mut *log.lock().unwrap())
+}
+
+/// Fails with the first place where two lists differ.
+fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, rules: &[T], fast: &[T]) {
+    if let Some(at) = rules.iter().zip(fast).position(|(rules, fast)| rules != fast) {
+        panic!("{what} {at}: rules {:#?}, caching {:#?}", rules[at], fast[at]);
+    }
+    assert_eq!(rules.len(), fast.len(), "{what}");
+}
+
+/// Fails with the first place where the two differ on a history.
+fn assert_twins(recording: &Recording) {
+    let name = recording.path.display();
+    let [rules, fast] = ["pytorch", "caching"].map(|of| watch(of, recording));
+    assert_same(&format!("{name}: step"), &rules.steps, &fast.steps);
+    assert_same(&format!("{name}: driver call"), &rules.calls, &fast.calls);
+    assert_same(&format!("{name}: look"), &rules.looks, &fast.looks);
+    assert!(!rules.calls.is_empty() && rules.looks.len() as u64 > LOOKS / 2, "{name}: {} looks", rules.looks.len());
+}
+
+#[test]
+fn caching_is_pytorch_on_every_recorded_history() {
+    recordings().iter().for_each(assert_twins);
+}

@@ -1,0 +1,294 @@
+//! Logs that are text: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
+
+use super::{fixture, message, read_all, read_bytes};
+use vramlab_device::budget::Budget;
+use vramlab_histories::formats::{
+    Action, Event, Format, Place, Problem, ReadError, ReadOptions, jsonl_placements, read_from,
+};
+
+fn event(action: Action, addr: u64, bytes: u64, stream: u64, time_ns: u64) -> Event {
+    Event { action, device: 0, addr, bytes, stream, time_ns }
+}
+
+const RMM: &str = "\
+Thread,Time,Action,Pointer,Size,Stream
+140202,14:41:57.123456,allocate,0x7f7f38000000,1024,0
+140202,23:59:59.999999,allocate,0x7f7f38000400,512,0x55d3c0a1b2c0
+140202,00:00:00.000001,free,0x7f7f38000000,1024,0
+140203,00:00:01.5,allocate failure,(nil),99999999999,0x2
+";
+
+#[test]
+fn rmm_logs_keep_their_streams_and_pass_midnight() {
+    const SECOND: u64 = 1_000_000_000;
+    let (events, summary) = read_bytes(RMM.as_bytes()).unwrap();
+    let day = 24 * 3600 * SECOND;
+    let first = (14 * 3600 + 41 * 60 + 57) * SECOND + 123_456_000;
+    let expected = [
+        event(Action::Alloc, 0x7f7f_3800_0000, 1024, 0, first),
+        event(Action::Alloc, 0x7f7f_3800_0400, 512, 0x55d3_c0a1_b2c0, day - 1000),
+        event(Action::FreeRequested, 0x7f7f_3800_0000, 1024, 0, day + 1000),
+        event(Action::FreeCompleted, 0x7f7f_3800_0000, 1024, 0, day + 1000),
+        event(Action::Oom, 0, 99_999_999_999, 2, day + SECOND + SECOND / 2),
+    ];
+    assert_eq!(events, expected);
+    assert_eq!((summary.format, summary.events), (Format::RmmCsv, vec![5]));
+    // Windows' line ends, a byte order mark, old releases' colon, and no end of the last line.
+    let odd = format!("\u{feff}{}", RMM.replace('\n', "\r\n").replace("57.123456", "57:123456"));
+    assert_eq!(read_bytes(odd.trim_end().as_bytes()).unwrap().0, expected);
+}
+
+#[test]
+fn a_mark_of_the_byte_order_is_passed_over() {
+    let marked = |bytes: &[u8]| [b"\xef\xbb\xbf", bytes].concat();
+    let json = std::fs::read(fixture("small.json")).unwrap();
+    let buffers = b"id,lower,upper,size,offset\nb,4,9,7,0\n".to_vec();
+    let jsonl = b"{\"action\":\"alloc\",\"addr\":4096,\"size\":512,\"stream\":0,\"time_ns\":1}\n".to_vec();
+    for plain in [json, RMM.into(), buffers, jsonl] {
+        let (expected, summary) = read_bytes(&plain).unwrap();
+        let (events, of_marked) = read_bytes(&marked(&plain)).unwrap();
+        assert_eq!((events, of_marked.format), (expected, summary.format));
+    }
+    // A trace is read for the places of its blocks, too.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let line = br#"{"action":"alloc","addr":4096,"size":500,"block":512,"stream":0,"time_ns":1,"path":"split"}"#;
+    std::fs::write(file.path(), marked(line)).unwrap();
+    assert_eq!(jsonl_placements(file.path()).unwrap()[0].bytes, 512);
+    assert_eq!(read_bytes(&marked(b"")).unwrap_err().problem.to_string(), Problem::Empty.to_string());
+}
+
+#[test]
+fn stalloc_traces_are_read_past_their_marks() {
+    let text = "Iteration Index : 0\n1 140737488355328 2048 0\nmicro-batch:F 0\n1 0x7f0000000800 512 7\nLayer 3 : forward\n\
+                0 140737488355328 2048 0\n";
+    let (events, summary) = read_bytes(text.as_bytes()).unwrap();
+    let expected = [
+        event(Action::Alloc, 1 << 47, 2048, 0, 0),
+        event(Action::Alloc, 0x7f00_0000_0800, 512, 7, 0),
+        event(Action::FreeRequested, 1 << 47, 2048, 0, 0),
+        event(Action::FreeCompleted, 1 << 47, 2048, 0, 0),
+    ];
+    assert_eq!((events.as_slice(), summary.format), (&expected[..], Format::Stalloc));
+}
+
+#[test]
+fn minimalloc_buffers_live_until_the_next_begins() {
+    let (events, summary) = read_bytes(b"id,lower,upper,size,offset\nb,4,9,7,0\na,-3,4,5,0\n").unwrap();
+    let expected = [
+        event(Action::Alloc, 0, 5, 0, 0),
+        // Ends at the time at which the other begins, and so before it: both may lie at offset 0.
+        event(Action::FreeRequested, 0, 5, 0, 7),
+        event(Action::FreeCompleted, 0, 5, 0, 7),
+        event(Action::Alloc, 0, 7, 0, 7),
+        event(Action::FreeRequested, 0, 7, 0, 12),
+        event(Action::FreeCompleted, 0, 7, 0, 12),
+    ];
+    assert_eq!((events.as_slice(), summary.format), (&expected[..], Format::MinimallocCsv));
+    // Without offsets each buffer has a place of its own; columns are found by name.
+    let (events, _) = read_bytes(b"size,id,upper,lower\n5,a,4,0\n7,b,9,2\n").unwrap();
+    let allocs: Vec<_> = events.iter().filter(|event| event.action == Action::Alloc).collect();
+    assert_eq!((allocs[0].addr, allocs[0].bytes, allocs[0].time_ns), (0, 5, 0));
+    assert_eq!((allocs[1].addr, allocs[1].bytes, allocs[1].time_ns), (5, 7, 2));
+}
+
+#[test]
+fn our_own_trace_is_read() {
+    let text = r#"{"time_ns":5,"action":"alloc","addr":512,"size":100,"block":512,"stream":1,"path":"split"}
+{"time_ns":6,"action":"record_use","addr":512,"size":100,"block":512,"stream":2,"path":"deferred"}
+{"time_ns":9,"action":"free_requested","addr":512,"size":100,"block":512,"stream":1,"path":"coalesce"}
+{"time_ns":9,"action":"oom","size":7,"block":0,"stream":1,"path":"failed"}
+"#;
+    let (events, summary) = read_bytes(text.as_bytes()).unwrap();
+    let expected = [
+        event(Action::Alloc, 512, 100, 1, 5),
+        event(Action::RecordUse, 512, 0, 2, 6),
+        event(Action::FreeRequested, 512, 100, 1, 9),
+        event(Action::FreeCompleted, 512, 100, 1, 9),
+        event(Action::Oom, 0, 7, 1, 9),
+    ];
+    assert_eq!((events.as_slice(), summary.format), (&expected[..], Format::Jsonl));
+    let cut = message(&text.as_bytes()[..text.len() - 30]);
+    assert!(cut.contains(":4: ") && cut.contains("cut short"), "{cut}");
+}
+
+#[test]
+fn a_snapshot_as_json_says_what_its_pickle_says() {
+    let (events, summary) = read_all(&fixture("small.json")).unwrap();
+    let (pickled, also) = read_all(&fixture("small.p4.pickle")).unwrap();
+    assert_eq!(events, pickled);
+    assert_eq!(summary.format, Format::SnapshotJson);
+    assert_eq!((summary.segments, summary.events), (also.segments, also.events));
+    assert_eq!(summary.allocator_settings, also.allocator_settings);
+    assert_eq!(summary.external_annotations, 2);
+}
+
+#[test]
+fn json_cut_anywhere_is_read_as_far_as_it_is_whole() {
+    let bytes = std::fs::read(fixture("small.json")).unwrap();
+    let (all, summary) = read_bytes(&bytes).unwrap();
+    let end = bytes.trim_ascii_end().len();
+    let mut most = 0;
+    for length in (1..end).step_by(7).chain(end - 20..end) {
+        match read_bytes(&bytes[..length]) {
+            Ok((events, part)) => {
+                let cut = part.cut.unwrap();
+                assert!(all.starts_with(&events), "{length}");
+                assert_eq!(cut.events, events.len() as u64);
+                assert_eq!(part.segments.is_empty(), !cut.ends_known, "{length}");
+                assert!(!cut.ends_known || part.segments == summary.segments, "{length}");
+                most = events.len();
+            }
+            Err(error) => {
+                assert!(matches!(error.problem, Problem::Truncated(_)), "{length}: {error}");
+                assert_eq!(most, 0, "{length}");
+            }
+        }
+    }
+    assert_eq!(most, all.len());
+}
+
+#[test]
+fn damaged_text_is_told_by_its_line() {
+    let rmm = |row: &str| format!("Thread,Time,Action,Pointer,Size,Stream\n{row}\n");
+    for (text, expected) in [
+        (rmm("1,14:41:57.1,allocate,0x10,1024"), ":2: the line has too few columns"),
+        (rmm("1,14:41:57.1,allot,0x10,1024,0"), "'allot' is no action"),
+        (rmm("1,14:41:57.1,allocate,0xyz,1024,0"), "Pointer '0xyz'"),
+        (rmm("1,14:41:57.1,allocate,0x10,1e9,0"), "Size '1e9'"),
+        (rmm("1,24:41:57.1,allocate,0x10,1,0"), "Time '24:41:57.1'"),
+        (rmm("1,14:41:+7.1,allocate,0x10,1,0"), "Time"),
+        (rmm("1,14:41:57.1,allocate,0x10,18446744073709551616,0"), "Size"),
+        (rmm("1,14:41:57.1,allocate,0x10000000000000000,1,0"), "Pointer"),
+        ("id,lower,upper,size\na,4,4,1\n".into(), "[4, 4) is empty"),
+        ("id,lower,upper,size\na,x,4,1\n".into(), "lower 'x'"),
+        ("id,lower,upper,size\na,0,4,-1\n".into(), "size '-1'"),
+        ("id,lower,upper,size\na,0,1,18446744073709551615\nb,0,1,9\n".into(), ":3: the sizes add up"),
+        ("id,lower,upper,size\n".into(), "no rows"),
+        ("1 4096 512 0\n1 4096 512\n".into(), ":2: '1 4096 512' should be"),
+        ("1 4096 512 0\n0 4096 512 0 3\n".into(), "more than four"),
+        (r#"{"time_ns":1,"action":"alloc","size":1,"stream":0}"#.into(), "no 'addr'"),
+        (r#"{"time_ns":1,"action":"alot","size":1,"stream":0}"#.into(), "'alot' is no action"),
+        ("[]".into(), "memory_snapshot()"),
+        ("{}".into(), "no 'device_traces'"),
+        (r#"{"device_traces":[[{"action":"alloc","addr":1}]]}"#.into(), "has no 'size'"),
+        (r#"{"device_traces":[[{"action":"alloc","addr":-1,"size":1}]]}"#.into(), "invalid value"),
+        (r#"{"device_traces":{}}"#.into(), "one list of events for each device"),
+        ("hello\n".into(), "is in no known format"),
+        ("\n\n".into(), "is in no known format"),
+    ] {
+        let found = message(text.as_bytes());
+        assert!(found.contains(expected), "{text}: {found}");
+    }
+    assert!(message(&[0xff, 0xfe, 0x41, 0x00]).contains("no known format"));
+    let mut bytes = rmm("1,14:41:57.1,allocate,0x10,1,0").into_bytes();
+    bytes.extend(b"\xff\xff\n");
+    assert!(message(&bytes).contains(":3: the line is not UTF-8"));
+}
+
+#[test]
+fn numbers_of_any_size_are_survived() {
+    let (events, _) = read_bytes(
+        b"Thread,Time,Action,Pointer,Size,Stream\n1000000000,14:41:57.1,allocate,1000000000,1000000000,1000000000\n",
+    )
+    .unwrap();
+    assert_eq!((events[0].addr, events[0].bytes), (0x10_0000_0000, 1_000_000_000));
+    let (events, _) = read_bytes(
+        b"id,lower,upper,size,offset\n1000000000,999999999,1000000000,1000000000,1000000000\n\
+          x,-9223372036854775808,9223372036854775807,18446744073709551615,18446744073709551615\n",
+    )
+    .unwrap();
+    assert_eq!(events.last().unwrap().time_ns, u64::MAX);
+    // A reader passes on frees of what was never allocated. A replay decides about them.
+    let (events, _) = read_bytes(b"0 1 2 3\n").unwrap();
+    assert_eq!(events[0], event(Action::FreeRequested, 1, 2, 3, 0));
+}
+
+#[test]
+fn a_million_streams_pass() {
+    let mut text = String::from("Thread,Time,Action,Pointer,Size,Stream\n");
+    for stream in 0..1_000_000 {
+        text.push_str(&format!("1,00:00:00.0,allocate,{stream:#x},1,{stream:#x}\n"));
+    }
+    let mut streams = std::collections::HashSet::new();
+    let summary = read_from(Box::new(text.as_bytes()), &ReadOptions::default(), &mut |event| {
+        streams.insert(event.stream);
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!((streams.len(), summary.all_events()), (1_000_000, 1_000_000));
+}
+
+#[test]
+fn lines_and_strings_without_end_are_refused() {
+    use std::io::Read;
+    for start in ["Thread,Time,Action,Pointer,Size,Stream\n", "id,lower,upper,size\n", "1 1 1 1\n", "{\"time_ns\":"] {
+        let source = start.as_bytes().chain(std::io::repeat(b'7').take(100 << 20));
+        let error = read_from(Box::new(source), &ReadOptions::default(), &mut |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("longer than"), "{error}");
+    }
+    for start in ["{\"a", "{\"a\":\"", "{\"device_traces\":[],\"allocator_settings\":{\"a\":[0", "{\"segments\": ["] {
+        let source = start.as_bytes().chain(std::io::repeat(b' ').take(64 << 20));
+        let error = read_from(Box::new(source), &ReadOptions::default(), &mut |_| Ok(())).unwrap_err();
+        assert!(error.to_string().contains("longer than any snapshot's"), "{start}: {error}");
+    }
+    let rows = std::iter::repeat_n("a,0,1,1\n", 1 << 20).collect::<String>();
+    let text = format!("id,lower,upper,size\n{rows}");
+    let options = ReadOptions { budget: Budget::new(1 << 20), ..ReadOptions::default() };
+    let error = read_from(Box::new(text.as_bytes()), &options, &mut |_| Ok(())).unwrap_err();
+    assert!(matches!(error.problem, Problem::TooLarge(_)), "{error}");
+    let deep = format!("{{\"allocator_settings\":{{\"a\":{}", "[".repeat(1 << 20));
+    assert!(message(deep.as_bytes()).contains("nested deeper"));
+}
+
+#[test]
+fn bombs_are_unpacked_piece_by_piece() {
+    use std::io::Write;
+    // 16 MiB of one letter, in a few KiB.
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    let mut xz = liblzma::write::XzEncoder::new(Vec::new(), 6);
+    for _ in 0..16 {
+        gzip.write_all(&vec![b'a'; 1 << 20]).unwrap();
+        xz.write_all(&vec![b'a'; 1 << 20]).unwrap();
+    }
+    let (gzip, xz) = (gzip.finish().unwrap(), xz.finish().unwrap());
+    assert!(message(&gzip).contains("no known format"));
+    assert!(message(&xz).contains("no known format"));
+    // Cut and damaged packing.
+    let plain = std::fs::read(fixture("small.p4.pickle")).unwrap();
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    packed.write_all(&plain).unwrap();
+    let mut packed = packed.finish().unwrap();
+    // A snapshot tells what is whole of it, other formats do not.
+    let (_, summary) = read_bytes(&packed[..packed.len() / 2]).unwrap();
+    assert!(summary.cut.is_some());
+    let mut log = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+    log.write_all("1 4096 512 0\n".repeat(100).as_bytes()).unwrap();
+    let log = log.finish().unwrap();
+    let error = read_bytes(&log[..log.len() - 50]).unwrap_err();
+    assert!(matches!(error.problem, Problem::Io(_)), "{error}");
+    let middle = packed.len() / 2;
+    packed[middle] ^= 0xff;
+    assert!(!message(&packed).is_empty());
+}
+
+#[test]
+fn what_is_no_file_and_what_the_sink_says_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("absent");
+    let text = read_all(&path).unwrap_err().to_string();
+    assert!(text.starts_with(path.to_str().unwrap()) && text.contains("cannot be read"), "{text}");
+    assert!(read_all(folder.path()).unwrap_err().to_string().contains("is a directory"));
+    std::fs::write(&path, "").unwrap();
+    assert!(read_all(&path).unwrap_err().to_string().ends_with("is empty; record the history again"));
+    for name in ["small.p4.pickle", "small.json"] {
+        let mut left = 3;
+        let error = vramlab_histories::formats::read(&fixture(name), &ReadOptions::default(), &mut |_| {
+            left -= 1;
+            if left == 0 { Err(ReadError::stop("enough")) } else { Ok(()) }
+        })
+        .unwrap_err();
+        assert_eq!(error.place, Place::Whole, "{name}");
+        assert!(error.to_string().ends_with(": enough"), "{error}");
+        assert_eq!(left, 0);
+    }
+}
