@@ -12,7 +12,7 @@ such as target/debug; without it Cargo builds and runs them. Then, for each file
   downloaded by pip into a folder that is removed again; a few seconds. `--wheel` takes one that is there.
 - It holds only instructions that pytorch.org/memory_viz understands, integers that fit 64 bits, and lists in batches of
   at most 1000. A file that holds others is not unpickled, neither here nor by PyTorch's script: others can run programs.
-- The same as JSON follows `analysis/schema/memory_snapshot.schema.json` (with the package jsonschema, which pip puts
+- The same as JSON follows `allocators/histories/schema/memory_snapshot.schema.json` (with the package jsonschema, which pip puts
   into the same folder).
 - Written again from a PyTorch snapshot, it says to Python's `pickle` what the original says.
 
@@ -71,7 +71,7 @@ def validate(path, folder):
         sys.path.insert(0, str(target))
     import jsonschema
 
-    schema = json.loads((ROOT / "analysis/schema/memory_snapshot.schema.json").read_text())
+    schema = json.loads((ROOT / "allocators/histories/schema/memory_snapshot.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     errors = jsonschema.Draft202012Validator(schema).iter_errors(json.loads(path.read_text()))
     return [f"{path.name}: {error.json_path}: {error.message[:100]}" for error in itertools.islice(errors, 5)]

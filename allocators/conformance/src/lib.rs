@@ -10,7 +10,7 @@
 //! first.run(); // panics where the backend does not keep its contract
 //! ```
 //!
-//! A test of a crate of its own gives them to its harness; `allocators/examples/out-of-tree/tests/conformance.rs` does so with
+//! A test of a crate of its own gives them to its harness; `experiments/examples/out-of-tree/tests/conformance.rs` does so with
 //! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
 
 #![allow(clippy::unwrap_used, reason = "a check reports a failure by panicking")]

@@ -22,7 +22,7 @@
 //! ```
 //!
 //! After that, `trainer::cli::main` and `vramlab_cli::main` (the program `vramlab`) have it in their lists:
-//! `allocators/examples/out-of-tree` is such a crate.
+//! `experiments/examples/out-of-tree` is such a crate.
 //!
 //! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of
 //! them asks for a backend by name: what differs between backends is a setting or a [capability](Capabilities).

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-const HISTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../experiments/histories/streams.pickle.xz");
+const HISTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../histories/streams.pickle.xz");
 
 fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_bump-allocator"))
