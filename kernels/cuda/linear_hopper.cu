@@ -7,8 +7,8 @@
 //
 //   warpgroup       128 x 128
 //   warpgroup_thin  32 examples x 64
-//   streamed        updates of 128 x 128 by up to 64 examples; and both products of the way back, 64 inputs a block
-#include "streamed_backward.cuh"
+//   streamed        updates of 128 x 128 by up to 64 examples
+#include "linear_hopper.cuh"
 
 extern __shared__ __align__(1024) unsigned char hopper_shared[];
 
@@ -37,15 +37,6 @@ extern __shared__ __align__(1024) unsigned char hopper_shared[];
             StreamedUpdate<T>::run<32, 4>(p, a, b, out, hopper_shared);                                       \
         } else {                                                                                                    \
             StreamedUpdate<T>::run<64, 3>(p, a, b, out, hopper_shared);                                       \
-        }                                                                                                           \
-    }                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(StreamedBackward<T, 32, 4>::THREADS, 1)                      \
-        linear_backward_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap dy, \
-                                          const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight) { \
-        if (p.m <= 32) {                                                                                            \
-            StreamedBackward<T, 32, 4>::run(p, dy, x, weight, hopper_shared);                                 \
-        } else {                                                                                                    \
-            StreamedBackward<T, 64, 3>::run(p, dy, x, weight, hopper_shared);                                 \
         }                                                                                                           \
     }
 

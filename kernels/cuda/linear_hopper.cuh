@@ -177,26 +177,6 @@ struct WarpgroupTile {
     }
 };
 
-// What a block has of a layer that strips of ACROSS inputs go down, DOWN outputs a trip, and blocks share out.
-struct StripShare {
-    u32 strip;
-    u32 part;
-    u32 first_col;
-    u32 first_trip;
-    u32 trips;
-};
-template <u32 ACROSS, u32 DOWN>
-__device__ __forceinline__ StripShare share_of_strip(const LinearArguments& p) {
-    const u32 strips = (p.n + ACROSS - 1) / ACROSS;
-    const u32 strip = blockIdx.x % strips;
-    const u32 part = blockIdx.x / strips;
-    const u32 first_col = strip * ACROSS;
-    const u32 all = (p.k + DOWN - 1) / DOWN;
-    const u32 each = (all + p.splits - 1) / p.splits;
-    const u32 first = min(part * each, all);
-    return {strip, part, first_col, first, min(each, all - first)};
-}
-
 // Sends stored tiles of a trip on their way. Those of the trip before have left their stage by then: `free` is told.
 __device__ __forceinline__ void send_off(u32 trip, u32 free) {
     commit_stores();

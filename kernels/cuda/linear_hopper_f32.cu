@@ -6,9 +6,7 @@
 // The entry points of one precision with f32 in memory on compute capability 9.0: `LINEAR_HOPPER_F32_KERNELS(name, terms)`.
 //
 //   warpgroup  128 x 128
-//   streamed   both products of the way back, 64 inputs a block
 #include "linear_hopper_f32.cuh"
-#include "streamed_backward_f32.cuh"
 
 extern __shared__ __align__(1024) unsigned char hopper_shared[];
 
@@ -22,11 +20,6 @@ extern __shared__ __align__(1024) unsigned char hopper_shared[];
 #define LINEAR_HOPPER_F32_KERNELS(name, terms)                                                                      \
     WARPGROUP_F32_KERNEL(linear_forward_##name##_warpgroup, WarpgroupTileF32<ForwardEpilogue<float>, terms, false, false>) \
     WARPGROUP_F32_KERNEL(linear_input_##name##_warpgroup, WarpgroupTileF32<InputEpilogue<float>, terms, true, false>) \
-    WARPGROUP_F32_KERNEL(linear_gradient_##name##_warpgroup, WarpgroupTileF32<GradientEpilogue<float>, terms, true, true>) \
-    extern "C" __global__ void __launch_bounds__(StreamedBackwardF32<terms, 8>::THREADS, 1)                        \
-        linear_backward_##name##_streamed(const __grid_constant__ LinearArguments p, const __grid_constant__ TensorMap dy, \
-                                          const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight) { \
-        StreamedBackwardF32<terms, 8>::run(p, dy, x, weight, hopper_shared);                                        \
-    }
+    WARPGROUP_F32_KERNEL(linear_gradient_##name##_warpgroup, WarpgroupTileF32<GradientEpilogue<float>, terms, true, true>)
 
 KERNELS

@@ -15,7 +15,6 @@ use crate::error::KernelError;
 use linear::LinearKernels;
 pub(crate) use linear_arguments::LinearArguments;
 use module::{Module, Ptx};
-pub(crate) use warpgroup::backward_name;
 
 /// CUDA's limit on the first dimension of a grid.
 const MOST_BLOCKS: u64 = (1 << 31) - 1;

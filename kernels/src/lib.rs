@@ -20,7 +20,7 @@
 //! - Arithmetic is in `f32`, whatever the element type; storing rounds to nearest, ties to even. Only a [`Precision`] says
 //!   otherwise.
 //! - Addresses are device addresses (`CUdeviceptr`), aligned to their element. Outputs overlap neither inputs nor each
-//!   other; only [`Sgd`], [`LinearUpdate`], [`LinearBackward`] and cursors work in place. Every other output is written as a
+//!   other; only [`Sgd`], [`LinearUpdate`] and cursors work in place. Every other output is written as a
 //!   whole, so it may be uninitialised before.
 //! - A cursor is one `u32` on the device, the number of the step: launches whose arguments are frozen in a CUDA graph find by
 //!   it their part of the indices and the slot of their loss. One launch of a step advances it.
@@ -38,7 +38,7 @@
 //! | [`AddBias`], [`Relu`], [`ReluBackward`], [`Sgd`], [`Fill`], [`ConvertElements`], `Gather*` | same bits (of a NaN: a NaN) |
 //! | [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
 //! | [`Gemm`] | each within `4 √k ε Σ\|a b\|` of the exact product |
-//! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`], [`LinearBackward`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
+//! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
 //! | the same with [`Precision::F32x3`] | the product within `4 √k ε Σ\|a b\| + 4 ε Σ\|a b\|`: its operands lose at most `ε` each in two parts, and `2 ε` of a product is left out; the host multiplies in `f32` |
 //! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
 //! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
@@ -69,8 +69,8 @@ pub use host::HostMemory;
 pub use operation::{BoxedOperation, Operation, Work};
 pub use ops::{
     AddBias, AdvanceCursor, BiasGradient, ConvertElements, CountCorrect, CrossEntropyLoss, Fill, GatherLabels,
-    GatherRows, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, MeanLoss, Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
+    GatherRows, Gemm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, MeanLoss,
+    Relu, ReluBackward, Sgd, SoftmaxCrossEntropy, SoftmaxLoss, SourceElement,
 };
 pub use plan::{Choice, Product, Tile};
 pub use storage::{Element, Precision};

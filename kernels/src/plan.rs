@@ -4,10 +4,6 @@
 //! that no rule of thumb gets right, so it is looked up: `plan/*.csv` hold what was measured (`examples/tune_linear.rs`
 //! measures it afresh), and a shape takes the choice of the nearest one that is listed.
 
-mod backward;
-
-pub(crate) use backward::BackwardPlan;
-
 use crate::storage::{Element, Precision};
 use std::cell::RefCell;
 use std::fmt;
@@ -533,33 +529,5 @@ mod tests {
         let gradient = Plan::with(Product::Gradient, Precision::F32x3, [128, 784, 60_000], meeting_twice);
         // Seven tiles; five, five, five and three blocks of each, and then the four that were last.
         assert_eq!((gradient.blocks, gradient.iterations, gradient.tickets), (7 * 18, 105, 7 * 5));
-    }
-
-    #[test]
-    fn one_kernel_is_for_few_examples_of_half_types() {
-        let splits = |precision, rows, inputs, outputs| {
-            BackwardPlan::of(precision, rows, inputs, outputs).map(|plan| (plan.splits, plan.blocks()))
-        };
-        let half = Precision::F16;
-        assert_eq!(splits(half, 32, 8192, 8192), Some((2, 256)));
-        assert_eq!(splits(half, 32, 2048, 2048), Some((4, 128)));
-        assert_eq!(splits(half, 32, 512, 512), Some((2, 16)));
-        assert_eq!(splits(half, 32, 8192, 10), Some((1, 128)));
-        assert_eq!(splits(half, 64, 8192, 8192), Some((2, 256)));
-        assert!(BackwardPlan::pays(half, 64, 8192, 8192) && !BackwardPlan::pays(half, 33, 4096, 4096));
-        assert!(BackwardPlan::pays(half, 32, 512, 10) && !BackwardPlan::pays(half, 32, 128, 128));
-        assert_eq!(splits(half, 65, 8192, 8192), None);
-        // Rows of weights that do not end on 16 bytes.
-        assert_eq!(splits(half, 32, 1001, 1024), None);
-        assert_eq!(splits(Precision::F32, 32, 1024, 1024), None);
-    }
-
-    #[test]
-    fn sums_that_blocks_share_have_room() {
-        let plan = BackwardPlan::of(Precision::Bf16, 32, 2048, 2048).unwrap();
-        assert_eq!((plan.tickets(), plan.iterations), (32, 2));
-        assert_eq!(plan.workspace_bytes(), 128 * (32 * 64 + 32) * 4);
-        let alone = BackwardPlan::of(Precision::Bf16, 32, 8192, 10).unwrap();
-        assert_eq!((alone.tickets(), alone.workspace_bytes(), alone.iterations), (0, 0, 1));
     }
 }

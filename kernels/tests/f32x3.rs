@@ -10,10 +10,7 @@ mod trials;
 
 use chacha20::ChaCha8Rng;
 use gpu::Gpu;
-use kernels::{
-    Choice, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Operation,
-    Precision, Product, Tile,
-};
+use kernels::{Choice, LinearBackwardInput, LinearForward, LinearWeightGradient, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 use std::process::ExitCode;
 use trials::trials;
@@ -21,15 +18,6 @@ use trials::trials;
 /// Rows and columns of C: more than one tile down, not full ones, and rows that begin on 16 bytes.
 const M: u32 = 136;
 const N: u32 = 148;
-
-/// How a product is launched.
-#[derive(Clone, Copy, Debug)]
-enum Way {
-    /// By itself.
-    Alone(Choice),
-    /// With the other one of the way back.
-    Both,
-}
 
 /// C = A·B by one of a layer's products. `a` holds A's rows of `k` values, `b` B's columns.
 struct Operands {
@@ -59,19 +47,17 @@ impl Operands {
         Self { m, n, k, a: values(m * k), b: values(n * k) }
     }
 
-    /// Every tile of a product, alone and with blocks that share its sums; and where few examples go back, both products at once.
-    fn ways(&self) -> impl Iterator<Item = (Product, Way)> {
+    /// Every tile of a product, alone and with blocks that share its sums.
+    fn ways(&self) -> impl Iterator<Item = (Product, Choice)> {
         let choices = |product: Product| {
-            let choice = move |&tile| [1, 3].map(|splits| (product, Way::Alone(Choice { tile, splits })));
+            let choice = move |&tile| [1, 3].map(|splits| (product, Choice { tile, splits }));
             product.tiles().iter().chain(product.warpgroup_tiles(Precision::F32x3)).flat_map(choice)
         };
-        let both = [(Product::Input, self.m), (Product::Update, self.k)];
-        let both = both.into_iter().filter(|(_, examples)| *examples <= 32).map(|(product, _)| (product, Way::Both));
-        Product::ALL.into_iter().flat_map(choices).chain(both)
+        Product::ALL.into_iter().flat_map(choices)
     }
 
     /// C as the GPU computes it.
-    fn multiply(&self, gpu: &Gpu, precision: Precision, product: Product, way: Way) -> Vec<f32> {
+    fn multiply(&self, gpu: &Gpu, precision: Precision, product: Product, choice: Choice) -> Vec<f32> {
         let Self { m, n, k, a, b } = self;
         let (a, b) = match product {
             Product::Forward => (a.clone(), b.clone()),
@@ -81,16 +67,13 @@ impl Operands {
         let image = &mut Vec::new();
         let (first, second) = (put(image, bytemuck::cast_slice(&a)), put(image, bytemuck::cast_slice(&b)));
         let out = put(image, &vec![0; 4 * (m * n) as usize]);
-        // The other one's input or output, and the bias.
-        let other = put(image, &vec![0; 4 * (32 * n) as usize]);
-        let bias = put(image, &vec![0; 4 * (*m.max(k)) as usize]);
         let tickets = put(image, &[0; 1024]);
         // Three splits of all tiles.
         let workspace = put(image, &vec![0; 16 << 20]);
         let kernels = gpu.kernels.as_ref().unwrap();
         let after = gpu.with_region(image, |base| {
-            let [first, second, out, other, bias, tickets, workspace] =
-                [first, second, out, other, bias, tickets, workspace].map(|offset| base + offset);
+            let [first, second, out, tickets, workspace] =
+                [first, second, out, tickets, workspace].map(|offset| base + offset);
             let input = LinearBackwardInput {
                 precision,
                 rows: *m,
@@ -106,45 +89,10 @@ impl Operands {
                 workspace,
                 tickets,
             };
-            // From zero along the slope.
-            let update = LinearUpdate {
-                precision,
-                rows: *k,
-                inputs: *n,
-                outputs: *m,
-                dy: first,
-                dy_pitch: *m,
-                x: second,
-                x_pitch: *n,
-                rate: -1.0,
-                weight: out,
-                weight_pitch: *n,
-                master: None,
-                bias,
-                workspace,
-                tickets,
-            };
-            let both = match product {
-                Product::Input => {
-                    let LinearBackwardInput { rows, outputs, dy, dy_pitch, weight, .. } = input;
-                    LinearBackward {
-                        input,
-                        update: LinearUpdate { rows, outputs, dy, dy_pitch, weight, x: other, ..update },
-                    }
-                }
-                _ => {
-                    let LinearUpdate { rows, outputs, dy, dy_pitch, weight, .. } = update;
-                    LinearBackward {
-                        input: LinearBackwardInput { rows, outputs, dy, dy_pitch, weight, dx: other, ..input },
-                        update,
-                    }
-                }
-            };
             // SAFETY: the context is current, and the region is live and as large as the shapes say.
             let outcome = unsafe {
-                match (way, product) {
-                    (Way::Both, _) => both.launch(kernels, gpu.stream),
-                    (Way::Alone(choice), Product::Forward) => LinearForward {
+                match product {
+                    Product::Forward => LinearForward {
                         precision,
                         rows: *m,
                         inputs: *k,
@@ -162,8 +110,8 @@ impl Operands {
                         tickets,
                     }
                     .launch_with(choice, kernels, gpu.stream),
-                    (Way::Alone(choice), Product::Input) => input.launch_with(choice, kernels, gpu.stream),
-                    (Way::Alone(choice), Product::Gradient | Product::Update) => LinearWeightGradient {
+                    Product::Input => input.launch_with(choice, kernels, gpu.stream),
+                    Product::Gradient | Product::Update => LinearWeightGradient {
                         precision,
                         rows: *k,
                         inputs: *n,
@@ -217,9 +165,8 @@ fn errors(found: &[f32], exact: &[(f64, f64)]) -> (f64, f64) {
 fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
     let gpu = Gpu::new();
     let mut random = ChaCha8Rng::seed_from_u64(11);
-    let shapes = [8, 60, 784, 4096].map(|k| ([M, N, k], true));
-    // Where both products of the way back are one kernel: the gradient's of a full batch, and a long k that blocks go down.
-    for (shape, all) in shapes.into_iter().chain([([M, N, 32], false), ([31, 4100, 4096], false)]) {
+    let shapes = [8, 60, 784, 4096].map(|k| [M, N, k]);
+    for shape in shapes {
         let k = shape[2];
         for (kind, least, powers) in [("mixed signs", -1.0, 0), ("positive", 0.0, 0), ("wide", -1.0, 20)] {
             let values = |count: u32| -> Vec<f32> {
@@ -228,15 +175,11 @@ fn three_products_of_tf32_are_as_exact_as_multiply_adds() {
             };
             let operands = Operands::new(shape, values);
             let exact = operands.exact();
-            for (product, way) in operands.ways().filter(|(_, way)| all || matches!(way, Way::Both)) {
+            for (product, way) in operands.ways() {
                 let of = |precision, way| errors(&operands.multiply(&gpu, precision, product, way), &exact);
                 // Multiply-adds have no tile with warpgroups, but one of the same size.
-                let plain = match way {
-                    Way::Alone(choice) if !choice.tile.needs_warpgroups() => choice,
-                    Way::Alone(Choice { splits, .. }) => Choice { tile: Tile::Wide, splits },
-                    Way::Both => Choice { tile: Tile::Wide, splits: 1 },
-                };
-                let (plain, three) = (of(Precision::F32, Way::Alone(plain)), of(Precision::F32x3, way));
+                let plain = if way.tile.needs_warpgroups() { Choice { tile: Tile::Wide, ..way } } else { way };
+                let (plain, three) = (of(Precision::F32, plain), of(Precision::F32x3, way));
                 let label = format!("{product:?} {way:?}, k {k}, {kind}");
                 println!("{label}: f32 {:.3} ε, at most {:.3}; f32x3 {:.3}, {:.3}", plain.0, plain.1, three.0, three.1);
                 assert!(three.0 <= (2.0 * plain.0).max(1.0), "{label}: {} ε, multiply-adds {}", three.0, plain.0);

@@ -13,9 +13,6 @@
 //! | a layer's gradient | product, bias' gradient | the same | one | with the update |
 //! | gradient of its input | product, ReLU's gradient | the same | one | one |
 //! | update | weights, bias | the same | the same | one |
-//!
-//! With `update`, a layer's gradient with its update and the gradient of its input are one launch where that is faster: few
-//! examples, in half types without master weights ([`kernels::LinearBackward`]).
 
 mod layer;
 mod loss;
@@ -228,12 +225,6 @@ impl Mlp {
         for (number, layer) in self.layers.iter().enumerate().rev() {
             let _range = context.device.range(format_args!("layer {}", number + 1));
             let x = inputs.pop().expect("each layer kept its input");
-            if number > 0
-                && let Some(dx) = self.input_product_and_step(context, layer, &dy, &x, learning_rate)?
-            {
-                dy = dx;
-                continue;
-            }
             // The weights of before the step.
             let dx = if number > 0 { Some(self.input_product(context, layer, &dy, Some(&x))?) } else { None };
             if apart {

@@ -3,10 +3,10 @@
 use cudarc::driver::sys::CUstream;
 
 use super::module::{Module, Ptx, ptx};
-use super::warpgroup::{self, WarpgroupKernels, backward_name};
+use super::warpgroup::{self, WarpgroupKernels};
 use super::{CudaKernels, LaunchShape, LinearArguments, argument, grid, queue};
 use crate::error::KernelError;
-use crate::plan::{BackwardPlan, Choice, Plan, Product, THREADS, Tile};
+use crate::plan::{Choice, Plan, Product, THREADS, Tile};
 use crate::storage::Precision;
 
 /// Kernels of one precision.
@@ -133,11 +133,6 @@ impl CudaKernels {
         Ok(self.taken(self.linear(plan.precision)?, plan, shape).kernel())
     }
 
-    /// Whether launches of both products of the way back are one kernel on this GPU.
-    pub(crate) fn has_backward(&self, precision: Precision) -> Result<bool, KernelError> {
-        Ok(self.linear(precision)?.warpgroup.is_some() && backward_name(precision).is_some())
-    }
-
     /// Queues a linear layer's product on `stream`.
     ///
     /// # Safety
@@ -162,27 +157,6 @@ impl CudaKernels {
         let shape = LaunchShape { blocks, threads: THREADS, shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes this struct; the caller vouches for the rest.
         unsafe { queue(function, shape, stream, [argument(&arguments)]) }
-    }
-
-    /// Queues both products of the way back on `stream`, if the GPU has a kernel for it; false if not. The arguments are those
-    /// of the input's product with the step's bias and rate; `x` is the layer's input and its pitch.
-    ///
-    /// # Safety
-    ///
-    /// As for [`launch_linear`](Self::launch_linear), of both products; the plan is that of the layer.
-    pub(crate) unsafe fn launch_backward(
-        &self,
-        plan: &BackwardPlan,
-        stream: CUstream,
-        precision: Precision,
-        arguments: &LinearArguments,
-        x: (u64, u32),
-    ) -> Result<bool, KernelError> {
-        let Some(warpgroup) = &self.linear(precision)?.warpgroup else { return Ok(false) };
-        let arguments = LinearArguments { splits: plan.splits, ..*arguments };
-        // SAFETY: the caller vouches for the addresses.
-        unsafe { warpgroup.launch_backward(plan, stream, &arguments, x) }?;
-        Ok(true)
     }
 }
 

@@ -12,11 +12,10 @@ use cudarc::driver::sys::{
 use super::module::{Module, Ptx, ptx};
 use super::{LaunchShape, LinearArguments, argument, driver_error, grid, queue};
 use crate::error::KernelError;
-use crate::plan::{BackwardPlan, Choice, Plan, Product, Tile, streams};
+use crate::plan::{Choice, Plan, Product, Tile, streams};
 use crate::storage::{Element, Precision};
 
-/// Products and tiles in the order of the kernels, of 16-bit types. Behind them is the kernel that makes both products of the way
-/// back.
+/// Products and tiles in the order of the kernels, of 16-bit types.
 const HALF_PLACES: [(Product, Tile); 6] = [
     (Product::Forward, Tile::Warpgroup),
     (Product::Forward, Tile::WarpgroupThin),
@@ -38,7 +37,6 @@ macro_rules! half_names {
             concat!("linear_input_", $precision, "_warpgroup_thin"),
             concat!("linear_gradient_", $precision, "_warpgroup"),
             concat!("linear_update_", $precision, "_streamed"),
-            concat!("linear_backward_", $precision, "_streamed"),
         ]
     };
 }
@@ -48,7 +46,6 @@ macro_rules! f32_names {
             concat!("linear_forward_", $precision, "_warpgroup"),
             concat!("linear_input_", $precision, "_warpgroup"),
             concat!("linear_gradient_", $precision, "_warpgroup"),
-            concat!("linear_backward_", $precision, "_streamed"),
         ]
     };
 }
@@ -87,15 +84,9 @@ pub(super) fn name(product: Product, precision: Precision, tile: Tile) -> &'stat
     NAMES[index(precision).expect("multiply-adds have no such tiles")][place(product, precision, tile)]
 }
 
-/// Name of the kernel that makes both products of the way back; multiply-adds have none.
-pub(crate) fn backward_name(precision: Precision) -> Option<&'static str> {
-    index(precision).map(|index| NAMES[index][places(precision).len()])
-}
-
 /// The kernels of one precision, loaded.
 pub(super) struct WarpgroupKernels {
     module: Module,
-    precision: Precision,
     multiprocessors: u32,
 }
 
@@ -106,9 +97,8 @@ impl WarpgroupKernels {
         let planned = places(precision).iter().map(|&(product, tile)| {
             Plan::with(product, precision, [64, 64, 64], Choice { tile, splits: 1 }).shared_bytes
         });
-        let shared_bytes = planned.chain([BackwardPlan::SHARED_BYTES]);
-        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(shared_bytes).collect();
-        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, precision, multiprocessors }))
+        let kernels: Vec<(&'static str, u32)> = NAMES[index].iter().copied().zip(planned).collect();
+        Ok(Some(Self { module: Module::load(&PTX[index], &kernels)?, multiprocessors }))
     }
 
     /// Queues a product on `stream`.
@@ -151,31 +141,6 @@ impl WarpgroupKernels {
         let shape = LaunchShape { blocks, threads: plan.threads(), shared_bytes: plan.shared_bytes };
         // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
         unsafe { queue(function, shape, stream, arguments) }
-    }
-
-    /// Queues both products of the way back on `stream`.
-    ///
-    /// # Safety
-    ///
-    /// As for `CudaKernels::launch_backward`.
-    pub(super) unsafe fn launch_backward(
-        &self,
-        plan: &BackwardPlan,
-        stream: CUstream,
-        arguments: &LinearArguments,
-        x: (u64, u32),
-    ) -> Result<(), KernelError> {
-        let LinearArguments { m, n, k, a_pitch, b_pitch, .. } = *arguments;
-        let element = self.precision.element();
-        let [lines, weights] = plan.boxes.map(|[rows, cols]| [cols, rows]);
-        let dy = tensor_map(element, arguments.a, [k, m], a_pitch, lines)?;
-        let x = tensor_map(element, x.0, [n, m], x.1, lines)?;
-        let weight = tensor_map(element, arguments.b, [n, k], b_pitch, weights)?;
-        let blocks = grid("linear_backward", plan.blocks())?;
-        let arguments = [argument(arguments), argument(&dy), argument(&x), argument(&weight)];
-        let shape = LaunchShape { blocks, threads: plan.threads, shared_bytes: BackwardPlan::SHARED_BYTES };
-        // SAFETY: the function is loaded as long as `self` lives and takes these four; the caller vouches for the rest.
-        unsafe { queue(self.module.functions[places(self.precision).len()], shape, stream, arguments) }
     }
 
     pub(super) fn unload(&self) {

@@ -5,13 +5,11 @@
 //! to the pitch of their last row. What lies between the columns and the pitch is never read as
 //! a number, and a launch may leave anything there.
 
-mod backward;
 mod backward_input;
 mod forward;
 mod update;
 mod weight_gradient;
 
-pub use backward::LinearBackward;
 pub use backward_input::LinearBackwardInput;
 pub use forward::LinearForward;
 pub use update::LinearUpdate;

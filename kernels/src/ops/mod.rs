@@ -23,7 +23,7 @@ pub use convert::ConvertElements;
 pub use fill::Fill;
 pub use gather::{AdvanceCursor, GatherLabels, GatherRows, SourceElement};
 pub use gemm::{Gemm, GemmLayout};
-pub use linear::{LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
+pub use linear::{LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient};
 pub use loss::{CrossEntropyLoss, MeanLoss, SoftmaxCrossEntropy};
 pub use relu::{Relu, ReluBackward};
 pub use sgd::Sgd;

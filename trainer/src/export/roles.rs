@@ -119,7 +119,6 @@ fn role(kernel: Option<&str>) -> Option<&str> {
         ("gemm_nn", "input gradient"),
         ("linear_input", "input gradient"),
         ("relu_backward", "activation gradient"),
-        ("linear_backward", "gradients"),
         ("gemm_nt", "product"),
         ("add_bias", "product and bias"),
         ("linear_forward", "activation"),

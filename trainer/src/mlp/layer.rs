@@ -6,7 +6,7 @@ use crate::device::Role;
 use crate::error::Result;
 use crate::tensor::{Context, Matrix};
 use kernels::{
-    AddBias, BiasGradient, Element, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
+    AddBias, BiasGradient, Element, Gemm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate,
     LinearWeightGradient, Relu, ReluBackward, Sgd,
 };
 use vramlab::DeviceBuffer;
@@ -258,32 +258,6 @@ impl Mlp {
         // caller keeps all that the launch reads, if its stream is another.
         unsafe { context.device.run(&update)? };
         Ok(workspace)
-    }
-
-    /// The gradient of a layer's masked input, and then its step, where one launch for both is faster than two.
-    pub(super) fn input_product_and_step(
-        &self,
-        context: &Context,
-        layer: &Linear,
-        dy: &Matrix,
-        x: &Matrix,
-        learning_rate: f32,
-    ) -> Result<Option<Matrix>> {
-        // Addresses do not decide whether there is such a launch: those of dy stand in for what is not there yet.
-        let update = self.update_by(layer, dy, x, learning_rate);
-        if LinearBackward::of(self.backward_input(layer, dy, Some(x), dy), update).is_none() {
-            return Ok(None);
-        }
-        let dx = self.activation(context, dy.rows, layer.weight.cols)?;
-        let mut both = LinearBackward { input: self.backward_input(layer, dy, Some(x), &dx), update };
-        let (_workspace, addr) = self.workspace(context, both.workspace_bytes(), both.tickets())?;
-        both.input.workspace = addr;
-        let (_workspace, addr) = self.workspace(context, update.workspace_bytes(), update.tickets())?;
-        both.update.workspace = addr;
-        // SAFETY: as for the forward product; the mask is an activation of dx's shape and pitch, and nothing else that is
-        // queued before this launch's end reads the weights.
-        unsafe { context.device.run(&both)? };
-        Ok(Some(dx))
     }
 
     /// The launch of [`step_layer`](Self::step_layer), without its workspace.

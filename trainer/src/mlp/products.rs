@@ -5,8 +5,8 @@ use crate::arithmetic::{Arithmetic, FuseMode};
 use crate::error::Result;
 use crate::tensor::Context;
 use kernels::{
-    CudaKernels, Gemm, GemmLayout, LinearBackward, LinearBackwardInput, LinearForward, LinearUpdate,
-    LinearWeightGradient, Operation, SoftmaxLoss,
+    CudaKernels, Gemm, GemmLayout, LinearBackwardInput, LinearForward, LinearUpdate, LinearWeightGradient, Operation,
+    SoftmaxLoss,
 };
 use serde::Serialize;
 use vramlab::DeviceBuffer;
@@ -48,12 +48,6 @@ pub fn products(
             LayerLaunches::new(arithmetic, rows, [inputs, outputs]);
         let forward = forward.kernel_on(cuda)?;
         let steps = arithmetic.fuse == FuseMode::Update;
-        let both = LinearBackward::of(input, update).filter(|_| steps && number > 0);
-        if let Some(both) = both
-            && both.is_one_kernel_on(cuda)?
-        {
-            return Ok(LayerProducts { forward, input: Some(both.name()), weight: both.name() });
-        }
         Ok(LayerProducts {
             forward,
             input: if number > 0 { Some(input.kernel_on(cuda)?) } else { None },
@@ -175,9 +169,8 @@ pub(super) fn most_tickets(widths: &[u32], arithmetic: &Arithmetic, batches: &[u
             let LayerLaunches { forward, input, gradient, update } =
                 LayerLaunches::new(arithmetic, rows, [pair[0], pair[1]]);
             let logits = LinearForward { y_f32: true, ..forward };
-            let both = LinearBackward::of(input, update).map_or(0, |both| both.tickets());
             let tickets = [forward.tickets(), logits.tickets(), input.tickets(), gradient.tickets(), update.tickets()];
-            most = tickets.into_iter().fold(most, u64::max).max(both);
+            most = tickets.into_iter().fold(most, u64::max);
         }
     }
     // CAST: a launch has at most 2^31 blocks.

@@ -1,7 +1,6 @@
 //! The operations on random data, with results computed in `f64` and the tolerance of each, stated here and only here.
 //! The crate's documentation repeats them.
 
-mod backward;
 mod gather;
 mod layers;
 mod linear;
@@ -14,7 +13,6 @@ use chacha20::ChaCha8Rng;
 use kernels::{Choice, Element, GemmLayout, Operation, Precision, Product, Tile};
 use rand::{RngExt, SeedableRng};
 
-pub(crate) use backward::backward;
 pub(crate) use gather::{Picked, gather_labels, gather_rows_f32, gather_rows_u8};
 pub(crate) use layers::{add_bias, bias_gradient, convert, fill, gemm, relu, relu_backward, sgd};
 pub(crate) use linear::{backward_input, choices, forward, update, weight_gradient};
@@ -251,14 +249,6 @@ fn losses() -> Vec<Case> {
 /// Shapes of updates that stream: with 32 steps of k in a stage and with 64, tiles that are full and tiles that are not.
 const STREAMED: [[u32; 3]; 2] = [[29, 264, 130], [61, 136, 300]];
 
-/// Shapes of which both products of the way back are one launch: strips and trips that are full and that are not, alone and
-/// with blocks that share sums; with up to 32 examples and with more.
-const BACK: [[u32; 3]; 6] =
-    [[32, 128, 256], [29, 264, 10], [1, 8, 1000], [31, 200, 1100], [64, 192, 512], [61, 136, 300]];
-
-/// As above, with f32 in memory: rows that end on 16 bytes, and blocks that go around their stages.
-const BACK_F32: [[u32; 3]; 3] = [[7, 100, 70], [20, 784, 200], [5, 4100, 1300]];
-
 /// The linear layers' launches: shapes with their planned kernels, and every kernel on one shape.
 fn layers() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -272,12 +262,6 @@ fn layers() -> Vec<Case> {
                 cases.push(weight_gradient(precision, shape, variant, None));
                 cases.push(update(precision, shape, variant, None));
             }
-        }
-        let halves = precision.element() != Element::F32;
-        let back = BACK.into_iter().filter(|[rows, ..]| halves || *rows <= 32);
-        let back = back.chain(BACK_F32.into_iter().filter(|_| !halves));
-        for shape in back.filter(|_| precision != Precision::F32) {
-            cases.extend([0, 1].map(|variant| backward(precision, shape, variant)));
         }
         for variant in 0..2 {
             for choice in choices(Product::Forward, precision).into_iter().map(Some) {
