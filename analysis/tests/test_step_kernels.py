@@ -77,4 +77,4 @@ def test_captures_that_do_not_fit_are_refused(tmp_path: Path, steps: int, names:
 
 def test_the_least_that_moves_is_three_times_the_weights() -> None:
     assert step_kernels.least_bytes(1024, "f16") == 6 * (784 * 1024 + 2 * 1024 * 1024 + 1024 * 10)
-    assert step_kernels.least_bytes(1024, "f32x3") == 2 * step_kernels.least_bytes(1024, "f16")
+    assert step_kernels.least_bytes(1024, "f32") == 2 * step_kernels.least_bytes(1024, "f16")

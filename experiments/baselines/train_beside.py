@@ -7,7 +7,6 @@ Needs PyTorch 2.11, a GPU, MNIST's files (--data-dir or MNIST_DIR) and the train
 
     ours            the trainer: caching allocator, updates in the gradients' epilogues, the step as one graph
     ours-streams    the same with updates on a stream of their own; at widths up to 1024, where launches and not bytes bound a step
-    ours-tensor     the same as ours, each product of f32 made of three in tf32; for f32 only
     captured        PyTorch's eager step as one CUDA graph, fused SGD
     compiled        the step compiled as one function (max-autotune-no-cudagraphs) and captured
     compiled-plain  the same by Inductor's default, which tunes nothing
@@ -17,8 +16,8 @@ A type is f32 (products in full), tf32 or f16 (16-bit weights), the same in all 
 that are ready and wait. Then each round times every arm once, in an order of its own: 300 steps by the GPU's events, in the
 trainer the second of two epochs, behind 1875 others. First all cells are compiled, --jobs at a time; Inductor's cache lies in
 DIR/inductor. The file has a line for the machine and one for each cell, with every time in microseconds a step, medians and
-middle halves. `ratio` is that of the fastest of the first two arms to PyTorch's fastest; `tensor_ratio` that of ours-tensor, whose
-arithmetic PyTorch does not have. The same command goes on where it was: a cell that is in the file is not done again, one that was cut short is.
+middle halves. `ratio` is that of the fastest of the first two arms to PyTorch's fastest. The same command goes on where it was: a
+cell that is in the file is not done again, one that was cut short is.
 
 Exit codes: 0 done, 1 an arm failed (its cell says why), 2 bad input, 4 the budget ended first.
 """
@@ -50,7 +49,7 @@ THEIRS = {
     "autotune": ["--mode", "compile", "--compile-mode", "max-autotune", "--fused-sgd", "on"],
 }
 # How the trainer is told to do what an arm of ours does.
-OURS = {"ours": [], "ours-streams": ["--streams", "2"], "ours-tensor": ["--gemm", "tensor"]}
+OURS = {"ours": [], "ours-streams": ["--streams", "2"]}
 ARMS = (*OURS, *THEIRS)
 # The widest network in which launches bound a step.
 NARROW = 1024
@@ -63,10 +62,9 @@ def options_of(width, dtype):
     return [*WORK, "--hidden", str(width), "--dtype", dtype, *(["--weights", "half"] if dtype == "f16" else [])]
 
 
-def arms_of(width, dtype, options):
+def arms_of(width, options):
     """The arms of a cell."""
     left_out = {"ours-streams"} if width > NARROW else set()
-    left_out |= {"ours-tensor"} if dtype != "f32" else set()
     return [arm for arm in options.arms if arm not in left_out]
 
 
@@ -186,7 +184,7 @@ def cell(width, dtype, options):
     """All arms of a cell, timed in turn."""
     began = time.monotonic()
     record = {"kind": "cell", "width": width, "dtype": dtype, "batch": 32, "layers": 4, "steps": STEPS, "rounds": options.rounds}
-    arms, failed, theirs, wanted = {}, {}, {}, arms_of(width, dtype, options)
+    arms, failed, theirs, wanted = {}, {}, {}, arms_of(width, options)
     with tempfile.TemporaryDirectory(prefix="beside-") as folder:
         try:
             for arm in wanted:
@@ -221,10 +219,8 @@ def cell(width, dtype, options):
     medians = {arm: one["median"] for arm, one in arms.items()}
     if compared := {arm: median for arm, median in medians.items() if arm in THEIRS}:
         record["best"] = best = min(compared, key=compared.get)
-        if alike := [medians[arm] for arm in ("ours", "ours-streams") if arm in medians]:
+        if alike := [medians[arm] for arm in OURS if arm in medians]:
             record["ratio"] = round(min(alike) / compared[best], 4)
-        if "ours-tensor" in medians:
-            record["tensor_ratio"] = round(medians["ours-tensor"] / compared[best], 4)
     if failed:
         record["failed"] = failed
     return record | {"took_s": round(time.monotonic() - began, 1)}
@@ -321,7 +317,7 @@ def main():
     print(f"{len(cells)} cells, about {took * len(cells):.0f} s when compiled", flush=True)
     if options.plan or not cells:
         for width, dtype in cells:
-            print(f"{dtype} {width}: {', '.join(arms_of(width, dtype, options))}")
+            print(f"{dtype} {width}: {', '.join(arms_of(width, options))}")
         return 0
     began = time.monotonic()
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def main():
     )
     add = parser.add_argument
     add("--width", type=int, required=True, metavar="N", help="of the hidden layers")
-    add("--type", required=True, metavar="NAME", help="f32, f32x3, tf32, f16 or bf16")
+    add("--type", required=True, metavar="NAME", help="f32, tf32, f16 or bf16")
     add("--sqlite", type=Path, required=True, metavar="FILE", help="what Nsight Systems exported")
     add("--counters", type=Path, required=True, metavar="FILE", help="what Nsight Compute printed")
     add("--gpu", required=True, metavar="NAME", help="where this was measured")

@@ -57,21 +57,6 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
 __device__ __forceinline__ void meet(u32 number, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-// As above, and whether any thread says so.
-__device__ __forceinline__ bool meet_any(u32 number, u32 threads, bool says) {
-    u32 any;
-    asm volatile(
-        "{\n\t"
-        ".reg .pred says, any;\n\t"
-        "setp.ne.u32 says, %3, 0;\n\t"
-        "bar.red.or.pred any, %1, %2, says;\n\t"
-        "selp.u32 %0, 1, 0, any;\n\t"
-        "}"
-        : "=r"(any)
-        : "r"(number), "r"(threads), "r"(static_cast<u32>(says))
-        : "memory");
-    return any != 0;
-}
 
 // ---- the copy engine ----
 
@@ -95,9 +80,6 @@ __device__ __forceinline__ void wait_until_read() {
 }
 // What this thread has written to shared memory is there for the copy engine and the tensor cores.
 __device__ __forceinline__ void show_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
 
 // ---- tiles in shared memory ----
 
@@ -220,13 +202,13 @@ MULTIPLY(SumsF32, bf16, 32, "f32.bf16.bf16", 16, "+f")
 MULTIPLY(SumsF32, bf16, 64, "f32.bf16.bf16", 32, "+f")
 MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
 
-// Adds 8 steps of k in tf32, or puts them in the place of the sums. A comes from registers: each warp's 16 rows in the layout of
+// Adds 8 steps of k in tf32. A comes from registers: each warp's 16 rows in the layout of
 // mma.m16n8k8. They and the sums must be left alone until `products_wait`; `keep` sees to it. B has k along its rows.
-__device__ __forceinline__ void multiply(SumsF32<float, 128>& c, const u32 (&a)[4], u64 b, bool adds) {
-    asm volatile("{\n\t.reg .pred adds;\n\tsetp.ne.u32 adds, %69, 0;\n\t"
+__device__ __forceinline__ void multiply(SumsF32<float, 128>& c, const u32 (&a)[4], u64 b) {
+    asm volatile("{\n\t.reg .pred adds;\n\tsetp.eq.u32 adds, 0, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 " LIST_64 "{%64, %65, %66, %67}, %68, adds, 1, 1;\n\t}"
                  : SUMS_64("+f", c.sums, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(adds)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 // The compiler has no other use for these registers before this point.
 template <u32 STEPS>

@@ -3,7 +3,6 @@
 // module linear_bf16: compute_80, LINEAR_KERNELS(bf16, PrecisionBf16)
 // module linear_f16: compute_80, LINEAR_KERNELS(f16, PrecisionF16)
 // module linear_f32: compute_80, LINEAR_KERNELS(f32, PrecisionF32)
-// module linear_f32x3: compute_80, LINEAR_KERNELS(f32x3, PrecisionF32x3)
 // module linear_tf32: compute_80, LINEAR_KERNELS(tf32, PrecisionTf32)
 //
 // The entry points of one precision: tile shapes, by product. `LINEAR_KERNELS(name, precision)` defines them all.

@@ -1,9 +1,8 @@
 // Linear layers with f32 in memory on compute capability 9.0, a module a precision; see linear_hopper_f32.cuh.
 //
-// module linear_hopper_f32x3: compute_90a, LINEAR_HOPPER_F32_KERNELS(f32x3, 3)
-// module linear_hopper_tf32: compute_90a, LINEAR_HOPPER_F32_KERNELS(tf32, 1)
+// module linear_hopper_tf32: compute_90a, LINEAR_HOPPER_F32_KERNELS(tf32)
 //
-// The entry points of one precision with f32 in memory on compute capability 9.0: `LINEAR_HOPPER_F32_KERNELS(name, terms)`.
+// The entry points of one precision with f32 in memory on compute capability 9.0: `LINEAR_HOPPER_F32_KERNELS(name)`.
 //
 //   warpgroup  128 x 128
 #include "linear_hopper_f32.cuh"
@@ -17,9 +16,9 @@ extern __shared__ __align__(1024) unsigned char hopper_shared[];
         __VA_ARGS__::run(p, a, b, hopper_shared);                                                                   \
     }
 
-#define LINEAR_HOPPER_F32_KERNELS(name, terms)                                                                      \
-    WARPGROUP_F32_KERNEL(linear_forward_##name##_warpgroup, WarpgroupTileF32<ForwardEpilogue<float>, terms, false, false>) \
-    WARPGROUP_F32_KERNEL(linear_input_##name##_warpgroup, WarpgroupTileF32<InputEpilogue<float>, terms, true, false>) \
-    WARPGROUP_F32_KERNEL(linear_gradient_##name##_warpgroup, WarpgroupTileF32<GradientEpilogue<float>, terms, true, true>)
+#define LINEAR_HOPPER_F32_KERNELS(name)                                                                             \
+    WARPGROUP_F32_KERNEL(linear_forward_##name##_warpgroup, WarpgroupTileF32<ForwardEpilogue<float>, false, false>) \
+    WARPGROUP_F32_KERNEL(linear_input_##name##_warpgroup, WarpgroupTileF32<InputEpilogue<float>, true, false>) \
+    WARPGROUP_F32_KERNEL(linear_gradient_##name##_warpgroup, WarpgroupTileF32<GradientEpilogue<float>, true, true>)
 
 KERNELS

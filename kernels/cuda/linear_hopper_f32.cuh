@@ -1,11 +1,11 @@
-// The products of linear.cuh in f32x3 and tf32 on compute capability 9.0, in tiles of 128 x 128.
+// The products of linear.cuh in tf32 on compute capability 9.0, in tiles of 128 x 128.
 //
 // A warpgroup's product takes one operand from registers and the other from shared memory, where tf32 has to have k along its
 // rows. So a block's four warpgroups go different ways about the tiles that the copy engine fetches:
 //
 //   two multiply   each has 64 lines of the left operand: a thread reads the elements of its own fragments where they came
-//                  to lie, and splits each of them once, in registers
-//   two prepare    in turns, they write the right operand anew, split, rounded and with k along the rows; they ask for the copies
+//                  to lie, and rounds each of them once, in registers
+//   two prepare    in turns, they write the right operand anew, rounded and with k along the rows; they ask for the copies
 //
 // The left operand is A, or, for a gradient, whose inputs are many and whose outputs few, B: then the tile is computed
 // transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
@@ -14,9 +14,9 @@
 #include "linear_epilogues.cuh"
 #include "hopper.cuh"
 
-// TERMS: 3 for f32x3, 1 for tf32. RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
+// RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
 // the left operand is B, and it too has its lines along the rows; else it is A, and has k.
-template <class Epilogue, u32 TERMS, bool RIGHT_LINES, bool TRANSPOSED>
+template <class Epilogue, bool RIGHT_LINES, bool TRANSPOSED>
 struct WarpgroupTileF32 {
     enum : u32 {
         SIDE = 128,
@@ -41,12 +41,10 @@ struct WarpgroupTileF32 {
         STAGES = 4,
         STAGE_BYTES = 2 * TILE_BYTES,
         SLOTS = 3,
-        SLOT_BYTES = TERMS == 3 ? 2 * TILE_BYTES : TILE_BYTES,
+        SLOT_BYTES = TILE_BYTES,
         SLOTS_AT = STAGES * STAGE_BYTES,
         ROW_SUMS_AT = SLOTS_AT + SLOTS * SLOT_BYTES,
-        // For each slot and warp that prepared it, whether there is something in it that is not finite.
-        ODD_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
-        BARRIERS_AT = ODD_AT + 16 * SLOTS,
+        BARRIERS_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
         FULL_AT = BARRIERS_AT,
         FREE_AT = FULL_AT + 8 * STAGES,
         READY_AT = FREE_AT + 8 * STAGES,
@@ -56,7 +54,6 @@ struct WarpgroupTileF32 {
         // Numbers of `meet`.
         CONSUMERS_MEET = 1,
         SUMS_MEET = 2,
-        GROUPS_MEET = 3,
     };
     static_assert(Epilogue::GROUP == GROUP, "f32");
 
@@ -189,12 +186,6 @@ private:
         return TRANSPOSED ? line : line / 16 * 16 + line % 4 / 2 * 8 + line % 16 / 4 * 2 + line % 2;
     }
 
-    static __device__ __forceinline__ void split(u32 bits, u32& big, u32& small) {
-        big = rounded_to_tf32(bits);
-        // Of 12 bits the tensor cores drop the last, which is as near as rounding and costs nothing.
-        if (TERMS == 3) small = __float_as_uint(__uint_as_float(bits) - __uint_as_float(big));
-    }
-
     static __device__ __forceinline__ void prepare(const LinearArguments& p, const TensorMap& left, const TensorMap& right,
                                                    u32 base, u32 items) {
         const u32 turn = (threadIdx.x - CONSUMERS) / GROUP_THREADS;
@@ -218,12 +209,8 @@ private:
                     __syncwarp();
                     barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
                     if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
-                    const bool odd = prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES,
-                                                  base + SLOTS_AT + slot.stage * SLOT_BYTES, warp, lane, row_sums);
-                    if (TERMS == 3) {
-                        const bool any = __any_sync(ALL_LANES, odd);
-                        if (lane == 0) write_one(base + ODD_AT + 16 * slot.stage + 4 * warp, any);
-                    }
+                    prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES, base + SLOTS_AT + slot.stage * SLOT_BYTES,
+                                 warp, lane, row_sums);
                     show_to_engines();
                     __syncwarp();
                     if (lane == 0) {
@@ -248,14 +235,13 @@ private:
         }
     }
 
-    // A warp's 32 lines of a tile of the right operand. Returns whether this lane's share has what has no finite parts.
-    static __device__ __forceinline__ bool prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
+    // A warp's 32 lines of a tile of the right operand.
+    static __device__ __forceinline__ void prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
         // A lane has one step of k, and takes four lines at a time; or four steps of k, and every fourth line.
         const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
         const u32 line = 32 * warp + lane / 8;
         // So many reads go before the first write, as there are registers for.
         enum : u32 { AT_ONCE = Epilogue::SUMS_ROWS ? 2 : 4 };
-        float trace = 0.0f;
 #pragma unroll
         for (u32 first = 0; first < 8; first += AT_ONCE) {
             u32 bits[AT_ONCE][4];
@@ -271,28 +257,22 @@ private:
 #pragma unroll
             for (u32 i = 0; i < AT_ONCE; ++i) {
                 const u32 part = first + i;
-                u32 big[4], small[4];
+                u32 rounded[4];
 #pragma unroll
-                for (u32 j = 0; j < 4; ++j) {
-                    split(bits[i][j], big[j], small[j]);
-                    if (TERMS == 3) trace += __uint_as_float(small[j]);
-                }
+                for (u32 j = 0; j < 4; ++j) rounded[j] = rounded_to_tf32(bits[i][j]);
                 if (RIGHT_LINES) {
 #pragma unroll
                     for (u32 j = 0; j < 4; ++j) {
                         const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row_of_line(4 * part + j), 4 * column);
-                        write_one(at, big[j]);
-                        if (TERMS == 3) write_one(at + TILE_BYTES, small[j]);
+                        write_one(at, rounded[j]);
                         if (Epilogue::SUMS_ROWS) add_now(row_sums[4 * part + j], bits[i][j]);
                     }
                 } else {
                     const u32 at = to + swizzled(row_of_line(line + 4 * part), lane % 8 * 16);
-                    write_four(at, big);
-                    if (TERMS == 3) write_four(at + TILE_BYTES, small);
+                    write_four(at, rounded);
                 }
             }
         }
-        return TERMS == 3 && !(fabsf(trace) < infinity());
     }
 
     // Here and not later: what is added would be kept in registers.
@@ -358,96 +338,37 @@ private:
         const u32 first = thread / WARP * 16;
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
-        // The products of a trip, small terms first, for tensor cores cut off sums; f32 additions do the rest. Where not all
-        // operands of a trip are finite, its small terms are added by themselves. See PatchF32x3 in tensor.cuh.
-        SumsF32<float, SIDE> batch;
-        if (TERMS == 3) batch.clear();
         for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
             const Item item = item_at(p, number);
             SumsF32<float, SIDE> product;
             product.clear();
-            u32 big[STEPS][4], small[STEPS][4];
-            // Reads the next elements, to where small parts come to be.
+            u32 rounded[STEPS][4], bits[STEPS][4];
+            // Reads the next elements.
             const auto take = [&] {
                 barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
-                read_left(base + ring.stage * STAGE_BYTES, first, lane, small);
+                read_left(base + ring.stage * STAGE_BYTES, first, lane, bits);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(base + FREE_AT + 8 * ring.stage);
                 ring.advance();
             };
             if (item.trips > 0) take();
             for (u32 trip = 0; trip < item.trips; ++trip) {
-                float trace = 0.0f;
 #pragma unroll
                 for (u32 step = 0; step < STEPS; ++step) {
 #pragma unroll
-                    for (u32 i = 0; i < 4; ++i) {
-                        split(small[step][i], big[step][i], small[step][i]);
-                        if (TERMS == 3) trace += __uint_as_float(small[step][i]);
-                    }
+                    for (u32 i = 0; i < 4; ++i) rounded[step][i] = rounded_to_tf32(bits[step][i]);
                 }
                 barrier_wait(base + READY_AT + 8 * slot.stage, slot.parity);
                 const u32 right = base + SLOTS_AT + slot.stage * SLOT_BYTES;
-                if (TERMS == 1) {
-                    products_begin();
+                products_begin();
 #pragma unroll
-                    for (u32 step = 0; step < STEPS; ++step) multiply(product, big[step], right_at(right, step), true);
-                    products_commit();
-                    if (trip + 1 < item.trips) take();
-                    products_wait<0>();
-                    keep(big);
-                } else {
-                    u32 odd[4];
-                    read_four(base + ODD_AT + 16 * slot.stage, odd);
-                    const bool finite = fabsf(trace) < infinity() && (odd[0] | odd[1] | odd[2] | odd[3]) == 0;
-                    const bool all_finite = !meet_any(GROUPS_MEET + first / 64, GROUP_THREADS, !finite);
-                    if (all_finite) {
-                        products_begin();
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
-                        products_commit();
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) {
-                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
-                        }
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), true);
-                        products_commit();
-                        products_wait<1>();
-                        keep(small);
-                        if (trip + 1 < item.trips) take();
-                        products_wait<0>();
-                        keep(big);
-                    } else {
-                        products_begin();
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, small[step], right_at(right, step), step > 0);
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) {
-                            multiply(batch, big[step], right_at(right + TILE_BYTES, step), true);
-                        }
-                        products_commit();
-                        products_wait<0>();
-                        keep(small);
-#pragma unroll
-                        for (u32 i = 0; i < SIDE / 2; ++i) {
-                            product.sums[i] += fabsf(batch.sums[i]) < infinity() ? batch.sums[i] : 0.0f;
-                        }
-                        products_begin();
-#pragma unroll
-                        for (u32 step = 0; step < STEPS; ++step) multiply(batch, big[step], right_at(right, step), step > 0);
-                        products_commit();
-                        if (trip + 1 < item.trips) take();
-                        products_wait<0>();
-                        keep(big);
-                    }
-                }
+                for (u32 step = 0; step < STEPS; ++step) multiply(product, rounded[step], right_at(right, step));
+                products_commit();
+                if (trip + 1 < item.trips) take();
+                products_wait<0>();
+                keep(rounded);
                 if (lane == 0) barrier_arrive(base + USED_AT + 8 * slot.stage);
                 slot.advance();
-                if (TERMS == 3) {
-#pragma unroll
-                    for (u32 i = 0; i < SIDE / 2; ++i) product.sums[i] += batch.sums[i];
-                }
             }
             float row_sum = 0.0f;
             const bool has_sums = sums_rows(p, item);

@@ -374,124 +374,10 @@ __device__ __forceinline__ u32 rounded_to_tf32(u32 bits) {
     return out;
 }
 
-// c = a * b.
-__device__ __forceinline__ void multiply_alone(const u32 (&a)[4], u32 b0, u32 b1, float (&c)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%10, %10, %10, %10};"
-                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
-}
-
-// One product, of rounded operands.
-template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
-struct PatchTf32 : PatchF32<FM, FN, GROUP, DEALT> {
-    using PatchF32<FM, FN, GROUP, DEALT>::sums;
-    enum : u32 { MT = FM / 16, NT = FN / 8 };
-
-    static __device__ __forceinline__ void prepare(u32 (&bits)[4]) {
-#pragma unroll
-        for (u32 r = 0; r < 4; ++r) bits[r] = rounded_to_tf32(bits[r]);
-    }
-    __device__ __forceinline__ void add(const u32 (&x)[MT][4], const u32 (&y)[NT / 2][4]) {
-#pragma unroll
-        for (u32 i = 0; i < MT; ++i) {
-#pragma unroll
-            for (u32 j = 0; j < NT; ++j) {
-                multiply(0.0f, x[i], y[j / 2][j % 2 * 2], y[j / 2][j % 2 * 2 + 1], sums[i][j]);
-            }
-        }
-    }
-};
-
-// Three products, as exact as f32 (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while
-// surpassing the FP32 theoretical peak performance", 2022, arXiv 2203.03341; CUTLASS calls it 3xTF32). An operand x is split
-// in big = tf32(x) and small = x - big, cut to tf32. They keep 23 bits at least: x - big is exact in f32 and has 12 at most, of
-// which small drops no more than one. Of a * b = big * big + (small * big + big * small) + small * small the last term,
-// at most 2^-22 of the product, is left out.
-//
-// Tensor cores cut sums off instead of rounding them, which adds up over a long k. So they add no more than the 8 steps of
-// an instruction of big * big, and f32 additions do the rest. Terms with a small operand are 2^-11 of the others: their sum
-// may be cut off, and stays by itself to the end.
-//
-// An infinite x has no small part (x - big is no number), and an infinite big times a small zero is none either. Both reach
-// only the sum of small terms, and the end leaves that out where it is not finite: inf stays inf, and NaN is in big too.
-template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
-struct PatchF32x3 : PatchF32<FM, FN, GROUP, DEALT> {
-    using Whole = PatchF32<FM, FN, GROUP, DEALT>;
-    using Whole::sums;
-    enum : u32 { MT = FM / 16, NT = FN / 8 };
-    float small_sums[MT][NT][4] = {};
-
-    static __device__ __forceinline__ void prepare(u32 (&)[4]) {}
-
-    static __device__ __forceinline__ void split(const u32 (&bits)[4], u32 (&big)[4], u32 (&small)[4]) {
-#pragma unroll
-        for (u32 r = 0; r < 4; ++r) {
-            big[r] = rounded_to_tf32(bits[r]);
-            // Of 12 bits the last is dropped, which is as near as rounding and costs less.
-            small[r] = __float_as_uint(__uint_as_float(bits[r]) - __uint_as_float(big[r])) & 0xffffe000u;
-        }
-    }
-
-    __device__ __forceinline__ void add(const u32 (&x)[MT][4], const u32 (&y)[NT / 2][4]) {
-        u32 big_x[MT][4];
-        u32 small_x[MT][4];
-#pragma unroll
-        for (u32 i = 0; i < MT; ++i) split(x[i], big_x[i], small_x[i]);
-        // Two pieces across at a time, so that few registers hold parts of y; products of one kind after the other, so that
-        // none waits for the one before it.
-#pragma unroll
-        for (u32 pair = 0; pair < NT / 2; ++pair) {
-            u32 big_y[4];
-            u32 small_y[4];
-            split(y[pair], big_y, small_y);
-#pragma unroll
-            for (u32 piece = 0; piece < 2 * MT; ++piece) {
-                const u32 i = piece / 2;
-                const u32 e = piece % 2;
-                multiply(0.0f, small_x[i], big_y[2 * e], big_y[2 * e + 1], small_sums[i][2 * pair + e]);
-            }
-#pragma unroll
-            for (u32 piece = 0; piece < 2 * MT; ++piece) {
-                const u32 i = piece / 2;
-                const u32 e = piece % 2;
-                multiply(0.0f, big_x[i], small_y[2 * e], small_y[2 * e + 1], small_sums[i][2 * pair + e]);
-            }
-#pragma unroll
-            for (u32 piece = 0; piece < 2 * MT; ++piece) {
-                const u32 i = piece / 2;
-                const u32 e = piece % 2;
-                float product[4];
-                multiply_alone(big_x[i], big_y[2 * e], big_y[2 * e + 1], product);
-#pragma unroll
-                for (u32 r = 0; r < 4; ++r) sums[i][2 * pair + e][r] += product[r];
-            }
-        }
-    }
-
-    __device__ __forceinline__ Whole whole() const {
-        Whole out;
-#pragma unroll
-        for (u32 i = 0; i < MT; ++i) {
-#pragma unroll
-            for (u32 j = 0; j < NT; ++j) {
-#pragma unroll
-                for (u32 r = 0; r < 4; ++r) {
-                    const float small = small_sums[i][j][r];
-                    out.sums[i][j][r] = sums[i][j][r] + (fabsf(small) < infinity() ? small : 0.0f);
-                }
-            }
-        }
-        return out;
-    }
-    __device__ __forceinline__ void group(u32 i, float (&v)[GROUP]) const { whole().group(i, v); }
-    __device__ __forceinline__ void store(float* to, u32 pitch, u32 lane) const { whole().store(to, pitch, lane); }
-};
-
-// An instruction takes 8 steps of k.
-template <template <u32, u32, u32, bool> class Sums>
-struct PrecisionFromF32 {
+// One product, of rounded operands. An instruction takes 8 steps of k.
+struct PrecisionTf32 {
     using T = float;
+    enum : u32 { WIDE_AT_ONCE = 1, FLAT_AT_ONCE = 2 };
     // Rows of k are read element by element, lane t from row t: 8 words apart they do not meet in a bank. Dealt columns meet
     // least 4 words apart.
     static constexpr __device__ u32 pad_bytes(bool k_contiguous, bool dealt) { return k_contiguous || dealt ? 16 : 32; }
@@ -499,9 +385,15 @@ struct PrecisionFromF32 {
     static __device__ __forceinline__ u32 bits_of(float value) { return static_cast<u32>(__float_as_int(value)); }
 
     template <u32 FM, u32 FN, bool A_K, bool B_K, u32 A_STRIDE, u32 B_STRIDE, bool DIRECT>
-    struct Product : Sums<FM, FN, 4, DIRECT> {
+    struct Product : PatchF32<FM, FN, 4, DIRECT> {
+        using PatchF32<FM, FN, 4, DIRECT>::sums;
         enum : u32 { MT = FM / 16, NT = FN / 8, STEP = 8 };
         static_assert(NT % 2 == 0, "B comes in pairs of pieces");
+
+        static __device__ __forceinline__ void prepare(u32 (&bits)[4]) {
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) bits[r] = rounded_to_tf32(bits[r]);
+        }
 
         template <u32 DEPTH>
         __device__ __forceinline__ void accumulate(const float* a, const float* b, u32 lane) {
@@ -527,7 +419,7 @@ struct PrecisionFromF32 {
                         x[i][2] = bits_of(at[4 * A_STRIDE]);
                         x[i][3] = bits_of(at[4 * A_STRIDE + 8]);
                     }
-                    this->prepare(x[i]);
+                    prepare(x[i]);
                 }
 #pragma unroll
                 for (u32 j = 0; j < NT / 2; ++j) {
@@ -543,17 +435,16 @@ struct PrecisionFromF32 {
                         y[j][2] = bits_of(at[NEXT]);
                         y[j][3] = bits_of(at[4 * B_STRIDE + NEXT]);
                     }
-                    this->prepare(y[j]);
+                    prepare(y[j]);
                 }
-                this->add(x, y);
+#pragma unroll
+                for (u32 i = 0; i < MT; ++i) {
+#pragma unroll
+                    for (u32 j = 0; j < NT; ++j) {
+                        multiply(0.0f, x[i], y[j / 2][j % 2 * 2], y[j / 2][j % 2 * 2 + 1], sums[i][j]);
+                    }
+                }
             }
         }
     };
-};
-
-struct PrecisionTf32 : PrecisionFromF32<PatchTf32> {
-    enum : u32 { WIDE_AT_ONCE = 1, FLAT_AT_ONCE = 2 };
-};
-struct PrecisionF32x3 : PrecisionFromF32<PatchF32x3> {
-    enum : u32 { WIDE_AT_ONCE = 1, FLAT_AT_ONCE = 1 };
 };

@@ -5,7 +5,7 @@
 //! cargo run --release -p kernels --example tune_linear > kernels/src/plan/h200.csv
 //! ```
 //!
-//! Names of precisions (`f32 tf32 f16 f32x3`) limit it to these, so that one can be measured afresh without the others; the
+//! Names of precisions (`f32 tf32 f16`) limit it to these, so that one can be measured afresh without the others; the
 //! columns' names come first all the same. With `--all` it prints every candidate with its time in nanoseconds instead.
 //!
 //! A time is the median of trains of launches that were queued while the stream was held up by another kernel. All launches of
@@ -20,7 +20,7 @@ use kernels::{
 };
 
 /// Precisions with a table of their own; halves share that of f16.
-const PRECISIONS: [Precision; 4] = [Precision::F32, Precision::Tf32, Precision::F16, Precision::F32x3];
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Tf32, Precision::F16];
 const INPUTS: u32 = 784;
 const CLASSES: u32 = 10;
 const ROWS: [u32; 4] = [32, 64, 128, 256];
@@ -102,7 +102,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let option = |option: &&String| option.as_str() != "--all";
     let name = |name: &&String| !PRECISIONS.iter().any(|precision| precision.name() == name.as_str());
     if let Some(unknown) = options.iter().find(option).or(names.iter().find(name)) {
-        return Err(format!("'{unknown}' is none of --all, f32, tf32, f16, f32x3").into());
+        return Err(format!("'{unknown}' is none of --all, f32, tf32, f16").into());
     }
     // SAFETY: only tries to open the library; without one, any other call would panic.
     if !unsafe { sys::is_culib_present() } {

@@ -39,7 +39,6 @@
 //! | [`CountCorrect`], [`AdvanceCursor`], the count of [`SoftmaxLoss`] | same integers |
 //! | [`Gemm`] | each within `4 √k ε Σ\|a b\|` of the exact product |
 //! | [`LinearForward`], [`LinearBackwardInput`], [`LinearWeightGradient`], [`LinearUpdate`] | the product likewise, of operands as stored ([`Precision::Tf32`]: as rounded); then one `ε` of the result, and what storing it changes |
-//! | the same with [`Precision::F32x3`] | the product within `4 √k ε Σ\|a b\| + 4 ε Σ\|a b\|`: its operands lose at most `ε` each in two parts, and `2 ε` of a product is left out; the host multiplies in `f32` |
 //! | [`BiasGradient`], [`MeanLoss`], biases of layers | each within `4 √rows ε Σ\|x\|` of the exact sum (mean: divided by rows) |
 //! | [`SoftmaxCrossEntropy`], [`CrossEntropyLoss`] | losses within `2e-6 (1 + \|x\|)`, gradients within `2e-6 scale` and what storing them changes |
 //! | [`SoftmaxLoss`] | the mean within the mean of the losses' bounds and that of [`MeanLoss`], gradients as above |

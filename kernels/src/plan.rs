@@ -62,7 +62,7 @@ impl Product {
     pub const fn warpgroup_tiles(self, precision: Precision) -> &'static [Tile] {
         match (precision, self) {
             (Precision::F32, _) => &[],
-            (Precision::Tf32 | Precision::F32x3, _) => &[Tile::Warpgroup],
+            (Precision::Tf32, _) => &[Tile::Warpgroup],
             (_, Product::Forward | Product::Input) => &[Tile::Warpgroup, Tile::WarpgroupThin],
             (_, Product::Gradient) => &[Tile::Warpgroup],
             (_, Product::Update) => &[Tile::Warpgroup, Tile::Streamed],
@@ -275,7 +275,7 @@ impl Plan {
         let (a_contiguous, b_contiguous) = product.contiguous();
         let strip = |lines: u64, contiguous: bool| {
             // Operands of 32 bits that tensor cores read across their rows.
-            let across = matches!(precision, Precision::Tf32 | Precision::F32x3) && !contiguous;
+            let across = precision == Precision::Tf32 && !contiguous;
             let padding = if across { 32 } else { 16 };
             let (rows, row) = if contiguous { (lines, layout.depth) } else { (layout.depth, lines) };
             rows * (row * element.bytes() + padding)
@@ -284,11 +284,9 @@ impl Plan {
         let sums = layout.slices * layout.rows * (layout.cols + 8) * 4;
         // Swizzled tiles have no padding; two barriers for each stage, and the tiles begin on 1,024 bytes.
         let warpgroup = layout.stages * ((layout.rows + layout.cols) * layout.depth * element.bytes() + 16) + 1024;
-        // From f32 one operand is prepared beside the stages, once for each of a product's terms, with four words and two
-        // barriers more; besides, two sums of each row, and a word for what one thread has to say.
-        let parts = if precision == Precision::F32x3 { 2 } else { 1 };
-        let prepared =
-            PREPARED * (parts * layout.cols * layout.depth * element.bytes() + 16 + 16) + 2 * layout.rows * 4 + 8;
+        // From f32 one operand is prepared beside the stages, with two barriers more; besides, two sums of each row, and a
+        // word for what one thread has to say.
+        let prepared = PREPARED * (layout.cols * layout.depth * element.bytes() + 16) + 2 * layout.rows * 4 + 8;
         let shared_bytes = match choice.tile {
             Tile::Warpgroup if element == Element::F32 => warpgroup + prepared,
             Tile::Warpgroup | Tile::WarpgroupThin => warpgroup,
@@ -375,8 +373,8 @@ struct Measured {
     choice: Choice,
 }
 
-/// Kinds of precision that have tables of their own: f32, tf32, halves, f32x3.
-const KINDS: usize = 4;
+/// Kinds of precision that have tables of their own: f32, tf32, halves.
+const KINDS: usize = 3;
 
 /// Tables by product and kind of precision.
 #[derive(Default)]
@@ -394,7 +392,6 @@ fn kind(precision: Precision) -> usize {
         Precision::F32 => 0,
         Precision::Tf32 => 1,
         Precision::Bf16 | Precision::F16 => 2,
-        Precision::F32x3 => 3,
     }
 }
 
@@ -526,7 +523,7 @@ mod tests {
             Plan::with(Product::Forward, Precision::F16, [32, 128, 100], Choice { tile: Tile::Thin16, splits: 16 });
         assert_eq!((alone.splits, alone.workspace_bytes, alone.tickets), (1, 0, 0));
         let meeting_twice = Choice { tile: Tile::Warpgroup, splits: 18 };
-        let gradient = Plan::with(Product::Gradient, Precision::F32x3, [128, 784, 60_000], meeting_twice);
+        let gradient = Plan::with(Product::Gradient, Precision::Tf32, [128, 784, 60_000], meeting_twice);
         // Seven tiles; five, five, five and three blocks of each, and then the four that were last.
         assert_eq!((gradient.blocks, gradient.iterations, gradient.tickets), (7 * 18, 105, 7 * 5));
     }

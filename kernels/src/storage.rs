@@ -177,7 +177,7 @@ impl<'a> Operand<'a> {
     /// Where it lies if the product takes it as it is stored, otherwise a dense copy.
     pub(crate) fn of<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
         let (cols, pitch) = (cols as usize, pitch as usize);
-        if let (Precision::F32 | Precision::F32x3, Some(values)) = (precision, T::as_f32(matrix)) {
+        if let (Precision::F32, Some(values)) = (precision, T::as_f32(matrix)) {
             return Self { values: values.into(), pitch };
         }
         let mut dense = vec![0.0; matrix.len().div_ceil(pitch) * cols];
@@ -236,25 +236,17 @@ pub enum Precision {
     Bf16,
     /// f16 storage, tensor cores, sums in f32.
     F16,
-    /// f32 storage, tensor cores, sums in f32: each operand is split into two of 11 bits of significand, and the product is
-    /// made of three, which keeps the accuracy of f32. A magnitude that rounds to 2¹²⁸ in 11 bits counts as infinite. The
-    /// host multiplies in f32.
-    ///
-    /// Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
-    /// theoretical peak performance" (2022), arXiv 2203.03341; CUTLASS calls it 3xTF32.
-    F32x3,
 }
 
 impl Precision {
     /// Every precision.
-    pub const ALL: [Precision; 5] =
-        [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16, Precision::F32x3];
+    pub const ALL: [Precision; 4] = [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16];
 
     /// How the operands are stored.
     #[must_use]
     pub const fn element(self) -> Element {
         match self {
-            Precision::F32 | Precision::Tf32 | Precision::F32x3 => Element::F32,
+            Precision::F32 | Precision::Tf32 => Element::F32,
             Precision::Bf16 => Element::Bf16,
             Precision::F16 => Element::F16,
         }
@@ -268,7 +260,6 @@ impl Precision {
             Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
             Precision::F16 => "f16",
-            Precision::F32x3 => "f32x3",
         }
     }
 }

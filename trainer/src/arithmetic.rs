@@ -11,7 +11,7 @@ use terminal::arguments::name;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// IEEE binary32, and as exact in every product.
+    /// IEEE binary32, by multiply-adds.
     #[default]
     F32,
     /// f32 that tensor cores read with 11 bits of significand.
@@ -39,7 +39,7 @@ pub enum WeightsMode {
 pub enum GemmMode {
     /// Tiles in shared memory.
     Tiled,
-    /// Tensor cores; f32 as three products of tf32, with errors of the size of the others'.
+    /// Tensor cores, for every type but f32.
     Tensor,
 }
 
@@ -108,6 +108,8 @@ impl Arithmetic {
             format!("--weights half needs --dtype bf16 or f16, found {}", name(self.dtype))
         } else if self.gemm == GemmMode::Tiled && self.dtype != Dtype::F32 {
             format!("--gemm tiled is for --dtype f32; {} needs tensor", name(self.dtype))
+        } else if self.gemm == GemmMode::Tensor && self.dtype == Dtype::F32 {
+            "--gemm tensor needs --dtype tf32, bf16 or f16; f32 needs tiled".to_owned()
         } else if !self.loss_scale.is_finite() || self.loss_scale <= 0.0 {
             format!("--loss-scale must be a positive number, found {}", self.loss_scale)
         } else {
@@ -120,7 +122,6 @@ impl Arithmetic {
     #[must_use]
     pub fn precision(&self) -> Precision {
         match self.dtype {
-            Dtype::F32 if self.gemm == GemmMode::Tensor => Precision::F32x3,
             Dtype::F32 => Precision::F32,
             Dtype::Tf32 => Precision::Tf32,
             Dtype::Bf16 => Precision::Bf16,
@@ -140,11 +141,11 @@ impl Arithmetic {
         if self.is_plain() { cols } else { self.element().pitch(cols) }
     }
 
-    /// Whether products are launches of their own: f32 by multiply-adds, with nothing fused. All others are launches of linear
+    /// Whether products are launches of their own: f32 with nothing fused. All others are launches of linear
     /// layers.
     #[must_use]
     pub fn is_plain(&self) -> bool {
-        (self.dtype, self.fuse, self.gemm) == (Dtype::F32, FuseMode::None, GemmMode::Tiled)
+        (self.dtype, self.fuse) == (Dtype::F32, FuseMode::None)
     }
 
     /// Whether f32 weights are kept beside those that products read.
@@ -180,13 +181,17 @@ mod tests {
     }
 
     #[test]
-    fn tensor_cores_multiply_f32_in_three_parts() {
+    fn tensor_cores_multiply_every_type_but_f32() {
         let usual = Arithmetic::of(Dtype::F32);
         assert_eq!((usual.gemm, usual.precision()), (GemmMode::Tiled, Precision::F32));
-        for fuse in FuseMode::value_variants() {
-            let arithmetic = Arithmetic { gemm: GemmMode::Tensor, fuse: *fuse, ..usual }.checked().unwrap();
-            assert_eq!((arithmetic.precision(), arithmetic.is_plain()), (Precision::F32x3, false));
-            assert_eq!((arithmetic.element(), arithmetic.has_master()), (Element::F32, false));
+        for (gemm, works) in [(GemmMode::Tiled, false), (GemmMode::Tensor, true)] {
+            for dtype in [Dtype::Tf32, Dtype::Bf16, Dtype::F16] {
+                assert_eq!(Arithmetic { gemm, ..Arithmetic::of(dtype) }.checked().is_ok(), works, "{dtype:?} {gemm:?}");
+            }
+            for fuse in FuseMode::value_variants() {
+                let arithmetic = Arithmetic { gemm, fuse: *fuse, ..usual };
+                assert_eq!(arithmetic.checked().is_ok(), !works, "{fuse:?} {gemm:?}");
+            }
         }
     }
 
@@ -194,7 +199,6 @@ mod tests {
     fn rows_start_where_sixteen_bytes_can_be_read() {
         assert_eq!(Arithmetic::default().pitch(61), 61);
         assert_eq!(Arithmetic { fuse: FuseMode::Epilogue, ..Arithmetic::default() }.pitch(61), 64);
-        assert_eq!(Arithmetic { gemm: GemmMode::Tensor, ..Arithmetic::default() }.pitch(61), 64);
         assert_eq!(Arithmetic::of(Dtype::Tf32).pitch(61), 64);
         assert_eq!(Arithmetic::of(Dtype::Bf16).pitch(65), 72);
     }

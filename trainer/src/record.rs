@@ -31,7 +31,7 @@ pub struct EffectiveSettings {
     pub allocator: String,
     /// Allocator's settings, as it reports them.
     pub allocator_settings: serde_json::Value,
-    /// How a product is computed, by the name that it has among the kernels: `f32x3` is three products of tf32.
+    /// How a product is computed, by the name that it has among the kernels.
     pub precision: &'static str,
     /// What was asked for, with what was left open filled in and what something else decided read back.
     #[serde(flatten)]

@@ -200,7 +200,7 @@ pub struct Settings {
     /// Factor of the gradients until the update [default: 1024 for f16, else 1]
     #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Arithmetic")]
     pub loss_scale: Option<f32>,
-    /// Matrix product [default: tiled for f32, else tensor]; tensor makes a product of f32 from three of tf32
+    /// Matrix product [default: tiled for f32, else tensor]; f32 has no other
     #[arg(long, value_enum, help_heading = "Arithmetic")]
     pub gemm: Option<GemmMode>,
     /// What is fused into one launch

@@ -3,7 +3,7 @@
 use crate::common::{arms, digits, iris, train};
 use kernels::{LinearBackwardInput, LinearForward, LinearWeightGradient};
 use trainer::Settings;
-use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, WeightsMode};
 use trainer::mlp::LayerLaunches;
 use trainer::settings::{LaunchMode, LoaderMode, SyncMode};
 use vramlab::backends::naive;
@@ -23,9 +23,7 @@ fn types(base: &Settings) -> Vec<(String, Settings)> {
             }
         }
     }
-    let three_products = Settings { dtype: Dtype::F32, gemm: Some(GemmMode::Tensor), ..base.clone() };
-    out.push(("F32 on tensor cores".to_owned(), three_products));
-    assert_eq!(out.len(), 7);
+    assert_eq!(out.len(), 6);
     out
 }
 
@@ -203,10 +201,9 @@ fn odd_shapes_train() {
 /// that it has without fusion.
 #[test]
 fn large_batches_train_too() {
-    let usual = DTYPES.map(|dtype| (dtype, None));
-    for (dtype, gemm) in usual.into_iter().chain([(Dtype::F32, Some(GemmMode::Tensor))]) {
+    for dtype in DTYPES {
         for batch in [300, 5000] {
-            let base = Settings { batch, hidden: 16, steps: Some(2), learning_rate: 0.01, dtype, gemm, ..digits() };
+            let base = Settings { batch, hidden: 16, steps: Some(2), learning_rate: 0.01, dtype, ..digits() };
             let plain = train(&base).finished();
             for fuse in [FuseMode::Epilogue, FuseMode::Update] {
                 let fused = train(&Settings { fuse, check: true, ..base.clone() }).finished();
@@ -316,9 +313,6 @@ fn weights_are_counted_as_they_are_held() {
         let [first, hidden, classes] = [width[0] * 61, width[1] * 61, width[2] * 3];
         (first + hidden + classes) * bytes + 4 * biases
     };
-    let three_products = Settings { gemm: Some(GemmMode::Tensor), hidden: 61, ..iris() };
-    let found = train(&three_products).finished().outcome.summary.parameter_bytes;
-    assert_eq!(found, expected([4, 64, 64], 4, 125), "tensor cores read f32 with a pitch");
     for (dtype, weights, fuse, bytes) in [
         (Dtype::F32, WeightsMode::Master, FuseMode::None, expected([4, 61, 61], 4, 125)),
         (Dtype::F32, WeightsMode::Master, FuseMode::Update, expected([4, 64, 64], 4, 125)),

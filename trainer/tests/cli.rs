@@ -303,7 +303,7 @@ fn arithmetic_in_effect_is_recorded_and_reported() {
     let keys = ["dtype", "weights", "loss_scale", "gemm", "fuse"];
     for (arguments, expected) in [
         ("", usual),
-        ("--gemm tensor", serde_json::json!(["f32", "master", 1.0, "tensor", "none"])),
+        ("--gemm tiled", serde_json::json!(["f32", "master", 1.0, "tiled", "none"])),
         ("--dtype tf32", serde_json::json!(["tf32", "master", 1.0, "tensor", "none"])),
         ("--dtype bf16 --weights half", serde_json::json!(["bf16", "half", 1.0, "tensor", "none"])),
         ("--dtype f16 --fuse update", serde_json::json!(["f16", "master", 1024.0, "tensor", "update"])),

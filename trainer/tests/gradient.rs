@@ -3,7 +3,7 @@
 use chacha20::ChaCha8Rng;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
-use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::arithmetic::{Arithmetic, Dtype, FuseMode, WeightsMode};
 use trainer::device::Device;
 use trainer::mlp::{Batch, Linear, LossSlot, Mlp};
 use trainer::settings::{DeviceChoice, InitMode, SyncMode};
@@ -186,10 +186,9 @@ fn check(widths: &[u32], kind: &'static Backend, arithmetic: Arithmetic) {
 
 const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::Tf32, Dtype::Bf16, Dtype::F16];
 
-/// Every type with the product that it usually has, and f32 on tensor cores.
-fn usual() -> Vec<Arithmetic> {
-    let three_products = Arithmetic { gemm: GemmMode::Tensor, ..Arithmetic::default() };
-    DTYPES.map(Arithmetic::of).into_iter().chain([three_products]).collect()
+/// Every type with its product.
+fn usual() -> [Arithmetic; 4] {
+    DTYPES.map(Arithmetic::of)
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::common::{self, Done, StopAt, arms, attempt, digits, iris, train, trai
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
-use trainer::arithmetic::{Dtype, FuseMode, GemmMode, WeightsMode};
+use trainer::arithmetic::{Dtype, FuseMode, WeightsMode};
 use trainer::data::Progress;
 use trainer::observer::{Observer, Silent};
 use trainer::settings::{LaunchMode, LoaderMode, ProfileSteps, SyncMode};
@@ -18,11 +18,8 @@ fn steps() -> Vec<(&'static str, Settings)> {
     vec![
         ("f32", base.clone()),
         ("f32 update", Settings { fuse: FuseMode::Update, ..base.clone() }),
-        ("f32 on tensor cores", Settings { gemm: Some(GemmMode::Tensor), ..base.clone() }),
-        (
-            "f32 on tensor cores, update",
-            Settings { gemm: Some(GemmMode::Tensor), fuse: FuseMode::Update, ..base.clone() },
-        ),
+        ("tf32", Settings { dtype: Dtype::Tf32, ..base.clone() }),
+        ("tf32 update", Settings { dtype: Dtype::Tf32, fuse: FuseMode::Update, ..base.clone() }),
         ("tf32 epilogue", Settings { dtype: Dtype::Tf32, fuse: FuseMode::Epilogue, ..base.clone() }),
         (
             "f16 update",

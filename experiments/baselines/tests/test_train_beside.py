@@ -33,7 +33,7 @@ class Made:
 
 def made(arm, *_):
     """What the trainer took, in an arm of ours."""
-    us = {"ours": 4.0, "ours-streams": 2.0, "ours-tensor": 1.0}[arm]
+    us = {"ours": 4.0, "ours-streams": 2.0}[arm]
     return {"us": us, "loss": 0.5, "provenance": {"git_commit": "abc"}, "settings": {"of": arm}}
 
 
@@ -51,13 +51,12 @@ def test_a_cell_has_every_time_of_every_arm_and_says_which_failed(monkeypatch):
     assert told["failed"] == {"autotune": "it does not compile"}
     assert told["best"] in ("captured", "compiled")
     assert told["ratio"] == 0.5
-    assert "tensor_ratio" not in told
     assert told["provenance"] == {"git_commit": "abc"}
 
 
 def test_the_fastest_of_ours_that_computes_alike_is_compared(monkeypatch):
     told = cell(monkeypatch, 1024, "f32")
-    assert (told["ratio"], told["tensor_ratio"]) == (0.25, 0.125)
+    assert told["ratio"] == 0.25
     assert told["settings"] == {"of": "ours"}
 
 
@@ -72,10 +71,17 @@ def test_cells_that_the_file_has_are_not_planned_again_and_a_cut_line_is(tmp_pat
     path.write_text(whole + '{"kind": "cell", "width": 1024, "dt')
     command = [sys.executable, str(HERE / "train_beside.py"), "-o", str(path), "--plan", "--types", "f16", "--widths", "128,1024"]
     told = subprocess.run(command, capture_output=True, text=True)
-    arms = ", ".join(arm for arm in beside.ARMS if arm != "ours-tensor")
+    arms = ", ".join(beside.ARMS)
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines() == ["1 cells, about 10 s when compiled", f"f16 1024: {arms}"]
     assert path.read_text() == whole
+
+
+def test_an_arm_that_is_gone_is_refused(tmp_path):
+    command = [sys.executable, str(HERE / "train_beside.py"), "-o", str(tmp_path / "x.jsonl"), "--arms", "ours,ours-tensor"]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == 2
+    assert "'ours-tensor': write some of ours, ours-streams," in told.stderr
 
 
 def test_a_trainer_that_is_not_there_is_said(tmp_path):

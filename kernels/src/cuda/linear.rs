@@ -34,11 +34,10 @@ macro_rules! names {
 }
 
 /// Entry points by precision, in the order of [`Precision::ALL`].
-pub(super) const NAMES: [[&str; KERNELS]; 5] = names!("f32", "tf32", "bf16", "f16", "f32x3");
+pub(super) const NAMES: [[&str; KERNELS]; 4] = names!("f32", "tf32", "bf16", "f16");
 
 /// PTX by precision, in the same order.
-pub(super) const PTX: [Ptx; 5] =
-    [ptx!("linear_f32"), ptx!("linear_tf32"), ptx!("linear_bf16"), ptx!("linear_f16"), ptx!("linear_f32x3")];
+pub(super) const PTX: [Ptx; 4] = [ptx!("linear_f32"), ptx!("linear_tf32"), ptx!("linear_bf16"), ptx!("linear_f16")];
 
 /// The kernels of one precision, loaded.
 pub(super) struct LinearKernels {

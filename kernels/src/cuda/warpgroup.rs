@@ -50,13 +50,11 @@ macro_rules! f32_names {
     };
 }
 
-/// Entry points by precision: bf16, f16, tf32, f32 from three products of tf32.
-pub(super) const NAMES: [&[&str]; 4] =
-    [half_names!("bf16"), half_names!("f16"), f32_names!("tf32"), f32_names!("f32x3")];
+/// Entry points by precision: bf16, f16, tf32.
+pub(super) const NAMES: [&[&str]; 3] = [half_names!("bf16"), half_names!("f16"), f32_names!("tf32")];
 
 /// PTX by precision, in the same order.
-pub(super) const PTX: [Ptx; 4] =
-    [ptx!("linear_hopper_bf16"), ptx!("linear_hopper_f16"), ptx!("linear_hopper_tf32"), ptx!("linear_hopper_f32x3")];
+pub(super) const PTX: [Ptx; 3] = [ptx!("linear_hopper_bf16"), ptx!("linear_hopper_f16"), ptx!("linear_hopper_tf32")];
 
 fn index(precision: Precision) -> Option<usize> {
     match precision {
@@ -64,7 +62,6 @@ fn index(precision: Precision) -> Option<usize> {
         Precision::Bf16 => Some(0),
         Precision::F16 => Some(1),
         Precision::Tf32 => Some(2),
-        Precision::F32x3 => Some(3),
     }
 }
 

@@ -92,6 +92,8 @@ fn arithmetic_that_does_not_go_together_is_refused() {
         ("--weights half", "--weights half needs --dtype bf16 or f16, found f32"),
         ("--weights half --dtype tf32", "--weights half needs --dtype bf16 or f16, found tf32"),
         ("--gemm tiled --dtype f16", "--gemm tiled is for --dtype f32; f16 needs tensor"),
+        ("--gemm tensor", "--gemm tensor needs --dtype tf32, bf16 or f16; f32 needs tiled"),
+        ("--gemm tensor --dtype f32 --fuse update", "--gemm tensor needs --dtype tf32, bf16 or f16; f32 needs tiled"),
         ("--loss-scale 0", "--loss-scale must be a positive number, found 0"),
         ("--loss-scale -2 --dtype f16", "--loss-scale must be a positive number, found -2"),
         ("--loss-scale nan", "--loss-scale must be a positive number"),

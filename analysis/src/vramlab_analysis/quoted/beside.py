@@ -14,7 +14,6 @@ TYPES = ("f32", "f16")
 ARMS = {
     "ours": "trainer",
     "ours-streams": "updates on a stream of their own",
-    "ours-tensor": "f32 of three products in tf32",
     "compiled": "compiled and captured, tuned",
     "compiled-plain": "the same, not tuned",
     "captured": "eager, captured",
@@ -56,8 +55,7 @@ def table() -> str:
             told = one["arms"].get(arm)
             missing = "failed" if arm in one.get("failed", {}) else "–"
             times.append(f"{told['median']:,.1f} ({told['low']:,.1f} – {told['high']:,.1f})" if told else missing)
-        ratio = f"{one['ratio']:.2f}" + (f"; {one['tensor_ratio']:.2f}" if "tensor_ratio" in one else "")
-        lines.append(f"| {width}, {dtype} | {' | '.join(times)} | {ratio} |")
+        lines.append(f"| {width}, {dtype} | {' | '.join(times)} | {one['ratio']:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -67,9 +65,6 @@ def ratios() -> str:
     told = {
         f"of its time in {dtype}": {width: one["ratio"] for (width, of), one in found.items() if of == dtype}
         for dtype in TYPES
-    }
-    told["in f32 of three products in tf32 each, which PyTorch does not have,"] = {
-        width: one["tensor_ratio"] for (width, _), one in found.items() if "tensor_ratio" in one
     }
     return f"{_by_width(told)}; {_runs()}"
 
@@ -120,8 +115,6 @@ def source() -> str:
         "`experiments/baselines/train_beside.py`, us a step by the GPU's events over "
         f"{steps} steps, batch 32, four layers; medians of {rounds} runs in turn and their middle halves. "
         f"{machine['gpu']}, driver {machine['driver']}, {machine['at'][:10]}, build {machine['build'][:8]}{apart}. "
-        "The trainer's step is one graph under `caching`, with updates in the "
-        "epilogues. The first ratio is that of the trainer's fastest that multiplies as PyTorch does, the second that "
-        "of three products in tf32 for each of f32, whose errors `kernels/tests/f32x3.rs` holds to twice those of "
-        "multiply-adds."
+        "The trainer's step is one graph under `caching`, with updates in the epilogues. The ratio is that of the "
+        "trainer's fastest."
     )

@@ -11,15 +11,6 @@ use crate::common::{Buffer, Case, Expected, POISON};
 
 pub(super) const SEED: u64 = 18;
 
-/// What a product may be off beside the rounding of its sums, given the sum of its terms' magnitudes.
-fn more_tolerance(precision: Precision, magnitude: f64) -> f64 {
-    match precision {
-        // What both operands lose when they are split, and the product of their small parts, which is left out.
-        Precision::F32x3 => 4.0 * f64::from(f32::EPSILON) * magnitude,
-        _ => 0.0,
-    }
-}
-
 /// An operand as it is stored, and as the product takes it.
 pub(super) struct Operand {
     pub(super) stored: Vec<f32>,
@@ -88,7 +79,7 @@ impl Operand {
 }
 
 /// `a·bᵀ` of rows of `k`, each with how far a device may be from it.
-pub(super) fn product(precision: Precision, a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
+pub(super) fn product(a: &[f64], b: &[f64], k: u32) -> Vec<(f64, f64)> {
     let mut out = Vec::with_capacity(a.len() / k as usize * (b.len() / k as usize));
     for a in a.chunks_exact(k as usize) {
         for b in b.chunks_exact(k as usize) {
@@ -97,7 +88,7 @@ pub(super) fn product(precision: Precision, a: &[f64], b: &[f64], k: u32) -> Vec
                 sum += a * b;
                 magnitude += (a * b).abs();
             }
-            out.push((sum, sum_tolerance(k, magnitude) + more_tolerance(precision, magnitude)));
+            out.push((sum, sum_tolerance(k, magnitude)));
         }
     }
     out
@@ -234,15 +225,14 @@ pub(crate) fn forward(precision: Precision, shape: [u32; 3], more: u32, choice: 
     let bias = data.floats(outputs.into(), 1.0);
     let y_element = if bare { Element::F32 } else { precision.element() };
     let y_pitch = pitch(y_element, outputs, more);
-    let y =
-        product(precision, &x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
-            if bare {
-                return (sum, allowed);
-            }
-            let bias = bias[at % outputs as usize];
-            let (sum, allowed) = (sum + f64::from(bias), allowed);
-            stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
-        });
+    let y = product(&x.values, &weight.values, inputs).into_iter().enumerate().map(|(at, (sum, allowed))| {
+        if bare {
+            return (sum, allowed);
+        }
+        let bias = bias[at % outputs as usize];
+        let (sum, allowed) = (sum + f64::from(bias), allowed);
+        stored(y_element, (sum.max(0.0), allowed + f64::from(f32::EPSILON) * sum.abs()))
+    });
     let mut buffers = vec![x.buffer(), weight.buffer(), input(&bias)];
     buffers.push(within_rows(y_element, y.collect(), outputs, y_pitch));
     let (x_pitch, weight_pitch) = (x.pitch, weight.pitch);
@@ -274,7 +264,7 @@ pub(crate) fn backward_input(precision: Precision, shape: [u32; 3], more: u32, c
     let weight = Operand::new(precision, &mut data, outputs, inputs, more);
     let mask = rounded(element, data.floats(area(rows, inputs), 1.0).into_iter().map(|x| x.max(0.0)).collect());
     let dx_pitch = pitch(element, inputs, more);
-    let sums = product(precision, &dy.values, &weight.transposed(), outputs);
+    let sums = product(&dy.values, &weight.transposed(), outputs);
     let dx = sums.into_iter().zip(&mask).map(
         |(sum, &mask)| {
             if masked && mask <= 0.0 { (0.0, 0.0) } else { stored(element, sum) }
@@ -309,7 +299,7 @@ pub(crate) fn weight_gradient(precision: Precision, shape: [u32; 3], more: u32, 
     let x = Operand::new(precision, &mut data, rows, inputs, more);
     let scaled =
         |(sum, allowed): (f64, f64)| stored(Element::F32, (sum * f64::from(scale), allowed * f64::from(scale)));
-    let sums = product(precision, &dy.transposed(), &x.transposed(), rows).into_iter().map(scaled);
+    let sums = product(&dy.transposed(), &x.transposed(), rows).into_iter().map(scaled);
     let dweight_pitch = pitch(Element::F32, inputs, more);
     let dbias = within(dy.column_sums().into_iter().map(scaled).collect());
     let mut buffers = vec![dy.buffer(), x.buffer(), within_rows(Element::F32, sums.collect(), inputs, dweight_pitch)];
@@ -351,7 +341,7 @@ pub(crate) fn update(precision: Precision, shape: [u32; 3], more: u32, choice: O
         };
         from.iter().zip(sums).map(step).collect()
     };
-    let sums = product(precision, &dy.transposed(), &x.transposed(), rows);
+    let sums = product(&dy.transposed(), &x.transposed(), rows);
     let after = stepped(if mastered { &masters } else { &weights }, sums);
     let halves = after.iter().map(|&(value, allowed)| (value, allowed + stored_tolerance(element, value))).collect();
     let weight_pitch = pitch(element, inputs, more);
