@@ -171,24 +171,6 @@ struct Early<ForwardEpilogue<float>> {
 };
 
 template <>
-struct Early<InputEpilogue<float>> {
-    uint4 mask;
-    __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {
-        mask = read_16_if(inside && p.mask != nullptr && col < p.n, static_cast<const float*>(p.mask) + at);
-    }
-    template <bool WHOLE>
-    __device__ __forceinline__ void apply(const LinearArguments& p, u32, u32, u64 at, u32 count, float (&v)[4]) {
-        if (p.mask != nullptr) {
-            float x[4];
-            group_values(0.0f, mask, x);
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) v[i] = x[i] > 0.0f ? v[i] : 0.0f;
-        }
-        write_floats<WHOLE>(static_cast<float*>(p.out) + at, count, v);
-    }
-};
-
-template <>
 struct Early<GradientEpilogue<float>> {
     GradientEpilogue<float>::Held held;
     __device__ __forceinline__ void read(const LinearArguments& p, bool inside, u32 col, u64 at) {

@@ -61,7 +61,7 @@ impl Product {
     #[must_use]
     pub const fn warpgroup_tiles(self, precision: Precision) -> &'static [Tile] {
         match (precision, self) {
-            (Precision::F32, _) => &[],
+            (Precision::F32, _) | (Precision::Tf32, Product::Input) => &[],
             (Precision::Tf32, _) => &[Tile::Warpgroup],
             (_, Product::Forward | Product::Input) => &[Tile::Warpgroup, Tile::WarpgroupThin],
             (_, Product::Gradient) => &[Tile::Warpgroup],
@@ -71,7 +71,7 @@ impl Product {
 }
 
 /// The part of C that one block computes, and how its warps divide it; see `cuda/linear.cu` and, for those of compute
-/// capability 9.0, `cuda/linear_hopper.cu` and `cuda/linear_hopper_f32.cu`.
+/// capability 9.0, `cuda/linear_hopper.cu` and `cuda/linear_hopper_tf32.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
     /// 32×16; eight warps share out k.
@@ -353,7 +353,7 @@ impl Plan {
     }
 }
 
-/// Tiles of an operand that are prepared before they are multiplied; `SLOTS` of `cuda/linear_hopper_f32.cuh`.
+/// Tiles of an operand that are prepared before they are multiplied; `SLOTS` of `cuda/linear_hopper_tf32.cuh`.
 const PREPARED: u64 = 3;
 
 /// Shared memory of a streamed update's stages: three with 64 examples, four with 32.

@@ -24,9 +24,8 @@ const HALF_PLACES: [(Product, Tile); 6] = [
     (Product::Gradient, Tile::Warpgroup),
     (Product::Update, Tile::Streamed),
 ];
-/// As above, of f32 in memory.
-const F32_PLACES: [(Product, Tile); 3] =
-    [(Product::Forward, Tile::Warpgroup), (Product::Input, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
+/// As above, of tf32.
+const TF32_PLACES: [(Product, Tile); 2] = [(Product::Forward, Tile::Warpgroup), (Product::Gradient, Tile::Warpgroup)];
 
 macro_rules! half_names {
     ($precision:literal) => {
@@ -40,18 +39,9 @@ macro_rules! half_names {
         ]
     };
 }
-macro_rules! f32_names {
-    ($precision:literal) => {
-        &[
-            concat!("linear_forward_", $precision, "_warpgroup"),
-            concat!("linear_input_", $precision, "_warpgroup"),
-            concat!("linear_gradient_", $precision, "_warpgroup"),
-        ]
-    };
-}
-
 /// Entry points by precision: bf16, f16, tf32.
-pub(super) const NAMES: [&[&str]; 3] = [half_names!("bf16"), half_names!("f16"), f32_names!("tf32")];
+pub(super) const NAMES: [&[&str]; 3] =
+    [half_names!("bf16"), half_names!("f16"), &["linear_forward_tf32_warpgroup", "linear_gradient_tf32_warpgroup"]];
 
 /// PTX by precision, in the same order.
 pub(super) const PTX: [Ptx; 3] = [ptx!("linear_hopper_bf16"), ptx!("linear_hopper_f16"), ptx!("linear_hopper_tf32")];
@@ -66,7 +56,7 @@ fn index(precision: Precision) -> Option<usize> {
 }
 
 fn places(precision: Precision) -> &'static [(Product, Tile)] {
-    if precision.element() == Element::F32 { &F32_PLACES } else { &HALF_PLACES }
+    if precision.element() == Element::F32 { &TF32_PLACES } else { &HALF_PLACES }
 }
 
 fn place(product: Product, precision: Precision, tile: Tile) -> usize {

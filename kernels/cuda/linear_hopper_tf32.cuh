@@ -14,10 +14,10 @@
 #include "linear_epilogues.cuh"
 #include "hopper.cuh"
 
-// RIGHT_LINES: the right operand has its lines along the rows of the matrix, else k. TRANSPOSED:
-// the left operand is B, and it too has its lines along the rows; else it is A, and has k.
-template <class Epilogue, bool RIGHT_LINES, bool TRANSPOSED>
-struct WarpgroupTileF32 {
+// TRANSPOSED: the left operand is B, and both have their lines along the rows of the matrix: a gradient. Else the left one is A,
+// and both have k there: forward.
+template <class Epilogue, bool TRANSPOSED>
+struct WarpgroupTileTf32 {
     enum : u32 {
         SIDE = 128,
         // Steps of k in a stage: a row of 128 bytes.
@@ -41,9 +41,8 @@ struct WarpgroupTileF32 {
         STAGES = 4,
         STAGE_BYTES = 2 * TILE_BYTES,
         SLOTS = 3,
-        SLOT_BYTES = TILE_BYTES,
         SLOTS_AT = STAGES * STAGE_BYTES,
-        ROW_SUMS_AT = SLOTS_AT + SLOTS * SLOT_BYTES,
+        ROW_SUMS_AT = SLOTS_AT + SLOTS * TILE_BYTES,
         BARRIERS_AT = ROW_SUMS_AT + PREPARERS * SIDE * 4,
         FULL_AT = BARRIERS_AT,
         FREE_AT = FULL_AT + 8 * STAGES,
@@ -156,7 +155,7 @@ private:
                 const u32 full = base + FULL_AT + 8 * ring.stage;
                 barrier_expect(full, STAGE_BYTES);
                 load<TRANSPOSED>(stage, left, left_line, k, full);
-                load<RIGHT_LINES>(stage + TILE_BYTES, right, right_line, k, full);
+                load<TRANSPOSED>(stage + TILE_BYTES, right, right_line, k, full);
             }
             ring.advance();
             k += DEPTH;
@@ -209,7 +208,7 @@ private:
                     __syncwarp();
                     barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
                     if (done >= SLOTS) barrier_wait(base + USED_AT + 8 * slot.stage, slot.parity ^ 1);
-                    prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES, base + SLOTS_AT + slot.stage * SLOT_BYTES,
+                    prepare_tile(base + ring.stage * STAGE_BYTES + TILE_BYTES, base + SLOTS_AT + slot.stage * TILE_BYTES,
                                  warp, lane, row_sums);
                     show_to_engines();
                     __syncwarp();
@@ -248,7 +247,7 @@ private:
 #pragma unroll
             for (u32 i = 0; i < AT_ONCE; ++i) {
                 const u32 part = first + i;
-                if (RIGHT_LINES) {
+                if (TRANSPOSED) {
                     read_four(from + warp * BOX_BYTES + swizzled(lane, 16 * part), bits[i]);
                 } else {
                     read_four(from + swizzled(line + 4 * part, lane % 8 * 16), bits[i]);
@@ -260,7 +259,7 @@ private:
                 u32 rounded[4];
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) rounded[j] = rounded_to_tf32(bits[i][j]);
-                if (RIGHT_LINES) {
+                if (TRANSPOSED) {
 #pragma unroll
                     for (u32 j = 0; j < 4; ++j) {
                         const u32 at = to + 32 * warp * SWIZZLED_ROW + swizzled(row_of_line(4 * part + j), 4 * column);
@@ -359,7 +358,7 @@ private:
                     for (u32 i = 0; i < 4; ++i) rounded[step][i] = rounded_to_tf32(bits[step][i]);
                 }
                 barrier_wait(base + READY_AT + 8 * slot.stage, slot.parity);
-                const u32 right = base + SLOTS_AT + slot.stage * SLOT_BYTES;
+                const u32 right = base + SLOTS_AT + slot.stage * TILE_BYTES;
                 products_begin();
 #pragma unroll
                 for (u32 step = 0; step < STEPS; ++step) multiply(product, rounded[step], right_at(right, step));
