@@ -11,6 +11,7 @@ mod bench_fidelity;
 mod campaign;
 mod cli;
 mod pack;
+mod rooms;
 mod run;
 mod runners;
 mod schema_document;
