@@ -2,16 +2,18 @@
 //! reported where it is not absorbed, and the allocator works on.
 
 use super::Bench;
+use super::demand::{Asked, Outcome as _, demand, demand_eq};
 use super::support::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use vramlab_device::{
-    CallEvent, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, SimDriver, StreamId, sim::SimMemory,
+    Bytes, CallEvent, CallKind, Driver, DriverError, FaultyDriver, MeteredDriver, SimDriver, StreamId, sim::SimMemory,
 };
 use vramlab_policies::backends::{Capabilities, SegmentUse, Selection};
 use vramlab_policies::client::{Capture, DeviceBuffer, Memory};
 use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Path};
 
+/// Bytes of the device for a backend with usual segments.
 const ROOM: u64 = 128 * MIB;
 
 /// A simulated device under a driver that fails on demand, under a meter that keeps an account.
@@ -24,32 +26,39 @@ struct Rig {
     streams: [StreamId; 2],
     /// Free bytes of the device at first.
     room: u64,
+    /// Factor between the usual sizes and those for this backend.
+    scale: u64,
 }
 
 impl Rig {
-    fn new() -> Self {
-        let sim = sim(ROOM, SimMemory::None);
+    fn new(scale: u64) -> Self {
+        let sim = sim(ROOM * scale, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let calls = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&calls);
         let observer =
-            Box::new(move |event: &CallEvent| seen.lock().unwrap().push((event.kind, event.bytes, event.ok)));
+            Box::new(move |event: &CallEvent| seen.lock().granted().push((event.kind, event.bytes, event.ok)));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&faulty) as _, None, Some(observer)));
-        let (streams, room) = ([0, 1].map(|_| sim.stream_create().unwrap()), free_bytes(sim.as_ref()));
-        Self { sim, faulty, driver, calls, streams, room }
+        let (streams, room) = ([0, 1].map(|_| sim.stream_create().granted()), free_bytes(sim.as_ref()));
+        Self { sim, faulty, driver, calls, streams, room, scale }
+    }
+
+    /// So many MiB, for a backend with usual segments.
+    fn mib(&self, usual: u64) -> u64 {
+        usual * MIB * self.scale
     }
 
     fn count(&self, kind: CallKind) -> u64 {
         // One call may unmap what several have mapped.
         let in_bytes = matches!(kind, CallKind::MemMap | CallKind::MemUnmap);
-        let calls = self.calls.lock().unwrap();
+        let calls = self.calls.lock().granted();
         let done = calls.iter().filter(|(call, _, ok)| *call == kind && *ok);
         done.map(|(_, bytes, _)| if in_bytes { *bytes } else { 1 }).sum()
     }
 
     fn kinds(&self) -> BTreeMap<CallKind, u64> {
         let mut kinds = BTreeMap::new();
-        for (kind, ..) in self.calls.lock().unwrap().iter() {
+        for (kind, ..) in self.calls.lock().granted().iter() {
             *kinds.entry(*kind).or_insert(0) += 1;
         }
         kinds
@@ -97,6 +106,7 @@ impl Run<'_> {
     }
 
     fn trim(&mut self, keep: u64) {
+        Asked::Trim { keep }.note();
         self.errors.extend(self.allocator.trim(keep).err());
         check_stats(&self.allocator.stats());
     }
@@ -106,35 +116,35 @@ impl Run<'_> {
 fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocError> {
     let (allocator, sim, [owner, user]) = (allocator.as_ref(), rig.sim.as_ref(), rig.streams);
     let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
-    for bytes in [100, MIB / 2, 3 * MIB, 12 * MIB] {
+    for bytes in [100, MIB / 2, rig.mib(3), rig.mib(12)] {
         run.allocate(bytes, owner);
         run.allocate(bytes, user);
     }
     work(sim, user, 500_000);
     for index in 0..3 {
         if let Some((block, _)) = run.live.get(index) {
-            allocator.record_use(block, user).unwrap();
+            allocator.record_use(block, user).granted();
         }
     }
     for _ in 0..4 {
         run.free_first();
     }
     run.allocate(100, owner);
-    sim.device_synchronize().unwrap();
-    run.allocate(5 * MIB, owner);
+    sim.device_synchronize().granted();
+    run.allocate(rig.mib(5), owner);
     run.trim(0);
     work(sim, user, 200_000);
     if let Some((block, _)) = run.live.last() {
-        allocator.record_use(block, user).unwrap();
-        let (block, stream) = run.live.pop().unwrap();
+        allocator.record_use(block, user).granted();
+        let (block, stream) = run.live.pop().granted();
         run.errors.extend(free(allocator, block, stream).err());
     }
     // Fills the device, so that the whole ladder of retries is climbed.
     for _ in 0..6 {
-        run.allocate(30 * MIB, owner);
+        run.allocate(rig.mib(30), owner);
     }
     run.free_first();
-    run.allocate(30 * MIB, user);
+    run.allocate(rig.mib(30), user);
     while !run.live.is_empty() {
         run.free_first();
     }
@@ -147,27 +157,27 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<All
     let [owner, user] = rig.streams;
     for _ in 0..2 {
         let mut note = |buffer: Result<DeviceBuffer, AllocError>| buffer.map_err(|error| errors.push(error)).ok();
-        let before = [100, 3 * MIB, 12 * MIB].map(|bytes| note(memory.allocate(bytes, owner)));
-        let elsewhere = note(memory.allocate(2 * MIB, user));
+        let before = [100, rig.mib(3), rig.mib(12)].map(|bytes| note(memory.allocate(bytes, owner)));
+        let elsewhere = note(memory.allocate(rig.mib(2), user));
         work(&rig.sim, user, 300_000);
         let capture = Capture::begin(&memory, &rig.driver, owner);
         let announce = |buffer: &Option<DeviceBuffer>, stream| {
-            buffer.iter().for_each(|buffer| buffer.record_use(stream).unwrap());
+            buffer.iter().for_each(|buffer| buffer.record_use(stream).granted());
         };
         announce(&before[1], user);
         announce(&elsewhere, owner);
-        let mut own: Vec<_> = [700, MIB, 5 * MIB].map(|bytes| note(memory.allocate(bytes, owner))).into();
+        let mut own: Vec<_> = [700, rig.mib(1), rig.mib(5)].map(|bytes| note(memory.allocate(bytes, owner))).into();
         work(&rig.sim, owner, 1_000);
         drop((before, elsewhere));
         own.truncate(1);
-        own.push(note(memory.allocate(5 * MIB, owner)));
+        own.push(note(memory.allocate(rig.mib(5), owner)));
         // Pending frees are looked after.
         drop(note(memory.allocate(300, user)));
         own.clear();
         // A second graph in the memory of the first.
         let launched = capture.and_then(|mut capture| {
             capture.cut()?;
-            drop(memory.allocate(5 * MIB, owner)?);
+            drop(memory.allocate(rig.mib(5), owner)?);
             let mut graph = capture.end()?;
             graph.launch(owner)?;
             graph.launch_nth(1, user)?;
@@ -180,6 +190,11 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<All
         errors.push(error);
     }
     errors
+}
+
+/// Errors as a failure shows them: their number, and the first.
+fn listed(errors: &[AllocError]) -> String {
+    errors.first().map_or_else(|| "no error".to_owned(), |first| format!("{} error(s), first: {first}", errors.len()))
 }
 
 /// What a run does.
@@ -208,14 +223,14 @@ fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
 }
 
 /// One run in which call number `skip` of `kind` fails; false when there is no such call.
-fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
-    let rig = Rig::new();
-    let what = format!("{selection}: {kind} number {skip} with code {code}");
+fn inject((selection, scale): (&Selection, u64), work: Workload, kind: CallKind, skip: u64, code: u32) -> bool {
+    let rig = Rig::new(scale);
+    let what = format!("{kind} number {skip} fails with code {code}");
     rig.faulty.fail(kind, skip, code);
     match selection.build(&rig.driver) {
         Err(error) => {
-            assert_eq!(rig.faulty.injected(), 1, "{what}: {error}");
-            assert!(error.to_string().contains("injected fault"), "{what}: {error}");
+            let injected = rig.faulty.injected() == 1 && error.to_string().contains("injected fault");
+            demand!(injected, came = error, "{what}: building reports the fault, and nothing else");
         }
         Ok(allocator) => {
             let errors = work(&rig, &allocator);
@@ -226,26 +241,35 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
             });
             // A refusal for lack of memory is a typed report of its own.
             let ran_out = code == DriverError::OUT_OF_MEMORY && errors.iter().any(AllocError::is_out_of_memory);
-            assert!(
+            demand!(
                 !hit || reported || ran_out || may_be_absorbed(selection.capabilities(), kind, code),
-                "{what} went unreported: {errors:?}"
+                came = listed(&errors),
+                "{what}: the fault is reported"
             );
             // The allocator still works, and everything comes back.
             for stream in rig.streams {
-                rig.sim.device_synchronize().unwrap();
-                let again = allocate(allocator.as_ref(), 8 * MIB, stream);
+                rig.sim.device_synchronize().granted();
+                let again = allocate(allocator.as_ref(), rig.mib(8), stream);
                 if hit {
-                    free(allocator.as_ref(), again.unwrap(), stream).unwrap();
+                    free(allocator.as_ref(), again.granted(), stream).granted();
                 } else if let Ok(block) = again {
                     let _ = free(allocator.as_ref(), block, stream);
                 }
             }
+            Asked::Trim { keep: 0 }.note();
             let trimmed = allocator.trim(0);
             if hit {
-                trimmed.unwrap();
+                trimmed.granted();
                 check_nothing_held(&allocator.stats());
-                assert_eq!(allocator.stats().reserved_bytes.all.current, 0, "{what}");
-                assert!(allocator.snapshot().is_none_or(|snapshot| snapshot.segments.is_empty()), "{what}");
+                demand_eq!(
+                    allocator.stats().reserved_bytes.all.current,
+                    0,
+                    "{what}: trim releases all when nothing is held"
+                );
+                demand!(
+                    allocator.snapshot().is_none_or(|snapshot| snapshot.segments.is_empty()),
+                    "{what}: no segment is left"
+                );
             }
             drop(allocator);
         }
@@ -253,42 +277,48 @@ fn inject(selection: &Selection, work: Workload, kind: CallKind, skip: u64, code
     let hit = rig.faulty.injected() == 1;
     let captured = rig.count(CallKind::CaptureBegin) > 0;
     if hit {
-        assert_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}: device memory leaked");
+        demand_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}: no memory leaks");
         let mut leaks = rig.leaks();
         // What the driver refuses to destroy stays.
         leaks.retain(|(made, _)| !(kind == CallKind::EventDestroy && *made == CallKind::EventCreate));
         // What a capture does not get to free goes with its graph; the device's bytes were looked at above.
         leaks.retain(|(made, _)| !(kind == CallKind::MemFreeAsync && *made == CallKind::MemAllocAsync && captured));
-        assert_eq!(leaks, [], "{what}: leaked");
+        demand_eq!(leaks, [], "{what}: nothing leaks");
     }
     hit
 }
 
 /// `fits` says whether the device has room for the whole workload.
-fn every_call_fails_once(selection: &Selection, work: Workload, fits: bool) {
-    let rig = Rig::new();
-    let allocator = selection.build(&rig.driver).unwrap();
+fn every_call_fails_once(bench: &Bench, work: Workload, fits: bool) {
+    let (selection, scale) = (&bench.selection, bench.scale);
+    let rig = Rig::new(scale);
+    let allocator = selection.build(&rig.driver).granted();
     let errors = work(&rig, &allocator);
-    assert_eq!(errors.is_empty(), fits, "{selection}: {errors:?}");
+    let rule = if fits { "the device holds the whole workload" } else { "the workload fills the device" };
+    demand!(errors.is_empty() == fits, came = listed(&errors), "with {} and no fault {rule}", Bytes(rig.room));
     drop(allocator);
-    assert_eq!(rig.leaks(), []);
+    demand_eq!(rig.leaks(), [], "with no fault nothing leaks");
     let kinds = rig.kinds();
-    assert!(kinds.len() >= 3, "{kinds:?}");
+    demand!(kinds.len() >= 3, came = format_args!("{kinds:?}"), "the workload makes at least three kinds of calls");
     for (kind, calls) in kinds {
         for code in [DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS] {
             // A few more than the undisturbed run makes: a failure can lead to calls that it never made.
-            let hits = (0..calls + 3).filter(|skip| inject(selection, work, kind, *skip, code)).count();
-            assert!(hits as u64 >= calls, "{selection}: {kind} failed {hits} times of {calls}");
+            let hits = (0..calls + 3).filter(|skip| inject((selection, scale), work, kind, *skip, code)).count();
+            demand!(
+                hits as u64 >= calls,
+                came = format_args!("{hits} of {calls} calls"),
+                "each call of {kind} is made to fail"
+            );
         }
     }
 }
 
 pub(super) fn every_driver_call_may_fail_once(bench: &Bench) {
-    every_call_fails_once(&bench.selection, plain_workload, false);
+    every_call_fails_once(bench, plain_workload, false);
 }
 
 pub(super) fn every_driver_call_may_fail_once_around_a_capture(bench: &Bench) {
-    every_call_fails_once(&bench.selection, captured_workload, true);
+    every_call_fails_once(bench, captured_workload, true);
 }
 
 pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
@@ -304,20 +334,20 @@ pub(super) fn a_fault_while_dropping_leaks_nothing(bench: &Bench) {
         CallKind::PoolDestroy,
     ];
     for (kind, skip) in kinds.into_iter().flat_map(|kind| (0..4).map(move |skip| (kind, skip))) {
-        let rig = Rig::new();
+        let rig = Rig::new(bench.scale);
         let [owner, user] = rig.streams;
-        let allocator = bench.selection.build(&rig.driver).unwrap();
-        let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocate(allocator.as_ref(), bytes, owner).unwrap());
+        let allocator = bench.selection.build(&rig.driver).granted();
+        let blocks = [100, rig.mib(3), rig.mib(12)].map(|bytes| allocate(allocator.as_ref(), bytes, owner).granted());
         work(&rig.sim, user, 900_000);
         for block in blocks {
-            allocator.record_use(&block, user).unwrap();
-            free(allocator.as_ref(), block, owner).unwrap();
+            allocator.record_use(&block, user).granted();
+            free(allocator.as_ref(), block, owner).granted();
         }
         rig.faulty.fail(kind, skip, DriverError::ILLEGAL_ADDRESS);
         drop(allocator);
         rig.faulty.clear();
-        let what = format!("{}: {kind} number {skip} in drop", bench.selection);
-        assert_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}");
-        assert_eq!(rig.leaks(), [], "{what}");
+        let what = format!("{kind} number {skip} fails in drop");
+        demand_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}: no memory leaks");
+        demand_eq!(rig.leaks(), [], "{what}: nothing leaks");
     }
 }

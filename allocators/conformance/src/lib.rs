@@ -12,14 +12,16 @@
 //!
 //! A test of a crate of its own gives them to its harness; `experiments/examples/out-of-tree/tests/conformance.rs` does so with
 //! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
-
-#![allow(clippy::unwrap_used, reason = "a check reports a failure by panicking")]
+//!
+//! Sizes follow the backend: one that reserves 64 MiB for a first request gets larger devices and larger requests.
 
 mod blocks;
 mod captures;
+mod demand;
 mod faults;
 mod guests;
 mod private_pools;
+mod scale;
 mod sharing;
 mod stress;
 mod subject;
@@ -28,6 +30,7 @@ mod threads;
 
 pub use support::{Random, check_nothing_held, check_stats};
 
+use demand::Outcome as _;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use subject::Subject;
@@ -73,7 +76,8 @@ impl Check {
     /// Runs it.
     ///
     /// # Panics
-    /// When the backend does not keep its contract. The message says where.
+    /// When the backend does not keep its contract. The message is one line: the last call, its outcome, and the rule that the
+    /// outcome breaks.
     pub fn run(self) {
         (self.body)();
     }
@@ -93,6 +97,8 @@ struct Bench {
     selection: Selection,
     device: Device,
     driver: Arc<dyn Driver>,
+    /// Factor between the usual sizes and those for this backend.
+    scale: u64,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
@@ -103,8 +109,12 @@ impl fmt::Debug for Bench {
 }
 
 impl Bench {
-    /// A simulated device has `room` bytes; a GPU has what it has. Panics without a GPU.
+    /// A simulated device has `room` bytes for a backend with usual segments, and more in proportion to the backend's
+    /// [scale](scale::scale). A GPU has its own memory. Panics without a GPU.
     fn open(selection: Selection, device: Device, room: u64) -> Self {
+        let scale = scale::scale(&selection);
+        demand::Asked::Nothing.note();
+        let room = room.saturating_mul(scale);
         let mut turn = None;
         let driver: Arc<dyn Driver> = match device {
             Device::Sim => support::sim(room, SimMemory::Host),
@@ -112,10 +122,10 @@ impl Bench {
             Device::Null => Arc::new(NullDriver::new(room)),
             Device::Cuda => {
                 turn = Some(GPU.lock().unwrap_or_else(PoisonError::into_inner));
-                Arc::new(CudaDriver::new(0).unwrap())
+                Arc::new(CudaDriver::new(0).granted())
             }
         };
-        Self { selection, device, driver, _turn: turn }
+        Self { selection, device, driver, scale, _turn: turn }
     }
 
     fn build(&self) -> Subject<'_> {
@@ -123,7 +133,7 @@ impl Bench {
     }
 
     fn stream(&self) -> StreamId {
-        self.driver.stream_create().unwrap()
+        self.driver.stream_create().granted()
     }
 
     fn streams<const N: usize>(&self) -> [StreamId; N] {
@@ -132,6 +142,11 @@ impl Bench {
 
     fn capabilities(&self) -> Capabilities {
         self.selection.capabilities()
+    }
+
+    /// A size for this backend, which is `usual` for one with usual segments.
+    fn scaled(&self, usual: u64) -> u64 {
+        usual * self.scale
     }
 
     fn has_memory(&self) -> bool {

@@ -1,6 +1,7 @@
 //! Private pools: memory of a pool serves no other request, and goes back when the pool is released.
 
 use super::Bench;
+use super::demand::{Outcome as _, demand, demand_eq};
 use super::subject::{Range, Subject, assert_apart, overlap, range};
 use super::support::{MIB, Random, check_nothing_held, check_stats};
 use std::collections::BTreeSet;
@@ -18,9 +19,9 @@ fn forty(allocator: &Subject, stream: StreamId, seed: u64) -> Vec<Block> {
 
 /// Forty blocks of many sizes from a pool, written to.
 fn forty_of(allocator: &Subject, pool: PrivatePool, stream: StreamId, seed: u64) -> Vec<Block> {
-    allocator.pool_begin(pool, stream).unwrap();
+    allocator.pool_begin(pool, stream).granted();
     let blocks = forty(allocator, stream, seed);
-    allocator.pool_end(stream).unwrap();
+    allocator.pool_end(stream).granted();
     blocks
 }
 
@@ -34,7 +35,7 @@ fn free_all(allocator: &Subject, blocks: Vec<Block>, stream: StreamId) -> Vec<Ra
 pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     let streams = bench.streams::<2>();
     let allocator = bench.build();
-    let [first, second] = [0, 1].map(|_| allocator.pool_create().unwrap());
+    let [first, second] = [0, 1].map(|_| allocator.pool_create().granted());
     // All of it is free and cached when the next one asks, so an allocator that looks into another's memory takes it.
     let mut before: Vec<(Option<(PrivatePool, StreamId)>, Range)> = Vec::new();
     for seed in 0..3 {
@@ -56,7 +57,7 @@ pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     // Memory of a pool comes back to the pool, and to its stream.
     let held = allocator.reserved();
     let blocks = forty_of(&allocator, first, streams[0], 2);
-    assert_eq!(allocator.reserved(), held);
+    demand_eq!(allocator.reserved(), held, "a pool reuses its memory");
     free_all(&allocator, blocks, streams[0]);
 }
 
@@ -64,28 +65,28 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     let driver = bench.driver.as_ref();
     let stream = bench.stream();
     let allocator = bench.build();
-    let [first, second] = [0, 1].map(|_| allocator.pool_create().unwrap());
+    let [first, second] = [0, 1].map(|_| allocator.pool_create().granted());
     let blocks = [first, second].map(|pool| forty_of(&allocator, pool, stream, 1));
     let [lay, kept] = blocks.map(|blocks| free_all(&allocator, blocks, stream));
-    assert!(allocator.pool_trim(first).is_err(), "it can be asked for memory");
-    driver.device_synchronize().unwrap();
-    allocator.trim(0).unwrap();
+    demand!(allocator.pool_trim(first).is_err(), "a pool is trimmed only after its release");
+    driver.device_synchronize().granted();
+    allocator.trim(0).granted();
     let blocks = forty(&allocator, stream, 2);
     assert_apart(&blocks, &[lay, kept.clone()].concat());
-    allocator.pool_release(first).unwrap();
-    assert!(allocator.pool_trim(first).unwrap() > 0, "all of it was idle");
-    assert_eq!(allocator.pool_trim(first).unwrap(), 0);
+    allocator.pool_release(first).granted();
+    demand!(allocator.pool_trim(first).granted() > 0, "trim releases the idle memory of a released pool");
+    demand_eq!(allocator.pool_trim(first).granted(), 0, "nothing is left to release");
     free_all(&allocator, blocks, stream);
-    allocator.trim(0).unwrap();
+    allocator.trim(0).granted();
     let blocks = forty(&allocator, stream, 3);
     assert_apart(&blocks, &kept);
     free_all(&allocator, blocks, stream);
     // A pool can be released while a block is held, which is then freed as any other.
     let held = forty_of(&allocator, second, stream, 4);
-    allocator.pool_release(second).unwrap();
+    allocator.pool_release(second).granted();
     check_stats(&allocator.stats());
     free_all(&allocator, held, stream);
-    driver.device_synchronize().unwrap();
+    driver.device_synchronize().granted();
     allocator.check_all_returns();
 }
 
@@ -93,27 +94,30 @@ pub(super) fn a_recorded_use_delays_the_reuse_in_a_private_pool(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let [own, other] = bench.streams();
     let allocator = bench.build();
-    let pool = allocator.pool_create().unwrap();
-    allocator.pool_begin(pool, own).unwrap();
+    let pool = allocator.pool_create().granted();
+    allocator.pool_begin(pool, own).granted();
     let block = allocator.take(3 * MIB, own);
     let lay = range(&block);
     allocator.use_on(&block, other);
-    allocator.record_use(&block, other).unwrap();
+    allocator.record_use(&block, other).granted();
     allocator.give(block, own);
-    driver.device_synchronize().unwrap();
+    driver.device_synchronize().granted();
     let again = allocator.take(3 * MIB, own);
-    assert!(!bench.capabilities().caches || overlap(range(&again), lay), "its use is over");
+    demand!(
+        !bench.capabilities().caches || overlap(range(&again), lay),
+        "a block is reused once its uses have completed"
+    );
     allocator.give(again, own);
-    allocator.pool_end(own).unwrap();
-    allocator.pool_release(pool).unwrap();
-    allocator.trim(0).unwrap();
+    allocator.pool_end(own).granted();
+    allocator.pool_release(pool).granted();
+    allocator.trim(0).granted();
     check_nothing_held(&allocator.stats());
 }
 
 pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
     let streams = bench.streams::<2>();
     let allocator = bench.build();
-    let pools = [0, 1].map(|_| allocator.pool_create().unwrap());
+    let pools = [0, 1].map(|_| allocator.pool_create().granted());
     let mut random = Random::new(5);
     let mut held: Vec<(Block, StreamId)> = Vec::new();
     let mut lay: Vec<(Option<PrivatePool>, Range)> = Vec::new();
@@ -121,8 +125,8 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
         let (stream, pool) = (streams[round % 2], [None, Some(pools[0]), Some(pools[1])][round % 3]);
         let request = Request::new(random.size(22));
         let block = match pool {
-            Some(pool) => allocator.allocate_in(request, stream, pool).unwrap(),
-            None => allocator.allocate(request, stream).unwrap(),
+            Some(pool) => allocator.allocate_in(request, stream, pool).granted(),
+            None => allocator.allocate(request, stream).granted(),
         };
         allocator.use_on(&block, stream);
         let others = lay.iter().filter(|(of, _)| *of != pool).map(|(_, range)| *range).collect::<Vec<_>>();
@@ -138,16 +142,16 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
     for segment in allocator.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
         let inside = |of: &Range| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&of.0);
         for (pool, _) in lay.iter().filter(|(_, range)| inside(range)) {
-            assert_eq!(segment.private, pool.map(PrivatePool::id), "segment {:#x}", segment.addr.get());
+            demand_eq!(segment.private, pool.map(PrivatePool::id), "a snapshot names the pool of each segment");
         }
     }
     allocator.give_each(held);
     for pool in pools {
-        allocator.pool_release(pool).unwrap();
-        let refused = allocator.allocate_in(Request::new(1), streams[0], pool).unwrap_err();
-        assert!(matches!(refused, AllocError::PrivatePool { .. }), "{refused}");
+        allocator.pool_release(pool).granted();
+        let refused = allocator.allocate_in(Request::new(1), streams[0], pool).refused();
+        demand!(matches!(refused, AllocError::PrivatePool { .. }), came = refused, "a released pool serves no request");
     }
-    bench.driver.device_synchronize().unwrap();
+    bench.driver.device_synchronize().granted();
     allocator.check_all_returns();
 }
 
@@ -163,13 +167,13 @@ fn in_use(checkpoint: &Snapshot) -> Vec<(u64, Parts)> {
 pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
     let streams = bench.streams::<2>();
     let allocator = bench.build();
-    let pool = allocator.pool_create().unwrap();
+    let pool = allocator.pool_create().granted();
     let outside = forty(&allocator, streams[0], 1);
     let mut random = Random::new(9);
     let mut take = |count: usize| -> Vec<(Block, StreamId)> {
         let mut one = |round: usize| {
             let stream = streams[round % 2];
-            (allocator.allocate_in(Request::new(random.size(23)), stream, pool).unwrap(), stream)
+            (allocator.allocate_in(Request::new(random.size(23)), stream, pool).granted(), stream)
         };
         (0..count).map(&mut one).collect()
     };
@@ -177,7 +181,7 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
     for at in (0..held.len()).rev().step_by(3) {
         allocator.give_each([held.remove(at)]);
     }
-    let checkpoint = allocator.pool_checkpoint(pool).unwrap();
+    let checkpoint = allocator.pool_checkpoint(pool).granted();
     let sorted = |held: &[(Block, StreamId)]| {
         let lie = held.iter().map(|(block, stream)| (range(block), block.requested(), *stream));
         lie.collect::<BTreeSet<(Range, u64, StreamId)>>()
@@ -189,63 +193,75 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
             allocator.give_each([held.remove(at)]);
         }
         // SAFETY: these are the blocks of the pool that are held, and no work uses them.
-        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.unwrap();
+        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.granted();
         let streams = restored_streams(&checkpoint);
         held = restored.into_iter().zip(streams).collect();
-        assert_eq!(sorted(&held), expected);
+        demand_eq!(sorted(&held), expected, "every block of the checkpoint is held where it was");
         check_stats(&allocator.stats());
         // Expandable memory may have grown in front and behind since.
         if bench.capabilities().segments != SegmentUse::Expandable {
-            let now = allocator.pool_checkpoint(pool).unwrap();
-            assert_eq!(in_use(&now), in_use(&checkpoint));
+            let now = allocator.pool_checkpoint(pool).granted();
+            demand_eq!(in_use(&now), in_use(&checkpoint), "segments are cut as at the checkpoint");
         }
         // What is held again is memory like any other.
         held.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
     }
     // A block that is kept back stands in the way: then nothing changes.
     let (kept, stream) = held.remove(0);
-    let before = (allocator.pool_checkpoint(pool).unwrap(), allocator.stats());
+    let before = (allocator.pool_checkpoint(pool).granted(), allocator.stats());
     let refuse = |by: &Subject<'_>, held: Vec<(Block, StreamId)>| {
         let given = sorted(&held);
         // SAFETY: these are the blocks of the pool that are held but for those that are in the way, so memory of the checkpoint is in use.
-        let refused = unsafe { by.pool_restore(pool, &checkpoint, held) }.unwrap_err();
-        assert!(matches!(refused.error, AllocError::PrivatePool { .. }), "{refused}");
-        assert_eq!(sorted(&refused.held), given, "what was given back comes back");
+        let refused = unsafe { by.pool_restore(pool, &checkpoint, held) }.refused();
+        demand!(
+            matches!(refused.error, AllocError::PrivatePool { .. }),
+            came = refused,
+            "a pool with a live or used block does not go back"
+        );
+        demand_eq!(sorted(&refused.held), given, "a refusal returns the blocks that were given");
         refused.held
     };
     held = refuse(&allocator, held);
-    assert_eq!((allocator.pool_checkpoint(pool).unwrap(), allocator.stats()), before);
+    demand_eq!((allocator.pool_checkpoint(pool).granted(), allocator.stats()), before, "a refusal changes nothing");
     held.push((kept, stream));
     // So does a block that another stream uses, held or freed.
     let other = bench.stream();
-    allocator.record_use(&held[0].0, other).unwrap();
+    allocator.record_use(&held[0].0, other).granted();
     held = refuse(&allocator, held);
     let stranger = bench.build();
     held = refuse(&stranger, held);
     allocator.forget_stream(other);
     // SAFETY: these are the blocks of the pool that are held, and no work uses them.
-    let restored = unsafe { allocator.pool_restore(pool, &checkpoint, held) }.unwrap();
+    let restored = unsafe { allocator.pool_restore(pool, &checkpoint, held) }.granted();
     held = restored.into_iter().zip(restored_streams(&checkpoint)).collect();
-    assert_eq!(sorted(&held), expected);
+    demand_eq!(sorted(&held), expected, "every block of the checkpoint is held where it was");
     allocator.give_each(held);
-    let left = allocator.pool_checkpoint(pool).unwrap();
-    assert!(left.segments.iter().all(|segment| segment.is_idle()), "nothing is held twice");
+    let left = allocator.pool_checkpoint(pool).granted();
+    demand!(left.segments.iter().all(|segment| segment.is_idle()), "a restored block is held once");
     allocator.give_all(outside, streams[0]);
-    allocator.pool_release(pool).unwrap();
-    bench.driver.device_synchronize().unwrap();
+    allocator.pool_release(pool).granted();
+    bench.driver.device_synchronize().granted();
     drop(stranger);
     allocator.check_all_returns();
 }
 
 pub(super) fn checkpoints_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
-    let pool = allocator.pool_create().unwrap();
-    let block = allocator.allocate_in(Request::new(3 * MIB), stream, pool).unwrap();
-    let refused = allocator.pool_checkpoint(pool).unwrap_err();
-    assert!(matches!(refused, AllocError::Incapable { .. }), "{refused}");
+    let pool = allocator.pool_create().granted();
+    let block = allocator.allocate_in(Request::new(3 * MIB), stream, pool).granted();
+    let refused = allocator.pool_checkpoint(pool).refused();
+    demand!(
+        matches!(refused, AllocError::Incapable { .. }),
+        came = refused,
+        "checkpoints are refused where `checkpoints` says so"
+    );
     // SAFETY: this is the only block of the pool, and no work uses it.
-    let refused = unsafe { allocator.pool_restore(pool, &Snapshot::default(), vec![(block, stream)]) }.unwrap_err();
-    assert!(matches!(refused.error, AllocError::Incapable { .. }), "{refused}");
+    let refused = unsafe { allocator.pool_restore(pool, &Snapshot::default(), vec![(block, stream)]) }.refused();
+    demand!(
+        matches!(refused.error, AllocError::Incapable { .. }),
+        came = refused,
+        "checkpoints are refused where `checkpoints` says so"
+    );
     allocator.give_each(refused.held);
     check_nothing_held(&allocator.stats());
 }
@@ -254,18 +270,22 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     let stream = bench.stream();
     let (allocator, stranger) = (bench.build(), bench.build());
     let refused = |outcome: Result<(), AllocError>, word: &str| {
-        let error = outcome.unwrap_err();
-        assert!(matches!(error, AllocError::PrivatePool { .. }) && error.to_string().contains(word), "{error}");
+        let error = outcome.refused();
+        demand!(
+            matches!(error, AllocError::PrivatePool { .. }) && error.to_string().contains(word),
+            came = error,
+            "a pool is made, used and released in that order: the error says `{word}`"
+        );
     };
-    let [pool, other] = [0, 1].map(|_| allocator.pool_create().unwrap());
+    let [pool, other] = [0, 1].map(|_| allocator.pool_create().granted());
     refused(stranger.pool_begin(pool, stream), "there is no pool");
     refused(stranger.pool_release(pool), "there is no pool");
     refused(allocator.pool_end(stream), "in no pool");
-    allocator.pool_begin(pool, stream).unwrap();
+    allocator.pool_begin(pool, stream).granted();
     refused(allocator.pool_begin(other, stream), "end that first");
     refused(allocator.pool_release(pool), "end that first");
-    allocator.pool_end(stream).unwrap();
-    allocator.pool_release(pool).unwrap();
+    allocator.pool_end(stream).granted();
+    allocator.pool_release(pool).granted();
     refused(allocator.pool_release(pool), "released");
     refused(allocator.pool_begin(pool, stream), "released");
     refused(allocator.pool_trim(other).map(|_| ()), "not been released");
@@ -273,6 +293,10 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
 
 /// For backends that say so in their capabilities.
 pub(super) fn private_pools_are_refused(bench: &Bench) {
-    let error = bench.build().pool_create().unwrap_err();
-    assert!(matches!(error, AllocError::Incapable { .. }), "{error}");
+    let error = bench.build().pool_create().refused();
+    demand!(
+        matches!(error, AllocError::Incapable { .. }),
+        came = error,
+        "private pools are refused where `private_pools` says so"
+    );
 }

@@ -2,13 +2,14 @@
 //! statistics all the while. `STRESS_OPERATIONS` sets the operations of each thread.
 
 use super::Bench;
+use super::demand::{Outcome as _, demand, demand_eq};
 use super::support::{
-    GIB, MIB, Random, allocate, check_ledger, check_nothing_held, check_snapshot, check_stats, checker, free, sim,
+    GIB, MIB, Random, allocate, check_ledger, check_nothing_held, check_snapshot, check_stats, checker, free, join, sim,
 };
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use vramlab_device::{Driver, NullDriver, StreamId, sim::SimMemory};
+use vramlab_device::{Bytes, Driver, NullDriver, StreamId, sim::SimMemory};
 use vramlab_policies::backends::{Capabilities, Selection};
 use vramlab_policies::contract::{Block, DeviceAllocator};
 use vramlab_policies::restless;
@@ -19,7 +20,7 @@ const THREADS: usize = 16;
 pub(super) const LIMIT: &str = "memory_limit";
 
 fn operations(default: u64) -> u64 {
-    std::env::var("STRESS_OPERATIONS").ok().map_or(default, |text| text.parse().unwrap())
+    std::env::var("STRESS_OPERATIONS").ok().map_or(default, |text| text.parse().granted())
 }
 
 struct Rig {
@@ -48,10 +49,10 @@ impl Rig {
     fn new(selection: &Selection, driver: Arc<dyn Driver>, limit: Option<u64>, largest_log2: u64) -> Self {
         let mut selection = selection.clone();
         if let Some(limit) = limit {
-            selection.set(LIMIT, &limit.to_string()).unwrap();
+            selection.set(LIMIT, &limit.to_string()).granted();
         }
-        let allocator = selection.build(&driver).unwrap();
-        let streams = (0..THREADS).map(|_| driver.stream_create().unwrap()).collect();
+        let allocator = selection.build(&driver).granted();
+        let streams = (0..THREADS).map(|_| driver.stream_create().granted()).collect();
         let running = AtomicUsize::new(THREADS);
         let Capabilities { coalesces, segments, .. } = selection.capabilities();
         let over_limit = segments.over_limit();
@@ -60,7 +61,7 @@ impl Rig {
     }
 
     fn post(&self, block: Block, stream: StreamId) {
-        self.mailbox.lock().unwrap().push((block, stream));
+        self.mailbox.lock().granted().push((block, stream));
     }
 
     fn work(&self, allocator: &dyn DeviceAllocator, thread: usize, operations: u64) {
@@ -75,36 +76,38 @@ impl Rig {
                     let stream = if random.below(8) == 0 { self.streams[random.below(16) as usize] } else { own };
                     match allocate(allocator, random.size(self.largest_log2), stream) {
                         Ok(block) => live.push((block, stream)),
-                        Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        Err(error) => {
+                            demand!(error.is_out_of_memory(), came = error, "a request is served or out of memory")
+                        }
                     }
                 }
                 0..56 if !live.is_empty() => {
                     let (block, stream) = live.swap_remove(random.below(live.len() as u64) as usize);
                     if random.below(6) == 0 {
                         let user = self.streams[random.below(16) as usize];
-                        allocator.record_use(&block, user).unwrap();
+                        allocator.record_use(&block, user).granted();
                     }
                     if random.below(4) == 0 {
                         self.post(block, stream);
                     } else {
-                        free(allocator, block, stream).unwrap();
+                        free(allocator, block, stream).granted();
                     }
                 }
                 56..63 => {
                     // Another thread's block, on the stream it was allocated on.
-                    let received = self.mailbox.lock().unwrap().pop();
+                    let received = self.mailbox.lock().granted().pop();
                     if let Some((block, stream)) = received {
-                        free(allocator, block, stream).unwrap();
+                        free(allocator, block, stream).granted();
                     }
                 }
                 63 if random.below(16) == 0 => {
-                    allocator.trim(random.below(64) * MIB).unwrap();
+                    allocator.trim(random.below(64) * MIB).granted();
                 }
                 _ => {}
             }
         }
         for (block, stream) in live {
-            free(allocator, block, stream).unwrap();
+            free(allocator, block, stream).granted();
         }
     }
 
@@ -116,7 +119,11 @@ impl Rig {
             let stats = allocator.stats();
             check_stats(&stats);
             let highest = stats.reserved_bytes.all.peak;
-            assert!(limit.is_none_or(|limit| highest <= limit + self.over_limit), "the limit was passed");
+            demand!(
+                limit.is_none_or(|limit| highest <= limit + self.over_limit),
+                came = format_args!("{} reserved", Bytes(highest)),
+                "reserved memory stays within the limit"
+            );
             if let Some(snapshot) = allocator.snapshot() {
                 check_snapshot(&snapshot, self.coalesces, self.streams[0]);
             }
@@ -132,54 +139,67 @@ impl Rig {
 
     fn run(&self, allocator: &dyn DeviceAllocator, operations: u64, limit: Option<u64>) {
         let looks = thread::scope(|scope| {
-            for thread in 0..THREADS {
-                scope.spawn(move || self.work(allocator, thread, operations));
-            }
-            scope.spawn(|| self.watch(allocator, limit)).join().unwrap()
+            let work: Vec<_> =
+                (0..THREADS).map(|thread| scope.spawn(move || self.work(allocator, thread, operations))).collect();
+            let looks = join(scope.spawn(|| self.watch(allocator, limit)));
+            work.into_iter().for_each(join);
+            looks
         });
-        assert!(looks > 0, "the watching thread should have looked");
-        for (block, stream) in self.mailbox.lock().unwrap().drain(..) {
-            free(allocator, block, stream).unwrap();
+        demand!(looks > 0, "the watching thread runs");
+        for (block, stream) in self.mailbox.lock().granted().drain(..) {
+            free(allocator, block, stream).granted();
         }
-        self.driver.device_synchronize().unwrap();
-        allocator.trim(0).unwrap();
+        self.driver.device_synchronize().granted();
+        allocator.trim(0).granted();
         let stats = allocator.stats();
         check_nothing_held(&stats);
-        assert_eq!(stats.reserved_bytes.all.current, 0);
-        assert!(stats.allocation.all.allocated > operations, "{stats:#?}");
+        demand_eq!(stats.reserved_bytes.all.current, 0, "trim releases all when nothing is held");
+        demand!(
+            stats.allocation.all.allocated > operations,
+            came = format_args!("{} allocations", stats.allocation.all.allocated),
+            "most requests are served"
+        );
     }
 }
 
 /// Every byte poisoned and verified, and every overlap found.
-fn with_the_checker(selection: &Selection, limit: Option<u64>) {
-    let rig = Rig::new(selection, sim(GIB, SimMemory::Host), limit, 20);
+fn with_the_checker(bench: &Bench, limit: Option<u64>) {
+    let (selection, limit) = (&bench.selection, limit.map(|bytes| bench.scaled(bytes)));
+    // The simulated device's memory is this machine's.
+    let room = bench.scaled(GIB).min(4 * GIB);
+    let rig = Rig::new(selection, sim(room, SimMemory::Host), limit, 20);
     let checker = checker(Arc::clone(&rig.allocator), Arc::clone(&rig.driver));
     rig.run(&checker, operations(1_500), limit);
     let report = checker.report();
-    assert!(report.is_clean(), "{:?} {:?}", report.violations, report.live);
+    demand!(
+        report.is_clean(),
+        came = format_args!("{:?} {:?}", report.violations, report.live),
+        "the checker finds nothing"
+    );
     let Capabilities { caches, segments, .. } = selection.capabilities();
     let recycles = caches && segments.is_shared();
-    assert!(!recycles || report.verified_bytes > 0, "nothing that was freed came back");
+    demand!(!recycles || report.verified_bytes > 0, "freed memory is reused (`caches`)");
 }
 
 /// At full speed: on the null device, and without a look at contents.
-fn at_full_speed(selection: &Selection, limit: Option<u64>) {
+fn at_full_speed(bench: &Bench, limit: Option<u64>) {
+    let (selection, limit) = (&bench.selection, limit.map(|bytes| bench.scaled(bytes)));
     let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);
     rig.run(rig.allocator.as_ref(), operations(30_000), limit);
 }
 
 pub(super) fn many_threads_with_the_checker(bench: &Bench) {
-    with_the_checker(&bench.selection, None);
+    with_the_checker(bench, None);
 }
 
 pub(super) fn many_threads_with_the_checker_under_a_limit(bench: &Bench) {
-    with_the_checker(&bench.selection, Some(80 * MIB));
+    with_the_checker(bench, Some(80 * MIB));
 }
 
 pub(super) fn many_threads_at_full_speed(bench: &Bench) {
-    at_full_speed(&bench.selection, None);
+    at_full_speed(bench, None);
 }
 
 pub(super) fn many_threads_at_full_speed_under_a_limit(bench: &Bench) {
-    at_full_speed(&bench.selection, Some(1200 * MIB));
+    at_full_speed(bench, Some(1200 * MIB));
 }

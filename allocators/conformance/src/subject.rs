@@ -1,10 +1,11 @@
 //! The allocator that a check works on, with calls that are expected to succeed.
 
 use super::Bench;
+use super::demand::{Asked, Outcome as _, demand, demand_eq};
 use super::support::{allocate, check_nothing_held, fill, free, free_bytes};
 use std::ops::Deref;
 use std::sync::Arc;
-use vramlab_device::StreamId;
+use vramlab_device::{Bytes, StreamId};
 use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Path};
 
 /// An allocator that a bench has built.
@@ -26,7 +27,7 @@ impl Deref for Subject<'_> {
 impl<'a> Subject<'a> {
     pub(super) fn new(bench: &'a Bench) -> Self {
         let room = free_bytes(bench.driver.as_ref());
-        Self { bench, allocator: bench.selection.build(&bench.driver).unwrap(), room }
+        Self { bench, allocator: bench.selection.build(&bench.driver).granted(), room }
     }
 
     pub(super) fn try_take(&self, bytes: u64, stream: StreamId) -> Result<Block, AllocError> {
@@ -34,7 +35,7 @@ impl<'a> Subject<'a> {
     }
 
     pub(super) fn take(&self, bytes: u64, stream: StreamId) -> Block {
-        self.try_take(bytes, stream).unwrap()
+        self.try_take(bytes, stream).granted()
     }
 
     pub(super) fn try_give(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
@@ -42,7 +43,7 @@ impl<'a> Subject<'a> {
     }
 
     pub(super) fn give(&self, block: Block, stream: StreamId) -> Path {
-        self.try_give(block, stream).unwrap()
+        self.try_give(block, stream).granted()
     }
 
     pub(super) fn give_all(&self, blocks: impl IntoIterator<Item = Block>, stream: StreamId) {
@@ -69,8 +70,20 @@ impl<'a> Subject<'a> {
                 Ok(block) => live.push(block),
                 Err(error) => return (live, error),
             }
-            assert!(live.len() < 100, "the device should be full");
+            demand!(live.len() < 100, "100 blocks of {} fill the device", Bytes(part));
         }
+    }
+
+    /// Trims as [`DeviceAllocator::trim`] does.
+    pub(super) fn trim(&self, keep: u64) -> Result<u64, AllocError> {
+        Asked::Trim { keep }.note();
+        self.allocator.trim(keep)
+    }
+
+    /// Sets the limit as [`DeviceAllocator::set_memory_limit`] does.
+    pub(super) fn limit_to(&self, bytes: Option<u64>) -> bool {
+        Asked::Limit { bytes }.note();
+        self.set_memory_limit(bytes)
     }
 
     pub(super) fn reserved(&self) -> u64 {
@@ -79,9 +92,9 @@ impl<'a> Subject<'a> {
 
     /// Fails unless a trim returns everything to the device.
     pub(super) fn check_all_returns(&self) {
-        self.trim(0).unwrap();
+        self.trim(0).granted();
         check_nothing_held(&self.stats());
-        assert_eq!(self.reserved(), 0);
+        demand_eq!(self.reserved(), 0, "trim releases all when nothing is held");
         check_room(self.bench, self.room);
     }
 
@@ -94,10 +107,9 @@ impl<'a> Subject<'a> {
 }
 
 fn check_room(bench: &Bench, room: u64) {
-    assert!(
-        free_bytes(bench.driver.as_ref()).abs_diff(room) <= bench.slack(),
-        "the device should have its memory back"
-    );
+    let free = free_bytes(bench.driver.as_ref());
+    let came = format_args!("{} free of {}", Bytes(free), Bytes(room));
+    demand!(free.abs_diff(room) <= bench.slack(), came = came, "the device has its memory back");
 }
 
 /// First address and bytes of a block.
@@ -115,6 +127,10 @@ pub(super) fn overlap(a: Range, b: Range) -> bool {
 pub(super) fn assert_apart<'a>(blocks: impl IntoIterator<Item = &'a Block>, ranges: &[Range]) {
     for block in blocks {
         let shared = ranges.iter().find(|other| overlap(range(block), **other));
-        assert!(shared.is_none(), "{block:?} lies in {shared:#x?}");
+        demand!(
+            shared.is_none(),
+            came = format_args!("{block:?} in {shared:#x?}"),
+            "memory that is in use, or kept apart, serves no other request"
+        );
     }
 }

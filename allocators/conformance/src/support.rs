@@ -1,6 +1,7 @@
 //! What the checks share: devices of a chosen size, blocks without ceremony, random numbers that repeat, and what holds of
 //! statistics at every moment.
 
+use super::demand::{Asked, Outcome as _, demand, demand_eq};
 use std::sync::Arc;
 use vramlab_device::{
     DeviceAddr, Driver, DriverError, GraphDriver, GraphId, Profile, SimDriver, StreamId, sim::SimMemory,
@@ -33,10 +34,12 @@ pub(super) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) 
 }
 
 pub(super) fn allocate(allocator: &dyn DeviceAllocator, bytes: u64, stream: StreamId) -> Result<Block, AllocError> {
+    Asked::Allocate { bytes, stream }.note();
     allocator.allocate(Request::new(bytes), stream)
 }
 
 pub(super) fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) -> Result<Path, AllocError> {
+    Asked::Free { addr: block.addr().get(), bytes: block.bytes(), stream }.note();
     // SAFETY: tests queue every use of a block before they free it, on its stream or on announced ones.
     unsafe { allocator.deallocate(block, stream) }
 }
@@ -49,28 +52,33 @@ pub(super) fn launch(graphs: &dyn GraphDriver, graph: GraphId, stream: StreamId)
 
 pub(super) fn write(driver: &dyn Driver, addr: DeviceAddr, bytes: &[u8], stream: StreamId) {
     // SAFETY: tests write inside blocks that they hold.
-    unsafe { driver.copy_to_device(addr, bytes, stream) }.unwrap();
+    unsafe { driver.copy_to_device(addr, bytes, stream) }.granted();
 }
 
 pub(super) fn read(driver: &dyn Driver, addr: DeviceAddr, bytes: u64, stream: StreamId) -> Vec<u8> {
     let mut out = vec![0; bytes as usize];
     // SAFETY: tests read inside blocks that they hold, or on a device that checks each access.
-    unsafe { driver.copy_to_host(&mut out, addr, stream) }.unwrap();
+    unsafe { driver.copy_to_host(&mut out, addr, stream) }.granted();
     out
 }
 
 pub(super) fn fill(driver: &dyn Driver, addr: DeviceAddr, value: u8, bytes: u64, stream: StreamId) {
     // SAFETY: tests fill inside blocks that they hold.
-    unsafe { driver.fill_bytes(addr, value, bytes, stream) }.unwrap();
+    unsafe { driver.fill_bytes(addr, value, bytes, stream) }.granted();
 }
 
 pub(super) fn free_bytes(driver: &dyn Driver) -> u64 {
-    driver.mem_info().unwrap().free
+    driver.mem_info().granted().free
 }
 
 /// Queues a kernel of about `ns` on a simulated stream.
 pub(super) fn work(sim: &SimDriver, stream: StreamId, ns: u64) {
-    sim.launch(stream, "test", (1, 1), ns * 4300, &[]).unwrap();
+    sim.launch(stream, "test", (1, 1), ns * 4300, &[]).granted();
+}
+
+/// The result of a thread; fails as the thread did.
+pub(super) fn join<T>(thread: std::thread::ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Numbers that look random and repeat (xorshift64*).
@@ -106,8 +114,12 @@ impl Random {
 }
 
 fn check_gauge(name: &str, gauge: &Gauge) {
-    assert_eq!(gauge.allocated - gauge.freed, gauge.current, "{name}: {gauge:?}");
-    assert!(gauge.peak >= gauge.current, "{name}: {gauge:?}");
+    demand_eq!(gauge.current, gauge.allocated - gauge.freed, "{name}: the current value is allocated minus freed");
+    demand!(
+        gauge.peak >= gauge.current,
+        came = format_args!("{gauge:?}"),
+        "{name}: the peak is no less than the current value"
+    );
 }
 
 fn check_pooled(name: &str, gauge: &PooledGauge) {
@@ -115,8 +127,8 @@ fn check_pooled(name: &str, gauge: &PooledGauge) {
     if let (Some(small), Some(large)) = (&gauge.small_pool, &gauge.large_pool) {
         check_gauge(name, small);
         check_gauge(name, large);
-        assert_eq!(small.current + large.current, gauge.all.current, "{name}");
-        assert_eq!(small.allocated + large.allocated, gauge.all.allocated, "{name}");
+        demand_eq!(small.current + large.current, gauge.all.current, "{name}: the pools add up");
+        demand_eq!(small.allocated + large.allocated, gauge.all.allocated, "{name}: the pools add up");
     }
 }
 
@@ -129,13 +141,18 @@ pub fn check_stats(stats: &Stats) {
     for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| adds_up(name)) {
         gauge.into_iter().for_each(|gauge| check_pooled(name, gauge));
     }
-    assert!(stats.allocation.all.current <= stats.active.all.current);
-    assert!(stats.allocated_bytes.all.current <= stats.active_bytes.all.current);
-    assert!(stats.requested_bytes.all.current <= stats.active_bytes.all.current);
-    assert!(stats.active_bytes.all.current <= stats.reserved_bytes.all.current, "{stats:#?}");
-    assert!(stats.reserved_bytes.all.current <= stats.reserved_bytes.all.peak);
+    for (least, name, most, other) in [
+        (stats.allocation, "allocation", stats.active, "active"),
+        (stats.allocated_bytes, "allocated_bytes", stats.active_bytes, "active_bytes"),
+        (stats.requested_bytes, "requested_bytes", stats.active_bytes, "active_bytes"),
+        (stats.active_bytes, "active_bytes", stats.reserved_bytes, "reserved_bytes"),
+    ] {
+        let (least, most) = (least.all.current, most.all.current);
+        demand!(least <= most, came = format_args!("{least} and {most}"), "{name} is at most {other}");
+    }
     if let Some(inactive) = &stats.inactive_split_bytes {
-        assert!(inactive.all.current + stats.active_bytes.all.current <= stats.reserved_bytes.all.current);
+        let used = inactive.all.current + stats.active_bytes.all.current;
+        demand!(used <= stats.reserved_bytes.all.current, "inactive and active bytes are reserved");
     }
 }
 
@@ -150,7 +167,11 @@ pub(super) fn check_snapshot(snapshot: &Snapshot, coalesces: bool, stream: Strea
 }
 
 pub(super) fn check_ledger(ledger: &Ledger) {
-    assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested, "{ledger:?}");
+    demand_eq!(
+        ledger.wasted(),
+        ledger.reserved - ledger.requested,
+        "the parts of the ledger are reserved minus requested"
+    );
 }
 
 /// What holds once every block is back and no free is pending.
@@ -159,8 +180,8 @@ pub(super) fn check_ledger(ledger: &Ledger) {
 /// When it does not.
 pub fn check_nothing_held(stats: &Stats) {
     check_stats(stats);
-    for gauge in [stats.allocation, stats.active, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
-        assert_eq!(gauge.all.current, 0, "{stats:#?}");
-        assert_eq!(gauge.all.allocated, gauge.all.freed);
+    let held = ["allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes"];
+    for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| held.contains(name)) {
+        demand_eq!(gauge.map(|gauge| gauge.all.current), Some(0), "{name} is 0 when every block is freed");
     }
 }

@@ -1,8 +1,9 @@
 //! Several threads: streams of their own, and blocks that are freed elsewhere.
 
 use super::Bench;
+use super::demand::{Outcome as _, demand, demand_eq};
 use super::subject::Subject;
-use super::support::{Random, check_nothing_held, read, write};
+use super::support::{Random, check_nothing_held, join, read, write};
 use std::sync::mpsc;
 use std::thread;
 use vramlab_policies::contract::Block;
@@ -20,17 +21,16 @@ fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
 pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
     let allocator = bench.build();
     thread::scope(|scope| {
-        for owner in 0..THREADS {
-            let allocator = &allocator;
-            scope.spawn(move || work(bench, allocator, owner));
-        }
+        let allocator = &allocator;
+        let threads: Vec<_> = (0..THREADS).map(|owner| scope.spawn(move || work(bench, allocator, owner))).collect();
+        threads.into_iter().for_each(join);
     });
     // The last frees may be pending; trim waits for them.
-    allocator.trim(0).unwrap();
+    allocator.trim(0).granted();
     let stats = allocator.stats();
     check_nothing_held(&stats);
-    assert!(stats.allocation.all.allocated > THREADS * OPERATIONS / 4);
-    assert_eq!(stats.reserved_bytes.all.current, 0);
+    demand!(stats.allocation.all.allocated > THREADS * OPERATIONS / 4, "most requests are served");
+    demand_eq!(stats.reserved_bytes.all.current, 0, "trim releases all when nothing is held");
     allocator.check_drop_returns_all();
 }
 
@@ -43,7 +43,7 @@ fn work(bench: &Bench, allocator: &Subject, owner: u64) {
         if bench.has_memory() {
             let tail = block.addr().offset(block.requested() - stamp.len() as u64);
             for at in [block.addr(), tail] {
-                assert_eq!(read(driver, at, stamp.len() as u64, stream), stamp, "{block:?} was overwritten");
+                demand_eq!(read(driver, at, stamp.len() as u64, stream), stamp, "a live block keeps its contents");
             }
         }
     };
@@ -61,21 +61,21 @@ fn work(bench: &Bench, allocator: &Subject, owner: u64) {
             let (block, stamp) = live.swap_remove(random.below(live.len() as u64) as usize);
             check(&block, &stamp);
             if random.below(8) == 0 {
-                allocator.record_use(&block, other).unwrap();
+                allocator.record_use(&block, other).granted();
             }
             allocator.give(block, stream);
         }
         if serial % 500 == 0 {
-            driver.stream_synchronize(stream).unwrap();
-            allocator.trim(0).unwrap();
+            driver.stream_synchronize(stream).granted();
+            allocator.trim(0).granted();
         }
     }
     for (block, stamp) in live {
         check(&block, &stamp);
         allocator.give(block, stream);
     }
-    driver.stream_synchronize(stream).unwrap();
-    driver.stream_synchronize(other).unwrap();
+    driver.stream_synchronize(stream).granted();
+    driver.stream_synchronize(other).granted();
 }
 
 pub(super) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
@@ -84,15 +84,16 @@ pub(super) fn a_block_may_be_freed_on_another_thread(bench: &Bench) {
     let (sender, receiver) = mpsc::sync_channel::<Block>(32);
     thread::scope(|scope| {
         let allocator = &allocator;
-        scope.spawn(move || {
+        let taking = scope.spawn(move || {
             let mut random = Random::new(55);
             for _ in 0..OPERATIONS {
-                sender.send(allocator.take(random.size(22), stream)).unwrap();
+                sender.send(allocator.take(random.size(22), stream)).granted();
             }
         });
         allocator.give_all(receiver, stream);
+        join(taking);
     });
     let stats = allocator.stats();
     check_nothing_held(&stats);
-    assert_eq!(stats.allocation.all.allocated, OPERATIONS);
+    demand_eq!(stats.allocation.all.allocated, OPERATIONS, "every allocation is counted once");
 }

@@ -388,11 +388,15 @@ pub fn assert_tiled(snapshot: &Snapshot) {
         assert!(segment.addr.get() >= end, "segments should not overlap and should be in address order");
         let mut at = segment.addr.get();
         for block in &segment.blocks {
-            assert_eq!(block.addr.get(), at, "blocks should tile their segment");
+            assert!(
+                block.addr.get() == at,
+                "blocks should tile their segment: one is at {:#x}, not {at:#x}",
+                block.addr.get()
+            );
             assert!(block.bytes > 0 && block.requested <= block.bytes, "a block should hold what was asked for");
             at += block.bytes;
         }
         end = segment.addr.get() + segment.bytes;
-        assert_eq!(at, end, "blocks should fill their segment");
+        assert!(at == end, "blocks should fill their segment: they end at {at:#x}, it ends at {end:#x}");
     }
 }
