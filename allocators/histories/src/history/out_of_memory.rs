@@ -67,17 +67,13 @@ impl OutOfMemory {
     pub fn report(&self) -> OomReport {
         let own = self.streams.iter().find(|held| held.stream == self.stream).map(|own| own.held).unwrap_or_default();
         let held = self.held.unwrap_or_default();
-        OomReport {
-            allocator: "the recorded allocator".into(),
-            requested_bytes: self.requested_bytes,
-            needed_bytes: self.requested_bytes,
-            reserved_bytes: held.reserved_bytes,
-            active_bytes: held.allocated_bytes + held.pending_bytes,
-            largest_free_bytes: self.held.map(|_| own.largest_free_bytes),
-            other_streams_free_bytes: self.held.map(|held| held.free_bytes - own.free_bytes),
-            limit_bytes: self.limit_bytes,
-            device_bytes: None,
-            against_fragmentation: self.against_fragmentation.clone(),
+        let report = OomReport::new("the recorded allocator", self.requested_bytes)
+            .with_memory(held.reserved_bytes, held.allocated_bytes + held.pending_bytes)
+            .with_limit(self.limit_bytes)
+            .with_setting(self.against_fragmentation.clone());
+        match self.held {
+            Some(held) => report.with_free(own.largest_free_bytes, held.free_bytes - own.free_bytes),
+            None => report,
         }
     }
 }

@@ -196,17 +196,9 @@ impl DeviceAllocator for Naive {
             Err(error) if error.is_out_of_memory() => {
                 let mut state = self.lock();
                 state.stats.num_ooms += 1;
-                return Err(AllocError::OutOfMemory(Box::new(OomReport {
-                    allocator: self.name().into(),
-                    requested_bytes: bytes,
-                    needed_bytes: bytes,
-                    reserved_bytes: state.stats.reserved_bytes.all.current,
-                    active_bytes: state.stats.active_bytes.all.current,
-                    largest_free_bytes: Some(0),
-                    other_streams_free_bytes: Some(0),
-                    device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-                    ..OomReport::default()
-                })));
+                let (reserved, active) = (&state.stats.reserved_bytes.all, &state.stats.active_bytes.all);
+                let report = OomReport::new(self.name(), bytes).with_memory(reserved.current, active.current);
+                return Err(report.with_free(0, 0).with_device(self.driver.as_ref()).into());
             }
             Err(error) => return Err(error.into()),
         };

@@ -274,16 +274,11 @@ impl StreamOrdered {
         let mut state = self.lock();
         let counters = self.counters(&mut state);
         state.stats.num_ooms += 1;
-        AllocError::OutOfMemory(Box::new(OomReport {
-            allocator: self.name().into(),
-            requested_bytes: bytes,
-            needed_bytes: bytes,
-            reserved_bytes: counters.reserved,
-            active_bytes: state.stats.active_bytes.all.current - state.leaving.bytes,
-            limit_bytes: self.limit(),
-            device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-            ..OomReport::default()
-        }))
+        OomReport::new(self.name(), bytes)
+            .with_memory(counters.reserved, state.stats.active_bytes.all.current - state.leaving.bytes)
+            .with_limit(self.limit())
+            .with_device(self.driver.as_ref())
+            .into()
     }
 
     /// The limit, if there is one.

@@ -3,10 +3,20 @@
 use crate::contract::Block;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
-use vramlab_device::{Bytes, DriverError, StreamId};
+use vramlab_device::{Bytes, Driver, DriverError, StreamId};
 
-/// What was known when an allocation could not be served.
+/// What was known when an allocation could not be served. Made by [`new`](Self::new) and the methods that add to it; what none of
+/// them adds is absent.
+///
+/// ```
+/// use vramlab_policies::{AllocError, OomReport};
+///
+/// let report = OomReport::new("mine", 4 << 20).needing(20 << 20).with_memory(30 << 20, 28 << 20).with_limit(Some(32 << 20));
+/// assert!(report.advice().starts_with("raise the limit by at least 18 MiB"));
+/// assert!(AllocError::from(report).is_out_of_memory());
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OomReport {
     /// Backend that gave up.
     pub allocator: String,
@@ -32,6 +42,48 @@ pub struct OomReport {
 }
 
 impl OomReport {
+    /// The report of an allocator that refused a request, which would have needed as many bytes from the device.
+    #[must_use]
+    pub fn new(allocator: &str, requested_bytes: u64) -> Self {
+        Self { allocator: allocator.into(), requested_bytes, needed_bytes: requested_bytes, ..Self::default() }
+    }
+
+    /// Sets the bytes that would have been taken from the device, after rounding.
+    #[must_use]
+    pub fn needing(self, needed_bytes: u64) -> Self {
+        Self { needed_bytes, ..self }
+    }
+
+    /// Sets the bytes that were reserved, and those of them in blocks that the client held or a stream still used.
+    #[must_use]
+    pub fn with_memory(self, reserved_bytes: u64, active_bytes: u64) -> Self {
+        Self { reserved_bytes, active_bytes, ..self }
+    }
+
+    /// Adds the largest free block that the request's stream could use, and the free bytes kept for other streams.
+    #[must_use]
+    pub fn with_free(self, largest: u64, other_streams: u64) -> Self {
+        Self { largest_free_bytes: Some(largest), other_streams_free_bytes: Some(other_streams), ..self }
+    }
+
+    /// Adds the limit, if there is one.
+    #[must_use]
+    pub fn with_limit(self, limit_bytes: Option<u64>) -> Self {
+        Self { limit_bytes, ..self }
+    }
+
+    /// Adds the device's free and total memory, if it answers. One call of the driver.
+    #[must_use]
+    pub fn with_device(self, driver: &dyn Driver) -> Self {
+        Self { device_bytes: driver.mem_info().ok().map(|info| (info.free, info.total)), ..self }
+    }
+
+    /// Adds what can be changed about the allocator against free memory in pieces, if anything.
+    #[must_use]
+    pub fn with_setting(self, against_fragmentation: Option<String>) -> Self {
+        Self { against_fragmentation, ..self }
+    }
+
     /// One sentence that says what would have helped, from the figures at hand.
     #[must_use]
     pub fn advice(&self) -> String {
@@ -209,6 +261,12 @@ pub enum AllocError {
     Driver(#[from] DriverError),
 }
 
+impl From<OomReport> for AllocError {
+    fn from(report: OomReport) -> Self {
+        Self::OutOfMemory(Box::new(report))
+    }
+}
+
 impl AllocError {
     /// An error for a block that `allocator` does not hold and that was to be freed.
     #[must_use]
@@ -272,11 +330,7 @@ mod tests {
     #[test]
     fn advice_is_of_what_was_in_the_way() {
         let advice = |largest, others, limit_bytes| {
-            let (largest_free_bytes, other_streams_free_bytes) = (Some(largest), Some(others));
-            let (reserved_bytes, active_bytes) = (100, 60);
-            let sizes =
-                OomReport { requested_bytes: 20, needed_bytes: 20, reserved_bytes, active_bytes, ..Default::default() };
-            OomReport { largest_free_bytes, other_streams_free_bytes, limit_bytes, ..sizes }.advice()
+            OomReport::new("a", 20).with_memory(100, 60).with_free(largest, others).with_limit(limit_bytes).advice()
         };
         // 40 are free: 20 of its own stream in pieces, and as many of another.
         assert!(advice(10, 20, None).contains("fragmentation"));
@@ -284,14 +338,9 @@ mod tests {
         assert!(advice(10, 15, None).ends_with("(fragmentation): allocate large tensors first"));
         assert!(advice(20, 0, None).contains("smaller batch"));
         let pieces =
-            OomReport { requested_bytes: 20, reserved_bytes: 100, largest_free_bytes: Some(10), ..Default::default() };
-        let pieces = OomReport { against_fragmentation: Some("set a bound".into()), ..pieces };
+            OomReport::new("a", 20).with_memory(100, 0).with_free(10, 0).with_setting(Some("set a bound".into()));
         assert!(pieces.advice().ends_with("(fragmentation): allocate large tensors first, or set a bound"));
-        let short = OomReport { requested_bytes: 50, needed_bytes: 50, reserved_bytes: 100, ..Default::default() };
-        assert!(
-            OomReport { active_bytes: 100, limit_bytes: Some(120), ..short }
-                .advice()
-                .contains("raise the limit by at least 30 B")
-        );
+        let short = OomReport::new("a", 50).with_memory(100, 100).with_limit(Some(120));
+        assert!(short.advice().contains("raise the limit by at least 30 B"));
     }
 }

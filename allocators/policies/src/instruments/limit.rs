@@ -85,15 +85,8 @@ impl Limit {
 
     fn refuse(&self, bytes: u64) -> AllocError {
         let stats = self.inner.stats();
-        AllocError::OutOfMemory(Box::new(OomReport {
-            allocator: self.name().into(),
-            requested_bytes: bytes,
-            needed_bytes: bytes,
-            reserved_bytes: stats.reserved_bytes.all.current,
-            active_bytes: stats.active_bytes.all.current,
-            limit_bytes: Some(self.limit),
-            ..OomReport::default()
-        }))
+        let (reserved, active) = (stats.reserved_bytes.all.current, stats.active_bytes.all.current);
+        OomReport::new(self.name(), bytes).with_memory(reserved, active).with_limit(Some(self.limit)).into()
     }
 }
 

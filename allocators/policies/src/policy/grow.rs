@@ -71,7 +71,7 @@ pub trait Segments {
     /// Counts that a request for `requested` bytes is refused. Returns the error for it.
     fn out_of_memory(&mut self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
         self.count_refusal();
-        AllocError::OutOfMemory(Box::new(self.refusal(allocator, miss.list, requested, miss.segment)))
+        self.refusal(allocator, miss.list, requested, miss.segment).into()
     }
 }
 

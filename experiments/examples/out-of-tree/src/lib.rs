@@ -152,19 +152,15 @@ impl Bump {
     fn out_of_memory(&self, state: &mut State, list: FreeList, requested: u64) -> AllocError {
         let account = state.space.account_mut();
         account.count_refusal();
-        let (reserved_bytes, active_bytes) = (account.reserved(), account.stats().active_bytes.all.current);
+        let (reserved, active) = (account.reserved(), account.stats().active_bytes.all.current);
         let (own, others): (Vec<_>, Vec<_>) = state.space.free_blocks().partition(|block| block.list == list);
-        AllocError::OutOfMemory(Box::new(OomReport {
-            allocator: BACKEND.name.into(),
-            requested_bytes: requested,
-            needed_bytes: requested.max(self.settings.segment).next_multiple_of(ROUND),
-            reserved_bytes,
-            active_bytes,
-            largest_free_bytes: Some(own.iter().map(|block| block.bytes).max().unwrap_or(0)),
-            other_streams_free_bytes: Some(others.iter().map(|block| block.bytes).sum()),
-            device_bytes: self.driver.mem_info().ok().map(|info| (info.free, info.total)),
-            ..OomReport::default()
-        }))
+        let largest = own.iter().map(|block| block.bytes).max().unwrap_or(0);
+        OomReport::new(BACKEND.name, requested)
+            .needing(requested.max(self.settings.segment).next_multiple_of(ROUND))
+            .with_memory(reserved, active)
+            .with_free(largest, others.iter().map(|block| block.bytes).sum())
+            .with_device(self.driver.as_ref())
+            .into()
     }
 }
 

@@ -243,19 +243,12 @@ impl<'a> Segments for Grown<'a> {
         let free = others.map(|other| other.lock().cache().tally().ledger(false).stream).sum();
         let mut stats = Stats::with_pools();
         caching.totals.report(&caching.shards, &mut stats);
-        OomReport {
-            allocator: allocator.into(),
-            requested_bytes: requested,
-            needed_bytes: needed,
-            reserved_bytes: self.reserved(),
-            active_bytes: stats.active_bytes.all.current,
-            largest_free_bytes: Some(largest.unwrap_or(0)),
-            other_streams_free_bytes: Some(free),
-            limit_bytes: self.limit(),
-            device_bytes: caching.driver.mem_info().ok().map(|info| (info.free, info.total)),
-            against_fragmentation: caching
-                .settings
-                .against_fragmentation(Some(of_torch(TorchAllocator::Expandable).name)),
-        }
+        OomReport::new(allocator, requested)
+            .needing(needed)
+            .with_memory(self.reserved(), stats.active_bytes.all.current)
+            .with_free(largest.unwrap_or(0), free)
+            .with_limit(self.limit())
+            .with_device(caching.driver.as_ref())
+            .with_setting(caching.settings.against_fragmentation(Some(of_torch(TorchAllocator::Expandable).name)))
     }
 }

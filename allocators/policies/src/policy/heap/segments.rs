@@ -109,18 +109,12 @@ impl Segments for Heap {
                 others += block.bytes;
             }
         }
-        OomReport {
-            allocator: allocator.into(),
-            requested_bytes: requested,
-            needed_bytes: needed,
-            reserved_bytes: self.reserved(),
-            active_bytes: self.space.account().stats().active_bytes.all.current,
-            largest_free_bytes: Some(largest),
-            other_streams_free_bytes: Some(others),
-            limit_bytes: self.source.limit(),
-            device_bytes: self.source.driver().mem_info().ok().map(|info| (info.free, info.total)),
-            // What a policy can be told, it says itself.
-            against_fragmentation: None,
-        }
+        // A policy adds its setting itself.
+        OomReport::new(allocator, requested)
+            .needing(needed)
+            .with_memory(self.reserved(), self.space.account().stats().active_bytes.all.current)
+            .with_free(largest, others)
+            .with_limit(self.source.limit())
+            .with_device(self.source.driver().as_ref())
     }
 }
