@@ -52,6 +52,7 @@ pub use device::{
 };
 pub use vramlab_policies::{
     AllocError, Attribution, Backend, Block, BlockInfo, BlockState, Capabilities, Capture, CaptureId, DeviceAllocator,
-    DeviceBuffer, GUARANTEED_ALIGN, Gauge, Graph, Ledger, Memory, OomReport, Path, PeakKind, PinnedBuffer, PoolKind,
-    PooledGauge, PrivatePool, Request, SegmentInfo, Selection, Snapshot, Stats, Steals, Token, Tokens,
+    DeviceBuffer, GUARANTEED_ALIGN, Gauge, Graph, Instrument, Ledger, Memory, OomReport, Parts, Path, PeakKind,
+    PinnedBuffer, PoolKind, PooledGauge, PrivatePool, Request, SegmentInfo, Selection, Snapshot, Stats, Steals, Token,
+    Tokens,
 };

@@ -439,7 +439,8 @@ impl Allocator {
         let _collecting = lock(&self.collecting);
         // What waits goes on to wait where one callback takes the place of another.
         if callback.is_some() != self.notices.wants_frees() {
-            self.stacks[0].tell_completed(callback.is_some());
+            // False where no free is seen to wait: then each completes when it is asked for.
+            let _ = self.stacks[0].tell_completed(callback.is_some());
             self.deferred.store(0, Release);
         }
         self.notices.set_on_free(callback);

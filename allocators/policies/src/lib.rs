@@ -12,9 +12,9 @@ mod sync;
 pub use backends::{Backend, Capabilities, Selection};
 pub use client::{Capture, DeviceBuffer, Graph, Memory, PinnedBuffer};
 pub use contract::{
-    AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge, Ledger,
-    OomReport, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, RestoreError, SegmentInfo, Snapshot, Stats,
-    Steals, Token, Tokens,
+    AllocError, Attribution, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GUARANTEED_ALIGN, Gauge,
+    Instrument, Ledger, OomReport, Parts, Path, PeakKind, PoolKind, PooledGauge, PrivatePool, Request, RestoreError,
+    SegmentInfo, Snapshot, Stats, Steals, Token, Tokens,
 };
 #[doc(hidden)]
 pub use sync::restless;

@@ -192,46 +192,17 @@ fn the_checker_finds_a_write_after_free() {
 #[derive(Debug)]
 struct Blind(Arc<dyn DeviceAllocator>);
 
-impl DeviceAllocator for Blind {
-    fn allocate(&self, request: vramlab_policies::Request, stream: StreamId) -> Result<Block, AllocError> {
-        self.0.allocate(request, stream)
-    }
-
-    unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // SAFETY: passed on.
-        unsafe { self.0.deallocate(block, stream) }
-    }
-
-    fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
-        self.0.record_use(block, stream)
+impl vramlab_policies::Instrument for Blind {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.0.as_ref()
     }
 
     fn name(&self) -> &'static str {
         "blind"
     }
 
-    fn settings(&self) -> serde_json::Value {
-        self.0.settings()
-    }
-
-    fn stats(&self) -> vramlab_policies::Stats {
-        self.0.stats()
-    }
-
-    fn reset_peaks(&self) {
-        self.0.reset_peaks();
-    }
-
     fn snapshot(&self) -> Option<Snapshot> {
         None
-    }
-
-    fn ledger_at_peak(&self) -> vramlab_policies::Ledger {
-        self.0.ledger_at_peak()
-    }
-
-    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        self.0.trim(keep_bytes)
     }
 }
 
@@ -419,7 +390,8 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
         let trace = Arc::new(EventTrace::new(timed, bench.sim.clock()));
         let nvtx = Arc::new(Nvtx::new(Arc::clone(&trace) as _, Ranges::new(NvtxMode::Off)));
         let checker = common::checker(nvtx, Arc::clone(&bench.driver));
-        let blocks = checker.restore(&snapshot, &|_| 0).unwrap().unwrap_or_else(|| panic!("{kind} says that it can"));
+        let taking: &dyn DeviceAllocator = &checker;
+        let blocks = taking.restore(&snapshot, &|_| 0).unwrap().unwrap_or_else(|| panic!("{kind} says that it can"));
         let held = |snapshot: &Snapshot| -> Vec<(StreamId, u64, u64)> {
             let blocks = snapshot.segments.iter().flat_map(|s| s.blocks.iter().map(move |block| (s.stream, block)));
             let held = blocks.filter(|(_, block)| block.state == BlockState::Allocated);
@@ -447,7 +419,7 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
             free(&checker, block, stream).unwrap();
         }
         assert!(checker.report().is_clean(), "{kind}: {:?}", checker.report());
-        let small = Limit::new(build(kind, &bench.driver), sum - 1);
+        let small: Arc<dyn DeviceAllocator> = Arc::new(Limit::new(build(kind, &bench.driver), sum - 1));
         let error = small.restore(&snapshot, &|_| 0).unwrap_err();
         assert!(error.is_out_of_memory(), "{kind}: {error}");
         assert_eq!(small.stats().allocation.all.current, 0, "{kind}");

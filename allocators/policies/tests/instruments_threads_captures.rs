@@ -267,63 +267,18 @@ fn the_checker_queues_nothing_in_a_capture_and_goes_on_after_it() {
 #[derive(Debug)]
 struct Forgetful(Arc<dyn DeviceAllocator>);
 
-impl DeviceAllocator for Forgetful {
+impl vramlab_policies::Instrument for Forgetful {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.0.as_ref()
+    }
+
     fn capture_begin(&self, _stream: StreamId) -> Result<CaptureId, AllocError> {
         // A capture of an idle stream.
         self.0.capture_begin(common::stream(u64::MAX))
     }
 
-    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
-        self.0.capture_end(capture)
-    }
-
-    fn allocate(
-        &self,
-        request: vramlab_policies::Request,
-        stream: StreamId,
-    ) -> Result<vramlab_policies::Block, AllocError> {
-        self.0.allocate(request, stream)
-    }
-
-    unsafe fn deallocate(
-        &self,
-        block: vramlab_policies::Block,
-        stream: StreamId,
-    ) -> Result<vramlab_policies::Path, AllocError> {
-        // SAFETY: passed on.
-        unsafe { self.0.deallocate(block, stream) }
-    }
-
-    fn record_use(&self, block: &vramlab_policies::Block, stream: StreamId) -> Result<(), AllocError> {
-        self.0.record_use(block, stream)
-    }
-
     fn name(&self) -> &'static str {
         "forgetful"
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.0.settings()
-    }
-
-    fn stats(&self) -> vramlab_policies::Stats {
-        self.0.stats()
-    }
-
-    fn reset_peaks(&self) {
-        self.0.reset_peaks();
-    }
-
-    fn snapshot(&self) -> Option<vramlab_policies::Snapshot> {
-        self.0.snapshot()
-    }
-
-    fn ledger_at_peak(&self) -> vramlab_policies::Ledger {
-        self.0.ledger_at_peak()
-    }
-
-    fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        self.0.trim(keep_bytes)
     }
 }
 
@@ -333,10 +288,11 @@ fn the_checker_finds_memory_of_a_graph_in_other_hands() {
     let inner = Arc::new(Forgetful(build(&caching::BACKEND, &driver)));
     let checker = common::checker(inner, Arc::clone(&driver));
     let stream = sim.stream_create().unwrap();
-    let id = checker.capture_begin(stream).unwrap();
+    let checked: &dyn DeviceAllocator = &checker;
+    let id = checked.capture_begin(stream).unwrap();
     let block = allocate(&checker, 4096, stream).unwrap();
     free(&checker, block, stream).unwrap();
-    checker.capture_end(id).unwrap();
+    checked.capture_end(id).unwrap();
     let error = allocate(&checker, 4096, stream).unwrap_err();
     assert!(error.to_string().contains("pins its memory"), "{error}");
 }

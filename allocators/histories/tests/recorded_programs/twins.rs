@@ -12,9 +12,7 @@ use vramlab_device::{
 };
 use vramlab_histories::replay::{Addresses, ReplaySettings, replay};
 use vramlab_policies::backends::{Backend, Capabilities, Constructor};
-use vramlab_policies::{
-    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, Selection, Snapshot, Stats,
-};
+use vramlab_policies::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Selection, Snapshot};
 
 /// Places at which the two are compared as a whole.
 const LOOKS: u64 = 300;
@@ -116,13 +114,9 @@ impl Watched {
     }
 }
 
-impl DeviceAllocator for Watched {
-    fn name(&self) -> &'static str {
-        self.inner.name()
-    }
-
-    fn settings(&self) -> serde_json::Value {
-        self.inner.settings()
+impl vramlab_policies::Instrument for Watched {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
     }
 
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
@@ -151,54 +145,6 @@ impl DeviceAllocator for Watched {
         let result = self.inner.trim(keep_bytes);
         self.step(result.as_ref().map_or_else(|error| self.refused(error), |bytes| Outcome::Trimmed(*bytes)));
         result
-    }
-
-    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
-        self.inner.restore(snapshot, age)
-    }
-
-    fn stats(&self) -> Stats {
-        self.inner.stats()
-    }
-
-    fn reset_peaks(&self) {
-        self.inner.reset_peaks();
-    }
-
-    fn snapshot(&self) -> Option<Snapshot> {
-        self.inner.snapshot()
-    }
-
-    fn ledger_at_peak(&self) -> Ledger {
-        self.inner.ledger_at_peak()
-    }
-
-    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
-        self.inner.capture_begin(stream)
-    }
-
-    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
-        self.inner.capture_end(capture)
-    }
-
-    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
-        self.inner.capture_release(capture)
-    }
-
-    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
-        self.inner.pool_create()
-    }
-
-    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
-        self.inner.pool_begin(pool, stream)
-    }
-
-    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
-        self.inner.pool_end(stream)
-    }
-
-    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
-        self.inner.pool_release(pool)
     }
 
     fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {

@@ -63,8 +63,8 @@ use super::{foreign, not_held, pytorch};
 use crate::backends::caching::block_cache::{BlockCache, Served, Wanted};
 use crate::backends::caching::blocks::{BlockIndex, State};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Gauge, Ledger, Path, PoolKind, PrivatePool, Request, RestoreError,
-    Snapshot, Stats, Token,
+    AllocError, Block, CaptureId, Completions, DeviceAllocator, Gauge, GraphMemory, Ledger, MemoryLimit, Parts, Path,
+    PoolKind, PrivatePool, PrivatePools, Request, RestoreError, Snapshot, Stats, Takeover, Token,
 };
 use crate::policy::grow::{release_cached, release_private};
 use crate::policy::size::torch::{pool_of, round_size};
@@ -278,12 +278,6 @@ impl DeviceAllocator for Caching {
         self.serve(request, stream)
     }
 
-    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
-        request.validate()?;
-        let processed = self.waiting.load(Acquire) == 0 || self.process_events_for(stream)?;
-        self.serve_from(self.shard_of_pool(pool, stream)?, request, processed)
-    }
-
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         self.free(block)
     }
@@ -298,14 +292,6 @@ impl DeviceAllocator for Caching {
         }
         // A free that found the stream before holds the queues until its event is recorded.
         self.end_pending_of(stream);
-    }
-
-    fn tell_completed(&self, on: bool) {
-        *lock(&self.completed) = on.then(Vec::new);
-    }
-
-    fn take_completed(&self) -> Vec<DeviceAddr> {
-        lock(&self.completed).as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     fn stats(&self) -> Stats {
@@ -334,26 +320,25 @@ impl DeviceAllocator for Caching {
         self.lock_growth().peak
     }
 
-    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
-        self.take_over(snapshot, age).map(Some)
-    }
-
-    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
-        self.memory_limit.store(bytes.unwrap_or(NO_LIMIT), Relaxed);
-        true
-    }
-
-    fn set_reuse_in_captures(&self, on: bool) -> bool {
-        lock(&self.pending).reuse_in_captures(on);
-        true
-    }
-
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let released = release_cached(&mut self.grown(), keep_bytes)?;
         lock(&self.pending).take_error().map_or(Ok(()), Err)?;
         Ok(released)
     }
 
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            graphs: Some(self),
+            private_pools: Some(self),
+            limit: Some(self),
+            takeover: Some(self),
+            completions: Some(self),
+            ..Parts::NONE
+        }
+    }
+}
+
+impl GraphMemory for Caching {
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         self.begin_capture(stream)
     }
@@ -364,6 +349,19 @@ impl DeviceAllocator for Caching {
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         self.release_capture(capture)
+    }
+
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        lock(&self.pending).reuse_in_captures(on);
+        true
+    }
+}
+
+impl PrivatePools for Caching {
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        request.validate()?;
+        let processed = self.waiting.load(Acquire) == 0 || self.process_events_for(stream)?;
+        self.serve_from(self.shard_of_pool(pool, stream)?, request, processed)
     }
 
     fn pool_create(&self) -> Result<PrivatePool, AllocError> {
@@ -390,6 +388,13 @@ impl DeviceAllocator for Caching {
         Ok(release_private(&mut self.grown(), pool.id())?)
     }
 
+    fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError> {
+        let _growth = self.lock_growth();
+        let mut snapshot = self.all_segments();
+        snapshot.segments.retain(|segment| segment.private == Some(pool.id()));
+        Ok(snapshot)
+    }
+
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
@@ -397,6 +402,29 @@ impl DeviceAllocator for Caching {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         self.restore_pool(pool, checkpoint, held)
+    }
+}
+
+impl MemoryLimit for Caching {
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        self.memory_limit.store(bytes.unwrap_or(NO_LIMIT), Relaxed);
+        true
+    }
+}
+
+impl Takeover for Caching {
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        self.take_over(snapshot, age).map(Some)
+    }
+}
+
+impl Completions for Caching {
+    fn tell_completed(&self, on: bool) {
+        *lock(&self.completed) = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        lock(&self.completed).as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
 

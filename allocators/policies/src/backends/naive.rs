@@ -20,8 +20,8 @@ use super::captures::{Captures, need_graphs};
 use super::registry::{Backend, Capabilities, GraphCapture, SegmentUse, StreamUse, With};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, Ledger, OomReport, Path, PoolKind,
-    PooledGauge, Request, SegmentInfo, Snapshot, Stats, Tokens,
+    AllocError, Block, BlockInfo, BlockState, CaptureId, DeviceAllocator, GraphMemory, Ledger, OomReport, Parts, Path,
+    PoolKind, PooledGauge, Request, SegmentInfo, Snapshot, Stats, Tokens,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -248,6 +248,9 @@ impl DeviceAllocator for Naive {
         Err(not_held(self.name(), block))
     }
 
+    /// No block names a stream to wait for: the driver's free waits for the whole device.
+    fn forget_stream(&self, _stream: StreamId) {}
+
     fn stats(&self) -> Stats {
         self.lock().stats.clone()
     }
@@ -285,6 +288,12 @@ impl DeviceAllocator for Naive {
         Ok(self.retry_refused()?)
     }
 
+    fn parts(&self) -> Parts<'_> {
+        Parts { graphs: Some(self), ..Parts::NONE }
+    }
+}
+
+impl GraphMemory for Naive {
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         need_graphs(self.name(), self.driver.as_ref())?;
         let captures = &mut self.lock().captures;
@@ -310,6 +319,11 @@ impl DeviceAllocator for Naive {
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         let kept = self.lock().captures.release(self.name(), capture)?;
         Ok(self.give_all_back(kept.pinned).map(|_| ())?)
+    }
+
+    /// What is freed after other streams used it waits for the end of the capture.
+    fn set_reuse_in_captures(&self, _on: bool) -> bool {
+        false
     }
 }
 

@@ -14,8 +14,8 @@ use super::registry::{Capabilities, GraphCapture, SegmentUse, StreamUse};
 use super::restore::{Restores, restore};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Block, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
-    Tokens, no_checkpoints,
+    AllocError, Block, CaptureId, Completions, DeviceAllocator, GraphMemory, Ledger, MemoryLimit, Pages, Parts, Path,
+    PrivatePool, Request, RestoreError, Snapshot, Stats, Takeover, Tokens, no_checkpoints, no_private_pools,
 };
 use crate::policy::Heap;
 use crate::policy::grow::{Segments as _, release_cached, release_private};
@@ -164,13 +164,6 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         self.serve(state, Owner { stream, private }, request)
     }
 
-    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
-        request.validate()?;
-        let state = &mut *self.lock();
-        state.pools.need(self.name, pool)?;
-        self.serve(state, Owner { stream, private: Some(pool.id()) }, request)
-    }
-
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let state = &mut *self.lock();
         let Some(held) = self.find(&state.heap, &block) else { return Err(foreign(self.name, block)) };
@@ -190,14 +183,6 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
 
     fn forget_stream(&self, stream: StreamId) {
         self.lock().heap.forget_stream(stream);
-    }
-
-    fn tell_completed(&self, on: bool) {
-        *self.lock().heap.completed() = on.then(Vec::new);
-    }
-
-    fn take_completed(&self) -> Vec<DeviceAddr> {
-        self.lock().heap.completed().as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     fn stats(&self) -> Stats {
@@ -220,48 +205,6 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         self.lock().heap.space().account().ledger_at_peak()
     }
 
-    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
-        let state = &mut *self.lock();
-        // A snapshot does not say where ranges of addresses begin.
-        if state.heap.source().is_expandable() || !state.policy.restores() {
-            return Ok(None);
-        }
-        let pools = &state.pools;
-        let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
-        let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
-        Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
-    }
-
-    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
-        let state = &mut *self.lock();
-        state.policy.set_memory_limit(&mut state.heap, bytes)
-    }
-
-    fn set_reuse_in_captures(&self, on: bool) -> bool {
-        self.lock().heap.reuse_in_captures(on);
-        true
-    }
-
-    fn export(&self, block: &Block) -> Result<crate::contract::Exported, AllocError> {
-        let state = &mut *self.lock();
-        let Some(held) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
-        state.heap.export(self.name, held)
-    }
-
-    fn exported_descriptor(&self, number: i32) -> Option<std::os::fd::OwnedFd> {
-        self.lock().heap.exported_descriptor(number)
-    }
-
-    fn pin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
-        let pinned = self.lock().heap.pin_pages(addr.get(), bytes);
-        if pinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
-    }
-
-    fn unpin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
-        let unpinned = self.lock().heap.unpin_pages(addr.get(), bytes);
-        if unpinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
-    }
-
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         let state = &mut *self.lock();
         let released = release_cached(&mut state.heap, keep_bytes);
@@ -269,6 +212,19 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         Ok(released?)
     }
 
+    fn parts(&self) -> Parts<'_> {
+        Parts {
+            graphs: Some(self),
+            private_pools: Some(self),
+            pages: Some(self),
+            limit: Some(self),
+            takeover: Some(self),
+            completions: Some(self),
+        }
+    }
+}
+
+impl<P: Policy> GraphMemory for Pooled<P> {
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         self.lock().begin_capture(self.name, stream)
     }
@@ -281,10 +237,24 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         self.lock().release_capture(self.name, capture)
     }
 
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        self.lock().heap.reuse_in_captures(on);
+        true
+    }
+}
+
+impl<P: Policy> crate::contract::PrivatePools for Pooled<P> {
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        request.validate()?;
+        let state = &mut *self.lock();
+        state.pools.need(self.name, pool)?;
+        self.serve(state, Owner { stream, private: Some(pool.id()) }, request)
+    }
+
     fn pool_create(&self) -> Result<PrivatePool, AllocError> {
         let state = &mut *self.lock();
         if !state.policy.has_private_pools() {
-            return Err(AllocError::Incapable { allocator: self.name, capability: "private pools" });
+            return Err(no_private_pools(self.name));
         }
         let pool = state.pools.create();
         state.heap.pin(pool.id());
@@ -346,6 +316,59 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
             RestoreError { held: Vec::new(), error: AllocError::PrivatePool { allocator: self.name, reason } }
         })?;
         Ok(blocks.into_iter().map(|block| self.mint(&state.heap, block, Path::Hit)).collect())
+    }
+}
+
+impl<P: Policy> Pages for Pooled<P> {
+    fn export(&self, block: &Block) -> Result<crate::contract::Exported, AllocError> {
+        let state = &mut *self.lock();
+        let Some(held) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
+        state.heap.export(self.name, held)
+    }
+
+    fn exported_descriptor(&self, number: i32) -> Option<std::os::fd::OwnedFd> {
+        self.lock().heap.exported_descriptor(number)
+    }
+
+    fn pin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+        let pinned = self.lock().heap.pin_pages(addr.get(), bytes);
+        if pinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
+    }
+
+    fn unpin(&self, addr: DeviceAddr, bytes: u64) -> Result<(), AllocError> {
+        let unpinned = self.lock().heap.unpin_pages(addr.get(), bytes);
+        if unpinned { Ok(()) } else { Err(crate::contract::no_pages(self.name)) }
+    }
+}
+
+impl<P: Policy> MemoryLimit for Pooled<P> {
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        let state = &mut *self.lock();
+        state.policy.set_memory_limit(&mut state.heap, bytes)
+    }
+}
+
+impl<P: Policy> Takeover for Pooled<P> {
+    fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
+        let state = &mut *self.lock();
+        // A snapshot does not say where ranges of addresses begin.
+        if state.heap.source().is_expandable() || !state.policy.restores() {
+            return Ok(None);
+        }
+        let pools = &state.pools;
+        let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
+        let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
+        Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
+    }
+}
+
+impl<P: Policy> Completions for Pooled<P> {
+    fn tell_completed(&self, on: bool) {
+        *self.lock().heap.completed() = on.then(Vec::new);
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        self.lock().heap.completed().as_mut().map(std::mem::take).unwrap_or_default()
     }
 }
 

@@ -33,8 +33,8 @@ use super::captures::{Captures, need_graphs};
 use super::registry::{Backend, Capabilities, GraphCapture, Needs, SegmentUse, StreamUse, With};
 use super::{foreign, not_held};
 use crate::contract::{
-    AllocError, Attribution, Block, CaptureId, DeviceAllocator, Gauge, Ledger, OomReport, Path, PeakKind, PoolKind,
-    Request, Snapshot, Stats, Tokens,
+    AllocError, Attribution, Block, CaptureId, DeviceAllocator, Gauge, GraphMemory, Ledger, MemoryLimit, OomReport,
+    Parts, Path, PeakKind, PoolKind, Request, Snapshot, Stats, Tokens,
 };
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::atomic::AtomicU64;
@@ -465,11 +465,6 @@ impl DeviceAllocator for StreamOrdered {
         }
     }
 
-    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
-        self.limit.store(bytes.unwrap_or(u64::MAX), Relaxed);
-        true
-    }
-
     fn stats(&self) -> Stats {
         let mut state = self.lock();
         let counters = self.counters(&mut state);
@@ -521,6 +516,12 @@ impl DeviceAllocator for StreamOrdered {
         refused.map_err(AllocError::from).map(|()| released)
     }
 
+    fn parts(&self) -> Parts<'_> {
+        Parts { graphs: Some(self), limit: Some(self), ..Parts::NONE }
+    }
+}
+
+impl GraphMemory for StreamOrdered {
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
         need_graphs(self.name(), self.driver.as_ref())?;
         let state = &mut *self.lock();
@@ -560,6 +561,18 @@ impl DeviceAllocator for StreamOrdered {
             state.stats.count_reusable(ANY, block.bytes, block.bytes);
         }
         Ok(())
+    }
+
+    /// The driver decides.
+    fn set_reuse_in_captures(&self, _on: bool) -> bool {
+        false
+    }
+}
+
+impl MemoryLimit for StreamOrdered {
+    fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
+        self.limit.store(bytes.unwrap_or(u64::MAX), Relaxed);
+        true
     }
 }
 

@@ -10,8 +10,8 @@
 
 use super::restored_streams;
 use crate::contract::{
-    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError,
-    Snapshot, Stats, Token,
+    AllocError, Block, BlockState, CaptureId, DeviceAllocator, Instrument, Path, PrivatePool, Request, RestoreError,
+    Snapshot, Token,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -241,7 +241,11 @@ impl Checker {
     }
 }
 
-impl DeviceAllocator for Checker {
+impl Instrument for Checker {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.checked(request, stream, |inner| inner.allocate(request, stream))
     }
@@ -351,9 +355,6 @@ impl DeviceAllocator for Checker {
         }
         released
     }
-
-    super::pass_on!();
-    super::pass_on!(pools);
 }
 
 impl CheckReport {

@@ -1,7 +1,7 @@
 //! A byte limit on what the client holds, the same for every backend.
 
 use crate::contract::{
-    AllocError, Block, DeviceAllocator, Ledger, OomReport, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+    AllocError, Block, DeviceAllocator, Instrument, OomReport, Path, PrivatePool, Request, RestoreError, Snapshot,
     Token,
 };
 use std::collections::HashMap;
@@ -86,11 +86,15 @@ impl Limit {
     fn refuse(&self, bytes: u64) -> AllocError {
         let stats = self.inner.stats();
         let (reserved, active) = (stats.reserved_bytes.all.current, stats.active_bytes.all.current);
-        OomReport::new(self.name(), bytes).with_memory(reserved, active).with_limit(Some(self.limit)).into()
+        OomReport::new(self.inner.name(), bytes).with_memory(reserved, active).with_limit(Some(self.limit)).into()
     }
 }
 
-impl DeviceAllocator for Limit {
+impl Instrument for Limit {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.within(request, stream, |inner| inner.allocate(request, stream))
     }
@@ -104,7 +108,7 @@ impl DeviceAllocator for Limit {
         {
             let mut state = self.lock();
             if state.live.get(&addr) != Some(&(block.bytes(), block.token())) {
-                return Err(AllocError::foreign(self.name(), "it was not handed out under this limit", block));
+                return Err(AllocError::foreign(self.inner.name(), "it was not handed out under this limit", block));
             }
             state.live.remove(&addr);
             // Before the memory goes: another thread may be given the address at once. After a failing free, too, the
@@ -150,6 +154,4 @@ impl DeviceAllocator for Limit {
         state.live.extend(restored.iter().map(|block| (block.addr(), (block.bytes(), block.token()))));
         Ok(restored)
     }
-
-    super::pass_on!(record_use);
 }

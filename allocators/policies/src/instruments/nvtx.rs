@@ -6,7 +6,7 @@
 pub mod memory;
 mod stream_names;
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};
+use crate::contract::{AllocError, Block, DeviceAllocator, Instrument, Path, PrivatePool, Request};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -138,7 +138,11 @@ impl Nvtx {
     }
 }
 
-impl DeviceAllocator for Nvtx {
+impl Instrument for Nvtx {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.around(request, |inner| inner.allocate(request, stream))
     }
@@ -154,8 +158,4 @@ impl DeviceAllocator for Nvtx {
         self.mark(*result.as_ref().unwrap_or(&Path::Failed));
         result
     }
-
-    super::pass_on!(record_use);
-    super::pass_on!(restore);
-    super::pass_on!(pool_restore);
 }

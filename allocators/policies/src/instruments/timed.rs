@@ -1,6 +1,6 @@
 //! Latency histograms by operation and path.
 
-use crate::contract::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Snapshot, Stats};
+use crate::contract::{AllocError, Block, DeviceAllocator, Instrument, Path, PrivatePool, Request};
 use crate::instruments::per_thread::PerThread;
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -135,7 +135,11 @@ impl Timed {
     }
 }
 
-impl DeviceAllocator for Timed {
+impl Instrument for Timed {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.time(|inner| inner.allocate(request, stream))
     }
@@ -151,8 +155,4 @@ impl DeviceAllocator for Timed {
         self.record(Operation::Deallocate, *freed.as_ref().unwrap_or(&Path::Failed), start);
         freed
     }
-
-    super::pass_on!(record_use);
-    super::pass_on!(restore);
-    super::pass_on!(pool_restore);
 }

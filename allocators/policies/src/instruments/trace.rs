@@ -2,8 +2,7 @@
 
 use super::restored_streams;
 use crate::contract::{
-    Action, AllocError, Block, DeviceAllocator, Event, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot,
-    Stats,
+    Action, AllocError, Block, DeviceAllocator, Event, Instrument, Path, PrivatePool, Request, RestoreError, Snapshot,
 };
 use crate::instruments::per_thread::PerThread;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -140,7 +139,11 @@ fn place(block: &Block) -> (u64, u64, u64) {
     (block.addr().get(), block.requested(), block.bytes())
 }
 
-impl DeviceAllocator for EventTrace {
+impl Instrument for EventTrace {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.served(request, stream, self.inner.allocate(request, stream))
     }
@@ -190,8 +193,4 @@ impl DeviceAllocator for EventTrace {
         }
         Ok(restored)
     }
-
-    super::pass_on!();
-    super::pass_on!(captures);
-    super::pass_on!(pools);
 }

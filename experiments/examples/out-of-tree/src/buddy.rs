@@ -20,7 +20,12 @@ pub static BACKEND: Backend = Backend {
     name: "buddy",
     summary: "a buddy allocator: powers of two, halved for a request and joined when none is large enough",
     // A snapshot's blocks are of other sizes.
-    capabilities: Capabilities { coalesces: false, restores: false, checkpoints: false, ..Pooled::<Buddy>::CAPABILITIES },
+    capabilities: Capabilities {
+        coalesces: false,
+        restores: false,
+        checkpoints: false,
+        ..Pooled::<Buddy>::CAPABILITIES
+    },
     compared: true,
     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Buddy::on(driver)))),
 };

@@ -10,9 +10,10 @@
 //! is made to wait for that stream when the block is freed.
 //!
 //! The library's [`Space`] says where blocks lie and counts them; what is decided is decided here. [`snug`] is a policy that
-//! leaves the rest to the library, too, [`worst`] one with parts of its own, and [`buddy`] one with steps of its own.
+//! leaves the rest to the library, too, [`worst`] one with parts of its own, and [`buddy`] one with steps of its own. [`census`] is an instrument around any of them.
 
 pub mod buddy;
+pub mod census;
 pub mod snug;
 pub mod worst;
 
@@ -22,8 +23,8 @@ use vramlab::backends::{Backend, Capabilities, SegmentUse, StreamUse, With};
 use vramlab::settings::{Settings, bytes};
 use vramlab::space::{Account, BlockId, FreeList, Owner, SegmentId, Space, State as BlockState};
 use vramlab::{
-    AllocError, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Ledger, OomReport, Path, Request, Snapshot,
-    Stats, StreamId, Tokens,
+    AllocError, Block, DeviceAddr, DeviceAllocator, Driver, DriverError, Ledger, OomReport, Parts, Path, Request,
+    Snapshot, Stats, StreamId, Tokens,
 };
 
 vramlab::settings! {
@@ -230,6 +231,11 @@ impl DeviceAllocator for Bump {
         Ok(())
     }
 
+    /// No later free waits for the stream.
+    fn forget_stream(&self, stream: StreamId) {
+        self.lock().users.values_mut().for_each(|users| users.retain(|user| *user != stream));
+    }
+
     fn stats(&self) -> Stats {
         self.lock().space.account().stats().clone()
     }
@@ -248,6 +254,11 @@ impl DeviceAllocator for Bump {
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
         Ok(self.release(&mut self.lock(), keep_bytes)?)
+    }
+
+    /// No graphs, no private pools, and none of the others.
+    fn parts(&self) -> Parts<'_> {
+        Parts::NONE
     }
 }
 

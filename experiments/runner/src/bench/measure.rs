@@ -2,16 +2,18 @@
 
 use super::cases::{Case, Instrument, Job, Named, THREAD_LIVE};
 use anyhow::{Result, ensure};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
+use vramlab::contract::{Completions, GraphMemory, PrivatePools, RestoreError};
 use vramlab::histories::workload::{self, Sequence, Slots};
 use vramlab::instruments::{EventTrace, Timed};
 use vramlab::{
-    AllocError, Block, DeviceAllocator, DeviceKind, Driver, Ledger, Path, Request, Selection, Snapshot, Stats, StreamId,
+    AllocError, Block, CaptureId, DeviceAddr, DeviceAllocator, DeviceKind, Driver, Ledger, Parts, Path, PrivatePool,
+    Request, Selection, Snapshot, Stats, StreamId,
 };
 
 /// Allocations that the passes of a case `history` come to at least.
@@ -250,9 +252,15 @@ fn in_threads<T: Send>(
     })
 }
 
-/// Sends each call to the allocator of its stream.
+/// Sends each call to the allocator of its stream. Captures are those of the stream's allocator, a private pool is one pool in each.
 #[derive(Debug)]
-pub(crate) struct PerStream(Vec<(StreamId, Arc<dyn DeviceAllocator>)>);
+pub(crate) struct PerStream {
+    allocators: Vec<(StreamId, Arc<dyn DeviceAllocator>)>,
+    /// The allocator of each capture by its place in the list.
+    captures: Mutex<HashMap<CaptureId, usize>>,
+    /// The pool of each allocator, in their order.
+    pools: Mutex<HashMap<PrivatePool, Vec<PrivatePool>>>,
+}
 
 impl PerStream {
     /// An allocator made by `build` for each stream; there is at least one.
@@ -261,13 +269,42 @@ impl PerStream {
         build: impl Fn() -> Result<Arc<dyn DeviceAllocator>, AllocError>,
     ) -> Result<Self> {
         ensure!(!streams.is_empty(), "no stream to work on");
-        Ok(Self(streams.iter().map(|stream| Ok((*stream, build()?))).collect::<Result<_, AllocError>>()?))
+        let allocators = streams.iter().map(|stream| Ok((*stream, build()?))).collect::<Result<_, AllocError>>()?;
+        Ok(Self { allocators, captures: Mutex::default(), pools: Mutex::default() })
     }
 
-    /// Of the first stream, for a stream that is none of ours.
-    fn of(&self, stream: StreamId) -> &dyn DeviceAllocator {
-        self.0.iter().find(|(own, _)| *own == stream).unwrap_or(&self.0[0]).1.as_ref()
+    /// The place of a stream's allocator: the first for any other stream.
+    fn place(&self, stream: StreamId) -> usize {
+        self.allocators.iter().position(|(own, _)| *own == stream).unwrap_or(0)
     }
+
+    fn of(&self, stream: StreamId) -> &dyn DeviceAllocator {
+        self.allocators[self.place(stream)].1.as_ref()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &dyn DeviceAllocator> {
+        self.allocators.iter().map(|(_, inner)| inner.as_ref())
+    }
+
+    fn first(&self) -> &dyn DeviceAllocator {
+        self.allocators[0].1.as_ref()
+    }
+
+    /// The allocator that began a capture; one that knows nothing of it for any other.
+    fn capturing(&self, capture: CaptureId) -> &dyn DeviceAllocator {
+        let place = lock(&self.captures).get(&capture).copied().unwrap_or(0);
+        self.allocators[place].1.as_ref()
+    }
+
+    /// The pool of each allocator that a pool stands for.
+    fn pools(&self, pool: PrivatePool) -> Result<Vec<PrivatePool>, AllocError> {
+        let unknown = || AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") };
+        lock(&self.pools).get(&pool).cloned().ok_or_else(unknown)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl DeviceAllocator for PerStream {
@@ -280,25 +317,37 @@ impl DeviceAllocator for PerStream {
         unsafe { self.of(stream).deallocate(block, stream) }
     }
 
+    /// `stream` uses the block; the allocator that made it is one of them.
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
-        self.of(stream).record_use(block, stream)
+        let mut refused = self.of(stream).record_use(block, stream);
+        for inner in self.all() {
+            if !matches!(refused, Err(AllocError::ForeignBlock { .. })) {
+                break;
+            }
+            refused = inner.record_use(block, stream);
+        }
+        refused
+    }
+
+    fn forget_stream(&self, stream: StreamId) {
+        self.all().for_each(|inner| inner.forget_stream(stream));
     }
 
     fn name(&self) -> &'static str {
-        self.0[0].1.name()
+        self.first().name()
     }
 
     fn settings(&self) -> serde_json::Value {
-        self.0[0].1.settings()
+        self.first().settings()
     }
 
     /// Of the first.
     fn stats(&self) -> Stats {
-        self.0[0].1.stats()
+        self.first().stats()
     }
 
     fn reset_peaks(&self) {
-        self.0.iter().for_each(|(_, inner)| inner.reset_peaks());
+        self.all().for_each(DeviceAllocator::reset_peaks);
     }
 
     fn snapshot(&self) -> Option<Snapshot> {
@@ -307,11 +356,102 @@ impl DeviceAllocator for PerStream {
 
     /// Of the first.
     fn ledger_at_peak(&self) -> Ledger {
-        self.0[0].1.ledger_at_peak()
+        self.first().ledger_at_peak()
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        self.0.iter().map(|(_, inner)| inner.trim(keep_bytes)).sum()
+        self.all().map(|inner| inner.trim(keep_bytes)).sum()
+    }
+
+    /// A limit, a takeover and pages would be those of one stream, so there are none.
+    fn parts(&self) -> Parts<'_> {
+        let inner = self.first().parts();
+        Parts {
+            graphs: inner.graphs.map(|_| self as _),
+            private_pools: inner.private_pools.map(|_| self as _),
+            completions: inner.completions.map(|_| self as _),
+            ..Parts::NONE
+        }
+    }
+}
+
+impl GraphMemory for PerStream {
+    fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError> {
+        let capture = self.of(stream).capture_begin(stream)?;
+        lock(&self.captures).insert(capture, self.place(stream));
+        Ok(capture)
+    }
+
+    fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.capturing(capture).capture_end(capture)
+    }
+
+    fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
+        self.capturing(capture).capture_release(capture)
+    }
+
+    fn set_reuse_in_captures(&self, on: bool) -> bool {
+        // Each is set, also after one that cannot.
+        self.all().filter(|inner| !inner.set_reuse_in_captures(on)).count() == 0
+    }
+}
+
+impl PrivatePools for PerStream {
+    fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError> {
+        self.of(stream).allocate_in(request, stream, self.pools(pool)?[self.place(stream)])
+    }
+
+    fn pool_create(&self) -> Result<PrivatePool, AllocError> {
+        let (pool, inner) =
+            (PrivatePool::next(), self.all().map(<dyn DeviceAllocator>::pool_create).collect::<Result<_, _>>()?);
+        lock(&self.pools).insert(pool, inner);
+        Ok(pool)
+    }
+
+    fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
+        self.of(stream).pool_begin(self.pools(pool)?[self.place(stream)], stream)
+    }
+
+    fn pool_end(&self, stream: StreamId) -> Result<(), AllocError> {
+        self.of(stream).pool_end(stream)
+    }
+
+    fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError> {
+        self.all().zip(self.pools(pool)?).try_for_each(|(inner, pool)| inner.pool_release(pool))
+    }
+
+    fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError> {
+        self.all().zip(self.pools(pool)?).map(|(inner, pool)| inner.pool_trim(pool)).sum()
+    }
+
+    /// A checkpoint would be of several allocators.
+    fn pool_checkpoint(&self, _pool: PrivatePool) -> Result<Snapshot, AllocError> {
+        Err(self.no_checkpoints())
+    }
+
+    unsafe fn pool_restore(
+        &self,
+        _pool: PrivatePool,
+        _checkpoint: &Snapshot,
+        held: Vec<(Block, StreamId)>,
+    ) -> Result<Vec<Block>, RestoreError> {
+        Err(RestoreError { held, error: self.no_checkpoints() })
+    }
+}
+
+impl PerStream {
+    fn no_checkpoints(&self) -> AllocError {
+        AllocError::Incapable { allocator: self.name(), capability: "checkpoints of private pools" }
+    }
+}
+
+impl Completions for PerStream {
+    fn tell_completed(&self, on: bool) {
+        self.all().for_each(|inner| _ = inner.tell_completed(on));
+    }
+
+    fn take_completed(&self) -> Vec<DeviceAddr> {
+        self.all().flat_map(<dyn DeviceAllocator>::take_completed).collect()
     }
 }
 
@@ -326,6 +466,36 @@ mod tests {
     fn a_batch_divides_the_steps() {
         let steps = Sequence::new(SEED, THREAD_LIVE, THREAD_STEPS).steps;
         assert!(steps.chunks_exact(BATCH).remainder().is_empty());
+    }
+
+    #[test]
+    fn captures_pools_and_uses_reach_the_allocator_of_a_stream() {
+        let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 36));
+        let streams = [0, 1].map(|_| driver.stream_create().unwrap());
+        let build = || Selection::of(&vramlab::backends::caching::BACKEND).build(&driver);
+        let each = PerStream::new(&streams, build).unwrap();
+        let all: &dyn DeviceAllocator = &each;
+        // SAFETY: the null device queues no work.
+        let free = |block, stream| unsafe { all.deallocate(block, stream) }.unwrap();
+        for stream in streams {
+            let capture = all.capture_begin(stream).unwrap();
+            free(all.allocate(Request::new(700), stream).unwrap(), stream);
+            all.capture_end(capture).unwrap();
+            all.capture_release(capture).unwrap();
+        }
+        let pool = all.pool_create().unwrap();
+        for (stream, other) in [(streams[0], streams[1]), (streams[1], streams[0])] {
+            all.pool_begin(pool, stream).unwrap();
+            let block = all.allocate(Request::new(700), stream).unwrap();
+            all.pool_end(stream).unwrap();
+            all.record_use(&block, other).unwrap();
+            all.forget_stream(other);
+            assert_ne!(free(block, stream), Path::Deferred, "no block waits for a forgotten stream");
+            free(all.allocate_in(Request::new(9), stream, pool).unwrap(), stream);
+        }
+        all.pool_release(pool).unwrap();
+        assert!(all.pool_trim(pool).unwrap() >= 2 * (2 << 20), "each has memory of its own");
+        assert!(all.pool_begin(pool, streams[1]).is_err());
     }
 
     #[test]

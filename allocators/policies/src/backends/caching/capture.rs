@@ -167,7 +167,7 @@ impl Caching {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use crate::backends::{Caching, CachingSettings};
-    use crate::contract::{DeviceAllocator, Request};
+    use crate::contract::{DeviceAllocator, GraphMemory as _, Request};
     use std::sync::Arc;
     use std::sync::atomic::Ordering::Acquire;
     use vramlab_device::{Driver, NullDriver};

@@ -16,7 +16,7 @@
 //! <https://docs.nvidia.com/compute-sanitizer/SanitizerNvtxGuide/index.html>.
 
 use crate::contract::{
-    AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, RestoreError, Snapshot, Stats,
+    AllocError, Block, DeviceAllocator, Instrument, Path, PrivatePool, Request, RestoreError, Snapshot,
 };
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -342,7 +342,11 @@ impl NvtxMemory {
     }
 }
 
-impl DeviceAllocator for NvtxMemory {
+impl Instrument for NvtxMemory {
+    fn inner(&self) -> &dyn DeviceAllocator {
+        self.inner.as_ref()
+    }
+
     fn allocate(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         self.known(self.inner.allocate(request, stream))
     }
@@ -376,8 +380,6 @@ impl DeviceAllocator for NvtxMemory {
         restored.iter().for_each(|block| self.heaps.region(block));
         Ok(restored)
     }
-
-    super::super::pass_on!(record_use);
 }
 
 #[cfg(test)]
@@ -466,7 +468,7 @@ mod tests {
         let stream = driver.stream_create().unwrap();
         for (name, told_of) in [("caching", true), ("pytorch-expandable", false), ("remap", false)] {
             let plain = name.parse::<Selection>().unwrap().build(&driver).unwrap();
-            let allocator = NvtxMemory::new(plain, Arc::clone(&heaps));
+            let allocator: Arc<dyn DeviceAllocator> = Arc::new(NvtxMemory::new(plain, Arc::clone(&heaps)));
             let (first, second) = (1000, 5000);
             let blocks = [first, second].map(|bytes| allocator.allocate(Request::new(bytes), stream).unwrap());
             let addrs = [0, 1].map(|at| usize::try_from(blocks[at].addr().get()).unwrap());
@@ -497,7 +499,7 @@ mod tests {
         let elsewhere: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
         let stream = elsewhere.stream_create().unwrap();
         let plain = "caching".parse::<Selection>().unwrap().build(&elsewhere).unwrap();
-        let allocator = NvtxMemory::new(plain, heaps);
+        let allocator = Arc::new(NvtxMemory::new(plain, heaps)) as Arc<dyn DeviceAllocator>;
         let block = allocator.allocate(Request::new(1), stream).unwrap();
         // SAFETY: no work uses the block.
         unsafe { allocator.deallocate(block, stream) }.unwrap();

@@ -179,7 +179,7 @@ impl Heap {
 #[cfg(test)]
 mod tests {
     use crate::backends::expandable::{ExpandableSettings, PyTorchExpandable};
-    use crate::contract::{AllocError, DeviceAllocator, Request};
+    use crate::contract::{AllocError, DeviceAllocator, Pages as _, Request};
     use std::sync::Arc;
     use vramlab_device::sim::SimMemory;
     use vramlab_device::{CallKind, Driver, DriverError, FaultyDriver, Profile, SimDriver};
