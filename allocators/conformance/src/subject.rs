@@ -80,7 +80,7 @@ impl<'a> Subject<'a> {
         self.allocator.trim(keep)
     }
 
-    /// Sets the limit as [`DeviceAllocator::set_memory_limit`] does.
+    /// Sets the limit as `DeviceAllocator::set_memory_limit` does.
     pub(super) fn limit_to(&self, bytes: Option<u64>) -> bool {
         Asked::Limit { bytes }.note();
         self.set_memory_limit(bytes)

@@ -133,7 +133,7 @@ pub trait GraphDriver {
     ///
     /// # Safety
     /// The memory that captured work uses has not been given back: blocks of the capture belong to the graph until
-    /// `DeviceAllocator::capture_release`.
+    /// `GraphMemory::capture_release`.
     unsafe fn graph_launch(&self, graph: GraphId, stream: StreamId) -> DriverResult<()>;
 
     /// Destroys a graph; the addresses of its stream-ordered allocations are free for other graphs.

@@ -14,8 +14,8 @@
 //!
 //! Each reports its own cost, so that a result can say what measuring it added.
 
-/// The stream of each block that [`restore`](crate::DeviceAllocator::restore) and
-/// [`pool_restore`](crate::DeviceAllocator::pool_restore) hand out, in their order.
+/// The stream of each block that [`restore`](crate::contract::Takeover::restore) and
+/// [`pool_restore`](crate::contract::PrivatePools::pool_restore) hand out, in their order.
 pub fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
     let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
     snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))

@@ -25,7 +25,7 @@ pub(super) trait Restores: Segments {
 /// The allocator's name, how it rounds, and whom the segments of a stream serve.
 type Rules<'a> = (&'static str, &'a Size, &'a dyn Fn(StreamId) -> Owner);
 
-/// See [`restore`](crate::DeviceAllocator::restore). Returns the blocks that the client holds.
+/// See [`restore`](crate::contract::Takeover::restore). Returns the blocks that the client holds.
 pub(super) fn restore<S: Restores>(
     segments: &mut S,
     rules: Rules<'_>,

@@ -67,7 +67,7 @@ impl Capture {
     ///
     /// # Errors
     /// [`AllocError::Unsupported`] on a device without graphs, those of
-    /// [`DeviceAllocator::capture_begin`](crate::DeviceAllocator::capture_begin), and
+    /// [`GraphMemory::capture_begin`](crate::contract::GraphMemory::capture_begin), and
     /// [`AllocError::Driver`] when the driver refuses. Nothing is captured then.
     pub fn begin(memory: &Arc<Memory>, driver: &Arc<dyn Driver>, stream: StreamId) -> Result<Self, AllocError> {
         memory.check()?;

@@ -37,6 +37,9 @@ use vramlab_device::{DeviceAddr, StreamId};
 /// }
 /// ```
 ///
+/// Both traits have the methods of the core: code that calls an instrument by its type imports [`DeviceAllocator`] alone, or calls it
+/// as `dyn DeviceAllocator`.
+///
 /// *Cost.* None beyond what an instrument does: `allocate` and `deallocate` are one call of the allocator inside. A call of a part
 /// asks each allocator inside for its parts first.
 pub trait Instrument: Send + Sync + fmt::Debug {

@@ -204,7 +204,7 @@ pub trait Completions: Send + Sync {
     /// as `free_completed`.
     fn tell_completed(&self, on: bool);
 
-    /// First addresses of blocks whose free [waited](Path::Deferred) and that have become reusable since the last call, in that
+    /// First addresses of blocks whose free [waited](crate::Path::Deferred) and that have become reusable since the last call, in that
     /// order, if [they are remembered](Self::tell_completed). It may be handed out again by then.
     fn take_completed(&self) -> Vec<DeviceAddr>;
 }

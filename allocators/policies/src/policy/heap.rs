@@ -443,7 +443,7 @@ impl Heap {
         }
     }
 
-    /// See [`DeviceAllocator::tell_completed`](crate::DeviceAllocator::tell_completed).
+    /// See [`Completions::tell_completed`](crate::contract::Completions::tell_completed).
     pub(crate) fn completed(&mut self) -> &mut Option<Vec<DeviceAddr>> {
         &mut self.completed
     }

@@ -82,7 +82,7 @@ impl Caching {
             .map_err(|reason| AllocError::PrivatePool { allocator: self.name(), reason })
     }
 
-    /// See [`DeviceAllocator::pool_restore`]. Takes time in proportion to the blocks of the pool.
+    /// See [`PrivatePools::pool_restore`](crate::contract::PrivatePools::pool_restore). Takes time in proportion to the blocks of the pool.
     pub(super) fn restore_pool(
         &self,
         pool: PrivatePool,

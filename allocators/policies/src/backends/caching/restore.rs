@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
 impl Caching {
-    /// See [`restore`](crate::DeviceAllocator::restore).
+    /// See [`restore`](crate::contract::Takeover::restore).
     pub(super) fn take_over(
         &self,
         snapshot: &Snapshot,

@@ -52,7 +52,7 @@ impl Heap {
     /// Handles of the pages around a held block.
     ///
     /// # Errors
-    /// Those of [`DeviceAllocator::export`](crate::DeviceAllocator::export) but for a foreign block. Nothing is pinned then.
+    /// Those of [`Pages::export`](crate::contract::Pages::export) but for a foreign block. Nothing is pinned then.
     pub(crate) fn export(&mut self, name: &'static str, block: BlockId) -> Result<Exported, AllocError> {
         if !self.source.is_expandable() {
             return Err(crate::contract::no_pages(name));
@@ -114,7 +114,7 @@ impl Heap {
         }
     }
 
-    /// See [`DeviceAllocator::exported_descriptor`](crate::DeviceAllocator::exported_descriptor).
+    /// See [`Pages::exported_descriptor`](crate::contract::Pages::exported_descriptor).
     pub(crate) fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
         self.shared.handles.values().find_map(|(handle, _)| match handle.as_ref() {
             Shareable::Descriptor(descriptor) if descriptor.as_raw_fd() == number => descriptor.try_clone().ok(),
