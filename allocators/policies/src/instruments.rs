@@ -10,7 +10,7 @@
 //! | [`Checker`] | broken contracts: overlap, foreign blocks, writes after free, leaks |
 //!
 //! Each is an [`Instrument`](crate::Instrument): it says what it watches, and all other calls pass. One of another crate is written
-//! in the same way (`allocators/examples/out-of-tree/src/census.rs`).
+//! in the same way (`experiments/examples/out-of-tree/src/census.rs`).
 //!
 //! Each reports its own cost, so that a result can say what measuring it added.
 
