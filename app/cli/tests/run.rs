@@ -50,8 +50,8 @@ fn run(place: &Place, script: &str) -> Command {
 /// With the stand-in for PyTorch, and a script of Python as `script.py`.
 fn torch(place: &Place, mut command: Command, script: &str) -> Command {
     place.write("script.py", script);
-    command.env("PYTHONPATH", root().join("inside/tests/fake"));
-    command.env("FAKE_SNAPSHOT", root().join("histories/mlp.pickle.xz"));
+    command.env("PYTHONPATH", root().join("python/tests/fake"));
+    command.env("FAKE_SNAPSHOT", root().join("../experiments/histories/mlp.pickle.xz"));
     // The recorder needs PyTorch's classes.
     command.env("VRAMLAB_RECORDER", "pytorch");
     for rank in ["RANK", "LOCAL_RANK", "SLURM_PROCID", "VRAMLAB_ALLOC", "VRAMLAB_LIMIT", "PYTORCH_CUDA_ALLOC_CONF"] {

@@ -93,7 +93,7 @@ fn python_without_the_start_hook_is_named() {
             "import os, sys\nsys.path.insert(0, os.environ['FAKE'])\nimport torch\ntorch.cuda.init()\nprint('ran')\n";
         let arguments = ["run", "--output", "out", "--alloc", "remap", "--", "python3", option, "script.py"];
         let mut command = torch(&place, process(&place, &arguments), script);
-        command.env("FAKE", root().join("inside/tests/fake"));
+        command.env("FAKE", root().join("python/tests/fake"));
         let live = Live::start(command);
         assert_eq!(live.line(), "ran", "{option}");
         let (status, said) = live.end();
