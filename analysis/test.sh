@@ -69,7 +69,7 @@ step "mypy"
 
 step "pytest"
 tests=(analysis/tests)
-for folder in app/python/tests experiments/baselines/tests experiments/flame experiments/pytorch/tests experiments/nsight; do
+for folder in app/python/tests experiments/baselines/tests experiments/flame experiments/pytorch/tests; do
   compgen -G "$folder/test_*.py" > /dev/null || { echo "$folder has no tests: correct the list"; exit 1; }
   tests+=("$folder")
 done
