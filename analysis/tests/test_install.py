@@ -253,6 +253,9 @@ def test_the_wheel_is_the_program_the_library_and_the_package(tmp_path: Path) ->
     allocates(new)
     runs_programs(new)
     # The analysis is another distribution, which the program hands commands to.
+    done = new.end("vramlab", "losses", record)
+    assert (done.returncode, "pip install ./analysis" in done.stderr) == (2, True), done.stderr
+    new.run("python", "-m", "pip", "install", "--no-deps", ROOT / "analysis")
     assert "| trainer | a device |" in new.run("vramlab", "losses", record)
 
 
