@@ -1,19 +1,8 @@
 //! Tells the program which commit and profile it is built from.
 
-/// Files and directories that the program is built from.
-const SOURCES: [&str; 10] = [
-    "Cargo.toml",
-    "Cargo.lock",
-    "allocators/Cargo.toml",
-    "allocators/src",
-    "allocators/device",
-    "allocators/policies",
-    "allocators/histories",
-    "app/terminal/src",
-    "app/cli/Cargo.toml",
-    "app/cli/src",
-];
+/// Files and directories that this program is built from, beside those of all programs.
+const SOURCES: [&str; 2] = ["app/cli/Cargo.toml", "app/cli/src"];
 
 fn main() {
-    vramlab_build::emit("app/cli", &SOURCES);
+    vramlab_build::emit("app/cli", &[&vramlab_build::SHARED[..], &SOURCES].concat());
 }

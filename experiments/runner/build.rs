@@ -1,15 +1,7 @@
 //! Tells the program which commit and profile it is built from.
 
-/// Files and directories that the program is built from.
-const SOURCES: [&str; 17] = [
-    "Cargo.toml",
-    "Cargo.lock",
-    "allocators/Cargo.toml",
-    "allocators/src",
-    "allocators/device",
-    "allocators/policies",
-    "allocators/histories",
-    "app/terminal/src",
+/// Files and directories that this program is built from, beside those of all programs.
+const SOURCES: [&str; 9] = [
     "kernels/Cargo.toml",
     "kernels/src",
     "kernels/ptx",
@@ -22,5 +14,5 @@ const SOURCES: [&str; 17] = [
 ];
 
 fn main() {
-    vramlab_build::emit("experiments/runner", &SOURCES);
+    vramlab_build::emit("experiments/runner", &[&vramlab_build::SHARED[..], &SOURCES].concat());
 }

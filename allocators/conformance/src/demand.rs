@@ -36,14 +36,14 @@ impl Asked {
 impl Display for Asked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Nothing => f.write_str("nothing"),
+            Self::Nothing => f.write_str("none"),
             Self::Allocate { bytes, stream } => write!(f, "{} on stream {}", Bytes(bytes), stream.get()),
             Self::Free { addr, bytes, stream } => {
-                write!(f, "to free {} at {addr:#x} on stream {}", Bytes(bytes), stream.get())
+                write!(f, "free {} at {addr:#x} on stream {}", Bytes(bytes), stream.get())
             }
-            Self::Trim { keep } => write!(f, "to trim to {}", Bytes(keep)),
-            Self::Limit { bytes: Some(bytes) } => write!(f, "for a limit of {}", Bytes(bytes)),
-            Self::Limit { bytes: None } => f.write_str("for no limit"),
+            Self::Trim { keep } => write!(f, "trim to {}", Bytes(keep)),
+            Self::Limit { bytes: Some(bytes) } => write!(f, "limit of {}", Bytes(bytes)),
+            Self::Limit { bytes: None } => f.write_str("no limit"),
         }
     }
 }
@@ -64,7 +64,7 @@ fn line(text: &str) -> String {
 #[cold]
 #[track_caller]
 pub(crate) fn fail(came: &str, rule: &str) -> ! {
-    panic!("asked {}; came {}; rule: {}", ASKED.get(), line(came), line(rule))
+    panic!("request: {}; result: {}; rule: {}", ASKED.get(), line(came), line(rule))
 }
 
 /// Fails the check unless something holds. The text is the rule; without it the expression is.

@@ -87,7 +87,7 @@ fn a_failure_is_one_line() {
     let failures = failures(&WRONG);
     assert!(failures.len() >= 10, "{failures:?}");
     for (name, message) in failures {
-        let states = ["asked ", "; came ", "; rule: "].iter().all(|word| message.contains(word));
+        let states = ["request: ", "; result: ", "; rule: "].iter().all(|word| message.contains(word));
         assert!(states && !message.contains('\n') && message.chars().count() < 700, "{name}: {message}");
     }
 }

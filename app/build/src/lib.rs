@@ -6,6 +6,18 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// What all programs are built from: the library and the terminal. A build script lists its own sources beside these.
+pub const SHARED: [&str; 8] = [
+    "Cargo.toml",
+    "Cargo.lock",
+    "allocators/Cargo.toml",
+    "allocators/src",
+    "allocators/device",
+    "allocators/policies",
+    "allocators/histories",
+    "app/terminal/src",
+];
+
 /// The commit of sources that lie outside of a checkout: a hash, with `-dirty` behind it if they differ from it.
 const NAMED: &str = "VRAMLAB_COMMIT";
 
