@@ -11,6 +11,7 @@ mod diff;
 mod explain;
 mod gpus;
 mod history;
+mod nsight;
 mod plan;
 mod python;
 mod reading;

@@ -5,6 +5,9 @@ mod common;
 #[path = "../../../allocators/histories/tests/common/mutate.rs"]
 #[allow(dead_code, reason = "no test mutates here")]
 mod mutate;
+#[path = "../../nsight/tests/common/mod.rs"]
+#[allow(dead_code, reason = "these tests make few kinds of records")]
+mod nsight_export;
 #[cfg(unix)]
 #[path = "../../../app/terminal/tests/common/pty.rs"]
 mod pty;
@@ -18,6 +21,7 @@ mod explain;
 mod explain_causes_frames;
 mod full_gpu;
 mod gpus;
+mod nsight;
 mod output;
 mod program;
 mod replay;

@@ -1,0 +1,179 @@
+//! The screen of `vramlab nsight`: one sentence, one table, the next command.
+
+use crate::nsight::NsightArgs;
+use crate::nsight::summary::Summary;
+use std::collections::BTreeMap;
+use terminal::{Cell, Column, Page, Table, command, duration, quoted};
+
+/// A share of all waits that names the work behind them.
+const MOST: f64 = 0.5;
+
+/// The page.
+pub(crate) fn report(summary: &Summary, args: &NsightArgs) -> Page {
+    let mut page = Page::stdout();
+    page.line(sentence(summary));
+    page.gap();
+    page.table(&calls(summary, args.top));
+    if args.tables {
+        tables(&mut page, summary, args.top);
+    }
+    if !summary.notes.is_empty() {
+        page.gap();
+        summary.notes.iter().for_each(|note| page.line(format!("Note: {note}")));
+    }
+    page.gap();
+    let file = quoted(&args.file.display().to_string());
+    let more = if args.tables { "--json" } else { "--tables" };
+    page.next(&command("vramlab", &format!("nsight {file} {more}")));
+    page
+}
+
+/// The call that waited longest, behind which work, and the share of memory calls.
+fn sentence(summary: &Summary) -> String {
+    let memory = &summary.memory;
+    let span = time(summary.span_ns);
+    let total = format!(
+        "{} memory calls take {} of {span}: {} waiting for the device, {} of their own.",
+        memory.calls,
+        time(memory.total_ns),
+        time(memory.blocked_ns),
+        time((memory.total_ns - memory.blocked_ns).max(0)),
+    );
+    let total = if memory.calls == 0 { format!("The capture of {span} has no memory calls.") } else { total };
+    let Some(call) = summary.tables.calls.first().filter(|call| call.blocked_ns > 0) else {
+        return format!("No call waited for the device. {total}");
+    };
+    let top = summary.tables.waited_for.iter().filter(|row| row.call == call.call).max_by_key(|row| row.blocked_ns);
+    let behind = top.map_or(String::new(), |row| {
+        let share = ratio(row.blocked_ns, call.blocked_ns);
+        let share = if share >= 0.995 { String::new() } else { format!("{:.0} % of it ", 100.0 * share) };
+        format!(", {share}behind {}", row.waited_for)
+    });
+    format!(
+        "{} waited {} in {} of {} calls{behind}. {total}",
+        call.call,
+        time(call.blocked_ns),
+        call.waited,
+        call.count
+    )
+}
+
+fn calls(summary: &Summary, top: usize) -> Table {
+    let mut behind: BTreeMap<&str, (&str, i64)> = BTreeMap::new();
+    for row in &summary.tables.waited_for {
+        let best = behind.entry(&row.call).or_insert((&row.waited_for, row.blocked_ns));
+        if row.blocked_ns > best.1 {
+            *best = (&row.waited_for, row.blocked_ns);
+        }
+    }
+    let mut table = Table::new([
+        Column::left("call"),
+        Column::right("calls"),
+        Column::right("time"),
+        Column::right("waiting"),
+        Column::right("waited"),
+        Column::right("idle cost").priority(1),
+        Column::text("mostly behind").priority(2),
+    ]);
+    for row in summary.tables.calls.iter().take(top) {
+        let work = behind.get(row.call.as_str()).filter(|_| row.blocked_ns > 0).map(|(work, blocked)| {
+            let share = ratio(*blocked, row.blocked_ns);
+            if share >= MOST { format!("{work} ({:.0} %)", 100.0 * share) } else { "several".to_owned() }
+        });
+        table.row([
+            Cell::from(&row.call),
+            Cell::from(row.count.to_string()),
+            Cell::from(time(row.total_ns)),
+            Cell::from(if row.blocked_ns > 0 { time(row.blocked_ns) } else { String::new() }),
+            Cell::from(if row.waited > 0 { row.waited.to_string() } else { String::new() }),
+            Cell::from(row.idle_cost_ns.map(time).unwrap_or_default()),
+            Cell::from(work.unwrap_or_default()),
+        ]);
+    }
+    table
+}
+
+fn tables(page: &mut Page, summary: &Summary, top: usize) {
+    let tables = &summary.tables;
+    if !tables.blocked_calls.is_empty() {
+        page.title("Longest waits");
+        let mut rows: Vec<_> = tables.blocked_calls.iter().collect();
+        rows.sort_by_key(|row| std::cmp::Reverse(row.blocked_ns));
+        let columns = [Column::right("waiting"), Column::left("call"), Column::right("bytes").priority(1)];
+        let mut table = Table::new(columns.into_iter().chain([Column::text("behind"), Column::text("in").priority(2)]));
+        for row in rows.into_iter().take(top) {
+            let bytes = row.bytes.map(|bytes| bytes.to_string()).unwrap_or_default();
+            table.row([time(row.blocked_ns), row.call.clone(), bytes, row.waited_for.clone(), row.path.clone()]);
+        }
+        page.table(&table);
+        page.title("Waits by place");
+        let mut table = Table::new([
+            Column::right("waiting"),
+            Column::right("calls"),
+            Column::right("a step").priority(1),
+            Column::text("place"),
+        ]);
+        for row in tables.blocked_by_range.iter().take(top) {
+            let step = row.blocked_ns_per_step.map(time).unwrap_or_default();
+            table.row([time(row.blocked_ns), row.count.to_string(), step, row.place.clone()]);
+        }
+        page.table(&table);
+    }
+    if !tables.stacks.is_empty() {
+        page.title("Call stacks of memory calls");
+        let columns = [Column::right("waiting"), Column::right("time"), Column::right("calls"), Column::text("stack")];
+        let mut table = Table::new(columns);
+        for row in tables.stacks.iter().take(top) {
+            let frames = row.frames.iter().take(4).cloned().collect::<Vec<_>>().join(" < ");
+            table.row([time(row.blocked_ns), time(row.total_ns), row.count.to_string(), frames]);
+        }
+        page.table(&table);
+    }
+    if !tables.gpu_idle.is_empty() {
+        let idle: i64 = tables.gpu_idle.iter().map(|row| row.total_ns).sum();
+        page.title(format!(
+            "The GPU was busy {} and idle {} between its work, because of",
+            time(summary.busy_ns),
+            time(idle)
+        ));
+        let columns = [Column::right("time"), Column::right("gaps"), Column::right("longest"), Column::text("cause")];
+        let mut table = Table::new(columns);
+        for row in tables.gpu_idle.iter().take(top) {
+            table.row([time(row.total_ns), row.gaps.to_string(), time(row.longest_ns), row.cause.clone()]);
+        }
+        page.table(&table);
+    }
+    if !tables.launch_gaps.is_empty() {
+        page.title("Kernels and copies");
+        let mut table = Table::new([
+            Column::text("work"),
+            Column::right("count"),
+            Column::right("time"),
+            Column::right("median"),
+            Column::right("gap before").priority(1),
+            Column::right("after launch").priority(2),
+        ]);
+        for row in tables.launch_gaps.iter().take(top) {
+            table.row([
+                row.work.clone(),
+                row.count.to_string(),
+                time(row.total_ns),
+                time(row.median_ns),
+                row.median_gap_ns.map(time).unwrap_or_default(),
+                row.median_latency_ns.map(time).unwrap_or_default(),
+            ]);
+        }
+        page.table(&table);
+    }
+}
+
+fn time(ns: i64) -> String {
+    let text = duration(ns.unsigned_abs());
+    if ns < 0 { format!("-{text}") } else { text }
+}
+
+/// A share of a whole; 0 of nothing.
+fn ratio(part: i64, whole: i64) -> f64 {
+    // CAST: nanoseconds of a capture, below 2^53.
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
