@@ -1,6 +1,8 @@
 //! `vramlab nsight`: which CUDA calls waited for the device, and behind which work, from a capture of Nsight Systems.
 
 mod input;
+mod page;
+mod picture;
 mod screen;
 mod summary;
 
@@ -19,6 +21,9 @@ pub(crate) struct NsightArgs {
     /// Rows of each table
     #[arg(long, value_name = "N", default_value_t = 12, conflicts_with = "json")]
     top: usize,
+    /// Page to write: one picture of a step, or of the busiest second, and the table of calls
+    #[arg(short, long, value_name = "FILE")]
+    out: Option<PathBuf>,
     /// Print one JSON object with all tables and all rows
     #[arg(long)]
     json: bool,
@@ -29,6 +34,9 @@ pub(crate) fn nsight(args: &NsightArgs) -> Result<()> {
     let capture = input::read(&args.file)?;
     let attribution = vramlab_nsight::attribute(&capture);
     let summary = summary::Summary::new(&capture, &attribution);
+    if let Some(out) = &args.out {
+        page::write(args, out, &capture, &attribution, &summary)?;
+    }
     if args.json {
         return terminal::print_json(&summary);
     }

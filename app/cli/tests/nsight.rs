@@ -44,6 +44,25 @@ fn json_has_every_wait() {
 }
 
 #[test]
+fn the_page_has_one_picture_and_no_script() {
+    let mut export = training(Version::New, 25);
+    export.kernel("<b>&\"'", (30_000, 30_010), (30_020, 30_100));
+    export.call("cudaFree_v3020", 30_030, 30_110);
+    let page = export.path.with_extension("html");
+    let read = || {
+        stdout(&nsight(&export.path, &["-o", page.to_str().unwrap()]));
+        std::fs::read_to_string(&page).unwrap()
+    };
+    let html = read();
+    assert_eq!(html.matches("<svg").count(), 1);
+    assert!(html.contains("cuMemFree waited 3.90 us in 25 of 50 calls, behind relu"));
+    assert!(html.contains(">step "), "a step is drawn");
+    assert!(html.contains("url(#wait)"));
+    assert!(!html.contains("<b>") && !html.contains("<script"));
+    assert_eq!(html, read(), "the same capture gives the same page");
+}
+
+#[test]
 fn other_files_are_refused_in_one_line() {
     let directory = tempfile::tempdir().unwrap();
     let text = directory.path().join("x.sqlite");

@@ -1,9 +1,9 @@
 //! The screen of `vramlab nsight`: one sentence, one table, the next command.
 
 use crate::nsight::NsightArgs;
-use crate::nsight::summary::Summary;
+use crate::nsight::summary::{CallRow, Summary};
 use std::collections::BTreeMap;
-use terminal::{Cell, Column, Page, Table, command, duration, quoted};
+use terminal::{Column, Page, Table, command, duration, quoted};
 
 /// A share of all waits that names the work behind them.
 const MOST: f64 = 0.5;
@@ -29,7 +29,7 @@ pub(crate) fn report(summary: &Summary, args: &NsightArgs) -> Page {
 }
 
 /// The call that waited longest, behind which work, and the share of memory calls.
-fn sentence(summary: &Summary) -> String {
+pub(crate) fn sentence(summary: &Summary) -> String {
     let memory = &summary.memory;
     let span = time(summary.span_ns);
     let total = format!(
@@ -58,7 +58,19 @@ fn sentence(summary: &Summary) -> String {
     )
 }
 
-fn calls(summary: &Summary, top: usize) -> Table {
+/// A row of the table of calls, as it is shown.
+pub(crate) struct Row {
+    pub(crate) call: String,
+    pub(crate) calls: String,
+    pub(crate) time: String,
+    pub(crate) waiting: String,
+    pub(crate) waited: String,
+    pub(crate) idle_cost: String,
+    pub(crate) behind: String,
+}
+
+/// The rows of the table of calls, most time lost first.
+pub(crate) fn rows(summary: &Summary, top: usize) -> Vec<Row> {
     let mut behind: BTreeMap<&str, (&str, i64)> = BTreeMap::new();
     for row in &summary.tables.waited_for {
         let best = behind.entry(&row.call).or_insert((&row.waited_for, row.blocked_ns));
@@ -66,6 +78,25 @@ fn calls(summary: &Summary, top: usize) -> Table {
             *best = (&row.waited_for, row.blocked_ns);
         }
     }
+    let row = |row: &CallRow| {
+        let work = behind.get(row.call.as_str()).filter(|_| row.blocked_ns > 0).map(|(work, blocked)| {
+            let share = ratio(*blocked, row.blocked_ns);
+            if share >= MOST { format!("{work} ({:.0} %)", 100.0 * share) } else { "several".to_owned() }
+        });
+        Row {
+            call: row.call.clone(),
+            calls: row.count.to_string(),
+            time: time(row.total_ns),
+            waiting: if row.blocked_ns > 0 { time(row.blocked_ns) } else { String::new() },
+            waited: if row.waited > 0 { row.waited.to_string() } else { String::new() },
+            idle_cost: row.idle_cost_ns.map(time).unwrap_or_default(),
+            behind: work.unwrap_or_default(),
+        }
+    };
+    summary.tables.calls.iter().take(top).map(row).collect()
+}
+
+fn calls(summary: &Summary, top: usize) -> Table {
     let mut table = Table::new([
         Column::left("call"),
         Column::right("calls"),
@@ -75,20 +106,8 @@ fn calls(summary: &Summary, top: usize) -> Table {
         Column::right("idle cost").priority(1),
         Column::text("mostly behind").priority(2),
     ]);
-    for row in summary.tables.calls.iter().take(top) {
-        let work = behind.get(row.call.as_str()).filter(|_| row.blocked_ns > 0).map(|(work, blocked)| {
-            let share = ratio(*blocked, row.blocked_ns);
-            if share >= MOST { format!("{work} ({:.0} %)", 100.0 * share) } else { "several".to_owned() }
-        });
-        table.row([
-            Cell::from(&row.call),
-            Cell::from(row.count.to_string()),
-            Cell::from(time(row.total_ns)),
-            Cell::from(if row.blocked_ns > 0 { time(row.blocked_ns) } else { String::new() }),
-            Cell::from(if row.waited > 0 { row.waited.to_string() } else { String::new() }),
-            Cell::from(row.idle_cost_ns.map(time).unwrap_or_default()),
-            Cell::from(work.unwrap_or_default()),
-        ]);
+    for row in rows(summary, top) {
+        table.row([row.call, row.calls, row.time, row.waiting, row.waited, row.idle_cost, row.behind]);
     }
     table
 }
