@@ -19,6 +19,7 @@ mod recording;
 mod replay;
 mod report;
 mod run;
+mod scan;
 mod tried;
 mod words;
 
