@@ -1,6 +1,6 @@
 //! The command line of `vramlab`, for users who come with a snapshot of PyTorch's allocator and a question.
 
-use crate::{advise, capacity, convert, diff, explain, nsight, plan, python, replay, report, run, tried};
+use crate::{advise, capacity, convert, diff, explain, nsight, oom, plan, python, replay, report, run, tried};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -47,6 +47,8 @@ enum Question {
     Convert(convert::ConvertArgs),
     /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
     Report(report::ReportArgs),
+    /// Explain an out-of-memory error from its text alone
+    Oom(oom::OomArgs),
     /// Report which CUDA calls waited for the GPU, and behind which work, from a capture of Nsight Systems
     Nsight(nsight::NsightArgs),
     /// Answers `run` and `try`, which start it in a process of its own
@@ -90,6 +92,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Question::Capacity(args) => capacity::capacity(&args),
         Question::Convert(args) => convert::convert(&args),
         Question::Report(args) => report::report(&args),
+        Question::Oom(args) => oom::oom(&args),
         Question::Nsight(args) => nsight::nsight(&args),
         Question::Answer(args) => run::answer(&args),
         Question::Completions(args) => terminal::completions(&args, self::command()),

@@ -12,6 +12,7 @@ mod explain;
 mod gpus;
 mod history;
 mod nsight;
+mod oom;
 mod plan;
 mod python;
 mod reading;

@@ -2,8 +2,13 @@
 
 use crate::gpus::{Gpus, Tallies};
 use crate::history::say_cut;
+use crate::oom;
+use anyhow::{Error, Result, anyhow};
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
+use terminal::{command, quoted};
 use vramlab::budget::Budget;
 use vramlab::histories::formats::{Event, Origin, Origins, ReadError, ReadOptions, Summary, read, read_origins};
 use vramlab::histories::replay::ReplayError;
@@ -39,7 +44,11 @@ impl<S: Sink> Scan<S> {
     ///
     /// # Errors
     /// Those of the format, and of a budget that is used up.
-    pub(crate) fn read(path: &Path, gpu: Option<u16>, options: &ReadOptions) -> Result<Self, ReadError> {
+    pub(crate) fn read(path: &Path, gpu: Option<u16>, options: &ReadOptions) -> Result<Self> {
+        Self::read_recording(path, gpu, options).map_err(|error| redirected(path).unwrap_or_else(|| error.into()))
+    }
+
+    fn read_recording(path: &Path, gpu: Option<u16>, options: &ReadOptions) -> Result<Self, ReadError> {
         let mut tallies = Tallies::default();
         let mut sinks: BTreeMap<u16, Result<S, ReplayError>> = BTreeMap::new();
         let mut take = |event: &Event, origin: Origin| {
@@ -66,4 +75,21 @@ impl<S: Sink> Scan<S> {
         let sink = sinks.remove(&gpus.gpu).unwrap_or_else(|| Ok(S::new(gpus.gpu, &options.budget)));
         Ok(Self { summary, origins, gpus, sink })
     }
+}
+
+/// The command for a file that cannot be read as a recording, because it is something else that `vramlab` knows.
+fn redirected(path: &Path) -> Option<Error> {
+    let mut magic = [0; 16];
+    let sqlite = std::fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
+        && File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok()
+        && &magic == b"SQLite format 3\0";
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    let (what, name) = match extension {
+        _ if sqlite => ("an SQLite database, as Nsight Systems exports captures", "nsight"),
+        Some("nsys-rep" | "qdrep") => ("a capture of Nsight Systems", "nsight"),
+        _ if oom::is_message(path) => ("an error text", "oom"),
+        _ => return None,
+    };
+    let next = command("vramlab", &format!("{name} {}", quoted(&path.display().to_string())));
+    Some(anyhow!("{}: {what} and not a recording; use: {next}", path.display()))
 }

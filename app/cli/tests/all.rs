@@ -22,6 +22,7 @@ mod explain_causes_frames;
 mod full_gpu;
 mod gpus;
 mod nsight;
+mod oom;
 mod output;
 mod program;
 mod replay;

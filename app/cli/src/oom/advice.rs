@@ -1,0 +1,284 @@
+//! The sentences of an answer: the message, its cause, who holds memory, what to change, and the next command.
+
+use super::text::{Facts, Source};
+use super::verdict::Finding;
+use terminal::command;
+use vramlab::Bytes;
+
+/// PyTorch's setting against fragmentation.
+const EXPANDABLE: &str = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True";
+/// At most this many lines; the rest is in `--json`.
+const MOST_HOLDERS: usize = 2;
+
+/// An answer in words.
+pub(crate) struct Advice {
+    pub(crate) lines: Vec<String>,
+    pub(crate) setting: Option<String>,
+    pub(crate) next: String,
+}
+
+impl Advice {
+    pub(crate) fn new(source: Source, facts: &Facts, findings: &[Finding]) -> Self {
+        let mut lines = vec![message(source, facts)];
+        let causes = findings.iter().filter(|finding| finding.is_cause());
+        lines.extend(causes.map(|finding| cause(source, facts, *finding)));
+        let holders: Vec<String> =
+            findings.iter().filter_map(|finding| holder(facts, *finding)).take(MOST_HOLDERS).collect();
+        if !holders.is_empty() {
+            lines.push(holders.join(" "));
+        }
+        let (remedy, setting) = remedy(source, findings);
+        lines.push(remedy);
+        Self { lines, setting: setting.map(str::to_owned), next: next(source, findings) }
+    }
+}
+
+/// Who failed, with the numbers of the text.
+fn message(source: Source, facts: &Facts) -> String {
+    let size = |bytes: u64| Bytes(bytes).to_string();
+    let name = match source {
+        Source::Pytorch => "PyTorch's allocator",
+        Source::PytorchMallocAsync => "PyTorch over cudaMallocAsync",
+        Source::PytorchMps => "PyTorch on an Apple GPU",
+        Source::PytorchCpu => "PyTorch's allocator of host memory",
+        Source::PytorchNvml => "PyTorch",
+        Source::PytorchSummary => "PyTorch's memory summary",
+        Source::VllmStart | Source::VllmCache => "vLLM",
+        Source::Tensorflow => "TensorFlow's allocator",
+        Source::Xla => "XLA (JAX or TensorFlow)",
+        Source::Rmm => "RMM",
+        Source::Cupy => "CuPy's pool",
+        Source::Ggml => "ggml (llama.cpp)",
+        Source::Nccl => "NCCL",
+        Source::CudaLibrary => "A CUDA library",
+        Source::NvidiaSmi => "nvidia-smi",
+        Source::Cuda => "CUDA",
+    };
+    let gpu = facts.gpu.map_or(String::new(), |gpu| format!(" on GPU {gpu}"));
+    let mut parts = Vec::new();
+    if let Some(requested) = facts.requested_bytes {
+        // PyTorch asks the driver for segments of 2 MiB and 20 MiB for smaller tensors.
+        let segment = match requested {
+            0x20_0000 if source == Source::Pytorch => " (a segment; the tensor has at most 1 MiB)",
+            0x140_0000 if source == Source::Pytorch => " (a segment; the tensor has at most 10 MiB)",
+            _ => "",
+        };
+        parts.push(format!("{} requested{segment}", size(requested)));
+    }
+    match (facts.free_bytes, facts.total_bytes) {
+        (Some(free), Some(total)) => parts.push(format!("{} of {} free", size(free), size(total))),
+        (Some(free), None) => parts.push(format!("{} free", size(free))),
+        (None, Some(total)) => parts.push(format!("the device has {}", size(total))),
+        (None, None) => {}
+    }
+    if let Some(allocated) = facts.allocated_bytes {
+        parts.push(format!("{} allocated", size(allocated)));
+    }
+    if let Some(unallocated) = facts.unallocated_bytes {
+        parts.push(format!("{} reserved but unallocated", size(unallocated)));
+    }
+    if let Some(limit) = facts.limit_bytes {
+        parts.push(format!("limit {}", size(limit)));
+    }
+    let numbers = if parts.is_empty() { "the text has no sizes".to_owned() } else { parts.join(", ") };
+    let times = if facts.failures > 1 { format!(" (last of {} failures)", facts.failures) } else { String::new() };
+    format!("{name}{gpu}{times}: {numbers}.")
+}
+
+fn cause(source: Source, facts: &Facts, finding: Finding) -> String {
+    let size = |bytes: u64| Bytes(bytes).to_string();
+    match finding {
+        Finding::Limit(limit) => {
+            let owner = match source {
+                Source::Tensorflow => "TensorFlow's share of the GPU",
+                Source::Rmm | Source::Cupy => "the pool's maximum size",
+                Source::PytorchMps => "the limit that PyTorch sets on this machine",
+                _ => "the limit of this process",
+            };
+            format!("Cause: {owner}, {}. The GPU itself did not refuse the request.", size(limit))
+        }
+        Finding::RequestTooLarge(beyond) => {
+            format!("Cause: the request alone exceeds the GPU by {}. No setting can serve it.", size(beyond))
+        }
+        Finding::Paging(beyond) => format!(
+            "Cause: {} more is reserved than the GPU has, so the driver (Windows) pages GPU memory to host memory, which is slow; the \
+             program needs a smaller working set.",
+            size(beyond)
+        ),
+        Finding::NotDeviceMemory(free) => format!(
+            "Cause: not device memory. {} were free, more than the request; another limit refused it: host memory or address space, \
+             a container, WSL, or the driver.",
+            size(free)
+        ),
+        Finding::Fragmentation(unallocated) => {
+            let full = facts.total_bytes.is_some_and(|total| unallocated < total / 20);
+            let full = if full {
+                " That is all that a setting can gain: the program needs nearly all of the GPU."
+            } else {
+                ""
+            };
+            format!(
+                "Cause: fragmentation. {} are reserved but unallocated, more than the request, in pieces that are too small.{full}",
+                size(unallocated)
+            )
+        }
+        Finding::FragmentationInTwoPlaces(together) => format!(
+            "Cause: fragmentation. {} are free, in two places: {} in PyTorch's segments, {} on the GPU. Neither is enough alone.",
+            size(together),
+            size(facts.unallocated_bytes.unwrap_or(0)),
+            size(facts.free_bytes.unwrap_or(0))
+        ),
+        Finding::TooLittle(short) => {
+            format!("Cause: too little memory. {} are missing, even if every free byte could be used.", size(short))
+        }
+        _ => undecided(source, facts),
+    }
+}
+
+/// Where the numbers do not decide: what the text leaves open.
+fn undecided(source: Source, facts: &Facts) -> String {
+    match source {
+        Source::PytorchNvml => {
+            "Cause: a request ran out of memory, and PyTorch's query of NVML for the message failed (some containers and Jetson \
+             have no NVML). The text does not say how much was missing."
+        }
+        Source::PytorchCpu => "Cause: host memory (RAM), not GPU memory.",
+        Source::Nccl => {
+            "Cause: NCCL allocates its buffers outside of the framework's allocator, which had left too little memory on the GPU. \
+             The text does not say who holds it."
+        }
+        Source::CudaLibrary => {
+            "Cause: most likely out of memory. These libraries allocate a workspace with each handle, outside of the framework's \
+             allocator, and report a failure in this way."
+        }
+        Source::PytorchSummary if facts.failures == 0 => "Memory did not run out: the summary counts no failed request.",
+        Source::PytorchSummary => "The summary does not say what was requested, or what other processes hold.",
+        Source::VllmCache => "Cause: the cache of keys and values for one request does not fit into what vLLM has left for it.",
+        Source::VllmStart => "Cause: less memory is free at the start than vLLM was told to take.",
+        Source::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
+        Source::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
+        Source::Xla => "The text does not say how much memory the GPU has, or who holds it.",
+        _ => "The text does not say how much was free, or who holds the memory.",
+    }
+    .to_owned()
+}
+
+/// Holders beside the cause.
+fn holder(facts: &Facts, finding: Finding) -> Option<String> {
+    let size = |bytes: u64| Bytes(bytes).to_string();
+    Some(match finding {
+        Finding::OtherProcesses(bytes) => match facts.other_processes.as_slice() {
+            [] => format!("{} are held by others on this machine.", size(bytes)),
+            [one] if facts.process_bytes.is_none() => {
+                format!("Process {} holds {}; in a container that may be this process.", one.pid, size(bytes))
+            }
+            [one] => format!("Process {} holds {}.", one.pid, size(bytes)),
+            several => format!("{} processes hold {}.", several.len(), size(bytes)),
+        },
+        Finding::OutsideAllocator(bytes) => format!(
+            "This process holds {} outside of PyTorch's allocator: the CUDA context, NCCL, graphs, other libraries.",
+            size(bytes)
+        ),
+        Finding::Unseen(bytes) if facts.process_bytes.is_none() && facts.allocated_bytes.is_some() => format!(
+            "{} of the GPU are held outside of PyTorch's allocator: by other processes, and by this one's CUDA context and libraries.",
+            size(bytes)
+        ),
+        Finding::Unseen(bytes) => {
+            format!("{} of the GPU are held by processes that the text does not name.", size(bytes))
+        }
+        Finding::PrivatePools(bytes) => {
+            format!(
+                "{} are free inside private pools (CUDA graphs, MemPool), which only their own requests can use.",
+                size(bytes)
+            )
+        }
+        _ => return None,
+    })
+}
+
+/// What to change, and a setting for it.
+fn remedy(source: Source, findings: &[Finding]) -> (String, Option<&'static str>) {
+    let cause = findings.iter().find(|finding| finding.is_cause()).copied().unwrap_or(Finding::Undecided);
+    let others = findings.iter().any(is_elsewhere);
+    match (source, cause) {
+        (Source::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
+            format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync)."),
+            Some(EXPANDABLE),
+        ),
+        (Source::PytorchMallocAsync, _) => (
+            "Try PyTorch's own allocator with expandable segments: PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True.".into(),
+            Some("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True"),
+        ),
+        (Source::Tensorflow, _) => (
+            "Try: TF_GPU_ALLOCATOR=cuda_malloc_async, which fragments less; a smaller batch where the pool is full.".into(),
+            Some("TF_GPU_ALLOCATOR=cuda_malloc_async"),
+        ),
+        (Source::Xla, _) => (
+            "Try: XLA_PYTHON_CLIENT_MEM_FRACTION=.95 where this process has the GPU for itself; XLA_PYTHON_CLIENT_PREALLOCATE=false \
+             where it shares it; else a smaller batch."
+                .into(),
+            Some("XLA_PYTHON_CLIENT_MEM_FRACTION=.95"),
+        ),
+        (Source::PytorchMps, Finding::Limit(_)) => (
+            "Close what holds the rest of the memory, or use a smaller batch; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts the limit \
+             and may stop the machine."
+                .into(),
+            None,
+        ),
+        (Source::VllmStart, _) => ("Lower --gpu-memory-utilization to what is free, or end the processes that hold the rest.".into(), None),
+        (Source::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
+        (Source::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
+        (Source::Rmm | Source::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
+        (Source::Nccl, _) => (
+            "Leave memory for NCCL: a smaller batch, or torch.cuda.set_per_process_memory_fraction(0.9) in each rank.".into(),
+            None,
+        ),
+        (Source::CudaLibrary, _) => ("Leave memory for the library: a smaller batch, or handles that are created early.".into(), None),
+        (Source::PytorchCpu, _) => ("Use fewer loader workers, a smaller batch, or a machine with more RAM.".into(), None),
+        (_, Finding::Limit(_)) => (
+            "Raise the limit (torch.cuda.set_per_process_memory_fraction, per_process_memory_fraction), or use less memory.".into(),
+            None,
+        ),
+        (_, Finding::NotDeviceMemory(_)) => (
+            "Look at the host: free RAM, the container's limit, ulimit -v, WSL's limit on pinned memory; then at the driver's log \
+             (dmesg)."
+                .into(),
+            None,
+        ),
+        (_, Finding::RequestTooLarge(_)) => ("Split the operation that makes this tensor, or shrink its shape.".into(), None),
+        _ if others => ("End the other processes, or choose another GPU (CUDA_VISIBLE_DEVICES).".into(), None),
+        (_, Finding::TooLittle(_) | Finding::Paging(_)) => (
+            "A setting cannot serve it. Use a smaller batch, checkpointing, offloading or lower precision; a recording shows what \
+             holds the memory."
+                .into(),
+            None,
+        ),
+        _ => ("A recording of the program shows who holds the memory when it fails.".into(), None),
+    }
+}
+
+/// Whether memory is held that `nvidia-smi` names and this process does not hold.
+fn is_elsewhere(finding: &Finding) -> bool {
+    matches!(finding, Finding::OtherProcesses(_) | Finding::Unseen(_))
+}
+
+/// The command that goes on from here.
+fn next(source: Source, findings: &[Finding]) -> String {
+    let pytorch = matches!(
+        source,
+        Source::Pytorch
+            | Source::PytorchNvml
+            | Source::PytorchSummary
+            | Source::VllmStart
+            | Source::VllmCache
+            | Source::Nccl
+            | Source::CudaLibrary
+    );
+    let elsewhere = findings.iter().any(is_elsewhere);
+    match source {
+        _ if elsewhere && source != Source::NvidiaSmi => "nvidia-smi".into(),
+        _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
+        Source::PytorchCpu => "free -h".into(),
+        _ => "nvidia-smi".into(),
+    }
+}

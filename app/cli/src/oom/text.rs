@@ -1,0 +1,457 @@
+//! The numbers in an error text, and which library wrote it.
+
+use serde::Serialize;
+
+/// The library whose message it is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Source {
+    /// PyTorch's caching allocator, on CUDA, ROCm or XPU.
+    Pytorch,
+    /// PyTorch over `cudaMallocAsync`.
+    PytorchMallocAsync,
+    /// PyTorch on Apple's GPUs.
+    PytorchMps,
+    /// PyTorch's allocator of host memory.
+    PytorchCpu,
+    /// PyTorch's check of NVML after a failed allocation.
+    PytorchNvml,
+    /// `torch.cuda.memory_summary()`.
+    PytorchSummary,
+    /// vLLM, before it loads the model.
+    VllmStart,
+    /// vLLM's cache of keys and values.
+    VllmCache,
+    /// TensorFlow's BFC allocator.
+    Tensorflow,
+    /// XLA, under JAX or TensorFlow.
+    Xla,
+    /// RMM.
+    Rmm,
+    /// CuPy.
+    Cupy,
+    /// ggml: llama.cpp and whisper.cpp.
+    Ggml,
+    /// NCCL.
+    Nccl,
+    /// cuBLAS or cuDNN.
+    CudaLibrary,
+    /// `nvidia-smi`.
+    NvidiaSmi,
+    /// CUDA itself.
+    Cuda,
+}
+
+/// A process on the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Process {
+    pub(crate) pid: u64,
+    pub(crate) bytes: u64,
+}
+
+/// The numbers of a text; what it does not contain is absent.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Facts {
+    pub(crate) gpu: Option<u64>,
+    /// The request that failed: of PyTorch the segment, not the tensor.
+    pub(crate) requested_bytes: Option<u64>,
+    /// Size of the device.
+    pub(crate) total_bytes: Option<u64>,
+    /// Free on the device.
+    pub(crate) free_bytes: Option<u64>,
+    /// Memory limit of the process.
+    pub(crate) limit_bytes: Option<u64>,
+    /// In tensors.
+    pub(crate) allocated_bytes: Option<u64>,
+    /// Reserved by the library's allocator and not in tensors.
+    pub(crate) unallocated_bytes: Option<u64>,
+    /// Free inside private pools.
+    pub(crate) pools_bytes: Option<u64>,
+    /// In use by this process, with everything outside of the library's allocator.
+    pub(crate) process_bytes: Option<u64>,
+    /// Other processes that the text names.
+    pub(crate) other_processes: Vec<Process>,
+    /// In use by others, where the text gives only a sum.
+    pub(crate) others_bytes: Option<u64>,
+    /// Failed requests in the text.
+    pub(crate) failures: u64,
+}
+
+impl Facts {
+    /// Reserved by the library's allocator.
+    pub(crate) fn reserved(&self) -> Option<u64> {
+        Some(self.allocated_bytes?.saturating_add(self.unallocated_bytes?))
+    }
+
+    /// Held by other processes, as far as the text says.
+    pub(crate) fn others(&self) -> u64 {
+        let named = self.other_processes.iter().map(|process| process.bytes).fold(0, u64::saturating_add);
+        named.saturating_add(self.others_bytes.unwrap_or(0))
+    }
+}
+
+/// Whose text it is, and its numbers: of several messages the last. `None` where it is no message about memory.
+pub(crate) fn read(text: &str) -> Option<(Source, Facts)> {
+    let text = &plain(text);
+    let found = vllm(text)
+        .or_else(|| mps(text))
+        .or_else(|| pytorch(text))
+        .or_else(|| malloc_async(text))
+        .or_else(|| summary(text))
+        .or_else(|| tensorflow(text))
+        .or_else(|| xla(text))
+        .or_else(|| cupy(text))
+        .or_else(|| rmm(text))
+        .or_else(|| ggml(text))
+        .or_else(|| host(text))
+        .or_else(|| nvidia_smi(text));
+    found.or_else(|| disguised(text))
+}
+
+/// Without colours, borders and the breaks that a terminal put into a line.
+fn plain(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut characters = text.chars().peekable();
+    while let Some(character) = characters.next() {
+        match character {
+            '\u{1b}' => {
+                if characters.next_if_eq(&'[').is_some() {
+                    while characters.next().is_some_and(|character| !character.is_ascii_alphabetic()) {}
+                }
+            }
+            '\r' | '\u{a0}' | '\t' => out.push(' '),
+            character => out.push(character),
+        }
+    }
+    out
+}
+
+/// PyTorch's message from 1.0 on.
+fn pytorch(text: &str) -> Option<(Source, Facts)> {
+    let text = &joined(text);
+    let all = text.matches("Tried to allocate ").count() as u64;
+    let message = &text[text.rfind("Tried to allocate ")?..];
+    let mut facts =
+        Facts { failures: all, requested_bytes: size_after(message, "Tried to allocate "), ..Facts::default() };
+    facts.gpu = number_after(message, "GPU ");
+    // Until 2.0 all numbers stand in brackets.
+    if let Some(total) = size_before(message, " total capacity;") {
+        facts.total_bytes = Some(total);
+        facts.allocated_bytes = size_before(message, " already allocated");
+        facts.free_bytes = size_before(message, " free;");
+        let reserved = size_before(message, " reserved in total by PyTorch");
+        let cached = size_before(message, " cached)");
+        // Until 1.3 the last is what is cached beyond what is allocated; some builds printed all that is reserved.
+        facts.unallocated_bytes = match (reserved, facts.allocated_bytes) {
+            (Some(reserved), Some(allocated)) => Some(reserved.saturating_sub(allocated)),
+            _ => cached,
+        };
+        return Some((Source::Pytorch, facts));
+    }
+    facts.total_bytes = ["total capacity of ", "total capacty of "].iter().find_map(|front| size_after(message, front));
+    facts.free_bytes = size_after(message, "of which ");
+    facts.limit_bytes = size_before(message, " allowed;").or_else(|| size_before(message, " allowed."));
+    facts.allocated_bytes = size_before(message, " is allocated by PyTorch");
+    facts.unallocated_bytes = size_before(message, " is reserved by PyTorch but unallocated");
+    facts.pools_bytes = size_before(message, " allocated in private pools");
+    facts.process_bytes = size_after(message, "this process has ");
+    for part in message.split("Process ").skip(1) {
+        let pid = part.split(' ').next().and_then(|pid| pid.parse().ok());
+        if let (Some(pid), Some(bytes)) = (pid, size_after(part, " has ")) {
+            facts.other_processes.push(Process { pid, bytes });
+        }
+    }
+    Some((Source::Pytorch, facts))
+}
+
+fn malloc_async(text: &str) -> Option<(Source, Facts)> {
+    let at = text.rfind("would exceed allowed memory")?;
+    let message = &text[at..];
+    let value = |key: &str| {
+        let line = message.lines().find(|line| line.trim_start().starts_with(key))?;
+        size(line.split_once(':')?.1)
+    };
+    let limit =
+        message.split_once("user-supplied memory fraction)").and_then(|(_, rest)| size(rest.split_once(':')?.1));
+    let facts = Facts {
+        failures: text.matches("would exceed allowed memory").count() as u64,
+        gpu: number_before(&text[..at], "device "),
+        requested_bytes: value("Requested"),
+        total_bytes: value("Device limit"),
+        free_bytes: value("Free (according to CUDA)"),
+        allocated_bytes: value("Currently allocated"),
+        // 2^64 bytes stand for no limit.
+        limit_bytes: limit.filter(|limit| *limit < 1 << 62),
+        ..Facts::default()
+    };
+    Some((Source::PytorchMallocAsync, facts))
+}
+
+fn mps(text: &str) -> Option<(Source, Facts)> {
+    let message = joined(&text[text.rfind("MPS backend out of memory")?..]);
+    let facts = Facts {
+        failures: text.matches("MPS backend out of memory").count() as u64,
+        requested_bytes: size_after(&message, "Tried to allocate "),
+        allocated_bytes: size_after(&message, "MPS allocated: "),
+        others_bytes: size_after(&message, "other allocations: "),
+        limit_bytes: size_after(&message, "max allowed: "),
+        ..Facts::default()
+    };
+    Some((Source::PytorchMps, facts))
+}
+
+fn host(text: &str) -> Option<(Source, Facts)> {
+    let message = joined(&text[text.rfind("DefaultCPUAllocator")?..]);
+    let requested_bytes = size_after(&message, "tried to allocate ");
+    Some((Source::PytorchCpu, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+}
+
+/// The table of `torch.cuda.memory_summary()`, with the columns of current and peak usage.
+fn summary(text: &str) -> Option<(Source, Facts)> {
+    let table = &text[text.find("PyTorch CUDA memory summary")?..];
+    let row = |name: &str| {
+        let line = table.lines().find(|line| line.trim_start_matches(['|', ' ']).starts_with(name))?;
+        size(line.split('|').nth(2)?)
+    };
+    let (allocated, reserved) = (row("Allocated memory"), row("GPU reserved memory"));
+    let failures = table.split_once("CUDA OOMs:").and_then(|(_, rest)| leading_number(rest.trim_start())).unwrap_or(0);
+    let facts = Facts {
+        failures,
+        gpu: number_after(table, "device ID "),
+        allocated_bytes: allocated,
+        unallocated_bytes: reserved.zip(allocated).map(|(reserved, allocated)| reserved.saturating_sub(allocated)),
+        ..Facts::default()
+    };
+    Some((Source::PytorchSummary, facts))
+}
+
+fn vllm(text: &str) -> Option<(Source, Facts)> {
+    let message = joined(text);
+    if let Some((_, rest)) = message.rsplit_once("Free memory on device") {
+        let (free, total) = rest.split_once('(')?.1.split_once('/')?;
+        // The unit stands behind the second number only.
+        let facts = Facts {
+            failures: 1,
+            free_bytes: size(&format!("{free} GiB")),
+            total_bytes: size(total),
+            requested_bytes: rest.split_once("utilization (").and_then(|(_, rest)| size(rest.split_once(", ")?.1)),
+            ..Facts::default()
+        };
+        return Some((Source::VllmStart, facts));
+    }
+    let (front, rest) = message.split_once("KV cache is needed")?;
+    let facts = Facts {
+        failures: 1,
+        requested_bytes: size_at_end(front),
+        free_bytes: size_after(rest, "available KV cache memory ("),
+        ..Facts::default()
+    };
+    Some((Source::VllmCache, facts))
+}
+
+fn tensorflow(text: &str) -> Option<(Source, Facts)> {
+    let at = text.rfind("ran out of memory trying to allocate ")?;
+    let message = joined(window(text, at, 300));
+    let value = |key: &str| {
+        let (_, rest) = text.rsplit_once(key)?;
+        leading_number(rest.trim_start())
+    };
+    let rounded = message.split_once("(rounded to ").and_then(|(_, rest)| leading_number(rest));
+    let (limit, in_use) = (value("Limit:"), value("InUse:"));
+    let facts = Facts {
+        failures: text.matches("ran out of memory trying to allocate ").count() as u64,
+        gpu: text[..at].rsplit_once("GPU_").and_then(|(_, rest)| leading_number(rest)),
+        requested_bytes: rounded.or_else(|| size_after(&message, "trying to allocate ")),
+        limit_bytes: limit,
+        allocated_bytes: in_use,
+        unallocated_bytes: limit.zip(in_use).map(|(limit, in_use)| limit.saturating_sub(in_use)),
+        ..Facts::default()
+    };
+    Some((Source::Tensorflow, facts))
+}
+
+fn xla(text: &str) -> Option<(Source, Facts)> {
+    let at = text.rfind("Out of memory while trying to allocate ").or_else(|| text.rfind("RESOURCE_EXHAUSTED"))?;
+    let message = &text[at..];
+    let facts = Facts {
+        failures: text.matches("while trying to allocate").count().max(1) as u64,
+        requested_bytes: size_after(&joined(message), "while trying to allocate "),
+        // What the compiled function needs in all.
+        allocated_bytes: message.split_once("total allocation:").and_then(|(_, rest)| size(rest)),
+        unallocated_bytes: message.split_once("total fragmentation:").and_then(|(_, rest)| size(rest)),
+        ..Facts::default()
+    };
+    Some((Source::Xla, facts))
+}
+
+fn rmm(text: &str) -> Option<(Source, Facts)> {
+    let pool = text.rfind("Maximum pool size exceeded").or_else(|| text.rfind("Exceeded memory limit"));
+    let at = pool.or_else(|| text.rfind("std::bad_alloc: out_of_memory"))?;
+    let message = joined(window(text, at, 600));
+    let facts = Facts {
+        failures: 1,
+        requested_bytes: size_after(&message, "failed to allocate "),
+        limit_bytes: pool
+            .and_then(|_| size_after(&message, "max=").or_else(|| size_after(&message, "maximum pool size "))),
+        ..Facts::default()
+    };
+    Some((Source::Rmm, facts))
+}
+
+fn cupy(text: &str) -> Option<(Source, Facts)> {
+    let message =
+        joined(&text[text.rfind("Out of memory allocating ").or_else(|| text.rfind("out of memory to allocate "))?..]);
+    let asked = size_after(&message, "allocating ").or_else(|| size_after(&message, "to allocate "));
+    let facts = Facts {
+        failures: 1,
+        requested_bytes: asked,
+        allocated_bytes: size_after(&message, "allocated so far: "),
+        limit_bytes: size_after(&message, "limit set to: "),
+        ..Facts::default()
+    };
+    Some((Source::Cupy, facts))
+}
+
+fn ggml(text: &str) -> Option<(Source, Facts)> {
+    if !["ggml_", "llama_", "llama.cpp", "buffer of size"].iter().any(|word| text.contains(word)) {
+        return None;
+    }
+    let exact = text.rsplit_once("buffer of size ").and_then(|(_, rest)| leading_number(rest));
+    let asked = text.rsplit_once("allocating ").and_then(|(_, rest)| size(rest));
+    if exact.is_none() && asked.is_none() {
+        return None;
+    }
+    let gpu = text.rsplit_once("on device ").and_then(|(_, rest)| leading_number(rest));
+    Some((Source::Ggml, Facts { failures: 1, gpu, requested_bytes: exact.or(asked), ..Facts::default() }))
+}
+
+/// The tables of `nvidia-smi`, and lines of `--query-compute-apps`.
+fn nvidia_smi(text: &str) -> Option<(Source, Facts)> {
+    if !text.contains("MiB")
+        || !(text.contains("NVIDIA-SMI") || text.contains("used_gpu_memory") || text.contains("Memory-Usage"))
+    {
+        return None;
+    }
+    let mut facts = Facts::default();
+    for line in text.lines() {
+        let columns = line.trim_matches(['|', ' ']);
+        if let Some((used, total)) = columns.split_once("MiB /").filter(|_| facts.total_bytes.is_none()) {
+            let used = used.rsplit(' ').next().and_then(|used| size(&format!("{used} MiB")));
+            let total = total.trim_start().split("MiB").next().and_then(|total| size(&format!("{} MiB", total.trim())));
+            facts.total_bytes = total;
+            facts.free_bytes = total.zip(used).map(|(total, used)| total.saturating_sub(used));
+            continue;
+        }
+        let words: Vec<&str> = columns.split([' ', ',']).filter(|word| !word.is_empty()).collect();
+        let megabytes = words.last().and_then(|last| {
+            last.strip_suffix("MiB").or_else(|| (*last == "MiB").then(|| words[words.len().saturating_sub(2)]))
+        });
+        let Some(bytes) = megabytes.and_then(|number| size(&format!("{number} MiB"))) else { continue };
+        // Of the table `GPU GI CI PID Type name`; of a query the process comes first.
+        let pid = words.iter().take(5).filter_map(|word| word.parse::<u64>().ok()).max();
+        if let Some(pid) = pid.filter(|pid| *pid > 15) {
+            facts.other_processes.push(Process { pid, bytes });
+        }
+    }
+    Some((Source::NvidiaSmi, facts))
+}
+
+/// Failures whose text does not say that memory ran out, or not how much was wanted.
+fn disguised(text: &str) -> Option<(Source, Facts)> {
+    let mut facts = Facts { failures: 1, ..Facts::default() };
+    let has = |word: &str| text.contains(word);
+    if has("Failed to CUDA calloc") || has("NCCL WARN Cuda failure") && has("out of memory") {
+        facts.requested_bytes = size_after(&joined(text), "Failed to CUDA calloc ");
+        return Some((Source::Nccl, facts));
+    }
+    if has("NVML_SUCCESS == r") {
+        return Some((Source::PytorchNvml, facts));
+    }
+    let libraries = [
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "CUBLAS_STATUS_NOT_INITIALIZED",
+        "CUSOLVER_STATUS_ALLOC_FAILED",
+        "CUFFT_ALLOC_FAILED",
+    ];
+    if libraries.iter().any(|word| has(word)) {
+        return Some((Source::CudaLibrary, facts));
+    }
+    let cuda = [
+        "cudaErrorMemoryAllocation",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+        "CUDA error: out of memory",
+        "CUDA out of memory",
+        "out of memory",
+    ];
+    cuda.iter().any(|word| has(word)).then_some((Source::Cuda, facts))
+}
+
+/// This many bytes of a text, or a few less where a character would be cut.
+fn window(text: &str, at: usize, bytes: usize) -> &str {
+    let mut end = (at + bytes).min(text.len());
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[at..end]
+}
+
+/// Lines as one, because terminals and logs break them.
+fn joined(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// The size at the beginning of a text: `672.00 MiB`, `2.00GiB`, `0 bytes`, `1,073,741,824 bytes`.
+pub(super) fn size(text: &str) -> Option<u64> {
+    let text = text.trim_start();
+    let end = text
+        .find(|character: char| !(character.is_ascii_digit() || matches!(character, '.' | ',')))
+        .unwrap_or(text.len());
+    let value: f64 = text[..end].replace(',', "").parse().ok()?;
+    let unit = text[end..].trim_start();
+    let shift = match unit.chars().next() {
+        Some('K' | 'k') => 10,
+        Some('M') => 20,
+        Some('G') => 30,
+        Some('T') => 40,
+        Some('P') => 50,
+        Some('E') => 60,
+        Some('b' | 'B') => 0,
+        _ => return None,
+    };
+    // CAST: a size that was printed with at most five digits, or whole bytes of a device.
+    let bytes = value * (1_u64 << shift) as f64;
+    (bytes < 1.9e19).then_some(bytes.round() as u64)
+}
+
+fn size_after(text: &str, front: &str) -> Option<u64> {
+    size(text.split_once(front)?.1)
+}
+
+fn size_before(text: &str, back: &str) -> Option<u64> {
+    size_at_end(text.split_once(back)?.0)
+}
+
+/// The size that a text ends with.
+fn size_at_end(text: &str) -> Option<u64> {
+    let text = text.trim_end();
+    let unit = text.rfind(|character: char| character.is_ascii_digit())?;
+    let start = text[..unit]
+        .rfind(|character: char| !(character.is_ascii_digit() || matches!(character, '.' | ',')))
+        .map_or(0, |at| at + 1);
+    // `(1.5` begins behind the bracket, whose size is one byte.
+    size(text.get(start..)?)
+}
+
+fn leading_number(text: &str) -> Option<u64> {
+    let end = text.find(|character: char| !(character.is_ascii_digit() || character == ',')).unwrap_or(text.len());
+    text[..end].replace(',', "").parse().ok()
+}
+
+fn number_after(text: &str, front: &str) -> Option<u64> {
+    leading_number(text.split_once(front)?.1)
+}
+
+fn number_before(text: &str, front: &str) -> Option<u64> {
+    leading_number(text.rsplit_once(front)?.1)
+}
