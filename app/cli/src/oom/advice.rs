@@ -274,7 +274,17 @@ fn next(source: Source, findings: &[Finding]) -> String {
             | Source::Nccl
             | Source::CudaLibrary
     );
-    let elsewhere = findings.iter().any(is_elsewhere);
+    // A cause that lies in the program is looked for in the program, whoever else holds memory.
+    let own = findings.iter().any(|finding| {
+        matches!(
+            finding,
+            Finding::Fragmentation(_)
+                | Finding::FragmentationInTwoPlaces(_)
+                | Finding::RequestTooLarge(_)
+                | Finding::Paging(_)
+        )
+    });
+    let elsewhere = !own && findings.iter().any(is_elsewhere);
     match source {
         _ if elsewhere && source != Source::NvidiaSmi => "nvidia-smi".into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
