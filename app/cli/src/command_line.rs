@@ -1,4 +1,4 @@
-//! The command line of `vramlab`, for users who come with a snapshot of PyTorch's allocator and a question.
+//! The command line of `vramlab`.
 
 use crate::{advise, capacity, convert, diff, explain, nsight, oom, plan, python, replay, report, run, tried};
 use clap::{CommandFactory, Parser, Subcommand};
@@ -6,97 +6,97 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use terminal::exit;
 
-/// Why is more memory reserved than used, which lines do it, and which setting mends it?
+/// Explain the GPU memory of a PyTorch program and find settings that reduce it
 ///
-/// Reads snapshots that `torch.cuda.memory._dump_snapshot` wrote.
+/// Reads snapshots written by `torch.cuda.memory._dump_snapshot` and recordings made by `vramlab run`.
 #[derive(Debug, Parser)]
 #[command(name = "vramlab", version, after_help = python::HELP)]
 struct Arguments {
     #[command(subcommand)]
-    command: Question,
+    command: Command,
 }
 
 #[derive(Debug, Subcommand)]
-enum Question {
-    /// Runs a program and records what PyTorch's allocator did in it, under PyTorch's own or another allocator
+enum Command {
+    /// Run a program and record its PyTorch allocator events, under PyTorch's or another allocator
     ///
-    /// The program needs no change, and its output, signals and exit code are untouched. Each process that uses CUDA leaves a
-    /// snapshot when it ends and when memory runs out; SIGUSR1 asks for one in between.
+    /// The program needs no change; its output, signals and exit code stay the same. Each process that uses CUDA writes a snapshot
+    /// when it exits and when memory runs out. Send SIGUSR1 to get a snapshot at any other time.
     ///
-    /// The exit code, or the signal, is the program's, whatever becomes of the records: what cannot be written is said in a line.
-    /// A program that does not end is killed, with all that it has started, by a second SIGTERM or SIGINT (key presses do not
-    /// count), and 30 s after the first SIGTERM. Then it is said what still ran, and the exit is that of the signal.
+    /// The exit code or signal is the program's, even if a recording cannot be written; a line on stderr reports that.
+    /// A second SIGTERM or SIGINT (Ctrl-C presses do not count) kills the program and all processes that it started; so does
+    /// the end of the 30 s after the first SIGTERM. `run` then lists the killed processes and exits by the signal.
     Run(run::RunArgs),
-    /// Runs a program under its own settings, under those that are advised and under `remap`, and compares
+    /// Run a program under its current settings, the advised settings and `remap`, and compare the runs
     Try(tried::TryArgs),
-    /// Says which setting of PyTorch's allocator mends a history, and what it would reserve under it
+    /// Find the PyTorch allocator settings that reduce a recorded program's memory
     ///
-    /// Memory is what replays of the history reserve. Time in driver calls is that of a simulated H200.
+    /// Memory is measured by replaying the recording under each setting. Driver time is that of a simulated H200.
     Advise(advise::AdviseArgs),
-    /// Says who holds memory at the peak, where reserved memory went, and why
+    /// Show which lines hold memory at the peak, and why more is reserved than they need
     Explain(explain::ExplainArgs),
-    /// Says which lines hold more and which less in a second snapshot, or at a second moment
+    /// Compare two snapshots, or two moments of one, line by line
     Diff(diff::DiffArgs),
-    /// Replays recorded histories under each allocator
+    /// Replay recordings under each allocator
     Replay(replay::ReplayArgs),
-    /// Places the blocks of a recorded history so that it needs little memory, for the allocator `plan`
+    /// Compute an offline placement of a recording's blocks, for the allocator `plan`
     Plan(plan::PlanArgs),
-    /// Finds the smallest memory in which a recorded history still runs under each allocator
+    /// Find the smallest memory in which a recording replays under each allocator
     Capacity(capacity::CapacityArgs),
-    /// Writes a recorded history in another tool's format
+    /// Convert a recording to another tool's format
     Convert(convert::ConvertArgs),
-    /// Makes one offline page of recorded histories and runs: block maps, ledgers, settings compared
+    /// Write one offline HTML page about recordings and runs: block maps, memory breakdowns, settings
     Report(report::ReportArgs),
     /// Explain an out-of-memory error from its text alone
     Oom(oom::OomArgs),
     /// Report which CUDA calls waited for the GPU, and behind which work, from a capture of Nsight Systems
     Nsight(nsight::NsightArgs),
-    /// Answers `run` and `try`, which start it in a process of its own
+    /// Analyze recordings for `run` and `try`, which start this command in a separate process
     #[command(hide = true)]
     Answer(run::AnswerArgs),
-    /// Prints what a shell needs to complete command lines
+    /// Print a shell completion script
     Completions(terminal::Completions),
-    /// A command of the analysis package.
+    /// A command of the Python analysis package.
     #[command(external_subcommand)]
     InPython(Vec<OsString>),
 }
 
-/// The grammar of the command line, for programs that compose one.
+/// Returns the clap command, for programs that embed it.
 #[must_use]
 pub fn command() -> clap::Command {
     Arguments::command()
 }
 
-/// Runs the program with these arguments (the first is its name). `--help`, `--version` and arguments that cannot be parsed
-/// end the process.
+/// Runs the program with these arguments; the first is the program's name. `--help`, `--version` and parse errors exit the
+/// process.
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     terminal::begin();
     run::set_command_line(&arguments);
     let Arguments { command } = terminal::parse(arguments);
-    // Commands that run another program pass signals on to it.
-    if !matches!(command, Question::InPython(_) | Question::Run(_) | Question::Try(_)) {
+    // Commands that run another program forward signals to it.
+    if !matches!(command, Command::InPython(_) | Command::Run(_) | Command::Try(_)) {
         terminal::signals::end_at_once();
     }
-    let answered = match command {
-        Question::Run(args) => run::run(&args),
-        Question::Try(args) => tried::try_out(&args),
-        Question::Advise(args) => match advise::advise(&args) {
-            Ok(false) if args.exit_code => return exit::UNMENDED.into(),
-            answered => answered.map(drop),
+    let outcome = match command {
+        Command::Run(args) => run::run(&args),
+        Command::Try(args) => tried::try_out(&args),
+        Command::Advise(args) => match advise::advise(&args) {
+            Ok(false) if args.exit_code => return exit::NO_SETTING_HELPS.into(),
+            outcome => outcome.map(drop),
         },
-        Question::Explain(args) => explain::explain(&args),
-        Question::Diff(args) => diff::diff(&args),
-        Question::Replay(args) => replay::replay(&args),
-        Question::Plan(args) => plan::plan(&args),
-        Question::Capacity(args) => capacity::capacity(&args),
-        Question::Convert(args) => convert::convert(&args),
-        Question::Report(args) => report::report(&args),
-        Question::Oom(args) => oom::oom(&args),
-        Question::Nsight(args) => nsight::nsight(&args),
-        Question::Answer(args) => run::answer(&args),
-        Question::Completions(args) => terminal::completions(&args, self::command()),
-        Question::InPython(arguments) => python::run(&arguments),
+        Command::Explain(args) => explain::explain(&args),
+        Command::Diff(args) => diff::diff(&args),
+        Command::Replay(args) => replay::replay(&args),
+        Command::Plan(args) => plan::plan(&args),
+        Command::Capacity(args) => capacity::capacity(&args),
+        Command::Convert(args) => convert::convert(&args),
+        Command::Report(args) => report::report(&args),
+        Command::Oom(args) => oom::oom(&args),
+        Command::Nsight(args) => nsight::nsight(&args),
+        Command::Answer(args) => run::answer(&args),
+        Command::Completions(args) => terminal::completions(&args, self::command()),
+        Command::InPython(arguments) => python::run(&arguments),
     };
-    exit::end(answered).into()
+    exit::end(outcome).into()
 }

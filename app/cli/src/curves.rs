@@ -1,10 +1,10 @@
-//! Memory of GPUs over time, as `vramlab run` samples it and leaves it beside the snapshots.
+//! GPU memory over time, which `vramlab run` samples and writes next to the snapshots.
 
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use vramlab::input::{TABLE, read_text};
 
-/// How the files' names end.
+/// The ending of the files' names.
 pub(crate) const ENDING: &str = ".device.json";
 
 /// Memory of a process's GPUs while it ran.
@@ -17,20 +17,20 @@ pub(crate) struct Curves {
 /// Memory of one GPU over time, as the driver counts it.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Curve {
-    /// PyTorch's number.
+    /// PyTorch's device index.
     pub(crate) index: u32,
     pub(crate) uuid: String,
     pub(crate) name: String,
     pub(crate) total_bytes: u64,
-    /// Since 1970, as the events' times.
+    /// Times of the samples since 1970, like the events' times.
     pub(crate) time_ns: Vec<u64>,
-    /// By all processes.
+    /// Memory used by all processes.
     pub(crate) used_bytes: Vec<u64>,
-    /// By the process; `null` where the driver does not tell.
+    /// Memory used by this process; `null` if the driver does not report it.
     pub(crate) process_bytes: Option<Vec<u64>>,
 }
 
-/// What was sampled of a GPU beside a snapshot: in `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.
+/// The samples of a GPU for a snapshot: from `NAME.device.json` for `NAME.pickle` and `NAME.WHY-N.pickle`.
 pub(crate) fn curve(snapshot: &Path, gpu: u16) -> Option<Curve> {
     let name = snapshot.file_name()?.to_str()?;
     let stem = name.split_once('.')?.0;

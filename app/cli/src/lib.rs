@@ -1,4 +1,4 @@
-//! Answers questions about recorded histories of PyTorch's allocator: the program `vramlab`, and what `experiments` takes of it.
+//! The program `vramlab`, which analyzes recordings of PyTorch's allocator, and the functions of it that `experiments` calls.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 

@@ -1,4 +1,4 @@
-//! Answers questions about a recorded history of PyTorch's allocator.
+//! The program `vramlab`.
 
 use std::process::ExitCode;
 

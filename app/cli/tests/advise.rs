@@ -488,7 +488,7 @@ fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
 fn commands_of_the_package_are_handed_on() {
     use std::process::Command;
     let place = Place::new();
-    place.run(&["advize"]).refused(2, &["'advize' is no command"]);
+    place.run(&["advize"]).refused(2, &["'advize' is not a command", "did you mean advise?"]);
     let run = |there: bool| {
         // An interpreter that says what it was asked for.
         let finds = if there { "exit 0" } else { "exit 1" };

@@ -1,4 +1,4 @@
-//! How command lines name allocators (`NAME:key=value,...`, one or a list) and formats. The names are the library's lists.
+//! Command-line arguments for allocators (`NAME:key=value,...`, one or a list), formats and shards. The names come from the library.
 
 use anyhow::Result;
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
@@ -12,13 +12,13 @@ use vramlab::Selection;
 use vramlab::backends::{SelectionError, all, compared, parse_list};
 use vramlab::histories::formats::Export;
 
-/// A value of a list as it is written on the command line.
+/// The command-line name of a value.
 #[must_use]
 pub fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
 
-/// Allocators as one option names them.
+/// The allocators given in one option.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Selections(pub Vec<Selection>);
 
@@ -30,7 +30,7 @@ impl std::str::FromStr for Selections {
     }
 }
 
-/// Reads a value as a `T`, and lists every allocator in help.
+/// Parses a `T`, and lists every allocator in help.
 #[derive(Clone, Debug)]
 struct Named<T>(std::marker::PhantomData<T>);
 
@@ -49,19 +49,19 @@ where
     }
 }
 
-/// Takes one allocator.
+/// Parser for one allocator.
 #[must_use]
 pub fn allocator() -> impl TypedValueParser<Value = Selection> {
     Named::<Selection>(std::marker::PhantomData)
 }
 
-/// Takes a list of allocators; the option may be given several times.
+/// Parser for a list of allocators; the option may be repeated.
 #[must_use]
 pub fn allocators() -> impl TypedValueParser<Value = Selections> {
     Named::<Selections>(std::marker::PhantomData)
 }
 
-/// An allocator's text as the heading of a column: it can be broken before each setting.
+/// An allocator's text as a column heading that can wrap before each setting.
 #[must_use]
 pub fn heading(text: &str) -> String {
     match text.split_once(':') {
@@ -70,7 +70,7 @@ pub fn heading(text: &str) -> String {
     }
 }
 
-/// The allocators that an option named; if it was not given, those that are worth a column each.
+/// The allocators given in an option; without it, the default comparison.
 #[must_use]
 pub fn chosen(given: &[Selections]) -> Vec<Selection> {
     if given.is_empty() {
@@ -79,25 +79,25 @@ pub fn chosen(given: &[Selections]) -> Vec<Selection> {
     given.iter().flat_map(|list| list.0.iter().cloned()).collect()
 }
 
-/// Takes the name of an [`Export`]; help lists them all.
+/// Parser for the name of an [`Export`]; help lists all.
 #[must_use]
 pub fn export() -> impl TypedValueParser<Value = Export> {
     let values = Export::ALL.map(|export| PossibleValue::new(export.name()).help(export.summary()));
     PossibleValuesParser::new(values).map(|name| {
-        // The parser before has refused every other name.
+        // PossibleValuesParser has refused every other name.
         Export::ALL.into_iter().find(|export| export.name() == name).unwrap_or(Export::Snapshot)
     })
 }
 
-/// The arguments of a program's `completions`.
+/// The arguments of the command `completions`.
 #[derive(Clone, Debug, Args)]
 pub struct Completions {
-    /// The shell that is to read it, as in: source <(PROGRAM completions bash)
+    /// Shell, as in: source <(PROGRAM completions bash)
     #[arg(value_enum)]
     shell: Shell,
 }
 
-/// Prints the shell's script for a program's grammar.
+/// Prints a shell completion script for a program.
 ///
 /// # Errors
 /// As [`print_json`](crate::print_json).
@@ -108,17 +108,17 @@ pub fn completions(args: &Completions, mut program: Command) -> Result<()> {
     crate::write_out(&String::from_utf8_lossy(&script))
 }
 
-/// A share of the plan: every N-th run, beginning with the K-th.
+/// A share of a list: every N-th entry, starting with the K-th.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// From 1.
+    /// K, from 1.
     pub number: usize,
-    /// How many shards there are.
+    /// N, the number of shards.
     pub of: usize,
 }
 
 impl Shard {
-    /// Whether the run of this number in the plan is its own.
+    /// Whether the shard contains the entry at an index.
     pub fn holds(self, index: usize) -> bool {
         index % self.of == self.number - 1
     }
@@ -137,7 +137,7 @@ impl FromStr for Shard {
         let parts = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
         match parts {
             Some((number, of)) if (1..=of).contains(&number) => Ok(Self { number, of }),
-            _ => Err("write K/N with K from 1 to N, as 2/8".into()),
+            _ => Err("write K/N with K from 1 to N, such as 2/8".into()),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A program that runs another one and is not noticed: the other's input, output, signals and exit code are untouched.
+//! Runs another program transparently: its input, output, signals and exit code stay unchanged.
 
 #[cfg(unix)]
 mod system;
@@ -14,62 +14,62 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-/// A shell's code for a command that is not there.
+/// A shell's exit code for a command that does not exist.
 const NOT_FOUND: u8 = 127;
-/// A shell's code for a file that cannot be run.
+/// A shell's exit code for a file that cannot be executed.
 const NOT_RUNNABLE: u8 = 126;
 
 /// Whether a command runs now.
 static COMMAND_RUNS: AtomicBool = AtomicBool::new(false);
-/// How the command ended in whose place this process was.
+/// The exit status of the command that this process replaces.
 static COMMAND_STATUS: OnceLock<ExitStatus> = OnceLock::new();
 
-/// What may be done with a signal before it is passed on.
+/// The handling of a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signalled {
-    /// The command gets it.
+    /// The command receives it.
     PassOn,
-    /// It was for this program.
+    /// This program handled it.
     Taken,
 }
 
-/// Whose exit code this process has at the end.
+/// The exit code of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The command's: once that has ended, this process ends as it did, also when a signal or a fault of its own ends it.
+    /// The command's: after the command has ended, this process ends in the same way, even if a signal or a fault ends it.
     OfCommand,
-    /// Its own.
+    /// This process's own.
     Own,
 }
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Debug)]
 pub struct Outcome {
-    /// As it ended, or as the signal ends a process that had it killed.
+    /// Its exit status; of a killed command that of the signal.
     pub status: ExitStatus,
-    /// Where it was killed, since it did not end after a signal that asked it to.
+    /// Set if it was killed because it did not end after a signal.
     pub kill: Option<Kill>,
 }
 
-/// A command that did not end by itself.
+/// A killed command.
 #[derive(Debug)]
 pub struct Kill {
-    /// The signal that was sent a second time, or whose patience is over.
+    /// The signal that was sent twice, or whose time limit expired.
     pub signal: i32,
-    /// How long the command had; `None` where a second signal came.
+    /// The time limit; `None` after a second signal.
     pub patience: Option<Duration>,
-    /// The command and what it had started, as far as that still ran.
+    /// The command and its descendants that still ran.
     pub processes: Vec<Process>,
-    /// Whether the command ended then. A process that waits in the kernel, for a device, does not.
+    /// Whether the command ended. A process that waits for a device in the kernel does not.
     pub ended: bool,
 }
 
-/// A process that runs.
+/// A running process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number.
+    /// Its process ID.
     pub pid: u32,
-    /// The name of what it runs.
+    /// The name of its program.
     pub name: String,
 }
 
@@ -79,12 +79,10 @@ impl fmt::Display for Process {
     }
 }
 
-/// Runs commands, one at a time: signals sent to this process go to the command that runs. Without one a signal ends this
-/// process.
+/// Runs commands, one at a time. Signals sent to this process are passed to the running command; without one they end this process.
 ///
-/// A command that does not end does not keep this process for ever. A second SIGTERM, or SIGINT, kills it and all that it
-/// has started, and so does the end of the patience that it has after the first SIGTERM. Key presses in a terminal do not count:
-/// they go to the command, which has it out with the user.
+/// A second SIGTERM or SIGINT kills the command and its descendants; so does the end of the time limit after the first SIGTERM. Key
+/// presses in a terminal do not count, because the command receives them directly.
 #[derive(Debug)]
 pub struct Around {
     listening: system::Listening,
@@ -92,11 +90,11 @@ pub struct Around {
 }
 
 impl Around {
-    /// Listens to signals from now on. `heard` is asked before one is passed on; it must not block. After SIGTERM a command has
+    /// Starts handling signals. `heard` decides whether a signal is passed on; it must not block. After SIGTERM the command has
     /// `patience` to end.
     ///
     /// # Errors
-    /// When the system refuses the handler.
+    /// The system refuses the handler.
     pub fn listen(
         exit: Exit,
         patience: Duration,
@@ -105,10 +103,10 @@ impl Around {
         Ok(Self { listening: system::listen(patience, heard)?, exit })
     }
 
-    /// Runs a command to its end. It is killed where this process is, or the calling thread ends.
+    /// Runs a command to its end. On Linux it is killed if this process is killed or the calling thread ends.
     ///
     /// # Errors
-    /// The command cannot be started: a [`RuntimeFailure`] with the codes of a shell, 127 and 126.
+    /// The command cannot be started: a [`RuntimeFailure`] with a shell's exit codes, 127 and 126.
     pub fn run(&self, command: &mut Command) -> Result<Outcome> {
         let name = command.get_program().to_string_lossy().into_owned();
         #[cfg(target_os = "linux")]
@@ -122,9 +120,7 @@ impl Around {
         COMMAND_RUNS.store(false, SeqCst);
         outcome.map_err(|error| {
             let failure = match error.kind() {
-                ErrorKind::NotFound => {
-                    RuntimeFailure::with_code(NOT_FOUND, format_args!("{name}: there is no such command"))
-                }
+                ErrorKind::NotFound => RuntimeFailure::with_code(NOT_FOUND, format_args!("{name}: command not found")),
                 _ => RuntimeFailure::with_code(NOT_RUNNABLE, format_args!("{name}: {error}")),
             };
             failure.into()
@@ -132,19 +128,19 @@ impl Around {
     }
 }
 
-/// Ends this process as the command ended: with its exit code, or by its signal.
+/// Ends this process in the same way as the command: with its exit code, or by its signal.
 pub fn end_alike(status: ExitStatus) -> ! {
     vramlab::output::discard_unfinished();
     system::end_alike(status)
 }
 
-/// Keeps a fault of this program, in a thread that has told of it, from the command and from its exit code. Returns where
-/// neither is in danger.
+/// Protects the command and its exit code from a fault of this program, which the calling thread has reported. Returns if neither
+/// is at risk.
 pub(crate) fn contain_fault() {
     if let Some(status) = COMMAND_STATUS.get() {
         end_alike(*status);
     }
-    // The end of this process would end the command. The thread that runs it is needed.
+    // Exiting would end the command. The main thread runs it.
     while COMMAND_RUNS.load(SeqCst) && std::thread::current().name() != Some("main") {
         std::thread::park();
     }
@@ -159,7 +155,7 @@ mod system {
     use std::process::{Command, ExitStatus};
     use std::time::Duration;
 
-    /// A key press goes to all processes of the console.
+    /// The console sends key presses to all of its processes.
     #[derive(Debug)]
     pub(super) struct Listening;
 

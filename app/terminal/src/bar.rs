@@ -1,15 +1,15 @@
-//! Progress on standard error, where that is a terminal.
+//! Progress bars on standard error, if it is a terminal.
 
 use crate::escape::visible;
 use indicatif::{ProgressBar, ProgressBarIter, ProgressDrawTarget, ProgressStyle};
 
-/// A progress bar, or a spinner where the amount of work is unknown. It is drawn on standard error if that is a
-/// terminal that can move its cursor, and nowhere else.
+/// A progress bar, or a spinner for an unknown amount of work. It is drawn only if standard error is a terminal that can move its
+/// cursor.
 #[derive(Clone, Debug)]
 pub struct Bar(ProgressBar);
 
 impl Bar {
-    /// A bar of `total` steps, in a form that [`indicatif`] describes.
+    /// A bar of `total` steps, in an [`indicatif`] template.
     #[must_use]
     pub fn new(total: impl Into<Option<u64>>, form: &str) -> Self {
         let bar = ProgressBar::with_draw_target(total.into(), ProgressDrawTarget::stderr());
@@ -24,29 +24,29 @@ impl Bar {
         Self(ProgressBar::hidden())
     }
 
-    /// What is being done.
+    /// Sets the message: the current work.
     pub fn message(&self, text: impl AsRef<str>) {
         self.0.set_message(visible(text.as_ref()).into_owned());
         self.0.tick();
     }
 
-    /// What all of it is for.
+    /// Sets the prefix: the purpose of the work.
     pub fn prefix(&self, text: impl AsRef<str>) {
         self.0.set_prefix(visible(text.as_ref()).into_owned());
     }
 
-    /// So many steps were done before; they say nothing about the time that is left.
+    /// Sets the number of steps done before; they do not count for the remaining time.
     pub fn begin_at(&self, position: u64) {
         self.0.set_position(position);
         self.0.reset_eta();
     }
 
-    /// So many more steps are done.
+    /// Adds finished steps.
     pub fn advance(&self, steps: u64) {
         self.0.inc(steps);
     }
 
-    /// Whether it is on a screen.
+    /// Whether the bar is visible.
     #[must_use]
     pub fn is_drawn(&self) -> bool {
         !self.0.is_hidden()
@@ -54,16 +54,16 @@ impl Bar {
 
     /// Writes a line above the bar.
     pub fn say(&self, text: &str) {
-        // A bar that is drawn must make room; without one the line goes out as it is.
+        // A visible bar is cleared and redrawn around the line.
         self.0.suspend(|| crate::say(text));
     }
 
-    /// Counts the bytes that are read.
+    /// Wraps a reader to count the bytes read.
     pub fn reading<R: std::io::Read>(&self, source: R) -> ProgressBarIter<R> {
         self.0.wrap_read(source)
     }
 
-    /// Takes the bar off the screen.
+    /// Removes the bar from the screen.
     pub fn clear(&self) {
         self.0.finish_and_clear();
     }

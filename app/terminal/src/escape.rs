@@ -1,18 +1,17 @@
-//! Control characters made visible, so that a file's name or contents cannot move the cursor, change the title or hide
-//! what stands beside them.
+//! Makes control characters visible, so that a file's name or contents cannot move the cursor, change the title or hide other text.
 
 use std::borrow::Cow;
 use std::fmt::{self, Write};
 
-/// Whether a terminal would act on this character instead of showing it: control characters (C0, DEL, C1), line and
-/// paragraph separators, and the marks that turn the direction of writing.
+/// Whether a terminal acts on this character instead of showing it: control characters (C0, DEL, C1), line and paragraph separators,
+/// and marks that change the writing direction.
 fn acts(character: char) -> bool {
     let turns =
         matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     character.is_control() || turns || matches!(character, '\u{2028}' | '\u{2029}')
 }
 
-/// `text` with the characters of one kind written in another way.
+/// Replaces the characters of one kind in `text`.
 fn escaped(text: &str, kind: impl Fn(char) -> bool, write: impl Fn(&mut String, char) -> fmt::Result) -> Cow<'_, str> {
     if !text.contains(&kind) {
         return Cow::Borrowed(text);
@@ -25,7 +24,7 @@ fn escaped(text: &str, kind: impl Fn(char) -> bool, write: impl Fn(&mut String, 
     Cow::Owned(out)
 }
 
-/// `text` on one line, with what a terminal would act on written out: `\n`, `\x1b`, `\u{202e}`.
+/// `text` on one line, with control characters escaped: `\n`, `\x1b`, `\u{202e}`.
 #[must_use]
 pub fn visible(text: &str) -> Cow<'_, str> {
     escaped(text, acts, |out, character| match character {
@@ -37,9 +36,9 @@ pub fn visible(text: &str) -> Cow<'_, str> {
     })
 }
 
-/// Units that stay beside their number.
+/// Units that are kept on the line of their number.
 const UNITS: [&str; 13] = ["%", "B", "KiB", "MiB", "GiB", "TiB", "ns", "us", "ms", "s", "x", "steps", "times"];
-/// Stands for a space at which no line ends, until the text is printed.
+/// Replaces a space at which no line may break, until the text is printed.
 const GLUE: char = '\u{a0}';
 
 /// [`visible`] text in which a number and its unit are one word; [`unglued`] before it is printed.
@@ -56,20 +55,20 @@ pub(crate) fn glued(text: &str) -> String {
     out
 }
 
-/// The text as it is printed.
+/// The text with normal spaces, for printing.
 pub(crate) fn unglued(text: &str) -> String {
     text.replace(GLUE, " ")
 }
 
-/// Text whose lines are meant, each of them made visible.
+/// Makes each line of a text visible and keeps its line breaks.
 pub(crate) fn visible_lines(text: &str) -> String {
     text.split('\n').map(visible).collect::<Vec<_>>().join("\n")
 }
 
-/// JSON made visible, which stays the same document: such characters are in strings only, where they may be written as
-/// `\u001b`. Line ends between values stay.
+/// Makes JSON visible without changing the document: control characters occur only in strings, where `\u001b` is equivalent. Line
+/// breaks between values stay.
 pub(crate) fn visible_json(text: &str) -> Cow<'_, str> {
-    // Every one of them is in the first 65,536.
+    // All of these characters are in the basic multilingual plane.
     let write = |out: &mut String, character| write!(out, "\\u{:04x}", u32::from(character));
     escaped(text, |character| acts(character) && character != '\n', write)
 }
@@ -81,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_terminal_would_act_on_is_written_out() {
+    fn control_characters_are_escaped() {
         for (text, shown) in [
             ("a\u{1b}[31mred\u{1b}[0m", r"a\x1b[31mred\x1b[0m"),
             ("one\ntwo\r\tthree", r"one\ntwo\r\tthree"),
@@ -99,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn every_such_character_is_found() {
+    fn every_control_character_is_recognised() {
         for code in (0..0x20).chain(0x7f..0xa0).chain(0x202a..0x202f).chain(0x2066..0x206a) {
             let character = char::from_u32(code).unwrap();
             assert!(!visible(&character.to_string()).contains(character), "U+{code:04x}");

@@ -1,22 +1,22 @@
-//! How a program ends: with which code, and with which line.
+//! Exit codes, and the error line at the end of a program.
 
 use crate::fail;
 use std::fmt::Display;
 use vramlab::output::OutputError;
 
-/// It did what it was asked.
+/// Success.
 pub const OK: u8 = 0;
-/// It failed while running: out of memory, a driver error, a file that could not be written.
+/// Failure at run time: out of memory, a driver error, a file that could not be written.
 pub const FAILED: u8 = 1;
-/// The input was bad: arguments, data files, a profile, a device or a library that is not there.
+/// Bad input: arguments, data files, a profile, a missing device or library.
 pub const BAD_INPUT: u8 = 2;
-/// There is no answer that mends it, where the command line asks for a code that says so.
-pub const UNMENDED: u8 = 3;
-/// It was interrupted from the keyboard (128 + SIGINT). By another signal the code is 128 and that signal's number: 143 for
-/// SIGTERM, 129 for SIGHUP.
+/// No setting reduces the program's memory, if the command line requests this code.
+pub const NO_SETTING_HELPS: u8 = 3;
+/// Interrupted from the keyboard (128 + SIGINT). After another signal the code is 128 plus that signal's number: 143 for SIGTERM, 129
+/// for SIGHUP.
 pub const INTERRUPTED: u8 = 130;
 
-/// An error that is no fault of the input, with the exit code that it ends the program with.
+/// An error that is not a fault of the input, with its exit code.
 #[derive(Debug, thiserror::Error)]
 #[error("{text}")]
 pub struct RuntimeFailure {
@@ -25,21 +25,21 @@ pub struct RuntimeFailure {
 }
 
 impl RuntimeFailure {
-    /// Something failed while the program ran: [`FAILED`].
+    /// An error at run time, with the exit code [`FAILED`].
     #[must_use]
     pub fn new(text: impl Display) -> Self {
         Self::with_code(FAILED, text)
     }
 
-    /// Another process, or a signal, decided the code.
+    /// An error whose exit code is determined by another process or a signal.
     #[must_use]
     pub fn with_code(code: u8, text: impl Display) -> Self {
         Self { code, text: text.to_string() }
     }
 }
 
-/// Says on standard error what went wrong, if something did, and gives the exit code. Errors are of the input ([`BAD_INPUT`]) unless they are a
-/// [`RuntimeFailure`] or an output file that the system failed to write.
+/// Prints an error on standard error, and returns the exit code: [`BAD_INPUT`], unless the error is a [`RuntimeFailure`] or an output
+/// file that the system failed to write.
 #[must_use]
 pub fn end(result: anyhow::Result<()>) -> u8 {
     let Err(error) = result else { return OK };

@@ -1,7 +1,7 @@
-//! What the programs share at the terminal: their arguments, what they print, how signals and errors end them.
+//! Terminal code of the programs: arguments, output, signals and errors.
 //!
-//! Everything that they print goes through here: results to standard output, all else to standard error. Text of files, names
-//! and errors is made [visible] first.
+//! All output goes through this crate: results to standard output, everything else to standard error. Control characters in text from
+//! files, names and errors are made [visible] first.
 
 pub mod arguments;
 pub mod around;
@@ -29,21 +29,21 @@ pub use page::{Page, digits, duration, seconds};
 pub use screen::Screen;
 pub use table::{Cell, Column, Comparison, SIDE_BY_SIDE, Table};
 
-/// Lines on standard error begin with a word of this width.
+/// Width of the label at the start of a line on standard error.
 const LABEL: usize = 9;
-/// The exit code after a fault of the program, as Rust's own.
+/// The exit code after a panic, the same as Rust's.
 const FAULT: i32 = 101;
 
-/// Writes to standard output what has been made visible.
+/// Writes visible text to standard output.
 fn write_out(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     written(writeln!(out, "{}", text.trim_end()))
 }
 
-/// How standard output took what was written to it. A full disk behind it is no fault of the input.
+/// The result of a write to standard output. A full disk is a failure at run time, not bad input.
 fn written(outcome: std::io::Result<()>) -> Result<()> {
     match outcome.and_then(|()| std::io::stdout().flush()) {
-        // A reader that went away (`| head`) has what it wanted.
+        // A reader that closed the pipe (`| head`) has read enough.
         Err(error) if error.kind() != ErrorKind::BrokenPipe => {
             Err(RuntimeFailure::new(format_args!("cannot write to stdout: {error}")).into())
         }
@@ -51,15 +51,15 @@ fn written(outcome: std::io::Result<()>) -> Result<()> {
     }
 }
 
-/// Prints a value as one JSON document, laid out for people, and nothing else, on standard output.
+/// Prints a value as one indented JSON document on standard output.
 ///
 /// # Errors
-/// A [`RuntimeFailure`] when it cannot be written; a reader that went away is no error.
+/// A [`RuntimeFailure`] if it cannot be written; a closed pipe is not an error.
 pub fn print_json(value: &impl Serialize) -> Result<()> {
     print_json_text(&serde_json::to_string_pretty(value)?)
 }
 
-/// Prints a JSON document that is text already, as [`print_json`] does.
+/// Prints a JSON text, as [`print_json`] does.
 ///
 /// # Errors
 /// As [`print_json`].
@@ -67,8 +67,7 @@ pub fn print_json_text(text: &str) -> Result<()> {
     write_out(&escape::visible_json(text))
 }
 
-/// Writes a line to standard error. It wraps at words where that is a terminal; what follows a label of nine columns
-/// stays beside it.
+/// Writes a line to standard error. On a terminal it wraps at words; text after a label of nine columns is indented to that column.
 pub fn say(text: &str) {
     let text = escape::glued(text);
     let labelled = text.get(..LABEL).is_some_and(|label| label.ends_with(' ') && !label.trim().contains(' '));
@@ -76,19 +75,18 @@ pub fn say(text: &str) {
     write_err(&escape::unglued(&screen::wrapped(&text, Screen::stderr().width, indent)));
 }
 
-/// Writes lines to standard error. A reader that went away (`2>&1 | head`) is no error, and `eprintln!` would panic.
+/// Writes lines to standard error. A closed pipe (`2>&1 | head`) is not an error; `eprintln!` would panic.
 fn write_err(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{}", text.trim_end());
 }
 
-/// Writes what went wrong to standard error, on one line: `error: …`.
+/// Writes an error to standard error, on one line: `error: …`.
 pub fn fail(error: impl std::fmt::Display) {
     say(&format!("error: {error}"));
 }
 
-/// Has a panic in any thread end the process with one line that says so instead of a backtrace: it is a fault of this
-/// program. Nothing unwinds (release builds have no code for it), so files under way are removed here. A command that runs
-/// [in the place](around::Exit::OfCommand) of this program goes on, and its exit code is kept.
+/// Makes a panic in any thread end the process with one line instead of a backtrace. Release builds do not unwind, so unfinished files
+/// are removed here. A command that runs [in place](around::Exit::OfCommand) of this program continues, and its exit code is kept.
 pub fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         fail(format_args!("internal fault, please report it: {panic}"));
@@ -98,16 +96,15 @@ pub fn report_panics() {
     }));
 }
 
-/// What every program does first: a panic becomes one line, a file that reaches the limit on its size an error, and children can
-/// be waited for.
+/// Initialises a program: a panic prints one line, exceeding the file size limit is an error, and child processes can be waited for.
 pub fn begin() {
     report_panics();
-    // Where the system refuses a handler, such a limit ends the process, as it would anyway.
+    // If the system refuses a handler, exceeding the limit ends the process, which is the default.
     let _ = signals::outlive_file_limits();
     let _ = signals::collect_children();
 }
 
-/// Parses a command line. `--help`, `--version` and arguments that cannot be parsed end the process.
+/// Parses a command line. `--help`, `--version` and parse errors exit the process.
 #[must_use]
 pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
     let width = Screen::stdout().width.unwrap_or(screen::PIPED).min(screen::PIPED);
@@ -117,17 +114,17 @@ pub fn parse<C: Parser>(arguments: Vec<OsString>) -> C {
         .and_then(|mut matches| C::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command)));
     parsed.unwrap_or_else(|error| {
         if error.use_stderr() {
-            // Arguments are quoted in it.
+            // The error quotes arguments.
             write_err(&escape::visible_lines(&error.to_string()));
         } else {
-            // Help in the style of the terminal; nothing of it comes from outside.
+            // Help is styled; it contains no text from outside.
             std::process::exit(exit::end(written(error.print())).into());
         }
         std::process::exit(error.exit_code())
     })
 }
 
-/// A word of a command line as a shell takes it.
+/// A word of a command line, quoted for a shell.
 #[must_use]
 pub fn quoted(word: &str) -> String {
     let plain = |character: char| character.is_alphanumeric() || "-_./:=,+%@".contains(character);
@@ -138,21 +135,20 @@ pub fn quoted(word: &str) -> String {
     }
 }
 
-/// Programs that are a part of this one, each with the words that lead to it.
+/// Programs that this one contains, each with the word that starts it.
 static PARTS: OnceLock<&'static [(&'static str, &'static str)]> = OnceLock::new();
 
-/// Says which of the programs a program of another crate contains, and behind which word each is reached, for [`command`]:
-/// `[("trainer", ""), ("vramlab", "vramlab")]`. The first call counts.
+/// Registers, for [`command`], the programs that the current one contains, and the word that starts each:
+/// `[("trainer", ""), ("vramlab", "vramlab")]`. Only the first call has an effect.
 pub fn contains(parts: &'static [(&'static str, &'static str)]) {
     let _ = PARTS.set(parts);
 }
 
-/// A command line of one of the programs, as the user would type it where this program was started: under `cargo run`,
-/// by its path, or by its name.
+/// A command line of one of the programs, in the form in which this program was started: with `cargo run`, by path, or by name.
 #[must_use]
 pub fn command(program: &str, arguments: &str) -> String {
     let exe = std::env::current_exe().unwrap_or_default();
-    let release = exe.parent().is_some_and(|folder| folder.ends_with("release"));
+    let release = exe.parent().is_some_and(|directory| directory.ends_with("release"));
     let part = PARTS.get().and_then(|parts| parts.iter().find(|(name, _)| *name == program));
     if let Some((_, word)) = part {
         let called = match std::env::var_os("CARGO") {
@@ -172,7 +168,8 @@ pub fn command(program: &str, arguments: &str) -> String {
         return format!("cargo run {}-p {package} -- {arguments}", if release { "--release " } else { "" });
     }
     let called = std::env::args_os().next().map(std::path::PathBuf::from).unwrap_or_default();
-    let folder = called.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let path = folder.map_or_else(|| program.to_owned(), |folder| quoted(&folder.join(program).to_string_lossy()));
+    let directory = called.parent().filter(|directory| !directory.as_os_str().is_empty());
+    let path =
+        directory.map_or_else(|| program.to_owned(), |directory| quoted(&directory.join(program).to_string_lossy()));
     format!("{path} {arguments}")
 }

@@ -1,10 +1,10 @@
-//! A page of titles, tables and sentences, laid out for the screen that it is printed on.
+//! A page of titles, tables and sentences, laid out for a screen.
 
 use crate::escape::{glued, unglued, visible};
 use crate::screen::{PIPED, Screen, wrapped};
 use crate::table::{Comparison, Table};
 
-/// What a program prints on standard output, piece by piece. All text is made [visible](crate::visible).
+/// The output of a program, built piece by piece. Control characters are made [visible](crate::visible).
 #[derive(Clone, Debug)]
 pub struct Page {
     screen: Screen,
@@ -24,7 +24,7 @@ impl Page {
         Self::new(Screen::stdout())
     }
 
-    /// One line; it wraps at words.
+    /// Adds a line, which wraps at words.
     pub fn line(&mut self, text: impl AsRef<str>) {
         self.indented(text.as_ref(), 0);
     }
@@ -34,61 +34,60 @@ impl Page {
         self.text.push('\n');
     }
 
-    /// A line that says more about what stands above; it wraps at words and is indented from there.
+    /// Adds a line with details on the line above; continuation lines are indented.
     pub fn note(&mut self, text: impl AsRef<str>) {
         self.indented(text.as_ref(), 2);
     }
 
-    /// A label of `width` columns with a text beside it, whose lines begin in the same column.
+    /// Adds a label of `width` columns and a text, whose lines all start in that column.
     pub fn labelled(&mut self, label: &str, width: usize, text: &str) {
         self.indented(&format!("{label:width$}{text}"), width);
     }
 
-    /// An empty line, except at the top.
+    /// Adds an empty line, except at the top.
     pub fn gap(&mut self) {
         if !self.text.is_empty() {
             self.text.push('\n');
         }
     }
 
-    /// A gap and a line.
+    /// Adds a gap and a line.
     pub fn title(&mut self, text: impl AsRef<str>) {
         self.gap();
         self.line(text);
     }
 
-    /// A table. Where the screen has no room for all columns, a note names those left out and says that `--json` has
-    /// them.
+    /// Adds a table. If the screen is too narrow for all columns, a note names the omitted ones and refers to `--json`.
     pub fn table(&mut self, table: &Table) {
-        let (text, gone) = table.show(self.screen);
+        let (text, omitted) = table.show(self.screen);
         self.text += &text;
         self.text.push('\n');
-        if !gone.is_empty() {
-            self.note(format!("no room for: {}; --json has everything", gone.join(", ")));
+        if !omitted.is_empty() {
+            self.note(format!("columns omitted: {}; --json has all", omitted.join(", ")));
         }
     }
 
-    /// Whether the screen has room for all columns of a table.
+    /// Whether all columns of a table fit on the screen.
     #[must_use]
     pub fn fits(&self, table: &Table) -> bool {
         table.fits(self.screen.width)
     }
 
-    /// Subjects side by side.
+    /// Adds a comparison.
     pub fn comparison(&mut self, comparison: &Comparison) {
         self.text += &comparison.show(self.screen);
         self.text.push('\n');
     }
 
-    /// Ends the page: what was found, and the command that goes on from here.
-    pub fn end(&mut self, found: impl AsRef<str>, next: &str) {
+    /// Ends the page with the result and the next command.
+    pub fn end(&mut self, result: impl AsRef<str>, next: &str) {
         self.gap();
-        self.line(found);
+        self.line(result);
         self.next(next);
     }
 
-    /// The command that goes on from here. Where it is too long for a line of the terminal, each line but the last ends in a backslash,
-    /// so that all of them can be pasted.
+    /// Adds the next command. If it is longer than a line of the terminal, each line but the last ends in a backslash, so that all lines
+    /// can be pasted.
     pub fn next(&mut self, command: &str) {
         let text = format!("Next: {}", visible(command));
         let width = self.screen.width.map(|width| width.saturating_sub(2));
@@ -102,16 +101,16 @@ impl Page {
         &self.text
     }
 
-    /// Prints the page on standard output. A reader that went away (`| head`) is no error.
+    /// Prints the page on standard output. A closed pipe (`| head`) is not an error.
     ///
     /// # Errors
-    /// A [`RuntimeFailure`](crate::RuntimeFailure) when it cannot be written.
+    /// A [`RuntimeFailure`](crate::RuntimeFailure) if it cannot be written.
     pub fn print(self) -> anyhow::Result<()> {
         crate::write_out(&self.text)
     }
 }
 
-/// Nanoseconds in the unit that needs three digits.
+/// Nanoseconds with a unit and three digits.
 #[must_use]
 pub fn duration(ns: u64) -> String {
     // CAST: a display value of three digits.
@@ -124,14 +123,14 @@ pub fn duration(ns: u64) -> String {
     }
 }
 
-/// Seconds in the unit that needs three digits.
+/// Seconds with a unit and three digits.
 #[must_use]
 pub fn seconds(value: f64) -> String {
     // CAST: a display value.
     duration((value * 1e9).round() as u64)
 }
 
-/// A number with three digits or so.
+/// A number with about three digits.
 #[must_use]
 pub fn digits(value: f64) -> String {
     match value {

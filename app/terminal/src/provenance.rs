@@ -1,13 +1,13 @@
-//! What a record comes from: the code, the host, the driver and the job.
+//! Provenance of a record: code, host, driver and job.
 //!
-//! What cannot be told is absent: a build outside of a checkout has no commit, a host without NVIDIA's driver no release.
+//! Unknown values are absent: a build outside a checkout has no commit, a host without NVIDIA's driver no driver release.
 
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What a program was built from, as its build script found it. [`built!`](crate::built) makes it.
+/// Build information of a program, from its build script. [`built!`](crate::built) creates it.
 #[derive(Clone, Copy, Debug)]
 pub struct Built {
     /// Commit, in hexadecimal; empty if unknown.
@@ -18,7 +18,7 @@ pub struct Built {
     pub profile: &'static str,
 }
 
-/// What the crate that calls this was built from; its build script is the trainer's.
+/// Build information of the calling crate, whose build script must set these variables.
 #[macro_export]
 macro_rules! built {
     () => {
@@ -30,7 +30,7 @@ macro_rules! built {
     };
 }
 
-/// Where a record comes from.
+/// Provenance of a record.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Provenance {
     /// Commit of the sources.
@@ -39,34 +39,34 @@ pub struct Provenance {
     /// Whether the sources differed from that commit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub git_dirty: Option<bool>,
-    /// Cargo's profile: `dev`, `release`, or one's own.
+    /// Cargo's profile: `dev`, `release` or a custom one.
     pub build_profile: String,
-    /// Tells this host from others without naming it: 16 hexadecimal digits of a SHA-256.
+    /// Identifies the host without naming it: 16 hexadecimal digits of a SHA-256.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host_hash: Option<String>,
     /// Release of NVIDIA's driver, as `580.159.03`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver_release: Option<String>,
-    /// The job of a cluster's scheduler.
+    /// The scheduler's job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<Job>,
 }
 
-/// A job of Slurm.
+/// A Slurm job.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Job {
     /// `SLURM_JOB_ID`.
     pub id: String,
-    /// `SLURM_ARRAY_JOB_ID`: that of all jobs of an array.
+    /// `SLURM_ARRAY_JOB_ID`, shared by all jobs of an array.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub array_id: Option<String>,
-    /// `SLURM_ARRAY_TASK_ID`: which of them it is.
+    /// `SLURM_ARRAY_TASK_ID`, the job's number in the array.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub array_task: Option<String>,
 }
 
 impl Provenance {
-    /// Of this process. Reads a few small files of the system.
+    /// Provenance of this process. Reads a few small system files.
     #[must_use]
     pub fn of(built: Built) -> Self {
         let root = Path::new("/");
@@ -81,14 +81,14 @@ impl Provenance {
     }
 }
 
-/// A file of the system without white space around it; `None` if it is not there or empty.
+/// The trimmed text of a system file; `None` if it is missing or empty.
 fn text(root: &Path, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(root.join(name)).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Hash of the machine's number and the host's name. Both, because machines that were set up as copies of one image share
-/// the number, and containers of one machine often do not share the name.
+/// Hash of the machine ID and the host name. Machines cloned from one image share the ID, and containers on one machine often have
+/// different names.
 fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let machine = text(root, "etc/machine-id").or_else(|| text(root, "var/lib/dbus/machine-id"));
     let name =
@@ -100,7 +100,7 @@ fn host_hash(root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<S
     Some(digest(&SHA256, both.as_bytes()).as_ref()[..8].iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The kernel module's release, else that of the library that this process has loaded.
+/// The kernel module's release, else the release of the loaded library.
 fn driver_release(root: &Path) -> Option<String> {
     let is_release = |word: &&str| {
         let parts: Vec<&str> = word.split('.').collect();
@@ -121,7 +121,7 @@ fn driver_release(root: &Path) -> Option<String> {
 }
 
 fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
-    /// Longer than any number of a job.
+    /// Maximum length of a job ID.
     const LONGEST: usize = 64;
     let plain = |text: &String| {
         (1..=LONGEST).contains(&text.len())
@@ -131,14 +131,14 @@ fn job(variable: &dyn Fn(&str) -> Option<String>) -> Option<Job> {
     Some(Job { id: of("SLURM_JOB_ID")?, array_id: of("SLURM_ARRAY_JOB_ID"), array_task: of("SLURM_ARRAY_TASK_ID") })
 }
 
-/// The time as records have it, in UTC: `2026-11-22T19:37:32Z`.
+/// The current time in UTC, in the format of records: `2026-11-22T19:37:32Z`.
 #[must_use]
 pub fn now() -> String {
     utc(SystemTime::now())
 }
 
 fn utc(time: SystemTime) -> String {
-    // A machine whose clock was never set.
+    // The clock of a machine may never have been set.
     humantime::format_rfc3339_seconds(time.max(UNIX_EPOCH)).to_string()
 }
 
@@ -150,7 +150,7 @@ mod tests {
 
     use std::time::Duration;
 
-    /// A root with these files.
+    /// A root directory with these files.
     fn system(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (name, text) in files {
@@ -169,12 +169,12 @@ mod tests {
     }
 
     #[test]
-    fn the_release_is_found_where_systems_say_it() {
+    fn the_driver_release_is_read_from_system_files() {
         let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n\
                       GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n";
         let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (x)\n";
         let map = "7f00-7f01 r-xp 00000000 08:01 42   /usr/lib/x86_64-linux-gnu/libcuda.so.570.86\n";
-        for (files, wanted) in [
+        for (files, expected) in [
             (&[("proc/driver/nvidia/version", closed)][..], Some("550.54.15")),
             (&[("proc/driver/nvidia/version", open), ("proc/self/maps", map)], Some("580.159.03")),
             (&[("sys/module/nvidia/version", "535.183.01\n")], Some("535.183.01")),
@@ -183,12 +183,12 @@ mod tests {
             (&[("proc/driver/nvidia/version", "garbage")], None),
             (&[], None),
         ] {
-            assert_eq!(driver_release(system(files).path()).as_deref(), wanted, "{files:?}");
+            assert_eq!(driver_release(system(files).path()).as_deref(), expected, "{files:?}");
         }
     }
 
     #[test]
-    fn a_host_is_told_apart_and_not_named() {
+    fn a_host_is_identified_but_not_named() {
         let none = |_: &str| None;
         let of = |id: &str, name: &str| {
             host_hash(system(&[("etc/machine-id", id), ("proc/sys/kernel/hostname", name)]).path(), &none)
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_is_there_if_slurm_says_so() {
+    fn a_job_is_present_only_under_slurm() {
         let with = |pairs: &'static [(&str, &str)]| {
             job(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()))
         };
@@ -213,15 +213,15 @@ mod tests {
         let alone = with(&[("SLURM_JOB_ID", "55")]).unwrap();
         assert_eq!(serde_json::to_value(alone).unwrap(), serde_json::json!({"id": "55"}));
         let array = with(&[("SLURM_JOB_ID", "57"), ("SLURM_ARRAY_JOB_ID", "55"), ("SLURM_ARRAY_TASK_ID", "2")]);
-        let wanted = serde_json::json!({"id": "57", "array_id": "55", "array_task": "2"});
-        assert_eq!(serde_json::to_value(array).unwrap(), wanted);
+        let expected = serde_json::json!({"id": "57", "array_id": "55", "array_task": "2"});
+        assert_eq!(serde_json::to_value(array).unwrap(), expected);
     }
 
     #[test]
-    fn what_is_unknown_is_absent() {
+    fn unknown_values_are_absent() {
         let built = Built { commit: "", dirty: "", profile: "dev" };
-        let found = serde_json::to_value(Provenance::of(built)).unwrap();
-        assert!(found.get("git_commit").is_none() && found.get("git_dirty").is_none(), "{found}");
-        assert_eq!(found["build_profile"], "dev");
+        let value = serde_json::to_value(Provenance::of(built)).unwrap();
+        assert!(value.get("git_commit").is_none() && value.get("git_dirty").is_none(), "{value}");
+        assert_eq!(value["build_profile"], "dev");
     }
 }

@@ -1,41 +1,41 @@
-//! What text is laid out for, and how it wraps there.
+//! The screen for which text is laid out, and its wrapping.
 
 use anstream::{AutoStream, ColorChoice};
 use std::io::IsTerminal;
 use terminal_size::{Height, Width, terminal_size_of};
 use textwrap::{Options, WordSeparator, WordSplitter, WrapAlgorithm};
 
-/// The width of a terminal that does not tell.
-const UNTOLD: usize = 80;
-/// Nothing is laid out for less.
+/// Width of a terminal that does not report its width.
+const DEFAULT: usize = 80;
+/// Minimum width.
 const NARROWEST: usize = 20;
-/// How wide sentences are that go to a file or another program, and the widest help.
+/// Width of sentences written to a file or another program, and maximum width of help.
 pub(crate) const PIPED: usize = 120;
 
-/// What a page is laid out for.
+/// A screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Screen {
-    /// Columns; without, sentences wrap at 120, and nothing is left out or broken.
+    /// Number of columns; without, sentences wrap at 120, and nothing is omitted or broken.
     pub width: Option<usize>,
-    /// Whether escape sequences for bold are understood.
+    /// Whether the screen supports escape sequences for bold text.
     pub styled: bool,
 }
 
 impl Screen {
-    /// Standard output. Its width is `COLUMNS` if that is set, else the terminal's; what goes to a file or another
-    /// program has none. It is styled where it is a terminal, unless `NO_COLOR`, `CLICOLOR=0` or
-    /// `TERM=dumb` say no; `CLICOLOR_FORCE` says yes.
+    /// Standard output. Its width is `COLUMNS` if set, else the terminal's; a file or pipe has none. A terminal is styled unless
+    /// `NO_COLOR`, `CLICOLOR=0` or `TERM=dumb` disable styles; `CLICOLOR_FORCE` enables them.
     #[must_use]
     pub fn stdout() -> Self {
         let out = std::io::stdout();
-        let asked = std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok()).filter(|width| *width > 0);
-        let asked = asked.map(|width: usize| width.max(NARROWEST));
-        let width = asked.or_else(|| terminal_width(&out, terminal_size_of(&out)));
+        let columns =
+            std::env::var("COLUMNS").ok().and_then(|text| text.trim().parse().ok()).filter(|width| *width > 0);
+        let columns = columns.map(|width: usize| width.max(NARROWEST));
+        let width = columns.or_else(|| terminal_width(&out, terminal_size_of(&out)));
         Self { width, styled: AutoStream::choice(&out) != ColorChoice::Never }
     }
 
-    /// Standard error, where only lines are written. What is no terminal gets them whole, whatever `COLUMNS` says:
-    /// programs read them.
+    /// Standard error, to which only lines are written. A file or pipe gets unwrapped lines regardless of `COLUMNS`, because programs
+    /// read them.
     #[must_use]
     pub(crate) fn stderr() -> Self {
         let out = std::io::stderr();
@@ -43,13 +43,13 @@ impl Screen {
     }
 }
 
-/// Columns of a stream, if it is a terminal; `size` is what the system says of it.
+/// The columns of a stream, if it is a terminal; `size` is the size reported by the system.
 fn terminal_width(stream: &impl IsTerminal, size: Option<(Width, Height)>) -> Option<usize> {
-    let columns = size.map_or(UNTOLD, |(width, _)| usize::from(width.0));
+    let columns = size.map_or(DEFAULT, |(width, _)| usize::from(width.0));
     stream.is_terminal().then(|| columns.max(NARROWEST))
 }
 
-/// Lines of at most `width` columns, all but the first indented. Only a word that is longer than a line is broken.
+/// Wraps text into lines of at most `width` columns; all but the first are indented. Only words longer than a line are broken.
 pub(crate) fn wrapped(text: &str, width: Option<usize>, indent: usize) -> String {
     let Some(width) = width else { return text.to_owned() };
     let indent = " ".repeat(indent.min(width / 2));

@@ -1,9 +1,9 @@
-//! Signals that end the program: SIGINT (Ctrl-C), SIGTERM (`kill`, and schedulers when a job's time is over) and SIGHUP
-//! (the terminal was closed).
+//! Signals that end the program: SIGINT (Ctrl-C), SIGTERM (`kill`, and schedulers at a job's time limit) and SIGHUP (closed
+//! terminal).
 //!
-//! The first asks a run to end after its step, with its record closed. Where there is no record yet, and with the second,
-//! the process ends at once. The exit code is 128 and the signal's number. Where SIGHUP is ignored, as under `nohup`, it
-//! stays so.
+//! The first signal requests a run to end after its step and to close its record. Without a record, and on the second signal, the
+//! process ends immediately. The exit code is 128 plus the signal's number. If SIGHUP is ignored on start, as under `nohup`, it stays
+//! ignored.
 
 use crate::{exit, fail};
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 use vramlab::output;
 
-/// Whether there is a record that a run will close.
+/// Whether a run has an open record.
 static RECORDING: AtomicBool = AtomicBool::new(false);
 
-/// Says that there is a record from now on, so that the first signal is left to the run that closes it.
+/// Marks a record as open, so that the run can close it after the first signal.
 pub fn record_begins() {
     RECORDING.store(true, SeqCst);
 }
 
-/// What was heard.
+/// The received signals.
 #[derive(Clone, Debug, Default)]
 pub struct Signals {
     stop: Arc<AtomicBool>,
@@ -27,10 +27,10 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Listens from now on, in a thread of its own.
+    /// Starts handling signals in a separate thread.
     ///
     /// # Errors
-    /// When the system refuses the handler.
+    /// The system refuses the handler.
     pub fn listen() -> std::io::Result<Self> {
         let signals = Self::default();
         let mut heard = Heard { signals: signals.clone(), since: None };
@@ -39,39 +39,38 @@ impl Signals {
         Ok(signals)
     }
 
-    /// Is set by the first signal; a run looks at it between steps.
+    /// A flag set by the first signal; a run checks it between steps.
     #[must_use]
     pub fn stop(&self) -> &AtomicBool {
         &self.stop
     }
 
-    /// Exit code for what was heard first.
+    /// The exit code for the first signal.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         u8::try_from(128 + self.first.load(SeqCst)).unwrap_or(exit::FAILED)
     }
 }
 
-/// Makes a write to a file that grows past the process's limit (`ulimit -f`) an error, which otherwise would end the
-/// process.
+/// Makes a write beyond the process's file size limit (`ulimit -f`) return an error; by default it ends the process.
 ///
 /// # Errors
-/// When the system refuses the handler.
+/// The system refuses the handler.
 pub fn outlive_file_limits() -> std::io::Result<()> {
     #[cfg(unix)]
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default())?;
     Ok(())
 }
 
-/// Whether the parent of this process had it ignore SIGCHLD.
+/// Whether this process was started with SIGCHLD ignored.
 #[cfg(unix)]
 static CHILDREN_WERE_IGNORED: AtomicBool = AtomicBool::new(false);
 
-/// Has the system keep how children ended until they are asked, also where this process was started with SIGCHLD ignored:
-/// then it forgets that, and nobody can wait for them.
+/// Makes the system keep the exit status of child processes even if this process was started with SIGCHLD ignored; otherwise the
+/// status is lost and waiting for children fails.
 ///
 /// # Errors
-/// When the system refuses the handler.
+/// The system refuses the handler.
 pub fn collect_children() -> std::io::Result<()> {
     #[cfg(unix)]
     if is_ignored(signal_hook::consts::SIGCHLD) {
@@ -86,8 +85,8 @@ pub(crate) fn children_were_ignored() -> bool {
     CHILDREN_WERE_IGNORED.load(SeqCst)
 }
 
-/// Has the first signal end the process at once, with the parts of unfinished files removed: for programs that keep no
-/// record. Where the system refuses the handler, a signal ends the process as it would anyway.
+/// Makes the first signal end the process immediately and remove unfinished files, for programs without a record. If the system refuses
+/// the handler, a signal ends the process by default.
 pub fn end_at_once() {
     let _ = listen(|signal| {
         output::discard_unfinished();
@@ -103,7 +102,7 @@ struct Heard {
 
 impl Heard {
     fn signal(&mut self, signal: i32) {
-        /// One key press may arrive twice, from the terminal and from a parent that passes it on.
+        /// A key press may arrive twice, from the terminal and from a parent that forwards it.
         const ONE_PRESS: Duration = Duration::from_millis(500);
         let Signals { stop, first } = &self.signals;
         match self.since {
@@ -113,12 +112,12 @@ impl Heard {
                 stop.store(true, SeqCst);
                 if !RECORDING.load(SeqCst) {
                     output::discard_unfinished();
-                    fail("interrupted before there was anything to record");
+                    fail("interrupted before the record was opened");
                     std::process::exit(self.signals.exit_code().into());
                 }
             }
             Some(since) if signal == first.load(SeqCst) && since.elapsed() <= ONE_PRESS => {}
-            // For the case that a step does not end.
+            // A step may not end.
             Some(_) => {
                 output::discard_unfinished();
                 std::process::exit(128 + signal);
@@ -130,13 +129,13 @@ impl Heard {
 #[cfg(unix)]
 fn listen(mut heard: impl FnMut(i32) + Send + 'static) -> std::io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-    let wanted = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| *signal != SIGHUP || !is_ignored(SIGHUP));
-    let mut signals = signal_hook::iterator::Signals::new(wanted)?;
+    let handled = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| *signal != SIGHUP || !is_ignored(SIGHUP));
+    let mut signals = signal_hook::iterator::Signals::new(handled)?;
     let listener = std::thread::Builder::new().name("signals".to_owned());
     listener.spawn(move || signals.forever().for_each(&mut heard)).map(drop)
 }
 
-/// Whether the parent of this process had it ignore a signal; no where the system does not say.
+/// Whether this process was started with a signal ignored; `false` if unknown.
 #[cfg(unix)]
 pub(crate) fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -1,15 +1,15 @@
-//! Tables that fit: no word is broken, no line is longer than the screen is wide.
+//! Tables that fit the screen without breaking words.
 
 use crate::escape::{glued, unglued};
 use crate::screen::{PIPED, Screen, wrapped};
 use comfy_table::{Attribute, CellAlignment, ColumnConstraint, ContentArrangement, LineStyle, Width, presets};
 use unicode_width::UnicodeWidthStr;
 
-/// Between two columns.
+/// Columns of space between two table columns.
 const GAP: usize = 2;
-/// A column of text that wraps gets at least this much, unless its longest text needs less.
+/// Minimum width of a wrapping column, unless its longest text is shorter.
 const TEXT: usize = 32;
-/// So many subjects stand side by side at most: more are hard to compare, and 80 columns hold no more.
+/// Maximum number of subjects next to each other: more are hard to compare and do not fit into 80 columns.
 pub const SIDE_BY_SIDE: usize = 4;
 
 /// One column.
@@ -17,7 +17,7 @@ pub const SIDE_BY_SIDE: usize = 4;
 pub struct Column {
     title: String,
     right: bool,
-    /// The least width to which its texts may wrap; without, they never do.
+    /// Minimum width to which texts may wrap; without, they never wrap.
     wraps: Option<usize>,
     priority: u8,
 }
@@ -28,7 +28,7 @@ impl Column {
         Self { title: glued(title.as_ref()), right: false, wraps: None, priority: 0 }
     }
 
-    /// A column of figures.
+    /// A column of numbers.
     pub fn right(title: impl AsRef<str>) -> Self {
         Self { right: true, ..Self::left(title) }
     }
@@ -38,14 +38,14 @@ impl Column {
         Self { wraps: Some(TEXT), ..Self::left(title) }
     }
 
-    /// Where a screen is too narrow, columns with the highest number are left out first; those with 0 always stay.
+    /// On a narrow screen, columns with the highest priority number are omitted first; those with 0 always stay.
     #[must_use]
     pub fn priority(self, priority: u8) -> Self {
         Self { priority, ..self }
     }
 }
 
-/// What stands in one place of a table.
+/// A table cell.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cell {
     text: String,
@@ -58,7 +58,7 @@ impl Cell {
         Self { text: glued(text.as_ref()), bold }
     }
 
-    /// A figure, or a dash where there is none.
+    /// A value, or a dash.
     pub fn or_dash(text: Option<impl AsRef<str>>) -> Self {
         text.map_or_else(|| Self::bold_if(false, "-"), |text| Self::bold_if(false, text))
     }
@@ -77,7 +77,7 @@ pub struct Table {
     rows: Vec<Vec<Cell>>,
 }
 
-/// Which columns are shown, and how wide each is.
+/// The shown columns and their widths.
 struct Layout {
     shown: Vec<usize>,
     widths: Vec<usize>,
@@ -89,28 +89,28 @@ impl Table {
         Self { columns: columns.into_iter().collect(), rows: Vec::new() }
     }
 
-    /// Adds a row; what is missing at its end is empty.
+    /// Adds a row; missing cells at its end are empty.
     pub fn row<C: Into<Cell>>(&mut self, cells: impl IntoIterator<Item = C>) {
         let mut row: Vec<Cell> = cells.into_iter().map(Into::into).collect();
         row.resize(self.columns.len(), Cell::default());
         self.rows.push(row);
     }
 
-    /// The table for a screen, and the titles of columns for which it has no room.
+    /// The table for a screen, and the titles of omitted columns.
     #[must_use]
     pub fn show(&self, screen: Screen) -> (String, Vec<String>) {
         let layout = self.layout(screen.width);
-        let gone = (0..self.columns.len()).filter(|at| !layout.shown.contains(at));
-        let gone = gone.map(|at| unglued(&self.columns[at].title)).collect();
-        (self.draw(&layout, screen.styled), gone)
+        let omitted = (0..self.columns.len()).filter(|at| !layout.shown.contains(at));
+        let omitted = omitted.map(|at| unglued(&self.columns[at].title)).collect();
+        (self.draw(&layout, screen.styled), omitted)
     }
 
-    /// The widest text of a column, its title left out.
+    /// The width of the widest text of a column, without its title.
     fn contents(&self, column: usize) -> usize {
         self.rows.iter().map(|row| row[column].text.width()).max().unwrap_or(0)
     }
 
-    /// The least width in which a column breaks no word.
+    /// The minimum width of a column without broken words.
     fn least(&self, column: usize) -> usize {
         let word = |text: &str| text.split(' ').map(UnicodeWidthStr::width).max().unwrap_or(0);
         let title = word(&self.columns[column].title);
@@ -123,21 +123,21 @@ impl Table {
         let mut shown: Vec<usize> = (0..self.columns.len()).collect();
         let total = |widths: &[usize]| widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1);
         loop {
-            let wanted = |at: &usize| self.contents(*at).max(self.columns[*at].title.width());
-            let wanted: Vec<usize> = shown.iter().map(wanted).collect();
-            let room = width.unwrap_or(PIPED);
-            if total(&wanted) <= room {
-                return Layout { shown, widths: wanted };
+            let full = |at: &usize| self.contents(*at).max(self.columns[*at].title.width());
+            let full: Vec<usize> = shown.iter().map(full).collect();
+            let available = width.unwrap_or(PIPED);
+            if total(&full) <= available {
+                return Layout { shown, widths: full };
             }
             let mut widths: Vec<usize> = shown.iter().map(|at| self.least(*at)).collect();
-            if total(&widths) <= room {
-                // Titles get their line back from left to right as far as there is room; what is left is for sentences.
-                let mut spare = room - total(&widths);
+            if total(&widths) <= available {
+                // Titles are unwrapped from left to right while space remains; sentences get the remainder.
+                let mut spare = available - total(&widths);
                 let last = |at: &usize| self.columns[shown[*at]].wraps.is_some();
                 let mut order: Vec<usize> = (0..shown.len()).collect();
                 order.sort_by_key(last);
                 for at in order {
-                    let more = wanted[at] - widths[at];
+                    let more = full[at] - widths[at];
                     if more <= spare || self.columns[shown[at]].wraps.is_some() {
                         widths[at] += more.min(spare);
                         spare -= more.min(spare);
@@ -152,8 +152,8 @@ impl Table {
             match lowest.filter(|at| self.columns[*at].priority > 0) {
                 Some(lowest) => shown.retain(|at| *at != lowest),
                 None => {
-                    // Nothing else helps: the widest column makes room, and its words wrap.
-                    while total(&widths) > room {
+                    // The last resort: shrink the widest column, and break its words.
+                    while total(&widths) > available {
                         let Some(widest) = (0..widths.len()).max_by_key(|at| widths[*at]) else { break };
                         if widths[widest] <= 1 {
                             break;
@@ -166,7 +166,7 @@ impl Table {
         }
     }
 
-    /// Whether the screen holds all columns without a word broken.
+    /// Whether all columns fit on the screen without broken words.
     pub(crate) fn fits(&self, width: Option<usize>) -> bool {
         let least: usize = (0..self.columns.len()).map(|at| self.least(at)).sum();
         width.is_none_or(|width| least + GAP * self.columns.len().saturating_sub(1) <= width)
@@ -174,7 +174,7 @@ impl Table {
 
     fn draw(&self, layout: &Layout, styled: bool) -> String {
         let mut table = comfy_table::Table::new();
-        // One line under the header; lines between rows would double the length of a report.
+        // One line under the header; lines between rows would double the length of the table.
         let style = presets::UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
         table.load_style(style).set_content_arrangement(ContentArrangement::Disabled);
         let cell = |text: &str, bold: bool, width: usize| {
@@ -187,7 +187,7 @@ impl Table {
             table.add_row(places().map(|(at, width)| cell(&row[*at].text, row[*at].bold, *width)));
         }
         for ((number, column), (at, width)) in table.column_iter_mut().enumerate().zip(places()) {
-            // The style has one column of its own between two of the table's.
+            // The style adds one column of space.
             let gap = if number == 0 { 0 } else { GAP - 1 };
             // CAST: a screen's width and a gap of two.
             column.set_padding((gap as u16, 0));
@@ -206,7 +206,7 @@ impl Table {
     }
 }
 
-/// Allocators, or whatever is compared, side by side, with metrics going down.
+/// A comparison of subjects, such as allocators: one column for each, one row for each metric.
 #[derive(Clone, Debug)]
 pub struct Comparison {
     corner: String,
@@ -215,7 +215,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// A comparison without metrics; `corner` is the title of their names.
+    /// A comparison without metrics; `corner` is the title of the metrics' names.
     pub fn new<S: AsRef<str>>(corner: &str, subjects: impl IntoIterator<Item = S>) -> Self {
         let subjects = subjects.into_iter().map(|subject| subject.as_ref().to_owned()).collect();
         Self { corner: corner.to_owned(), subjects, metrics: Vec::new() }
@@ -228,8 +228,7 @@ impl Comparison {
         self.metrics.push((name.as_ref().to_owned(), cells));
     }
 
-    /// Adds a metric of which the smallest value is the best: it is in bold where the values differ. What has no value
-    /// is not ranked.
+    /// Adds a metric whose smallest value is shown in bold if the values differ. Cells without a value are not ranked.
     pub fn ranked<C: AsRef<str>>(&mut self, name: impl AsRef<str>, cells: impl IntoIterator<Item = (C, Option<f64>)>) {
         let cells: Vec<(C, Option<f64>)> = cells.into_iter().collect();
         let values = || cells.iter().filter_map(|(_, value)| *value).filter(|value| value.is_finite());
@@ -239,7 +238,7 @@ impl Comparison {
         self.metric(name, cells.iter().map(cell).collect::<Vec<Cell>>());
     }
 
-    /// The tables for a screen: as many subjects in each as it has room for, four at most.
+    /// The tables for a screen, each with as many subjects as fit, at most four.
     #[must_use]
     pub fn show(&self, screen: Screen) -> String {
         let mut tables: Vec<String> = Vec::new();

@@ -1,6 +1,6 @@
-//! What is printed: tables that fit their screen, nothing that a terminal would act on.
+//! Output: tables that fit their screen, and no control characters.
 
-// The lint spares only functions marked as tests, not what they call.
+// The lint exempts only functions marked as tests, not the functions that they call.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -37,18 +37,18 @@ fn table() -> Table {
 }
 
 #[test]
-fn columns_that_have_no_room_go_by_priority_and_are_named() {
+fn columns_that_do_not_fit_are_omitted_by_priority_and_named() {
     let shown = |width: usize| {
-        let (text, gone) = table().show(screen(width));
+        let (text, omitted) = table().show(screen(width));
         assert!(text.lines().all(|line| line.width() <= width), "{width}:\n{text}");
-        (text, gone)
+        (text, omitted)
     };
-    assert_eq!(table().show(UNBOUNDED), shown(70), "what fits stays as it is");
-    assert!(shown(70).0.contains("driver allocations"), "a title stays on its line where there is room");
+    assert_eq!(table().show(UNBOUNDED), shown(70), "a table that fits is unchanged");
+    assert!(shown(70).0.contains("driver allocations"), "a title that fits is not wrapped");
     let (text, _) = shown(60);
     assert!(text.contains("driver allocations") && !text.contains("longest of all"), "{text}");
-    let (text, gone) = shown(53);
-    assert!(gone.is_empty() && text.contains("allocations") && !text.contains("driver allocations"), "{text}");
+    let (text, omitted) = shown(53);
+    assert!(omitted.is_empty() && text.contains("allocations") && !text.contains("driver allocations"), "{text}");
     assert_eq!(shown(52).1, [""; 0]);
     assert_eq!(shown(51).1, ["p99"]);
     assert_eq!(shown(42).1, ["p99", "longest of all"]);
@@ -61,12 +61,12 @@ fn columns_that_have_no_room_go_by_priority_and_are_named() {
     }
     let mut page = Page::new(screen(42));
     page.table(&table());
-    let end = "no room for: p99, longest of all; --json\n  has everything\n";
+    let end = "columns omitted: p99, longest of all;\n  --json has all\n";
     assert!(page.text().ends_with(end), "{}", page.text());
 }
 
 #[test]
-fn subjects_stand_side_by_side_and_the_best_is_bold() {
+fn subjects_are_shown_in_columns_and_the_best_is_bold() {
     let names = ["naive", "caching", "stream-ordered", "stream-ordered: release_threshold=0 --sync step", "another"];
     let mut comparison = Comparison::new("metric", names);
     comparison
@@ -89,7 +89,7 @@ fn subjects_stand_side_by_side_and_the_best_is_bold() {
         line.split("\u{1b}[1m").skip(1).map(|part| part.split('\u{1b}').next().unwrap().trim()).collect();
     assert_eq!(bold, ["9 us", "9 us"], "{styled}");
     let loss = styled.lines().find(|line| line.starts_with("loss")).unwrap();
-    assert!(!loss.contains('\u{1b}'), "where all are equal none is the best: {loss:?}");
+    assert!(!loss.contains('\u{1b}'), "of equal values none is bold: {loss:?}");
     assert!(!comparison.show(screen(100)).contains('\u{1b}'));
 }
 
@@ -105,18 +105,18 @@ fn sentences_wrap_at_words_and_commands_can_be_pasted() {
     let command = end.strip_prefix("Done.\nNext: ").unwrap().replace("\\\n", "");
     let words: Vec<&str> = command.split_whitespace().collect();
     assert_eq!(words.join(" "), "experiments compare --device sim --dataset iris --epochs 2");
-    // What no screen cuts stays on its line.
+    // Without a screen width text is not wrapped.
     let mut page = Page::new(UNBOUNDED);
     page.note(text);
     assert_eq!(page.text(), format!("{text}\n"));
-    // A word that is longer than the screen is wide is all that is ever broken.
+    // Only words longer than a line are broken.
     let mut page = Page::new(screen(20));
     page.line(format!("see {}", "x".repeat(45)));
     assert!(page.text().lines().all(|line| line.width() <= 20), "{}", page.text());
 }
 
 #[test]
-fn what_comes_from_outside_is_made_visible_in_every_part_of_a_page() {
+fn text_from_outside_is_made_visible_everywhere_on_a_page() {
     let hostile = "a\u{1b}]0;title\u{7}\u{9b}2J\u{202e}b\nc";
     let mut table = Table::new([Column::text(hostile), Column::right(hostile)]);
     table.row([hostile, hostile]);
@@ -136,77 +136,77 @@ fn what_comes_from_outside_is_made_visible_in_every_part_of_a_page() {
     }
 }
 
-/// The test beside it runs this in a process of its own.
+/// The next test runs this in a separate process.
 #[test]
 #[ignore = "ends its process"]
 fn panics_in_a_thread() {
     terminal::report_panics();
-    let folder = std::env::var_os("PANICS_IN").unwrap();
-    let mut file = OutputFile::create(&Path::new(&folder).join("half"), Existing::Refuse).unwrap();
+    let directory = std::env::var_os("PANICS_IN").unwrap();
+    let mut file = OutputFile::create(&Path::new(&directory).join("half"), Existing::Refuse).unwrap();
     file.write_all(b"half").unwrap();
     std::thread::spawn(|| panic!("meant")).join().unwrap();
 }
 
 #[test]
-fn a_panic_is_one_line_and_leaves_nothing_half_written() {
-    let folder = tempfile::tempdir().unwrap();
+fn a_panic_prints_one_line_and_removes_unfinished_files() {
+    let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--ignored", "--exact", "panics_in_a_thread", "--nocapture"]).env("PANICS_IN", folder.path());
-    let ran = command.output().unwrap();
-    let stderr = String::from_utf8(ran.stderr).unwrap();
+    command.args(["--ignored", "--exact", "panics_in_a_thread", "--nocapture"]).env("PANICS_IN", directory.path());
+    let output = command.output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
     assert!(stderr.starts_with("error: internal fault, please report it: "), "{stderr}");
     assert!(stderr.contains("meant") && !stderr.contains("backtrace"), "{stderr}");
-    assert_eq!(ran.status.code(), Some(101));
-    // The process ended there: the harness did not come to count.
-    assert!(!String::from_utf8_lossy(&ran.stdout).contains("test result"));
-    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    assert_eq!(output.status.code(), Some(101));
+    // The process ended before the test harness printed its summary.
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("test result"));
+    assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 0);
 }
 
-/// Runs a command in its place, and has a thread of its own fail while that runs, or afterwards. The test beside it runs this in
-/// a process of its own.
+/// Runs a command in place of this process, and panics in a thread during the command or after it. The next test runs this in a
+/// separate process.
 #[cfg(unix)]
 #[test]
 #[ignore = "ends its process"]
-fn panics_beside_a_command() {
+fn panics_around_a_command() {
     terminal::report_panics();
-    let folder = std::path::PathBuf::from(std::env::var_os("PANICS_IN").unwrap());
+    let directory = std::path::PathBuf::from(std::env::var_os("PANICS_IN").unwrap());
     let around = Around::listen(Exit::OfCommand, Duration::from_secs(60), |_| Signalled::PassOn).unwrap();
     let mut command = Command::new("sh");
-    command.current_dir(&folder);
+    command.current_dir(&directory);
     let fails = || panic!("meant");
-    let ended = if folder.join("while").exists() {
-        let begun = folder.join("begun");
+    let outcome = if directory.join("while").exists() {
+        let begun = directory.join("begun");
         std::thread::spawn(move || {
             (0..6000).take_while(|_| !begun.exists()).for_each(|_| std::thread::sleep(Duration::from_millis(10)));
             fails()
         });
-        // It goes on when the test has read of the panic.
+        // The command continues when the test has read the panic's line.
         let wait = "touch begun; n=0; while [ ! -e go ] && [ $n -lt 3000 ]; do sleep 0.02; n=$((n+1)); done; exit 7";
         around.run(command.args(["-c", wait])).unwrap()
     } else {
-        let ended = around.run(command.args(["-c", "exit 7"])).unwrap();
+        let outcome = around.run(command.args(["-c", "exit 7"])).unwrap();
         let _ = std::thread::spawn(fails).join();
-        ended
+        outcome
     };
-    end_alike(ended.status)
+    end_alike(outcome.status)
 }
 
 #[cfg(unix)]
 #[test]
-fn a_panic_leaves_the_command_and_its_exit_code_alone() {
+fn a_panic_does_not_affect_the_command_or_its_exit_code() {
     for while_it_runs in [true, false] {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         if while_it_runs {
-            std::fs::write(folder.path().join("while"), "").unwrap();
+            std::fs::write(directory.path().join("while"), "").unwrap();
         }
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
-            .args(["--ignored", "--exact", "panics_beside_a_command", "--nocapture"])
-            .env("PANICS_IN", folder.path());
+            .args(["--ignored", "--exact", "panics_around_a_command", "--nocapture"])
+            .env("PANICS_IN", directory.path());
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        // Its end closes the pipe, also where it ended too early.
+        // The end of the process closes the pipe, even if it ended too early.
         let line = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok).next();
-        std::fs::write(folder.path().join("go"), "").unwrap();
+        std::fs::write(directory.path().join("go"), "").unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(7), "{line:?}");
         assert!(line.is_some_and(|line| line.starts_with("error: internal fault") && line.contains("meant")));
     }

@@ -118,7 +118,7 @@ fn screens_at_80_columns() {
             stream-ordered never  99.2 us   0.0 %           3 %    53.7         32 MiB   2/2
             stream-ordered step    103 us   0.0 %           5 %    54.7         32 MiB   2/2
             ────────────────────────────────────────────────────────────────────────────────
-            no room for: utilisation; --json has everything
+            columns omitted: utilisation; --json has all
             host blocked: of the last epoch; driver calls: a batch of it; both with the
               validation
 

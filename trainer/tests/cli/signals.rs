@@ -89,7 +89,7 @@ fn without_a_record_the_first_signal_ends_it() {
     run.signal("-TERM");
     let (status, stdout, lines) = run.end();
     assert_eq!((status.code(), stdout.as_str()), (Some(143), ""), "{lines:?}");
-    assert!(lines.iter().any(|line| line.contains("interrupted before there was anything to record")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.contains("interrupted before the record was opened")), "{lines:?}");
     assert!(!place.at("record").exists());
 }
 

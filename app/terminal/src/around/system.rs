@@ -1,4 +1,4 @@
-//! Signals and processes of Unix.
+//! Signals and processes on Unix.
 
 use super::{COMMAND_STATUS, Kill, Outcome, Signalled};
 use crate::signals::{self, is_ignored};
@@ -13,14 +13,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Those that end a program unless it says otherwise, but for the ones that tell of its own faults.
+/// Signals that end a program by default, except those that report its own faults.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
-/// One signal may arrive twice: `timeout` sends it to a process and then to the process's group.
+/// A signal may arrive twice: `timeout` sends it to a process and then to its group.
 const SENT_ONCE: Duration = Duration::from_millis(100);
-/// Time for the system to end what was killed.
+/// Time limit for killed processes to end.
 const TO_DIE: Duration = Duration::from_secs(5);
 
-/// The command that runs.
+/// The running command.
 #[derive(Debug)]
 pub(super) struct Listening {
     command: Arc<Mutex<Option<Child>>>,
@@ -33,15 +33,15 @@ struct Child {
     events: Sender<Event>,
 }
 
-/// What the thread waits for that runs a command.
+/// An event for the thread that runs a command.
 #[derive(Debug)]
 enum Event {
     Exit,
-    /// A signal asks for the end.
+    /// A signal requested the end.
     Asked(i32),
 }
 
-/// Why a command is killed.
+/// The reason for killing a command.
 #[derive(Debug, PartialEq, Eq)]
 struct Reason {
     signal: i32,
@@ -49,8 +49,8 @@ struct Reason {
 }
 
 impl Listening {
-    /// Starts the command and waits for its end, or kills it. A signal that comes before it has started waits, and
-    /// goes to the command then. `ended` is called before a signal is no longer the command's.
+    /// Starts the command and waits for its end, or kills it. A signal that arrives before the start is delivered after it. `ended`
+    /// is called while signals are still passed to the command.
     pub(super) fn run(&self, command: &mut Command, ended: impl FnOnce(ExitStatus)) -> std::io::Result<Outcome> {
         if signals::children_were_ignored() {
             ignore_children(command);
@@ -58,7 +58,7 @@ impl Listening {
         let (events, heard) = channel();
         let (hand_over, pids) = channel();
         let exit = events.clone();
-        // Before anything runs: a system that has no thread to spare refuses it here.
+        // Started before the command, so that a system without free threads refuses it here.
         std::thread::Builder::new().name("waits".to_owned()).spawn(move || {
             if let Ok(pid) = pids.recv() {
                 wait_for(pid);
@@ -72,17 +72,17 @@ impl Listening {
             *running = Some(Child { pid, events });
             (child, pid)
         };
-        // The thread is there: it waits for this.
+        // The thread waits for this.
         let _ = hand_over.send(pid);
         let outcome = match watch(&heard, self.patience) {
             None => child.wait().map(|status| Outcome { status, kill: None }),
             Some(reason) => Ok(kill(pid, &heard, &reason)),
         };
-        // It was not collected before, or its number could be another process's by now.
+        // The command is collected only now; earlier its process ID could have been reused.
         let mut running = lock(&self.command);
-        // Whatever the system says of a command that was started, it is no failure to start it.
+        // The command was started, so an error here is not a failure to start it.
         let outcome = outcome.unwrap_or_else(|error| {
-            crate::fail(format_args!("the end of the command is not known: {error}"));
+            crate::fail(format_args!("the exit status of the command is unknown: {error}"));
             Outcome { status: ExitStatus::from_raw(i32::from(crate::exit::FAILED) << 8), kill: None }
         });
         ended(outcome.status);
@@ -95,12 +95,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Until a process has ended. It is not collected: until then its number is no other process's.
+/// Waits for the end of a process without collecting it, so that its process ID is not reused.
 fn wait_for(pid: Pid) {
     while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {}
 }
 
-/// Until the command has ended, or is to be killed.
+/// Waits until the command has ended (`None`), or must be killed.
 fn watch(heard: &Receiver<Event>, patience: Duration) -> Option<Reason> {
     let (mut term, mut int): (Option<Instant>, Option<Instant>) = (None, None);
     loop {
@@ -114,7 +114,7 @@ fn watch(heard: &Receiver<Event>, patience: Duration) -> Option<Reason> {
             Err(RecvTimeoutError::Timeout) => return Some(Reason { signal: SIGTERM, patience: Some(patience) }),
         };
         let again = |first: Option<Instant>| first.is_some_and(|first| first.elapsed() >= SENT_ONCE);
-        // Programs live on after an interrupt, and may get another one much later.
+        // Programs may survive an interrupt, and get another one much later.
         let insists = int.is_some_and(|first| first.elapsed() <= patience);
         if again(term) || signal == SIGINT && insists && again(int) {
             return Some(Reason { signal, patience: None });
@@ -127,16 +127,16 @@ fn watch(heard: &Receiver<Event>, patience: Duration) -> Option<Reason> {
     }
 }
 
-/// Kills a command with what it has started.
+/// Kills a command and its descendants.
 fn kill(pid: Pid, heard: &Receiver<Event>, reason: &Reason) -> Outcome {
     #[cfg(target_os = "linux")]
     let processes = super::tree::stop(pid);
     #[cfg(not(target_os = "linux"))]
     let processes = Vec::new();
     let pids = processes.iter().filter_map(|process| Pid::from_raw(i32::try_from(process.pid).ok()?));
-    // The command last: while it is there, it is the parent of the others.
+    // The command last: while it exists, it is the parent of the others.
     for pid in pids.filter(|other| *other != pid).chain([pid]) {
-        // It may have ended meanwhile.
+        // The process may have ended.
         let _ = rustix::process::kill_process(pid, Signal::KILL);
     }
     let until = Instant::now() + TO_DIE;
@@ -157,27 +157,29 @@ pub(super) fn listen(
 ) -> std::io::Result<Listening> {
     let command: Arc<Mutex<Option<Child>>> = Arc::default();
     let running = Arc::clone(&command);
-    // What this process was hand_over to ignore, as under `nohup`, the command ignores, too.
-    let wanted = PASSED_ON.into_iter().filter(|signal| !is_ignored(*signal));
-    let mut signals = SignalsInfo::<WithOrigin>::new(wanted)?;
+    // Signals ignored on start, as under `nohup`, stay ignored in the command.
+    let handled = PASSED_ON.into_iter().filter(|signal| !is_ignored(*signal));
+    let mut signals = SignalsInfo::<WithOrigin>::new(handled)?;
     let mut take = move |Origin { signal, cause, .. }: Origin| {
         let child = lock(&running).as_ref().map(|child| (child.pid, child.events.clone()));
         let Some((pid, events)) = child else {
             vramlab::output::discard_unfinished();
             match COMMAND_STATUS.get() {
                 Some(status) => {
-                    crate::say(&format!("signal {signal} came after the command's end; what follows it is left out"));
+                    crate::say(&format!(
+                        "signal {signal} arrived after the command's end; remaining steps are skipped"
+                    ));
                     end_alike(*status)
                 }
                 None => std::process::exit(128 + signal),
             }
         };
-        // Those of the terminal go to all processes in its foreground.
+        // The terminal sends its signals to all processes in the foreground.
         if matches!(cause, Cause::Kernel) || heard(signal) == Signalled::Taken {
             return;
         }
         if let Some(signal) = Signal::from_named_raw(signal) {
-            // It may have ended meanwhile.
+            // The process may have ended.
             let _ = rustix::process::kill_process(pid, signal);
         }
         if [SIGTERM, SIGINT].contains(&signal) {
@@ -191,12 +193,12 @@ pub(super) fn listen(
 
 pub(super) fn end_alike(status: ExitStatus) -> ! {
     if let Some(signal) = status.signal() {
-        // The core of this process tells nothing of the one that died.
+        // A core dump of this process would not describe the command.
         let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Core, none);
-        // The first process of a container gets no signal that would end it; a shell would show this code.
+        // The first process of a container does not receive fatal signals; use the code that a shell would show.
         if std::process::id() != 1 && signal_hook::low_level::emulate_default_handler(signal).is_err() {
-            // The library knows the usual signals, and no other has a handler here.
+            // The library emulates the usual signals; others have no handler here.
             let _ = signal_hook::low_level::raise(signal);
         }
         std::process::exit(128 + signal)
@@ -204,30 +206,28 @@ pub(super) fn end_alike(status: ExitStatus) -> ! {
     std::process::exit(status.code().unwrap_or(crate::exit::FAILED.into()))
 }
 
-/// Has the system kill a process when the thread that starts it is gone, also when that was killed and could end nothing
-/// itself.
+/// Makes the system kill a process when the thread that started it ends, even if that thread was killed.
 #[cfg(target_os = "linux")]
 pub fn end_with_parent(command: &mut Command) {
     use rustix::process::{getppid, set_parent_process_death_signal};
     let parent = i32::try_from(std::process::id()).ok().and_then(Pid::from_raw);
     let ask = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // A parent that ended before this was asked for sends nothing.
+        // A parent that ended earlier sends no signal.
         if getppid() == parent { Ok(()) } else { Err(rustix::io::Errno::SRCH.into()) }
     };
-    // SAFETY: between fork and exec only what is safe in a signal's handler may be done; `ask` makes two system calls and
-    // allocates nothing.
+    // SAFETY: code between fork and exec must be async-signal-safe; `ask` makes two system calls and allocates nothing.
     unsafe { command.pre_exec(ask) };
 }
 
-/// Has a command ignore SIGCHLD, as this process was hand_over to.
+/// Makes a command ignore SIGCHLD, as this process did on start.
 fn ignore_children(command: &mut Command) {
     let ignore = || {
-        // SAFETY: `signal` sets a disposition, which no pointer is needed for.
+        // SAFETY: `signal` sets a disposition and takes no pointer.
         let before = unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
         if before == libc::SIG_ERR { Err(std::io::Error::last_os_error()) } else { Ok(()) }
     };
-    // SAFETY: between fork and exec only what is safe in a signal's handler may be done, as `signal` is; nothing is allocated.
+    // SAFETY: code between fork and exec must be async-signal-safe; `signal` is, and nothing is allocated.
     unsafe { command.pre_exec(ignore) };
 }
 
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn sigterm_kills_when_the_patience_is_over() {
+    fn sigterm_kills_after_the_time_limit() {
         let patience = Duration::from_millis(1);
         let expected = Reason { signal: SIGTERM, patience: Some(patience) };
         assert_eq!(after([Event::Asked(SIGTERM)], patience), Some(expected));
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_arrives_twice_at_once_was_sent_once() {
+    fn a_signal_that_immediately_repeats_counts_once() {
         for signal in [SIGTERM, SIGINT] {
             assert_eq!(after([Event::Asked(signal), Event::Asked(signal), Event::Exit], LONG), None);
         }
@@ -264,7 +264,7 @@ mod tests {
             (SIGTERM, SIGTERM, true),
             (SIGTERM, SIGINT, true),
             (SIGINT, SIGINT, true),
-            // The usual order of those who ask more and more firmly: the command may still end by itself.
+            // The usual order of escalation: the command may still end by itself.
             (SIGINT, SIGTERM, false),
         ] {
             let (sender, heard) = channel();
@@ -272,7 +272,7 @@ mod tests {
             let late = std::thread::spawn(move || {
                 std::thread::sleep(2 * SENT_ONCE);
                 sender.send(Event::Asked(second)).unwrap();
-                // Is heard where the second did not kill.
+                // Received if the second signal did not kill.
                 let _ = sender.send(Event::Exit);
             });
             let expected = kills.then_some(Reason { signal: second, patience: None });
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_far_apart_leave_the_command_alone() {
+    fn interrupts_far_apart_do_not_kill_the_command() {
         let (sender, heard) = channel();
         sender.send(Event::Asked(SIGINT)).unwrap();
         let late = std::thread::spawn(move || {
