@@ -212,7 +212,7 @@ def test_it_draws_everything_without_a_network(written: Path, page: browser.Brow
     rows = page.evaluate("[...document.querySelectorAll('.compared tbody th')].map(e => e.textContent)")
     assert rows[0] == "as recorded"
     assert sorted(rows[1:3]) == ["caching", "pytorch-expandable"]
-    assert rows[3:] == ["a plan", "lower bound"]
+    assert rows[3:] == ["offline placement", "lower bound"]
     figures = dict(
         page.evaluate(
             "[...document.querySelectorAll('dl.figures div')].map(r => [...r.children].map(c => c.textContent))"
@@ -221,18 +221,18 @@ def test_it_draws_everything_without_a_network(written: Path, page: browser.Brow
     assert figures["peak reserved, recorded"] == "80 MiB"
     assert figures["events"] == "65"
     # What the log says of itself is exactly what the replay did: its ledger and its paths are those of the recording.
-    assert "puts every block where it was recorded" in page.evaluate("document.body.textContent")
+    assert "its replay matches every recorded block address" in page.evaluate("document.body.textContent")
 
 
 def test_the_pointer_learns_what_a_block_is(written: Path, page: browser.Browser) -> None:
     opened(page, written)
     mouse(page, "mouseMoved", point(page, 30, 60 * MIB))
     said = page.evaluate("document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').textContent")
-    assert "40.0 MiB asked for (41,942,940 bytes), block of 40 MiB" in said
+    assert "40.0 MiB requested (41,942,940 bytes), block of 40 MiB" in said
     assert f"at {BASE:#x}, served by driver_alloc, stream 0" in said
     assert "in a segment of 40 MiB (large requests), stream 0" in said
     assert f"category weights{SAID}" in said
-    assert "allocated at event 2 (10 µs), held to the end" in said
+    assert "allocated at event 2 (10 µs), live at the end" in said
     # The innermost line of the user's own code, whatever it is called.
     assert "train.py:7 step" in said
     assert SAID in said
@@ -240,8 +240,8 @@ def test_the_pointer_learns_what_a_block_is(written: Path, page: browser.Browser
     # Held from the device, but no block: the segment, and what is free of it at that moment.
     assert page.evaluate("document.querySelector('.tip').textContent").split("\n") == [
         f"Segment of 20 MiB (large requests), stream 3 at {BASE - 64 * MIB:#x}",
-        "taken from the device at event 3 (20 µs), held to the end",
-        "after event 31 (300 µs): 1 block with 8 MiB, 12 MiB free, the largest piece 12 MiB",
+        "allocated at event 3 (20 µs), reserved at the end",
+        "after event 31 (300 µs): 1 block with 8 MiB, 12 MiB free, largest free block 12 MiB",
     ]
     assert page.evaluate("document.querySelector('.panel').dataset.frames") == "3"
     mouse(page, "mouseMoved", point(page, 1.5, 14 * MIB))
@@ -276,7 +276,7 @@ def test_lines_and_ranges_are_told_apart(written: Path, page: browser.Browser) -
 def test_answers_are_drawn_from_their_figures(written: Path, program: Path, page: browser.Browser) -> None:
     opened(page, written)
     answers = page.evaluate("[...document.querySelectorAll('.answer h3')].map(e => e.textContent)")
-    assert answers == ["What would help (advise)", "Where the memory went (explain)"]
+    assert answers == ["Settings (advise)", "Explanation (explain)"]
 
     def said(command: str) -> Any:
         arguments = [str(program), command, "a.pickle", "--json"]
@@ -368,7 +368,7 @@ def test_keys_work(written: Path, page: browser.Browser) -> None:
         press(page, ".")
     said = page.evaluate("document.querySelector('.details').textContent")
     assert "After event 3 of 65" in said
-    assert "segment of 20 MiB taken from the device" in said
+    assert "segment of 20 MiB allocated" in said
     press(page, ",")
     assert "After event 2 of 65" in page.evaluate("document.querySelector('.details').textContent")
     press(page, "/")
@@ -405,7 +405,7 @@ def test_other_views(written: Path, page: browser.Browser) -> None:
     assert view(page)[3] == pytest.approx(56 * MIB * 1.03)
     assert pixels(page) > 2
     mouse(page, "mouseMoved", point(page, 5.5, 52 * MIB))
-    assert "8 MiB asked for" in page.evaluate("document.querySelector('.tip').textContent")
+    assert "8 MiB requested" in page.evaluate("document.querySelector('.tip').textContent")
     choose(page, "map", "2")
     choose(page, "kind", "map")
     assert (
@@ -418,7 +418,7 @@ def test_other_views(written: Path, page: browser.Browser) -> None:
         assert pixels(page) > 1
     choose(page, "axis", "time")
     assert view(page)[1] == pytest.approx(641_600, rel=0.01), "64 steps of 10 us, and what follows the last"
-    page.evaluate("[...document.querySelectorAll('button')].find(b => b.textContent === 'beside…').click()")
+    page.evaluate("[...document.querySelectorAll('button')].find(b => b.textContent === 'compare…').click()")
     time.sleep(0.3)
     assert page.evaluate("document.querySelectorAll('.panel').length") == 2
     assert view(page, 1)[:2] == view(page)[:2], "both show the same time"
@@ -460,17 +460,17 @@ def test_segments_at_a_moment(written: Path, page: browser.Browser) -> None:
 
     # Of 80 MiB in three segments, when most was reserved: after event 5, before the block that comes and goes.
     assert page.evaluate("document.querySelector('.panel').dataset.frames") == "3"
-    assert told(0, 0.5).startswith("40.0 MiB asked for")
-    assert told(1, 0.1).startswith("8 MiB asked for")
+    assert told(0, 0.5).startswith("40.0 MiB requested")
+    assert told(1, 0.1).startswith("8 MiB requested")
     assert told(1, 0.4).startswith(f"Segment of 20 MiB (large requests), stream 3 at {BASE - 64 * MIB:#x}")
     # The events around the chosen one, each a way to it.
     page.evaluate("document.querySelector('canvas.blocks').focus({preventScroll: true})")
     press(page, ".")
     listed = page.evaluate("[...document.querySelectorAll('.events li')].map(e => [e.value, e.textContent])")
     assert listed[:3] == [
-        [1, "segment of 40 MiB taken from the device"],
+        [1, "segment of 40 MiB allocated"],
         [2, f"allocation of 40.0 MiB at {BASE:#x}"],
-        [3, "segment of 20 MiB taken from the device"],
+        [3, "segment of 20 MiB allocated"],
     ]
     page.evaluate("document.querySelectorAll('.events button')[0].click()")
     drawn(page)
@@ -528,8 +528,8 @@ def test_runs_are_drawn_from_their_records(tmp_path: Path, page: browser.Browser
     assert len(bars) == 4
     assert min(bars) > 1
     notes = page.evaluate("[...document.querySelectorAll('.runs .note')].map(e => e.textContent).join()")
-    assert "naive: Its operations were not recorded" in notes
-    assert "losses of 4 steps are equal to the last bit" in notes
+    assert "naive: The run has no recorded operations" in notes
+    assert "losses of 4 steps are bit-identical" in notes
     # Only the run with events has a block map.
     assert page.evaluate("document.querySelectorAll('canvas.blocks').length") == 1
     opened(page, tmp_path / "report.html", 800)

@@ -101,7 +101,7 @@ def test_what_several_runs_have_to_say_is_said_once(pages: dict[str, Path], chro
     opened(chromium, pages["an experiment"], 1280)
     notes = chromium.evaluate("[...document.querySelectorAll('.runs > .note')].map((one) => one.textContent)")
     assert len(notes) == 1
-    assert notes[0].startswith("6 of 6 runs: Its operations were not recorded")
+    assert notes[0].startswith("6 of 6 runs: The run has no recorded operations")
 
 
 def opened(chromium: browser.Browser, page: Path, width: int) -> None:

@@ -1,8 +1,8 @@
-//! `vramlab report`: one page of HTML for histories and runs, which works offline.
+//! `vramlab report`: one offline HTML page about recordings and runs.
 //!
-//! Of a history it shows where the blocks lay over time, how much was reserved, active and asked for, how the unused part
-//! divides up, and what other allocators would have made of the same program. Of a run it shows what its record says: the
-//! host's time, driver calls, memory and losses over the steps, latencies. A run that recorded its events has both.
+//! For a recording it shows the addresses of the blocks over time, reserved, active and requested memory, the reserved-memory
+//! breakdown, and replays under other allocators. For a run it shows the host's time, driver calls, memory and losses over the
+//! steps, and latencies, all from its record. A run that recorded its events has both.
 
 mod data;
 mod maps;
@@ -32,57 +32,55 @@ use vramlab::histories::replay::Addresses;
 use vramlab::output::{Existing, OutputFile};
 use vramlab::{Bytes, DeviceName, Selection};
 
-/// Those that a page compares where none is named: PyTorch's two policies, and three that choose blocks otherwise.
-const COMPARED: &str = "caching,pytorch-expandable,rmm-pool,bfc,tlsf";
+/// Default allocators of the comparison: PyTorch's two policies, three with other block choices, and `remap`.
+const COMPARED: &str = "caching,pytorch-expandable,rmm-pool,bfc,tlsf,remap";
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// Histories (PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz), folders of runs, with a block map
-    /// where they were recorded with --trace or --export, and folders of experiments
+    /// Recordings (PyTorch snapshots or other formats that `convert` reads; plain, .gz or .xz), and directories of runs or
+    /// experiments; a run recorded with --trace or --export also has a block map
     #[arg(required = true, value_name = "SNAPSHOT|RUN")]
     inputs: Vec<PathBuf>,
-    /// Page to write; one that is there is replaced
+    /// Output file (written atomically; replaces an existing file)
     #[arg(short, long, value_name = "FILE", default_value = "report.html")]
     out: PathBuf,
-    /// Open it in the browser: the first of BROWSER that starts, else the desktop's own. Where none starts the exit code is 1,
-    /// and the page is there all the same
+    /// Open the page in the first browser of BROWSER that starts, else in the desktop's; exit with 1 if none starts
     #[arg(long)]
     open: bool,
-    /// Allocators that are compared, with their settings, separated by commas [default: caching, pytorch-expandable,
-    /// rmm-pool, bfc, tlsf]; what is not set is as it was recorded
+    /// Allocators to compare, with settings, separated by commas; settings not given are the recorded ones [default: caching,
+    /// pytorch-expandable, rmm-pool, bfc, tlsf, remap]
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
-    /// Memory limit of the recording, such as 11900MiB, which tells a retry from empty_cache
+    /// Memory limit of the recorded program, such as 11900MiB; distinguishes a retry from empty_cache
     #[arg(long, value_name = "BYTES")]
     limit: Option<Bytes>,
-    /// Which GPU's events are shown, where a history holds several [default: one that ran out of memory, else the one that
-    /// reserved most]
+    /// Show this GPU's events [default: one that ran out of memory, else the one with the highest reserved peak]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
-    /// Search for a plan, the least memory that is known to be enough: about a second; `plan` searches longer
+    /// Search for an offline placement, an upper bound on the memory needed: about a second; `plan` searches longer
     #[arg(long, default_value = "on")]
     plan: Search,
-    /// Search for the setting of PyTorch that mends each snapshot, as `advise` does: seconds for 40,000 events
+    /// Search for the best PyTorch settings for each snapshot, as `advise` does: seconds for 40,000 events
     #[arg(long, default_value = "on")]
     advise: Search,
     #[command(flatten)]
     read: ReadArgs,
 }
 
-/// Makes the page.
+/// Writes the page.
 pub(crate) fn report(args: &ReportArgs) -> Result<()> {
     let out = OutputFile::create(&args.out, Existing::Replace)?;
-    let (mut folders, mut replays) = (Vec::new(), Vec::new());
+    let (mut directories, mut replays) = (Vec::new(), Vec::new());
     for path in args.inputs.iter().filter(|path| path.is_dir()) {
-        let (trained, replayed) = (run::folders(path)?, replays::read(path)?);
+        let (trained, replayed) = (run::directories(path)?, replays::read(path)?);
         if trained.is_empty() && replayed.is_empty() {
-            bail!("{}: no finished run of a training program or replay in this experiment", path.display());
+            bail!("{}: the experiment has no finished training run or replay", path.display());
         }
-        folders.extend(trained);
+        directories.extend(trained);
         replays.extend(replayed);
     }
-    let runs = run::read(&folders)?;
-    let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::of(path)).collect();
+    let runs = run::read(&directories)?;
+    let inputs: Vec<Input> = args.inputs.iter().filter_map(|path| Input::new(path)).collect();
     write(args, out, &inputs, &runs, &replays)?;
     if args.open { page::open(&args.out) } else { Ok(()) }
 }
@@ -107,17 +105,17 @@ fn write(
         let recording = Recording::read(&input.file, args.gpu, limit, &args.read)?;
         lines.extend(recording.gpus.lines().into_iter().map(|line| format!("{}: {line}", input.file.display())));
         without_events |= recording.events.is_empty();
-        // `advise` and `explain` show their own progress.
+        // `advise` and `explain` draw their own progress bars.
         let answers = answers(input, &recording, args);
-        let source = Source::of(input, &recording, limit)?;
+        let source = Source::new(input, &recording, limit)?;
         drop(recording);
         let bar = Bar::new(chosen.len() as u64 + 2, "{bar:30} report {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
-        histories.push(shown(source, &chosen, &devices, args, &bar, answers, &mut numbers)?);
+        histories.push(history_data(source, &chosen, &devices, args, &bar, answers, &mut numbers)?);
         bar.clear();
     }
     let names = histories.iter().map(|history| &history.name);
     let eventless = runs.iter().filter(|run| !histories.iter().any(|history| history.name == run.folder));
-    let names = names.chain(eventless.map(|run| &run.name)).chain(replays.iter().map(|arm| &arm.name));
+    let names = names.chain(eventless.map(|run| &run.name)).chain(replays.iter().map(|variant| &variant.name));
     let names: Vec<&str> = names.map(String::as_str).collect();
     let title = format!("GPU memory: {}", names.join(", "));
     let replayed: Vec<&HistoryData> = histories.iter().filter(|history| history.recorded).collect();
@@ -129,24 +127,24 @@ fn write(
         lines.push(format!("To record events, call {before} before the work, and {after} after it"));
     }
     let mut page = Page::stdout();
-    let some = |count: usize, noun| if count == 1 { format!("one {noun}") } else { counted(count as u64, noun) };
-    let mut shown = Vec::new();
+    let count = |count: usize, noun| counted(count as u64, noun);
+    let mut contents = Vec::new();
     if !runs.is_empty() {
-        shown.push(some(runs.len(), "run"));
+        contents.push(count(runs.len(), "run"));
     }
-    if let count @ 1.. = replays.iter().map(|arm| arm.rows.len()).sum() {
-        shown.push(some(count, "replay"));
+    if let rows @ 1.. = replays.iter().map(|variant| variant.rows.len()).sum() {
+        contents.push(count(rows, "replay"));
     }
     if !replayed.is_empty() {
         let each = if replayed.len() == 1 { "replayed" } else { "each replayed" };
-        let (of, under) = (some(replayed.len(), "history"), some(chosen.len(), "allocator"));
-        shown.push(format!("{events} events of {of}, {each} under {under}"));
+        let (recordings, allocators) = (count(replayed.len(), "recording"), count(chosen.len(), "allocator"));
+        contents.push(format!("{events} events of {recordings}, {each} under {allocators}"));
     }
-    if let held @ 1.. = histories.len() - replayed.len() {
-        shown.push(format!("what was held in {} without events", some(held, "snapshot")));
+    if let snapshots @ 1.. = histories.len() - replayed.len() {
+        contents.push(format!("{} without events", count(snapshots, "snapshot")));
     }
     let size = Bytes(document.len() as u64);
-    page.line(format!("{}: {}; the page has {size}.", args.out.display(), shown.join(", ")));
+    page.line(format!("{}: {}; page size {size}.", args.out.display(), contents.join(", ")));
     lines.iter().for_each(|line| page.note(line));
     if !args.open {
         page.line(format!("Next: open {} in a browser", terminal::quoted(&args.out.to_string_lossy())));
@@ -154,17 +152,17 @@ fn write(
     page.print()
 }
 
-/// What the commands for questions say of an input.
+/// The answers of `advise` and `explain` for an input.
 fn answers(input: &Input, recording: &Recording, args: &ReportArgs) -> Answers {
-    // PyTorch's settings say nothing of a run that had another allocator, and nothing is replayed without events.
-    let asked = input.run.is_none() && args.advise == Search::On && !recording.events.is_empty();
-    let advise = asked.then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
+    // PyTorch's settings do not apply to a run under another allocator, and a replay needs events.
+    let advised = input.run.is_none() && args.advise == Search::On && !recording.events.is_empty();
+    let advise = advised.then(|| crate::advise::answer(&input.file, recording, args.limit.map(|limit| limit.0)).into());
     let explain = Some(crate::explain::answer(&input.file, recording).into());
     Answers { advise, explain }
 }
 
-/// Everything about one history.
-fn shown(
+/// The page's data about one recording.
+fn history_data(
     source: Source,
     chosen: &[Selection],
     devices: &Devices,
@@ -174,10 +172,10 @@ fn shown(
     numbers: &mut Numbers,
 ) -> Result<HistoryData> {
     let name = source.name.clone();
-    bar.message(format!("{name}: how its requests were served"));
-    let served = as_it_was(&source, devices)?;
+    bar.message(format!("{name}: reproducing the recording"));
+    let served = reproduce(&source, devices)?;
     bar.advance(1);
-    let planning = |found: &str| bar.message(format!("planning {name}: {found}"));
+    let planning = |progress: &str| bar.message(format!("planning {name}: {progress}"));
     let bounds = source.compiled.as_ref().map(|compiled| Bounds::of(compiled, args.plan, planning));
     let bounds = bounds.transpose().with_context(|| name.clone())?;
     bar.advance(1);
@@ -192,16 +190,16 @@ fn shown(
     data::history(source, served.as_ref(), bounds, &others, answers, numbers).with_context(|| name)
 }
 
-/// The replay that puts every block where it was recorded, if there is one; else one whose ledger stands for it.
-fn as_it_was(source: &Source, devices: &Devices) -> Result<Option<Replayed>> {
-    let mut own: Vec<Selection> = source.allocator.iter().cloned().collect();
-    own.extend(vramlab::backends::parse_list(PYTORCH)?);
-    for candidate in &own {
-        if let Some(found) = maps::replayed(source, candidate, devices, Addresses::Recorded)?
-            && found.as_recorded
+/// The replay that matches every recorded block address; without one, a replay whose breakdown approximates the recording's.
+fn reproduce(source: &Source, devices: &Devices) -> Result<Option<Replayed>> {
+    let mut candidates: Vec<Selection> = source.allocator.iter().cloned().collect();
+    candidates.extend(vramlab::backends::parse_list(PYTORCH)?);
+    for candidate in &candidates {
+        if let Some(replay) = maps::replayed(source, candidate, devices, Addresses::Recorded)?
+            && replay.as_recorded
         {
-            return Ok(Some(found));
+            return Ok(Some(replay));
         }
     }
-    maps::replayed(source, &own[0], devices, Addresses::Own)
+    maps::replayed(source, &candidates[0], devices, Addresses::Own)
 }

@@ -1,10 +1,10 @@
-//! `vramlab report` as a user meets it; `analysis/tests/test_history_page.py` opens its page in a browser.
+//! `vramlab report` from the command line; `analysis/tests/test_history_page.py` opens the page in a browser.
 
 use crate::common::{self, Place, Ran};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A line of our own trace.
+/// A line of a `trace.jsonl`.
 fn line(time_ns: u64, action: &str, addr: u64, bytes: u64) -> String {
     let path = if time_ns == 0 { "driver_alloc" } else { "hit" };
     json!({"time_ns": time_ns, "action": action, "addr": addr, "size": bytes, "block": bytes, "stream": 1, "path": path})
@@ -12,7 +12,7 @@ fn line(time_ns: u64, action: &str, addr: u64, bytes: u64) -> String {
         + "\n"
 }
 
-/// Two blocks, of which one is freed.
+/// Two blocks; one is freed.
 fn trace() -> String {
     [
         line(0, "alloc", 1 << 30, 1 << 22),
@@ -22,44 +22,44 @@ fn trace() -> String {
     .concat()
 }
 
-fn vramlab(place: &Place, arguments: &[&str]) -> std::process::Command {
+fn vramlab(dir: &Place, arguments: &[&str]) -> std::process::Command {
     let mut command = std::process::Command::new(common::PROGRAM);
-    command.args(arguments).current_dir(place.at(".")).env("NO_COLOR", "1").env("COLUMNS", "1000");
+    command.args(arguments).current_dir(dir.at(".")).env("NO_COLOR", "1").env("COLUMNS", "1000");
     command
 }
 
-fn report(place: &Place, arguments: &[&str]) -> Ran {
-    Ran::of(vramlab(place, &[&["report"], arguments].concat()).output().unwrap())
+fn report(dir: &Place, arguments: &[&str]) -> Ran {
+    Ran::of(vramlab(dir, &[&["report"], arguments].concat()).output().unwrap())
 }
 
-/// The texts and figures of a page.
-fn data(place: &Place, page: &str) -> Value {
-    let text = std::fs::read_to_string(place.at(page)).unwrap();
+/// The JSON data of a page.
+fn data(dir: &Place, page: &str) -> Value {
+    let text = std::fs::read_to_string(dir.at(page)).unwrap();
     let start = text.split("id=\"data\">").nth(1).unwrap();
     serde_json::from_str(start.split("</script>").next().unwrap()).unwrap()
 }
 
 #[test]
-fn a_page_holds_each_history_with_its_maps_and_bounds() {
-    let place = Place::new();
-    place.write("a.jsonl", trace());
+fn a_page_contains_each_recording_with_maps_and_bounds() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
     let mlp = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/mlp.pickle.xz");
-    let ran = report(
-        &place,
+    let output = report(
+        &dir,
         &["a.jsonl", mlp.to_str().unwrap(), "--alloc", "caching,naive", "--advise", "off", "-o", "page.html"],
     )
     .ok();
-    assert!(ran.stdout.contains("2 histories, each replayed under 2 allocators"), "{}", ran.stdout);
-    let data = data(&place, "page.html");
+    assert!(output.stdout.contains("2 recordings, each replayed under 2 allocators"), "{}", output.stdout);
+    let data = data(&dir, "page.html");
     let [small, mlp] = data["histories"].as_array().unwrap().as_slice() else { panic!("{data}") };
     assert_eq!((&small["name"], &small["events"]), (&json!("a.jsonl"), &json!(4)));
     let names = |history: &Value, key: &str| -> Vec<String> {
-        history[key].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
+        history[key].as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap().to_owned()).collect()
     };
     assert_eq!(names(small, "maps"), ["as recorded", "caching", "naive"]);
-    assert_eq!(names(small, "settings"), ["caching", "naive"], "the log does not say what was reserved");
+    assert_eq!(names(small, "settings"), ["caching", "naive"], "the log has no segments");
     assert_eq!(names(mlp, "settings"), ["as recorded", "caching", "naive"]);
-    // What PyTorch recorded, and the replay that does the same.
+    // The recorded peak, and that of the replay that matches it.
     let peak = |number: usize| mlp["settings"][number]["peak_reserved_bytes"].as_u64().unwrap();
     assert_eq!(peak(0), peak(1));
     assert!(mlp["lower_bound_bytes"].as_u64().unwrap() <= mlp["plan_bytes"].as_u64().unwrap());
@@ -68,19 +68,19 @@ fn a_page_holds_each_history_with_its_maps_and_bounds() {
 }
 
 #[test]
-fn a_run_is_shown_by_its_events_with_its_record() {
-    let place = Place::new();
-    std::fs::create_dir(place.at("run")).unwrap();
-    place.file("run/trace.jsonl", trace());
-    place.file("run/steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,2.3,600\n1,2,64,2.2,2000\n");
+fn a_run_is_shown_with_its_events_and_its_record() {
+    let dir = Place::new();
+    std::fs::create_dir(dir.at("run")).unwrap();
+    dir.file("run/trace.jsonl", trace());
+    dir.file("run/steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,2.3,600\n1,2,64,2.2,2000\n");
     let record = json!({
         "schema_version": 1, "status": "finished", "settings": {"alloc": "naive"}, "device": {"name": "a device"},
         "epochs": [{"wall_s": 0.002, "steps": 2, "val_accuracy": 0.5}],
         "allocator_stats": {"reserved_bytes.all.peak": 4 << 20}
     });
-    place.file("run/summary.json", record.to_string());
-    report(&place, &["run", "--alloc", "caching", "--plan", "off"]).ok();
-    let data = data(&place, "report.html");
+    dir.file("run/summary.json", record.to_string());
+    report(&dir, &["run", "--alloc", "caching", "--plan", "off"]).ok();
+    let data = data(&dir, "report.html");
     let history = &data["histories"][0];
     let figures: Vec<(&str, &str)> = (history["figures"].as_array().unwrap().iter())
         .map(|figure| (figure[0].as_str().unwrap(), figure[1].as_str().unwrap()))
@@ -98,95 +98,95 @@ fn a_run_is_shown_by_its_events_with_its_record() {
 }
 
 #[test]
-fn what_files_are_called_stays_text() {
-    let place = Place::new();
+fn file_names_do_not_become_markup() {
+    let dir = Place::new();
     let hostile = "x<!--<script>'\"&.jsonl";
-    place.write(hostile, trace());
-    report(&place, &[hostile, "--alloc", "naive", "--plan", "off"]).ok();
-    let text = std::fs::read_to_string(place.at("report.html")).unwrap();
+    dir.write(hostile, trace());
+    report(&dir, &[hostile, "--alloc", "naive", "--plan", "off"]).ok();
+    let text = std::fs::read_to_string(dir.at("report.html")).unwrap();
     assert!(!text.contains("<!--"));
-    assert_eq!(data(&place, "report.html")["histories"][0]["name"], hostile);
+    assert_eq!(data(&dir, "report.html")["histories"][0]["name"], hostile);
 }
 
 #[cfg(unix)]
 #[test]
-fn a_name_that_is_no_text_is_shown_as_well_as_can_be() {
+fn a_file_name_that_is_not_utf8_is_shown_lossily() {
     use std::os::unix::ffi::OsStrExt;
-    let place = Place::new();
+    let dir = Place::new();
     let name = std::ffi::OsStr::from_bytes(b"a\xff.jsonl");
-    std::fs::write(place.0.path().join(name), trace()).unwrap();
-    let output = vramlab(&place, &["report", "--alloc", "naive"]).arg(name).output().unwrap();
+    std::fs::write(dir.0.path().join(name), trace()).unwrap();
+    let output = vramlab(&dir, &["report", "--alloc", "naive"]).arg(name).output().unwrap();
     Ran::of(output).ok();
-    assert_eq!(data(&place, "report.html")["histories"][0]["name"], "a\u{fffd}.jsonl");
+    assert_eq!(data(&dir, "report.html")["histories"][0]["name"], "a\u{fffd}.jsonl");
 }
 
 #[test]
-fn what_cannot_be_shown_gets_one_line_and_leaves_no_page() {
-    let place = Place::new();
-    place.write("a.jsonl", trace());
-    std::fs::create_dir(place.at("run")).unwrap();
-    report(&place, &["missing.pickle"]).refused(2, &["missing.pickle"]);
-    report(&place, &["a.jsonl", "run"]).refused(2, &["run/summary.json"]);
-    report(&place, &["a.jsonl", "-o", "no/page.html"]).refused(2, &["no/page.html"]);
-    place.file("run/trace.jsonl", trace());
-    report(&place, &["run"]).refused(2, &["run/summary.json"]);
-    place.file("run/summary.json", "{\"status\":");
-    report(&place, &["run"]).refused(2, &["run/summary.json", "not the record of a run"]);
-    assert!(!place.at("report.html").exists());
+fn unreadable_input_gets_one_line_and_leaves_no_page() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
+    std::fs::create_dir(dir.at("run")).unwrap();
+    report(&dir, &["missing.pickle"]).refused(2, &["missing.pickle"]);
+    report(&dir, &["a.jsonl", "run"]).refused(2, &["run/summary.json"]);
+    report(&dir, &["a.jsonl", "-o", "no/page.html"]).refused(2, &["no/page.html"]);
+    dir.file("run/trace.jsonl", trace());
+    report(&dir, &["run"]).refused(2, &["run/summary.json"]);
+    dir.file("run/summary.json", "{\"status\":");
+    report(&dir, &["run"]).refused(2, &["run/summary.json", "not the record of a run"]);
+    assert!(!dir.at("report.html").exists());
 }
 
 #[test]
-fn runs_without_events_are_shown_by_their_records() {
-    let place = Place::new();
-    place.write("a.jsonl", trace());
+fn runs_without_events_are_shown_from_their_records() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
     let record = |alloc: &str| {
         json!({"schema_version": 1, "status": "finished", "settings": {"alloc": alloc}, "device": {"name": "a device"},
             "epochs": [{"wall_s": 0.002, "train_s": 0.001, "steps": 2}]})
     };
     for (run, alloc) in [("e/runs/one", "naive"), ("e/runs/two", "caching")] {
-        std::fs::create_dir_all(place.at(run)).unwrap();
-        place.file(&format!("{run}/summary.json"), record(alloc).to_string());
+        std::fs::create_dir_all(dir.at(run)).unwrap();
+        dir.file(&format!("{run}/summary.json"), record(alloc).to_string());
         let about = json!({"program": "trainer", "status": "done", "repeat": 0});
-        place.file(&format!("{run}/run.json"), about.to_string());
+        dir.file(&format!("{run}/run.json"), about.to_string());
     }
-    place.file("e/experiment.json", "{}");
+    dir.file("e/experiment.json", "{}");
     let names = |page: &Value| -> Vec<String> {
         page["runs"].as_array().unwrap().iter().map(|run| run["name"].as_str().unwrap().to_owned()).collect()
     };
-    let ran = report(&place, &["e"]).ok();
-    assert!(ran.stdout.contains("2 runs; the page has"), "{}", ran.stdout);
-    let page = data(&place, "report.html");
+    let output = report(&dir, &["e"]).ok();
+    assert!(output.stdout.contains("2 runs; page size"), "{}", output.stdout);
+    let page = data(&dir, "report.html");
     assert_eq!(
         (names(&page), page["histories"].as_array().unwrap().len()),
         (vec!["naive".into(), "caching".into()], 0)
     );
     assert_eq!(page["runs"][0]["step"], 500_000.0);
-    // Beside a history.
-    report(&place, &["a.jsonl", "e/runs/one", "--alloc", "naive", "--plan", "off"]).ok();
-    let page = data(&place, "report.html");
+    // Together with a recording.
+    report(&dir, &["a.jsonl", "e/runs/one", "--alloc", "naive", "--plan", "off"]).ok();
+    let page = data(&dir, "report.html");
     assert_eq!((names(&page), page["histories"].as_array().unwrap().len()), (vec!["naive".into()], 1));
 }
 
 #[test]
-fn an_experiment_of_replays_alone_has_a_page() {
-    let place = Place::new();
-    place.write("a.jsonl", trace());
-    std::fs::create_dir_all(place.at("e/runs")).unwrap();
-    place.file("e/experiment.json", json!({"name": "mine", "question": "Which?"}).to_string());
+fn an_experiment_with_only_replays_has_a_page() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
+    std::fs::create_dir_all(dir.at("e/runs")).unwrap();
+    dir.file("e/experiment.json", json!({"name": "mine", "question": "Which?"}).to_string());
     let replayed = |name: &str, program: &str, options: Value, repeat: u64| {
         let words = [program, "a.jsonl", "--alloc", "caching", "--json"];
-        let result = Ran::of(vramlab(&place, &words).output().unwrap()).ok().stdout;
-        std::fs::create_dir(place.at(&format!("e/runs/{name}"))).unwrap();
+        let result = Ran::of(vramlab(&dir, &words).output().unwrap()).ok().stdout;
+        std::fs::create_dir(dir.at(&format!("e/runs/{name}"))).unwrap();
         let about = json!({"program": program, "arm": program, "status": "done", "repeat": repeat, "options": options});
-        place.file(&format!("e/runs/{name}/run.json"), about.to_string());
-        place.file(&format!("e/runs/{name}/result.json"), result);
+        dir.file(&format!("e/runs/{name}/run.json"), about.to_string());
+        dir.file(&format!("e/runs/{name}/result.json"), result);
     };
     replayed("00", "replay", json!({"history": "a.jsonl", "alloc": "caching", "completion": "instant"}), 0);
     replayed("01", "replay", json!({"history": "a.jsonl", "alloc": "caching", "completion": "instant"}), 1);
     replayed("02", "capacity", json!({"history": "a.jsonl", "alloc": "caching"}), 0);
-    let ran = report(&place, &["e"]).ok();
-    assert!(ran.stdout.contains("2 replays; the page has"), "{}", ran.stdout);
-    let page = data(&place, "report.html");
+    let output = report(&dir, &["e"]).ok();
+    assert!(output.stdout.contains("2 replays; page size"), "{}", output.stdout);
+    let page = data(&dir, "report.html");
     let arms = page["replays"].as_array().unwrap();
     let names: Vec<&str> = arms.iter().map(|arm| arm["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["mine, replay", "mine, capacity"]);
@@ -194,42 +194,42 @@ fn an_experiment_of_replays_alone_has_a_page() {
     assert_eq!((&row["alloc"], &row["history"]), (&json!("caching, completion instant"), &json!("a.jsonl")));
     assert!(row["peak_reserved_bytes"].as_u64() >= row["lower_bound_bytes"].as_u64());
     assert!(arms[1]["rows"][0]["capacity_bytes"].as_u64() > Some(0));
-    // Nothing finished is nothing to draw.
-    std::fs::create_dir_all(place.at("none/runs")).unwrap();
-    place.file("none/experiment.json", "{}");
-    report(&place, &["none"]).refused(2, &["no finished run of a training program or replay in this experiment"]);
+    // An experiment without finished runs is refused.
+    std::fs::create_dir_all(dir.at("none/runs")).unwrap();
+    dir.file("none/experiment.json", "{}");
+    report(&dir, &["none"]).refused(2, &["the experiment has no finished training run or replay"]);
 }
 
 #[cfg(unix)]
 #[test]
-fn the_page_is_opened_by_the_browser_that_is_named() {
-    let place = Place::new();
-    place.write("a.jsonl", trace());
-    place.program("fake", "#!/bin/sh\nprintf '%s\\n' \"$@\" > asked\n");
-    place.program("bad", "#!/bin/sh\nexit 3\n");
-    place.program("xdg-open", "#!/bin/sh\nprintf 'desktop %s\\n' \"$@\" > asked\n");
-    let here = place.at(".").canonicalize().unwrap();
+fn the_page_is_opened_in_the_first_browser_that_starts() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
+    dir.program("fake", "#!/bin/sh\nprintf '%s\\n' \"$@\" > asked\n");
+    dir.program("bad", "#!/bin/sh\nexit 3\n");
+    dir.program("xdg-open", "#!/bin/sh\nprintf 'desktop %s\\n' \"$@\" > asked\n");
+    let here = dir.at(".").canonicalize().unwrap();
     let run = |browser: &str, path: &Path| {
-        let _ = std::fs::remove_file(place.at("asked"));
+        let _ = std::fs::remove_file(dir.at("asked"));
         let arguments = ["report", "a.jsonl", "--alloc", "naive", "--plan", "off", "--open", "-o", "the page.html"];
-        let mut command = vramlab(&place, &arguments);
+        let mut command = vramlab(&dir, &arguments);
         command.env("BROWSER", browser).env("PATH", path);
         Ran::of(command.output().unwrap())
     };
-    let asked = || std::fs::read_to_string(place.at("asked")).unwrap();
+    let asked = || std::fs::read_to_string(dir.at("asked")).unwrap();
     let page = here.join("the page.html").display().to_string();
     let both = format!("{0}/bad:{0}/fake --tab %s", here.display());
     run(&both, Path::new("/nowhere")).ok();
     assert_eq!(asked(), format!("--tab\n{page}\n"), "the first that starts, with the page as one word");
     run("", &here).ok();
     assert_eq!(asked(), format!("desktop {page}\n"));
-    // Where none opens, that is one line and exit code 1, and the page is there.
-    std::fs::remove_file(place.at("the page.html")).unwrap();
+    // Without a browser: one line, exit code 1, and the page exists.
+    std::fs::remove_file(dir.at("the page.html")).unwrap();
     let bad = format!("{}/bad", here.display());
-    let ran = run(&bad, Path::new("/nowhere"));
-    assert_eq!((ran.code, ran.stderr.lines().count()), (Some(1), 1), "{ran:#?}");
+    let output = run(&bad, Path::new("/nowhere"));
+    assert_eq!((output.code, output.stderr.lines().count()), (Some(1), 1), "{output:#?}");
     let words = ["error: no browser", "/bad", "xdg-open", &page];
-    assert!(words.iter().all(|word| ran.stderr.contains(word)), "{ran:#?}");
-    assert!(place.at("the page.html").is_file());
-    assert!(!place.at("asked").exists());
+    assert!(words.iter().all(|word| output.stderr.contains(word)), "{output:#?}");
+    assert!(dir.at("the page.html").is_file());
+    assert!(!dir.at("asked").exists());
 }

@@ -1,6 +1,6 @@
-// Numbers: reading the columns, and what they say when they are added up.
+// Reads the page's columns of numbers and computes levels from them.
 
-// `round` says how to round a number to whole last digits.
+// Formats bytes; `round` rounds to the last shown digit.
 const bytesAs = (n, round) => {
   const unit = n >= 2 ** 40 ? 4 : n >= 2 ** 30 ? 3 : n >= 2 ** 20 ? 2 : n >= 1024 ? 1 : 0;
   const value = n / 1024 ** unit;
@@ -8,7 +8,7 @@ const bytesAs = (n, round) => {
   return (round(value * 10 ** digits) / 10 ** digits).toFixed(digits) + [" B", " KiB", " MiB", " GiB", " TiB"][unit];
 };
 const formatBytes = (n) => bytesAs(n, Math.round);
-// Memory that has to be had: shown so that what is shown is enough.
+// Required memory, rounded up so that the shown value is enough.
 const formatAtLeast = (n) => bytesAs(n, Math.ceil);
 const formatTime = (ns) => {
   const size = Math.abs(ns);
@@ -18,7 +18,7 @@ const formatTime = (ns) => {
 const formatCount = (n) => n.toLocaleString("en-US");
 const formatAddress = (n) => "0x" + n.toString(16);
 
-// Whole numbers: differences in groups of seven bits, lowest first, the sign in the lowest bit.
+// Columns of integers: differences in groups of seven bits, lowest first, the sign in the lowest bit.
 class Columns {
   constructor(bytes) {
     this.bytes = bytes;
@@ -55,7 +55,7 @@ const readColumns = async (number) => {
   return new Columns(new Uint8Array(await new Response(stream).arrayBuffer()));
 };
 
-// One map: where each block lies, what was held from the device. Places are addresses without the gaps between lanes.
+// One map: the offset of each block, and the segments. Offsets are addresses without the gaps between lanes.
 const readMap = async (about, history) => {
   const columns = await readColumns(about.group);
   const map = { about, laneAddress: columns.next(Float64Array), laneBytes: columns.next(Float64Array) };
@@ -82,7 +82,7 @@ const readMap = async (about, history) => {
   return map;
 };
 
-// The level after each event of what is held from `start` until `end`.
+// The sum of bytes live after each event, from `start` until `end`.
 const levels = (events, start, end, bytes) => {
   const level = new Float64Array(events + 1);
   for (let i = 0; i < start.length; i++) {
@@ -94,7 +94,7 @@ const levels = (events, start, end, bytes) => {
   return level;
 };
 
-// A place as an address, and the other way round; null where nothing lies.
+// Converts an offset to an address, and an address to an offset; null outside of all lanes.
 const addressOf = (map, place) => {
   const lane = Math.min(before(map.lanePlace, place), map.laneAddress.length - 1);
   return map.laneAddress[lane] + (place - map.lanePlace[lane]);
@@ -104,7 +104,7 @@ const placeOf = (map, address) => {
   if (lane < 0 || address >= map.laneAddress[lane] + map.laneBytes[lane]) return null;
   return map.lanePlace[lane] + (address - map.laneAddress[lane]);
 };
-// The last position in ascending numbers that is not above a value; -1 if all are.
+// The last position in ascending numbers whose value is at most `value`; -1 if there is none.
 const before = (numbers, value) => {
   let low = 0, high = numbers.length;
   while (low < high) {
@@ -138,10 +138,10 @@ const readHistory = async (about) => {
     history.end[i] += history.freed[i];
   }
   history.requested = levels(history.events, history.start, history.freed, history.bytes);
-  history.maps = about.maps.map((one) => ({ about: one, ready: null }));
+  history.maps = about.maps.map((map) => ({ about: map, ready: null }));
   history.map = (number) => (history.maps[number].ready ??= readMap(about.maps[number], history));
-  const explained = about.answers.explain?.said, points = explained?.timeline ?? [];
-  if (points.length && explained.peak_reserved.reserved_bytes > 0) {
+  const explanation = about.answers.explain?.said, points = explanation?.timeline ?? [];
+  if (points.length && explanation.peak_reserved.reserved_bytes > 0) {
     const at = (point) => Math.min(Math.max(point.event - 1, 0), Math.max(history.events - 1, 0));
     history.hole = { event: Uint32Array.from(points, at), bytes: Float64Array.from(points, (point) => point.largest_hole_bytes) };
     const sampled = points.filter((point) => point.device_used_bytes !== null);
@@ -152,14 +152,14 @@ const readHistory = async (about) => {
     history.ledger = { event: ledger.next(Uint32Array) };
     for (const part of LEDGER_PARTS) history.ledger[part.key] = ledger.next(Float64Array);
   }
-  // Stacks by number from 1: the line of the user's code that each is known by, and its frames.
+  // Stacks, numbered from 1: the line of the user's code of each, and its frames.
   history.lineNames = ["", ...about.lines];
   const stacks = (about.stacks ?? null) === null ? null : await readColumns(about.stacks), empty = new Uint32Array(0);
   history.lineOf = Uint32Array.from([0, ...(stacks ? stacks.next(Uint32Array) : empty)]);
   history.stackEnd = Uint32Array.from([0, ...(stacks ? stacks.next(Uint32Array) : empty)]);
   history.stackFrames = stacks ? stacks.next(Uint32Array) : empty;
   for (let i = 1; i < history.stackEnd.length; i++) history.stackEnd[i] += history.stackEnd[i - 1];
-  // How deep each range of the program lies in others, and how many of these levels are shown.
+  // The nesting depth of each annotation, and the number of nesting levels shown.
   const ends = [], last = (mark) => mark.end ?? Infinity;
   history.strips = 1;
   history.depth = about.marks.map((mark) => {
@@ -169,24 +169,24 @@ const readHistory = async (about) => {
     history.strips = Math.max(history.strips, Math.min(ends.length, 3));
     return ends.length - 1;
   });
-  // Where events stand on the axis: by number, or by the log's time.
+  // Positions of events on the axis: by number, or by the log's time.
   history.byNumber = new Float64Array(history.events + 1).map((_, i) => i);
   if (about.timed) {
     history.byTime = new Float64Array(history.events + 1);
     history.byTime.set(history.time);
-    // What happens at the last event is seen too.
+    // Space after the last event keeps it visible.
     const last = history.events > 0 ? history.time[history.events - 1] : 0;
     history.byTime[history.events] = last + Math.max(last / 400, 1);
   }
   return history;
 };
 
-// Bottom to top; the names are those of the ledger that `replay` prints.
+// Parts of reserved memory, from bottom to top.
 const LEDGER_PARTS = [
-  { key: "requested", name: "asked for", tint: "#3b6fb6", says: "bytes that the program asked for and holds" },
-  { key: "internal", name: "rounding", tint: "#8fb8de", says: "rounding inside blocks that the program holds" },
-  { key: "pending", name: "waits for a stream", tint: "#b07aa1", says: "freed, but work of another stream may still use it" },
-  { key: "hard", name: "pinned", tint: "#d1495b", says: "free, in segments that are partly in use: cannot go back to the device" },
-  { key: "stream", name: "other streams'", tint: "#edae49", says: "free, but in segments of streams other than the one that asks" },
-  { key: "soft", name: "idle segments", tint: "#9aa5a0", says: "free, in segments that are wholly free: could go back to the device" },
+  { key: "requested", name: "requested", tint: "#3b6fb6", says: "requested bytes of live blocks" },
+  { key: "internal", name: "rounding", tint: "#8fb8de", says: "rounding inside live blocks" },
+  { key: "pending", name: "pending", tint: "#b07aa1", says: "freed, but work of another stream may still use it" },
+  { key: "hard", name: "partly used", tint: "#d1495b", says: "free blocks in segments with active blocks: releasable only if expandable" },
+  { key: "stream", name: "other streams", tint: "#edae49", says: "free blocks in segments of other streams" },
+  { key: "soft", name: "free", tint: "#9aa5a0", says: "free segments and whole free pages: releasable" },
 ];

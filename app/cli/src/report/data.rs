@@ -1,5 +1,5 @@
-//! What the page says in words and figures, as JSON that its script reads (`data.js`), and how long lists of numbers get into
-//! the page: columns of differences in few bytes, deflated, as base64.
+//! The page's data: text and values as JSON for its script (`data.js`), and long lists of numbers as packed columns: differences
+//! in few bytes, deflated, as base64.
 
 use super::maps::{self, Map, Replayed, length};
 use super::page::Numbers;
@@ -31,26 +31,26 @@ pub(super) struct PageData<'p> {
     pub(super) histories: &'p [HistoryData],
 }
 
-/// One history.
+/// One recording.
 #[derive(Debug, Serialize)]
 pub(super) struct HistoryData {
     pub(super) name: String,
-    /// Where nothing was recorded one stands for the moment at which the snapshot was taken.
+    /// Number of events; 1, for the moment of the snapshot, without events.
     pub(super) events: u64,
-    /// Whether there are events.
+    /// Whether the recording has events.
     pub(super) recorded: bool,
     /// Whether its events have times.
     timed: bool,
     streams: Vec<String>,
     paths: Vec<&'static str>,
     #[serde(flatten)]
-    places: Stacks,
-    /// Group of columns with the stacks, where there are any.
+    texts: Stacks,
+    /// Group number of the stacks' columns.
     stacks: Option<usize>,
     figures: Vec<Figure>,
     notes: Vec<String>,
     marks: Vec<Mark>,
-    /// Group of columns with times and lives.
+    /// Group number of the columns with times and lifetimes.
     lives: usize,
     maps: Vec<MapData>,
     ledger: Option<LedgerData>,
@@ -60,25 +60,36 @@ pub(super) struct HistoryData {
     answers: Answers,
 }
 
-/// What the commands for questions say of a history. One that has no answer says why.
+/// The answers of `advise` and `explain` for a recording, or the reasons for missing answers.
 #[derive(Debug, Serialize)]
 pub(super) struct Answers {
-    /// Absent for runs: PyTorch's settings say nothing of those.
+    /// Absent for runs under other allocators, to which PyTorch's settings do not apply.
     pub(super) advise: Option<Answer>,
     pub(super) explain: Option<Answer>,
 }
 
-/// What a command says, as its `--json` does, or why it says nothing.
+/// The `--json` output of a command, or its error.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Answer {
-    Said(Value),
+    #[serde(rename = "said")]
+    Output(Value),
     Failed(String),
+}
+
+impl Answers {
+    /// The number of retries in the recording; `None` without events.
+    fn retries(&self) -> Option<u64> {
+        match &self.explain {
+            Some(Answer::Output(explanation)) => explanation["num_retries"].as_u64(),
+            _ => None,
+        }
+    }
 }
 
 impl From<Result<Value>> for Answer {
     fn from(answer: Result<Value>) -> Self {
-        answer.map_or_else(|error| Self::Failed(format!("{error:#}")), Self::Said)
+        answer.map_or_else(|error| Self::Failed(format!("{error:#}")), Self::Output)
     }
 }
 
@@ -90,22 +101,22 @@ struct MapData {
     unit: u64,
     /// Whether segments are known.
     segments: bool,
-    /// What segments are for, in words.
+    /// Kinds of segments, as text.
     pools: Vec<String>,
     failed: u64,
 }
 
-/// The ledger over time.
+/// The reserved-memory breakdown over time.
 #[derive(Debug, Serialize)]
 struct LedgerData {
     group: usize,
-    /// The allocator whose replay told it.
+    /// The replayed allocator.
     allocator: String,
-    /// Whether that replay put every block where it was recorded.
+    /// Whether that replay matches every recorded block address.
     as_recorded: bool,
 }
 
-/// A setting of PyTorch, or another allocator, and what it comes to.
+/// A PyTorch setting or another allocator, with its results.
 #[derive(Debug, Serialize)]
 struct SettingData {
     name: String,
@@ -113,11 +124,11 @@ struct SettingData {
     retries: Option<u64>,
     failed: u64,
     driver_calls: Option<u64>,
-    /// Whether it was measured and not replayed.
+    /// Whether the values are recorded, not replayed.
     measured: bool,
 }
 
-/// Puts a history together and its numbers into the page.
+/// The data of a recording; its numbers are added to the page.
 pub(super) fn history(
     source: Source,
     served: Option<&Replayed>,
@@ -128,19 +139,19 @@ pub(super) fn history(
 ) -> Result<HistoryData> {
     let timeline = &source.timeline;
     let exact = served.filter(|served| served.as_recorded);
-    let told = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
-    let mut notes = notes(&source, told.is_some());
+    let placements = source.served.as_deref().or(exact.map(|served| served.map.places.as_slice()));
+    let mut notes = notes(&source, placements.is_some());
     let lives = numbers.add(&lives(&source))?;
-    let mut shown = vec![pack(&maps::recorded(timeline, told), timeline, numbers, true)?];
-    let mut left_out = Vec::new();
+    let mut shown = vec![pack(&maps::recorded(timeline, placements), timeline, numbers, true)?];
+    let mut omitted = Vec::new();
     for (selection, other) in others {
         match pack(&other.map, timeline, numbers, false)? {
             Some(map) => shown.push(Some(map)),
-            None => left_out.push(selection.to_string()),
+            None => omitted.push(selection.to_string()),
         }
     }
-    if !left_out.is_empty() {
-        notes.push(format!("No map of {}: the page would have more than 15 MB.", left_out.join(", ")));
+    if !omitted.is_empty() {
+        notes.push(format!("Block maps omitted to keep the page below 15 MB: {}.", omitted.join(", ")));
     }
     let ledger = match served.filter(|served| !served.ledgers.is_empty()) {
         Some(served) => Some(LedgerData {
@@ -156,8 +167,8 @@ pub(super) fn history(
         timed: timeline.times_ns.iter().any(|time| *time != timeline.times_ns[0]),
         streams: timeline.streams.list.iter().map(|stream| stream_name(*stream)).collect(),
         paths: maps::path_names(),
-        stacks: source.places.columns().map(|columns| numbers.add(&columns)).transpose()?,
-        figures: figures(&source, exact, bounds),
+        stacks: source.stacks.columns().map(|columns| numbers.add(&columns)).transpose()?,
+        figures: figures(&source, exact, bounds, answers.retries()),
         notes,
         lives,
         maps: shown.into_iter().flatten().collect(),
@@ -167,12 +178,12 @@ pub(super) fn history(
         plan_bytes: bounds.and_then(|bounds| bounds.plan_bytes),
         answers,
         name: source.name,
-        places: source.places,
+        texts: source.stacks,
         marks: source.timeline.marks,
     })
 }
 
-/// Small numbers as they are, pointers in hexadecimal.
+/// A stream handle: small numbers in decimal, pointers in hexadecimal.
 fn stream_name(handle: u64) -> String {
     if handle < 1 << 16 { handle.to_string() } else { format!("{handle:#x}") }
 }
@@ -184,13 +195,13 @@ fn pack(map: &Map, timeline: &Timeline, numbers: &mut Numbers, always: bool) -> 
     Ok(group.map(|group| MapData { name, group, unit, segments, pools: map.pools(), failed }))
 }
 
-/// Times of events, and lives of blocks counted in events.
+/// Times of events, and lifetimes of blocks in events.
 fn lives(source: &Source) -> Columns {
     let timeline = &source.timeline;
     let events = timeline.events();
     let first = timeline.times_ns.first().copied().unwrap_or(0);
     let mut columns = Columns::default();
-    // Logs of several threads may step back by a little; a page's time does not.
+    // Times in logs of several threads may decrease slightly; the page needs ascending times.
     let mut latest = 0;
     let times: Vec<u64> = (timeline.times_ns.iter())
         .map(|time| {
@@ -208,8 +219,8 @@ fn lives(source: &Source) -> Columns {
     }));
     columns.push(blocks().map(|life| life.bytes));
     columns.push(blocks().map(|life| timeline.streams.number(life.stream).saturating_sub(1)));
-    columns.push(blocks().map(|life| source.known.stack(life.origin)));
-    columns.push(blocks().map(|life| source.known.category(life.origin)));
+    columns.push(blocks().map(|life| source.origins.stack(life.origin)));
+    columns.push(blocks().map(|life| source.origins.category(life.origin)));
     columns.push(blocks().map(|life| u64::from(life.before)));
     columns
 }
@@ -231,23 +242,23 @@ fn ledger(ledgers: &[(u32, Ledger)]) -> Columns {
     columns
 }
 
-/// What was held when the snapshot was taken, where that is all there is.
-fn held(timeline: &Timeline) -> [Figure; 4] {
-    let reserved: u64 = timeline.segments.iter().map(|held| held.bytes).sum();
-    let asked: u64 = timeline.blocks.iter().filter(|life| life.freed == NEVER).map(|life| life.bytes).sum();
+/// Values of a snapshot without events.
+fn snapshot_figures(timeline: &Timeline) -> [Figure; 4] {
+    let reserved: u64 = timeline.segments.iter().map(|segment| segment.bytes).sum();
+    let requested: u64 = timeline.blocks.iter().filter(|life| life.freed == NEVER).map(|life| life.bytes).sum();
     [
         ("events", "none".to_owned()),
         ("segments", timeline.segments.len().to_string()),
         ("reserved", Bytes(reserved).to_string()),
-        ("asked for", Bytes(asked).to_string()),
+        ("requested", Bytes(requested).to_string()),
     ]
 }
 
-fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>) -> Vec<Figure> {
+fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>, retries: Option<u64>) -> Vec<Figure> {
     let timeline = &source.timeline;
     let mut out = source.figures.clone();
     let Some((Compiled { history, as_recorded, .. }, bounds)) = source.compiled.as_ref().zip(bounds) else {
-        out.extend(held(timeline));
+        out.extend(snapshot_figures(timeline));
         return out;
     };
     out.push(("events", timeline.events().to_string()));
@@ -258,26 +269,28 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>) ->
     }
     if let Some(recorded) = as_recorded {
         out.push(("peak reserved, recorded", Bytes(recorded.reserved).to_string()));
-        out.push(("segments taken, given back", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
+        out.push(("segments allocated, released", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
     }
     if let Some(exact) = exact {
         let stats = &exact.report.stats;
-        out.push(("peak in blocks", Bytes(stats.active_bytes.all.peak).to_string()));
-        out.push(("retries", stats.num_alloc_retries.to_string()));
+        out.push(("peak active", Bytes(stats.active_bytes.all.peak).to_string()));
     }
-    out.push(("peak asked for", Bytes(history.max_live_bytes()).to_string()));
+    if let Some(retries) = retries {
+        out.push(("retries", retries.to_string()));
+    }
+    out.push(("peak requested", Bytes(history.max_live_bytes()).to_string()));
     out.push(("lower bound", Bytes(bounds.lower_bound_bytes).to_string()));
     if let Some(plan) = bounds.plan_bytes {
-        out.push(("a plan needs", Bytes(plan).to_string()));
+        out.push(("offline placement", Bytes(plan).to_string()));
     }
     if bounds.plan_end == Some(SearchEnd::Memory) {
-        out.push(("search for a plan", said(bounds.plan_end).to_owned()));
+        out.push(("placement search", said(bounds.plan_end).to_owned()));
     }
     if history.refused_allocations() > 0 {
         out.push(("refused requests", history.refused_allocations().to_string()));
     }
     if history.deferred_frees() > 0 {
-        out.push(("frees that waited for other streams", history.deferred_frees().to_string()));
+        out.push(("deferred frees", history.deferred_frees().to_string()));
     }
     out
 }
@@ -287,42 +300,42 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
     let Some(Compiled { history, settings, .. }) = &source.compiled else {
         let [before, after] = RECORD;
         out.push(format!(
-            "No events were recorded, so this is what was held when the snapshot was taken, and no setting can be compared. \
-             Call {before} before the work, and {after} after it."
+            "The snapshot has no events. The page shows the memory held when it was taken; comparing settings needs events. To record \
+             them, call {before} before the work, and {after} after it."
         ));
         return out;
     };
     if source.timeline.before() > 0 {
         out.push(format!(
-            "{} blocks were there before the first event; they are told from what was held at the end.",
+            "{} blocks existed before recording started; they are inferred from the final snapshot.",
             source.timeline.before()
         ));
     }
     out.extend(
-        history.prologue_problem().map(|why| format!("What was reserved before the first event is not known: {why}.")),
+        history.prologue_problem().map(|why| format!("Reserved memory before recording started is unknown: {why}.")),
     );
     if source.timeline.segments.is_empty() {
-        out.push("The log names no segments, so the map has only blocks.".to_owned());
+        out.push("The log has no segments, so the map shows only blocks.".to_owned());
     }
     if !served {
         let mut note =
-            "No replay put every block where it was recorded, so paths and rounded sizes are not known; blocks are \
-                        drawn with the bytes that were asked for."
+            "No replay matches every recorded block address, so paths and rounded sizes are unknown; blocks are drawn with \
+                        their requested sizes."
                 .to_owned();
         if history.refused_allocations() > 0 && settings.memory_limit.is_none() {
-            note += " Memory ran out: given the limit that there was (--limit) a replay may do what the program did.";
+            note += " The program ran out of memory: with its memory limit (--limit) a replay may match the recording.";
         }
         out.push(note);
     }
     if source.unknown_actions > 0 {
-        out.push(format!("{} events of unknown actions were left out.", source.unknown_actions));
+        out.push(format!("{} events with unknown actions are omitted.", source.unknown_actions));
     }
     out
 }
 
 fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
-    let told = source.compiled.as_ref().and_then(|compiled| Some((compiled, compiled.as_recorded?)));
-    let recorded = told.map(|(compiled, recorded)| SettingData {
+    let peaks = source.compiled.as_ref().and_then(|compiled| Some((compiled, compiled.as_recorded?)));
+    let recorded = peaks.map(|(compiled, recorded)| SettingData {
         name: "as recorded".to_owned(),
         peak_reserved_bytes: recorded.reserved,
         retries: None,
@@ -341,15 +354,15 @@ fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingDat
     recorded.into_iter().chain(replayed).collect()
 }
 
-/// Columns of whole numbers, which `data.js` reads back in the same order.
+/// Columns of integers, which `data.js` reads in the same order.
 ///
-/// A column is its length and then, for each number, the difference to the one before it: seven bits a byte, lowest first,
-/// the sign in the lowest bit.
+/// A column is its length, followed by the difference of each number from the previous one: seven bits a byte, lowest first, the
+/// sign in the lowest bit.
 #[derive(Debug, Default)]
 pub(super) struct Columns(Vec<u8>);
 
 impl Columns {
-    /// Adds a column. Numbers are below 2^53, as the page's script keeps them exactly.
+    /// Adds a column. Numbers are below 2^53, which the page's script represents exactly.
     pub(super) fn push(&mut self, numbers: impl ExactSizeIterator<Item = u64>) {
         // CAST: a number of rows.
         self.varint(numbers.len() as u64);
@@ -375,7 +388,7 @@ impl Columns {
     /// The columns as text.
     ///
     /// # Errors
-    /// Those of compression, which has none into memory.
+    /// Compression fails; compression into memory does not.
     pub(super) fn text(&self) -> std::io::Result<String> {
         let mut packed = ZlibEncoder::new(Vec::new(), Compression::new(6));
         packed.write_all(&self.0)?;

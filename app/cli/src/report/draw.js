@@ -1,5 +1,5 @@
-// Rectangles of any size on a grid of pixels. A pixel gets the mean of what covers it, so that a hundred thousand small blocks
-// look like what they are: so much of this part is in use.
+// Rectangles on a grid of pixels. A pixel gets the mean colour of the rectangles that cover it, so that many small blocks show the
+// used share of an area.
 
 class Raster {
   constructor(width, height) {
@@ -14,7 +14,7 @@ class Raster {
   clear() {
     for (const plane of [this.under, this.cover, this.red, this.green, this.blue]) plane.fill(0);
   }
-  // What lies under the blocks: memory that is held.
+  // Reserved memory, drawn below the blocks.
   hold(x0, y0, x1, y1) {
     this.each(x0, y0, x1, y1, (at, part) => { this.under[at] += part; });
   }
@@ -50,7 +50,7 @@ class Raster {
       }
     }
   }
-  // The picture: blocks over held memory over the paper.
+  // The image: blocks over reserved memory over the background.
   image(paper, held) {
     const image = new ImageData(this.width, this.height), out = new Uint32Array(image.data.buffer);
     const channel = (colour, shift) => (colour >> shift) & 255;
@@ -63,17 +63,17 @@ class Raster {
         out[i] = plain;
         continue;
       }
-      // More than one block in a pixel, because blocks are never drawn thinner than can be seen: their mean.
-      const scale = cover > 1 ? 1 / cover : 1, rest = cover > 1 ? 0 : 1 - cover;
-      const red = (pr + (hr - pr) * under) * rest + this.red[i] * scale;
-      const green = (pg + (hg - pg) * under) * rest + this.green[i] * scale;
-      const blue = (pb + (hb - pb) * under) * rest + this.blue[i] * scale;
+      // Several blocks can cover a pixel, because blocks have a minimum size on the screen; take their mean.
+      const scale = cover > 1 ? 1 / cover : 1, uncovered = cover > 1 ? 0 : 1 - cover;
+      const red = (pr + (hr - pr) * under) * uncovered + this.red[i] * scale;
+      const green = (pg + (hg - pg) * under) * uncovered + this.green[i] * scale;
+      const blue = (pb + (hb - pb) * under) * uncovered + this.blue[i] * scale;
       out[i] = 0xff000000 | (Math.min(blue, 255) << 16) | (Math.min(green, 255) << 8) | Math.min(red, 255);
     }
     return image;
   }
 }
-// What a panel shows: blocks at their addresses over time, or blocks stacked one on the other.
+// Block views of a panel: blocks at their addresses over time, or stacked blocks.
 
 // From light (small) to dark (large), readable without colour vision: the middle of cividis.
 const RAMP = [0xead156, 0xbcaf6f, 0x908f78, 0x686f77, 0x3e506d, 0x14356c];
@@ -87,7 +87,7 @@ const mixed = (low, high, at) => {
   };
   return part(16) | part(8) | part(0);
 };
-// On dark paper the other way round: what is large stands out.
+// On a dark background the ramp is reversed, so that large blocks stand out.
 let darkPaper = false;
 const ramped = (value, least, most) => {
   const at = most > least ? (Math.log(Math.max(value, 1)) - Math.log(least)) / (Math.log(most) - Math.log(least)) : 1;
@@ -96,7 +96,7 @@ const ramped = (value, least, most) => {
 };
 const css = (tint) => "#" + tint.toString(16).padStart(6, "0");
 
-// Colours of all blocks by what the reader wants to tell apart, and the legend that explains them.
+// Ways to colour blocks, with their legends.
 const TINTS = {
   size: { name: "size" },
   line: { name: "line", needs: (about) => about.lines.length > 0 },
@@ -105,7 +105,7 @@ const TINTS = {
   path: { name: "path", needs: (about, map) => map.path.some((path) => path > 0) },
   age: { name: "lifetime" },
 };
-// The size below which blocks fill less than a fiftieth of what all fill over time.
+// The size below which blocks account for less than a fiftieth of all bytes over time.
 const smallestSeen = (history) => {
   const filled = new Float64Array(256), step = (bytes) => Math.floor(4 * Math.log2(Math.max(bytes, 1)));
   for (let i = 0; i < history.start.length; i++) filled[step(history.bytes[i])] += history.bytes[i] * (history.end[i] - history.start[i]);
@@ -123,21 +123,21 @@ const tintBlocks = (kind, history, map) => {
       least = Math.min(least, Math.max(value(i), 1));
       most = Math.max(most, value(i));
     }
-    // What fills little of the map is one colour, or all that fills it would be one.
+    // Small blocks share one colour; otherwise all large blocks would.
     if (kind === "size") least = Math.max(least, smallestSeen(history));
     for (let i = 0; i < count; i++) tint[i] = ramped(value(i), least, most);
     const text = kind === "size" ? formatBytes : (n) => formatCount(n) + (n === 1 ? " event" : " events");
     const steps = [0, 0.25, 0.5, 0.75, 1].map((at) => Math.exp(Math.log(least) + (Math.log(most) - Math.log(least)) * at));
     const legend = count === 0 ? [] : steps.map((n, i) => [ramped(n, least, most), (i === 0 && kind === "size" ? "up to " : "") + text(Math.round(n))]);
-    return { tint, legend: legend.filter((one, i) => i === 0 || one[1] !== legend[i - 1][1]) };
+    return { tint, legend: legend.filter((entry, i) => i === 0 || entry[1] !== legend[i - 1][1]) };
   }
   const [group, name] = {
     line: [(i) => history.lineOf[history.stack[i]], (n) => history.lineNames[n] || "not recorded"],
     category: [(i) => history.category[i], (n) => history.about.categories[n - 1] ?? "not recorded"],
     stream: [(i) => history.stream[i], (n) => "stream " + history.about.streams[n]],
-    path: [(i) => map.path[i], (n) => history.about.paths[n] || "not known"],
+    path: [(i) => map.path[i], (n) => history.about.paths[n] || "unknown"],
   }[kind];
-  // The groups with the most bytes over time get colours of their own.
+  // The groups with the most bytes over time get distinct colours.
   const weight = new Map();
   for (let i = 0; i < count; i++) {
     weight.set(group(i), (weight.get(group(i)) || 0) + history.bytes[i] * (1 + history.end[i] - history.start[i]));
@@ -150,13 +150,13 @@ const tintBlocks = (kind, history, map) => {
   return { tint, legend };
 };
 
-// The narrowest that a block is drawn, in pixels: what pins a segment is often small.
+// Minimum size of a drawn block in pixels: blocks that keep a segment reserved are often small.
 const LEAST = 0.6;
 
-// Segments are framed where they are at least so high, in pixels.
+// Minimum size in pixels of a segment drawn with a frame.
 const FRAMED = 5;
 
-// Blocks at their addresses. Returns those that are large enough for an outline, and the frames of segments.
+// Draws blocks at their addresses. Returns the blocks large enough for an outline, and the frames of segments.
 const drawMap = (raster, history, map, xs, view, tint) => {
   const wide = raster.width / (view.x1 - view.x0), tall = raster.height / (view.y1 - view.y0);
   const box = (start, end, place, bytes) => {
@@ -189,8 +189,8 @@ const drawMap = (raster, history, map, xs, view, tint) => {
   return { outlined, frames };
 };
 
-// Blocks that are live, stacked in the order of their allocation. Each column of pixels shows the moment within it at which
-// most is live, so that no peak is lost.
+// Draws live blocks, stacked in allocation order. Each column of pixels shows its moment with the most live bytes, so that no peak
+// is lost.
 const drawStack = (raster, history, map, xs, view, tint, level) => {
   const tall = raster.height / (view.y1 - view.y0);
   walkStack(history, columnsOf(history, xs, view, raster.width, level), (column, blocks) => {
@@ -207,7 +207,7 @@ const drawStack = (raster, history, map, xs, view, tint, level) => {
   return { outlined: [], frames: [] };
 };
 
-// For each column of pixels the event after which most is live.
+// For each column of pixels the event with the most live bytes.
 const columnsOf = (history, xs, view, width, level) => {
   const at = new Int32Array(width);
   let event = Math.max(before(xs, view.x0), 0);
@@ -218,15 +218,15 @@ const columnsOf = (history, xs, view, width, level) => {
       event++;
       if (level[event] > level[best]) best = event;
     }
-    // Before the first event and after the last nothing is known.
+    // Nothing is drawn before the first event and after the last.
     const start = view.x0 + ((view.x1 - view.x0) * column) / width;
     at[column] = stop < xs[0] || start > xs[history.events] ? -1 : best;
   }
   return at;
 };
 
-// Goes through the history once and hands out the blocks that are live after each of these events, in the order of their
-// allocation, as a chain that begins behind number 0; numbers count from 1. `moments` ascend; -1 is left out.
+// Calls `then` for each of these events with the live blocks in allocation order, in one pass: a linked list starting at number 0,
+// with blocks numbered from 1. `moments` ascend; -1 is skipped.
 const walkStack = (history, moments, then) => {
   const { start, end } = history, count = start.length;
   history.byEnd ??= endOrder(history);
@@ -252,7 +252,7 @@ const walkStack = (history, moments, then) => {
   }
 };
 
-// Blocks in the order of their ends.
+// Blocks, ordered by the end of their lifetimes.
 const endOrder = (history) => {
   const { end, events } = history, at = new Uint32Array(events + 2);
   for (let i = 0; i < end.length; i++) at[end[i] + 1]++;

@@ -1,4 +1,4 @@
-// Levels over time: memory that was reserved, active and asked for; and what the unused part of it is.
+// Charts over time: reserved, active and requested memory, and the reserved-memory breakdown.
 
 const MARGIN = { left: 76, right: 10, top: 6, bottom: 22 };
 
@@ -27,7 +27,7 @@ const colours = () => {
   };
 };
 
-// A canvas as large as its place on the screen, in the screen's own pixels.
+// Prepares a canvas at its size on the screen, in device pixels.
 const prepared = (canvas) => {
   const scale = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   canvas.width = Math.round(width * scale);
@@ -56,7 +56,7 @@ const drawTimeAxis = (pen, axis, tint, w, bottom) => {
     axisText(pen, tint.ink, x, bottom + 15, text(tick), x < MARGIN.left + 30 ? "left" : x > MARGIN.left + w - 30 ? "right" : "center");
   }
 };
-// As many digits as it takes to tell neighbouring ticks apart.
+// Uses as many digits as needed to distinguish neighbouring ticks.
 const tickTime = (ns, span) => {
   const [scale, unit] = span >= 2e9 ? [1e9, " s"] : span >= 2e6 ? [1e6, " ms"] : span >= 2e3 ? [1e3, " µs"] : [1, " ns"];
   return parseFloat((ns / scale).toPrecision(12)).toLocaleString("en-US", { maximumFractionDigits: 6 }) + unit;
@@ -76,7 +76,7 @@ const highest = (history, xs, view, width, level) => {
   return out;
 };
 
-// The last of these values at the end of each column of pixels.
+// The last of these values in each column of pixels.
 const held = ({ event, bytes }, axis, columns) => {
   const { x0, x1 } = axis.view, out = new Float64Array(columns);
   for (let column = 0, at = 0; column < columns; column++) {
@@ -95,7 +95,7 @@ const drawLevels = (canvas, panel) => {
   const recorded = panel.number > 0 && panel.first?.reserved ? over(panel.first.reserved) : null;
   const bound = history.about.lower_bound_bytes, plan = history.about.plan_bytes;
   const used = panel.number === 0 && history.used ? held(history.used, axis, columns) : null;
-  const most = [reserved, active, requested, recorded, used].flatMap((one) => (one ? [one.reduce((a, b) => Math.max(a, b), 0)] : []));
+  const most = [reserved, active, requested, recorded, used].flatMap((values) => (values ? [values.reduce((a, b) => Math.max(a, b), 0)] : []));
   const top = Math.max(...most, shared.sameScale ? shared.highest : 0, 1) * 1.06;
   const y = (bytes) => MARGIN.top + h * (1 - bytes / top);
   const area = (values, colour, alpha) => {

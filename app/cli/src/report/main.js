@@ -1,8 +1,8 @@
-// The page from top to bottom.
+// Builds the page from top to bottom.
 
 const shared = { sameScale: false, highest: 0 };
 
-// What tells files apart: their names, with as many folders as that takes.
+// Short file names with as many parent directories as needed to distinguish them.
 const shortNames = (names) => {
   const parts = names.map((name) => name.split("/").filter((part) => part !== ""));
   for (let take = 1; take < 12; take++) {
@@ -12,17 +12,32 @@ const shortNames = (names) => {
   return names.map((name, i) => name + (names.indexOf(name) < i ? ` (${i + 1})` : ""));
 };
 
+// Outliers first, as `explain` orders several recordings: refused requests, retries, distance from the median reserved peak.
+const outlierOrder = (histories, a, b) => {
+  const explained = (history) => history.answers.explain?.said;
+  if (![a, b].every(explained)) return 0;
+  const peaks = histories.filter(explained).map((history) => explained(history).peak_reserved.reserved_bytes).sort((x, y) => x - y);
+  const median = peaks[Math.floor((peaks.length - 1) / 2)];
+  const key = (history) => {
+    const { refused, num_retries: retries, peak_reserved: { reserved_bytes: reserved } } = explained(history);
+    return [refused, retries, Math.abs(reserved - median), reserved];
+  };
+  const [first, second] = [key(a), key(b)], at = first.findIndex((value, i) => value !== second[i]);
+  return at < 0 ? 0 : second[at] - first[at];
+};
+
 const run = async () => {
   const page = document.getElementById("page"), data = JSON.parse(document.getElementById("data").textContent);
-  const names = shortNames(data.histories.map((one) => one.name));
-  data.histories.forEach((one, i) => { one.title = names[i]; });
-  const count = data.histories.length, shown = count || data.runs.length || data.replays.reduce((sum, arm) => sum + arm.rows.length, 0), kind = count ? "histories" : data.runs.length ? "runs" : "replays";
+  data.histories.sort((a, b) => outlierOrder(data.histories, a, b));
+  const names = shortNames(data.histories.map((history) => history.name));
+  data.histories.forEach((history, i) => { history.title = names[i]; });
+  const count = data.histories.length, shown = count || data.runs.length || data.replays.reduce((sum, variant) => sum + variant.rows.length, 0), kind = count ? "recordings" : data.runs.length ? "runs" : "replays";
   const head = make("header", page);
   make("h1", head, {}, "GPU memory of " + (shown === 1 ? names[0] ?? (data.runs[0] ?? data.replays[0]).name : shown + " " + kind));
   const several = data.histories.length > 1, axes = [];
   if (several) {
     const box = make("label", head, { class: "same" }), same = make("input", box, { type: "checkbox" });
-    box.append(" same scale for all levels");
+    box.append(" use the same scale for all charts");
     same.addEventListener("change", () => {
       shared.sameScale = same.checked;
       for (const axis of axes) axis.draw();
@@ -44,15 +59,15 @@ const run = async () => {
     const panels = make("div", place, { class: "panels" });
     if (about.recorded) {
       const compared = make("section", place, { class: "compared" });
-      make("h3", compared, {}, "The same program under other allocators");
-      make("p", compared, { class: "quiet" }, "Replays; the first line is what PyTorch recorded, where the log says it. The plan knows the whole history in advance.");
+      make("h3", compared, {}, "Replays under other allocators");
+      make("p", compared, { class: "quiet" }, "Green: recorded, if the log contains it. Blue: replayed. Striped: requests failed. Grey: bounds; the offline placement knows all requests in advance.");
       settingsTable(compared, about);
     }
     const way = { to: null };
-    // The map is drawn before them.
+    // Called after the map has been drawn.
     const answer = () => {
-      answerOf(place, about.answers.advise, "What would help (advise)", drawAdvice);
-      answerOf(place, about.answers.explain, "Where the memory went (explain)", (part, found) => drawExplanation(part, found, way));
+      answerOf(place, about.answers.advise, "Settings (advise)", drawAdvice);
+      answerOf(place, about.answers.explain, "Explanation (explain)", (part, explanation) => drawExplanation(part, explanation, way));
     };
     return { panels, way, answer };
   });

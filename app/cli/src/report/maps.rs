@@ -1,4 +1,4 @@
-//! Block maps: where the blocks of a history lay when it was recorded, and where they lie under other allocators.
+//! Block maps: addresses of a recording's blocks, as recorded and under other allocators.
 
 use super::data::Columns;
 use super::source::Source;
@@ -12,33 +12,33 @@ use vramlab::histories::replay::{
 };
 use vramlab::{Ledger, Path, Selection};
 
-/// Ledgers over a history; more than a screen has columns.
+/// Number of ledgers over a recording; more than the columns of a screen.
 const LEDGERS: usize = 1500;
 
-/// A map before it is packed: one place for each block of the timeline.
+/// A map before packing: one placement for each block of the timeline.
 pub(super) struct Map {
     pub(super) name: String,
     pub(super) places: Vec<BlockPlace>,
     pub(super) segments: Vec<SegmentLifetime>,
-    /// Allocations that failed.
+    /// Number of failed allocations.
     pub(super) failed: u64,
 }
 
-/// A replay as the page shows it.
+/// A replay for the page.
 pub(super) struct Replayed {
     pub(super) map: Map,
     pub(super) report: ReplayReport,
     /// Ledgers by event.
     pub(super) ledgers: Vec<(u32, Ledger)>,
-    /// Whether every block and every segment lay where it was recorded.
+    /// Whether every block and segment address matches the recording.
     pub(super) as_recorded: bool,
 }
 
-/// Replays a history and says where its blocks lay. `None` if there are no events, or if the addresses are to be the recorded
-/// ones and cannot be.
+/// Replays a recording and returns the placement of its blocks. `None` without events, or if recorded addresses are requested and
+/// cannot be reproduced.
 ///
 /// # Errors
-/// Those of a replay.
+/// As for a replay.
 pub(super) fn replayed(
     source: &Source,
     selection: &Selection,
@@ -51,7 +51,7 @@ pub(super) fn replayed(
         return Ok(None);
     }
     let (backend, outside) = adopted(selection, settings);
-    // CAST: allocations of a history that is in memory.
+    // CAST: a number of allocations in memory.
     let every = (2 * history.allocations() as usize).div_ceil(LEDGERS).max(1);
     let mut watched = Watched::every(every);
     let how = ReplaySettings { addresses, ..ReplaySettings::default() };
@@ -70,40 +70,40 @@ pub(super) fn replayed(
     Ok(Some(Replayed { map, report, ledgers, as_recorded }))
 }
 
-/// The event of each allocation of a replay: first those of blocks from before the first event. `None` where a replay has
-/// others than the timeline.
+/// The event of each allocation of a replay, starting with blocks from before recording started. `None` if the replay's allocations
+/// differ from the timeline's.
 fn events_of_allocations(timeline: &Timeline, history: &History, places: usize) -> Option<Vec<u32>> {
     // CAST: a number of blocks in memory.
     let before = history.prologue_allocations() as usize;
-    let made = timeline.blocks[timeline.before()..].iter().map(|life| life.start);
-    let events: Vec<u32> = std::iter::repeat_n(0, before).chain(made).collect();
+    let recorded = timeline.blocks[timeline.before()..].iter().map(|life| life.start);
+    let events: Vec<u32> = std::iter::repeat_n(0, before).chain(recorded).collect();
     (events.len() == places).then_some(events)
 }
 
-/// Ledgers by the event after which they were taken: the later of the last allocation and the last request to free. That
-/// after the last operation stands behind all events.
+/// Ledgers by event: the later of the last allocation and the last free request before the ledger. The ledger after the last
+/// operation follows all events.
 fn ledgers(taken: &[LedgerAt], events: &[u32], timeline: &Timeline) -> Vec<(u32, Ledger)> {
     let before = timeline.blocks[..timeline.before()].iter().filter(|life| life.freed == 0).count();
     let requests = timeline.blocks.iter().map(|life| life.freed).filter(|freed| *freed != NEVER);
     let mut requests: Vec<u32> = requests.collect();
     requests.sort_unstable();
-    // Those that were asked for before the first event are not asked for again.
+    // Frees requested before recording started are not replayed.
     requests.drain(..before);
     let nth = |list: &[u32], count: usize| count.checked_sub(1).and_then(|at| list.get(at)).copied().unwrap_or(0);
-    let place = |at: &LedgerAt| (nth(events, at.allocations).max(nth(&requests, at.frees)), at.ledger);
-    let mut out: Vec<(u32, Ledger)> = taken.iter().map(place).collect();
+    let event = |at: &LedgerAt| (nth(events, at.allocations).max(nth(&requests, at.frees)), at.ledger);
+    let mut out: Vec<(u32, Ledger)> = taken.iter().map(event).collect();
     if let Some(last) = out.last_mut() {
-        // CAST: a history that can be replayed has fewer than 2^32 events.
+        // CAST: a replayable recording has fewer than 2^32 events.
         last.0 = timeline.events() as u32;
     }
     out
 }
 
-/// A place for each block of the timeline. Blocks from before the first event are found by their address, or by their
-/// order where another allocator placed them.
+/// A placement for each block of the timeline. Blocks from before recording started are matched by address, or by order if another
+/// allocator placed them.
 fn aligned(timeline: &Timeline, places: Vec<BlockPlace>, recorded: bool) -> Vec<BlockPlace> {
     let nowhere = BlockPlace { addr: 0, bytes: 0, path: None };
-    let (known, made) = places.split_at(places.len() - (timeline.blocks.len() - timeline.before()));
+    let (known, recorded_later) = places.split_at(places.len() - (timeline.blocks.len() - timeline.before()));
     let before = &timeline.blocks[..timeline.before()];
     let mut out: Vec<BlockPlace> = if recorded {
         let by_addr: BTreeMap<u64, BlockPlace> = known.iter().map(|place| (place.addr, *place)).collect();
@@ -113,65 +113,65 @@ fn aligned(timeline: &Timeline, places: Vec<BlockPlace>, recorded: bool) -> Vec<
     } else {
         vec![nowhere; before.len()]
     };
-    out.extend_from_slice(made);
+    out.extend_from_slice(recorded_later);
     out
 }
 
-/// Lives of what was taken from the device, counted in events; each is of the stream that asked for it.
+/// Lifetimes of the replay's segments in events; each segment belongs to the stream of its request.
 fn segments(changes: &[SegmentChange], events: &[u32], timeline: &Timeline) -> Vec<SegmentLifetime> {
-    let mut held = SegmentLifetimes::default();
-    let made = &timeline.blocks[timeline.before()..];
-    let before = events.len() - made.len();
+    let mut lifetimes = SegmentLifetimes::default();
+    let requests = &timeline.blocks[timeline.before()..];
+    let before = events.len() - requests.len();
     for change in changes {
         let at = events.get(change.allocation).or(events.last()).copied().unwrap_or(0);
         if change.taken {
-            let asked = change.allocation.checked_sub(before).and_then(|number| made.get(number));
-            held.take(SegmentLifetime {
+            let request = change.allocation.checked_sub(before).and_then(|number| requests.get(number));
+            lifetimes.take(SegmentLifetime {
                 start: at,
                 end: NEVER,
                 addr: change.addr,
                 bytes: change.bytes,
-                stream: asked.map(|life| life.stream),
+                stream: request.map(|life| life.stream),
                 small: None,
                 expandable: false,
                 private: None,
                 before: change.allocation < before,
             });
         } else {
-            held.give_back(at, change.addr, change.bytes);
+            lifetimes.give_back(at, change.addr, change.bytes);
         }
     }
-    held.finish()
+    lifetimes.finish()
 }
 
-/// The map of the recording itself. Sizes of blocks and paths are those of `told`, where the file tells them.
-pub(super) fn recorded(timeline: &Timeline, told: Option<&[BlockPlace]>) -> Map {
-    let place = |(number, life): (usize, &BlockLifetime)| {
-        let told = told.and_then(|told| told.get(number)).filter(|place| place.addr == life.addr);
-        let bytes = told.map_or(life.bytes, |place| place.bytes).max(life.bytes);
-        BlockPlace { addr: life.addr, bytes, path: told.and_then(|place| place.path) }
+/// The map of the recording itself. Block sizes and paths come from `placements` where known.
+pub(super) fn recorded(timeline: &Timeline, placements: Option<&[BlockPlace]>) -> Map {
+    let placement = |(number, life): (usize, &BlockLifetime)| {
+        let known = placements.and_then(|all| all.get(number)).filter(|placement| placement.addr == life.addr);
+        let bytes = known.map_or(life.bytes, |placement| placement.bytes).max(life.bytes);
+        BlockPlace { addr: life.addr, bytes, path: known.and_then(|placement| placement.path) }
     };
-    let places = timeline.blocks.iter().enumerate().map(place).collect();
+    let places = timeline.blocks.iter().enumerate().map(placement).collect();
     Map { name: "as recorded".to_owned(), places, segments: timeline.segments.clone(), failed: 0 }
 }
 
-/// Column of lives as the page reads them: start and length, where what never ends has a length beyond the last event.
+/// The length of a lifetime for the page. A lifetime without an end extends beyond the last event.
 pub(super) fn length(start: u32, end: u32, events: usize) -> u64 {
-    // CAST: a history that can be replayed has fewer than 2^32 events.
+    // CAST: a replayable recording has fewer than 2^32 events.
     let end = if end == NEVER { events as u64 } else { u64::from(end) };
     end - u64::from(start)
 }
 
 impl Map {
-    /// The columns that `data.js` reads, and the unit of places.
+    /// The columns for `data.js`, and the unit of offsets.
     pub(super) fn columns(&self, timeline: &Timeline) -> (Columns, u64) {
         let placed = || self.places.iter().filter(|place| place.bytes > 0);
-        let lanes = AddressRanges::of(
-            self.segments.iter().map(|held| (held.addr, held.bytes)),
+        let lanes = AddressRanges::new(
+            self.segments.iter().map(|segment| (segment.addr, segment.bytes)),
             placed().map(|place| (place.addr, place.bytes)),
         );
         let at = |addr| lanes.place(addr).unwrap_or(0);
-        let used = placed().map(|place| at(place.addr)).chain(self.segments.iter().map(|held| at(held.addr)));
+        let used = placed().map(|place| at(place.addr)).chain(self.segments.iter().map(|segment| at(segment.addr)));
         let unit = 1 << used.fold(0, |bits, place| bits | place).trailing_zeros().min(12);
         let mut columns = Columns::default();
         columns.push(lanes.list().iter().map(|lane| lane.addr));
@@ -196,11 +196,11 @@ impl Map {
         (columns, unit)
     }
 
-    /// What segments are for, in words, in the order in which it comes up; first that the file does not tell.
+    /// Kinds of segments as text, in the order of their first use; the first is empty, for unknown.
     pub(super) fn pools(&self) -> Vec<String> {
         let mut out = vec![String::new()];
-        for held in &self.segments {
-            let words = words(held);
+        for segment in &self.segments {
+            let words = words(segment);
             if !out.contains(&words) {
                 out.push(words);
             }
@@ -209,28 +209,28 @@ impl Map {
     }
 }
 
-/// What a segment is for in a few words; empty where nothing is known.
-fn words(held: &SegmentLifetime) -> String {
-    let kind = held.small.map(|small| if small { "small requests" } else { "large requests" }.to_owned());
-    let expandable = held.expandable.then(|| "expandable".to_owned());
-    let private = held.private.map(|(major, minor)| format!("private pool {major}.{minor}"));
+/// The kind of a segment in a few words; empty if unknown.
+fn words(segment: &SegmentLifetime) -> String {
+    let kind = segment.small.map(|small| if small { "small requests" } else { "large requests" }.to_owned());
+    let expandable = segment.expandable.then(|| "expandable".to_owned());
+    let private = segment.private.map(|(major, minor)| format!("private pool {major}.{minor}"));
     kind.into_iter().chain(expandable).chain(private).collect::<Vec<String>>().join(", ")
 }
 
-/// Names of the paths in the order of their numbers in a map; 0 stands for a path that is not told.
+/// Names of the paths in the order of their numbers in a map; 0 stands for an unknown path.
 pub(super) fn path_names() -> Vec<&'static str> {
     std::iter::once("").chain(Path::ALL.into_iter().map(Path::name)).collect()
 }
 
-/// Blocks that lie closer than this are drawn in one lane, with the gap between them.
+/// Blocks closer than this are drawn in one lane, including the gap between them.
 const NEAR: u64 = 2 << 20;
 
-/// A range of addresses in which something was held at some time.
+/// A range of addresses used at some time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AddressRange {
     pub(super) addr: u64,
     pub(super) bytes: u64,
-    /// Where it begins when the lanes lie one behind the other.
+    /// Its offset when the lanes are placed one after the other.
     place: u64,
 }
 
@@ -239,9 +239,9 @@ pub(super) struct AddressRange {
 pub(super) struct AddressRanges(Vec<AddressRange>);
 
 impl AddressRanges {
-    /// The lanes that hold these ranges of addresses and bytes. Ranges of `segments` that touch are one lane; so are `blocks`
-    /// outside of them that lie close to each other.
-    pub(super) fn of(segments: impl Iterator<Item = (u64, u64)>, blocks: impl Iterator<Item = (u64, u64)>) -> Self {
+    /// The lanes for ranges of addresses and bytes. Adjacent `segments` form one lane; so do neighbouring `blocks` outside of
+    /// segments.
+    pub(super) fn new(segments: impl Iterator<Item = (u64, u64)>, blocks: impl Iterator<Item = (u64, u64)>) -> Self {
         let mut lanes = merged(segments.collect(), 0);
         let inside = |lanes: &[(u64, u64)], addr: u64| {
             let after = lanes.partition_point(|(start, _)| *start <= addr);
@@ -262,7 +262,7 @@ impl AddressRanges {
         Self(lanes.into_iter().map(lane).collect())
     }
 
-    /// Where an address is drawn; `None` if no lane holds it.
+    /// The offset at which an address is drawn; `None` outside of all lanes.
     pub(super) fn place(&self, addr: u64) -> Option<u64> {
         let after = self.0.partition_point(|lane| lane.addr <= addr);
         let lane = self.0.get(after.checked_sub(1)?)?;
@@ -274,7 +274,7 @@ impl AddressRanges {
     }
 }
 
-/// Start and end of the ranges that these make together; gaps of less than `near` are closed.
+/// Start and end of the merged ranges; gaps smaller than `near` are closed.
 fn merged(mut ranges: Vec<(u64, u64)>, near: u64) -> Vec<(u64, u64)> {
     ranges.sort_unstable();
     let mut out: Vec<(u64, u64)> = Vec::new();
@@ -293,18 +293,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lanes_lie_one_behind_the_other() {
+    fn lanes_are_placed_one_after_the_other() {
         let segments = [(1000, 500), (1500, 500), (9000, 1000)];
-        let lanes = AddressRanges::of(segments.into_iter(), [(9100, 5)].into_iter());
-        assert_eq!(lanes.list().len(), 2, "what touches is one lane");
+        let lanes = AddressRanges::new(segments.into_iter(), [(9100, 5)].into_iter());
+        assert_eq!(lanes.list().len(), 2, "adjacent segments are one lane");
         assert_eq!(lanes.place(1999), Some(999));
         assert_eq!(lanes.place(9000), Some(1000));
         assert_eq!((lanes.place(2000), lanes.place(999), lanes.place(10_000)), (None, None, None));
     }
 
     #[test]
-    fn blocks_without_segments_have_lanes_of_their_own() {
-        let lanes = AddressRanges::of(std::iter::empty(), [(4096, 512), (8192, 512), (1 << 40, 512)].into_iter());
+    fn blocks_without_segments_get_lanes() {
+        let lanes = AddressRanges::new(std::iter::empty(), [(4096, 512), (8192, 512), (1 << 40, 512)].into_iter());
         assert_eq!(lanes.list().iter().map(|lane| lane.bytes).collect::<Vec<_>>(), [4608, 512]);
         assert_eq!(lanes.place(1 << 40), Some(4608));
     }

@@ -1,9 +1,9 @@
-//! The page: one HTML file that holds everything and loads nothing else.
+//! The page: one self-contained HTML file.
 //!
-//! What files and programs said goes into JSON, from which the page's script makes text and never markup. A content-security
-//! policy allows this one script and this one style sheet by their hashes, and nothing else. What no policy stops is a connection
-//! that a browser opens early, without sending anything (to the server of a frame that it then refuses, or for a `preconnect`
-//! link), and a refresh that leaves the page: against these stands only that no markup is made of what files say.
+//! Text from files and programs is embedded as JSON; the page's script renders it as text, never as markup. A content-security
+//! policy allows only this script and this style sheet, by their hashes. No policy prevents a browser from opening a connection
+//! early without sending data (to the server of a refused frame, or for a `preconnect` link), or a refresh that leaves the page;
+//! the only protection against these is that text from files never becomes markup.
 
 use super::data::Columns;
 use anyhow::{Context, Result};
@@ -20,7 +20,7 @@ use vramlab::Bytes;
 
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
-/// One function, so that nothing of it is seen outside.
+/// The script, as one function so that it defines no global names.
 const SCRIPT: &str = concat!(
     "\"use strict\";(() => {\n",
     include_str!("data.js"),
@@ -35,12 +35,12 @@ const SCRIPT: &str = concat!(
     "})();\n"
 );
 
-/// Most bytes of a page. Maps under other allocators are left out where it would be larger.
+/// Maximum page size in bytes. Maps under other allocators are omitted if they would exceed it.
 pub(super) const LARGEST: usize = 15_000_000;
-/// Room in it for everything but numbers.
-const REST: usize = 500_000;
+/// Bytes of it reserved for all content except numbers.
+const WITHOUT_NUMBERS: usize = 500_000;
 
-/// All numbers of the page, each group packed by itself.
+/// The numbers of the page, in packed groups.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
     groups: Vec<String>,
@@ -48,15 +48,15 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
-    /// Adds columns; their number in the page.
+    /// Adds columns and returns their group number.
     pub(super) fn add(&mut self, columns: &Columns) -> Result<usize> {
         self.push(columns.text()?)
     }
 
-    /// Adds columns that have room in the page.
+    /// Adds columns if they fit into the page.
     pub(super) fn add_if_small(&mut self, columns: &Columns) -> Result<Option<usize>> {
         let text = columns.text()?;
-        if self.bytes + text.len() + REST > LARGEST {
+        if self.bytes + text.len() + WITHOUT_NUMBERS > LARGEST {
             return Ok(None);
         }
         self.push(text).map(Some)
@@ -69,16 +69,16 @@ impl Numbers {
     }
 }
 
-/// The whole document.
+/// The complete document.
 ///
 /// # Errors
-/// A page that is larger than a browser opens well.
+/// The page would be larger than browsers handle well.
 pub(super) fn document(title: &str, data: &impl Serialize, numbers: &Numbers) -> Result<String> {
-    // Nothing in it can end the element that holds it.
+    // The escape keeps text from closing the script element.
     let json = serde_json::to_string(data).context("the page's texts")?.replace('<', "\\u003c");
     let mut groups = String::with_capacity(numbers.bytes + 64 * numbers.groups.len());
     for (number, text) in numbers.groups.iter().enumerate() {
-        // Base64 has no character that HTML gives a meaning.
+        // Base64 contains no character with a meaning in HTML.
         writeln!(groups, "<script type=\"text/plain\" id=\"numbers-{number}\">{text}</script>")?;
     }
     let policy = format!(
@@ -86,7 +86,7 @@ pub(super) fn document(title: &str, data: &impl Serialize, numbers: &Numbers) ->
         hash(SCRIPT),
         hash(STYLE)
     );
-    let page = filled(&[
+    let page = fill_template(&[
         ("policy", &policy),
         ("title", &escaped(title)),
         ("style", STYLE),
@@ -96,24 +96,24 @@ pub(super) fn document(title: &str, data: &impl Serialize, numbers: &Numbers) ->
     ]);
     anyhow::ensure!(
         page.len() <= LARGEST,
-        "the page would have {}, and browsers open no more than {} well; give it fewer histories or shorter ones",
+        "the page would have {}, and browsers handle at most {} well; use fewer or shorter recordings",
         Bytes(page.len() as u64),
         Bytes(LARGEST as u64)
     );
     Ok(page)
 }
 
-/// The template with its places filled. What fills one is not looked at again.
-fn filled(values: &[(&str, &str)]) -> String {
+/// Fills the template. Inserted values are not scanned again.
+fn fill_template(values: &[(&str, &str)]) -> String {
     let mut out = String::new();
-    let mut rest = TEMPLATE;
-    while let Some((before, after)) = rest.split_once("{{") {
+    let mut remainder = TEMPLATE;
+    while let Some((before, after)) = remainder.split_once("{{") {
         out.push_str(before);
         let (name, after) = after.split_once("}}").unwrap_or((after, ""));
         out.push_str(values.iter().find(|(known, _)| *known == name).map_or("", |(_, value)| value));
-        rest = after;
+        remainder = after;
     }
-    out.push_str(rest);
+    out.push_str(remainder);
     out
 }
 
@@ -135,17 +135,17 @@ fn hash(text: &str) -> String {
     format!("'sha256-{}'", STANDARD.encode(digest(&SHA256, text.as_bytes())))
 }
 
-/// A browser that still runs by then shows the page: some stay in the foreground until they are closed.
+/// A browser that still runs after this time shows the page; some stay in the foreground until closed.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Between two looks at whether it has ended.
+/// Time between two checks for its exit.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Shows a page: in the first browser of `BROWSER` that starts, else in the desktop's own.
+/// Opens a page in the first browser of `BROWSER` that starts, else in the desktop's.
 ///
 /// # Errors
-/// Where none starts, with what was tried.
+/// No browser starts; the error lists those tried.
 pub(super) fn open(page: &Path) -> Result<()> {
-    // A browser that runs already has another working directory.
+    // A running browser may have another working directory.
     let page = std::path::absolute(page).with_context(|| page.display().to_string())?;
     let named = std::env::var("BROWSER").unwrap_or_default();
     let mut tried = Vec::new();
@@ -160,12 +160,12 @@ pub(super) fn open(page: &Path) -> Result<()> {
     Err(RuntimeFailure::new(why).into())
 }
 
-/// What to run, in this order. `BROWSER` lists commands, as `xdg-open` and Python read it: `%s` stands for the page, which
-/// otherwise comes last.
+/// The commands to try, in order. `BROWSER` lists commands as for `xdg-open` and Python: `%s` stands for the page, which is
+/// otherwise the last argument.
 fn commands(named: &str, page: &Path) -> Vec<Vec<String>> {
     let page = page.to_string_lossy().into_owned();
     let separator = if cfg!(windows) { ';' } else { ':' };
-    let own = |command: &str| -> Vec<String> {
+    let with_page = |command: &str| -> Vec<String> {
         let mut words: Vec<String> = command.split_whitespace().map(|word| word.replace("%s", &page)).collect();
         if !command.contains("%s") {
             words.push(page.clone());
@@ -173,8 +173,8 @@ fn commands(named: &str, page: &Path) -> Vec<Vec<String>> {
         words
     };
     let mut out: Vec<Vec<String>> =
-        named.split(separator).filter(|command| !command.trim().is_empty()).map(own).collect();
-    out.push(own(match std::env::consts::OS {
+        named.split(separator).filter(|command| !command.trim().is_empty()).map(with_page).collect();
+    out.push(with_page(match std::env::consts::OS {
         "macos" => "open",
         "windows" => "explorer",
         _ => "xdg-open",
@@ -182,7 +182,7 @@ fn commands(named: &str, page: &Path) -> Vec<Vec<String>> {
     out
 }
 
-/// Whether it runs, or has ended well.
+/// Whether the command runs, or exited successfully.
 fn starts(words: &[String]) -> bool {
     let Some((program, arguments)) = words.split_first() else { return false };
     let mut command = Command::new(program);
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_file_says_stays_text() {
+    fn text_of_a_file_does_not_become_markup() {
         let hostile = "</script><script>alert(1)</script>\"'&{{script}}";
         let data = serde_json::json!({ "name": hostile });
         let page = document(hostile, &data, &Numbers::default()).unwrap();
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn every_place_of_the_template_is_filled() {
+    fn every_placeholder_of_the_template_is_filled() {
         let page = document("a", &serde_json::json!({}), &Numbers::default()).unwrap();
         let places: Vec<&str> = TEMPLATE.split("{{").skip(1).filter_map(|rest| rest.split("}}").next()).collect();
         assert_eq!(places, ["policy", "title", "style", "data", "numbers", "script"]);
@@ -230,12 +230,12 @@ mod tests {
     #[test]
     fn browsers_are_tried_in_the_order_of_their_list() {
         let words = |named: &str| -> Vec<String> {
-            let found = commands(named, Path::new("/a b.html"));
-            found[..found.len() - 1].iter().map(|words| words.join("|")).collect()
+            let commands = commands(named, Path::new("/a b.html"));
+            commands[..commands.len() - 1].iter().map(|words| words.join("|")).collect()
         };
         assert_eq!(words("firefox --new-tab %s:: w3m "), ["firefox|--new-tab|/a b.html", "w3m|/a b.html"]);
         assert!(words("").is_empty());
-        let own = commands("", Path::new("/a")).pop().unwrap();
-        assert_eq!(own[1..], ["/a"]);
+        let desktop = commands("", Path::new("/a")).pop().unwrap();
+        assert_eq!(desktop[1..], ["/a"]);
     }
 }

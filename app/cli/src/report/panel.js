@@ -1,4 +1,4 @@
-// One history under one allocator: the block map, the levels below it, and what the pointer and the keys do there.
+// One recording under one allocator: the block map, the charts below it, and their pointer and key controls.
 
 const make = (kind, parent, attributes = {}, text = "") => {
   const element = document.createElement(kind);
@@ -8,7 +8,7 @@ const make = (kind, parent, attributes = {}, text = "") => {
   return element;
 };
 
-// What all panels of a history share: which part of the time they show, and the moment that was chosen.
+// State shared by all panels of a recording: the visible time range, and the chosen moment.
 class Axis {
   constructor(history) {
     this.history = history;
@@ -28,7 +28,7 @@ class Axis {
     this.view = { x0: from, x1: from + span };
     this.draw();
   }
-  // Shows this part of the history, counted the other way.
+  // Switches the axis between event numbers and time, and keeps the visible range.
   count(byTime) {
     const events = [this.view.x0, this.view.x1].map((x) => Math.max(before(this.xs, x), 0));
     this.byTime = byTime;
@@ -55,20 +55,20 @@ const STRIP = 17;
 
 class Panel {
   constructor(parent, history, axis, number) {
-    Object.assign(this, { history, axis, number, kind: "map", colour: null, selected: -1, found: [], waiting: false });
+    Object.assign(this, { history, axis, number, kind: "map", colour: null, selected: -1, matches: [], waiting: false });
     axis.panels.push(this);
     this.root = make("section", parent, { class: "panel" });
     this.tools = make("div", this.root, { class: "tools" });
     this.legend = make("div", this.root, { class: "legend" });
-    const about = "Arrow keys move, + and - zoom in time, Page Up and Page Down in memory, Home shows all; full stop and comma go "
-      + "from event to event; slash searches.";
+    const about = "Arrow keys move, + and - zoom in time, Page Up and Page Down in memory, Home shows all; full stop and comma "
+      + "move by one event; slash searches.";
     this.canvas = make("canvas", this.root, { class: "blocks", tabindex: "0", role: "img", "aria-label": "Blocks over time. " + about });
     if (axis.panels.length === 1) make("p", this.root, { class: "hint" }, "Wheel: zoom in time, with Shift in memory. Drag: move, with Shift: zoom to a box. Click: choose a block and a moment. " + about);
     this.levelsKey = make("div", this.root, { class: "legend" });
-    this.levels = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Memory reserved, active and asked for over time" });
+    this.levels = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Reserved, active and requested memory over time" });
     if (history.ledger && number === 0) {
       this.ledgerKey = make("div", this.root, { class: "legend" });
-      this.ledger = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Reserved memory by what it is used for, over time" });
+      this.ledger = make("canvas", this.root, { class: "levels", role: "img", "aria-label": "Reserved-memory breakdown over time" });
     }
     this.details = make("div", this.root, { class: "details", "aria-live": "polite" });
     this.tip = make("div", this.root, { class: "tip" });
@@ -81,7 +81,7 @@ class Panel {
     this.listen();
     new ResizeObserver(() => this.later()).observe(this.root);
   }
-  // Another allocator's map of the same program.
+  // Shows another allocator's map.
   async show(number) {
     this.number = number;
     this.map = await this.history.map(number);
@@ -100,26 +100,27 @@ class Panel {
     const { tint, legend } = tintBlocks(this.colour, this.history, this.map);
     this.tint = tint;
     this.legend.replaceChildren();
-    if (this.map.about.segments && this.kind !== "stack") legend.unshift([null, "held, not in use"]);
+    if (this.map.about.segments && this.kind !== "stack") legend.unshift([null, "reserved, not active"]);
     for (const [colour, text] of legend) this.key(this.legend, colour === null ? "var(--held)" : css(colour), text).title = text;
-    const up = this.kind === "segments" ? "each bar: a segment, the largest first; full stop and comma go from event to event" : this.kind === "map" ? "up: addresses, without the gaps between segments" : "up: bytes in live blocks, in the order of their allocation";
-    const framed = this.map.about.segments && this.kind === "map" ? "; frames: segments" + (this.history.about.streams.length > 1 ? ", in the colour of their stream" : "") : "";
-    make("span", this.legend, { class: "quiet" }, up + framed);
+    const up = this.kind === "segments" ? "each bar: a segment, the largest first; full stop and comma move by one event" : this.kind === "map" ? "vertical: addresses, without the gaps between segments" : "vertical: bytes of live blocks, in allocation order";
+    const framed = this.map.about.segments && this.kind === "map" ? "; frames: segments" + (this.history.about.streams.length > 1 ? ", coloured by stream" : "") + ", dashed: private pools" : "";
+    const annotated = this.history.about.marks.some((mark) => mark.kind === "annotation") ? "; strips above: annotations" : "";
+    make("span", this.legend, { class: "quiet" }, up + framed + annotated);
     this.levelsKey.replaceChildren();
     if (this.map.reserved) this.key(this.levelsKey, LEVEL_TINTS.reserved, "reserved");
-    if (this.number > 0 && this.first.reserved) this.key(this.levelsKey, LEVEL_TINTS.recorded, "reserved as recorded (dashed)");
+    if (this.number > 0 && this.first.reserved) this.key(this.levelsKey, LEVEL_TINTS.recorded, "recorded reserved (dashed)");
     this.key(this.levelsKey, LEVEL_TINTS.active, "active");
-    this.key(this.levelsKey, LEVEL_TINTS.requested, "asked for");
-    if (this.number === 0 && this.history.hole) this.key(this.levelsKey, LEVEL_TINTS.hole, "largest hole").title = "How large a request would have succeeded without the driver";
-    if (this.number === 0 && this.history.used) this.key(this.levelsKey, LEVEL_TINTS.used, "used on the GPU").title = "By all processes, as the driver counts it";
+    this.key(this.levelsKey, LEVEL_TINTS.requested, "requested");
+    if (this.number === 0 && this.history.hole) this.key(this.levelsKey, LEVEL_TINTS.hole, "largest free block").title = "The largest request that would succeed without a driver call";
+    if (this.number === 0 && this.history.used) this.key(this.levelsKey, LEVEL_TINTS.used, "used on the GPU").title = "By all processes, as reported by the driver";
     if (this.history.about.recorded) this.key(this.levelsKey, null, "lower bound " + formatBytes(this.history.about.lower_bound_bytes) + " (dotted)");
-    if (this.history.about.plan_bytes) this.key(this.levelsKey, null, "a plan needs " + formatBytes(this.history.about.plan_bytes) + " (dashed)");
+    if (this.history.about.plan_bytes) this.key(this.levelsKey, null, "offline placement " + formatBytes(this.history.about.plan_bytes) + " (dashed)");
     if (this.ledger) {
       const { allocator, as_recorded } = this.history.about.ledger;
       this.ledgerKey.replaceChildren();
       for (const { tint: colour, name, says } of LEDGER_PARTS) this.key(this.ledgerKey, colour, name).title = says;
-      const how = as_recorded ? "; its replay puts every block where it was recorded" : " in a replay, not as recorded: no replay puts every block where it was";
-      make("span", this.ledgerKey, { class: "quiet" }, "ledger of " + allocator + how);
+      const how = as_recorded ? "; its replay matches every recorded block address" : "; no replay matches every recorded block address";
+      make("span", this.ledgerKey, { class: "quiet" }, "breakdown of a replay under " + allocator + how);
     }
     this.later();
   }
@@ -182,7 +183,7 @@ class Panel {
       this.find(this.search.value);
     });
     if (this.axis.panels.length === 1 && this.history.maps.length > 1) {
-      button("beside…", "show another allocator beside this one", async () => {
+      button("compare…", "show another allocator next to this one", async () => {
         const panel = new Panel(this.root.parentElement, this.history, this.axis, this.number + 1 < this.history.maps.length ? this.number + 1 : 0);
         this.root.parentElement.classList.add("beside");
         await panel.begin();
@@ -214,13 +215,13 @@ class Panel {
     else this.drawOverTime(pen, tint, { scale, top, w, h, width, height });
     drawLevels(this.levels, this);
     if (this.ledger) drawLedger(this.ledger, this);
-    this.tell();
+    this.showDetails();
     this.root.dataset.drawn = String(this.history.start.length);
     this.root.dataset.took = (performance.now() - began).toFixed(1);
     const { x0, x1, y0, y1 } = { ...this.axis.view, ...this.view };
     this.root.dataset.view = [x0, x1, y0, y1].join(" ");
   }
-  // Segments after the chosen event; where none is chosen, when most was reserved.
+  // Segments after the chosen event; without a choice at peak reserved.
   drawRows(pen, tint, area) {
     const event = this.axis.moment ?? this.highest();
     this.cells = drawSegments(pen, tint, this, event, area);
@@ -228,7 +229,7 @@ class Panel {
     this.strip = [];
     axisText(pen, tint.ink, MARGIN.left, MARGIN.top + 9, "after " + eventWords(this.history, event), "left");
   }
-  // The event after which most is reserved, for the first time.
+  // The first event with peak reserved memory.
   highest() {
     const { reserved } = this.map;
     return reserved ? reserved.reduce((best, bytes, i) => (bytes > reserved[best] ? i : best), 0) : 0;
@@ -263,7 +264,7 @@ class Panel {
     this.drawStrip(pen, tint, w);
     drawMoment(pen, this, tint, w, top, h);
   }
-  // Lines between lanes: addresses in between are left out.
+  // Lines between lanes; the addresses between lanes are omitted.
   drawLanes(pen, tint, w, top, h) {
     const { y0, y1 } = this.view, y = (place) => top + h * (1 - (place - y0) / (y1 - y0));
     const { lanePlace, laneBytes } = this.map;
@@ -301,7 +302,7 @@ class Panel {
     }
     drawTimeAxis(pen, this.axis, tint, w, top + h);
   }
-  // Ranges that the program named, above the map; those that lie in others are below them.
+  // Annotations above the map; nested ones are drawn below their parents.
   drawStrip(pen, tint, w) {
     const { history } = this, { x0, x1 } = this.axis.view, xs = this.axis.xs, x = (event) => MARGIN.left + ((xs[event] - x0) / (x1 - x0)) * w;
     const filled = new Array(history.strips).fill(-Infinity), end = MARGIN.left + w;
@@ -310,7 +311,7 @@ class Panel {
       const depth = history.depth[i];
       if (mark.kind !== "annotation" || depth >= history.strips) continue;
       const left = x(mark.start), right = Math.max(x(mark.end ?? history.events), left + 1.5);
-      // Closer together than can be seen.
+      // Skip marks too close to the previous one.
       if (right < MARGIN.left || left > end || right - filled[depth] < 0.7) continue;
       filled[depth] = right;
       const from = Math.max(left, MARGIN.left), to = Math.min(right, end), upper = 2 + depth * STRIP;
@@ -336,12 +337,12 @@ class Panel {
     const { top, h } = this.area(), { y0, y1 } = this.view;
     return y0 + (1 - (y - top) / h) * (y1 - y0);
   }
-  // The block at a point of the canvas; -1 if there is none.
+  // The block at a point of the canvas; -1 for none.
   at(x, y) {
     if (this.kind === "segments") return this.cellAt(x, y)?.block ?? -1;
     const { history, map } = this, when = this.toX(x), where = this.toY(y), xs = this.axis.xs;
     if (this.kind === "map") {
-      // A block that is drawn thinner than a pixel can be pointed at all the same.
+      // Blocks thinner than a pixel can be selected, too.
       const { w, h } = this.area(), near = ((this.axis.view.x1 - this.axis.view.x0) / w) * 0.7, thin = ((this.view.y1 - this.view.y0) / h) * 0.7;
       let best = -1;
       for (let i = 0; i < history.start.length; i++) {
@@ -365,7 +366,7 @@ class Panel {
     });
     return hit;
   }
-  // The segment at a point of the map; -1 if there is none.
+  // The segment at a point of the map; -1 for none.
   segmentAt(x, y) {
     const { map } = this, xs = this.axis.xs, when = this.toX(x), where = this.toY(y);
     if (this.kind === "segments") return this.cellAt(x, y)?.segment ?? -1;
@@ -414,12 +415,12 @@ class Panel {
     this.selected = i;
     this.axis.choose(moment);
   }
-  // Shows a moment, and what lay at an address then.
+  // Shows a moment and the block at an address.
   reach(event, address) {
     const { history, map } = this, place = address === null ? null : placeOf(map, address), moment = Math.min(event, Math.max(history.events - 1, 0));
     if (place !== null && this.kind === "map") {
-      const lies = (i) => map.size[i] > 0 && map.place[i] <= place && place < map.place[i] + map.size[i] && history.start[i] <= moment && moment < history.end[i];
-      const i = history.start.findIndex((_, i) => lies(i)), bytes = i < 0 ? 1 << 20 : map.size[i];
+      const covers = (i) => map.size[i] > 0 && map.place[i] <= place && place < map.place[i] + map.size[i] && history.start[i] <= moment && moment < history.end[i];
+      const i = history.start.findIndex((_, i) => covers(i)), bytes = i < 0 ? 1 << 20 : map.size[i];
       this.selected = i;
       this.showMemory(place - 4 * bytes, place + 5 * bytes);
     }
@@ -427,32 +428,32 @@ class Panel {
     this.canvas.scrollIntoView({ block: "center" });
     this.canvas.focus({ preventScroll: true });
   }
-  // Blocks at an address, or of a line; the same question again goes to the next of them.
-  find(question) {
-    const text = question.trim(), { history, map } = this;
-    if (text !== this.asked) {
-      this.asked = text;
-      this.found = text === "" ? [] : searchBlocks(history, map, text);
+  // Finds blocks at an address or of a line; the same query again shows the next one.
+  find(query) {
+    const text = query.trim(), { history, map } = this;
+    if (text !== this.query) {
+      this.query = text;
+      this.matches = text === "" ? [] : searchBlocks(history, map, text);
       this.next = 0;
     }
-    if (this.found.length === 0) {
+    if (this.matches.length === 0) {
       this.answer.textContent = text === "" ? "" : "no block";
       return;
     }
-    const i = this.found[this.next];
-    this.answer.textContent = `${formatCount(this.next + 1)} of ${formatCount(this.found.length)}`;
-    this.next = (this.next + 1) % this.found.length;
+    const i = this.matches[this.next];
+    this.answer.textContent = `${formatCount(this.next + 1)} of ${formatCount(this.matches.length)}`;
+    this.next = (this.next + 1) % this.matches.length;
     const from = this.axis.xs[history.start[i]], to = this.axis.xs[history.end[i]], wide = Math.max(to - from, this.axis.byTime ? 1000 : 10);
     this.kind === "map" && this.showMemory(map.place[i] - map.size[i] * 2, map.place[i] + map.size[i] * 3);
     this.selected = i;
     this.axis.moment = history.start[i];
     this.axis.show(from - wide / 2, to + wide / 2);
   }
-  // The block and the moment that were chosen, in words.
-  tell() {
+  // Shows the details of the chosen block and moment.
+  showDetails() {
     const { axis, history, map } = this, key = [this.selected, axis.moment, this.number].join();
-    if (key === this.told) return;
-    this.told = key;
+    if (key === this.shownDetails) return;
+    this.shownDetails = key;
     this.details.replaceChildren();
     if (this.selected >= 0) {
       const stack = framesOf(history, history.stack[this.selected]);
@@ -460,11 +461,11 @@ class Panel {
       make("pre", this.details, { class: "block" }, describeBlock(history, map, this.selected).join("\n"));
       if (stack.length > 1) {
         const all = make("details", this.details);
-        make("summary", all, {}, "whole stack");
+        make("summary", all, {}, "full stack");
         make("pre", all, {}, stack.join("\n"));
       }
     }
-    if (axis.moment !== null) tellMoment(this.details, history, map, axis.moment, (event) => axis.choose(event));
+    if (axis.moment !== null) showMoment(this.details, history, map, axis.moment, (event) => axis.choose(event));
   }
   listen() {
     const { canvas } = this;

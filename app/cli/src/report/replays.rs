@@ -1,4 +1,4 @@
-//! Replays and capacities of an experiment: a figure for each allocator and history, as `replays.js` draws them.
+//! Replays and capacities of an experiment: one value for each allocator and recording, for `runs.js`.
 
 use super::run::read_json;
 use anyhow::{Context, Result};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// The replays of one arm of an experiment.
+/// The replays of one variant of an experiment.
 #[derive(Debug, Serialize)]
 pub(super) struct ReplaysData {
     pub(super) name: String,
@@ -14,19 +14,19 @@ pub(super) struct ReplaysData {
     pub(super) rows: Vec<ReplayRow>,
 }
 
-/// What one replay, or one search for a capacity, came to. What it does not say is absent.
+/// The result of one replay or capacity search. Unknown values are absent.
 #[derive(Debug, Serialize)]
 pub(super) struct ReplayRow {
-    /// The allocator with its settings, and how it was replayed where the spec varies that.
+    /// The allocator with its settings, and the options that the spec varies.
     alloc: String,
     history: String,
     #[serde(flatten)]
-    told: Told,
+    output: Output,
 }
 
-/// The keys of `vramlab replay --json` and `vramlab capacity --json` that are shown.
+/// The displayed keys of `vramlab replay --json` and `vramlab capacity --json`.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct Output {
     #[serde(skip_serializing)]
     alloc: Option<String>,
     #[serde(skip_serializing)]
@@ -43,9 +43,9 @@ struct Told {
     driver_calls: Option<Map<String, Value>>,
 }
 
-/// The record of a run, as far as it is looked at here.
+/// The keys of a run's record used here.
 #[derive(Deserialize)]
-struct About {
+struct Run {
     #[serde(default)]
     arm: String,
     program: String,
@@ -55,53 +55,53 @@ struct About {
     options: Map<String, Value>,
 }
 
-/// The first repeats of an experiment's replays and capacities, arm by arm; none in a folder of another kind.
+/// The first repetitions of an experiment's replays and capacity searches, by variant; empty for other directories.
 ///
 /// # Errors
-/// A file that is damaged.
+/// A file is damaged.
 pub(super) fn read(experiment: &Path) -> Result<Vec<ReplaysData>> {
-    let about = experiment.join("experiment.json");
-    if !about.is_file() {
+    let record = experiment.join("experiment.json");
+    if !record.is_file() {
         return Ok(Vec::new());
     }
-    let about: Value = read_json(&about, "an experiment")?;
+    let record: Value = read_json(&record, "an experiment")?;
     let runs = experiment.join("runs");
-    let said = || runs.display().to_string();
-    let entries = std::fs::read_dir(&runs).with_context(said)?;
-    let mut folders = entries.map(|entry| Ok(entry.with_context(said)?.path())).collect::<Result<Vec<_>>>()?;
-    folders.sort();
-    let mut arms: Vec<ReplaysData> = Vec::new();
-    for folder in folders.iter().filter(|folder| folder.join("run.json").is_file()) {
-        let run: About = read_json(&folder.join("run.json"), "a run of an experiment")?;
+    let path = || runs.display().to_string();
+    let entries = std::fs::read_dir(&runs).with_context(path)?;
+    let mut directories = entries.map(|entry| Ok(entry.with_context(path)?.path())).collect::<Result<Vec<_>>>()?;
+    directories.sort();
+    let mut variants: Vec<ReplaysData> = Vec::new();
+    for directory in directories.iter().filter(|directory| directory.join("run.json").is_file()) {
+        let run: Run = read_json(&directory.join("run.json"), "a run of an experiment")?;
         if !matches!(run.program.as_str(), "replay" | "capacity") || run.status != "done" || run.repeat > 0 {
             continue;
         }
-        let result = folder.join("result.json");
-        let told = match read_json(&result, "what a replay came to")? {
+        let result = directory.join("result.json");
+        let outputs = match read_json(&result, "the result of a replay")? {
             Value::Array(rows) => rows,
             row => vec![row],
         };
-        let rows = told.into_iter().map(|one| Ok(row(serde_json::from_value(one)?, &run.options)));
+        let rows = outputs.into_iter().map(|output| Ok(row(serde_json::from_value(output)?, &run.options)));
         let rows: Vec<ReplayRow> = rows.collect::<Result<_>>().with_context(|| result.display().to_string())?;
-        let name = format!("{}, {}", about["name"].as_str().unwrap_or("experiment"), run.arm);
-        let found = arms.iter().position(|arm| arm.name == name).unwrap_or_else(|| {
-            let question = about["question"].as_str().unwrap_or_default().to_owned();
-            arms.push(ReplaysData { name, question, rows: Vec::new() });
-            arms.len() - 1
+        let name = format!("{}, {}", record["name"].as_str().unwrap_or("experiment"), run.arm);
+        let variant = variants.iter().position(|variant| variant.name == name).unwrap_or_else(|| {
+            let question = record["question"].as_str().unwrap_or_default().to_owned();
+            variants.push(ReplaysData { name, question, rows: Vec::new() });
+            variants.len() - 1
         });
-        arms[found].rows.extend(rows);
+        variants[variant].rows.extend(rows);
     }
-    Ok(arms)
+    Ok(variants)
 }
 
-fn row(told: Told, options: &Map<String, Value>) -> ReplayRow {
-    let mut alloc = told.alloc.clone().unwrap_or_else(|| told.allocator.clone());
+fn row(output: Output, options: &Map<String, Value>) -> ReplayRow {
+    let mut alloc = output.alloc.clone().unwrap_or_else(|| output.allocator.clone());
     for (key, value) in options.iter().filter(|(key, _)| !["alloc", "history"].contains(&key.as_str())) {
-        // Settings of the allocator stand in its name.
+        // The allocator's name contains its settings.
         if !alloc.contains(&format!("{}=", key.replace('-', "_"))) {
             alloc += &format!(", {key} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned));
         }
     }
-    let named = told.trace.strip_suffix(".xz").or_else(|| told.trace.strip_suffix(".gz")).unwrap_or(&told.trace);
-    ReplayRow { alloc, history: named.strip_suffix(".pickle").unwrap_or(named).to_owned(), told }
+    let name = output.trace.strip_suffix(".xz").or_else(|| output.trace.strip_suffix(".gz")).unwrap_or(&output.trace);
+    ReplayRow { alloc, history: name.strip_suffix(".pickle").unwrap_or(name).to_owned(), output }
 }

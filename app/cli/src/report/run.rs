@@ -1,4 +1,4 @@
-//! Runs, as their records tell them: the figures by which they are compared, and the curves over their steps.
+//! Runs, from their records: the values by which they are compared, and curves over their steps.
 
 mod record;
 mod steps;
@@ -14,39 +14,39 @@ use vramlab::input;
 pub(super) use record::{Figure, Record};
 pub(super) use steps::Steps;
 
-/// Runs on one page. A chart of more lines cannot be read, and a browser takes long to draw it.
+/// Maximum number of runs on one page. Charts with more lines are unreadable and slow to draw.
 const MOST: usize = 200;
 
-/// A run as `runs.js` draws it. Times are in ns, memory in bytes; what a record does not say is absent.
+/// A run for `runs.js`. Times are in ns, memory in bytes; values missing from the record are absent.
 #[derive(Debug, Serialize)]
 pub(super) struct RunData {
-    /// Its allocator, and where runs share one, the settings in which they differ.
+    /// Its allocator, plus the settings that differ among runs with the same allocator.
     pub(super) name: String,
     pub(super) folder: String,
     device: String,
     settings: Vec<(String, String)>,
     notes: Vec<String>,
-    /// Median time of a training step, and the times that a tenth and nine tenths of the steps stay below.
+    /// Median time of a training step, and the 10th and 90th percentile.
     step: Option<f64>,
     step_spread: Option<[f64; 2]>,
-    /// Driver calls of one training step, and of one epoch with its validation; epochs after the first.
+    /// Driver calls of one training step, and of one epoch including validation; epochs after the first.
     per_step: Option<Account>,
     per_epoch: Option<Account>,
-    /// Median and 99th percentile by operation, on the path that it takes most often.
+    /// Median and 99th percentile of each operation on its most frequent path.
     allocate: Option<[f64; 2]>,
     free: Option<[f64; 2]>,
     peak_reserved: Option<u64>,
     peak_requested: Option<u64>,
-    /// The largest share of peak reserved memory that was in blocks.
+    /// Peak active memory as a share of peak reserved memory.
     utilisation: Option<f64>,
     accuracy: Option<f64>,
-    /// What the host did in the last epoch: parts that add up to it.
+    /// The host's time in the last epoch, in five parts.
     host: Option<[f64; 5]>,
-    /// Parts of reserved memory when it was at its peak, by name.
+    /// Reserved-memory breakdown at its peak, by name.
     ledger: BTreeMap<&'static str, u64>,
     steps: Option<steps::Curves>,
     spectra: Vec<steps::Spectrum>,
-    /// What its losses say beside those of the first run of the same work.
+    /// Comparison of its losses with those of the first run of the same work.
     losses: Option<String>,
 }
 
@@ -66,65 +66,68 @@ struct AccountRow {
     blocked: f64,
 }
 
-/// The folders of runs that folders on the command line stand for: an experiment's are the first repeats of its training programs.
+/// The run directories of a directory on the command line: itself, or the first repetitions of an experiment's training programs.
 ///
 /// # Errors
-/// An experiment that is damaged.
-pub(super) fn folders(path: &Path) -> Result<Vec<PathBuf>> {
+/// The experiment is damaged.
+pub(super) fn directories(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.join("experiment.json").is_file() {
         return Ok(vec![path.to_owned()]);
     }
     let runs = path.join("runs");
-    let mut found = Vec::new();
+    let mut directories = Vec::new();
     for entry in std::fs::read_dir(&runs).with_context(|| runs.display().to_string())? {
-        let folder = entry.with_context(|| runs.display().to_string())?.path();
-        let about = folder.join("run.json");
-        if !about.is_file() {
+        let directory = entry.with_context(|| runs.display().to_string())?.path();
+        let record = directory.join("run.json");
+        if !record.is_file() {
             continue;
         }
-        let about: Value = read_json(&about, "a run of an experiment")?;
-        let trains = matches!(about["program"].as_str(), Some("trainer" | "pytorch"));
-        if trains && about["status"] == "done" && about["repeat"] == 0 {
-            found.push(folder);
+        let record: Value = read_json(&record, "a run of an experiment")?;
+        let trains = matches!(record["program"].as_str(), Some("trainer" | "pytorch"));
+        if trains && record["status"] == "done" && record["repeat"] == 0 {
+            directories.push(directory);
         }
     }
-    found.sort();
-    Ok(found)
+    directories.sort();
+    Ok(directories)
 }
 
-/// Reads the records in these folders.
+/// Reads the records in these directories.
 ///
 /// # Errors
-/// One line that names the file and what is wrong with it.
-pub(super) fn read(folders: &[PathBuf]) -> Result<Vec<RunData>> {
+/// One line with the file and its fault.
+pub(super) fn read(directories: &[PathBuf]) -> Result<Vec<RunData>> {
     anyhow::ensure!(
-        folders.len() <= MOST,
-        "{} runs are more than one page can show; name at most {MOST}",
-        folders.len()
+        directories.len() <= MOST,
+        "{} runs are too many for one page; name at most {MOST}",
+        directories.len()
     );
-    let records: Vec<Record> = folders.iter().map(|folder| Record::read(folder)).collect::<Result<_>>()?;
+    let records: Vec<Record> = directories.iter().map(|directory| Record::read(directory)).collect::<Result<_>>()?;
     let names = names(&records);
-    let tables: Vec<Option<Steps>> =
-        (folders.iter().zip(&records)).map(|(folder, record)| Steps::read(folder, record)).collect::<Result<_>>()?;
+    let tables: Vec<Option<Steps>> = (directories.iter().zip(&records))
+        .map(|(directory, record)| Steps::read(directory, record))
+        .collect::<Result<_>>()?;
     let mut out = Vec::new();
-    for (number, ((folder, record), steps)) in folders.iter().zip(&records).zip(&tables).enumerate() {
-        let mut run = shown(folder, record, steps.as_ref(), names[number].clone())?;
+    for (number, ((directory, record), steps)) in directories.iter().zip(&records).zip(&tables).enumerate() {
+        let mut run = run_data(directory, record, steps.as_ref(), names[number].clone())?;
         let first = (0..number).find(|first| records[*first].work() == record.work());
-        if let Some((first, [ours, theirs])) =
+        if let Some((first, [actual, baseline])) =
             first.zip(steps.as_ref().zip(first.and_then(|at| tables[at].as_ref())).map(<[_; 2]>::from))
         {
-            run.losses = ours.apart(theirs).map(|apart| format!("{} and {}: {apart}", run.name, names[first]));
+            run.losses =
+                actual.compare_losses(baseline).map(|text| format!("{} and {}: {text}", run.name, names[first]));
         }
         out.push(run);
     }
     Ok(out)
 }
 
-/// A JSON document that a program wrote, plain or with `.gz` behind its name.
+/// Reads a JSON document, plain or with `.gz` appended to its name.
 pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T> {
     let path = plain_or_packed(path);
     let text = input::read_unpacked(&path, input::DOCUMENT).with_context(|| path.display().to_string())?;
-    serde_json::from_str(&text).with_context(|| format!("{}: not {what}; it was cut short or damaged", path.display()))
+    serde_json::from_str(&text)
+        .with_context(|| format!("{}: not {what}; the file is truncated or damaged", path.display()))
 }
 
 fn plain_or_packed(path: &Path) -> PathBuf {
@@ -133,14 +136,14 @@ fn plain_or_packed(path: &Path) -> PathBuf {
     if !path.is_file() && Path::new(&packed).is_file() { packed.into() } else { path.to_owned() }
 }
 
-fn shown(folder: &Path, record: &Record, steps: Option<&Steps>, name: String) -> Result<RunData> {
+fn run_data(directory: &Path, record: &Record, steps: Option<&Steps>, name: String) -> Result<RunData> {
     let peak = |level: &str| record.stat(&format!("{level}_bytes.all.peak"));
     let peak_reserved = peak("reserved").filter(|bytes| *bytes > 0);
     let single = steps.filter(|_| record.text("sync") != Some("never")).map(|steps| steps.times()).unwrap_or_default();
     Ok(RunData {
         device: record.device.name.clone(),
-        settings: record.said(),
-        notes: notes(folder, record, steps),
+        settings: record.settings_text(),
+        notes: notes(directory, record, steps),
         step: record.pace().or_else(|| steps.and_then(|steps| steps.pace(record.text("sync") == Some("never")))),
         step_spread: quantile(&single, 0.1).zip(quantile(&single, 0.9)).map(<[f64; 2]>::from),
         per_step: account(record, |epoch| epoch.train_driver_calls.as_ref(), |epoch| epoch.steps as f64),
@@ -154,53 +157,53 @@ fn shown(folder: &Path, record: &Record, steps: Option<&Steps>, name: String) ->
         host: record.epochs.last().and_then(|last| Some(host(last.driver_calls.as_ref()?, last.wall_s * 1e9))),
         ledger: record.ledger(),
         steps: steps.map(Steps::curves),
-        spectra: steps::read(&folder.join("latency.hlog"), record.simulated())?,
+        spectra: steps::read(&directory.join("latency.hlog"), record.simulated())?,
         losses: None,
-        folder: folder.display().to_string(),
+        folder: directory.display().to_string(),
         name,
     })
 }
 
-/// The events of a run in its folder, best first: an export names segments, the trace does not.
+/// Files with the events of a run, best first: an export contains segments, the trace does not.
 const LOGS: [&str; 4] = ["snapshot.pickle", "snapshot.json", "trace.jsonl", "trace.jsonl.gz"];
 
 /// The file with the events of a run, if it recorded them.
-pub(super) fn events_of(folder: &Path) -> Option<PathBuf> {
-    first_of(&LOGS, folder)
+pub(super) fn events_of(directory: &Path) -> Option<PathBuf> {
+    first_of(&LOGS, directory)
 }
 
-/// The trace of a run, if it is there.
-pub(super) fn trace_of(folder: &Path) -> Option<PathBuf> {
-    first_of(&LOGS[2..], folder)
+/// The trace of a run, if it exists.
+pub(super) fn trace_of(directory: &Path) -> Option<PathBuf> {
+    first_of(&LOGS[2..], directory)
 }
 
-fn first_of(names: &[&str], folder: &Path) -> Option<PathBuf> {
-    names.iter().map(|name| folder.join(name)).find(|file| file.is_file())
+fn first_of(names: &[&str], directory: &Path) -> Option<PathBuf> {
+    names.iter().map(|name| directory.join(name)).find(|file| file.is_file())
 }
 
-fn notes(folder: &Path, record: &Record, steps: Option<&Steps>) -> Vec<String> {
+fn notes(directory: &Path, record: &Record, steps: Option<&Steps>) -> Vec<String> {
     let mut out = Vec::new();
     if record.status != "finished" {
         let why = if record.status == "running" { "killed, or is still running," } else { &record.status };
         let epochs = record.epochs.len();
-        out.push(format!("The run was {why} after epoch {epochs}; this is what it recorded."));
+        out.push(format!("The run was {why} after epoch {epochs}; its record is incomplete."));
         out.extend(record.error.clone());
     }
     if steps.is_none() {
-        out.push(format!("{} was not kept, so there are no curves over its steps.", record.step_losses));
+        out.push(format!("{} does not exist, so there are no curves over the steps.", record.step_losses));
     }
-    if events_of(folder).is_none() {
-        out.push("Its operations were not recorded, so there is no block map: run it with --trace.".to_owned());
+    if events_of(directory).is_none() {
+        out.push("The run has no recorded operations, so there is no block map; run it with --trace.".to_owned());
     }
     out
 }
 
-/// The epochs that figures are taken from: those after the first, or the only one.
+/// The epochs from which values are computed: all after the first, or the only one.
 fn warm(epochs: &[Epoch]) -> &[Epoch] {
     if epochs.len() > 1 { &epochs[1..] } else { epochs }
 }
 
-/// Driver calls per period of the epochs after the first; `None` where an epoch does not count them.
+/// Driver calls per period in the epochs after the first; `None` if an epoch has no counts.
 fn account<'r>(
     record: &'r Record,
     of: impl Fn(&'r Epoch) -> Option<&'r Calls>,
@@ -227,7 +230,7 @@ fn account<'r>(
     Some(Account { calls: sum(|row| row.calls), blocked: sum(|row| row.blocked), by_call })
 }
 
-/// Calls that take memory from the device or give it back.
+/// Calls that allocate or release device memory.
 const MEMORY: [&str; 12] = [
     "mem_alloc",
     "mem_free",
@@ -242,11 +245,11 @@ const MEMORY: [&str; 12] = [
     "mem_unmap",
     "mem_release",
 ];
-/// Calls that do nothing but wait, or that wait for what they read.
+/// Calls that only wait, or that wait for the data they read.
 const WAITS: [&str; 4] = ["stream_synchronize", "device_synchronize", "event_synchronize", "copy_to_host"];
 
-/// What the host did in a span of `wall` ns: waiting in calls for memory, these calls themselves, waiting elsewhere,
-/// launching kernels, everything else.
+/// The host's time in a span of `wall` ns: waiting in memory calls, working in memory calls, waiting elsewhere, launching kernels,
+/// everything else.
 fn host(calls: &Calls, wall: f64) -> [f64; 5] {
     let of = |name: &str, part: fn(&Call) -> u64| calls.get(name).map_or(0.0, |call| part(call) as f64);
     let total = |name: &str| of(name, |call| call.total_ns);
@@ -259,7 +262,7 @@ fn host(calls: &Calls, wall: f64) -> [f64; 5] {
     [in_memory, memory, elsewhere, launching, rest]
 }
 
-/// The value that a share of the numbers stays at or below.
+/// The quantile of some numbers at a share.
 fn quantile(numbers: &[f64], share: f64) -> Option<f64> {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -267,20 +270,22 @@ fn quantile(numbers: &[f64], share: f64) -> Option<f64> {
     sorted.get((share * sorted.len().saturating_sub(1) as f64).round() as usize).copied()
 }
 
-/// A name for each run: its allocator, and where runs share one, the settings in which they differ.
+/// A name for each run: its allocator, plus the settings that differ among runs with the same allocator.
 fn names(records: &[Record]) -> Vec<String> {
-    let arms: Vec<String> = records.iter().map(Record::arm).collect();
-    let shared = |arm: &String| arms.iter().filter(|other| *other == arm).count() > 1;
-    let said: Vec<Vec<(String, String)>> = records.iter().map(Record::said).collect();
-    let value = |run: usize, key: &str| said[run].iter().find(|(known, _)| known == key).map(|(_, value)| value);
+    let allocators: Vec<String> = records.iter().map(Record::allocator).collect();
+    let shared = |allocator: &String| allocators.iter().filter(|other| *other == allocator).count() > 1;
+    let settings: Vec<Vec<(String, String)>> = records.iter().map(Record::settings_text).collect();
+    let value = |run: usize, key: &str| settings[run].iter().find(|(known, _)| known == key).map(|(_, value)| value);
     let mut out: Vec<String> = Vec::new();
-    for (run, arm) in arms.iter().enumerate() {
-        let mut name = arm.clone();
-        if shared(arm) {
-            for (key, own) in said[run].iter().filter(|(key, _)| record::TELLING.contains(&key.as_str())) {
-                let differs = (0..records.len()).any(|other| arms[other] == *arm && value(other, key) != Some(own));
+    for (run, allocator) in allocators.iter().enumerate() {
+        let mut name = allocator.clone();
+        if shared(allocator) {
+            for (key, setting) in settings[run].iter().filter(|(key, _)| record::DISTINGUISHING.contains(&key.as_str()))
+            {
+                let differs = (0..records.len())
+                    .any(|other| allocators[other] == *allocator && value(other, key) != Some(setting));
                 if differs {
-                    name += &format!(", {} {own}", key.replace('_', " "));
+                    name += &format!(", {} {setting}", key.replace('_', " "));
                 }
             }
         }

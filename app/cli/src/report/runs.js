@@ -1,4 +1,4 @@
-// Line charts and stacked bars of a few hundred numbers, as SVG and HTML that the page's style sheet colours.
+// Line charts and stacked bars as SVG and HTML, coloured by the page's style sheet.
 
 const CYCLE = ["#3b6fb6", "#d1495b", "#228833", "#b07aa1", "#edae49", "#6fb1d6", "#882255", "#7d7d7d", "#117733", "#aa4499"];
 const tintOf = (number) => CYCLE[number % CYCLE.length];
@@ -20,7 +20,7 @@ const legendOf = (parent, entries) => {
   }
 };
 
-// Powers of ten between two numbers, both included.
+// Powers of ten between two numbers, inclusive.
 const powers = (low, high) => {
   const out = [];
   for (let at = Math.floor(Math.log10(low)); at <= Math.ceil(Math.log10(high)); at++) out.push(10 ** at);
@@ -33,7 +33,7 @@ const lineChart = (parent, { lines, label, width = 480, height = 230, x: ofX, y:
   const figure = make("figure", parent, { class: "chart" });
   make("figcaption", figure, {}, label);
   if (!points.length) {
-    make("p", figure, { class: "quiet" }, "nothing was recorded for it");
+    make("p", figure, { class: "quiet" }, "not recorded");
     return;
   }
   const least = (of) => points.reduce((low, point) => Math.min(low, of(point)), Infinity), most = (of) => points.reduce((high, point) => Math.max(high, of(point)), -Infinity);
@@ -63,10 +63,10 @@ const lineChart = (parent, { lines, label, width = 480, height = 230, x: ofX, y:
   }
 };
 
-// One bar a row, of parts [tint, value, text]; all rows have one scale.
+// One bar per row, of parts [tint, value, text]; all rows share a scale.
 const stackedBars = (parent, rows, format) => {
   const sum = (parts) => parts.reduce((all, [, value]) => all + value, 0), most = Math.max(...rows.map(({ parts }) => sum(parts)), 1e-9);
-  table(parent, ["run", "", "together"], rows.map(({ name, parts }) => {
+  table(parent, ["run", "", "total"], rows.map(({ name, parts }) => {
     const strip = make("span", null, { class: "parts", role: "img", "aria-label": parts.map(([, value, text]) => text + " " + format(value)).join("; ") });
     for (const [tint, value, text] of parts.filter(([, value]) => value > 0)) {
       const piece = make("i", strip, { title: text + ": " + format(value) });
@@ -76,24 +76,24 @@ const stackedBars = (parent, rows, format) => {
     return [inWords(name), strip, format(sum(parts))];
   })).classList.add("stacked");
 };
-// Runs as their records tell them: figures side by side, and curves.
+// Runs: a table of values, and curves.
 
 const HOST_PARTS = [
-  ["#d1495b", "waiting inside alloc and free"],
-  ["#edae49", "alloc and free themselves"],
-  ["#b07aa1", "waiting elsewhere (the device is the limit)"],
+  ["#d1495b", "waiting in memory calls"],
+  ["#edae49", "working in memory calls"],
+  ["#b07aa1", "waiting elsewhere (the GPU is the bottleneck)"],
   ["#3b6fb6", "launching kernels"],
   ["#9aa5a0", "everything else"],
 ];
-// Columns of the table of runs. One that no run fills is left out.
+// Columns of the table of runs. Empty columns are omitted.
 const RUN_COLUMNS = [
   ["step", (run) => run.step && formatTime(run.step)],
-  ["10–90 % of steps", (run) => run.step_spread && run.step_spread.map(formatTime).join(" – ")],
-  ["host blocked a step", (run) => run.per_step && formatTime(run.per_step.blocked)],
-  ["driver calls a step", (run) => run.per_step && run.per_step.calls.toFixed(1)],
-  ["host blocked an epoch, with validation", (run) => run.per_epoch && formatTime(run.per_epoch.blocked)],
-  ["most in", (run) => run.per_epoch && [...run.per_epoch.by_call].sort((a, b) => b.blocked - a.blocked).find((row) => row.blocked > 0)?.call],
-  ["driver calls an epoch, with validation", (run) => run.per_epoch && formatCount(Math.round(run.per_epoch.calls))],
+  ["steps, 10th–90th percentile", (run) => run.step_spread && run.step_spread.map(formatTime).join(" – ")],
+  ["host blocked per step", (run) => run.per_step && formatTime(run.per_step.blocked)],
+  ["driver calls per step", (run) => run.per_step && run.per_step.calls.toFixed(1)],
+  ["host blocked per epoch, with validation", (run) => run.per_epoch && formatTime(run.per_epoch.blocked)],
+  ["mostly in", (run) => run.per_epoch && [...run.per_epoch.by_call].sort((a, b) => b.blocked - a.blocked).find((row) => row.blocked > 0)?.call],
+  ["driver calls per epoch, with validation", (run) => run.per_epoch && formatCount(Math.round(run.per_epoch.calls))],
   ["allocate p50", (run) => run.allocate && formatTime(run.allocate[0])],
   ["allocate p99", (run) => run.allocate && formatTime(run.allocate[1])],
   ["free p50", (run) => run.free && formatTime(run.free[0])],
@@ -113,7 +113,7 @@ const section = (parent, title, says, draw) => {
 const asCount = (n) => formatCount(Math.round(n));
 const asLoss = (n) => String(parseFloat(n.toPrecision(3)));
 
-// Calls that took the host's time; the part that waited for the device is marked.
+// Driver calls by host time, with the time spent waiting for the device.
 const syncAccount = (parent, runs) => {
   const per = runs.every((run) => run.per_step) ? "per_step" : "per_epoch", counted = runs.filter((run) => run[per]);
   const period = per === "per_step" ? "training step" : "epoch, validation included";
@@ -121,21 +121,21 @@ const syncAccount = (parent, runs) => {
   for (const run of counted) {
     const rows = run[per].by_call.filter((row, i) => i < 6 && (i === 0 || row.total > 0.005 * most));
     make("h4", parent, {}, run.name);
-    table(parent, ["call", "calls in one " + period, "host's time", "", "of it waiting"], rows.map((row) =>
+    table(parent, ["call", "calls per " + period, "host time", "", "waiting"], rows.map((row) =>
       [inWords(row.call), row.calls < 1000 ? parseFloat(row.calls.toPrecision(3)) : asCount(row.calls), formatTime(row.total), bar(row.total, most, row.blocked > row.total / 2 ? "pinned" : ""), row.blocked > 0 ? formatTime(row.blocked) : "–"]));
   }
 };
 
 const NINES = [[1, "0 %"], [10, "90 %"], [100, "99 %"], [1000, "99.9 %"], [1e4, "99.99 %"], [1e5, "99.999 %"], [1e6, "99.9999 %"]];
 const latencyCharts = (parent, run) => {
-  const paths = [...new Set(run.spectra.map((one) => one.path))];
+  const paths = [...new Set(run.spectra.map((spectrum) => spectrum.path))];
   make("h4", parent, {}, run.name);
   legendOf(parent, paths.map((path, i) => [tintOf(i), path]));
   const grid = make("div", parent, { class: "grid" });
-  for (const operation of new Set(run.spectra.map((one) => one.operation))) {
-    const lines = run.spectra.filter((one) => one.operation === operation).map((one) => (
-      { name: one.path, tint: tintOf(paths.indexOf(one.path)), points: one.points.map(([share, ns]) => [1 / (1 - Math.min(share, 1 - 1e-9)), ns]) }));
-    lineChart(grid, { lines, label: operation + ": time of one operation against the share that took no longer", logX: true, logY: true, xTicks: NINES, y: formatTime });
+  for (const operation of new Set(run.spectra.map((spectrum) => spectrum.operation))) {
+    const lines = run.spectra.filter((spectrum) => spectrum.operation === operation).map((spectrum) => (
+      { name: spectrum.path, tint: tintOf(paths.indexOf(spectrum.path)), points: spectrum.points.map(([share, ns]) => [1 / (1 - Math.min(share, 1 - 1e-9)), ns]) }));
+    lineChart(grid, { lines, label: operation + ": time of one operation, by the share of operations at least as fast", logX: true, logY: true, xTicks: NINES, y: formatTime });
   }
 };
 
@@ -145,24 +145,24 @@ const drawRuns = (page, runs) => {
   make("h2", place, {}, runs.length === 1 ? "The run" : "The runs");
   const columns = RUN_COLUMNS.filter(([, of]) => runs.some((run) => of(run)));
   table(place, ["run", "device", ...columns.map(([name]) => name)], runs.map((run) => [inWords(run.name), inWords(run.device), ...columns.map(([, of]) => of(run) || "–")])).classList.add("measures");
-  // What several runs have to say is said once.
+  // A note that several runs share is shown once.
   for (const note of new Set(runs.flatMap((run) => run.notes))) {
     const names = runs.filter((run) => run.notes.includes(note)).map((run) => run.name);
     make("p", place, { class: "note" }, (runs.length === 1 ? "" : names.length > 2 ? `${names.length} of ${runs.length} runs: ` : names.join(", ") + ": ") + note);
   }
   const fold = make("details", place);
-  make("summary", fold, {}, "Settings in effect and data");
-  table(fold, ["run", "folder", "settings"], runs.map((run) => [inWords(run.name), inWords(run.folder), inWords(run.settings.map((pair) => pair.join(" ")).join("; "))]));
+  make("summary", fold, {}, "Settings and data");
+  table(fold, ["run", "directory", "settings"], runs.map((run) => [inWords(run.name), inWords(run.folder), inWords(run.settings.map((pair) => pair.join(" ")).join("; "))]));
 
   const hosts = runs.filter((run) => run.host);
-  if (hosts.length) section(place, "Where the host's time goes", "In the last epoch, validation included.", (part) => {
+  if (hosts.length) section(place, "Host time", "In the last epoch, validation included.", (part) => {
     legendOf(part, HOST_PARTS);
     stackedBars(part, hosts.map((run) => ({ name: run.name, parts: HOST_PARTS.map(([tint, text], i) => [tint, run.host[i], text]) })), formatTime);
   });
-  if (runs.some((run) => run.per_epoch || run.per_step)) section(place, "Driver calls", "Epochs after the first. Red: more than half of the time is waiting for the device.", (part) => syncAccount(part, runs));
+  if (runs.some((run) => run.per_epoch || run.per_step)) section(place, "Driver calls", "Epochs after the first. Red: calls that wait for the device more than half of their time.", (part) => syncAccount(part, runs));
   const stepped = runs.filter((run) => run.steps);
   if (stepped.length) section(place, "Memory after each step", "", (part) => {
-    const levels = [["reserved", "reserved"], ["active", "active"], ["requested", "asked for"]];
+    const levels = [["reserved", "reserved"], ["active", "active"], ["requested", "requested"]];
     legendOf(part, levels.map(([key, text]) => [LEVEL_TINTS[key], text]));
     const grid = make("div", part, { class: "grid" });
     for (const run of stepped) {
@@ -171,37 +171,37 @@ const drawRuns = (page, runs) => {
     }
   });
   const ledgers = runs.filter((run) => Object.keys(run.ledger).length);
-  if (ledgers.length) section(place, "Where reserved memory went", "At the moment when reserved memory was at its peak.", (part) => {
+  if (ledgers.length) section(place, "Reserved-memory breakdown", "At peak reserved memory.", (part) => {
     legendOf(part, LEDGER_PARTS.map(({ tint, name }) => [tint, name]));
     stackedBars(part, ledgers.map((run) => ({ name: run.name, parts: LEDGER_PARTS.map(({ key, tint, name }) => [tint, run.ledger[key] ?? 0, name]) })), formatBytes);
   });
   const timed = runs.filter((run) => run.spectra.length);
-  if (timed.length) section(place, "Latency", "Time that one call of the allocator takes, by the path that served it.", (part) => timed.forEach((run) => latencyCharts(part, run)));
+  if (timed.length) section(place, "Latency", "Time of one allocator call, by the path that served it.", (part) => timed.forEach((run) => latencyCharts(part, run)));
   const losing = stepped.filter((run) => run.steps.loss.length);
-  if (losing.length) section(place, "Losses", "Cross-entropy in nats; each point is the mean of at least ten steps where there are so many.", (part) => {
+  if (losing.length) section(place, "Losses", "Cross-entropy in nats; in long runs each point is the mean of at least ten steps.", (part) => {
     legendOf(part, losing.map((run, i) => [tintOf(i), run.name]));
     const lines = losing.map((run, i) => ({ name: run.name, tint: tintOf(i), points: run.steps.loss }));
     lineChart(part, { lines, label: "loss of the training steps", width: Math.min(760, part.clientWidth || 760), x: asCount, y: asLoss, logY: true });
     for (const run of runs) if (run.losses) make("p", part, { class: "note" }, run.losses);
   });
 };
-// Replays of an experiment: a matrix of allocators and histories, and a row for each.
+// Replays of an experiment: a matrix of allocators and recordings, and one row for each replay.
 
 const RATIO_BEST = 1, RATIO_WORST = 1.6;
-// What was reserved over what any allocator needs; of a capacity the smallest memory over the most that was held.
+// Peak reserved relative to the lower bound; for a capacity search the smallest memory relative to peak requested.
 const ratioOf = (row) => {
   if (row.capacity_bytes !== null) return row.max_live_bytes ? row.capacity_bytes / row.max_live_bytes : null;
   return row.lower_bound_bytes ? row.peak_reserved_bytes / row.lower_bound_bytes : null;
 };
 
 const drawReplays = (page, all) => {
-  for (const arm of all) {
-    const place = make("section", page, { class: "replays" }), searched = arm.rows.some((row) => row.capacity_bytes !== null);
-    make("h2", place, {}, arm.name);
-    make("p", place, { class: "quiet" }, arm.question);
-    const unique = (key) => [...new Set(arm.rows.map((row) => row[key]))], histories = unique("history");
-    const cells = new Map(arm.rows.map((row) => [row.alloc + "\n" + row.history, ratioOf(row)]));
-    make("h3", place, {}, searched ? "Smallest memory over the most that was held at once" : "Peak reserved over the least that any allocator needs");
+  for (const variant of all) {
+    const place = make("section", page, { class: "replays" }), searched = variant.rows.some((row) => row.capacity_bytes !== null);
+    make("h2", place, {}, variant.name);
+    make("p", place, { class: "quiet" }, variant.question);
+    const unique = (key) => [...new Set(variant.rows.map((row) => row[key]))], histories = unique("history");
+    const cells = new Map(variant.rows.map((row) => [row.alloc + "\n" + row.history, ratioOf(row)]));
+    make("h3", place, {}, searched ? "Smallest memory relative to peak requested" : "Peak reserved relative to the lower bound");
     const shade = (ratio) => {
       const cell = make("span", null, { class: "cell" }, ratio?.toFixed(3) ?? "–");
       if (ratio) cell.style.setProperty("--worse", (100 * Math.min(Math.max((ratio - RATIO_BEST) / (RATIO_WORST - RATIO_BEST), 0), 1)).toFixed(0) + "%");
@@ -209,11 +209,11 @@ const drawReplays = (page, all) => {
     };
     table(place, ["allocator", ...histories], unique("alloc").map((alloc) => [alloc, ...histories.map((history) => shade(cells.get(alloc + "\n" + history)))])).classList.add("matrix");
     const count = (n) => (n === null ? "–" : formatCount(n)), calls = (row) => row.driver_calls && Object.values(row.driver_calls).reduce((sum, n) => sum + n, 0);
-    const bytes = (row) => row.capacity_bytes ?? row.peak_reserved_bytes ?? 0, most = Math.max(...arm.rows.map(bytes), 1);
-    const rows = arm.rows.map((row) => [inWords(row.history), inWords(row.alloc), formatBytes(bytes(row)), bar(bytes(row), most, row.failed_allocations ? "failed" : ""),
+    const bytes = (row) => row.capacity_bytes ?? row.peak_reserved_bytes ?? 0, most = Math.max(...variant.rows.map(bytes), 1);
+    const rows = variant.rows.map((row) => [inWords(row.history), inWords(row.alloc), formatBytes(bytes(row)), bar(bytes(row), most, row.failed_allocations ? "failed" : ""),
       count(row.num_alloc_retries), count(row.failed_allocations), count(calls(row)), seconds(row.simulated_s)]);
     const fold = make("details", place);
     make("summary", fold, {}, "Each replay");
-    table(fold, ["history", "allocator", searched ? "smallest memory" : "peak reserved", "", "retries", "requests that failed", "driver calls", "simulated"], rows);
+    table(fold, ["recording", "allocator", searched ? "smallest memory" : "peak reserved", "", "retries", "failed requests", "driver calls", "simulated time"], rows);
   }
 };

@@ -1,6 +1,6 @@
-// Segments: which one a block lies in, their names, and the frames around them on the map.
+// Segments: the segment of a block, names, and frames on the map.
 
-// The segment that holds a block's place after an event; -1 where none is known.
+// The segment that contains a block after an event; -1 if unknown.
 const segmentOf = (map, block, event) => {
   const place = map.place[block];
   if (map.size[block] === 0) return -1;
@@ -10,14 +10,14 @@ const segmentOf = (map, block, event) => {
   return -1;
 };
 
-// A segment in a few words: its size, what it is for, the stream that asked for it.
+// A segment in a few words: size, kind and stream.
 const segmentName = (history, map, segment) => {
   const pool = map.about.pools[map.segmentPool[segment]], stream = map.segmentStream[segment];
   return "segment of " + formatBytes(map.segmentBytes[segment]) + (pool ? " (" + pool + ")" : "")
     + (stream > 0 ? ", stream " + history.about.streams[stream - 1] : "");
 };
 
-// Ranges of the program that an event lies in, the outermost first; where it names none, the step that the event belongs to.
+// The annotations that contain an event, outermost first; without annotations the training step that contains it.
 const rangesAt = (about, event) => {
   const out = about.marks.filter((mark) => mark.kind === "annotation" && mark.start <= event && event < (mark.end ?? Infinity)).map((mark) => mark.text);
   const step = about.marks.find((mark) => mark.kind === "step" && event < mark.start);
@@ -25,7 +25,7 @@ const rangesAt = (about, event) => {
   return out.join(" / ");
 };
 
-// Frames, in the colour of their stream where there are several; private pools have dashes. Names where there is room.
+// Draws frames of segments, coloured by stream if there are several; dashed for private pools. Names are drawn where they fit.
 const drawFrames = (pen, tint, panel, frames, scale, { top, w }) => {
   const { history, map } = panel, several = history.about.streams.length > 1;
   pen.save();
@@ -51,15 +51,15 @@ const drawFrames = (pen, tint, panel, frames, scale, { top, w }) => {
   pen.restore();
 };
 
-// Segments after an event, in rows: as long as they are large, the largest first, with their blocks in them. Returns what lies
-// where on the canvas, for the pointer.
+// Draws the segments after an event in rows, the largest first, their length proportional to their size, with their blocks. Returns
+// the drawn cells, for the pointer.
 const drawSegments = (pen, tint, panel, event, { top, w, h }) => {
   const { history, map } = panel, several = history.about.streams.length > 1, cells = [];
-  const there = Array.from(map.segmentStart.keys()).filter((i) => map.segmentStart[i] <= event && event < map.segmentEnd[i]);
-  there.sort((a, b) => map.segmentBytes[b] - map.segmentBytes[a] || map.segmentPlace[a] - map.segmentPlace[b]);
-  const most = there.length ? map.segmentBytes[there[0]] : 1, gap = 3, at = new Map();
+  const live = Array.from(map.segmentStart.keys()).filter((i) => map.segmentStart[i] <= event && event < map.segmentEnd[i]);
+  live.sort((a, b) => map.segmentBytes[b] - map.segmentBytes[a] || map.segmentPlace[a] - map.segmentPlace[b]);
+  const most = live.length ? map.segmentBytes[live[0]] : 1, gap = 3, at = new Map();
   let row = 0, filled = 0;
-  for (const i of there) {
+  for (const i of live) {
     const long = (map.segmentBytes[i] / most) * w;
     if (filled > 0 && filled + long > w + 0.5) [row, filled] = [row + 1, 0];
     at.set(i, { row, left: MARGIN.left + filled, long: Math.max(long - gap, Math.min(long, 1)) });
@@ -72,7 +72,7 @@ const drawSegments = (pen, tint, panel, event, { top, w, h }) => {
     pen.fillRect(cell.x0, cell.y0, long, high);
     cells.push(cell);
   }
-  const byPlace = [...there].sort((a, b) => map.segmentPlace[a] - map.segmentPlace[b]), places = byPlace.map((i) => map.segmentPlace[i]);
+  const byPlace = [...live].sort((a, b) => map.segmentPlace[a] - map.segmentPlace[b]), places = byPlace.map((i) => map.segmentPlace[i]);
   for (let i = 0; i < history.start.length && history.start[i] <= event; i++) {
     if (history.end[i] <= event || map.size[i] === 0) continue;
     const segment = byPlace[before(places, map.place[i])], cell = at.get(segment);

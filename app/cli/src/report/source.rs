@@ -1,7 +1,7 @@
-//! What the page is made from: histories, and the folders of runs that recorded one.
+//! Inputs of the page: recordings, and directories of runs that recorded their events.
 
 use super::run::{Figure, Record, Steps, events_of, trace_of};
-use super::timeline::{Known, Mark, Stacks, Timeline};
+use super::timeline::{Mark, OriginNumbers, Stacks, Timeline};
 use crate::history::Compiled;
 use crate::recording::Recording;
 use anyhow::{Context, Result};
@@ -10,18 +10,18 @@ use vramlab::Selection;
 use vramlab::histories::formats::jsonl_placements;
 use vramlab::histories::replay::BlockPlace;
 
-/// A history that the command line names.
+/// An input from the command line.
 #[derive(Debug)]
 pub(super) struct Input {
     /// The file with the events.
     pub(super) file: PathBuf,
-    /// The folder of the run that recorded them.
+    /// The directory of the run that recorded them.
     pub(super) run: Option<PathBuf>,
 }
 
 impl Input {
-    /// What a path stands for; `None` for a folder without events.
-    pub(super) fn of(path: &Path) -> Option<Self> {
+    /// The input at a path; `None` for a directory without events.
+    pub(super) fn new(path: &Path) -> Option<Self> {
         if !path.is_dir() {
             return Some(Self { file: path.to_owned(), run: None });
         }
@@ -29,66 +29,66 @@ impl Input {
     }
 }
 
-/// A history, ready to be shown and replayed.
+/// A recording, ready for display and replay.
 pub(super) struct Source {
-    /// As the command line names it.
+    /// Its name on the command line.
     pub(super) name: String,
     pub(super) file: PathBuf,
     pub(super) timeline: Timeline,
-    /// Events of actions that are not known, which were left out.
+    /// Number of events with unknown actions; they are omitted.
     pub(super) unknown_actions: u64,
-    /// What is replayed; `None` where no events were recorded.
+    /// The trace to replay; `None` without events.
     pub(super) compiled: Option<Compiled>,
-    /// Which GPU it is, and what the others came to; empty where there are no others.
+    /// The analyzed GPU and the others' peaks, as lines; empty with one GPU.
     pub(super) gpus: Vec<String>,
-    pub(super) places: Stacks,
-    /// The numbers of what blocks come from.
-    pub(super) known: Known,
-    /// What the record of a run says of it.
+    pub(super) stacks: Stacks,
+    /// The numbers of the blocks' stacks and categories.
+    pub(super) origins: OriginNumbers,
+    /// Values from the record of a run.
     pub(super) figures: Vec<Figure>,
-    /// The allocator that a run had.
+    /// The run's allocator.
     pub(super) allocator: Option<Selection>,
-    /// How each allocation was served, in order, where the log says it.
+    /// The placement of each allocation, in order, if the log contains it.
     pub(super) served: Option<Vec<BlockPlace>>,
 }
 
 impl Source {
-    /// What is to be shown of an input, which was read.
+    /// From an input and its recording.
     ///
     /// # Errors
-    /// Those of compiling a history; what is wrong with a run's record.
-    pub(super) fn of(input: &Input, recording: &Recording, limit: Option<u64>) -> Result<Self> {
-        let mut known = Known::default();
+    /// The recording cannot be replayed, or the run's record is damaged.
+    pub(super) fn new(input: &Input, recording: &Recording, limit: Option<u64>) -> Result<Self> {
+        let mut origins = OriginNumbers::default();
         let mut out = Self {
             name: input.run.as_ref().unwrap_or(&input.file).display().to_string(),
             file: input.file.clone(),
             compiled: (!recording.events.is_empty()).then(|| recording.compiled(|_| limit)).transpose()?,
             gpus: recording.gpus.lines(),
-            timeline: Timeline::of(recording, &mut known),
+            timeline: Timeline::new(recording, &mut origins),
             unknown_actions: recording.summary.unknown_actions,
-            places: Stacks::of(&recording.origins, &known),
-            known,
+            stacks: Stacks::new(&recording.origins, &origins),
+            origins,
             figures: Vec::new(),
             allocator: None,
             served: None,
         };
-        if let Some(folder) = &input.run {
-            out.add_record(folder)?;
+        if let Some(directory) = &input.run {
+            out.add_record(directory)?;
         }
         Ok(out)
     }
 
-    /// Takes over what a run's record says.
-    fn add_record(&mut self, folder: &Path) -> Result<()> {
-        let record = Record::read(folder)?;
+    /// Adds the values of a run's record.
+    fn add_record(&mut self, directory: &Path) -> Result<()> {
+        let record = Record::read(directory)?;
         self.allocator = record.text("alloc").and_then(|text| text.parse().ok());
         self.figures = record.figures();
-        for (text, host_ns) in Steps::read(folder, &record)?.iter().flat_map(Steps::ends) {
-            // CAST: a history that can be replayed has fewer than 2^32 events.
+        for (text, host_ns) in Steps::read(directory, &record)?.iter().flat_map(Steps::ends) {
+            // CAST: a replayable recording has fewer than 2^32 events.
             let start = self.timeline.times_ns.partition_point(|time| *time <= host_ns) as u32;
             self.timeline.marks.push(Mark { kind: "step", text, start, end: None });
         }
-        if let Some(trace) = trace_of(folder) {
+        if let Some(trace) = trace_of(directory) {
             let served = jsonl_placements(&trace).with_context(|| trace.display().to_string())?;
             self.served = (served.len() == self.timeline.blocks.len()).then_some(served);
         }

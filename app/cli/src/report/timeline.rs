@@ -1,4 +1,4 @@
-//! What the page shows of a history: lifetimes of blocks and segments, counted in events.
+//! Timeline of a recording on the page: lifetimes of blocks and segments in events.
 
 use super::data::Columns;
 use crate::explain::lines::{Numbered, clipped, line_of, words};
@@ -9,7 +9,7 @@ use vramlab::contract::BlockState;
 use vramlab::histories::formats::{Action, Frame, Origin, Origins, Segment, StackId, TextId};
 use vramlab::histories::memory::{BlockLifetime, Lifetimes, SegmentLifetime};
 
-/// Something that happened at an event, or between two.
+/// A mark at an event, or over a range of events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Mark {
     pub(super) kind: &'static str,
@@ -18,45 +18,45 @@ pub(super) struct Mark {
     pub(super) end: Option<u32>,
 }
 
-/// A history as the page shows it.
+/// The timeline of a recording.
 #[derive(Debug, Default)]
 pub(super) struct Timeline {
     /// Time of each event.
     pub(super) times_ns: Vec<u64>,
-    /// Those from before the first event in address order, then the others in the order of their allocation.
+    /// Blocks from before recording started in address order, then the others in allocation order.
     pub(super) blocks: Vec<BlockLifetime>,
     pub(super) segments: Vec<SegmentLifetime>,
-    /// Handles of streams.
+    /// Stream handles.
     pub(super) streams: Numbered<u64>,
     pub(super) marks: Vec<Mark>,
 }
 
 impl Timeline {
-    /// That of a history. What blocks come from is entered into `known`.
-    pub(super) fn of(recording: &Recording, known: &mut Known) -> Self {
+    /// From a recording. The blocks' stacks and categories are numbered in `origins`.
+    pub(super) fn new(recording: &Recording, origins: &mut OriginNumbers) -> Self {
         let mut out = Self::default();
         for (index, event) in recording.events.iter().enumerate() {
             out.times_ns.push(event.time_ns);
             out.streams.enter(event.stream);
-            known.enter(event.origin);
+            origins.enter(event.origin);
             if event.action == Action::Oom {
                 let text = format!("out of memory: a request of {} was refused", Bytes(event.bytes));
                 // CAST: a recording has fewer than 2^32 events.
                 out.marks.push(Mark { kind: "oom", text, start: index as u32, end: None });
             }
         }
-        // What was held is drawn as one event.
+        // A snapshot without events is drawn as one event.
         if out.times_ns.is_empty() {
             out.times_ns.push(0);
         }
-        let of_gpu = recording.summary.segments.iter().filter(|segment| segment.device == recording.device);
-        let ending: Vec<Segment> = of_gpu.cloned().collect();
+        let segments = recording.summary.segments.iter().filter(|segment| segment.device == recording.device);
+        let ending: Vec<Segment> = segments.cloned().collect();
         let before = &recording.before;
         for segment in &ending {
             out.streams.enter(segment.stream);
             for block in segment.blocks.iter().filter(|block| block.state != BlockState::Free) {
-                let found = before.blocks.binary_search_by_key(&block.address, |block| block.addr);
-                known.enter(found.map(|number| before.blocks[number].origin).unwrap_or_default());
+                let number = before.blocks.binary_search_by_key(&block.address, |block| block.addr);
+                origins.enter(number.map(|number| before.blocks[number].origin).unwrap_or_default());
             }
         }
         let Lifetimes { blocks, segments } = Lifetimes::of(&recording.events, before, &ending);
@@ -71,22 +71,20 @@ impl Timeline {
         self.times_ns.len()
     }
 
-    /// Number of blocks from before the first event.
+    /// Number of blocks from before recording started.
     pub(super) fn before(&self) -> usize {
         self.blocks.partition_point(|block| block.before)
     }
 }
 
-// Where in the program blocks come from: stacks of frames, each kept once.
-
-/// Numbers of stacks and of categories; the empty ones have 0.
+/// Numbers of the blocks' stacks and categories; empty ones have 0.
 #[derive(Debug, Default)]
-pub(super) struct Known {
+pub(super) struct OriginNumbers {
     stacks: Numbered<StackId>,
     categories: Numbered<TextId>,
 }
 
-impl Known {
+impl OriginNumbers {
     pub(super) fn enter(&mut self, origin: Origin) {
         if !origin.stack.is_empty() {
             self.stacks.enter(origin.stack);
@@ -105,33 +103,33 @@ impl Known {
     }
 }
 
-/// Stacks by number, from 1; 0 is that nothing is known.
+/// Stacks by number, from 1; 0 stands for an unknown stack.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Stacks {
-    /// Lines of the user's code in words.
+    /// Lines of the user's code.
     lines: Vec<String>,
-    /// Frames in words.
+    /// Frames as text.
     frames: Vec<String>,
-    /// PyTorch's categories of memory, from 1.
+    /// PyTorch's memory categories, numbered from 1.
     categories: Vec<String>,
-    /// The line that a stack is known by, from 1 (0: none), and its frames, the innermost first.
+    /// The line number of each stack in `lines`, from 1 (0: none), and its frames, innermost first.
     #[serde(skip)]
     stacks: Vec<(u32, Vec<u32>)>,
 }
 
 impl Stacks {
-    /// What is known, in words.
-    pub(super) fn of(origins: &Origins, known: &Known) -> Self {
+    /// The text of all numbered stacks.
+    pub(super) fn new(origins: &Origins, numbers: &OriginNumbers) -> Self {
         let (mut lines, mut frames): (Numbered<String>, Numbered<Frame>) = Default::default();
         let mut stacks = Vec::new();
-        for stack in &known.stacks.list {
+        for stack in &numbers.stacks.list {
             let line = line_of(origins, *stack).map_or(0, |line| lines.enter(line));
             stacks.push((line, origins.frames(*stack).map(|frame| frames.enter(frame) - 1).collect()));
         }
         Self {
             lines: lines.list,
             frames: frames.list.into_iter().map(|frame| words(origins, frame)).collect(),
-            categories: known
+            categories: numbers
                 .categories
                 .list
                 .iter()
@@ -141,7 +139,7 @@ impl Stacks {
         }
     }
 
-    /// The columns that `data.js` reads, where there are stacks.
+    /// The columns for `data.js`; `None` without stacks.
     pub(super) fn columns(&self) -> Option<Columns> {
         if self.stacks.is_empty() {
             return None;
@@ -155,9 +153,9 @@ impl Stacks {
     }
 }
 
-/// Ranges that the program named, in the order of their beginnings. One that does not end lasts to the end.
+/// The program's annotations, ordered by start. An open one lasts until the end.
 pub(super) fn annotations(recording: &Recording, timeline: &Timeline) -> Vec<Mark> {
-    // CAST: a history that can be replayed has fewer than 2^32 events.
+    // CAST: a replayable recording has fewer than 2^32 events.
     let event = |time_ns: u64| timeline.times_ns.partition_point(|time| *time < time_ns) as u32;
     let mark = |Range { start_ns, end_ns, name }| Mark {
         kind: "annotation",

@@ -1,4 +1,4 @@
-//! `summary.json`, as far as the page shows it.
+//! The parts of `summary.json` that the page shows.
 
 use super::{quantile, read_json, warm};
 use anyhow::Result;
@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vramlab::Bytes;
 
-/// Settings by which runs of one allocator are told apart; an allocator's own settings are in its name.
-pub(super) const TELLING: [&str; 17] = [
+/// Settings that distinguish runs of one allocator; the allocator's own settings are part of its name.
+pub(super) const DISTINGUISHING: [&str; 17] = [
     "device",
     "dataset",
     "hidden",
@@ -28,16 +28,16 @@ pub(super) const TELLING: [&str; 17] = [
     "seed",
     "lr",
 ];
-/// What holds where a record does not say.
-const UNSAID: [(&str, &str); 5] =
+/// Values of settings that a record omits.
+const DEFAULTS: [(&str, &str); 5] =
     [("dtype", "f32"), ("accumulate", "f32"), ("fuse", "none"), ("launch", "eager"), ("streams", "1")];
-/// Records of later versions are refused.
+/// Highest supported version.
 const VERSION: u64 = 1;
 
-/// A figure with its name, for the table over all histories.
+/// A value with its name, for the table of all recordings.
 pub(in crate::report) type Figure = (&'static str, String);
 
-/// A run record. Keys that came later are optional, and keys that are not shown are ignored.
+/// A run record. Keys added later are optional; keys that the page does not show are ignored.
 #[derive(Debug, Deserialize)]
 pub(in crate::report) struct Record {
     schema_version: u64,
@@ -95,9 +95,9 @@ pub(super) struct Epoch {
     train_s: Option<f64>,
     train_device_s: Option<f64>,
     pub(super) val_accuracy: Option<f64>,
-    /// Of training and validation together.
+    /// Driver calls of training and validation.
     pub(super) driver_calls: Option<Calls>,
-    /// Of training alone, which older records do not count.
+    /// Driver calls of training only; absent in older records.
     pub(super) train_driver_calls: Option<Calls>,
 }
 
@@ -110,23 +110,23 @@ struct Latency {
 }
 
 impl Record {
-    /// The record in a folder.
+    /// Reads the record in a directory.
     ///
     /// # Errors
-    /// One line: there is none, it is damaged, of a later version, or names a file elsewhere.
-    pub(in crate::report) fn read(folder: &Path) -> Result<Self> {
-        let path = folder.join("summary.json");
+    /// The record is missing, damaged or of a later version, or names a file in another directory.
+    pub(in crate::report) fn read(directory: &Path) -> Result<Self> {
+        let path = directory.join("summary.json");
         let record: Self = read_json(&path, "the record of a run")?;
         anyhow::ensure!(
             record.schema_version <= VERSION,
-            "{}: schema version {}, and this program knows {VERSION}",
+            "{}: schema version {} is not supported (at most {VERSION}); update vramlab",
             path.display(),
             record.schema_version
         );
         let name = Path::new(&record.step_losses);
         anyhow::ensure!(
-            name.file_name().is_some_and(|own| own == name.as_os_str()),
-            "{}: step_losses must name a file in the record's folder",
+            name.file_name().is_some_and(|file_name| file_name == name.as_os_str()),
+            "{}: step_losses must name a file in the record's directory",
             path.display()
         );
         Ok(record)
@@ -136,8 +136,8 @@ impl Record {
         self.settings.get(key).and_then(Value::as_str)
     }
 
-    /// The allocator with its settings, for PyTorch's own the mode of the program.
-    pub(super) fn arm(&self) -> String {
+    /// The allocator with its settings; for PyTorch's allocator also the program's mode.
+    pub(super) fn allocator(&self) -> String {
         let name = self.text("alloc").or_else(|| self.text("allocator")).unwrap_or("unknown");
         match self.text("mode") {
             Some(mode) if name == "pytorch" => format!("pytorch-{mode}"),
@@ -145,32 +145,32 @@ impl Record {
         }
     }
 
-    /// What the run was, in words: its settings, then the data and the program's version.
-    pub(super) fn said(&self) -> Vec<(String, String)> {
+    /// The run's settings, data and program version, as text.
+    pub(super) fn settings_text(&self) -> Vec<(String, String)> {
         let word = |value: &Value| match value {
             Value::String(text) => Some(text.clone()),
             Value::Null | Value::Array(_) | Value::Object(_) => None,
             other => Some(other.to_string()),
         };
-        let own = self.settings.get("allocator_settings").and_then(Value::as_object);
-        let mut out: Vec<(String, String)> = (self.settings.iter().chain(own.into_iter().flatten()))
+        let nested = self.settings.get("allocator_settings").and_then(Value::as_object);
+        let mut out: Vec<(String, String)> = (self.settings.iter().chain(nested.into_iter().flatten()))
             .filter_map(|(key, value)| Some((key.clone(), word(value)?)))
             .collect();
-        for (key, value) in UNSAID {
+        for (key, value) in DEFAULTS {
             if !self.settings.contains_key(key) {
                 out.push((key.to_owned(), value.to_owned()));
             }
         }
         let data = self.dataset.as_ref();
-        let told = [
+        let origin = [
             ("data", data.and_then(|data| data.source.as_ref().or(data.name.as_ref()))),
             ("version", self.code_version.as_ref()),
         ];
-        out.extend(told.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.clone()))));
+        out.extend(origin.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.clone()))));
         out
     }
 
-    /// The headline figures. What the record does not say is left out.
+    /// The main values; those missing from the record are omitted.
     pub(in crate::report) fn figures(&self) -> Vec<Figure> {
         let mut out: Vec<Figure> = Vec::new();
         let mut add = |name, value: Option<String>| out.extend(value.map(|value| (name, value)));
@@ -196,17 +196,17 @@ impl Record {
         self.allocator_stats.get(name).and_then(|value| u64::try_from(*value).ok())
     }
 
-    /// What runs share whose losses can be compared.
+    /// The settings that must be equal for losses to be comparable.
     pub(super) fn work(&self) -> [Option<&Value>; 7] {
         ["dataset", "hidden", "layers", "batch", "seed", "init", "lr"].map(|key| self.settings.get(key))
     }
 
-    /// Whether its times are a simulated device's, on which only driver calls and the device's work take any.
+    /// Whether its times are those of a simulated device, on which only driver calls and the device's work take time.
     pub(super) fn simulated(&self) -> bool {
         self.device.virtual_time || self.clock.as_deref() == Some("virtual")
     }
 
-    /// Time of a training step in ns: median over the epochs after the first. On a GPU by the GPU's own events.
+    /// Time of a training step in ns: median over the epochs after the first; on a GPU measured with GPU events.
     pub(super) fn pace(&self) -> Option<f64> {
         let epochs = warm(&self.epochs);
         let median = |seconds: fn(&Epoch) -> Option<f64>| {
@@ -217,7 +217,7 @@ impl Record {
         on_device.flatten().or_else(|| median(|epoch| epoch.train_s))
     }
 
-    /// Median and 99th percentile of an operation on the path that it takes most often.
+    /// Median and 99th percentile of an operation on its most frequent path.
     pub(super) fn latency_of(&self, operation: &str) -> Option<[f64; 2]> {
         let rows = self.latency.iter().filter(|row| row.operation == operation);
         let row = rows.max_by_key(|row| row.count)?;
@@ -225,7 +225,7 @@ impl Record {
         timed(row.p50_ns).zip(timed(row.p99_ns)).map(|(p50, p99)| [p50 as f64, p99 as f64])
     }
 
-    /// Parts of reserved memory when it was at its peak.
+    /// Reserved-memory breakdown at its peak.
     pub(super) fn ledger(&self) -> BTreeMap<&'static str, u64> {
         let parts = ["requested", "internal", "pending", "hard", "stream", "soft"];
         let of = |part| Some((part, self.fragmentation.get(part)?.as_u64()?));

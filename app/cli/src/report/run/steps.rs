@@ -1,4 +1,4 @@
-//! The table of a run's steps: their times, losses and levels of memory.
+//! The table of a run's steps: times, losses and memory.
 
 use super::{Record, plain_or_packed, quantile};
 use anyhow::{Context, Result, anyhow};
@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vramlab::input;
 
-/// Points of a curve; a screen has about as many columns.
+/// Points of a curve; about the columns of a screen.
 const POINTS: usize = 600;
-/// Steps that a point of the losses is the mean of, at least.
-const OVER: usize = 10;
+/// Minimum number of steps averaged in a point of the losses.
+const STEPS_PER_POINT: usize = 10;
 
 #[derive(Debug, Deserialize)]
 struct Row {
@@ -33,7 +33,7 @@ struct Row {
 #[derive(Debug)]
 pub(in crate::report) struct Steps(Vec<Row>);
 
-/// What is drawn over the steps. A curve is its points: step, from 1, and value.
+/// Curves over the steps. A curve is a list of points: step, from 1, and value.
 #[derive(Debug, Serialize)]
 pub(super) struct Curves {
     steps: usize,
@@ -44,12 +44,12 @@ pub(super) struct Curves {
 }
 
 impl Steps {
-    /// Reads the table of a run; `None` where it was not kept.
+    /// Reads the table of a run; `None` if it does not exist.
     ///
     /// # Errors
-    /// One line that names the file and the row.
-    pub(in crate::report) fn read(folder: &Path, record: &Record) -> Result<Option<Self>> {
-        let path = plain_or_packed(&folder.join(&record.step_losses));
+    /// One line with the file and the row.
+    pub(in crate::report) fn read(directory: &Path, record: &Record) -> Result<Option<Self>> {
+        let path = plain_or_packed(&directory.join(&record.step_losses));
         if !path.is_file() {
             return Ok(None);
         }
@@ -58,13 +58,13 @@ impl Steps {
         Ok(Some(Self(rows.with_context(|| path.display().to_string())?)))
     }
 
-    /// When each step ended by the run's clock, with words for it.
+    /// The end of each step on the run's clock, with its label.
     pub(in crate::report) fn ends(&self) -> impl Iterator<Item = (String, u64)> + '_ {
         let end = |row: &Row| Some((format!("end of step {} of epoch {}", row.step, row.epoch), row.host_ns?));
         self.0.iter().filter_map(end)
     }
 
-    /// Host time of each step in ns, without the first of each epoch and the first of the run: a quarter of them, at most 100.
+    /// Host time of each step in ns, except the first step of each epoch and the first quarter of the run, at most 100 steps.
     pub(super) fn times(&self) -> Vec<f64> {
         let skip = (self.0.len() / 4).clamp(1, 100);
         let time = |at: usize| {
@@ -75,8 +75,8 @@ impl Steps {
         (skip..self.0.len()).filter_map(time).collect()
     }
 
-    /// Time of a step. Where the host never waits for the device, single steps say when work was queued and only their mean is
-    /// the pace.
+    /// Time of a step. If the host never waits for the device, the time of a single step is that of queueing its work, and only the
+    /// mean is the time of a step.
     pub(super) fn pace(&self, never_waits: bool) -> Option<f64> {
         let times = self.times();
         match never_waits {
@@ -88,38 +88,37 @@ impl Steps {
     pub(super) fn curves(&self) -> Curves {
         let level = |of: fn(&Row) -> Option<u64>| {
             let values: Option<Vec<f64>> = self.0.iter().map(|row| of(row).map(|bytes| bytes as f64)).collect();
-            values.map_or_else(Vec::new, |values| thinned(&values, 1, |part| part.iter().copied().fold(0.0, f64::max)))
+            values.map_or_else(Vec::new, |values| thin(&values, 1, |part| part.iter().copied().fold(0.0, f64::max)))
         };
         let losses: Option<Vec<f64>> = self.0.iter().map(|row| row.loss.filter(|loss| loss.is_finite())).collect();
         let mean = |part: &[f64]| part.iter().sum::<f64>() / part.len() as f64;
         Curves {
             steps: self.0.len(),
-            loss: losses.map_or_else(Vec::new, |losses| thinned(&losses, OVER, mean)),
+            loss: losses.map_or_else(Vec::new, |losses| thin(&losses, STEPS_PER_POINT, mean)),
             reserved: level(|row| row.reserved_bytes),
             active: level(|row| row.active_bytes.or(row.allocated_bytes)),
             requested: level(|row| row.requested_bytes),
         }
     }
 
-    /// How far the losses of the steps that two runs share are apart, in words.
-    pub(super) fn apart(&self, other: &Self) -> Option<String> {
-        let theirs: BTreeMap<(u64, u64), f64> =
+    /// The difference between the losses of two runs in the steps that both have, as text.
+    pub(super) fn compare_losses(&self, other: &Self) -> Option<String> {
+        let baseline: BTreeMap<(u64, u64), f64> =
             other.0.iter().filter_map(|row| Some(((row.epoch, row.step), row.loss?))).collect();
-        let both = |row: &Row| Some((row.loss?, *theirs.get(&(row.epoch, row.step))?));
-        let relative = |(ours, theirs): (f64, f64)| if ours == theirs { 0.0 } else { ((ours - theirs) / theirs).abs() };
-        let apart: Vec<f64> = self.0.iter().filter_map(both).map(relative).collect();
-        let most = apart.iter().copied().max_by(f64::total_cmp)?;
-        let said = if most == 0.0 {
-            "equal to the last bit".to_owned()
-        } else {
-            format!("at most {most:.1e} apart (relative)")
+        let both = |row: &Row| Some((row.loss?, *baseline.get(&(row.epoch, row.step))?));
+        let relative = |(actual, expected): (f64, f64)| {
+            if actual == expected { 0.0 } else { ((actual - expected) / expected).abs() }
         };
-        Some(format!("losses of {} steps are {said}.", apart.len()))
+        let differences: Vec<f64> = self.0.iter().filter_map(both).map(relative).collect();
+        let max = differences.iter().copied().max_by(f64::total_cmp)?;
+        let text =
+            if max == 0.0 { "are bit-identical".to_owned() } else { format!("differ by at most {max:.1e} (relative)") };
+        Some(format!("losses of {} steps {text}.", differences.len()))
     }
 }
 
-/// At most `POINTS` points, each of `least` neighbouring values or more, at the last of them.
-fn thinned(values: &[f64], least: usize, of: impl Fn(&[f64]) -> f64) -> Vec<(usize, f64)> {
+/// Reduces values to at most `POINTS` points, each made of at least `least` neighbouring values and placed at the last of them.
+fn thin(values: &[f64], least: usize, of: impl Fn(&[f64]) -> f64) -> Vec<(usize, f64)> {
     let width = values.len().div_ceil(POINTS).max(if values.len() >= 2 * least { least } else { 1 });
     let ends = (1..=values.len().div_ceil(width)).map(|part| (part * width).min(values.len()));
     ends.scan(0, |from, end| {
@@ -132,7 +131,7 @@ fn thinned(values: &[f64], least: usize, of: impl Fn(&[f64]) -> f64) -> Vec<(usi
 
 // The latency histograms of a run (`latency.hlog`, the interval log of HdrHistogram) as percentile spectra.
 
-/// Time of one operation on one path against the share of operations that took no longer.
+/// Time of one operation on one path, by the share of operations that were at least as fast.
 #[derive(Debug, Serialize)]
 pub(super) struct Spectrum {
     operation: String,
@@ -142,11 +141,11 @@ pub(super) struct Spectrum {
     points: Vec<(f64, u64)>,
 }
 
-/// Reads the log; nothing where it was not kept. On a simulated device only driver calls take time, so what took none was not
-/// measured and is left out.
+/// Reads the log; empty if it does not exist. On a simulated device only driver calls take time, so operations without time were
+/// not measured and are omitted.
 ///
 /// # Errors
-/// One line: what is wrong with the file.
+/// One line about the fault in the file.
 pub(super) fn read(path: &Path, simulated: bool) -> Result<Vec<Spectrum>> {
     if !path.is_file() {
         return Ok(Vec::new());
@@ -156,7 +155,7 @@ pub(super) fn read(path: &Path, simulated: bool) -> Result<Vec<Spectrum>> {
     Ok(merged.into_iter().filter_map(|(tag, histogram)| spectrum(&tag, &histogram, simulated)).collect())
 }
 
-/// The intervals of each tag together.
+/// The merged intervals of each tag.
 fn merged(bytes: &[u8]) -> Result<BTreeMap<String, Histogram<u64>>> {
     let mut out: BTreeMap<String, Histogram<u64>> = BTreeMap::new();
     for entry in IntervalLogIterator::new(bytes) {
@@ -165,11 +164,11 @@ fn merged(bytes: &[u8]) -> Result<BTreeMap<String, Histogram<u64>>> {
         let histogram = Deserializer::new().deserialize(&mut raw.as_slice()).map_err(|error| anyhow!("{error:?}"))?;
         let tag = interval.tag().map_or("all.all", |tag| tag.as_str()).to_owned();
         match out.entry(tag) {
-            std::collections::btree_map::Entry::Vacant(place) => {
-                place.insert(histogram);
+            std::collections::btree_map::Entry::Vacant(entry) => {
+                entry.insert(histogram);
             }
-            std::collections::btree_map::Entry::Occupied(mut place) => {
-                place.get_mut().add(&histogram).map_err(|error| anyhow!("{error:?}"))?;
+            std::collections::btree_map::Entry::Occupied(mut entry) => {
+                entry.get_mut().add(&histogram).map_err(|error| anyhow!("{error:?}"))?;
             }
         }
     }
@@ -183,13 +182,13 @@ fn spectrum(tag: &str, histogram: &Histogram<u64>, simulated: bool) -> Option<Sp
     for bucket in histogram.iter_recorded() {
         let from = below;
         below += bucket.count_since_last_iteration();
-        // A histogram's least value is 1.
+        // A histogram's minimum value is 1.
         if simulated && bucket.value_iterated_to() <= 1 {
             continue;
         }
         let share = |operations: u64| operations as f64 / count as f64;
         points.push((share(from), bucket.value_iterated_to()));
-        // The largest is drawn at the last share that so many operations can tell.
+        // The largest value is drawn at the highest share that this number of operations can resolve.
         points.push((share(below).min(1.0 - 0.5 / count as f64), bucket.value_iterated_to()));
     }
     (!points.is_empty()).then(|| Spectrum { operation: operation.to_owned(), path: path.to_owned(), count, points })

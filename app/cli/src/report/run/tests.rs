@@ -21,40 +21,40 @@ fn summary() -> Value {
     })
 }
 
-/// Folders with these records and losses of four steps each.
-fn written(runs: &[(Value, f64)]) -> (tempfile::TempDir, Vec<PathBuf>) {
-    let place = tempfile::tempdir().unwrap();
-    let folder = |(number, (record, scale)): (usize, &(Value, f64))| {
-        let folder = place.path().join(number.to_string());
-        std::fs::create_dir(&folder).unwrap();
-        std::fs::write(folder.join("summary.json"), record.to_string()).unwrap();
+/// Writes directories with these records and the losses of four steps each.
+fn write_runs(runs: &[(Value, f64)]) -> (tempfile::TempDir, Vec<PathBuf>) {
+    let temp_dir = tempfile::tempdir().unwrap();
+    let directory = |(number, (record, scale)): (usize, &(Value, f64))| {
+        let directory = temp_dir.path().join(number.to_string());
+        std::fs::create_dir(&directory).unwrap();
+        std::fs::write(directory.join("summary.json"), record.to_string()).unwrap();
         let row = |step: u64| format!("{},{},{},{},4096\n", step / 3 + 1, step, scale / step as f64, 250_000 * step);
         let rows: String = (1..=4).map(row).collect();
-        std::fs::write(folder.join("steps.csv"), format!("epoch,step,loss,host_ns,reserved_bytes\n{rows}")).unwrap();
-        folder
+        std::fs::write(directory.join("steps.csv"), format!("epoch,step,loss,host_ns,reserved_bytes\n{rows}")).unwrap();
+        directory
     };
-    let folders = runs.iter().enumerate().map(folder).collect();
-    (place, folders)
+    let directories = runs.iter().enumerate().map(directory).collect();
+    (temp_dir, directories)
 }
 
 #[test]
-fn a_run_comes_to_its_figures() {
-    let (_place, folders) = written(&[(summary(), 1.0)]);
-    let run = &read(&folders).unwrap()[0];
-    assert_eq!((run.name.as_str(), run.step), ("naive", Some(250_000.0)), "by train_s over the steps");
-    assert_eq!(run.step_spread, Some([250_000.0; 2]), "not over the end of an epoch");
+fn a_record_yields_the_expected_values() {
+    let (_temp_dir, directories) = write_runs(&[(summary(), 1.0)]);
+    let run = &read(&directories).unwrap()[0];
+    assert_eq!((run.name.as_str(), run.step), ("naive", Some(250_000.0)), "train_s divided by the steps");
+    assert_eq!(run.step_spread, Some([250_000.0; 2]), "without the step across the end of an epoch");
     let step = run.per_step.as_ref().unwrap();
-    assert_eq!((step.calls, step.blocked), (32.0, 10_000.0), "of training alone");
+    assert_eq!((step.calls, step.blocked), (32.0, 10_000.0), "training only");
     let epoch = run.per_epoch.as_ref().unwrap();
     assert_eq!((epoch.calls, epoch.blocked, epoch.by_call[0].call.as_str()), (110.0, 40_000.0, "kernel_launch"));
     assert_eq!(run.host, Some([40_000.0, 20_000.0, 0.0, 200_000.0, 740_000.0]));
-    assert_eq!(run.allocate, Some([50.0, 60.0]), "the path that is taken most often");
+    assert_eq!(run.allocate, Some([50.0, 60.0]), "the most frequent path");
     assert_eq!((run.free, run.peak_requested, run.utilisation), (None, None, Some(0.75)));
     assert_eq!(run.ledger, [("requested", 2), ("soft", 1)].into());
 }
 
 #[test]
-fn what_a_record_does_not_say_is_absent() {
+fn values_missing_from_a_record_are_absent() {
     let mut old = summary();
     for epoch in old["epochs"].as_array_mut().unwrap() {
         epoch.as_object_mut().unwrap().remove("train_driver_calls");
@@ -63,33 +63,33 @@ fn what_a_record_does_not_say_is_absent() {
     old["clock"] = "virtual".into();
     old["latency"][0]["p50_ns"] = 0.into();
     old["status"] = "running".into();
-    let (_place, folders) = written(&[(old, 1.0)]);
-    std::fs::remove_file(folders[0].join("steps.csv")).unwrap();
-    let run = &read(&folders).unwrap()[0];
+    let (_temp_dir, directories) = write_runs(&[(old, 1.0)]);
+    std::fs::remove_file(directories[0].join("steps.csv")).unwrap();
+    let run = &read(&directories).unwrap()[0];
     assert!(run.per_step.is_none() && run.per_epoch.is_some());
     assert_eq!((run.step, run.allocate), (None, None), "on a simulated device only driver calls take time");
-    assert!(run.notes[0].contains("killed") && run.notes[1].contains("was not kept"), "{:?}", run.notes);
+    assert!(run.notes[0].contains("killed") && run.notes[1].contains("does not exist"), "{:?}", run.notes);
 }
 
 #[test]
-fn runs_are_told_apart_and_their_losses_compared() {
+fn runs_have_distinct_names_and_their_losses_are_compared() {
     let mut wide = summary();
     wide["settings"]["hidden"] = 128.into();
     let mut other = summary();
     other["settings"]["alloc"] = "caching".into();
-    let (_place, folders) = written(&[(summary(), 1.0), (wide, 1.0), (summary(), 1.0), (other, 2.0)]);
-    let runs = read(&folders).unwrap();
+    let (_temp_dir, directories) = write_runs(&[(summary(), 1.0), (wide, 1.0), (summary(), 1.0), (other, 2.0)]);
+    let runs = read(&directories).unwrap();
     let names: Vec<&str> = runs.iter().map(|run| run.name.as_str()).collect();
     assert_eq!(names, ["naive, hidden 64", "naive, hidden 128", "naive, hidden 64 (2)", "caching"]);
     let losses: Vec<Option<&str>> = runs.iter().map(|run| run.losses.as_deref()).collect();
     assert_eq!(losses[..2], [None, None]);
-    assert!(losses[2].unwrap().ends_with("losses of 4 steps are equal to the last bit."), "{losses:?}");
-    assert!(losses[3].unwrap().ends_with("at most 1.0e0 apart (relative)."), "{losses:?}");
+    assert!(losses[2].unwrap().ends_with("losses of 4 steps are bit-identical."), "{losses:?}");
+    assert!(losses[3].unwrap().ends_with("differ by at most 1.0e0 (relative)."), "{losses:?}");
 }
 
 #[test]
-fn a_record_that_is_wrong_is_refused_in_a_line() {
-    for (key, value, said) in [
+fn a_damaged_record_is_refused_in_one_line() {
+    for (key, value, expected) in [
         ("schema_version", json!(3), "schema version 3"),
         ("step_losses", json!("../other"), "step_losses"),
         ("epochs", json!([1]), "summary.json"),
@@ -97,17 +97,17 @@ fn a_record_that_is_wrong_is_refused_in_a_line() {
     ] {
         let mut record = summary();
         record[key] = value;
-        let (_place, folders) = written(&[(record, 1.0)]);
-        let error = format!("{:#}", read(&folders).unwrap_err());
-        assert!(error.contains(said) && !error.contains('\n'), "{error}");
+        let (_temp_dir, directories) = write_runs(&[(record, 1.0)]);
+        let error = format!("{:#}", read(&directories).unwrap_err());
+        assert!(error.contains(expected) && !error.contains('\n'), "{error}");
     }
 }
 
 #[test]
-fn an_experiment_stands_for_the_first_repeats_of_its_runs() {
-    let place = tempfile::tempdir().unwrap();
-    assert_eq!(folders(place.path()).unwrap(), [place.path()]);
-    std::fs::write(place.path().join("experiment.json"), "{}").unwrap();
+fn an_experiment_yields_the_first_repetitions_of_its_runs() {
+    let temp_dir = tempfile::tempdir().unwrap();
+    assert_eq!(directories(temp_dir.path()).unwrap(), [temp_dir.path()]);
+    std::fs::write(temp_dir.path().join("experiment.json"), "{}").unwrap();
     for (id, program, status, repeat) in [
         ("b", "trainer", "done", 0),
         ("a", "pytorch", "done", 0),
@@ -115,11 +115,11 @@ fn an_experiment_stands_for_the_first_repeats_of_its_runs() {
         ("d", "replay", "done", 0),
         ("e", "trainer", "failed", 0),
     ] {
-        let folder = place.path().join("runs").join(id);
-        std::fs::create_dir_all(&folder).unwrap();
-        let about = json!({"program": program, "status": status, "repeat": repeat});
-        std::fs::write(folder.join("run.json"), about.to_string()).unwrap();
+        let directory = temp_dir.path().join("runs").join(id);
+        std::fs::create_dir_all(&directory).unwrap();
+        let record = json!({"program": program, "status": status, "repeat": repeat});
+        std::fs::write(directory.join("run.json"), record.to_string()).unwrap();
     }
-    let runs = place.path().join("runs");
-    assert_eq!(folders(place.path()).unwrap(), [runs.join("a"), runs.join("b")]);
+    let runs = temp_dir.path().join("runs");
+    assert_eq!(directories(temp_dir.path()).unwrap(), [runs.join("a"), runs.join("b")]);
 }
