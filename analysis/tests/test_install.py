@@ -246,7 +246,7 @@ def test_the_wheel_is_the_program_the_library_and_the_package(tmp_path: Path) ->
     assert new.run("vramlab", "--version").startswith("vramlab ")
     advice = new.run("vramlab", "advise", HISTORY, "--conf", "expandable_segments:True")
     assert "What would help" in advice
-    assert "Who held memory" in new.run("vramlab", "explain", HISTORY)
+    assert "Active memory at its peak" in new.run("vramlab", "explain", HISTORY)
     record = write_run(tmp_path / "record")
     new.run("vramlab", "report", record, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().endswith("</html>\n")

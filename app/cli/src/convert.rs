@@ -1,7 +1,7 @@
-//! `vramlab convert`: a history in another tool's format.
+//! `vramlab convert`: writes a recording in another tool's format.
 //!
-//! What is written can be replayed: events go through the checks of a replay before they are written, and one that
-//! contradicts the ones before it ends the conversion.
+//! The output can be replayed: each event is checked as in a replay before it is written, and an event that contradicts
+//! earlier ones ends the conversion.
 
 use crate::explain::lines::{line_of, words};
 use crate::gpus::{Gpus, Tallies};
@@ -30,31 +30,30 @@ use vramlab::output::{Existing, OutputFile, OutputProblem};
 
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// History: a PyTorch snapshot (pickle or JSON), an RMM log, an STAlloc trace, a minimalloc table or a trace.jsonl,
-    /// plain, .gz or .xz
+    /// Recording: PyTorch snapshot (pickle or JSON), RMM log, STAlloc trace, minimalloc table or trace.jsonl; plain, .gz or .xz
     #[arg(value_name = "IN")]
     from: PathBuf,
-    /// Format to write; what it has no place for is left out, as stack frames and annotations by all but snapshots
+    /// Output format; events that it cannot represent are omitted (only snapshots keep stack frames and annotations)
     #[arg(long, value_name = "FORMAT", value_parser = arguments::export())]
     to: Export,
-    /// File to write; it appears when it is whole
+    /// Output file (written atomically)
     #[arg(short, long, value_name = "OUT")]
     out: PathBuf,
-    /// Only this GPU's events, where a history holds several
+    /// Convert only this GPU's events [default: all]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     #[command(flatten)]
     read: ReadArgs,
-    /// Write over OUT if it is there
+    /// Replace OUT if it exists
     #[arg(long)]
     force: bool,
 }
 
-/// Reads a history, writes it in another format and says what went over.
+/// Reads a recording, writes it in another format and prints the number of events written and omitted.
 pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let (file, bytes) = open(&args.from)?;
     let out = begin(args)?;
-    // What is no regular file has no size.
+    // A pipe has no size.
     let form = if bytes > 0 {
         "{bar:30} convert {bytes}/{total_bytes} {wide_msg} [{elapsed} left {eta}]"
     } else {
@@ -71,12 +70,12 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let out = quoted(&args.out.to_string_lossy());
     match args.to {
         Export::Perfetto => page.line(format!("Next: open {out} in https://ui.perfetto.dev")),
-        _ => page.next(&command("vramlab", &format!("replay {out}{}", tally.in_output(args)))),
+        _ => page.next(&command("vramlab", &format!("replay {out}{}", tally.gpu_argument(args)))),
     }
     page.print()
 }
 
-/// What is read, and its size.
+/// The input and its size.
 fn open(path: &Path) -> Result<(File, u64)> {
     let failed = |problem| ReadError { path: path.to_owned(), place: Place::Whole, problem };
     let file = open_stream(path).map_err(|error| failed(Problem::of_opening(error)))?;
@@ -84,11 +83,11 @@ fn open(path: &Path) -> Result<(File, u64)> {
     Ok((file, metadata.len()))
 }
 
-/// Begins the output, before anything is read.
+/// Opens the output before anything is read.
 fn begin(args: &ConvertArgs) -> Result<OutputFile> {
     let existing = if args.force { Existing::Replace } else { Existing::Refuse };
     OutputFile::create(&args.out, existing).map_err(|error| match error.problem {
-        OutputProblem::Exists => anyhow!("{}: is there already; --force writes over it", args.out.display()),
+        OutputProblem::Exists => anyhow!("{}: already exists; --force replaces it", args.out.display()),
         _ => error.into(),
     })
 }
@@ -97,10 +96,10 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     let mut writer = args.to.begin(out).map_err(unwritten)?;
     let options = args.read.options();
     tally.budget = options.budget.clone();
-    let mut named = Named::default();
+    let mut labels = Labels::default();
     let mut sink = |event: Event, origin: Origin, origins: &Origins| {
         if args.to == Export::Perfetto && event.action == Action::Alloc {
-            named.say(writer.as_mut(), origin, origins);
+            labels.write(writer.as_mut(), origin, origins);
         }
         tally.take(args, writer.as_mut(), event, origin, origins)
     };
@@ -113,26 +112,26 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     if tally.too_many {
         tally
             .chosen
-            .check_single(&args.from, &format!("it holds several GPUs and {} has place for one", args.to.name()))?;
+            .check_single(&args.from, &format!("it contains several GPUs and {} can hold one", args.to.name()))?;
     }
     summary.segments.retain(|segment| args.gpu.is_none_or(|gpu| gpu == segment.device));
-    // A snapshot taken without a history still says what was held.
+    // A snapshot without events still contains the segments.
     let snapshot = matches!(args.to, Export::Snapshot | Export::SnapshotJson);
     if tally.events() == 0 && (!snapshot || summary.segments.is_empty()) {
         return Err(no_events(&args.from, tally.chosen.gpu, &summary));
     }
-    let histories = tally.check_whole(&summary).with_context(|| args.from.display().to_string())?;
+    let traces = tally.finish_checks(&summary).with_context(|| args.from.display().to_string())?;
     if args.to == Export::Perfetto {
         tally.ranges = write_ranges(writer.as_mut(), &origins, args.gpu).map_err(unwritten)?;
-        for (gpu, recorded) in &histories {
-            writer.served(*gpu, served(args, &summary, recorded)?);
+        for (gpu, trace) in &traces {
+            writer.served(*gpu, placements(args, &summary, trace));
         }
     }
     tally.passed_over = writer.passed_over();
     tally.stood_in = writer.stood_in();
     if tally.written(args.to) == 0 && tally.events() > 0 {
-        let text = format!("of its {} events none has a place in {}", tally.events(), args.to.name());
-        bail!("{}: {text}; choose another format", args.from.display());
+        let text = format!("{} cannot represent any of its {} events", args.to.name(), tally.events());
+        bail!("{}: {text}; choose another format with --to", args.from.display());
     }
     let ending = Ending {
         segments: &summary.segments,
@@ -144,47 +143,46 @@ fn write(args: &ConvertArgs, out: OutputFile, source: impl std::io::Read, tally:
     Ok(summary)
 }
 
-/// Stacks in words, each once.
+/// The text of each stack.
 #[derive(Default)]
-struct Named(HashMap<StackId, (String, String)>);
+struct Labels(HashMap<StackId, (String, String)>);
 
-impl Named {
-    /// Says where the next block comes from: its line, the frames around it, and what the program noted.
-    fn say(&mut self, writer: &mut dyn TraceWriter, origin: Origin, origins: &Origins) {
+impl Labels {
+    /// Writes the origin of the next block: its line, its stack, its category and the program's note.
+    fn write(&mut self, writer: &mut dyn TraceWriter, origin: Origin, origins: &Origins) {
         let (line, stack) = self.0.entry(origin.stack).or_insert_with(|| {
             let frames: Vec<String> = origins.frames(origin.stack).map(|frame| words(origins, frame)).collect();
             (line_of(origins, origin.stack).unwrap_or_default(), frames.join("\n"))
         });
-        let said = [
+        let labels = [
             ("line", line.as_str()),
             ("stack", stack.as_str()),
             ("category", origins.spelt(origin.category)),
             ("note", origins.spelt(origin.note)),
         ];
-        let said: Vec<(&'static str, &str)> = said.into_iter().filter(|(_, text)| !text.is_empty()).collect();
-        if !said.is_empty() {
-            writer.say(line, &said);
+        let labels: Vec<(&'static str, &str)> = labels.into_iter().filter(|(_, text)| !text.is_empty()).collect();
+        if !labels.is_empty() {
+            writer.say(line, &labels);
         }
     }
 }
 
-/// How each allocation was served, by the log itself or by a replay that puts every block where it was; none where neither
-/// tells.
-fn served(args: &ConvertArgs, summary: &Summary, recorded: &Compiled) -> Result<Vec<BlockPlace>> {
+/// The placement of each allocation, from the log itself or from a replay that matches every recorded address; empty if neither
+/// has it.
+fn placements(args: &ConvertArgs, summary: &Summary, trace: &Compiled) -> Vec<BlockPlace> {
     if summary.format == Format::Jsonl {
-        // What is read twice must be a file.
-        let told = args.from.is_file().then(|| jsonl_placements(&args.from));
-        return Ok(told.and_then(Result::ok).unwrap_or_default());
+        // A pipe cannot be read a second time.
+        let placements = args.from.is_file().then(|| jsonl_placements(&args.from));
+        return placements.and_then(Result::ok).unwrap_or_default();
     }
-    let places = as_recorded(recorded);
     // CAST: blocks of a history in memory.
-    let before = recorded.history.prologue_allocations() as usize;
-    Ok(places.map_or_else(Vec::new, |mut places| places.split_off(before.min(places.len()))))
+    let before = trace.history.prologue_allocations() as usize;
+    replay_placements(trace).map_or_else(Vec::new, |mut all| all.split_off(before.min(all.len())))
 }
 
-/// A place for each allocation, those from before the first event first; `None` where no replay puts every block and every
-/// segment where it was.
-fn as_recorded(Compiled { history, settings, .. }: &Compiled) -> Option<Vec<BlockPlace>> {
+/// The placement of each allocation, starting with those from before recording started; `None` if no replay matches every
+/// recorded block and segment address.
+fn replay_placements(Compiled { history, settings, .. }: &Compiled) -> Option<Vec<BlockPlace>> {
     history.check_comparable().ok()?;
     parse_list(PYTORCH).ok()?.iter().find_map(|policy| {
         let (policy, _) = adopted(policy, settings);
@@ -196,17 +194,17 @@ fn as_recorded(Compiled { history, settings, .. }: &Compiled) -> Option<Vec<Bloc
     })
 }
 
-/// Tracks for ranges that overlap without one holding the other.
+/// Tracks for annotations that overlap without nesting.
 const TRACKS: [&str; 3] = ["annotations", "annotations 2", "annotations 3"];
 
-/// Writes the ranges that a program named, as slices of a timeline, and returns how many of their beginnings and ends found a
-/// place. A range that does not end, and one that would overlap others on every track, has none.
+/// Writes the program's annotations as slices of a timeline, and returns the number of their starts and ends written. A range
+/// without an end, and one that would overlap others on every track, is omitted.
 fn write_ranges(writer: &mut dyn TraceWriter, origins: &Origins, gpu: Option<u16>) -> Result<u64, WriteError> {
     let ended = |range: Range| Some((range.start_ns, range.end_ns?.max(range.start_ns), range.name));
     let mut ranges: Vec<(u64, u64, TextId)> = ranges(origins, gpu).into_iter().filter_map(ended).collect();
     ranges.sort_by_key(|(start, end, _)| (*start, Reverse(*end)));
     let mut written = 0;
-    // Ends of the ranges that are open on each track.
+    // Ends of the open ranges on each track.
     let mut ends: [Vec<u64>; TRACKS.len()] = Default::default();
     for (start, end, name) in ranges {
         let fits = |ends: &mut Vec<u64>| {
@@ -224,7 +222,7 @@ fn write_ranges(writer: &mut dyn TraceWriter, origins: &Origins, gpu: Option<u16
     Ok(written)
 }
 
-/// Exit code 2 where the history does not fit the format, 1 where the operating system failed.
+/// The error of a write: exit code 2 if the recording does not fit the format, 1 if the operating system failed.
 fn unwritten(error: WriteError) -> anyhow::Error {
     match error.problem {
         WriteProblem::Output(ref problem) if !problem.is_refusal() => RuntimeFailure::new(error).into(),
@@ -232,30 +230,30 @@ fn unwritten(error: WriteError) -> anyhow::Error {
     }
 }
 
-/// What went over and what did not.
+/// Counts of the events read, written and omitted.
 #[derive(Debug, Default)]
 struct Tally {
-    /// What all GPUs came to.
+    /// Counts of all GPUs.
     tallies: Tallies,
-    /// The one that matters most, and the others.
+    /// The chosen GPU, and the others.
     chosen: Gpus,
-    /// Whether there are events of more GPUs than the format holds.
+    /// Whether there are events of more GPUs than the format can hold.
     too_many: bool,
     /// Events of the chosen GPUs by action.
     read: [u64; Action::ALL.len()],
     /// Checks of each GPU's events.
     gpus: BTreeMap<u16, Compiling>,
-    /// Number of them.
+    /// Number of GPUs.
     gpu_count: usize,
     /// Events that the writer could not place.
     passed_over: u64,
-    /// Completions of frees that the writer took for frees.
+    /// Completions of frees that the writer wrote as frees.
     stood_in: u64,
-    /// Annotations that the output holds.
+    /// Annotation starts and ends in the output.
     ranges: u64,
-    /// Why an event could not be written, which ends the reading.
+    /// The error that ended the reading because an event could not be written.
     unwritten: Option<WriteError>,
-    /// What reading and checking may hold.
+    /// Memory limit of reading and checking.
     budget: Budget,
 }
 
@@ -276,13 +274,13 @@ impl Tally {
         self.read[event.action as usize] += 1;
         let other = self.gpus.first_key_value().is_some_and(|(first, _)| *first != event.device);
         self.too_many |= other && matches!(args.to, Export::Rmm | Export::Minimalloc);
-        // The rest is read for the peaks of the GPUs between which there is a choice.
+        // The remaining events are read for the peaks of the GPUs that the error lists.
         if self.too_many {
             return Ok(());
         }
         let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(event.device, &self.budget));
         checks.take(&event).map_err(|error| match error {
-            // Each GPU's events are counted by themselves.
+            // Events are numbered per GPU.
             ReplayError::Event { number, what } if other => {
                 ReadError::stop(format!("event {number} of GPU {}: {what}", event.device))
             }
@@ -290,12 +288,12 @@ impl Tally {
         })?;
         writer.event_from(&event, origin, origins).map_err(|error| {
             self.unwritten = Some(error);
-            ReadError::stop("it cannot be written")
+            ReadError::stop("an event cannot be written")
         })
     }
 
-    /// What only the whole history tells.
-    fn check_whole(&mut self, summary: &Summary) -> Result<Vec<(u16, Compiled)>, ReplayError> {
+    /// Runs the checks that need all events, and returns each GPU's trace.
+    fn finish_checks(&mut self, summary: &Summary) -> Result<Vec<(u16, Compiled)>, ReplayError> {
         self.gpu_count = self.gpus.len();
         if self.gpus.is_empty() {
             recorded_settings(&summary.allocator_settings)?;
@@ -304,60 +302,60 @@ impl Tally {
         checked.map(|(gpu, checks)| Ok((gpu, checks.finish(summary, |_| None)?))).collect()
     }
 
-    /// What a command needs that goes on from the output: a snapshot holds all GPUs, unless one was chosen.
-    fn in_output(&self, args: &ConvertArgs) -> String {
-        let holds_all = matches!(args.to, Export::Snapshot | Export::SnapshotJson) && args.gpu.is_none();
-        if holds_all { self.chosen.argument() } else { String::new() }
+    /// The `--gpu` argument for a command on the output: a snapshot contains all GPUs unless one was chosen.
+    fn gpu_argument(&self, args: &ConvertArgs) -> String {
+        let all_gpus = matches!(args.to, Export::Snapshot | Export::SnapshotJson) && args.gpu.is_none();
+        if all_gpus { self.chosen.argument() } else { String::new() }
     }
 
     fn events(&self) -> u64 {
         self.read.iter().sum()
     }
 
-    /// Events that the output holds.
+    /// Number of events in the output.
     fn written(&self, to: Export) -> u64 {
-        let held = Action::ALL.into_iter().zip(self.read).filter(|(action, _)| to.holds(*action));
-        held.map(|(_, count)| count).sum::<u64>().saturating_sub(self.passed_over) + self.stood_in
+        let kept = Action::ALL.into_iter().zip(self.read).filter(|(action, _)| to.holds(*action));
+        kept.map(|(_, count)| count).sum::<u64>().saturating_sub(self.passed_over) + self.stood_in
     }
 
-    /// One line for people.
+    /// The counts as one line.
     fn line(&self, args: &ConvertArgs, summary: &Summary) -> String {
-        let mut left: Vec<String> = Vec::new();
+        let mut omitted: Vec<String> = Vec::new();
         let written = self.written(args.to);
         for (action, count) in Action::ALL.into_iter().zip(self.read).filter(|(_, count)| *count > 0) {
             let count = if action == Action::FreeCompleted { count - self.stood_in.min(count) } else { count };
             if !args.to.holds(action) && count > 0 {
-                left.push(format!("{count} {action}"));
+                omitted.push(format!("{count} {action}"));
             }
         }
         if self.passed_over > 0 {
-            left.push(format!("{} of blocks from before the first event", self.passed_over));
+            omitted.push(format!("{} of blocks from before recording started", self.passed_over));
         }
         if summary.unknown_actions > 0 {
-            left.push(format!("{} of unknown actions", summary.unknown_actions));
+            omitted.push(format!("{} of unknown actions", summary.unknown_actions));
         }
         let annotations = summary.external_annotations.saturating_sub(self.ranges);
         if annotations > 0 && !matches!(args.to, Export::Snapshot | Export::SnapshotJson) {
-            left.push(format!("{annotations} annotations"));
+            omitted.push(format!("{annotations} annotations"));
         }
         let others = summary.all_events().saturating_sub(self.events());
         if others > 0 {
-            left.push(format!("{others} of other GPUs"));
+            omitted.push(format!("{others} of other GPUs"));
         }
         let (from, out) = (args.from.display(), args.out.display());
         let (format, to) = (summary.format.name(), args.to.name());
         let gpus = counted(self.gpu_count as u64, "GPU");
-        let left =
-            if left.is_empty() { "nothing left out".to_owned() } else { format!("left out: {}", left.join(", ")) };
-        // A snapshot keeps what was recorded, and a log of RMM what the client asked for.
-        let lives = matches!(args.to, Export::Perfetto | Export::Minimalloc);
+        let omitted =
+            if omitted.is_empty() { "nothing omitted".to_owned() } else { format!("omitted: {}", omitted.join(", ")) };
+        // Only these two formats show until when a block is live.
+        let lifetimes = matches!(args.to, Export::Perfetto | Export::Minimalloc);
         let count = |action: Action| self.read[action as usize]; // CAST: the number of the action.
-        let ends = if lives && count(Action::FreeRequested) > 0 && count(Action::FreeCompleted) == 0 {
-            " It has no free_completed events: blocks are shown live until their addresses are used again."
+        let ends = if lifetimes && count(Action::FreeRequested) > 0 && count(Action::FreeCompleted) == 0 {
+            " The recording has no free_completed events: blocks are shown as live until their addresses are reused."
         } else {
             ""
         };
-        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {left}.{ends}")
+        format!("{from} ({format}) to {out} ({to}): {written} events of {gpus}; {omitted}.{ends}")
     }
 }
 

@@ -1,4 +1,4 @@
-//! `vramlab diff`: which lines hold more and which less, in one snapshot than in another or at one moment than at another.
+//! `vramlab diff`: compares the memory that each line holds in two snapshots, or at two moments of one.
 
 use crate::explain::{Held, Line, Moment, held_at, place, when};
 use crate::reading::ReadArgs;
@@ -14,78 +14,78 @@ use terminal::{Bar, Column, Page, Table};
 
 #[derive(Debug, Args)]
 pub(crate) struct DiffArgs {
-    /// One history or two: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz
+    /// One or two recordings: PyTorch snapshots or other formats that `convert` reads; plain, .gz or .xz
     #[arg(required = true, num_args = 1..=2, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Moments to compare: start, peak (of use), end, numbers of events, or names of annotations, which begin there; of one file
-    /// two, of two files one for both or one for each [default: the end of each, when the snapshots were taken]
+    /// Moments to compare: start, peak (of active memory), end, an event number or the start of a named annotation. Give two for
+    /// one file; for two files one for both, or one each [default: end]
     #[arg(long, num_args = 1..=2, value_names = ["A", "B"])]
     at: Vec<String>,
     /// Rows of the table
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
-    /// Every stack frame; otherwise those of libraries, of PyTorch, Python and C++ are folded
+    /// Show every stack frame [default: fold frames of libraries, PyTorch, Python and C++]
     #[arg(long)]
     frames: bool,
-    /// Which GPU's memory is compared, where a history holds several
+    /// Compare the memory of this GPU [default: one that ran out of memory, else the one with the highest reserved peak]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
-    /// Print one JSON object with everything
+    /// Print one JSON object with all results
     #[arg(long)]
     json: bool,
     #[command(flatten)]
     read: ReadArgs,
 }
 
-/// Two moments compared; the keys are described in `analysis/schema.md`.
+/// Comparison of two moments; `analysis/schema.md` describes the keys.
 #[derive(Debug, Serialize)]
 struct Diff {
     before: Side,
     after: Side,
-    /// Whether any event of either has stack frames.
+    /// Whether any event of either recording has stack frames.
     frames: bool,
-    /// By line, what changed most first; what did not change is left out.
+    /// Changes by line, the largest first.
     lines: Vec<LineChange>,
-    /// By bytes asked for, what changed most first.
+    /// Changes by requested size, the largest first.
     sizes: Vec<SizeChange>,
 }
 
-/// One of the moments.
+/// One of the two moments.
 #[derive(Debug, Serialize)]
 struct Side {
     trace: String,
-    /// As `--at` names it.
+    /// The moment as given to `--at`.
     at: String,
     moment: Moment,
 }
 
-/// What became of something.
+/// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Change {
-    /// Nothing of it was held before.
+    /// Held no bytes before.
     New,
-    /// More is held.
+    /// Holds more bytes.
     Grew,
-    /// Less is held.
+    /// Holds fewer bytes.
     Shrank,
-    /// Nothing of it is held any more.
+    /// Holds no bytes any more.
     Gone,
 }
 
-/// What a line holds at both moments.
+/// Memory that a line holds at both moments.
 #[derive(Debug, Serialize)]
 struct LineChange {
     line: String,
-    /// The place in a library, or the node of autograd, that it went through.
+    /// The library function or autograd node that the line called.
     inside: Option<String>,
-    /// Whether the blocks have no frames: the line is then the last one before them.
+    /// Whether the blocks have no frames; `line` is then the last recorded line before them.
     nearby: bool,
     #[serde(flatten)]
     amounts: Amounts,
 }
 
-/// What blocks of one size hold at both moments.
+/// Memory in blocks of one size at both moments.
 #[derive(Debug, Serialize)]
 struct SizeChange {
     requested_bytes: u64,
@@ -93,7 +93,7 @@ struct SizeChange {
     amounts: Amounts,
 }
 
-/// How much was held, and is.
+/// Bytes and blocks at both moments.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Amounts {
     change: Change,
@@ -104,8 +104,8 @@ struct Amounts {
 }
 
 impl Amounts {
-    /// Of bytes and blocks; `None` where the bytes are the same.
-    fn of((before_bytes, before_blocks): (u64, u64), (after_bytes, after_blocks): (u64, u64)) -> Option<Self> {
+    /// From bytes and blocks; `None` if the bytes are equal.
+    fn new((before_bytes, before_blocks): (u64, u64), (after_bytes, after_blocks): (u64, u64)) -> Option<Self> {
         let change = match (before_bytes, after_bytes) {
             (before, after) if before == after => return None,
             (0, _) => Change::New,
@@ -120,7 +120,7 @@ impl Amounts {
         self.before_bytes.abs_diff(self.after_bytes)
     }
 
-    /// What changed, the two amounts, and the blocks, for a table.
+    /// The cells of a table row: change, kind, both amounts, blocks.
     fn cells(&self) -> [String; 5] {
         let word = match self.change {
             Change::New => "new",
@@ -143,49 +143,51 @@ fn more(before: u64, after: u64) -> String {
     format!("{}{}", if after < before { "-" } else { "+" }, size(after.abs_diff(before)))
 }
 
-/// Compares, and prints it.
+/// Compares two moments and prints the result.
 pub(crate) fn diff(args: &DiffArgs) -> Result<()> {
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     let read = |file: &Path, moments: &[String]| -> Result<Vec<Held>> {
         bar.message(format!("reading {}", file.display()));
         held_at(&Recording::read(file, args.gpu, None, &args.read)?, args.frames, moments)
     };
-    let (named, held) = match (&args.files[..], &args.at[..]) {
+    let (names, holdings) = match (&args.files[..], &args.at[..]) {
         ([file], [before, after]) => {
-            let named = [(file, before.clone()), (file, after.clone())];
-            (named, read(file, &args.at)?)
+            let names = [(file, before.clone()), (file, after.clone())];
+            (names, read(file, &args.at)?)
         }
-        ([_], _) => bail!("name a second snapshot, or two moments of this one: --at start peak, --at 100 2000"),
+        ([_], _) => {
+            bail!("diff compares two moments; name a second snapshot, or two moments: --at start peak, --at 100 2000")
+        }
         ([first, second], at) => {
             let end = "end".to_owned();
             let before = at.first().unwrap_or(&end);
-            let named = [(first, before.clone()), (second, at.get(1).unwrap_or(before).clone())];
-            let mut held = Vec::new();
-            for (file, at) in &named {
-                held.extend(read(file, std::slice::from_ref(at))?);
+            let names = [(first, before.clone()), (second, at.get(1).unwrap_or(before).clone())];
+            let mut holdings = Vec::new();
+            for (file, at) in &names {
+                holdings.extend(read(file, std::slice::from_ref(at))?);
             }
-            (named, held)
+            (names, holdings)
         }
-        _ => bail!("diff wants one snapshot or two"),
+        _ => bail!("diff takes one or two snapshots"),
     };
     bar.clear();
-    let [before, after] = &held[..] else { bail!("diff wants two moments") };
-    let found = compared(before, after, named.map(|(file, at)| (file.display().to_string(), at)));
+    let [before, after] = &holdings[..] else { bail!("diff takes two moments") };
+    let diff = compare(before, after, names.map(|(file, at)| (file.display().to_string(), at)));
     if args.json {
-        return terminal::print_json(&found);
+        return terminal::print_json(&diff);
     }
     let mut page = Page::stdout();
-    report(&found, usize::from(args.top), &mut page);
+    report(&diff, usize::from(args.top), &mut page);
     page.print()
 }
 
-fn compared(before: &Held, after: &Held, named: [(String, String); 2]) -> Diff {
+fn compare(before: &Held, after: &Held, names: [(String, String); 2]) -> Diff {
     let lines = changes(&before.lines, &after.lines);
     let sizes = changes(&before.sizes, &after.sizes);
     let frames = before.frames || after.frames;
-    let [before, after] = [before, after].map(|held| held.moment.clone());
+    let [before, after] = [before, after].map(|side| side.moment.clone());
     let side = |(trace, at), moment| Side { trace, at, moment };
-    let [first, second] = named;
+    let [first, second] = names;
     Diff {
         before: side(first, before),
         after: side(second, after),
@@ -198,13 +200,13 @@ fn compared(before: &Held, after: &Held, named: [(String, String); 2]) -> Diff {
     }
 }
 
-/// What differs, the largest first.
+/// The changes, the largest first.
 fn changes<K: Ord + Clone>(before: &BTreeMap<K, (u64, u64)>, after: &BTreeMap<K, (u64, u64)>) -> Vec<(K, Amounts)> {
-    let of = |held: &BTreeMap<K, (u64, u64)>, key: &K| held.get(key).copied().unwrap_or_default();
-    let gone = before.keys().filter(|key| !after.contains_key(key));
-    let all = after.keys().chain(gone).cloned();
+    let amount = |side: &BTreeMap<K, (u64, u64)>, key: &K| side.get(key).copied().unwrap_or_default();
+    let removed = before.keys().filter(|key| !after.contains_key(key));
+    let all = after.keys().chain(removed).cloned();
     let mut out: Vec<(K, Amounts)> =
-        all.filter_map(|key| Amounts::of(of(before, &key), of(after, &key)).map(|amounts| (key, amounts))).collect();
+        all.filter_map(|key| Some((key.clone(), Amounts::new(amount(before, &key), amount(after, &key))?))).collect();
     out.sort_by_cached_key(|(key, amounts)| (Reverse(amounts.bytes()), key.clone()));
     out
 }
@@ -212,31 +214,36 @@ fn changes<K: Ord + Clone>(before: &BTreeMap<K, (u64, u64)>, after: &BTreeMap<K,
 fn report(diff: &Diff, top: usize, page: &mut Page) {
     let (before, after) = (&diff.before, &diff.after);
     let active = (before.moment.active_bytes, after.moment.active_bytes);
-    page.line(format!("{} in use: {} before, {} after", more(active.0, active.1), size(active.0), size(active.1)));
+    page.line(format!(
+        "active memory {}: {} before, {} after",
+        more(active.0, active.1),
+        size(active.0),
+        size(active.1)
+    ));
     for (name, side) in [("before", before), ("after", after)] {
         let reserved = size(side.moment.reserved_bytes);
-        page.note(format!("{name}: {}{} ({}); {reserved} reserved", side.trace, said(&side.at), when(&side.moment)));
+        let at = moment_words(&side.at);
+        page.note(format!("{name}: {}{at} ({}); reserved {reserved}", side.trace, when(&side.moment)));
     }
     if active == (0, 0) {
-        page.note("nothing is in use at either moment: --at peak compares the peaks");
+        page.note("no memory is active at either moment; compare the peaks with --at peak");
         return;
     }
     if diff.sizes.is_empty() {
-        let hint =
-            if (&*before.at, &*after.at) == ("end", "end") { "; --at peak compares the peaks of use" } else { "" };
-        page.note(format!("what is held is the same{hint}"));
+        let hint = if (&*before.at, &*after.at) == ("end", "end") { "; compare the peaks with --at peak" } else { "" };
+        page.note(format!("no difference: every requested size holds the same bytes at both moments{hint}"));
         return;
     }
     let lines = diff.frames;
-    let (what, count) = if lines { ("line", diff.lines.len()) } else { ("blocks of size", diff.sizes.len()) };
-    page.title(format!("What changed, by {}", if lines { "line" } else { "size" }));
+    let (heading, count) = if lines { ("line", diff.lines.len()) } else { ("requested size", diff.sizes.len()) };
+    page.title(format!("Changes by {}", if lines { "line" } else { "requested size" }));
     let mut table = Table::new([
         Column::right("change"),
         Column::left(""),
         Column::right("before").priority(1),
         Column::right("after"),
         Column::right("blocks").priority(2),
-        Column::text(what),
+        Column::text(heading),
     ]);
     let line = |row: &LineChange| (row.amounts, place(&row.line, row.inside.as_deref(), row.nearby));
     let by_size = |row: &SizeChange| (row.amounts, size(row.requested_bytes));
@@ -256,19 +263,19 @@ fn report(diff: &Diff, top: usize, page: &mut Page) {
     }
     if !lines {
         page.note(
-            "no stack frames were recorded, so lines are not known; record with \
+            "the recording has no stack frames; to see lines, record with \
              torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
         );
     }
 }
 
-/// A moment as `--at` names it, in a sentence that gives its number.
-fn said(at: &str) -> String {
+/// A moment given to `--at`, for a sentence that also contains its event number.
+fn moment_words(at: &str) -> String {
     match at {
         "start" => ", at the start".to_owned(),
         "end" => ", at the end".to_owned(),
-        "peak" => ", at the peak of use".to_owned(),
+        "peak" => ", at the active peak".to_owned(),
         number if number.parse::<u64>().is_ok() => String::new(),
-        name => format!(", when {name} begins"),
+        name => format!(", at the start of {name}"),
     }
 }

@@ -1,13 +1,14 @@
-//! `vramlab explain`: who holds memory at the peak, where reserved memory went, when that was, and which requests miss.
+//! `vramlab explain`: which lines hold memory at the peak, the reserved-memory breakdown, when the peaks are, and which requests
+//! miss the cache.
 //!
-//! It looks at what the recorded allocator did, and replays nothing but the question what frees cost that wait.
+//! It follows the recorded allocator's events. Only the cost of deferred frees is computed by a replay.
 
-mod beside;
+mod breakdown;
 mod causes;
 mod checkpoints;
+mod device_use;
 mod explanation;
 mod frames;
-mod holes;
 pub(crate) mod lines;
 mod moments;
 pub(crate) mod phases;
@@ -20,13 +21,14 @@ mod survey;
 use self::phases::phases;
 use crate::history::{Devices, adopted};
 use crate::reading::{ReadArgs, share_of};
-use crate::recording::{Recording, START};
+use crate::recording::{Recording, START, ranges};
 use anyhow::{Result, anyhow, bail};
 use checkpoints::Checkpoints;
 use clap::Args;
 use lines::Lines;
-use moments::{described, grew, held, moment, who};
+use moments::{describe, growth, held, holders, moment};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use survey::Survey;
 use terminal::{Bar, Page, Shard};
@@ -43,13 +45,13 @@ pub(crate) use releases::{By, Releases};
 pub(crate) use screen::{place, when};
 pub(crate) use survey::{Misses, captures_graphs};
 
-/// Rows of each table where the command line names no number.
+/// Default number of rows of each table.
 const ROWS: u16 = 5;
 
 #[derive(Debug, Args)]
 pub(crate) struct ExplainArgs {
-    /// Histories: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz; of several, as of the ranks of a
-    /// job, one table and then the worst
+    /// Recordings: PyTorch snapshots or other formats that `convert` reads; plain, .gz or .xz. Several files, such as the ranks of
+    /// a job, are compared in one table
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     #[command(flatten)]
@@ -57,98 +59,97 @@ pub(crate) struct ExplainArgs {
     /// Rows of each table
     #[arg(long, value_name = "N", default_value_t = ROWS, value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
-    /// Of several histories only every Nth, from the Kth on
+    /// Read only every Nth file, starting with the Kth
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
-    /// Print one JSON object with everything
+    /// Print one JSON object with all results
     #[arg(long)]
     json: bool,
 }
 
-/// How a history is looked at.
+/// Options for explaining a recording.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct How {
-    /// Every stack frame; otherwise those of libraries, of PyTorch, Python and C++ are folded
+    /// Show every stack frame [default: fold frames of libraries, PyTorch, Python and C++]
     #[arg(long)]
     pub(crate) frames: bool,
-    /// What grew between two points: numbers of events, or names of annotations, which begin there [default: from the lowest
-    /// point of the second quarter to that of the last]
+    /// Show what grew between two moments: event numbers, or names of annotations (their start) [default: between repetitions of
+    /// an annotation or of the recording's pattern, if there are at least four]
     #[arg(long, num_args = 2, value_names = ["A", "B"])]
     pub(crate) between: Option<Vec<String>>,
-    /// Memory limit under which the history was recorded, such as 24GiB: it tells a retry from empty_cache
+    /// Memory limit of the recorded program, such as 24GiB; distinguishes a retry from empty_cache
     #[arg(long, value_name = "BYTES")]
     pub(crate) limit: Option<Bytes>,
-    /// Which GPU's events are explained, where a history holds several [default: one that ran out of memory, else the one that
-    /// reserved most]
+    /// Explain this GPU's events [default: one that ran out of memory, else the one with the highest reserved peak]
     #[arg(long, value_name = "N")]
     pub(crate) gpu: Option<u16>,
     #[command(flatten)]
     pub(crate) read: ReadArgs,
 }
 
-/// Explains, and prints it.
+/// Explains recordings and prints the result.
 pub(crate) fn explain(args: &ExplainArgs) -> Result<()> {
     let files = share_of(&args.files, args.shard);
     match &files[..] {
-        [] => bail!("there are fewer histories than shards: {} of them", args.files.len()),
+        [] => bail!("--shard: there are only {} files; use fewer shards", args.files.len()),
         [file] if args.files.len() == 1 => {
             let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
             bar.message(format!("reading {}", file.display()));
-            let found = explanation(&args.how, file)?;
+            let explanation = explanation(&args.how, file)?;
             bar.clear();
             if args.json {
-                return terminal::print_json(&found);
+                return terminal::print_json(&explanation);
             }
             let mut page = Page::stdout();
-            screen::report(&found, args, &mut page);
-            screen::end(&found, &mut page);
+            screen::report(&explanation, args, &mut page);
+            screen::end(&explanation, &mut page);
             page.print()
         }
         _ => ranks::ranks(args, &files),
     }
 }
 
-/// The explanation of one history as `--json` has it, with sentences of the screen, for the page of `report`.
+/// The explanation of one recording as `--json` prints it, plus the sentences of the screen, for the page of `report`.
 ///
 /// # Errors
-/// As those of the command.
+/// As for the command.
 pub(crate) fn answer(file: &Path, recording: &Recording) -> Result<Value> {
-    let found = explained(file, recording, &How::default())?;
-    let mut out = serde_json::to_value(&found)?;
-    out["sentences"] = serde_json::to_value(screen::sentences(&found))?;
+    let explanation = explain_recording(file, recording, &How::default())?;
+    let mut out = serde_json::to_value(&explanation)?;
+    out["sentences"] = serde_json::to_value(screen::sentences(&explanation))?;
     Ok(out)
 }
 
-/// Adds to a page what the screen shows of a recording.
+/// Adds the explanation of a recording to a page.
 ///
 /// # Errors
-/// As those of the command.
+/// As for the command.
 pub(crate) fn show(file: &Path, recording: &Recording, page: &mut Page) -> Result<()> {
-    let found = explained(file, recording, &How::default())?;
-    let shown = ExplainArgs { files: Vec::new(), how: How::default(), top: ROWS, shard: None, json: false };
-    screen::report(&found, &shown, page);
+    let explanation = explain_recording(file, recording, &How::default())?;
+    let args = ExplainArgs { files: Vec::new(), how: How::default(), top: ROWS, shard: None, json: false };
+    screen::report(&explanation, &args, page);
     Ok(())
 }
 
-/// Reads and explains one history.
+/// Reads and explains one recording.
 ///
 /// # Errors
-/// What is wrong with the file, in one line.
+/// One line about the fault in the file.
 pub(crate) fn explanation(how: &How, file: &Path) -> Result<Explanation> {
-    explained(file, &Recording::read(file, how.gpu, how.limit.map(|limit| limit.0), &how.read)?, how)
+    explain_recording(file, &Recording::read(file, how.gpu, how.limit.map(|limit| limit.0), &how.read)?, how)
 }
 
-/// A recording, and its stacks as people read them.
+/// A recording, and the text of its stacks.
 struct View<'r> {
     recording: &'r Recording,
     lines: Lines<'r>,
 }
 
-fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanation> {
+fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Explanation> {
     let mut view = View { recording, lines: Lines::new(&recording.origins, how.frames) };
-    let named = between_named(how, recording)?;
-    let points = named.iter().flat_map(|named| [named.from, named.to]).collect::<Vec<usize>>();
-    let mut found = Explanation {
+    let requested = between_requested(how, recording)?;
+    let points = requested.iter().flat_map(|between| [between.from, between.to]).collect::<Vec<usize>>();
+    let mut explanation = Explanation {
         trace: file.display().to_string(),
         format: recording.summary.format.name(),
         gpus: recording.gpus.clone(),
@@ -162,64 +163,101 @@ fn explained(file: &Path, recording: &Recording, how: &How) -> Result<Explanatio
         phases: phases(recording)?,
         ..Explanation::default()
     };
-    let (survey, checkpoints) = survey::survey(&mut view, &points, &mut found)?;
-    let between = named.or_else(|| between_lows(&survey));
-    look_closely(&mut view, &survey, &checkpoints, between, &mut found)?;
-    if found.reserved.pending.deferred_frees > 0 {
-        found.reserved.pending.replayed_reserved_bytes = replayed(recording, false);
-        found.reserved.pending.replayed_instant_reserved_bytes = replayed(recording, true);
+    let repeats = if requested.is_some() { Vec::new() } else { repeated_annotation(recording) };
+    let (survey, checkpoints) = survey::survey(&mut view, &points, &repeats, &mut explanation)?;
+    let between = requested.or_else(|| between_repetitions(&survey));
+    describe_moments(&mut view, &survey, &checkpoints, between, &mut explanation)?;
+    if explanation.reserved.pending.deferred_frees > 0 {
+        explanation.reserved.pending.replayed_reserved_bytes = replayed_peak(recording, false);
+        explanation.reserved.pending.replayed_instant_reserved_bytes = replayed_peak(recording, true);
     }
-    found.beside = beside::beside(file, recording, &found.reserved.moment, &mut found.timeline);
-    found.pinning = beside::pinning(recording);
-    Ok(found)
+    explanation.beside =
+        device_use::device_use(file, recording, &explanation.reserved.moment, &mut explanation.timeline);
+    explanation.pinning = device_use::pinned_host(recording);
+    Ok(explanation)
 }
 
-/// Two points between which something may have grown.
+/// Two moments between which growth is reported.
 struct Between {
     from: usize,
     to: usize,
     named: Vec<String>,
 }
 
-/// From the lowest point of the second quarter to that of the last.
-fn between_lows(survey: &Survey) -> Option<Between> {
-    // Less than one part in a hundred is no growth.
-    let points = survey.low_early.zip(survey.low_late);
-    let points = points.filter(|((_, early), (_, late))| *late > early + early / 100);
-    points.map(|((from, _), (to, _))| Between { from, to, named: Vec::new() })
+/// Minimum number of repetitions between which growth is reported.
+const REPETITIONS: usize = 4;
+
+/// The first events of the repetitions of an annotation: of the annotation that covers the most time, numbers in names ignored.
+/// Empty with fewer than four repetitions.
+fn repeated_annotation(recording: &Recording) -> Vec<usize> {
+    let mut groups: BTreeMap<String, (u64, Vec<usize>)> = BTreeMap::new();
+    for range in ranges(&recording.origins, Some(recording.device)) {
+        let index = recording.events.at_time(range.start_ns);
+        if index >= recording.events.len() {
+            continue;
+        }
+        let name = recording.origins.spelt(range.name).replace(|character: char| character.is_ascii_digit(), "");
+        let (covered, starts) = groups.entry(name).or_default();
+        *covered += range.end_ns.map_or(0, |end| end.saturating_sub(range.start_ns));
+        starts.push(index);
+    }
+    let repeated = groups.into_values().filter_map(|(covered, mut starts)| {
+        starts.sort_unstable();
+        starts.dedup();
+        (starts.len() >= REPETITIONS).then_some((covered, starts))
+    });
+    repeated.max().map(|(_, starts)| starts).unwrap_or_default()
 }
 
-/// The points that were asked for.
-fn between_named(how: &How, recording: &Recording) -> Result<Option<Between>> {
-    let Some(named) = &how.between else { return Ok(None) };
-    let [from, to] = &named[..] else { bail!("--between wants two points") };
+/// Two similar moments between which memory grew: starts of an annotation, else lows between peaks. `None` with fewer than four
+/// repetitions, or without steady growth.
+fn between_repetitions(survey: &Survey) -> Option<Between> {
+    let moments = match survey.repeats.len() >= REPETITIONS {
+        true => &survey.repeats,
+        // Four periods have three lows between them.
+        false if survey.lows.len() >= REPETITIONS - 1 => &survey.lows,
+        false => return None,
+    };
+    // The first repetitions allocate what later ones keep, such as optimizer state.
+    let moments = &moments[moments.len() / 4..];
+    let [(from, first), .., (to, last)] = moments else { return None };
+    let rises = moments.windows(2).filter(|pair| pair[1].1 >= pair[0].1).count();
+    let steady = 4 * rises >= 3 * (moments.len() - 1);
+    // Less than one part in a hundred is not growth.
+    (steady && *last > first + first / 100).then(|| Between { from: *from, to: *to, named: Vec::new() })
+}
+
+/// The moments given with `--between`.
+fn between_requested(how: &How, recording: &Recording) -> Result<Option<Between>> {
+    let Some(names) = &how.between else { return Ok(None) };
+    let [from, to] = &names[..] else { bail!("--between takes two moments") };
     let (from, to) = (point("--between", from, recording)?, point("--between", to, recording)?);
     if from >= to {
-        bail!("--between: the first point, {}, is not before the second, {}", named[0], named[1]);
+        bail!("--between: the first moment, {}, is not before the second, {}; swap them", names[0], names[1]);
     }
-    Ok(Some(Between { from, to, named: named.clone() }))
+    Ok(Some(Between { from, to, named: names.clone() }))
 }
 
-/// The event of a number, or the first one of an annotation.
+/// The index of an event given by its number, or of the first event of an annotation.
 fn point(option: &str, name: &str, recording: &Recording) -> Result<usize> {
     match name.parse::<u64>() {
         Ok(number) => {
             let index = number.checked_sub(1).and_then(|index| usize::try_from(index).ok());
             index
                 .filter(|index| *index < recording.events.len())
-                .ok_or_else(|| anyhow!("{option} {name}: the events have the numbers 1 to {}", recording.events.len()))
+                .ok_or_else(|| anyhow!("{option} {name}: events are numbered 1 to {}", recording.events.len()))
         }
-        Err(_) => recording.begins(name).ok_or_else(|| {
-            anyhow!("{option}: no annotation of the history is named '{name}', or nothing happens after it begins")
-        }),
+        Err(_) => recording
+            .begins(name)
+            .ok_or_else(|| anyhow!("{option}: the recording has no annotation '{name}' with events after its start")),
     }
 }
 
-/// What is held at each of some moments: `start`, `peak` (of use), `end`, the number of an event, or the name of an annotation,
-/// at whose beginning.
+/// Memory held at given moments: `start`, `peak` (of active memory), `end`, an event number, or the name of an annotation for its
+/// start.
 ///
 /// # Errors
-/// There is no such moment, or the memory takes more than there is.
+/// A moment does not exist, or the memory budget is exceeded.
 pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -> Result<Vec<Held>> {
     let mut view = View { recording, lines: Lines::new(&recording.origins, frames) };
     let checkpoints = Checkpoints::new(recording);
@@ -227,7 +265,7 @@ pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -
         let index = match name.as_str() {
             "start" => START,
             "end" => recording.events.len().checked_sub(1).unwrap_or(START),
-            "peak" => survey::peak_of_use(recording)?,
+            "peak" => survey::active_peak(recording)?,
             name => point("--at", name, recording)?,
         };
         Ok(held(&mut view, &checkpoints.memory_at(index)?, index))
@@ -235,59 +273,59 @@ pub(crate) fn held_at(recording: &Recording, frames: bool, moments: &[String]) -
     moments.iter().map(at).collect()
 }
 
-/// Which requests took memory from the device.
+/// The cache misses of a recording.
 ///
 /// # Errors
-/// As those of reading it.
+/// The memory budget is exceeded.
 pub(crate) fn misses(recording: &Recording) -> Result<Misses> {
     let mut view = View { recording, lines: Lines::new(&recording.origins, false) };
-    let (survey, _) = survey::survey(&mut view, &[], &mut Explanation::default())?;
+    let (survey, _) = survey::survey(&mut view, &[], &[], &mut Explanation::default())?;
     Ok(survey.misses)
 }
 
-/// Describes the moments that were found.
-fn look_closely(
+/// Describes the moments that the survey selected.
+fn describe_moments(
     view: &mut View<'_>,
     survey: &Survey,
     checkpoints: &Checkpoints<'_>,
     between: Option<Between>,
-    found: &mut Explanation,
+    explanation: &mut Explanation,
 ) -> Result<()> {
     let last = view.recording.events.len().checked_sub(1).unwrap_or(START);
-    let (active, reserved) = (survey.peak_active.0, survey.peak_reserved.0);
-    let near = survey.near_peak.front().map_or(reserved, |(index, _)| *index);
+    let (active, reserved) = (survey.peak_active.0, survey.peak_reserved());
+    let near = survey.near_peak();
     let (scene, at) = match survey.last_refused {
         Some(refused) => (refused, "out_of_memory"),
         None if near == reserved => (reserved, "peak_reserved"),
         None => (near, "near_peak_reserved"),
     };
-    let mut whole = vec![active, reserved, scene, last];
-    whole.extend(between.iter().flat_map(|between| [between.from, between.to]));
+    let mut detailed = vec![active, reserved, scene, last];
+    detailed.extend(between.iter().flat_map(|between| [between.from, between.to]));
     let (mut from, mut to): (Option<Held>, Option<Held>) = (None, None);
-    found.peaks = vec![Moment::default(); survey.peaks.len()];
-    // In order, in which lines get their numbers, and the beginning first.
-    let mut all: Vec<usize> = whole.iter().copied().chain(survey.peaks.iter().map(|peak| peak.index)).collect();
+    explanation.peaks = vec![Moment::default(); survey.peaks.len()];
+    // In the order of the events, in which lines get their numbers; START comes first.
+    let mut all: Vec<usize> = detailed.iter().copied().chain(survey.peaks.iter().map(|peak| peak.index)).collect();
     all.sort_unstable_by_key(|index| index.wrapping_add(1));
     all.dedup();
     for index in all {
         if let Some(at) = survey.peaks.iter().position(|peak| peak.index == index) {
-            found.peaks[at] = described(view, &survey.peaks[at]);
+            explanation.peaks[at] = describe(view, &survey.peaks[at]);
         }
-        if !whole.contains(&index) {
+        if !detailed.contains(&index) {
             continue;
         }
         let memory = checkpoints.memory_at(index)?;
         if index == active {
-            found.peak_active = moment(view, &memory, index);
-            found.who.insert(0, who(view, &memory, index, "peak_active"));
+            explanation.peak_active = moment(view, &memory, index);
+            explanation.who.insert(0, holders(view, &memory, index, "peak_active"));
         }
         if index == reserved {
-            found.peak_reserved = moment(view, &memory, index);
+            explanation.peak_reserved = moment(view, &memory, index);
         }
         if index == scene {
-            found.reserved = holes::where_it_went(view, &memory, survey, index, at, found);
+            explanation.reserved = breakdown::breakdown(view, &memory, survey, index, at, explanation);
             if index != active {
-                found.who.push(who(view, &memory, index, at));
+                explanation.who.push(holders(view, &memory, index, at));
             }
         }
         match &between {
@@ -296,17 +334,17 @@ fn look_closely(
             _ => {}
         }
         if index == last {
-            found.end = moment(view, &memory, index);
+            explanation.end = moment(view, &memory, index);
         }
     }
-    let named = between.map(|between| between.named).unwrap_or_default();
-    found.grew = from.zip(to).and_then(|(from, to)| grew(from, to, named));
+    let names = between.map(|between| between.named).unwrap_or_default();
+    explanation.grew = from.zip(to).and_then(|(from, to)| growth(from, to, names));
     Ok(())
 }
 
-/// What the recorded policy reserves at its peak on a device without end, with frees that complete as recorded or at once;
-/// `None` for a history that cannot be replayed.
-fn replayed(recording: &Recording, instant: bool) -> Option<u64> {
+/// Peak reserved bytes of a replay under the recorded policy without a memory limit. Frees complete as recorded, or immediately
+/// if `instant`. `None` for a recording that cannot be replayed.
+fn replayed_peak(recording: &Recording, instant: bool) -> Option<u64> {
     let mut compiled = recording.compiled(|_| recording.settings.memory_limit).ok()?;
     let expandable = recording.events.count(Action::SegmentMap) > 0;
     if instant {

@@ -1,4 +1,4 @@
-//! The GPUs of a file: what each of them came to, and which one an answer is about.
+//! The GPUs of a file: the peak of each, and the GPU that a command analyzes.
 
 use crate::words::{counted, size};
 use anyhow::{Result, anyhow};
@@ -8,12 +8,12 @@ use std::path::Path;
 use vramlab::histories::formats::{Action, Event, Summary};
 use vramlab::histories::memory::Levels;
 
-/// What the next command needs that goes on from one for which `--gpu` chose.
+/// The `--gpu` argument for the next command; empty if no GPU was chosen.
 pub(crate) fn chosen(gpu: Option<u16>) -> String {
     gpu.map_or_else(String::new, |gpu| format!(" --gpu {gpu}"))
 }
 
-/// What every GPU of a file came to, counted while its events are read.
+/// Counts for every GPU of a file, taken while its events are read.
 #[derive(Debug, Default)]
 pub(crate) struct Tallies(BTreeMap<u16, Tally>);
 
@@ -31,7 +31,7 @@ impl Tally {
 }
 
 impl Tallies {
-    /// Takes the next event. O(1).
+    /// Counts the next event. O(1).
     pub(crate) fn take(&mut self, event: &Event) {
         let tally = self.0.entry(event.device).or_insert_with(|| Tally::new(event.device));
         tally.levels.take(event);
@@ -39,82 +39,81 @@ impl Tallies {
         tally.refused += u64::from(event.action == Action::Oom);
     }
 
-    /// Chooses the GPU that is asked for; else one that ran out of memory; else, or of several that did, the one that reserved
-    /// most.
-    pub(crate) fn choose(mut self, asked: Option<u16>, summary: &Summary) -> Gpus {
-        for held in &summary.segments {
-            self.0.entry(held.device).or_insert_with(|| Tally::new(held.device));
+    /// Chooses the requested GPU; without a request one that ran out of memory, else the one with the highest reserved peak.
+    pub(crate) fn choose(mut self, requested: Option<u16>, summary: &Summary) -> Gpus {
+        for segment in &summary.segments {
+            self.0.entry(segment.device).or_insert_with(|| Tally::new(segment.device));
         }
-        let mut all: Vec<GpuPeak> = self.0.iter().map(|(gpu, tally)| GpuPeak::of(*gpu, tally, summary)).collect();
-        // Of equals the first.
-        let key = |one: &&GpuPeak| (one.refused > 0, one.peak_reserved_bytes, std::cmp::Reverse(one.gpu));
-        let gpu = asked.or(all.iter().max_by_key(key).map(|most| most.gpu)).unwrap_or(0);
-        let own = all.iter().position(|one| one.gpu == gpu).map(|at| all.remove(at));
-        let why = match own {
-            _ if asked.is_some() => Why::Asked,
-            Some(own) if own.refused > 0 => Why::RanOut,
-            _ => Why::ReservedMost,
+        let mut all: Vec<GpuPeak> = self.0.iter().map(|(gpu, tally)| GpuPeak::new(*gpu, tally, summary)).collect();
+        // Of equal GPUs the first.
+        let key = |peak: &&GpuPeak| (peak.refused > 0, peak.peak_reserved_bytes, std::cmp::Reverse(peak.gpu));
+        let gpu = requested.or(all.iter().max_by_key(key).map(|peak| peak.gpu)).unwrap_or(0);
+        let chosen = all.iter().position(|peak| peak.gpu == gpu).map(|at| all.remove(at));
+        let reason = match chosen {
+            _ if requested.is_some() => Reason::Requested,
+            Some(peak) if peak.refused > 0 => Reason::OutOfMemory,
+            _ => Reason::HighestPeak,
         };
-        Gpus { gpu, other_gpus: all, own, why }
+        Gpus { gpu, other_gpus: all, chosen, reason }
     }
 }
 
-/// The GPU that an answer is about, and the others.
+/// The analyzed GPU of a file, and its other GPUs.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Gpus {
-    /// Number of the GPU whose events these are: of several the one that `--gpu` names, else one that ran out of memory,
-    /// else the one that reserved most.
+    /// The analyzed GPU: the one that `--gpu` names, else one that ran out of memory, else the one with the highest reserved
+    /// peak.
     pub(crate) gpu: u16,
     /// The other GPUs of the file.
     pub(crate) other_gpus: Vec<GpuPeak>,
-    /// What the GPU itself came to; `None` where the file has nothing of it.
+    /// Counts of the analyzed GPU; `None` if the file has neither events nor segments of it.
     #[serde(skip)]
-    own: Option<GpuPeak>,
+    chosen: Option<GpuPeak>,
     #[serde(skip)]
-    why: Why,
+    reason: Reason,
 }
 
-/// Why a GPU was chosen.
+/// The reason for choosing a GPU.
 #[derive(Clone, Copy, Debug, Default)]
-enum Why {
-    Asked,
-    RanOut,
+enum Reason {
+    Requested,
+    OutOfMemory,
     #[default]
-    ReservedMost,
+    HighestPeak,
 }
 
-/// What a GPU of a file came to.
+/// Counts of one GPU of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct GpuPeak {
     gpu: u16,
-    /// Its events.
+    /// Number of its events.
     events: u64,
-    /// Requests that were refused on it.
+    /// Number of refused requests.
     refused: u64,
-    /// Most bytes that were reserved on it, as far as the file tells: at least so many.
+    /// Lower bound on this GPU's peak reserved bytes.
     peak_reserved_bytes: u64,
-    /// Whether its events and what was held at the end agree, so that it was not more.
+    /// Whether that bound is exact: the events and the segments at the end agree.
     peak_is_whole: bool,
 }
 
 impl GpuPeak {
-    fn of(gpu: u16, Tally { levels, events, refused }: &Tally, summary: &Summary) -> Self {
+    fn new(gpu: u16, Tally { levels, events, refused }: &Tally, summary: &Summary) -> Self {
         let (events, refused) = (*events, *refused);
-        let held = summary.segments.iter().filter(|segment| segment.device == gpu);
-        let at_end = held.map(|segment| segment.total_size).fold(0, u64::saturating_add);
-        // What was held at the end says nothing of the peak where no event was recorded.
-        let told = levels.peaks(summary).filter(|_| events > 0).map(|told| told.reserved);
-        let peak_reserved_bytes = told.unwrap_or_else(|| levels.least_reserved().max(at_end));
-        Self { gpu, events, refused, peak_reserved_bytes, peak_is_whole: told.is_some() }
+        let segments = summary.segments.iter().filter(|segment| segment.device == gpu);
+        let at_end = segments.map(|segment| segment.total_size).fold(0, u64::saturating_add);
+        // Without events the segments at the end do not determine the peak.
+        let peak = levels.peaks(summary).filter(|_| events > 0).map(|peaks| peaks.reserved);
+        let peak_reserved_bytes = peak.unwrap_or_else(|| levels.least_reserved().max(at_end));
+        Self { gpu, events, refused, peak_reserved_bytes, peak_is_whole: peak.is_some() }
     }
 
-    /// What it came to, in half a sentence.
+    /// The counts as part of a sentence.
     fn words(&self) -> String {
         let reserved = size(self.peak_reserved_bytes);
         let mut out = match (self.events, self.peak_is_whole) {
             (0, _) => return format!("{reserved} reserved at the end, no events"),
-            (_, true) => format!("at most {reserved} reserved"),
-            (_, false) => format!("at least {reserved} reserved at the peak"),
+            (_, true) => format!("peak reserved {reserved}"),
+            (_, false) => format!("peak reserved at least {reserved}"),
         };
         if self.refused > 0 {
             out += &format!(", out of memory ({})", counted(self.refused, "refused request"));
@@ -124,49 +123,49 @@ impl GpuPeak {
 }
 
 impl Gpus {
-    /// Those of a history that is asked for by the number of its GPU.
+    /// For a recording that is read for one GPU only.
     pub(crate) fn only(gpu: u16) -> Self {
         Self { gpu, ..Self::default() }
     }
 
-    /// What the next command needs to be about the same GPU; nothing where the file has no other.
+    /// The `--gpu` argument for the next command; empty if the file has no other GPU.
     pub(crate) fn argument(&self) -> String {
         chosen((!self.other_gpus.is_empty()).then_some(self.gpu))
     }
 
-    /// The name of a file, with the GPU where the file has several.
+    /// The name of a file, followed by the GPU if the file has several.
     pub(crate) fn named(&self, file: &str) -> String {
         if self.other_gpus.is_empty() { file.to_owned() } else { format!("{file}, GPU {}", self.gpu) }
     }
 
-    /// Which GPU this is about and why, then a line for each other one; nothing where the file has no other.
+    /// The analyzed GPU and the reason for it, then a line for each other GPU; empty if the file has no other GPU.
     pub(crate) fn lines(&self) -> Vec<String> {
         if self.other_gpus.is_empty() {
             return Vec::new();
         }
-        let why = match self.why {
-            Why::Asked => "which --gpu names",
-            Why::RanOut => "which ran out of memory",
-            Why::ReservedMost => "which reserved most",
+        let reason = match self.reason {
+            Reason::Requested => "chosen with --gpu",
+            Reason::OutOfMemory => "which ran out of memory",
+            Reason::HighestPeak => "which has the highest reserved peak",
         };
         let count = self.other_gpus.len() + 1;
-        let mut out = vec![format!("The file holds {count} GPUs. This is about GPU {}, {why}.", self.gpu)];
-        let line = |one: &GpuPeak| format!("GPU {}: {} (--gpu {})", one.gpu, one.words(), one.gpu);
+        let mut out = vec![format!("The file contains {count} GPUs. This analysis is for GPU {}, {reason}.", self.gpu)];
+        let line = |peak: &GpuPeak| format!("GPU {}: {} (--gpu {})", peak.gpu, peak.words(), peak.gpu);
         out.extend(self.other_gpus.iter().map(line));
         out
     }
 
-    /// Refuses a file with several GPUs, for a command that does not choose one.
+    /// Refuses a file with several GPUs, for a command that analyzes one and does not choose.
     ///
     /// # Errors
-    /// There are several, which are named with their peaks.
+    /// The file contains several GPUs; the error lists them with their peaks.
     pub(crate) fn check_single(&self, path: &Path, what: &str) -> Result<()> {
         if self.other_gpus.is_empty() {
             return Ok(());
         }
-        let mut all: Vec<&GpuPeak> = self.own.iter().chain(&self.other_gpus).collect();
-        all.sort_by_key(|one| one.gpu);
-        let list: Vec<String> = all.into_iter().map(|one| format!("GPU {} ({})", one.gpu, one.words())).collect();
+        let mut all: Vec<&GpuPeak> = self.chosen.iter().chain(&self.other_gpus).collect();
+        all.sort_by_key(|peak| peak.gpu);
+        let list: Vec<String> = all.into_iter().map(|peak| format!("GPU {} ({})", peak.gpu, peak.words())).collect();
         Err(anyhow!("{}: {what}: {}; choose one with --gpu", path.display(), list.join(", ")))
     }
 }

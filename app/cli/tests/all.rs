@@ -1,4 +1,4 @@
-//! The tests of `vramlab` as one program: it is linked once, and each core always has a test.
+//! All tests of `vramlab` as one program, which is linked once.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
@@ -19,6 +19,7 @@ mod deep_stacks;
 mod diff;
 mod explain;
 mod explain_causes_frames;
+mod explain_moments;
 mod full_gpu;
 mod gpus;
 mod nsight;

@@ -1,4 +1,4 @@
-//! `vramlab convert` as a user meets it.
+//! `vramlab convert` from the command line.
 
 use crate::common::{Place, Ran};
 use crate::mutate;
@@ -7,8 +7,8 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use vramlab::histories::formats::{Action, Event, ReadOptions, Summary, read};
 
-fn convert(place: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
-    let mut command = place.process(&["convert"]);
+fn convert(dir: &Place, from: &Path, to: &str, out: &str, more: &[&str]) -> Ran {
+    let mut command = dir.process(&["convert"]);
     command.arg(from).args(["--to", to, "-o", out]).args(more);
     Ran::of(command.output().unwrap())
 }
@@ -30,8 +30,8 @@ fn count(events: &[Event], actions: &[Action]) -> usize {
     events.iter().filter(|event| actions.contains(&event.action)).count()
 }
 
-/// A trace of ours that has every action it can have.
-fn own_trace() -> String {
+/// A `trace.jsonl` with every action of the format.
+fn trace() -> String {
     let mut text = String::new();
     for (at, (action, addr, bytes, stream)) in [
         ("alloc", 4096, 700, 1),
@@ -54,7 +54,7 @@ fn own_trace() -> String {
     text
 }
 
-/// A snapshot with events of GPU 0 and GPU 2.
+/// A snapshot with events of GPUs 0 and 2.
 fn two_gpus() -> String {
     let event = |addr: u64| format!("{{\"action\":\"alloc\",\"addr\":{addr},\"size\":512,\"stream\":0,\"time_us\":1}}");
     let segment = |device: u16| {
@@ -75,90 +75,91 @@ fn two_gpus() -> String {
 }
 
 #[test]
-fn a_snapshot_written_as_a_snapshot_says_the_same() {
-    let place = Place::new();
+fn a_snapshot_converted_to_a_snapshot_is_equal() {
+    let dir = Place::new();
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle", "small.json"] {
         let (events, summary) = read_all(&fixture(name));
         for (to, out) in [("snapshot", "out.pickle"), ("snapshot-json", "out.json")] {
-            let line = convert(&place, &fixture(name), to, out, &["--force"]).line();
-            assert!(line.contains(&format!("{} events of 1 GPU; nothing left out", events.len())), "{line}");
-            let (again, also) = read_all(&place.at(out));
+            let line = convert(&dir, &fixture(name), to, out, &["--force"]).line();
+            assert!(line.contains(&format!("{} events of 1 GPU; nothing omitted", events.len())), "{line}");
+            let (again, also) = read_all(&dir.at(out));
             assert_eq!(again, events, "{name} to {to}");
             assert_eq!(also.segments, summary.segments);
             assert_eq!(also.events, summary.events, "devices without events should stay");
             assert_eq!(also.allocator_settings, summary.allocator_settings);
         }
     }
-    // A pickle made of a pickle that was made of a pickle is the same to the last byte.
-    convert(&place, &fixture("small.p4.pickle"), "snapshot", "once.pickle", &[]).line();
-    convert(&place, &place.at("once.pickle"), "snapshot", "twice.pickle", &[]).line();
-    let bytes = |name| std::fs::read(place.at(name)).unwrap();
+    // A second conversion to a pickle is byte-identical.
+    convert(&dir, &fixture("small.p4.pickle"), "snapshot", "once.pickle", &[]).line();
+    convert(&dir, &dir.at("once.pickle"), "snapshot", "twice.pickle", &[]).line();
+    let bytes = |name| std::fs::read(dir.at(name)).unwrap();
     assert_eq!(bytes("once.pickle"), bytes("twice.pickle"));
 }
 
 #[test]
-fn each_format_holds_what_the_line_says() {
-    let place = Place::new();
+fn each_format_contains_the_reported_events() {
+    let dir = Place::new();
     let from = fixture("small.p4.pickle");
     let (events, _) = read_all(&from);
-    let left = events.len();
+    let all = events.len();
 
-    let line = convert(&place, &from, "rmm", "rmm.csv", &[]).line();
-    let kept = count(&events, &[Action::Alloc, Action::FreeRequested, Action::Oom]);
-    assert!(kept > 0 && kept < left && line.contains(&format!("(rmm): {kept} events of 1 GPU; left out: ")), "{line}");
+    let line = convert(&dir, &from, "rmm", "rmm.csv", &[]).line();
+    let written = count(&events, &[Action::Alloc, Action::FreeRequested, Action::Oom]);
+    assert!(written > 0 && written < all, "{line}");
+    assert!(line.contains(&format!("(rmm): {written} events of 1 GPU; omitted: ")), "{line}");
     let segments = count(&events, &[Action::SegmentAlloc]);
     assert!(line.contains(&format!("{segments} segment_alloc")) && !line.contains("free_requested"), "{line}");
-    let rows = std::fs::read_to_string(place.at("rmm.csv")).unwrap().lines().count() - 1;
-    assert_eq!(rows, kept);
+    let rows = std::fs::read_to_string(dir.at("rmm.csv")).unwrap().lines().count() - 1;
+    assert_eq!(rows, written);
 
-    let line = convert(&place, &from, "minimalloc", "minimalloc.csv", &[]).line();
-    let kept = count(&events, &[Action::Alloc, Action::FreeCompleted]);
-    assert!(line.contains(&format!("(minimalloc): {kept} events of 1 GPU; left out: ")), "{line}");
-    let text = std::fs::read_to_string(place.at("minimalloc.csv")).unwrap();
-    assert_eq!(text.lines().count() - 1, count(&events, &[Action::Alloc]), "one row for each life");
+    let line = convert(&dir, &from, "minimalloc", "minimalloc.csv", &[]).line();
+    let written = count(&events, &[Action::Alloc, Action::FreeCompleted]);
+    assert!(line.contains(&format!("(minimalloc): {written} events of 1 GPU; omitted: ")), "{line}");
+    let text = std::fs::read_to_string(dir.at("minimalloc.csv")).unwrap();
+    assert_eq!(text.lines().count() - 1, count(&events, &[Action::Alloc]), "one row for each block");
 
-    let line = convert(&place, &from, "perfetto", "perfetto.json", &[]).line();
-    assert!(line.contains(&format!("(perfetto): {left} events of 1 GPU")), "{line}");
+    let line = convert(&dir, &from, "perfetto", "perfetto.json", &[]).line();
+    assert!(line.contains(&format!("(perfetto): {all} events of 1 GPU")), "{line}");
     let json: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(place.at("perfetto.json")).unwrap()).unwrap();
+        serde_json::from_str(&std::fs::read_to_string(dir.at("perfetto.json")).unwrap()).unwrap();
     let begun = json["traceEvents"].as_array().unwrap().iter().filter(|event| event["cat"] == "block").count();
-    assert_eq!(begun, count(&events, &[Action::Alloc]), "one life for each allocation");
-    assert_eq!(place.files(), ["minimalloc.csv", "perfetto.json", "rmm.csv"]);
+    assert_eq!(begun, count(&events, &[Action::Alloc]), "one lifetime for each allocation");
+    assert_eq!(dir.files(), ["minimalloc.csv", "perfetto.json", "rmm.csv"]);
 }
 
 #[test]
-fn uses_are_left_out_where_pytorch_has_no_name_for_them() {
-    let place = Place::new();
-    let from = place.file("trace.jsonl", own_trace());
-    let line = convert(&place, &from, "snapshot", "a.pickle", &[]).line();
-    assert!(line.contains("(trace) to a.pickle (snapshot): 4 events of 1 GPU; left out: 1 record_use"), "{line}");
-    let line = convert(&place, &from, "perfetto", "a.json", &[]).line();
-    assert!(line.contains("5 events of 1 GPU; nothing left out"), "{line}");
-    assert!(std::fs::read_to_string(place.at("a.json")).unwrap().contains("record_use"));
+fn uses_are_omitted_from_formats_without_them() {
+    let dir = Place::new();
+    let from = dir.file("trace.jsonl", trace());
+    let line = convert(&dir, &from, "snapshot", "a.pickle", &[]).line();
+    assert!(line.contains("(trace) to a.pickle (snapshot): 4 events of 1 GPU; omitted: 1 record_use"), "{line}");
+    let line = convert(&dir, &from, "perfetto", "a.json", &[]).line();
+    assert!(line.contains("5 events of 1 GPU; nothing omitted"), "{line}");
+    assert!(std::fs::read_to_string(dir.at("a.json")).unwrap().contains("record_use"));
 }
 
 #[test]
-fn other_formats_become_snapshots() {
-    let place = Place::new();
+fn other_formats_are_converted_to_snapshots() {
+    let dir = Place::new();
     let seeds = mutate::seeds("csv");
     for name in ["rmm.csv", "minimalloc.csv", "stalloc.txt"] {
         let (_, bytes) = seeds.iter().find(|(seed, _)| seed == name).unwrap();
-        let file = place.file(name, bytes);
+        let file = dir.file(name, bytes);
         let (events, _) = read_all(&file);
-        convert(&place, &file, "snapshot", "out.pickle", &["--force"]).line();
-        let (again, _) = read_all(&place.at("out.pickle"));
-        let told = |events: &[Event]| -> Vec<(Action, u64, u64)> {
+        convert(&dir, &file, "snapshot", "out.pickle", &["--force"]).line();
+        let (again, _) = read_all(&dir.at("out.pickle"));
+        let fields = |events: &[Event]| -> Vec<(Action, u64, u64)> {
             events.iter().map(|event| (event.action, event.addr, event.bytes)).collect()
         };
         assert!(!events.is_empty());
-        assert_eq!(told(&again), told(&events), "{name}");
+        assert_eq!(fields(&again), fields(&events), "{name}");
     }
 }
 
-/// PyTorch can leave out one of a free's two events (`skip_actions`).
+/// PyTorch can omit one of a free's two events (`skip_actions`).
 #[test]
-fn one_event_of_a_free_is_enough() {
-    let place = Place::new();
+fn one_event_of_each_free_is_enough() {
+    let dir = Place::new();
     let part = |action: &str, frees: [&str; 2]| {
         let event =
             |action: &str, size: u64| json!({"action": action, "addr": 4096, "size": size, "stream": 0, "time_us": 1});
@@ -167,83 +168,83 @@ fn one_event_of_a_free_is_enough() {
             .flat_map(|size| [event("alloc", size), event(frees[0], size), event(frees[1], size)])
             .filter(|event| event["action"] != action)
             .collect();
-        place.write("part.json", json!({"segments": [], "device_traces": [events]}).to_string())
+        dir.write("part.json", json!({"segments": [], "device_traces": [events]}).to_string())
     };
     let frees = ["free_requested", "free_completed"];
     let without_requests = PathBuf::from(part(frees[0], frees));
-    let ran = convert(&place, &without_requests, "rmm", "rmm.csv", &[]).ok();
-    assert!(ran.stdout.contains("4 events of 1 GPU; nothing left out."), "{}", ran.stdout);
-    assert_eq!(count(&read_all(&place.at("rmm.csv")).0, &[Action::FreeRequested]), 2);
+    let output = convert(&dir, &without_requests, "rmm", "rmm.csv", &[]).ok();
+    assert!(output.stdout.contains("4 events of 1 GPU; nothing omitted."), "{}", output.stdout);
+    assert_eq!(count(&read_all(&dir.at("rmm.csv")).0, &[Action::FreeRequested]), 2);
     let without_completions = PathBuf::from(part(frees[1], frees));
-    for (to, said) in [("minimalloc", true), ("perfetto", true), ("rmm", false)] {
-        let ran = convert(&place, &without_completions, to, "part.out", &["--force"]).ok();
-        let words = ran.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+    for (to, noted) in [("minimalloc", true), ("perfetto", true), ("rmm", false)] {
+        let output = convert(&dir, &without_completions, to, "part.out", &["--force"]).ok();
+        let words = output.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
         assert_eq!(
-            words.contains("It has no free_completed events: blocks are shown live until"),
-            said,
+            words.contains("The recording has no free_completed events: blocks are shown as live until"),
+            noted,
             "{to}: {words}"
         );
     }
 }
 
 #[test]
-fn one_gpu_of_several() {
-    let place = Place::new();
-    let from = place.file("two.json", two_gpus());
+fn one_of_several_gpus_is_converted() {
+    let dir = Place::new();
+    let from = dir.file("two.json", two_gpus());
     for to in ["rmm", "minimalloc"] {
-        let ran = convert(&place, &from, to, "out", &["--force"]);
-        let both = ["GPU 0 (at most 2 MiB reserved, 1 event)", "GPU 2 (at least 2 MiB reserved at the peak, 2 events)"];
-        ran.refused(
+        let output = convert(&dir, &from, to, "out", &["--force"]);
+        let both = ["GPU 0 (peak reserved 2 MiB, 1 event)", "GPU 2 (peak reserved at least 2 MiB, 2 events)"];
+        output.refused(
             2,
-            &["two.json: it holds several GPUs", &format!("{to} has place for one"), both[0], both[1], "--gpu"],
+            &["two.json: it contains several GPUs", &format!("{to} can hold one"), both[0], both[1], "--gpu"],
         );
-        let line = convert(&place, &from, to, "out", &["--gpu", "2", "--force"]).line();
-        assert!(line.contains("2 events of 1 GPU; left out: 1 of other GPUs"), "{line}");
+        let line = convert(&dir, &from, to, "out", &["--gpu", "2", "--force"]).line();
+        assert!(line.contains("2 events of 1 GPU; omitted: 1 of other GPUs"), "{line}");
     }
-    convert(&place, &from, "snapshot", "none", &["--gpu", "1"])
+    convert(&dir, &from, "snapshot", "none", &["--gpu", "1"])
         .refused(2, &["no event of GPU 1; there are those of 0, 2"]);
-    let line = convert(&place, &from, "snapshot", "all.pickle", &[]).line();
-    assert!(line.contains("3 events of 2 GPUs; nothing left out"), "{line}");
-    convert(&place, &from, "snapshot", "one.pickle", &["--gpu", "2"]).line();
-    let (events, summary) = read_all(&place.at("one.pickle"));
+    let line = convert(&dir, &from, "snapshot", "all.pickle", &[]).line();
+    assert!(line.contains("3 events of 2 GPUs; nothing omitted"), "{line}");
+    convert(&dir, &from, "snapshot", "one.pickle", &["--gpu", "2"]).line();
+    let (events, summary) = read_all(&dir.at("one.pickle"));
     assert_eq!((events.len(), summary.events), (2, vec![0, 0, 2]), "a GPU keeps its number");
     assert_eq!(summary.segments.iter().map(|segment| segment.device).collect::<Vec<_>>(), [2]);
-    assert_eq!(place.files(), ["all.pickle", "one.pickle", "out", "two.json"]);
+    assert_eq!(dir.files(), ["all.pickle", "one.pickle", "out", "two.json"]);
 }
 
 #[test]
-fn what_is_there_stays_without_leave() {
-    let place = Place::new();
+fn an_existing_file_is_replaced_only_with_force() {
+    let dir = Place::new();
     let from = fixture("small.p4.pickle");
-    let out = place.file("out.csv", "precious");
-    convert(&place, &from, "rmm", "out.csv", &[]).refused(2, &["out.csv: is there already", "--force"]);
+    let out = dir.file("out.csv", "precious");
+    convert(&dir, &from, "rmm", "out.csv", &[]).refused(2, &["out.csv: already exists", "--force"]);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
-    // With leave it still stays when the conversion fails.
-    let hostile = place.file("cut.pickle", &std::fs::read(&from).unwrap()[..500]);
-    convert(&place, &hostile, "rmm", "out.csv", &["--force"]).refused(2, &["cut.pickle", "cut short"]);
+    // With --force it stays if the conversion fails.
+    let hostile = dir.file("cut.pickle", &std::fs::read(&from).unwrap()[..500]);
+    convert(&dir, &hostile, "rmm", "out.csv", &["--force"]).refused(2, &["cut.pickle", "cut short"]);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
-    convert(&place, &from, "rmm", "out.csv", &["--force"]).line();
+    convert(&dir, &from, "rmm", "out.csv", &["--force"]).line();
     assert!(std::fs::read_to_string(&out).unwrap().starts_with("Thread,Time,Action"));
-    // A history may take its own place.
+    // A recording can replace itself.
     let (events, _) = read_all(&from);
-    let own = place.file("own.pickle", std::fs::read(&from).unwrap());
-    convert(&place, &own, "snapshot", "own.pickle", &["--force"]).line();
+    let own = dir.file("own.pickle", std::fs::read(&from).unwrap());
+    convert(&dir, &own, "snapshot", "own.pickle", &["--force"]).line();
     assert_eq!(read_all(&own).0, events);
-    // No file at all: never.
-    std::fs::create_dir(place.at("folder")).unwrap();
-    convert(&place, &from, "rmm", "folder", &["--force"]).refused(2, &["folder: is a directory"]);
+    // Other kinds of files are never replaced.
+    std::fs::create_dir(dir.at("folder")).unwrap();
+    convert(&dir, &from, "rmm", "folder", &["--force"]).refused(2, &["folder: is a directory"]);
     #[cfg(unix)]
     {
-        let _socket = std::os::unix::net::UnixListener::bind(place.at("socket")).unwrap();
-        convert(&place, &from, "rmm", "socket", &["--force"]).refused(2, &["socket: is a socket"]);
+        let _socket = std::os::unix::net::UnixListener::bind(dir.at("socket")).unwrap();
+        convert(&dir, &from, "rmm", "socket", &["--force"]).refused(2, &["socket: is a socket"]);
     }
-    convert(&place, &from, "rmm", "missing/out.csv", &[]).refused(2, &["missing/out.csv: there is no folder missing"]);
-    assert!(place.files().iter().all(|name| !name.ends_with(".part")), "{:?}", place.files());
+    convert(&dir, &from, "rmm", "missing/out.csv", &[]).refused(2, &["missing/out.csv: there is no folder missing"]);
+    assert!(dir.files().iter().all(|name| !name.ends_with(".part")), "{:?}", dir.files());
 }
 
 #[test]
-fn bad_input_gets_one_line_and_leaves_nothing() {
-    let place = Place::new();
+fn bad_input_gets_one_line_and_leaves_no_file() {
+    let dir = Place::new();
     let evil = b"\x80\x04cos\nsystem\n(S'true'\ntR.";
     let cases: [(&str, &[u8], &[&str]); 5] = [
         ("evil.pickle", evil, &["evil.pickle", "refused"]),
@@ -257,35 +258,35 @@ fn bad_input_gets_one_line_and_leaves_nothing() {
         ),
     ];
     for (name, bytes, words) in cases {
-        let from = place.file(name, bytes);
+        let from = dir.file(name, bytes);
         for to in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {
-            convert(&place, &from, to, "out", &[]).refused(2, words);
+            convert(&dir, &from, to, "out", &[]).refused(2, words);
         }
         std::fs::remove_file(from).unwrap();
-        assert!(place.files().is_empty(), "{:?}", place.files());
+        assert!(dir.files().is_empty(), "{:?}", dir.files());
     }
-    convert(&place, Path::new("nowhere.pickle"), "rmm", "out", &[]).refused(2, &["nowhere.pickle: cannot be read"]);
-    convert(&place, place.0.path(), "rmm", "out", &[]).refused(2, &["is a directory"]);
-    let ran = convert(&place, &fixture("small.json"), "svg", "out", &[]);
-    assert!(ran.code == Some(2) && ran.stderr.contains("minimalloc"), "{ran:#?}");
-    assert!(place.files().is_empty());
+    convert(&dir, Path::new("nowhere.pickle"), "rmm", "out", &[]).refused(2, &["nowhere.pickle: cannot be read"]);
+    convert(&dir, dir.0.path(), "rmm", "out", &[]).refused(2, &["is a directory"]);
+    let output = convert(&dir, &fixture("small.json"), "svg", "out", &[]);
+    assert!(output.code == Some(2) && output.stderr.contains("minimalloc"), "{output:#?}");
+    assert!(dir.files().is_empty());
 }
 
 #[test]
-fn a_snapshot_without_a_history_keeps_its_segments() {
-    let place = Place::new();
+fn a_snapshot_without_events_keeps_its_segments() {
+    let dir = Place::new();
     let text = two_gpus().replace("\"action\":\"alloc\"", "\"action\":\"unheard_of\"");
-    let from = place.file("held.json", text);
-    let line = convert(&place, &from, "snapshot", "held.pickle", &[]).line();
-    assert!(line.contains("0 events of 0 GPUs; left out: 3 of unknown actions"), "{line}");
-    assert_eq!(read_all(&place.at("held.pickle")).1.segments.len(), 2);
-    convert(&place, &from, "perfetto", "held.perfetto", &[]).refused(2, &["there are no events"]);
+    let from = dir.file("held.json", text);
+    let line = convert(&dir, &from, "snapshot", "held.pickle", &[]).line();
+    assert!(line.contains("0 events of 0 GPUs; omitted: 3 of unknown actions"), "{line}");
+    assert_eq!(read_all(&dir.at("held.pickle")).1.segments.len(), 2);
+    convert(&dir, &from, "perfetto", "held.perfetto", &[]).refused(2, &["there are no events"]);
 }
 
 #[test]
-fn a_timeline_names_lines_and_ranges_on_few_tracks() {
-    let place = Place::new();
-    // Sixty blocks at once, more than there are tracks; what the program says may hold anything.
+fn a_timeline_shows_lines_and_annotations_on_few_tracks() {
+    let dir = Place::new();
+    // Sixty live blocks, more than tracks; annotations may contain any text.
     let hostile = "a\"</script>\\ \u{1}";
     let frames = serde_json::json!([
         {"name": "empty", "filename": "/x/site-packages/torch/_ops.py", "line": 5},
@@ -299,17 +300,17 @@ fn a_timeline_names_lines_and_ranges_on_few_tracks() {
         "segments": [], "device_traces": [events], "allocator_settings": {},
         "external_annotations": [range("START", 20), range("END", 30), range("START", 40)],
     });
-    let from = place.file("a.json", snapshot.to_string());
-    let line = convert(&place, &from, "perfetto", "p.json", &[]).line();
-    assert!(line.contains("61 events of 1 GPU; left out: 1 annotations"), "{line}");
-    let read: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(place.at("p.json")).unwrap()).unwrap();
+    let from = dir.file("a.json", snapshot.to_string());
+    let line = convert(&dir, &from, "perfetto", "p.json", &[]).line();
+    assert!(line.contains("61 events of 1 GPU; omitted: 1 annotations"), "{line}");
+    let read: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(dir.at("p.json")).unwrap()).unwrap();
     let events = read["traceEvents"].as_array().unwrap();
     let blocks: Vec<_> = events.iter().filter(|event| event["cat"] == "block").collect();
     assert_eq!(blocks.len(), 60);
     let slices = blocks.iter().filter(|block| block["ph"] == "X");
     let used: std::collections::BTreeSet<u64> = slices.map(|block| block["tid"].as_u64().unwrap()).collect();
-    assert_eq!(used.len(), 24, "the largest have tracks");
-    assert!(blocks.iter().any(|block| block["ph"] == "i"), "the others have not");
+    assert_eq!(used.len(), 24, "the largest blocks have tracks");
+    assert!(blocks.iter().any(|block| block["ph"] == "i"), "the others are instants");
     for block in &blocks {
         assert_eq!(block["args"]["line"], format!("train.py:7 {hostile}"));
         assert!(block["name"].as_str().unwrap().starts_with("train.py:7"), "{block}");

@@ -1,5 +1,5 @@
-//! Histories that are damaged: events that contradict each other, which every command refuses in the same line or all answer, and
-//! recordings whose beginning or end is missing.
+//! Damaged recordings: contradictory events, which all commands refuse with the same line or all accept, and recordings without their
+//! beginning or end.
 
 use crate::common::Place;
 use crate::common::story::{self, Story};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Edits of each history.
+/// Edits of each recording.
 const EDITS: usize = 16;
 
 /// Marsaglia's xorshift.
@@ -40,15 +40,14 @@ fn edit(events: &mut Vec<Value>, random: &mut Random) {
     }
 }
 
-/// A history of the repository as a snapshot in JSON.
-fn snapshot(place: &Place, name: &str) -> Value {
+/// A recording of the repository as a JSON snapshot.
+fn snapshot(dir: &Place, name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
-    place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
-    serde_json::from_slice(&std::fs::read(place.at("seed.json")).unwrap()).unwrap()
+    dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
+    serde_json::from_slice(&std::fs::read(dir.at("seed.json")).unwrap()).unwrap()
 }
 
-/// Every object that tells both figures has no more in use than reserved. A point of the curve may lie before the segment of a block
-/// came, where that event was moved.
+/// Asserts that active is at most reserved in every object with both keys. A point of the curve may precede a moved segment event.
 fn check_levels(value: &Value, what: &str) {
     if let (Some(active), Some(reserved)) = (value["active_bytes"].as_u64(), value["reserved_bytes"].as_u64()) {
         assert!(active <= reserved, "{what}: {value}");
@@ -62,8 +61,8 @@ fn check_levels(value: &Value, what: &str) {
     }
 }
 
-/// Whether every command answers; otherwise all refuse in the same words.
-fn answered(place: &Place, file: &str, what: &str) -> bool {
+/// Whether every command accepts a file; otherwise all must refuse it with the same line.
+fn accepted(dir: &Place, file: &str, what: &str) -> bool {
     let commands: [&[&str]; 5] = [
         &["replay", file, "--alloc", "caching", "--device", "null", "--plan", "off"],
         &["explain", file, "--json"],
@@ -71,13 +70,13 @@ fn answered(place: &Place, file: &str, what: &str) -> bool {
         &["diff", file, file],
         &["report", file, "-o", "page.html"],
     ];
-    let ran = commands.map(|command| (command, place.run(command)));
-    let (_, first) = &ran[0];
-    for (command, other) in &ran {
+    let output = commands.map(|command| (command, dir.run(command)));
+    let (_, first) = &output[0];
+    for (command, other) in &output {
         assert_eq!((other.code, error(&other.stderr)), (first.code, error(&first.stderr)), "{what}: {command:?}");
     }
     match first.code {
-        Some(0) => check_levels(&ran[1].1.json(), what),
+        Some(0) => check_levels(&output[1].1.json(), what),
         _ => first.refused(2, &[": event "]),
     }
     first.code == Some(0)
@@ -89,32 +88,32 @@ fn error(stderr: &str) -> Option<&str> {
 
 #[test]
 fn every_command_refuses_the_same_edits() {
-    let (place, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
-    let (mut told, mut refused) = (0, 0);
+    let (dir, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
+    let (mut answers, mut refused) = (0, 0);
     let fixtures = ["resnet50.gcsplit", "graph_step.expandable", "streams.expandable"];
     for name in fixtures.map(|name| format!("allocators/histories/tests/fixtures/{name}.pickle.xz")) {
-        let mut snapshot = snapshot(&place, &name);
+        let mut snapshot = snapshot(&dir, &name);
         let events = snapshot["device_traces"][0].as_array().unwrap().clone();
         for number in 0..EDITS {
             let mut edited = events.clone();
             edit(&mut edited, &mut random);
             snapshot["device_traces"][0] = json!(edited);
-            let file = place.write("edited.json", snapshot.to_string());
-            *if answered(&place, &file, &format!("{name} {number}")) { &mut told } else { &mut refused } += 1;
+            let file = dir.write("edited.json", snapshot.to_string());
+            *if accepted(&dir, &file, &format!("{name} {number}")) { &mut answers } else { &mut refused } += 1;
         }
     }
-    assert!(refused > EDITS && told > EDITS / 2, "{refused} refused and {told} answered");
+    assert!(refused > EDITS && answers > EDITS / 2, "{refused} refused and {answers} accepted");
 }
 
 #[test]
 fn every_command_refuses_the_same_edits_of_a_log() {
-    let (place, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
-    let mut events = snapshot(&place, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
+    let (dir, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
+    let mut events = snapshot(&dir, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
     let events = events.as_array_mut().unwrap();
     events.retain(|event| event["action"] != "free_completed");
     events.truncate(1200);
-    let (mut told, mut refused) = (0, 0);
-    // Few of them can be answered.
+    let (mut answers, mut refused) = (0, 0);
+    // Few edited logs are consistent.
     for number in 0..4 * EDITS {
         let mut edited = events.clone();
         edit(&mut edited, &mut random);
@@ -122,14 +121,15 @@ fn every_command_refuses_the_same_edits_of_a_log() {
             let [action, addr, size, stream] = ["action", "addr", "size", "stream"].map(|key| event[key].clone());
             json!({"time_ns": 1, "action": action, "addr": addr, "size": size, "stream": stream}).to_string() + "\n"
         };
-        let file = place.write("edited.jsonl", edited.iter().map(line).collect::<String>());
-        *if answered(&place, &file, &format!("log {number}")) { &mut told } else { &mut refused } += 1;
+        let file = dir.write("edited.jsonl", edited.iter().map(line).collect::<String>());
+        *if accepted(&dir, &file, &format!("log {number}")) { &mut answers } else { &mut refused } += 1;
     }
-    assert!(refused > EDITS && told > 0, "{refused} refused and {told} answered");
+    assert!(refused > EDITS && answers > 0, "{refused} refused and {answers} accepted");
 }
 
-/// Two frees wait. One completes before a block is freed, the other after 18 MiB were asked for; `idle` goes back between.
-fn two_frees_that_wait(idle: bool) -> Story {
+/// Two deferred frees: one completes before another block is freed, the other after an 18 MiB request; an `idle` segment is released
+/// in between.
+fn two_deferred_frees(idle: bool) -> Story {
     let mut story = Story::default();
     if idle {
         story.segment(200 * MIB, 2 * MIB, 0);
@@ -152,71 +152,71 @@ fn two_frees_that_wait(idle: bool) -> Story {
 }
 
 #[test]
-fn what_waits_on_shows_that_the_cache_was_not_emptied() {
-    let place = Place::new();
+fn a_pending_free_excludes_a_call_of_empty_cache() {
+    let dir = Place::new();
     let replay = |story: &Story| {
-        let file = place.write("waits.json", story.text());
-        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
+        let file = dir.write("waits.json", story.text());
+        dir.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
     };
-    let rows = replay(&two_frees_that_wait(false)).rows();
-    let figure = |name: &str| rows[0][name].as_u64().unwrap() / MIB;
+    let rows = replay(&two_deferred_frees(false)).rows();
+    let mib = |name: &str| rows[0][name].as_u64().unwrap() / MIB;
     assert_eq!(
-        (figure("peak_reserved_bytes"), figure("lower_bound_bytes")),
+        (mib("peak_reserved_bytes"), mib("lower_bound_bytes")),
         (38, 26),
-        "20 and 18 of which 8 and 18 are used"
+        "segments of 20 and 18 MiB with 8 and 18 MiB active"
     );
-    // `empty_cache` waits for every free, and one of them went on waiting.
+    // `empty_cache` waits for all deferred frees, but one stayed pending.
     let why = "caching reserves 20 MiB at most, less than the 26 MiB that are in use at once";
-    replay(&two_frees_that_wait(true)).refused(2, &["waits.json", "the events contradict each other", why]);
+    replay(&two_deferred_frees(true)).refused(2, &["waits.json", "the events contradict each other", why]);
 }
 
-// What `advise` says of histories that lack their beginning or events of segments. Each recorded history is cut as PyTorch's ring does
-// it: the oldest events go, the end of the snapshot stays.
+// `advise` on recordings without their beginning or without segment events. Recordings are cut like PyTorch's ring buffer: the oldest
+// events are lost, the final snapshot stays.
 
 const MIB: u64 = 1 << 20;
 
-/// Shares of the events that are lost, in percent. Every second history that lies beside the checkout loses one, in turn: they are
-/// programs of the repository under other settings.
+/// Shares of lost events in percent. Every second recording outside of the checkout loses one of them, in turn; these are programs of
+/// the repository under other settings.
 const LOST: [usize; 6] = [10, 25, 50, 75, 90, 97];
-/// By so many points more than the whole history shows, what is promised of a cut one may be.
+/// Percentage points by which the predicted saving of a cut recording may exceed that of the complete one.
 const POINTS: f64 = 2.0;
 
-/// A recorded history, and the shares of its events that it is to lose.
+/// A recording, and the shares of events that it loses.
 type Cuts = (PathBuf, &'static [usize]);
 
-/// The recorded histories in `folders` of the repository, by their names.
-fn histories(folders: [&str; 2]) -> Vec<PathBuf> {
+/// The recordings in two directories of the repository, by name.
+fn recordings(directories: [&str; 2]) -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let entries = folders.iter().filter_map(|folder| std::fs::read_dir(root.join(folder)).ok()).flatten();
+    let entries = directories.iter().filter_map(|directory| std::fs::read_dir(root.join(directory)).ok()).flatten();
     let mut out: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
     out.retain(|path| path.to_string_lossy().ends_with(".pickle.xz"));
     out.sort();
     out
 }
 
-/// The repository's histories, and what else lies beside the checkout.
+/// The repository's recordings, and others outside of the checkout.
 fn cuts() -> Vec<Cuts> {
-    let own = histories(["experiments/histories", "experiments/histories/ranks"]);
-    let mut beside = histories(["../shared/traces", "../shared/traces/configs"]);
-    beside.retain(|path| own.iter().all(|own| own.file_name() != path.file_name()));
-    let in_turn = beside.into_iter().step_by(2).enumerate().map(|(at, path)| (path, &LOST[at % LOST.len()..][..1]));
-    own.into_iter().map(|path| (path, &LOST[..])).chain(in_turn).collect()
+    let kept = recordings(["experiments/histories", "experiments/histories/ranks"]);
+    let mut others = recordings(["../shared/traces", "../shared/traces/configs"]);
+    others.retain(|path| kept.iter().all(|known| known.file_name() != path.file_name()));
+    let in_turn = others.into_iter().step_by(2).enumerate().map(|(at, path)| (path, &LOST[at % LOST.len()..][..1]));
+    kept.into_iter().map(|path| (path, &LOST[..])).chain(in_turn).collect()
 }
 
-/// What is said of a whole history and of what each cut leaves.
+/// The advice for a complete recording and for each cut one.
 struct Answers {
     name: String,
     whole: Value,
-    /// With the share that is lost.
+    /// With the lost share.
     cut: Vec<(usize, Value)>,
 }
 
 impl Answers {
-    fn of(place: &Place, number: usize, (path, shares): &Cuts) -> Self {
+    fn new(dir: &Place, number: usize, (path, shares): &Cuts) -> Self {
         let json = format!("{number}.json");
-        place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
-        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(place.at(&json)).unwrap()).unwrap();
-        let advise = |file: &str| place.run(&["advise", file, "--json"]).ok().json();
+        dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
+        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(dir.at(&json)).unwrap()).unwrap();
+        let advise = |file: &str| dir.run(&["advise", file, "--json"]).ok().json();
         let whole = advise(&json);
         let traces = snapshot["device_traces"].take();
         let cut = shares.iter().map(|&lost| {
@@ -225,7 +225,7 @@ impl Answers {
                 Value::from(&events[events.len() * lost / 100..])
             };
             snapshot["device_traces"] = traces.as_array().unwrap().iter().map(keep).collect();
-            (lost, advise(&place.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
+            (lost, advise(&dir.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
         });
         let cut = cut.collect();
         Self { name: path.file_name().unwrap().to_string_lossy().into_owned(), whole, cut }
@@ -233,60 +233,60 @@ impl Answers {
 }
 
 #[test]
-fn no_more_is_promised_of_a_cut_history_than_of_the_whole() {
-    let (place, histories) = (Place::new(), cuts());
+fn a_cut_recording_promises_no_more_than_the_complete_one() {
+    let (dir, recordings) = (Place::new(), cuts());
     let (next, answers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
                 while let Some((number, cuts)) =
-                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, histories.get(at)?)))
+                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, recordings.get(at)?)))
                 {
-                    let found = Answers::of(&place, number, cuts);
-                    answers.lock().unwrap().push(found);
+                    let advice = Answers::new(&dir, number, cuts);
+                    answers.lock().unwrap().push(advice);
                 }
             });
         }
     });
     let answers = answers.into_inner().unwrap();
-    assert!(answers.len() >= 4, "the repository's histories are there");
-    let (mut told, mut least, mut same) = (0, 0, 0);
+    assert!(answers.len() >= 4, "the repository's recordings are missing");
+    let (mut promises, mut least_cut, mut same) = (0, 0, 0);
     for Answers { name, whole, cut } in &answers {
         let saved = whole["saving_percent"].as_f64().unwrap_or(0.0);
         assert_eq!(whole["evidence"]["before"]["reserved_bytes"], 0, "{name}: recorded from the first CUDA call");
         for (lost, answer) in cut {
             let verdict = answer["verdict"].as_str().unwrap();
             match answer["saving_percent"].as_f64() {
-                Some(said) => {
-                    told += 1;
-                    assert!(said <= saved + POINTS, "{name} without {lost} %: -{said:.1} % for -{saved:.1} %");
+                Some(promised) => {
+                    promises += 1;
+                    assert!(promised <= saved + POINTS, "{name} without {lost} %: -{promised:.1} % for -{saved:.1} %");
                 }
-                // What ran out of memory has no saving, and what is kept needs none.
+                // A program that ran out of memory has no saving.
                 None => assert!(
                     verdict != "change" || whole["saving_percent"].is_null(),
                     "{name} without {lost} %: {answer}"
                 ),
             }
             if *lost <= 50 {
-                least += 1;
+                least_cut += 1;
                 same += u32::from(answer["settings"][0]["conf"] == whole["settings"][0]["conf"]);
             }
         }
     }
     println!(
-        "{} histories; a saving is said of {told} of {} cut ones; the same first choice {same} of {least} times",
+        "{} recordings; a saving is predicted for {promises} of {} cut ones; same first choice {same} of {least_cut} times",
         answers.len(),
-        answers.iter().map(|of| of.cut.len()).sum::<usize>()
+        answers.iter().map(|answer| answer.cut.len()).sum::<usize>()
     );
-    assert!(same * 2 >= least, "the whole history's first choice: {same} of {least} times");
+    assert!(same * 2 >= least_cut, "the complete recording's first choice: {same} of {least_cut} times");
 }
 
 fn event(action: &str, addr: u64, size: u64) -> Value {
     json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1})
 }
 
-/// A snapshot whose recording begins with the `empty_cache` of an earlier run, and goes on with three requests.
-fn after_an_earlier_run(place: &Place) -> String {
+/// A snapshot whose recording starts with the `empty_cache` of an earlier run, followed by three requests.
+fn after_an_earlier_run(dir: &Place) -> String {
     let mut events = vec![event("segment_free", 1 << 40, 512 * MIB), event("segment_free", 1 << 41, 512 * MIB)];
     let mut segments = Vec::new();
     for at in 1..=3 {
@@ -299,14 +299,14 @@ fn after_an_earlier_run(place: &Place) -> String {
             "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]}));
     }
     let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
-    place.write("later.json", snapshot.to_string())
+    dir.write("later.json", snapshot.to_string())
 }
 
 #[test]
-fn what_an_earlier_run_left_is_said_and_saves_nothing() {
-    let place = Place::new();
-    let file = after_an_earlier_run(&place);
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+fn the_cache_of_an_earlier_run_is_reported_and_saves_nothing() {
+    let dir = Place::new();
+    let file = after_an_earlier_run(&dir);
+    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
     let evidence = &advice["evidence"];
     assert_eq!(evidence["before"]["returned_at_once_bytes"], 1024 * MIB, "{evidence}");
     assert_eq!(
@@ -314,17 +314,17 @@ fn what_an_earlier_run_left_is_said_and_saves_nothing() {
         (&json!(96 * MIB), &json!(3))
     );
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("keep"), &json!(0.0)), "{advice}");
-    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = dir.run(&["advise", &file]).ok().stdout;
     assert!(screen.contains("1 GiB were cached and went back before the first allocation"), "{screen}");
     assert!(screen.contains("Without that, at most 96 MiB were reserved, 0.0 % more"), "{screen}");
 }
 
 #[test]
-fn nothing_is_promised_where_more_was_reserved_before_than_is_seen() {
-    let place = Place::new();
+fn nothing_is_promised_if_more_was_reserved_before_recording() {
+    let dir = Place::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
-    // The same gigabyte, which stays cached.
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&dir)).unwrap()).unwrap();
+    // The same gigabyte stays cached.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.drain(..2);
     for at in [40, 41] {
@@ -333,20 +333,20 @@ fn nothing_is_promised_where_more_was_reserved_before_than_is_seen() {
             "total_size": 512 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 0],
             "is_expandable": false, "blocks": [cached]}));
     }
-    let file = place.write("cached.json", snapshot.to_string());
-    let advice = place.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
+    let file = dir.write("cached.json", snapshot.to_string());
+    let advice = dir.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
     assert_eq!(advice["evidence"]["before"]["kept_unused_bytes"], 1024 * MIB, "{advice}");
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("not-said"), &Value::Null), "{advice}");
-    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let screen = dir.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
     assert!(screen.contains("The recording does not say") && screen.contains("_record_memory_history"), "{screen}");
 }
 
 #[test]
-fn without_events_of_segments_nothing_is_reserved_for_certain() {
-    let place = Place::new();
+fn reserved_memory_is_unknown_without_segment_events() {
+    let dir = Place::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
-    // Three blocks were asked for, and the segment of one is still held.
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&dir)).unwrap()).unwrap();
+    // Three requests; the segment of one remains.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.retain(|event| event["action"] == "alloc");
     let freed: Vec<Value> = events[1..]
@@ -361,15 +361,14 @@ fn without_events_of_segments_nothing_is_reserved_for_certain() {
         .collect();
     events.extend(freed);
     snapshot["segments"].as_array_mut().unwrap().truncate(1);
-    let file = place.write("few.json", snapshot.to_string());
-    let advice = place.run(&["advise", &file, "--json"]).ok().json();
+    let file = dir.write("few.json", snapshot.to_string());
+    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
     assert_eq!(advice["recorded"]["peak_reserved_bytes"], Value::Null, "{advice}");
     assert_eq!(advice["saving_percent"], Value::Null, "{advice}");
     for command in ["advise", "explain"] {
-        let screen = place.run(&[command, &file]).ok().stdout;
+        let screen = dir.run(&[command, &file]).ok().stdout;
         assert!(!screen.contains("more than") && !screen.contains("(300"), "{screen}");
-        let words =
-            if command == "advise" { "At least 96 MiB were reserved" } else { "what was reserved is not known" };
+        let words = if command == "advise" { "At least 96 MiB were reserved" } else { "so reserved memory is unknown" };
         assert!(screen.contains(words), "{screen}");
     }
 }

@@ -1,9 +1,9 @@
-//! Stacks that are deeper, and names that are longer, than any program's.
+//! Stacks that are deeper, and names that are longer, than those of real programs.
 
 use crate::common::Place;
 use serde_json::{Value, json};
 
-/// A snapshot of allocations that are never freed, each with its stack.
+/// A snapshot of live allocations with these stacks.
 fn snapshot(stacks: &[Vec<Value>]) -> String {
     let event = |(at, frames): (u64, &Vec<Value>)| {
         let (addr, size) = (0x7f00_0000_0000_u64 + (at << 22), 2 << 20);
@@ -18,7 +18,7 @@ fn frame(name: String, line: usize) -> Value {
     json!({"filename": "/home/me/train.py", "name": name, "line": line})
 }
 
-/// How deep a tree is, and how many nodes it has.
+/// Depth and number of nodes of a tree.
 fn measured(node: &Value) -> (usize, usize) {
     let below = node["children"].as_array().unwrap().iter().map(measured);
     below.fold((1, 1), |(depth, count), (deeper, more)| (depth.max(deeper + 1), count + more))
@@ -30,33 +30,33 @@ fn sum(nodes: &Value, key: &str) -> u64 {
 
 #[test]
 fn a_stack_of_12000_frames_is_shown_without_its_middle() {
-    let place = Place::new();
+    let dir = Place::new();
     let deep: Vec<Value> = (0..12_000).map(|line| frame(format!("f{line}"), line)).collect();
     let text = snapshot(&[deep]);
-    let file = place.write("deep.json", &text);
-    let said = place.run(&["explain", &file, "--json"]).ok().stdout;
+    let file = dir.write("deep.json", &text);
+    let said = dir.run(&["explain", &file, "--json"]).ok().stdout;
     assert!(said.len() < text.len(), "{} bytes of {}", said.len(), text.len());
     let explained: Value = serde_json::from_str(&said).unwrap();
     let tree = &explained["who"][0]["tree"];
     let (depth, _) = measured(tree);
     assert!((50..64).contains(&depth), "{depth}");
-    // The outermost and the innermost frames are there, and what lies between them is counted.
+    // The outermost and innermost frames are kept, and those in between are counted.
     let shown = tree.to_string();
     assert!(shown.contains("train.py:11999 f11999") && shown.contains("train.py:1 f1"), "{shown}");
     assert!(shown.contains("11945 calls in between"), "{shown}");
-    place.run(&["explain", &file]).ok();
-    place.run(&["advise", &file]).ok();
-    place.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 16 << 20);
+    dir.run(&["explain", &file]).ok();
+    dir.run(&["advise", &file]).ok();
+    dir.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(dir.at("report.html")).unwrap().len() < 16 << 20);
 }
 
 #[test]
-fn of_many_calls_the_largest_are_shown_and_the_rest_is_summed_up() {
-    let place = Place::new();
+fn the_largest_of_many_calls_are_shown_and_others_summed() {
+    let dir = Place::new();
     let stack = |number: usize| (1..51).map(|line| frame(format!("f{number}_{line}"), line)).rev().collect();
     let stacks: Vec<Vec<Value>> = (0..200).map(stack).collect();
-    let file = place.write("many.json", snapshot(&stacks));
-    let explained: Value = serde_json::from_str(&place.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
+    let file = dir.write("many.json", snapshot(&stacks));
+    let explained: Value = serde_json::from_str(&dir.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
     let tree = &explained["who"][0]["tree"];
     let (_, count) = measured(tree);
     assert!((4000..8200).contains(&count), "{count} of 10,000");
@@ -66,17 +66,17 @@ fn of_many_calls_the_largest_are_shown_and_the_rest_is_summed_up() {
 
 #[test]
 fn a_name_of_200_kib_is_cut() {
-    let place = Place::new();
+    let dir = Place::new();
     let long = |letter: &str| format!("{}\u{1b}[31m", letter.repeat(200 << 10));
     let stack = vec![json!({"filename": format!("/{}.py", long("p")), "name": long("n"), "line": 7})];
     let mut text: Value = serde_json::from_str(&snapshot(&[stack])).unwrap();
     text["external_annotations"] = json!([{"name": long("a"), "device": 0, "stage": "START", "time_us": 0}]);
-    let file = place.write("long.json", text.to_string());
+    let file = dir.write("long.json", text.to_string());
     for arguments in [&["explain", &file][..], &["explain", &file, "--json"], &["advise", &file]] {
-        let ran = place.run(arguments).ok();
-        assert!(ran.stdout.len() < 100 << 10, "{arguments:?}: {} bytes", ran.stdout.len());
-        assert!(!ran.stdout.contains('\u{1b}'), "{arguments:?}");
+        let output = dir.run(arguments).ok();
+        assert!(output.stdout.len() < 100 << 10, "{arguments:?}: {} bytes", output.stdout.len());
+        assert!(!output.stdout.contains('\u{1b}'), "{arguments:?}");
     }
-    place.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 1 << 20);
+    dir.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(dir.at("report.html")).unwrap().len() < 1 << 20);
 }

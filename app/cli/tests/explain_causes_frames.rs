@@ -1,40 +1,41 @@
-//! Causes that `explain` names where the history can show them, and the lines of code that stack frames tell.
+//! Causes that `explain` infers, and lines inferred from stack frames.
 
 use crate::common::Place;
 use crate::common::story::{BASE, MIB, Story, script};
-use crate::common::story::{agrees, explain, found, part};
+use crate::common::story::{agrees, explain, explain_json, part};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 #[test]
-fn frees_that_complete_while_memory_is_taken_are_no_private_pool() {
-    let place = Place::new();
+fn frees_that_complete_during_a_miss_are_not_a_private_pool() {
+    let dir = Place::new();
     let mut story = Story::default();
     story.segment(0, 20 * MIB, 0);
     story.alloc(0, 20 * MIB, 0, json!([]));
     story.event("free_requested", BASE, 20 * MIB, 0, json!([]));
     story.segment(1 << 30, 12 * MIB, 3);
     story.alloc(1 << 30, 12 * MIB, 3, json!([]));
-    // No block fits and the device is full, so the allocator waits for the frees, gives segments back and asks again.
+    // No block fits and the device is full: the allocator waits for the frees, releases segments and retries.
     story.event("free_completed", BASE, 20 * MIB, 0, json!([]));
     story.segment(2 << 30, 20 * MIB, 0);
     story.alloc(2 << 30, 16 * MIB, 0, json!([script(3, "step")]));
-    let found = found(&place, &[&place.write("waited.json", story.text())]);
-    let shape = &found["shapes"].as_array().unwrap().iter().find(|shape| shape["requested_bytes"] == 16 * MIB).unwrap();
+    let explanation = explain_json(&dir, &[&dir.write("waited.json", story.text())]);
+    let shape =
+        &explanation["shapes"].as_array().unwrap().iter().find(|shape| shape["requested_bytes"] == 16 * MIB).unwrap();
     assert_eq!(shape["cause"], "pending");
-    // So does a request that was refused.
+    // The same for a refused request.
     let last = story.events.len() - 2;
     story.events.truncate(last);
     story.event("oom", 0, 16 * MIB, 0, json!([script(3, "step")]));
-    let found = self::found(&place, &[&place.write("refused.json", story.text())]);
-    assert_eq!(found["out_of_memory"][0]["cause"], "pending");
-    let screen = explain(&place, &["refused.json"]).ok().stdout;
+    let explanation = explain_json(&dir, &[&dir.write("refused.json", story.text())]);
+    assert_eq!(explanation["out_of_memory"][0]["cause"], "pending");
+    let screen = explain(&dir, &["refused.json"]).ok().stdout;
     assert!(!screen.contains("private pool"), "{screen}");
 }
 
 #[test]
-fn a_private_pool_is_named_where_there_is_one() {
-    let place = Place::new();
+fn a_private_pool_is_named_if_the_recording_shows_one() {
+    let dir = Place::new();
     for (pool, cause) in [(None, "untold"), (Some(json!([0, 0])), "untold"), (Some(json!([0, 1])), "elsewhere")] {
         let mut story = Story::default();
         story.segment(0, 20 * MIB, 0);
@@ -45,20 +46,20 @@ fn a_private_pool_is_named_where_there_is_one() {
         if let Some(pool) = pool {
             story.held(2 << 30, 2 * MIB, pool);
         }
-        let file = place.write("pools.json", story.text());
-        let shapes = found(&place, &[&file])["shapes"].clone();
+        let file = dir.write("pools.json", story.text());
+        let shapes = explain_json(&dir, &[&file])["shapes"].clone();
         assert_eq!(
             shapes.as_array().unwrap().iter().find(|shape| shape["requested_bytes"] == 16 * MIB).unwrap()["cause"],
             cause
         );
-        let screen = explain(&place, &[&file]).ok().stdout;
+        let screen = explain(&dir, &[&file]).ok().stdout;
         assert_eq!(screen.contains("private pool"), cause == "elsewhere", "{screen}");
     }
 }
 
 #[test]
-fn nothing_is_stranded_in_a_recording_that_ends_soon() {
-    let place = Place::new();
+fn nothing_is_stranded_shortly_before_the_end() {
+    let dir = Place::new();
     let stranded = |requests: u64| {
         let mut story = Story::default();
         story.held(1 << 30, 20 * MIB, json!([0, 0]));
@@ -68,10 +69,10 @@ fn nothing_is_stranded_in_a_recording_that_ends_soon() {
             story.alloc(0, 4 * MIB, 0, json!([]));
             story.free(0, 4 * MIB, 0);
         }
-        // At the last event is the peak.
+        // The peak is at the last event.
         story.segment(2 << 30, 40 * MIB, 0);
         story.alloc(2 << 30, 40 * MIB, 0, json!([]));
-        found(&place, &[&place.write("stranded.json", story.text())])["reserved"]["stranded"].clone()
+        explain_json(&dir, &[&dir.write("stranded.json", story.text())])["reserved"]["stranded"].clone()
     };
     assert_eq!(stranded(0), json!([]));
     assert_eq!(stranded(8), json!([]));
@@ -81,17 +82,17 @@ fn nothing_is_stranded_in_a_recording_that_ends_soon() {
     story.held(1 << 30, 20 * MIB, json!([0, 0]));
     story.segments[0]["stream"] = json!(7);
     story.alloc(0, 4 * MIB, 0, json!([]));
-    let file = place.write("one.json", story.text());
-    assert_eq!(found(&place, &[&file])["reserved"]["stranded"], json!([]));
-    let screen = explain(&place, &[&file]).ok().stdout;
-    for never in ["used no more", "did not serve", "Who held memory at the peak of reserved"] {
+    let file = dir.write("one.json", story.text());
+    assert_eq!(explain_json(&dir, &[&file])["reserved"]["stranded"], json!([]));
+    let screen = explain(&dir, &[&file]).ok().stdout;
+    for never in ["no longer used", "could not serve", "Active memory at peak reserved"] {
         assert!(!screen.contains(never), "{never}: {screen}");
     }
 }
 
 #[test]
-fn other_streams_are_named_where_there_are_some() {
-    let place = Place::new();
+fn other_streams_are_named_only_if_recorded() {
+    let dir = Place::new();
     for stream in [0, 5] {
         let mut story = Story::default();
         story.segment(0, 20 * MIB, 0);
@@ -101,42 +102,42 @@ fn other_streams_are_named_where_there_are_some() {
         story.segment(1 << 30, 20 * MIB, stream);
         story.alloc(1 << 30, 8 * MIB, stream, json!([]));
         story.event("free_completed", BASE, 8 * MIB, 0, json!([]));
-        let file = place.write("streams.json", story.text());
-        assert_eq!(found(&place, &[&file])["streams"], if stream == 0 { 1 } else { 2 });
-        let screen = explain(&place, &[&file]).ok().stdout;
+        let file = dir.write("streams.json", story.text());
+        assert_eq!(explain_json(&dir, &[&file])["streams"], if stream == 0 { 1 } else { 2 });
+        let screen = explain(&dir, &[&file]).ok().stdout;
         assert_eq!(screen.contains("record_stream"), stream == 5, "{screen}");
         assert!(screen.contains("1 free"), "{screen}");
     }
 }
 
 #[test]
-fn the_ledger_is_of_the_first_moment_near_the_peak() {
-    let place = Place::new();
+fn the_breakdown_is_of_the_busiest_moment_near_the_peak() {
+    let dir = Place::new();
     let mut story = Story::default();
     story.segment(0, 1000 * MIB, 0);
     story.alloc(0, 1000 * MIB, 0, json!([script(4, "forward")]));
     story.free(0, 1000 * MIB, 0);
-    // Little is in use when the last 2 MiB are taken.
+    // Little is active when the last 2 MiB are allocated.
     story.segment(1 << 40, 2 * MIB, 0);
     story.alloc(1 << 40, 512, 0, json!([script(9, "log")]));
-    let near = found(&place, &[&place.write("near.json", story.text())]);
+    let near = explain_json(&dir, &[&dir.write("near.json", story.text())]);
     assert_eq!(near["peak_reserved"]["event"], 6);
     assert_eq!(
         (&near["reserved"]["at"], &near["reserved"]["moment"]["event"]),
         (&json!("near_peak_reserved"), &json!(2))
     );
     assert_eq!(part(&near, "requested"), 1000 * MIB);
-    assert!(!explain(&place, &["near.json"]).ok().stdout.contains("did not serve"));
-    // More than half a percent is another moment.
+    assert!(!explain(&dir, &["near.json"]).ok().stdout.contains("could not serve"));
+    // More than half a percent lower is not near the peak.
     story.segment(2 << 40, 20 * MIB, 0);
     story.alloc(2 << 40, 20 * MIB, 0, json!([]));
-    let peak = found(&place, &[&place.write("peak.json", story.text())]);
+    let peak = explain_json(&dir, &[&dir.write("peak.json", story.text())]);
     assert_eq!((&peak["reserved"]["at"], &peak["reserved"]["moment"]["event"]), (&json!("peak_reserved"), &json!(8)));
 }
 
-// `explain` on recorded histories, on a run of the trainer, and on a large file.
-/// A snapshot as Python's pickler writes it (protocol 4): strings and containers are entered in the memo, and frames are
-/// shared; each event has a list of frames of its own.
+// `explain` on recordings of real programs, and on a large file.
+/// A snapshot as Python's pickler writes it (protocol 4): strings, containers and frames are memoized; each event has its own list
+/// of frames.
 fn pickled(events: u32) -> Vec<u8> {
     let mut out = b"\x80\x04\x95\0\0\0\0\0\0\0\0}\x94(".to_vec();
     let mut entered = 1_u32;
@@ -194,7 +195,7 @@ fn pickled(events: u32) -> Vec<u8> {
             out.extend(b"K\x07u");
         }
         out.extend(b"eu");
-        // Lists come in batches.
+        // The pickler writes lists in batches.
         if number % 1000 == 999 {
             out.extend(b"e(");
         }
@@ -204,31 +205,31 @@ fn pickled(events: u32) -> Vec<u8> {
 }
 
 #[test]
-fn reading_takes_less_memory_than_the_file_has_bytes() {
-    let place = Place::new();
+fn reading_uses_less_memory_than_the_file_size() {
+    let dir = Place::new();
     let snapshot = pickled(300_000);
-    let file = place.at("large.pickle");
+    let file = dir.at("large.pickle");
     std::fs::write(&file, &snapshot).unwrap();
     let file = file.to_str().unwrap();
-    let within = |bytes: usize| explain(&place, &[file, "--json", "--read-memory", &format!("{bytes}B")]);
-    let found: Value = serde_json::from_str(&within(snapshot.len()).ok().stdout).unwrap();
+    let within = |bytes: usize| explain(&dir, &[file, "--json", "--read-memory", &format!("{bytes}B")]);
+    let explanation: Value = serde_json::from_str(&within(snapshot.len()).ok().stdout).unwrap();
     assert_eq!(
-        (&found["events"], &found["who"][0]["lines"][0]["line"]),
+        (&explanation["events"], &explanation["who"][0]["lines"][0]["line"]),
         (&json!(300_000), &json!("me/train.py:7 step"))
     );
     within(snapshot.len() / 4).refused(2, &["large.pickle", "of memory to read, and the limit is", "--read-memory"]);
 }
 
 #[test]
-fn the_ledger_of_recorded_programs_is_that_of_the_replay() {
-    let place = Place::new();
+fn the_breakdown_of_recorded_programs_equals_the_replays() {
+    let dir = Place::new();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures");
     for name in ["resnet50.roundup8", "resnet50.split32"] {
-        agrees(&place, fixtures.join(format!("{name}.pickle.xz")).to_str().unwrap());
+        agrees(&dir, fixtures.join(format!("{name}.pickle.xz")).to_str().unwrap());
     }
 }
 
-/// A recorded history that is not in the repository.
+/// A recording outside of the repository.
 fn recorded(name: &str) -> Option<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/traces/configs");
     let path = folder.join(format!("{name}.pickle.xz"));
@@ -240,45 +241,45 @@ fn recorded(name: &str) -> Option<PathBuf> {
 
 #[test]
 fn recorded_programs_are_explained() {
-    let place = Place::new();
+    let dir = Place::new();
     if let Some(path) = recorded("gpt2.frames") {
         let path = path.to_str().unwrap();
-        agrees(&place, path);
-        let found = found(&place, &[path]);
-        let lines = found["who"][0]["lines"].as_array().unwrap();
+        agrees(&dir, path);
+        let explanation = explain_json(&dir, &[path]);
+        let lines = explanation["who"][0]["lines"].as_array().unwrap();
         assert!(lines.iter().take(5).all(|row| row["line"].as_str().unwrap().starts_with("train.py:")), "{lines:?}");
-        assert!(found["annotations"].as_u64() > Some(0));
-        let screen = explain(&place, &[path]).ok().stdout;
+        assert!(explanation["annotations"].as_u64() > Some(0));
+        let screen = explain(&dir, &[path]).ok().stdout;
         assert!(screen.contains("eager_attention_forward"), "{screen}");
     }
     for name in ["gpt2_fsdp1.rank0", "gpt2_ddp.rank0", "streams.split32"] {
         if let Some(path) = recorded(name) {
-            agrees(&place, path.to_str().unwrap());
+            agrees(&dir, path.to_str().unwrap());
         }
     }
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../allocators/histories/tests/fixtures");
-    let found = found(&place, &[fixtures.join("resnet50.gcsplit.pickle.xz").to_str().unwrap()]);
-    let last = found["out_of_memory"].as_array().unwrap().last().unwrap();
+    let explanation = explain_json(&dir, &[fixtures.join("resnet50.gcsplit.pickle.xz").to_str().unwrap()]);
+    let last = explanation["out_of_memory"].as_array().unwrap().last().unwrap();
     assert_eq!((&last["asked_bytes"], &last["reserved_bytes"]), (&json!(28 * MIB), &json!(6_283_067_392_u64)));
     assert_eq!(last["cause"], "pieces");
-    // PyTorch counted five segments that went back.
-    let kinds: Vec<&Value> = found["retries"].as_array().unwrap().iter().map(|retry| &retry["kind"]).collect();
+    // PyTorch counted five garbage collections.
+    let kinds: Vec<&Value> = explanation["retries"].as_array().unwrap().iter().map(|retry| &retry["kind"]).collect();
     assert_eq!(kinds, ["garbage_collection"; 5]);
 }
 
-// Where `explain` says that blocks come from, and what they are for, by frames as PyTorch writes them.
+// Lines and purposes of blocks, from frames as PyTorch writes them.
 
 /// A frame of a file.
 fn frame(file: &str, line: u64, name: &str) -> Value {
     json!({"filename": file, "line": line, "name": name})
 }
 
-/// C++, as the unwinder names it where it finds no file.
+/// A C++ frame, as the unwinder writes it without a file.
 fn native(name: &str) -> Value {
     frame("??", 0, name)
 }
 
-/// What stands on top of every stack that was recorded with C++.
+/// The innermost frames of every stack recorded with C++.
 fn recorder() -> Vec<Value> {
     vec![
         native("torch::unwind::unwind()"),
@@ -293,12 +294,12 @@ fn recorder() -> Vec<Value> {
     ]
 }
 
-/// A stack with C++: what allocates, between the recorder and what called it.
+/// A C++ stack: the allocating frames between the recorder's and the calling ones.
 fn stack(inner: &[Value], outer: &[Value]) -> Value {
     Value::from([&recorder()[..], inner, outer].concat())
 }
 
-/// What runs a node of autograd on its thread.
+/// The frames that run an autograd node on its thread.
 fn engine() -> Vec<Value> {
     vec![
         native("torch::autograd::Node::operator()(std::vector<at::Tensor, std::allocator<at::Tensor> >&&)"),
@@ -324,13 +325,13 @@ fn held(stacks: &[Value]) -> Story {
     story
 }
 
-/// The lines of a history in words, with blocks.
-fn lines(found: &Value) -> Vec<(String, u64)> {
+/// The lines of an explanation with their numbers of blocks.
+fn lines(explanation: &Value) -> Vec<(String, u64)> {
     let words = |row: &Value| match row["inside"].as_str() {
         Some(inside) => format!("{} > {inside}", row["line"].as_str().unwrap()),
         None => row["line"].as_str().unwrap().to_owned(),
     };
-    let mut rows: Vec<(String, u64)> = found["who"][0]["lines"]
+    let mut rows: Vec<(String, u64)> = explanation["who"][0]["lines"]
         .as_array()
         .unwrap()
         .iter()
@@ -342,7 +343,7 @@ fn lines(found: &Value) -> Vec<(String, u64)> {
 
 #[test]
 fn cpp_is_named_by_node_operator_and_workspace() {
-    let place = Place::new();
+    let dir = Place::new();
     let linear = frame("/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", 134, "forward");
     let addmm = native("at::_ops::addmm::call(at::Tensor const&, at::Tensor const&)");
     let python = [native("_PyEval_EvalFrameDefault"), native("Py_BytesMain"), native("_start")];
@@ -352,38 +353,38 @@ fn cpp_is_named_by_node_operator_and_workspace() {
         stack(&[], &node("DivBackward0")),
         stack(&[], &node("DivBackward0")),
         stack(std::slice::from_ref(&workspace), &node("AddmmBackward0")),
-        // The engine's own work, such as to sum up a gradient.
+        // The engine's own work, such as accumulating a gradient.
         stack(&[native("at::_ops::sum_dim_IntList::call(at::Tensor const&)")], &engine()),
         stack(&[addmm.clone(), linear.clone()], &own(8)),
         stack(&[workspace, addmm.clone(), linear], &own(8)),
         stack(&[addmm], &own(9)),
-        // A function in Python that the backward pass calls.
+        // A Python function called by the backward pass.
         stack(
             &[native("at::_ops::mul_Tensor::call(at::Tensor const&)"), script(30, "backward")],
             &[vec![native("torch::autograd::PyNode::apply(std::vector<at::Tensor>&&)")], engine()].concat(),
         ),
-        // Nothing but what records.
+        // Only recorder frames.
         Value::from(recorder()),
     ]);
-    let file = place.write("cpp.json", story.text());
-    let found = found(&place, &[&file]);
+    let file = dir.write("cpp.json", story.text());
+    let explanation = explain_json(&dir, &[&file]);
     let expected = [
         ("AddmmBackward0 > cuBLASLt workspace", 1),
         ("DivBackward0", 2),
         ("backward pass > aten::sum_dim_IntList", 1),
-        ("frames that name no place in the program", 1),
+        ("frames without a program line", 1),
         ("proj/train.py:30 backward > aten::mul_Tensor", 1),
         ("proj/train.py:8 forward > cuBLASLt workspace", 1),
         ("proj/train.py:8 forward > modules/linear.py:134 forward", 1),
         ("proj/train.py:9 forward > aten::addmm", 1),
     ];
-    assert_eq!(lines(&found), expected.map(|(line, blocks)| (line.to_owned(), blocks)));
-    // All of the backward pass is one branch.
-    let tree = &found["who"][0]["tree"]["children"];
+    assert_eq!(lines(&explanation), expected.map(|(line, blocks)| (line.to_owned(), blocks)));
+    // The backward pass is one branch.
+    let tree = &explanation["who"][0]["tree"]["children"];
     let backward = tree.as_array().unwrap().iter().find(|node| node["name"] == "backward pass").unwrap();
     assert_eq!(backward["bytes"], json!(10 * MIB));
     for arguments in [&[file.as_str()][..], &[&file, "--frames"]] {
-        let screen = explain(&place, arguments).ok().stdout;
+        let screen = explain(&dir, arguments).ok().stdout;
         for never in ["unwind", "gather", "CachingAllocator"] {
             assert!(!screen.contains(never), "{never}: {screen}");
         }
@@ -391,9 +392,9 @@ fn cpp_is_named_by_node_operator_and_workspace() {
 }
 
 #[test]
-fn the_backward_pass_is_known_by_the_line_of_the_forward_pass() {
-    let place = Place::new();
-    // As PyTorch records it under torch.autograd.set_detect_anomaly: printed, from the outermost in.
+fn the_backward_pass_gets_the_line_of_the_forward_pass() {
+    let dir = Place::new();
+    // As PyTorch records it under torch.autograd.set_detect_anomaly: as text, outermost first.
     let printed =
         |line: u64, name: &str| format!("  File \"/home/me/proj/train.py\", line {line}, in {name}\n    h = h / 3\n");
     let forward = json!([
@@ -405,27 +406,27 @@ fn the_backward_pass_is_known_by_the_line_of_the_forward_pass() {
     for event in &mut story.events[1..] {
         event["forward_frames"] = forward.clone();
     }
-    let json_form = place.write("forward.json", story.text());
+    let json_form = dir.write("forward.json", story.text());
     let expected = [("proj/train.py:27 forward > DivBackward0", 1), ("proj/train.py:27 forward > backward pass", 1)];
     let expected = expected.map(|(line, blocks)| (line.to_owned(), blocks));
-    let in_json = found(&place, &[&json_form]);
+    let in_json = explain_json(&dir, &[&json_form]);
     assert_eq!(lines(&in_json), expected);
     assert_eq!(in_json["who"][0]["purposes"], json!([{"purpose": "gradients", "bytes": 4 * MIB, "blocks": 2}]));
     assert_eq!(in_json["who"][0]["tree"]["children"][0]["name"], "proj/train.py:50 <module>");
-    // The same when it was written as a pickle and read again.
-    let to = place.at("forward.pickle");
-    place.run(&["convert", &json_form, "--to", "snapshot", "-o", to.to_str().unwrap()]).ok();
-    assert_eq!(lines(&found(&place, &[to.to_str().unwrap()])), expected);
+    // The same after a round trip through a pickle.
+    let to = dir.at("forward.pickle");
+    dir.run(&["convert", &json_form, "--to", "snapshot", "-o", to.to_str().unwrap()]).ok();
+    assert_eq!(lines(&explain_json(&dir, &[to.to_str().unwrap()])), expected);
 }
 
 #[test]
-fn names_by_number_are_readable_and_rows_that_read_alike_are_one() {
-    let place = Place::new();
+fn generated_names_are_readable_and_equal_rows_are_merged() {
+    let dir = Place::new();
     let compiled = |user: &str| frame(&format!("/tmp/torchinductor_{user}/ab/cabcdefghijklmnop.py"), 123, "call");
     let windows = r"C:\Users\me\miniconda3\Lib\site-packages\torch\nn\modules\linear.py";
     let story = held(&[
         json!([compiled("me"), script(20, "step")]),
-        // Another rank's cache, whose names are the same.
+        // Another rank's cache with the same names.
         json!([compiled("you"), script(20, "step")]),
         json!([compiled("me")]),
         json!([frame("/tmp/ipykernel_12/3456.py", 7, "train")]),
@@ -434,7 +435,7 @@ fn names_by_number_are_readable_and_rows_that_read_alike_are_one() {
         json!([frame("/home/me/proj/train.py", 9, "main")]),
         json!([frame("/home/you/proj/train.py", 9, "main")]),
     ]);
-    let found = found(&place, &[&place.write("names.json", story.text())]);
+    let explanation = explain_json(&dir, &[&dir.write("names.json", story.text())]);
     let expected = [
         ("notebook cell 3456:7 train", 1),
         ("notebook cell 3:7 train", 1),
@@ -443,7 +444,7 @@ fn names_by_number_are_readable_and_rows_that_read_alike_are_one() {
         ("proj/train.py:9 main > modules/linear.py:134 forward", 1),
         ("torch.compile's cabcdefg….py:123 call", 1),
     ];
-    assert_eq!(lines(&found), expected.map(|(line, blocks)| (line.to_owned(), blocks)));
+    assert_eq!(lines(&explanation), expected.map(|(line, blocks)| (line.to_owned(), blocks)));
 }
 
 /// A frame of PyTorch's Python.
@@ -452,8 +453,8 @@ fn of_torch(file: &str, name: &str) -> Value {
 }
 
 #[test]
-fn what_memory_is_for() {
-    let place = Place::new();
+fn purposes_are_inferred_from_frames() {
+    let dir = Place::new();
     let module = |name: &str| of_torch("nn/modules/module.py", name);
     let step = [of_torch("optim/optimizer.py", "wrapper"), script(5, "main")];
     let optimizer = |file: &str, name: &str| Value::from([&[of_torch(file, name)][..], &step].concat());
@@ -464,17 +465,17 @@ fn what_memory_is_for() {
         stack(&[native("at::cuda::getCUDABlasLtWorkspace()"), module("_call_impl")], &[script(2, "main")]),
         stack(&[], &node("DivBackward0")),
         json!([of_torch("autograd/__init__.py", "_make_grads"), of_torch("_tensor.py", "backward"), script(3, "main")]),
-        // The backward pass runs without Python right after it was called.
+        // The backward pass runs without Python frames right after its call.
         json!([]),
         optimizer("optim/adam.py", "_init_group"),
         optimizer("optim/sgd.py", "_multi_tensor_sgd"),
         json!([script(9, "load")]),
-        // What the step that still runs has made may go with it.
+        // Allocated by the step that has not ended.
         optimizer("optim/sgd.py", "_multi_tensor_sgd"),
     ]);
     let purposes = |story: &Story, name: &str| -> Vec<(String, u64)> {
-        let found = found(&place, &[&place.write(name, story.text())]);
-        let rows = found["who"][0]["purposes"].as_array().unwrap();
+        let explanation = explain_json(&dir, &[&dir.write(name, story.text())]);
+        let rows = explanation["who"][0]["purposes"].as_array().unwrap();
         rows.iter().map(|row| (row["purpose"].as_str().unwrap().to_owned(), row["blocks"].as_u64().unwrap())).collect()
     };
     let expected =
@@ -485,25 +486,32 @@ fn what_memory_is_for() {
             ("gradients", 3),
             ("parameters", 2),
             ("optimizer_state", 2),
-            ("unknown", 2),
             ("activations", 1),
-            ("workspace", 1)
+            ("optimizer_temporaries", 1),
+            ("workspace", 1),
+            ("unknown", 1),
         ])
     );
-    let screen = explain(&place, &[&place.at("purposes.json").display().to_string()]).ok().stdout;
-    for words in ["What it is for", "optimizer state", "made in a module's forward", "the recording does not tell"] {
+    let screen = explain(&dir, &[&dir.at("purposes.json").display().to_string()]).ok().stdout;
+    for words in ["By purpose", "optimizer state", "allocated in a module's forward", "no evidence in the recording"] {
         assert!(screen.contains(words), "{screen}");
     }
-    // PyTorch's own category says more than frames.
+    // PyTorch's category takes precedence over frames.
     story.events[1]["category"] = json!("OPTIMIZER_STATE");
     assert_eq!(purposes(&story, "category.json")[0], ("gradients".to_owned(), 3));
     assert_eq!(purposes(&story, "category.json")[1], ("optimizer_state".to_owned(), 3));
-    // Without frames an annotation tells of the optimizer, and nothing of what went before.
+    // Without frames an annotation shows the optimizer's step.
     let mut story = held(&[json!([]), json!([]), json!([])]);
     story.annotate("Optimizer.step#AdamW.step", "START", 2);
     story.annotate("Optimizer.step#AdamW.step", "END", 3);
     assert_eq!(purposes(&story, "annotated.json"), expected(&[("unknown", 2), ("optimizer_state", 1)]));
-    // Nothing is said where nothing is told.
+    // Casts of autocast are copies if they are live after the operator, whose result is allocated once.
+    let cast = stack(&[native("at::autocast::cached_cast(c10::ScalarType, at::Tensor const&)")], &[script(2, "main")]);
+    let result = json!([module("_call_impl"), script(2, "main")]);
+    let story = held(&[cast.clone(), cast.clone(), result.clone(), result.clone(), cast, result]);
+    let rows = expected(&[("activations", 4), ("autocast_copies", 2)]);
+    assert_eq!(purposes(&story, "autocast.json"), rows);
+    // Without evidence there are no rows.
     let story = held(&[json!([]), json!([script(1, "main")])]);
     assert_eq!(purposes(&story, "untold.json"), []);
 }
@@ -515,10 +523,11 @@ fn fixture(name: &str) -> String {
 
 #[test]
 fn recordings_of_pytorch() {
-    let place = Place::new();
-    let of = |name: &str| found(&place, &[&fixture(name)]);
-    let has =
-        |found: &Value, words: &str| assert!(lines(found).iter().any(|(line, _)| line == words), "{words}: {found:#}");
+    let dir = Place::new();
+    let of = |name: &str| explain_json(&dir, &[&fixture(name)]);
+    let has = |explanation: &Value, words: &str| {
+        assert!(lines(explanation).iter().any(|(line, _)| line == words), "{words}: {explanation:#}")
+    };
     let (cpp, anomaly, compiled) = (of("cpp"), of("anomaly"), of("compiled"));
     for words in ["AddmmBackward0 > cuBLAS workspace", "ConvolutionBackward0 > cuDNN workspace", "ConvolutionBackward0"]
     {
@@ -527,21 +536,21 @@ fn recordings_of_pytorch() {
     has(&cpp, "proj/train.py:36 forward > aten::gelu");
     has(&anomaly, "proj/train.py:37 forward > backward pass");
     has(&compiled, "proj/train.py:37 forward > torch.compile's cfu33xt5….py:1085 call");
-    // What is there of the network and its optimizer is the same, however it was recorded.
-    let bytes = |found: &Value, purpose: &str| {
-        let rows = found["who"][0]["purposes"].as_array().unwrap();
+    // Parameters and optimizer state are the same in every recording.
+    let bytes = |explanation: &Value, purpose: &str| {
+        let rows = explanation["who"][0]["purposes"].as_array().unwrap();
         rows.iter().find(|row| row["purpose"] == purpose).map_or(0, |row| row["bytes"].as_u64().unwrap() / MIB)
     };
-    for found in [&cpp, &anomaly, &compiled] {
-        assert_eq!((bytes(found, "parameters"), bytes(found, "optimizer_state")), (20, 41));
-        assert_eq!(bytes(found, "unknown"), 0);
+    for explanation in [&cpp, &anomaly, &compiled] {
+        assert_eq!((bytes(explanation, "parameters"), bytes(explanation, "optimizer_state")), (20, 41));
+        assert_eq!(bytes(explanation, "unknown"), 0);
     }
-    // Workspaces are told by C++ only, and count as the pass that made them otherwise.
+    // Only C++ frames show workspaces; otherwise they count as memory of the pass that allocated them.
     assert_eq!((bytes(&cpp, "workspace"), bytes(&anomaly, "workspace")), (100, 0));
-    let passes = |found: &Value| bytes(found, "activations") + bytes(found, "gradients");
+    let passes = |explanation: &Value| bytes(explanation, "activations") + bytes(explanation, "gradients");
     assert_eq!(passes(&anomaly), passes(&cpp) + 100);
     for name in ["cpp", "anomaly", "compiled"] {
-        let screen = explain(&place, &[&fixture(name), "--top", "99"]).ok().stdout;
+        let screen = explain(&dir, &[&fixture(name), "--top", "99"]).ok().stdout;
         for never in ["unwind", "CapturedTraceback", "torchinductor", "thread_main", "std::"] {
             assert!(!screen.contains(never), "{never}: {screen}");
         }
@@ -549,11 +558,11 @@ fn recordings_of_pytorch() {
 }
 
 #[test]
-fn a_recorded_program_has_the_parameters_of_its_network_and_twice_as_much_state() {
-    let place = Place::new();
+fn a_recorded_program_has_twice_as_much_state_as_parameters() {
+    let dir = Place::new();
     let Some(path) = recorded("gpt2.frames.pickle.xz") else { return };
-    let found = found(&place, &[path.to_str().unwrap()]);
-    let rows = found["who"][0]["purposes"].as_array().unwrap();
+    let explanation = explain_json(&dir, &[path.to_str().unwrap()]);
+    let rows = explanation["who"][0]["purposes"].as_array().unwrap();
     let bytes = |purpose: &str| {
         rows.iter().find(|row| row["purpose"] == purpose).map_or(0, |row| row["bytes"].as_u64().unwrap())
     };

@@ -1,4 +1,4 @@
-//! Files and screens of `vramlab`: written whole or not at all, nothing replaced that is no regular file; pages that fit a terminal.
+//! Files and screens of `vramlab`: files are written atomically and replace only regular files; pages fit the terminal.
 #![cfg(unix)]
 
 use crate::common::{self, Place, Ran, by_path, end, least, wait_for};
@@ -13,126 +13,126 @@ fn history() -> String {
 }
 
 #[test]
-fn links_stay_whatever_is_written() {
-    let place = Place::new();
-    let target = place.file("target", "old");
-    std::os::unix::fs::symlink("target", place.at("link")).unwrap();
+fn symbolic_links_are_not_replaced() {
+    let dir = Place::new();
+    let target = dir.file("target", "old");
+    std::os::unix::fs::symlink("target", dir.at("link")).unwrap();
     let said = ["link: is a symbolic link to target; name the file itself"];
-    place.run(&["convert", &history(), "--to", "rmm", "-o", "link", "--force"]).refused(2, &said);
+    dir.run(&["convert", &history(), "--to", "rmm", "-o", "link", "--force"]).refused(2, &said);
     assert_eq!(std::fs::read_to_string(target).unwrap(), "old");
-    assert_eq!(std::fs::read_link(place.at("link")).unwrap(), Path::new("target"));
-    assert_eq!(place.files(), ["link", "target"]);
+    assert_eq!(std::fs::read_link(dir.at("link")).unwrap(), Path::new("target"));
+    assert_eq!(dir.files(), ["link", "target"]);
 }
 
 #[test]
-fn what_does_not_fit_is_a_failure_and_leaves_nothing() {
+fn a_file_that_does_not_fit_is_a_failure_and_leaves_nothing() {
     for format in ["snapshot", "snapshot-json", "perfetto", "rmm", "minimalloc"] {
-        let place = Place::new();
+        let dir = Place::new();
         let history = history();
         let convert = ["convert", &history, "--to", format, "-o", "out"];
         let mut shell = std::process::Command::new("sh");
         shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", common::PROGRAM]);
-        let ran = Ran::of(shell.args(convert).current_dir(place.at(".")).output().unwrap());
-        ran.refused(1, &["out: cannot be written: File too large", "it needs at least ", "raise the limit"]);
-        assert_eq!(place.files(), [""; 0], "{format}");
-        // With room it goes.
-        place.run(&convert).ok();
+        let output = Ran::of(shell.args(convert).current_dir(dir.at(".")).output().unwrap());
+        output.refused(1, &["out: cannot be written: File too large", "it needs at least ", "raise the limit"]);
+        assert_eq!(dir.files(), [""; 0], "{format}");
+        // Without the limit it succeeds.
+        dir.run(&convert).ok();
     }
 }
 
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_behind_stdout_is_a_failure_at_run_time() {
-    let place = Place::new();
+    let dir = Place::new();
     let history = history();
     for arguments in [&["explain", &history][..], &["explain", &history, "--json"], &["--help"], &["advise", "-h"]] {
         let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
         let mut program = std::process::Command::new(common::PROGRAM);
-        program.args(arguments).current_dir(place.at(".")).stdout(full);
+        program.args(arguments).current_dir(dir.at(".")).stdout(full);
         Ran::of(program.output().unwrap()).refused(1, &["cannot write to stdout: No space left on device"]);
     }
 }
 
-/// Programs that write one file at the same time: each waits for its history, which comes through a pipe.
+/// Two programs write one file at the same time; each waits for its recording from a pipe.
 #[test]
-fn of_programs_that_write_one_file_one_has_it() {
+fn only_one_of_two_concurrent_programs_writes_a_file() {
     use std::process::{Command, Stdio};
-    let plan = |place: &Place, pipe: &str| {
-        assert!(Command::new("mkfifo").arg(place.at(pipe)).status().unwrap().success());
-        let mut program = place.process(&["plan", pipe, "-o", "out"]);
+    let plan = |dir: &Place, pipe: &str| {
+        assert!(Command::new("mkfifo").arg(dir.at(pipe)).status().unwrap().success());
+        let mut program = dir.process(&["plan", pipe, "-o", "out"]);
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let feed = |place: &Place, pipe: &str| std::fs::write(place.at(pipe), std::fs::read(history()).unwrap()).unwrap();
-    let parts = |place: &Place| place.files().iter().filter(|name| name.ends_with(".part")).count();
-    for there in [false, true] {
-        let place = Place::new();
-        if there {
-            place.file("out", "old");
+    let feed = |dir: &Place, pipe: &str| std::fs::write(dir.at(pipe), std::fs::read(history()).unwrap()).unwrap();
+    let parts = |dir: &Place| dir.files().iter().filter(|name| name.ends_with(".part")).count();
+    for exists in [false, true] {
+        let dir = Place::new();
+        if exists {
+            dir.file("out", "old");
         }
-        let first = plan(&place, "one");
-        wait_for("the first one's part", || parts(&place) >= 1);
-        let second = plan(&place, "two");
-        if !there {
-            wait_for("the second one's part", || parts(&place) >= 2);
+        let first = plan(&dir, "one");
+        wait_for("the first one's part", || parts(&dir) >= 1);
+        let second = plan(&dir, "two");
+        if !exists {
+            wait_for("the second one's part", || parts(&dir) >= 2);
         }
         let said = ["out: another program writes it at the same time"];
         let mut second = Some(second);
-        if there {
-            // It is told before it reads.
+        if exists {
+            // It is refused before it reads.
             Ran::of(second.take().unwrap().wait_with_output().unwrap()).refused(2, &said);
         }
-        feed(&place, "one");
+        feed(&dir, "one");
         Ran::of(first.wait_with_output().unwrap()).ok();
-        let whole = std::fs::read_to_string(place.at("out")).unwrap();
+        let whole = std::fs::read_to_string(dir.at("out")).unwrap();
         serde_json::from_str::<serde_json::Value>(&whole).unwrap();
         if let Some(second) = second {
-            feed(&place, "two");
+            feed(&dir, "two");
             Ran::of(second.wait_with_output().unwrap()).refused(2, &said);
         }
-        assert_eq!(std::fs::read_to_string(place.at("out")).unwrap(), whole);
-        assert_eq!(place.files(), ["one", "out", "two"]);
+        assert_eq!(std::fs::read_to_string(dir.at("out")).unwrap(), whole);
+        assert_eq!(dir.files(), ["one", "out", "two"]);
     }
 }
 
 #[test]
-fn of_programs_that_make_one_file_one_has_it() {
+fn only_one_of_several_programs_creates_a_file() {
     use std::process::Stdio;
-    let (place, history) = (Place::new(), history());
+    let (dir, history) = (Place::new(), history());
     let convert = || {
-        let mut program = place.process(&["convert", &history, "--to", "rmm", "-o", "out.csv"]);
+        let mut program = dir.process(&["convert", &history, "--to", "rmm", "-o", "out.csv"]);
         program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let programs: Vec<_> = (0..6).map(|_| convert()).collect();
-    let ran = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
-    let (won, lost): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
+    let output = programs.into_iter().map(|program| Ran::of(program.wait_with_output().unwrap()));
+    let (won, lost): (Vec<Ran>, Vec<Ran>) = output.partition(|output| output.code == Some(0));
     assert_eq!(won.len(), 1);
-    lost.iter().for_each(|lost| lost.refused(2, &["out.csv: is there already"]));
-    assert_eq!(place.files(), ["out.csv"]);
+    lost.iter().for_each(|lost| lost.refused(2, &["out.csv: "]));
+    assert_eq!(dir.files(), ["out.csv"]);
 }
 
 #[cfg(unix)]
 #[test]
-fn signals_leave_no_unfinished_file() {
+fn signals_remove_unfinished_files() {
     use std::process::{Command, Stdio};
     for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
-        let place = Place::new();
-        assert!(Command::new("mkfifo").arg(place.at("in")).status().unwrap().success());
+        let dir = Place::new();
+        assert!(Command::new("mkfifo").arg(dir.at("in")).status().unwrap().success());
         let mut program = Command::new(common::PROGRAM);
-        program.args(["convert", "in", "--to", "rmm", "-o", "out"]).current_dir(place.at("."));
+        program.args(["convert", "in", "--to", "rmm", "-o", "out"]).current_dir(dir.at("."));
         let mut program = program.stderr(Stdio::null()).spawn().unwrap();
-        // It goes on when the program reads, which then waits for more.
-        let pipe = std::fs::File::options().write(true).open(place.at("in")).unwrap();
-        wait_for("the part", || place.files().len() >= 2 || program.try_wait().unwrap().is_some());
+        // Opening blocks until the program reads; it then waits for data.
+        let pipe = std::fs::File::options().write(true).open(dir.at("in")).unwrap();
+        wait_for("the part", || dir.files().len() >= 2 || program.try_wait().unwrap().is_some());
         assert!(Command::new("kill").args([signal, &program.id().to_string()]).status().unwrap().success());
         assert_eq!(program.wait().unwrap().code(), Some(code), "{signal}");
         drop(pipe);
-        assert_eq!(place.files(), ["in"], "{signal}");
+        assert_eq!(dir.files(), ["in"], "{signal}");
     }
 }
 
-// Files that never end, and small ones that ask for all the memory there is: each is refused in one line.
+// Endless files, and small files that need all memory: each is refused in one line.
 
-/// So many times the same, compressed.
+/// An item, repeated and compressed.
 fn packed(item: &[u8], times: usize) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     (0..times).for_each(|_| encoder.write_all(item).unwrap());
@@ -140,40 +140,40 @@ fn packed(item: &[u8], times: usize) -> Vec<u8> {
 }
 
 #[test]
-fn devices_that_never_end() {
-    let place = Place::new();
-    let trace = place.write("trace.txt", "1 4096 512 0\n0 4096 512 0\n");
+fn endless_devices_are_refused() {
+    let dir = Place::new();
+    let trace = dir.write("trace.txt", "1 4096 512 0\n0 4096 512 0\n");
     let device = "it is a device; name a regular file";
-    place.run(&["replay", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
-    place.run(&["capacity", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
-    place.run(&["replay", &trace, "--alloc", "plan:file=/dev/zero"]).refused(2, &["/dev/zero", device]);
+    dir.run(&["replay", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
+    dir.run(&["capacity", &trace, "--device", "sim:/dev/zero"]).refused(2, &["/dev/zero", device]);
+    dir.run(&["replay", &trace, "--alloc", "plan:file=/dev/zero"]).refused(2, &["/dev/zero", device]);
     for command in ["replay", "explain", "advise", "plan", "capacity"] {
-        place.run(&[command, "/dev/zero"]).refused(2, &["/dev/zero", device]);
+        dir.run(&[command, "/dev/zero"]).refused(2, &["/dev/zero", device]);
     }
-    place.run(&["convert", "/dev/zero", "--to", "rmm", "-o", "out"]).refused(2, &["/dev/zero", device]);
+    dir.run(&["convert", "/dev/zero", "--to", "rmm", "-o", "out"]).refused(2, &["/dev/zero", device]);
 }
 
 #[test]
-fn a_history_takes_no_more_memory_than_it_may() {
-    let place = Place::new();
+fn a_recording_is_limited_to_the_given_memory() {
+    let dir = Place::new();
     // 16 million events in some 300 KB.
-    let trace = place.write("trace.txt.gz", packed(&b"1 4096 512 0\n0 4096 512 0\n".repeat(1 << 10), 1 << 13));
+    let trace = dir.write("trace.txt.gz", packed(&b"1 4096 512 0\n0 4096 512 0\n".repeat(1 << 10), 1 << 13));
     assert!(std::fs::metadata(&trace).unwrap().len() < 1 << 20);
     for command in ["replay", "capacity"] {
         let words = ["at least", "the limit is 16 MiB", "allow more with --read-memory"];
-        place.run(&[command, &trace, "--read-memory", "16M"]).refused(2, &words);
+        dir.run(&[command, &trace, "--read-memory", "16M"]).refused(2, &words);
     }
     let words = ["at least", "the limit is 16 MiB", "allow more with --read-memory"];
-    place.run(&["convert", &trace, "--to", "rmm", "-o", "out.csv", "--read-memory", "16M"]).refused(2, &words);
-    assert!(!place.at("out.csv").exists());
-    let table = place.write("table.csv", "id,lower,upper,size\na,0,1,1\n");
-    let refused = place.run(&["convert", &table, "--to", "rmm", "-o", "new.csv", "--read-memory", "0"]);
+    dir.run(&["convert", &trace, "--to", "rmm", "-o", "out.csv", "--read-memory", "16M"]).refused(2, &words);
+    assert!(!dir.at("out.csv").exists());
+    let table = dir.write("table.csv", "id,lower,upper,size\na,0,1,1\n");
+    let refused = dir.run(&["convert", &table, "--to", "rmm", "-o", "new.csv", "--read-memory", "0"]);
     refused.refused(2, &["table.csv:2: it takes at least", "the limit is 0 B"]);
 }
 
-// What a person sees in a terminal: screens at 80 columns, and what holds at any width.
+// Screens at 80 columns, and properties of screens at any width.
 
-/// What differs from machine to machine and from run to run.
+/// Lines that differ between machines and runs.
 const CHANGES: [(&str, &str); 3] = [
     (r"(?m)^host ns/operation.*$", "host ns/operation [host time]"),
     (r"--release -p", "-p"),
@@ -182,23 +182,23 @@ const CHANGES: [(&str, &str); 3] = [
 
 const HISTORY: &str = "mlp.pickle.xz";
 
-/// A folder with a small history.
-fn place() -> Place {
-    let place = Place::new();
+/// A directory with a small recording.
+fn recording_dir() -> Place {
+    let dir = Place::new();
     let history = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories").join(HISTORY);
-    place.file(HISTORY, std::fs::read(history).unwrap());
-    place
+    dir.file(HISTORY, std::fs::read(history).unwrap());
+    dir
 }
 
-fn screen(place: &Place, arguments: &[&str]) -> String {
-    pty::screen(&mut place.process(arguments))
+fn screen(dir: &Place, arguments: &[&str]) -> String {
+    pty::screen(&mut dir.process(arguments))
 }
 
 #[test]
 fn screens_at_80_columns() {
-    let place = place();
+    let dir = recording_dir();
     insta::with_settings!({ filters => CHANGES }, {
-        insta::assert_snapshot!(screen(&place, &["replay", HISTORY]), @r"
+        insta::assert_snapshot!(screen(&dir, &["replay", HISTORY]), @r"
             mlp.pickle.xz on NVIDIA H200 (simulated): 26911 events, 8981 allocations, never
             more than 81.6 MiB live
             bound: at least 81.6 MiB; a plan needs 81.6 MiB (1.000 of it)
@@ -232,7 +232,7 @@ fn screens_at_80_columns() {
             stream-ordered 17967.
             Next: cargo run -p vramlab-cli -- capacity mlp.pickle.xz
         ");
-        insta::assert_snapshot!(screen(&place, &["capacity", HISTORY]), @r"
+        insta::assert_snapshot!(screen(&dir, &["capacity", HISTORY]), @r"
             mlp.pickle.xz on sim, in steps of 2 MiB
             ─────────────────────────────────────────────────────
                                   naive   caching  stream-ordered
@@ -255,23 +255,23 @@ fn screens_at_80_columns() {
 
 #[test]
 fn screens_at_other_widths_and_without_styles() {
-    let place = place();
+    let dir = recording_dir();
     for arguments in [
         &["replay", HISTORY, HISTORY][..],
         &["replay", HISTORY, "--addresses", "recorded"],
         &["capacity", HISTORY],
         &["convert", HISTORY, "--to", "perfetto", "-o", "history.json", "--force"],
     ] {
-        check(&|| place.process(arguments));
+        check(&|| dir.process(arguments));
     }
 }
 
 #[test]
-fn what_comes_from_outside_moves_no_cursor() {
-    let place = place();
+fn text_from_outside_moves_no_cursor() {
+    let dir = recording_dir();
     let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\u{7}";
     let written = r"\u001b[2J\u202e";
-    let named = |name: &str, text: &str| place.write(&format!("{hostile}{name}"), text);
+    let named = |name: &str, text: &str| dir.write(&format!("{hostile}{name}"), text);
     let history =
         named("history.json", &format!(r#"{{"segments": [{{"{written}": 1}}], "device_traces": "{written}"}}"#));
     let event = named("trace.jsonl", &format!(r#"{{"operation": "{written}", "path": "{written}"}}"#));
@@ -287,19 +287,19 @@ fn what_comes_from_outside_moves_no_cursor() {
         &["explain", &history],
         &["advise", &history],
     ] {
-        let output = place.process(arguments).output().unwrap();
+        let output = dir.process(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
         let text = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
         assert!(!acts_on_terminal(&text), "{arguments:?}: {text:?}");
-        // As the printer, JSON, or Rust's own quoting write them.
+        // As escaped by the printer, JSON or Rust's quoting.
         assert!([r"\x", r"\u"].iter().any(|sign| text.contains(sign)), "{arguments:?}: {text:?}");
     }
 }
 
 #[test]
-fn the_last_lines_are_what_was_found_and_the_next_command() {
-    let place = place();
-    let rows = |command: &str| place.run(&[command, HISTORY, "--json"]).rows();
+fn the_last_lines_are_the_result_and_the_next_command() {
+    let dir = recording_dir();
+    let rows = |command: &str| dir.run(&[command, HISTORY, "--json"]).rows();
     let (replayed, fitted) = (rows("replay"), rows("capacity"));
     let convert = ["convert", HISTORY, "--to", "rmm", "-o", "history.csv"];
     for (arguments, words, next_words) in [
@@ -315,17 +315,17 @@ fn the_last_lines_are_what_was_found_and_the_next_command() {
         ),
         (&convert, vec!["to history.csv (rmm): ".to_owned()], "vramlab replay history.csv"),
     ] {
-        let text = by_path(&place, arguments);
-        let (found, next) = end(&text);
-        assert!(found.ends_with('.') && found.split(' ').count() > 4, "{arguments:?}: {found}");
-        assert!(words.iter().all(|words| found.contains(words)), "{arguments:?}: {words:?} should be in: {found}");
+        let text = by_path(&dir, arguments);
+        let (result, next) = end(&text);
+        assert!(result.ends_with('.') && result.split(' ').count() > 4, "{arguments:?}: {result}");
+        assert!(words.iter().all(|words| result.contains(words)), "{arguments:?}: {words:?} should be in: {result}");
         assert!(next.contains(next_words), "{arguments:?}: {next}");
     }
 }
 
 #[test]
 fn the_next_command_can_be_pasted() {
-    let place = place();
-    place.file("a history.pickle.xz", std::fs::read(place.at(HISTORY)).unwrap());
-    place.pasted(by_path(&place, &["replay", "a history.pickle.xz"]), 3);
+    let dir = recording_dir();
+    dir.file("a history.pickle.xz", std::fs::read(dir.at(HISTORY)).unwrap());
+    dir.pasted(by_path(&dir, &["replay", "a history.pickle.xz"]), 3);
 }

@@ -206,7 +206,7 @@ fn what_cannot_be_run_is_said_before_anything_is() {
         }
         ran
     };
-    refused(&["run", "--", "no-such-program"], 127, &["error: no-such-program: there is no such command"]);
+    refused(&["run", "--", "no-such-program"], 127, &["error: no-such-program: command not found"]);
     place.write("text", "#!/bin/sh\n");
     refused(&["run", "--", "./text"], 126, &["error: ./text: Permission denied"]);
     refused(&["run"], 2, &["<COMMAND>"]);
@@ -393,7 +393,7 @@ fn pinned_memory_of_the_host_is_explained() {
             "rounding_most_bytes": 40 * MIB})
     );
     let said = place.run(&["explain", &file]).ok().stdout;
-    let words = "host      83 MiB of the host's memory are pinned in 3 segments, 67 MiB in use; 147 MiB at most; up to 40 MiB are rounding";
+    let words = "83 MiB of host memory pinned in 3 segments, 67 MiB active; peak 147 MiB; up to 40 MiB due to rounding";
     assert!(said.contains(words), "{said}");
     // Without any, nothing is said.
     let mut without = with_host_memory();
@@ -446,8 +446,8 @@ fn what_was_sampled_of_the_gpu_is_a_line_of_the_ledger_and_a_curve() {
             "not_pytorch_bytes": 566 * MIB, "own_bytes": 466 * MIB, "others_bytes": 100 * MIB})
     );
     let said = place.run(&["explain", &file]).ok().stdout;
-    let words = "566 MiB more are used on the GPU: 466 MiB by this process (its CUDA context, and libraries such as cuBLAS and \
-        NCCL), 100 MiB by others; 424 MiB of 1 GiB are free";
+    let words = "566 MiB used on the GPU outside PyTorch's allocator: 466 MiB by this process (CUDA context, libraries such as \
+        cuBLAS and NCCL), 100 MiB by other processes; 424 MiB of 1 GiB free";
     assert!(said.contains(words), "{said}");
     let points = told["timeline"].as_array().unwrap();
     assert!(points.iter().all(|point| point["device_used_bytes"] == 600 * MIB), "{told}");

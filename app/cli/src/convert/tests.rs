@@ -1,4 +1,4 @@
-//! Whatever is converted can be replayed: mutated histories in every format.
+//! Converted files can be replayed: mutated recordings in every format.
 
 #[path = "../../../../allocators/histories/tests/common/mutate.rs"]
 mod mutate;
@@ -15,21 +15,21 @@ fn in_repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
-/// What became of a history: converted, refused, or held without events.
+/// Counts of the results.
 #[derive(Debug, Default)]
 struct Outcomes {
     converted: u32,
     refused: u32,
     of_several_gpus: u32,
-    /// Refused because its events contradict each other.
+    /// Refused because events contradict each other.
     contradictions: u32,
 }
 
 impl Outcomes {
-    /// Converts into every format that is read back and replays what was accepted.
-    fn convert(&mut self, folder: &Path, bytes: &[u8]) {
+    /// Converts into every format that can be read back, and loads the result for a replay.
+    fn convert(&mut self, directory: &Path, bytes: &[u8]) {
         for to in READ_BACK {
-            let (from, out) = ("seed".into(), folder.join(to.file_name()));
+            let (from, out) = ("seed".into(), directory.join(to.file_name()));
             let args = ConvertArgs { from, to, out, gpu: None, read: ReadArgs::default(), force: true };
             let mut tally = Tally::default();
             let out = begin(&args).unwrap();
@@ -37,11 +37,11 @@ impl Outcomes {
                 Err(error) => {
                     let text = format!("{error:#}");
                     assert!(!text.contains('\n'), "{text}");
-                    assert!(std::fs::read_dir(folder).unwrap().next().is_none(), "nothing half-written: {text}");
+                    assert!(std::fs::read_dir(directory).unwrap().next().is_none(), "unfinished file: {text}");
                     self.refused += 1;
                     self.contradictions += u32::from(text.contains(": event ") && !text.contains("' "));
                 }
-                // A snapshot without events still says what was held.
+                // A snapshot without events cannot be replayed.
                 Ok(_) if tally.events() == 0 => {}
                 Ok(summary) => {
                     let gpus: Vec<u16> =
@@ -49,9 +49,9 @@ impl Outcomes {
                     for gpu in &gpus {
                         let gpu = (gpus.len() > 1).then_some(*gpu);
                         if let Err(error) = load(&args.out, gpu, None, &args.read) {
-                            let kept = std::env::temp_dir().join("refused-by-replay");
-                            std::fs::write(&kept, bytes).unwrap();
-                            panic!("{} of {}: {error:#}", to.name(), kept.display());
+                            let copy = std::env::temp_dir().join("refused-by-replay");
+                            std::fs::write(&copy, bytes).unwrap();
+                            panic!("{} of {}: {error:#}", to.name(), copy.display());
                         }
                     }
                     self.converted += 1;
@@ -64,12 +64,12 @@ impl Outcomes {
 }
 
 #[test]
-fn mutated_files_that_are_converted_are_replayed() {
-    let folder = TempDir::new().unwrap();
+fn mutated_files_can_be_replayed_after_conversion() {
+    let directory = TempDir::new().unwrap();
     let mut outcomes = Outcomes::default();
     for target in ["pickle", "json", "csv"] {
         for mutation in mutations(&seeds(target), 200) {
-            outcomes.convert(folder.path(), &mutation);
+            outcomes.convert(directory.path(), &mutation);
         }
     }
     assert!(outcomes.converted > 500 && outcomes.contradictions > 40, "{outcomes:?}");
@@ -87,7 +87,7 @@ impl Random {
     }
 }
 
-/// Loses, repeats, exchanges and bends events.
+/// Removes, duplicates, swaps and changes events.
 fn mutate_events(events: &mut Vec<Event>, random: &mut Random) {
     let at = random.below(events.len());
     let other = random.below(events.len());
@@ -99,7 +99,7 @@ fn mutate_events(events: &mut Vec<Event>, random: &mut Random) {
         4 => events[at].bytes = [0, 1, events[other].bytes, 1 << 20, 1 << 48, 1 << 62][random.below(6)],
         5 => events[at].action = Action::ALL[random.below(Action::ALL.len())],
         6 => events[at].stream = events[other].stream ^ 1 << random.below(64),
-        // Recording began late.
+        // As if recording had started late.
         7 => drop(events.drain(..at)),
         _ => events.truncate(at + 1),
     }
@@ -109,8 +109,8 @@ fn mutate_events(events: &mut Vec<Event>, random: &mut Random) {
 }
 
 #[test]
-fn mutated_events_that_are_converted_are_replayed() {
-    let folder = TempDir::new().unwrap();
+fn mutated_events_can_be_replayed_after_conversion() {
+    let directory = TempDir::new().unwrap();
     let mut outcomes = Outcomes::default();
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     for name in ["mlp", "gpt2", "resnet50", "streams"] {
@@ -122,13 +122,13 @@ fn mutated_events_that_are_converted_are_replayed() {
         })
         .unwrap();
         for round in 0..150 {
-            // Short pieces from anywhere: most of them begin late.
+            // Short pieces from any position; most start late.
             let from = if round % 3 == 0 { 0 } else { random.below(events.len()) };
             let mut piece = events[from..(from + 300).min(events.len())].to_vec();
             for _ in 0..random.below(4) {
                 mutate_events(&mut piece, &mut random);
             }
-            let source = folder.path().join("source");
+            let source = directory.path().join("source");
             let form = if round % 2 == 0 { Export::Snapshot } else { Export::SnapshotJson };
             let mut writer = form.create(&source).unwrap();
             if piece.iter().try_for_each(|event| writer.event(event)).is_err() {
@@ -137,7 +137,7 @@ fn mutated_events_that_are_converted_are_replayed() {
             writer.finish(&Ending::default()).unwrap();
             let bytes = std::fs::read(&source).unwrap();
             std::fs::remove_file(&source).unwrap();
-            outcomes.convert(folder.path(), &bytes);
+            outcomes.convert(directory.path(), &bytes);
         }
     }
     assert!(outcomes.converted > 800 && outcomes.contradictions > 300, "{outcomes:?}");

@@ -1,33 +1,34 @@
-//! Why a request was not served from what was free.
+//! Causes of cache misses.
 
 use serde::Serialize;
 use vramlab::histories::memory::{Memory, Pool};
 use vramlab::policy::size::torch::MIN_BLOCK;
 
-/// Why a request was not served from memory that was held.
+/// The reason why reserved memory did not serve a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Cause {
-    /// Less was free than was asked for: the program had never needed as much.
+    /// Less memory was free than requested.
     #[default]
     Growth,
-    /// Enough was free, in pieces that are too small.
+    /// Enough was free, but every free block was too small.
     Pieces,
-    /// A free block was large enough for what was asked for, and not for what it is rounded to.
+    /// A free block was large enough for the request, but not for its rounded size.
     Rounding,
-    /// A free block was large enough, and a bound on splitting kept it.
+    /// A free block was large enough, but `max_split_size_mb` kept it for large requests.
     SplitLimit,
-    /// A free block of the other pool was large enough: small and large requests do not share segments.
+    /// A free block of the other pool was large enough; small and large requests do not share segments.
     Class,
     /// A free block of another stream was large enough.
     Stream,
-    /// A block was large enough that was freed, and its free had not completed: it waited for other streams.
+    /// A freed block was large enough, but its deferred free had not completed.
     Pending,
-    /// A free block was large enough and was not taken: it is a private pool's, as that of a CUDA graph. Only where the history
-    /// shows that there are such pools.
+    /// A free block was large enough but unused: it belongs to a private pool, such as a CUDA graph's. Only if the recording shows
+    /// that private pools exist.
     Elsewhere,
-    /// A free block was large enough and was not taken, and the history does not tell why.
-    Untold,
+    /// A free block was large enough but unused, and the recording does not show why.
+    #[serde(rename = "untold")]
+    Unexplained,
 }
 
 impl Cause {
@@ -40,51 +41,51 @@ impl Cause {
         Self::Stream,
         Self::Pending,
         Self::Elsewhere,
-        Self::Untold,
+        Self::Unexplained,
     ];
 
-    /// Why a request of so many bytes on a stream finds nothing in this memory. `completed`: frees completed since the program
-    /// asked. O(pools).
-    pub(super) fn of(memory: &Memory, bytes: u64, stream: u64, completed: bool, private_pools: bool) -> Self {
+    /// The reason why this memory does not serve a request of `bytes` on `stream`. `completed`: frees completed since the
+    /// request. O(pools).
+    pub(super) fn new(memory: &Memory, bytes: u64, stream: u64, completed: bool, private_pools: bool) -> Self {
         let rounded = memory.rules().rounded(bytes);
-        let own = memory.pool_of(stream, bytes);
-        if let Some(found) = memory.smallest_hole_from(own, rounded) {
-            return match memory.rules().serves(found, rounded) {
+        let pool = memory.pool_of(stream, bytes);
+        if let Some(free_block) = memory.smallest_hole_from(pool, rounded) {
+            return match memory.rules().serves(free_block, rounded) {
                 false => Self::SplitLimit,
                 true if private_pools => Self::Elsewhere,
-                // Frees that completed before the search would have served it; the allocator waited for these after it.
+                // Had the frees completed before the search, they would have served it; the allocator waited for them later.
                 true if completed => Self::Pending,
-                true => Self::Untold,
+                true => Self::Unexplained,
             };
         }
-        if memory.largest_hole(own) >= bytes.next_multiple_of(MIN_BLOCK) {
+        if memory.largest_hole(pool) >= bytes.next_multiple_of(MIN_BLOCK) {
             return Self::Rounding;
         }
-        if memory.largest_with_pending(own) >= rounded {
+        if memory.largest_with_pending(pool) >= rounded {
             return Self::Pending;
         }
-        if memory.free_bytes(own) >= rounded {
+        if memory.free_bytes(pool) >= rounded {
             return Self::Pieces;
         }
-        if memory.largest_hole(Pool { small: !own.small, ..own }) >= rounded {
+        if memory.largest_hole(Pool { small: !pool.small, ..pool }) >= rounded {
             return Self::Class;
         }
         let mut elsewhere = memory.pools().filter(|pool| pool.stream != stream);
         if elsewhere.any(|pool| memory.largest_hole(pool) >= rounded) { Self::Stream } else { Self::Growth }
     }
 
-    /// In a few words, for a table.
+    /// The cause in a few words, for a table.
     pub(crate) fn words(self) -> &'static str {
         match self {
-            Self::Growth => "too little was free",
-            Self::Pieces => "free in pieces that are too small",
-            Self::Rounding => "fits unrounded, not rounded",
-            Self::SplitLimit => "max_split_size keeps the free block",
-            Self::Class => "free in the other pool only",
-            Self::Stream => "free in another stream only",
-            Self::Pending => "freed, but not completed",
-            Self::Elsewhere => "kept apart by a private pool",
-            Self::Untold => "a free block fits; not told why unused",
+            Self::Growth => "too little memory was free",
+            Self::Pieces => "free memory fragmented",
+            Self::Rounding => "a free block fits only without rounding",
+            Self::SplitLimit => "max_split_size_mb reserves the free block",
+            Self::Class => "free only in the other pool",
+            Self::Stream => "free only on another stream",
+            Self::Pending => "freed, but the free is pending",
+            Self::Elsewhere => "free only in a private pool",
+            Self::Unexplained => "a free block fits; unused for an unknown reason",
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Copies of the memory map that the walk over a history leaves behind, so that the few moments that are looked at closely
-//! are reached without a second walk from the beginning.
+//! Copies of the memory map, made during the pass over a recording, so that the few moments described in detail can be reached
+//! without a second pass from the start.
 
 use super::moments::Sample;
 use crate::recording::Recording;
@@ -7,90 +7,104 @@ use std::cmp::Reverse;
 use vramlab::budget::OverBudget;
 use vramlab::histories::memory::Memory;
 
-/// Refused requests and retries that are described, of more the last, and peaks, of more the highest.
+/// Maximum number of refused requests and retries described (the last ones), and of peaks (the highest).
 pub(super) const MOST: usize = 100;
 
-/// Into how many stretches a history is cut.
+/// Copies are at least one part in this many of the recording apart.
 const STRETCHES: usize = 128;
 
-/// Few copies at a time: the last one, and for each moment that may be looked at the last one before it.
+/// The copies: the latest one, and for each candidate moment the last one before it.
 pub(super) struct Checkpoints<'r> {
     recording: &'r Recording,
-    kept: Vec<Checkpoint>,
-    /// Number of events after which the next copy is made.
+    copies: Vec<Checkpoint>,
+    /// Number of events at which the next copy is made.
     next: usize,
 }
 
 struct Checkpoint {
-    /// Events that it has seen.
-    seen: usize,
+    /// Number of events applied to it.
+    events: usize,
     memory: Memory,
 }
 
-/// How many events are seen at a moment: those up to this one.
-fn seen_at(index: usize) -> usize {
-    // START is the last number there is, and nothing is seen there.
+/// The number of events applied at a moment: all up to this index.
+fn events_at(index: usize) -> usize {
+    // START is the largest index; no event has been applied there.
     index.wrapping_add(1)
 }
 
 impl<'r> Checkpoints<'r> {
     pub(super) fn new(recording: &'r Recording) -> Self {
-        Self { recording, kept: Vec::new(), next: 0 }
+        Self { recording, copies: Vec::new(), next: 0 }
     }
 
-    /// Whether it is time for a copy when so many events were seen.
-    pub(super) fn is_due(&self, seen: usize) -> bool {
-        seen >= self.next
+    /// Whether a copy is due after this number of events.
+    pub(super) fn is_due(&self, events: usize) -> bool {
+        events >= self.next
     }
 
-    /// Copies the map as it is after so many events. `wanted` are the moments that would be looked at by what is known so
-    /// far. Those that take their place lie further on, or are among them.
-    pub(super) fn keep(&mut self, seen: usize, memory: &Memory, wanted: &[usize]) {
-        let last = |index: usize| self.kept.iter().rposition(|kept| kept.seen <= seen_at(index));
-        let needed: Vec<usize> = wanted.iter().filter_map(|index| last(*index)).collect();
+    /// Copies the map as it is after this number of events. `candidates` are the moments selected so far; a moment that replaces
+    /// one of them follows later or is among them.
+    pub(super) fn copy(&mut self, events: usize, memory: &Memory, candidates: &[usize]) {
+        let last = |index: usize| self.copies.iter().rposition(|copy| copy.events <= events_at(index));
+        let needed: Vec<usize> = candidates.iter().filter_map(|index| last(*index)).collect();
         let mut at = 0..;
-        self.kept.retain(|_| at.next().is_some_and(|at| needed.contains(&at)));
-        // Copies together cost no more than a part of the walk, however many blocks there are.
-        self.next = seen + (self.recording.events.len() / STRETCHES).max(4 * memory.blocks().len()).max(1);
-        // Without room for a copy the walk begins further back.
-        self.kept.extend(memory.copy().ok().map(|memory| Checkpoint { seen, memory }));
+        self.copies.retain(|_| at.next().is_some_and(|at| needed.contains(&at)));
+        // All copies together cost at most a fraction of the pass, for any number of blocks.
+        self.next = events + (self.recording.events.len() / STRETCHES).max(4 * memory.blocks().len()).max(1);
+        // Without memory for a copy, memory_at starts from an earlier one.
+        self.copies.extend(memory.copy().ok().map(|memory| Checkpoint { events, memory }));
     }
 
-    /// The map as it is after an event, or at the beginning.
+    /// The map after an event, or at [`START`](crate::recording::START).
     ///
     /// # Errors
-    /// [`OverBudget`] when it takes more memory than there is.
+    /// [`OverBudget`] if the memory budget is exceeded.
     pub(super) fn memory_at(&self, index: usize) -> Result<Memory, OverBudget> {
-        let seen = seen_at(index);
-        let last = self.kept.iter().rfind(|kept| kept.seen <= seen);
+        let events = events_at(index);
+        let last = self.copies.iter().rfind(|copy| copy.events <= events);
         let (from, mut memory) = match last {
-            Some(kept) => (kept.seen, kept.memory.copy()?),
+            Some(copy) => (copy.events, copy.memory.copy()?),
             None => (0, self.recording.memory()?),
         };
-        for (index, event, at_once) in self.recording.events.walk(from).take(seen - from) {
-            // CAST: bounded when the history was read.
-            memory.apply(&event, index as u32, at_once)?;
+        for (index, event, immediate) in self.recording.events.walk(from).take(events - from) {
+            // CAST: Recording::read limits the number of events.
+            memory.apply(&event, index as u32, immediate)?;
         }
         Ok(memory)
     }
 }
 
-/// A peak counts as one of its own when active memory fell below this share of it before it rose again.
+/// A peak is separate if active memory fell below this share of it before it rose again.
 const DIP: f64 = 0.8;
 
-/// Finds peaks that stand apart.
+/// Maximum number of lows kept.
+const LOWS: usize = 1 << 16;
+
+/// The lowest point between two separate peaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Low {
+    pub(super) index: usize,
+    pub(super) requested: u64,
+    active: u64,
+    /// Active bytes at the peak before it.
+    peak: u64,
+}
+
+/// Finds separate peaks, and the lows between them.
 #[derive(Debug)]
 pub(super) struct Peaks {
     best: Sample,
-    /// The lowest level since the last peak, while it falls.
-    falling: Option<u64>,
-    found: Vec<Sample>,
+    /// The low since the last peak; `None` while memory rises.
+    falling: Option<Low>,
+    peaks: Vec<Sample>,
+    lows: Vec<Low>,
 }
 
 impl Peaks {
-    /// From what was there before the first event.
+    /// Starts from the memory before recording started.
     pub(super) fn new(start: Sample) -> Self {
-        Self { best: start, falling: None, found: Vec::new() }
+        Self { best: start, falling: None, peaks: Vec::new(), lows: Vec::new() }
     }
 
     pub(super) fn take(&mut self, now: Sample) {
@@ -100,31 +114,66 @@ impl Peaks {
         match &mut self.falling {
             None if level > best => self.best = now,
             None if dips(best, level) => {
-                self.found.push(self.best);
-                self.falling = Some(level);
-                if self.found.len() > 2 * MOST {
+                self.peaks.push(self.best);
+                self.falling = Some(Low::new(now, best));
+                if self.peaks.len() > 2 * MOST {
                     self.keep_highest();
                 }
             }
             None => {}
-            Some(lowest) if dips(level, *lowest) => (self.best, self.falling) = (now, None),
-            Some(lowest) => *lowest = (*lowest).min(level),
+            Some(low) if dips(level, low.active) => {
+                self.lows.push(*low);
+                if self.lows.len() > LOWS {
+                    let half = self.lows.iter().map(|low| low.peak).max().unwrap_or(0) / 2;
+                    self.lows.retain(|low| low.peak >= half);
+                    self.lows.truncate(LOWS);
+                }
+                (self.best, self.falling) = (now, None);
+            }
+            Some(low) if level < low.active => *low = Low::new(now, low.peak),
+            Some(_) => {}
         }
+    }
+
+    /// The lows between peaks of at least half the highest peak's level: similar moments of a program that repeats its work.
+    pub(super) fn lows(&self) -> Vec<Low> {
+        let last = if self.falling.is_none() { self.best.totals.active } else { 0 };
+        let half = self.lows.iter().map(|low| low.peak).chain([last]).max().unwrap_or(0) / 2;
+        let mut out = Vec::new();
+        let mut lowest: Option<Low> = None;
+        for low in &self.lows {
+            if low.peak >= half {
+                out.extend(lowest.replace(*low));
+            } else if lowest.is_some_and(|lowest| low.active < lowest.active) {
+                lowest = Some(*low);
+            }
+        }
+        if last >= half {
+            out.extend(lowest);
+        }
+        out
     }
 
     fn keep_highest(&mut self) {
-        self.found.sort_by_key(|peak| (Reverse(peak.totals.active), peak.index));
-        self.found.truncate(MOST);
+        self.peaks.sort_by_key(|peak| (Reverse(peak.totals.active), peak.index));
+        self.peaks.truncate(MOST);
     }
 
-    /// The highest first.
+    /// The peaks, the highest first.
     pub(super) fn finish(mut self) -> Vec<Sample> {
         if self.falling.is_none() {
-            self.found.push(self.best);
+            self.peaks.push(self.best);
         }
-        self.found.retain(|peak| peak.totals.active > 0);
+        self.peaks.retain(|peak| peak.totals.active > 0);
         self.keep_highest();
-        self.found
+        self.peaks
+    }
+}
+
+impl Low {
+    fn new(sample: Sample, peak: u64) -> Self {
+        let Sample { index, totals, .. } = sample;
+        Self { index, requested: totals.requested, active: totals.active, peak }
     }
 }
 
@@ -137,7 +186,7 @@ mod tests {
     use vramlab::histories::memory::Totals;
 
     #[test]
-    fn the_map_at_a_moment_is_that_of_a_walk_from_the_beginning() {
+    fn memory_at_equals_a_full_pass() {
         let file = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../../allocators/histories/tests/fixtures/resnet50.limit.pickle.xz");
         let recording = Recording::read(&file, None, None, &ReadArgs::default()).unwrap();
@@ -145,27 +194,27 @@ mod tests {
         let points: Vec<usize> = (0..5).map(|at| at * count / 5 + 3).chain([count - 1]).collect();
         let (mut checkpoints, mut memory) = (Checkpoints::new(&recording), recording.memory().unwrap());
         let shown = |memory: &Memory| format!("{:?} {:?}", memory.segments(), memory.blocks());
-        let (mut there, mut blocks) = (vec![shown(&memory)], 0);
-        for (index, event, at_once) in recording.events.walk(0) {
+        let (mut expected, mut blocks) = (vec![shown(&memory)], 0);
+        for (index, event, immediate) in recording.events.walk(0) {
             if checkpoints.is_due(index) {
-                checkpoints.keep(index, &memory, &points);
+                checkpoints.copy(index, &memory, &points);
             }
-            assert!(checkpoints.kept.len() <= points.len() + 1);
-            memory.apply(&event, index as u32, at_once).unwrap();
+            assert!(checkpoints.copies.len() <= points.len() + 1);
+            memory.apply(&event, index as u32, immediate).unwrap();
             blocks = blocks.max(memory.blocks().len());
             if points.contains(&index) {
-                there.push(shown(&memory));
+                expected.push(shown(&memory));
             }
         }
         let without = Checkpoints::new(&recording);
-        for (index, there) in [START].iter().chain(&points).zip(there) {
-            assert_eq!(shown(&checkpoints.memory_at(*index).unwrap()), there, "{index}");
-            assert_eq!(shown(&without.memory_at(*index).unwrap()), there, "{index}");
+        for (index, expected) in [START].iter().chain(&points).zip(expected) {
+            assert_eq!(shown(&checkpoints.memory_at(*index).unwrap()), expected, "{index}");
+            assert_eq!(shown(&without.memory_at(*index).unwrap()), expected, "{index}");
         }
-        // And nearly nothing is walked again.
+        // Few events are applied a second time.
         for index in points {
-            let last = checkpoints.kept.iter().rfind(|kept| kept.seen <= seen_at(index)).unwrap();
-            let again = seen_at(index) - last.seen;
+            let last = checkpoints.copies.iter().rfind(|copy| copy.events <= events_at(index)).unwrap();
+            let again = events_at(index) - last.events;
             assert!(again <= (count / STRETCHES).max(4 * blocks), "{again} events of {count}");
         }
     }
@@ -175,17 +224,17 @@ mod tests {
     }
 
     #[test]
-    fn peaks_stand_apart() {
+    fn a_peak_is_separate_after_a_dip() {
         let mut peaks = Peaks::new(Sample::default());
         for (index, level) in [10, 100, 90, 40, 30, 35, 60, 120, 110, 115, 0, 50].into_iter().enumerate() {
             peaks.take(sample(index, level));
         }
-        // 115 is no peak of its own, and the fall is none either.
+        // 115 follows too small a dip.
         assert_eq!(peaks.finish().iter().map(|peak| peak.index).collect::<Vec<_>>(), [7, 1, 11]);
     }
 
     #[test]
-    fn of_many_peaks_the_highest_are_kept() {
+    fn the_highest_of_many_peaks_are_kept() {
         let level = |number: u64| 1000 + number * 7919 % 1009 / 2;
         let mut peaks = Peaks::new(Sample::default());
         let mut all = Vec::new();
@@ -193,11 +242,11 @@ mod tests {
             let index = 2 * number as usize;
             peaks.take(sample(index, level(number)));
             peaks.take(sample(index + 1, 0));
-            assert!(peaks.found.len() <= 2 * MOST);
+            assert!(peaks.peaks.len() <= 2 * MOST);
             all.push((Reverse(level(number)), index));
         }
         all.sort_unstable();
-        let found: Vec<usize> = peaks.finish().iter().map(|peak| peak.index).collect();
-        assert_eq!(found, all.iter().map(|(_, index)| *index).take(MOST).collect::<Vec<_>>());
+        let indices: Vec<usize> = peaks.finish().iter().map(|peak| peak.index).collect();
+        assert_eq!(indices, all.iter().map(|(_, index)| *index).take(MOST).collect::<Vec<_>>());
     }
 }

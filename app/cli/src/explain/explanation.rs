@@ -1,16 +1,16 @@
-//! What `explain` found out about a history: everything that it prints, draws and writes as JSON.
+//! The result of `explain`: all that it prints, draws and writes as JSON.
 
 use super::causes::Cause;
-use super::purposes::Purposed;
+use super::purposes::PurposeShare;
 use crate::explain::phases::Phase;
 use crate::gpus::Gpus;
 use serde::Serialize;
 
-/// One history explained; the keys are described in `analysis/schema.md`.
+/// Explanation of one recording; `analysis/schema.md` describes the keys.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Explanation {
     pub(crate) trace: String,
-    /// How it was read.
+    /// The format in which it was read.
     pub(crate) format: &'static str,
     #[serde(flatten)]
     pub(crate) gpus: Gpus,
@@ -18,166 +18,166 @@ pub(crate) struct Explanation {
     pub(crate) allocations: u64,
     /// Whether any event has stack frames.
     pub(crate) frames: bool,
-    /// Ranges that the program had named.
+    /// Number of starts and ends of annotations.
     pub(crate) annotations: u64,
-    /// Streams of its events and blocks. A stream that other streams' frees wait for, and that asks for nothing, is not seen.
+    /// Number of streams with events or blocks. A stream that allocates nothing is not counted, even if frees wait for it.
     pub(crate) streams: u64,
-    /// What is missing of a file that was cut short.
+    /// Where the file was truncated, and what is missing.
     pub(crate) cut: Option<String>,
-    /// Blocks from before the first event, as far as the history tells.
+    /// Known blocks that were allocated before recording started.
     pub(crate) blocks_before: u64,
-    /// Segments from before the first event.
+    /// Known segments that were allocated before recording started.
     pub(crate) segments_before: u64,
-    /// `--limit`, or the limit that the history names.
+    /// The memory limit: `--limit`, or the recorded one.
     pub(crate) limit_bytes: Option<u64>,
-    /// When most was active.
+    /// The moment of peak active memory.
     pub(crate) peak_active: Moment,
-    /// After the request that took reserved memory to its peak.
+    /// The moment of peak reserved memory; if reserved stayed at its peak, the moment with the most active memory.
     pub(crate) peak_reserved: Moment,
     pub(crate) end: Moment,
-    /// Requests that were refused, of more than a hundred the last.
+    /// Refused requests, at most the last hundred.
     pub(crate) out_of_memory: Vec<Refused>,
-    /// Number of all of them.
+    /// Number of refused requests.
     pub(crate) refused: u64,
-    /// What held memory at the peak of active, and at the moment of `reserved` where that is another.
-    pub(crate) who: Vec<Who>,
-    /// What grew between two moments: those that `--between` names, else the lowest points of the second and of the
-    /// last quarter.
-    pub(crate) grew: Option<Grew>,
-    /// Where reserved memory went when memory ran out last, else at the first moment within half a percent of the peak of
-    /// reserved: the last segments are often taken when little is in use.
-    pub(crate) reserved: WhereItWent,
-    /// Phases that the program's outermost annotations part, else its longest pauses; none where nothing parts it.
+    /// Holders of memory at the active peak, and at the moment of `reserved` if that differs.
+    pub(crate) who: Vec<Holders>,
+    /// Growth between two moments: those given with `--between`, else two repetitions of an annotation or of the recording's
+    /// pattern; `null` with fewer than four repetitions.
+    pub(crate) grew: Option<GrowthBetween>,
+    /// Reserved-memory breakdown when memory last ran out; else at the moment with the most active memory among those with
+    /// reserved memory within half a percent of its peak, because the last segments are often allocated when little is active.
+    pub(crate) reserved: ReservedBreakdown,
+    /// Phases, separated by the outermost annotations, else by the longest pauses; empty without either.
     pub(crate) phases: Vec<Phase>,
-    /// Peaks of active memory, the highest first; between two of them it fell below four fifths.
+    /// Separate peaks of active memory, the highest first: between two of them it fell below four fifths.
     pub(crate) peaks: Vec<Moment>,
-    /// Requests during which memory went back to the device, of more than a hundred the last.
+    /// Requests during which PyTorch released cached memory, at most the last hundred.
     pub(crate) retries: Vec<Retry>,
-    /// Number of all of them.
+    /// Number of such requests.
     pub(crate) num_retries: u64,
-    /// Other occasions on which memory went back.
+    /// Number of other cache releases.
     pub(crate) num_releases: u64,
-    /// At most 512 points of the curves.
+    /// Curves over the recording, at most 512 points.
     pub(crate) timeline: Vec<Point>,
-    /// Sizes for which memory was taken from the device, the largest sum first.
+    /// Requested sizes with cache misses, the largest sum of segment bytes first.
     pub(crate) shapes: Vec<Shape>,
-    /// What else was used on the GPU at the moment of `reserved`; `null` where `vramlab run` did not sample it.
-    pub(crate) beside: Option<Beside>,
-    /// Pinned memory of the host; `null` where the snapshot has none. PyTorch 2.14 records it with
-    /// `record_pinned_host_memory=True`.
-    pub(crate) pinning: Option<Pinning>,
+    /// Other memory used on the GPU at the moment of `reserved`; `null` if `vramlab run` did not sample it.
+    pub(crate) beside: Option<DeviceUse>,
+    /// Pinned host memory; `null` if the snapshot has none. PyTorch 2.14 records it with `record_pinned_host_memory=True`.
+    pub(crate) pinning: Option<PinnedHost>,
 }
 
-/// Memory of the GPU as its driver counts it.
+/// GPU memory as reported by its driver.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Beside {
+pub(crate) struct DeviceUse {
     pub(crate) total_bytes: u64,
-    /// Used by all processes, at most.
+    /// Peak used by all processes.
     pub(crate) peak_used_bytes: u64,
-    /// Used by all processes then.
+    /// Used by all processes at the moment.
     pub(crate) used_bytes: u64,
-    /// Of these, what PyTorch had not reserved.
+    /// Part of `used_bytes` that PyTorch had not reserved.
     pub(crate) not_pytorch_bytes: u64,
-    /// Of these, the process's own: its context and libraries. `null` where the driver does not tell processes apart.
+    /// Part of `not_pytorch_bytes` used by this process: its context and libraries. `null` if the driver does not report memory by
+    /// process.
     pub(crate) own_bytes: Option<u64>,
-    /// Of these, other processes'.
+    /// Part of `not_pytorch_bytes` used by other processes.
     pub(crate) others_bytes: Option<u64>,
 }
 
-/// Pinned memory of the host, which PyTorch keeps and rounds to powers of two.
+/// Pinned host memory, which PyTorch caches and rounds up to powers of two.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Pinning {
+pub(crate) struct PinnedHost {
     pub(crate) segments: u64,
-    /// Held at the end.
+    /// Pinned at the end.
     pub(crate) bytes: u64,
-    /// Of these, in use or waiting for a stream.
+    /// Part of `bytes` that is active or pending.
     pub(crate) active_bytes: u64,
-    /// Held at most, as far as the recording shows.
+    /// Recorded peak.
     pub(crate) peak_bytes: u64,
-    /// Of `bytes`, what rounding costs at most: what was asked for is not recorded.
+    /// Upper bound on the part of `bytes` due to rounding; the requested sizes are not recorded.
     pub(crate) rounding_most_bytes: u64,
 }
 
-/// What was held right after an event.
+/// Memory right after an event.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Moment {
-    /// Number of the event among those of the GPU, from 1; 0 for what was there before.
+    /// Number of the event among the GPU's events, from 1; 0 for the start of the recording.
     pub(crate) event: u64,
     /// Since the first event; `null` in logs without times.
     pub(crate) time_ns: Option<u64>,
     pub(crate) reserved_bytes: u64,
-    /// In blocks that are in use or wait for other streams, as the allocator rounded them.
+    /// In active blocks, rounded sizes; includes pending frees.
     pub(crate) active_bytes: u64,
-    /// Asked for in the blocks that the program holds.
+    /// Requested sizes of the live blocks.
     pub(crate) requested_bytes: u64,
-    /// Of `active_bytes`: freed, and waiting for other streams.
+    /// Part of `active_bytes` in deferred frees.
     pub(crate) pending_bytes: u64,
-    /// Largest request for the large pool of the stream of the event that is served without a call of the driver.
+    /// Largest free block in the large pool of the event's stream.
     pub(crate) largest_hole_bytes: u64,
-    /// Innermost range that the program had named.
+    /// Innermost annotation.
     pub(crate) annotation: Option<String>,
-    /// Last line of the user's code that is known.
+    /// Last recorded line of the user's code.
     pub(crate) line: Option<String>,
 }
 
-/// A request that was refused.
+/// A refused request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Refused {
     pub(crate) asked_bytes: u64,
     pub(crate) stream: u64,
-    /// Free on the device, where the log says it.
+    /// Free on the device; `null` if not recorded.
     pub(crate) device_free_bytes: Option<u64>,
-    /// Why nothing that was free would do.
+    /// The reason why free memory did not serve the request.
     pub(crate) cause: Cause,
-    /// Free bytes in the request's stream and pool, in all.
+    /// All free bytes in the request's stream and pool.
     pub(crate) free_bytes: u64,
     #[serde(flatten)]
     pub(crate) moment: Moment,
 }
 
-/// Who held memory at a moment.
+/// Holders of memory at a moment.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Who {
+pub(crate) struct Holders {
     /// `peak_active`, `peak_reserved`, `near_peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
     pub(crate) moment: Moment,
-    /// By line, the largest first.
+    /// Memory by line, the largest first.
     pub(crate) lines: Vec<Share>,
-    /// By call, from the outside in. Of a stack with more than 56 lines one node stands for those in the middle, and of a tree of
-    /// more than 4,096 calls one for the smallest of each call; its name counts them.
+    /// Memory by call, outermost first. In a stack with more than 56 lines one node stands for those in the middle; in a tree with
+    /// more than 4,096 calls one node stands for the smallest children of a call. Such a node's name counts the omitted calls.
     pub(crate) tree: Node,
-    /// By what it is for, the largest first, where frames, annotations or PyTorch's categories tell it of a block at least.
-    pub(crate) purposes: Vec<Purposed>,
-    /// By bytes asked for, the largest sum first.
+    /// Memory by purpose, the largest first; empty if no block's purpose is known.
+    pub(crate) purposes: Vec<PurposeShare>,
+    /// Memory by requested size, the largest sum first.
     pub(crate) sizes: Vec<SizeShare>,
-    /// By PyTorch's category, where there are some.
-    pub(crate) categories: Vec<Named>,
-    /// By what the program said with `_set_memory_metadata`, where it said something.
-    pub(crate) notes: Vec<Named>,
+    /// Memory by PyTorch's category; empty without categories.
+    pub(crate) categories: Vec<NamedShare>,
+    /// Memory by the program's `_set_memory_metadata` text; empty without such texts.
+    pub(crate) notes: Vec<NamedShare>,
 }
 
-/// What a line holds.
+/// Memory held by a line.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Share {
-    /// Innermost frame of the user's code; the node of autograd where the backward pass has none.
+    /// Innermost frame of the user's code; in the backward pass, which has none, the autograd node.
     pub(crate) line: String,
-    /// Below it the innermost frame of a library, else of PyTorch, else the operator; a workspace by its name.
+    /// The innermost library frame that the line called, else PyTorch's, else the operator; the name of a workspace.
     pub(crate) inside: Option<String>,
-    /// Whether the block has no frames, as those of the backward pass: the line is then the last one before it.
+    /// Whether the blocks have no frames, as in the backward pass; `line` is then the last recorded line before them.
     pub(crate) nearby: bool,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
-    /// Events since the oldest of them was allocated.
+    /// Age of the oldest block in events.
     pub(crate) oldest_events: u64,
 }
 
-/// A call and what it holds, the calls inside it included.
+/// Memory held by a call, including the calls inside it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
-    /// The calls inside it.
+    /// Calls inside this call.
     pub(crate) children: Vec<Node>,
 }
 
@@ -191,26 +191,26 @@ pub(crate) struct SizeShare {
 
 /// Bytes under a name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Named {
+pub(crate) struct NamedShare {
     pub(crate) name: String,
     pub(crate) bytes: u64,
     pub(crate) blocks: u64,
 }
 
-/// What grew between two moments.
+/// Growth between two moments.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Grew {
+pub(crate) struct GrowthBetween {
     pub(crate) from: Moment,
     pub(crate) to: Moment,
-    /// As `--between` named them; empty where they were chosen.
+    /// The moments as given to `--between`; empty if chosen automatically.
     pub(crate) named: Vec<String>,
-    /// By line, the one that grew most first.
-    pub(crate) lines: Vec<Growth>,
+    /// Growth by line, the largest first.
+    pub(crate) lines: Vec<LineGrowth>,
 }
 
-/// How much more a line holds.
+/// Growth of the memory held by a line.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Growth {
+pub(crate) struct LineGrowth {
     pub(crate) line: String,
     pub(crate) inside: Option<String>,
     pub(crate) nearby: bool,
@@ -220,41 +220,41 @@ pub(crate) struct Growth {
     pub(crate) after_blocks: u64,
 }
 
-/// Where reserved memory went.
+/// Reserved-memory breakdown.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct WhereItWent {
+pub(crate) struct ReservedBreakdown {
     /// `peak_reserved`, `near_peak_reserved` or `out_of_memory`.
     pub(crate) at: &'static str,
     pub(crate) moment: Moment,
-    /// Stream of the request for which memory is looked at.
+    /// The stream from which `stream` (other streams' memory) is counted.
     pub(crate) stream: u64,
-    /// Parts of the ledger; they add up to the reserved bytes.
+    /// The parts; they add up to the reserved bytes.
     pub(crate) parts: Vec<Part>,
-    /// By stream and pool.
+    /// Memory by stream and pool.
     pub(crate) streams: Vec<StreamUse>,
-    /// Free memory of streams on which nothing more is asked for, for a tenth of the history and ten requests on other streams
-    /// at least.
+    /// Free memory on streams without further requests: for at least a tenth of the recording and ten requests on other streams.
     pub(crate) stranded: Vec<Stranded>,
-    /// Frees that waited for other streams.
+    /// Deferred frees.
     pub(crate) pending: Pending,
-    /// Segments that are more than half free and cannot go back, the one with most free bytes first.
-    pub(crate) pinned: Vec<Pinned>,
-    /// Number of all such segments.
+    /// Segments that are more than half free but partly used, so not releasable; the one with the most free bytes first.
+    pub(crate) pinned: Vec<SparseSegment>,
+    /// Number of such segments.
     pub(crate) pinned_segments: u64,
-    /// What is free in them.
+    /// Free bytes in such segments.
     pub(crate) pinned_free_bytes: u64,
 }
 
-/// A part of the reserved bytes.
+/// One part of the reserved-memory breakdown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Part {
-    /// `requested`, `internal`, `soft`, `hard`, `stream` or `pending`.
+    /// `requested`, `internal` (rounding), `soft` (free, releasable), `hard` (free, partly used segments), `stream` (free on other
+    /// streams) or `pending` (deferred frees).
     pub(crate) name: &'static str,
     pub(crate) bytes: u64,
     pub(crate) sentence: String,
 }
 
-/// What a stream has in one pool.
+/// Memory of a stream in one pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct StreamUse {
     pub(crate) stream: u64,
@@ -262,127 +262,127 @@ pub(crate) struct StreamUse {
     pub(crate) pool: &'static str,
     pub(crate) segments: u64,
     pub(crate) reserved_bytes: u64,
-    /// In blocks that are in use or wait for other streams.
+    /// In active blocks; includes pending frees.
     pub(crate) active_bytes: u64,
-    /// Of these: freed, and waiting.
+    /// Part of `active_bytes` in deferred frees.
     pub(crate) pending_bytes: u64,
-    /// Free, in segments that are wholly free.
+    /// Free and releasable: whole free segments, and whole free pages of expandable segments.
     pub(crate) soft_bytes: u64,
-    /// Free, in other segments.
+    /// Other free bytes: in partly used segments.
     pub(crate) hard_bytes: u64,
-    /// Largest request that is served without a call of the driver.
+    /// Largest free block.
     pub(crate) largest_hole_bytes: u64,
 }
 
-/// Memory that no allocation can use any more.
+/// Free memory on a stream that no later request can use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Stranded {
     pub(crate) stream: u64,
     /// Free bytes in its segments.
     pub(crate) free_bytes: u64,
-    /// Of those, what `empty_cache` would give back.
+    /// Part of `free_bytes` that `empty_cache` would release.
     pub(crate) returnable_bytes: u64,
-    /// Event of the last request.
+    /// Event of its last request.
     pub(crate) last_request: u64,
     /// Requests on other streams since.
     pub(crate) requests_since: u64,
-    /// The line that made it.
+    /// The line of its last request.
     pub(crate) line: Option<String>,
 }
 
-/// Frees that wait for other streams.
+/// Deferred frees: frees that wait for other streams.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Pending {
     pub(crate) deferred_frees: u64,
-    /// Most bytes that waited at once.
+    /// Peak pending bytes.
     pub(crate) peak_bytes: u64,
-    /// Event at which these did.
+    /// Event of that peak.
     pub(crate) peak_event: u64,
-    /// By the stream of the blocks.
+    /// Deferred frees by the stream of the blocks.
     pub(crate) streams: Vec<PendingStream>,
-    /// Peak of active bytes if no free waited.
+    /// Peak active bytes without deferred frees.
     pub(crate) peak_active_instant_bytes: u64,
-    /// What the same policy reserves at its peak in a replay with frees as recorded; `null` where no free waited.
+    /// Peak reserved bytes of a replay under the recorded policy; `null` without deferred frees.
     pub(crate) replayed_reserved_bytes: Option<u64>,
-    /// What it reserves when frees complete at once.
+    /// Peak reserved bytes of that replay if frees complete immediately.
     pub(crate) replayed_instant_reserved_bytes: Option<u64>,
 }
 
-/// Pending frees of one stream's blocks.
+/// Deferred frees of one stream's blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct PendingStream {
     pub(crate) stream: u64,
     pub(crate) deferred_frees: u64,
-    /// Most bytes that waited at once.
+    /// Peak pending bytes.
     pub(crate) peak_bytes: u64,
-    /// Events for which the longest waited.
+    /// Longest wait in events.
     pub(crate) longest_events: u64,
-    /// The line that allocated most of the bytes.
+    /// The line that allocated most of these bytes.
     pub(crate) line: Option<String>,
 }
 
-/// A segment that is mostly free, and what keeps it.
+/// A mostly free segment, and the blocks that keep it reserved.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Pinned {
+pub(crate) struct SparseSegment {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     pub(crate) free_bytes: u64,
     pub(crate) stream: u64,
     /// `small` or `large`.
     pub(crate) pool: &'static str,
-    /// Blocks that keep it.
+    /// Number of its blocks.
     pub(crate) blocks: u64,
-    /// These blocks, the largest first.
-    pub(crate) keepers: Vec<Keeper>,
+    /// Its blocks, the largest first.
+    pub(crate) keepers: Vec<KeepingBlock>,
 }
 
-/// A block that keeps a segment.
+/// A block that keeps a segment reserved.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct Keeper {
+pub(crate) struct KeepingBlock {
     pub(crate) address: u64,
     pub(crate) bytes: u64,
     /// The line that allocated it.
     pub(crate) line: String,
     pub(crate) nearby: bool,
-    /// Whether it was freed, and waits.
+    /// Whether its free is pending.
     pub(crate) pending: bool,
-    /// Events since it was allocated; `null` for what was there before the first event.
+    /// Age in events; `null` if allocated before recording started.
     pub(crate) age_events: Option<u64>,
-    /// Time since it was allocated.
+    /// Age in nanoseconds.
     pub(crate) age_ns: Option<u64>,
 }
 
-/// A request during which memory went back to the device.
+/// A request during which PyTorch released cached memory.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Retry {
     pub(crate) asked_bytes: u64,
     pub(crate) stream: u64,
     pub(crate) released_bytes: u64,
     pub(crate) released_segments: u64,
-    /// `retry`, `empty_cache`, `garbage_collection`, or `retry_or_empty_cache` where the log does not tell.
+    /// `retry`, `garbage_collection`, or `retry_or_empty_cache` if the recording does not distinguish them.
     pub(crate) kind: &'static str,
-    /// Why nothing that was free would do.
+    /// The reason why free memory did not serve the request.
     pub(crate) cause: Cause,
-    /// Whether the request was served then.
+    /// Whether the request was served after the release.
     pub(crate) succeeded: bool,
     #[serde(flatten)]
     pub(crate) moment: Moment,
 }
 
-/// A point of the curves; a stretch of events is drawn by the one at which most was active.
+/// A point of the curves; it stands for a range of events and shows the one with the most active memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Point {
-    /// Number of the event at which most was active in its stretch.
+    /// Number of the event with the most active memory in the range.
     pub(crate) event: u64,
     pub(crate) time_ns: u64,
     pub(crate) reserved_bytes: u64,
-    /// In blocks that are in use or wait for other streams.
+    /// In active blocks; includes pending frees.
     pub(crate) active_bytes: u64,
-    /// Asked for in the blocks that the program holds.
+    /// Requested sizes of the live blocks.
     pub(crate) requested_bytes: u64,
-    /// Smallest over the stretch.
+    /// Largest free block; its minimum over the range.
     pub(crate) largest_hole_bytes: u64,
-    /// Used on the GPU by all processes, where `vramlab run` sampled it.
+    /// Used on the GPU by all processes; `null` if `vramlab run` did not sample it.
     pub(crate) device_used_bytes: Option<u64>,
 }
 
@@ -390,17 +390,17 @@ pub(crate) struct Point {
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Shape {
     pub(crate) requested_bytes: u64,
-    /// As the allocator rounds it.
+    /// Size after the allocator's rounding.
     pub(crate) rounded_bytes: u64,
     pub(crate) requests: u64,
-    /// Requests for which memory was taken from the device.
+    /// Number of cache misses: requests that allocated a segment.
     pub(crate) misses: u64,
-    /// Bytes that were taken.
+    /// Segment bytes allocated by these misses.
     pub(crate) taken_bytes: u64,
     /// The most frequent cause.
     pub(crate) cause: Cause,
     /// All causes, with the number of each.
     pub(crate) causes: Vec<(Cause, u64)>,
-    /// The line that asks most often.
+    /// The line with the most requests.
     pub(crate) line: Option<String>,
 }

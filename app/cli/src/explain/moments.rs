@@ -1,7 +1,7 @@
-//! What was held at a moment, and by whom.
+//! Memory at a moment, and its holders.
 
 use super::View;
-use super::explanation::{Grew, Growth, Moment, Named, Node, Share, SizeShare, Who};
+use super::explanation::{GrowthBetween, Holders, LineGrowth, Moment, NamedShare, Node, Share, SizeShare};
 use super::lines::{LineId, Lines, clipped};
 use super::purposes::Purposes;
 use crate::recording::{Recording, START};
@@ -10,13 +10,13 @@ use std::collections::{BTreeMap, HashMap};
 use vramlab::histories::formats::{StackId, TextId};
 use vramlab::histories::memory::{BEFORE, Block, Memory, Pool, Totals};
 
-/// Rows that are kept of a list; a program has fewer lines than that.
+/// Maximum rows of a list; a program has fewer lines.
 const ROWS: usize = 1000;
 
-/// Calls that are kept of a tree.
+/// Maximum calls of a tree.
 const CALLS: usize = 4096;
 
-/// What a moment is described from: kept of those that may turn out to matter.
+/// The data from which a moment is described, stored for each candidate moment.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
     pub(super) index: usize,
@@ -36,11 +36,11 @@ impl Sample {
 /// The moment after an event.
 pub(super) fn moment(view: &mut View<'_>, memory: &Memory, index: usize) -> Moment {
     let stream = view.recording.events.get(index).map_or(0, |event| event.stream);
-    described(view, &Sample::at(memory, index, stream))
+    describe(view, &Sample::at(memory, index, stream))
 }
 
-/// A moment from what was seen of it.
-pub(super) fn described(view: &mut View<'_>, sample: &Sample) -> Moment {
+/// Describes a moment from its sample.
+pub(super) fn describe(view: &mut View<'_>, sample: &Sample) -> Moment {
     let Sample { index, totals, largest_hole, near } = *sample;
     let recording = view.recording;
     Moment {
@@ -56,43 +56,44 @@ pub(super) fn described(view: &mut View<'_>, sample: &Sample) -> Moment {
     }
 }
 
-/// Where a block came from, as far as it is known.
+/// The known origin of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Source {
     Line(LineId),
-    /// It has no frames; the last line before it.
+    /// No frames; the last recorded line before it.
     Nearby(LineId),
-    /// Before the first event.
+    /// Allocated before recording started.
     Before,
-    /// It has frames, none of which says where in the program it was.
-    Elsewhere,
-    Untold,
+    /// Frames without a line of the program or of a library.
+    NoLine,
+    Unknown,
 }
 
 impl Source {
     fn label(self, lines: &Lines<'_>) -> String {
         match self {
             Self::Line(line) | Self::Nearby(line) => lines.label(line),
-            Self::Before => "before the recording began".to_owned(),
-            Self::Elsewhere => ELSEWHERE.to_owned(),
-            Self::Untold => "no frames".to_owned(),
+            Self::Before => BEFORE_RECORDING.to_owned(),
+            Self::NoLine => NO_LINE.to_owned(),
+            Self::Unknown => "no frames".to_owned(),
         }
     }
 }
 
-const ELSEWHERE: &str = "frames that name no place in the program";
+const BEFORE_RECORDING: &str = "before recording started";
+const NO_LINE: &str = "frames without a program line";
 
-/// The line of a block, and whether it is only near.
+/// The line of a block, and whether it is only the last line before it.
 pub(super) fn line_of(block: &Block, lines: &mut Lines<'_>) -> (String, bool) {
     let (source, _, _) = source(block, lines);
     (source.label(lines), matches!(source, Source::Nearby(_)))
 }
 
-/// Source, place in a library, and calls from the outside in.
+/// The origin, the library frame, and the calls, outermost first.
 fn source(block: &Block, lines: &mut Lines<'_>) -> (Source, Option<LineId>, Vec<LineId>) {
     if !block.origin.stack.is_empty() {
         let folded = lines.fold(block.origin.stack);
-        let Some(line) = folded.line() else { return (Source::Elsewhere, None, Vec::new()) };
+        let Some(line) = folded.line() else { return (Source::NoLine, None, Vec::new()) };
         let inside = folded.inside.filter(|inside| *inside != line);
         return (Source::Line(line), inside, folded.path);
     }
@@ -102,7 +103,7 @@ fn source(block: &Block, lines: &mut Lines<'_>) -> (Source, Option<LineId>, Vec<
     let folded = if block.near.is_empty() { None } else { Some(lines.fold(block.near)) };
     match folded.and_then(|folded| Some((folded.line()?, folded.path))) {
         Some((line, path)) => (Source::Nearby(line), None, path),
-        None => (Source::Untold, None, Vec::new()),
+        None => (Source::Unknown, None, Vec::new()),
     }
 }
 
@@ -123,20 +124,20 @@ impl Sum {
 
 type Key = (Source, Option<LineId>);
 
-/// A line in words, the place in a library that it went through, and whether it is only near.
+/// A line, the library frame inside it, and whether it is only the last line before the block.
 pub(crate) type Line = (String, Option<String>, bool);
 
-/// What is held at a moment by line and by size, for comparisons: bytes and blocks.
+/// Bytes and blocks held at a moment, by line and by size, for comparisons.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Held {
     pub(crate) moment: Moment,
-    /// Whether the history has stack frames.
+    /// Whether the recording has stack frames.
     pub(crate) frames: bool,
     pub(crate) lines: BTreeMap<Line, (u64, u64)>,
     pub(crate) sizes: BTreeMap<u64, (u64, u64)>,
 }
 
-/// What each line holds.
+/// Memory held at a moment, by line and by size.
 pub(super) fn held(view: &mut View<'_>, memory: &Memory, index: usize) -> Held {
     let mut sums: HashMap<Key, (u64, u64)> = HashMap::new();
     let frames = view.recording.origins.has_frames();
@@ -157,23 +158,23 @@ pub(super) fn held(view: &mut View<'_>, memory: &Memory, index: usize) -> Held {
     out
 }
 
-/// What grew from one moment to another; `None` where nothing did.
-pub(super) fn grew(from: Held, to: Held, named: Vec<String>) -> Option<Grew> {
+/// Growth from one moment to another; `None` if no line grew.
+pub(super) fn growth(from: Held, to: Held, named: Vec<String>) -> Option<GrowthBetween> {
     let mut rows = Vec::new();
     for (key, (after_bytes, after_blocks)) in to.lines {
         let (before_bytes, before_blocks) = from.lines.get(&key).copied().unwrap_or_default();
         let (line, inside, nearby) = key;
         if after_bytes > before_bytes {
-            rows.push(Growth { line, inside, nearby, before_bytes, after_bytes, before_blocks, after_blocks });
+            rows.push(LineGrowth { line, inside, nearby, before_bytes, after_bytes, before_blocks, after_blocks });
         }
     }
     rows.sort_by_key(|row| (Reverse(row.after_bytes - row.before_bytes), row.line.clone()));
     rows.truncate(ROWS);
-    (!rows.is_empty()).then_some(Grew { from: from.moment, to: to.moment, named, lines: rows })
+    (!rows.is_empty()).then_some(GrowthBetween { from: from.moment, to: to.moment, named, lines: rows })
 }
 
-/// What lines, sizes, categories and notes hold, and the calls.
-pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'static str) -> Who {
+/// The holders of memory: lines, calls, purposes, sizes, categories and notes.
+pub(super) fn holders(view: &mut View<'_>, memory: &Memory, index: usize, at: &'static str) -> Holders {
     let mut sums: HashMap<Key, Sum> = HashMap::new();
     let mut sizes: HashMap<u64, Sum> = HashMap::new();
     let (mut categories, mut notes): (HashMap<TextId, Sum>, HashMap<TextId, Sum>) = Default::default();
@@ -195,8 +196,8 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
             Source::Nearby(_) => Step::Unframed,
             Source::Line(_) => inside.map_or(Step::Here, Step::Call),
             Source::Before => Step::Before,
-            Source::Elsewhere => Step::Elsewhere,
-            Source::Untold => Step::Untold,
+            Source::NoLine => Step::NoLine,
+            Source::Unknown => Step::Unknown,
         };
         root.add(&path, ends, block);
     }
@@ -211,7 +212,7 @@ pub(super) fn who(view: &mut View<'_>, memory: &Memory, index: usize, at: &'stat
         oldest_events: sum.oldest,
     };
     let size = |(requested_bytes, Sum { bytes, blocks, .. })| SizeShare { requested_bytes, blocks, bytes };
-    Who {
+    Holders {
         at,
         moment,
         lines: largest(sums, share),
@@ -231,8 +232,8 @@ fn largest<K: Ord, T>(sums: impl IntoIterator<Item = (K, Sum)>, row: impl FnMut(
     sums.into_iter().map(row).collect()
 }
 
-/// Sums by text, none if no text says anything.
-fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<Named> {
+/// Sums by text; empty if all texts are empty.
+fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<NamedShare> {
     if sums.keys().all(|text| text.is_empty()) {
         return Vec::new();
     }
@@ -240,10 +241,10 @@ fn named(recording: &Recording, sums: HashMap<TextId, Sum>) -> Vec<Named> {
         if text.is_empty() { "none".to_owned() } else { clipped(recording.origins.spelt(text)).into_owned() }
     };
     let sums = sums.into_iter().map(|(text, sum)| (name(text), sum));
-    largest(sums, |(name, Sum { bytes, blocks, .. })| Named { name, bytes, blocks })
+    largest(sums, |(name, Sum { bytes, blocks, .. })| NamedShare { name, bytes, blocks })
 }
 
-/// What follows on a call.
+/// A child of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Step {
     Call(LineId),
@@ -251,8 +252,8 @@ enum Step {
     Here,
     Unframed,
     Before,
-    Elsewhere,
-    Untold,
+    NoLine,
+    Unknown,
 }
 
 #[derive(Debug, Default)]
@@ -271,11 +272,11 @@ impl Branch {
         }
     }
 
-    /// All of it, or the largest [`CALLS`] of it.
+    /// The whole tree, or its largest [`CALLS`] calls.
     fn tree(&self, lines: &Lines<'_>) -> Node {
         let mut bytes = Vec::new();
         self.list(&mut bytes);
-        // What holds a call holds no less and comes first, so it is kept, too.
+        // A parent holds at least as much as its child and precedes it, so the parents of kept calls are kept.
         let mut order: Vec<usize> = (0..bytes.len()).collect();
         order.sort_by_key(|&at| (Reverse(bytes[at]), at));
         let mut kept = vec![false; bytes.len()];
@@ -289,35 +290,36 @@ impl Branch {
         self.below.values().for_each(|branch| branch.list(bytes));
     }
 
-    /// Branches of this one, and itself.
+    /// Number of branches in this one, including itself.
     fn count(&self) -> usize {
         1 + self.below.values().map(Self::count).sum::<usize>()
     }
 
-    /// `at` is its number in the [list](Self::list), and in the end the next.
+    /// `at` is this branch's number in the [list](Self::list); afterwards the number of the next branch.
     fn node(&self, name: String, lines: &Lines<'_>, kept: &[bool], at: &mut usize) -> Node {
         *at += 1;
-        let (mut children, mut left_out, mut rest) = (Vec::new(), 0_u64, Sum::default());
+        let (mut children, mut omitted, mut remainder) = (Vec::new(), 0_u64, Sum::default());
         for (step, branch) in &self.below {
             if !kept[*at] {
                 *at += branch.count();
-                left_out += 1;
-                (rest.bytes, rest.blocks) = (rest.bytes + branch.sum.bytes, rest.blocks + branch.sum.blocks);
+                omitted += 1;
+                remainder.bytes += branch.sum.bytes;
+                remainder.blocks += branch.sum.blocks;
                 continue;
             }
             let name = match step {
                 Step::Call(line) => lines.label(*line),
                 Step::Unframed => "without frames, after this line".to_owned(),
-                Step::Before => "before the recording began".to_owned(),
-                Step::Elsewhere => ELSEWHERE.to_owned(),
-                Step::Here | Step::Untold => "no frames".to_owned(),
+                Step::Before => BEFORE_RECORDING.to_owned(),
+                Step::NoLine => NO_LINE.to_owned(),
+                Step::Here | Step::Unknown => "no frames".to_owned(),
             };
             children.push(branch.node(name, lines, kept, at));
         }
         children.sort_by_key(|child| (Reverse(child.bytes), child.name.clone()));
-        if left_out > 0 {
-            let name = format!("… {left_out} smaller …");
-            children.push(Node { name, bytes: rest.bytes, blocks: rest.blocks, children: Vec::new() });
+        if omitted > 0 {
+            let name = format!("… {omitted} smaller …");
+            children.push(Node { name, bytes: remainder.bytes, blocks: remainder.blocks, children: Vec::new() });
         }
         Node { name, bytes: self.sum.bytes, blocks: self.sum.blocks, children }
     }

@@ -1,181 +1,244 @@
-//! The phases of a program, as loading, training and generating, and how much memory each holds. No setting can change during a
-//! run, so the phase that needs most decides.
+//! Phases of a program, such as loading, training and generating, and the memory of each. Settings cannot change during a run, so
+//! the phase with the highest peak determines the memory that the program needs.
 //!
-//! The program's own outermost annotations part a history, else its longest pauses.
+//! The program's outermost annotations separate phases; without annotations its longest pauses do.
 
-use crate::explain::line_of;
 use crate::recording::Recording;
+use crate::words::grouped;
 use serde::Serialize;
 use vramlab::Bytes;
 use vramlab::budget::OverBudget;
 use vramlab::histories::memory::Totals;
 
-/// A program of more parts has steps, not phases.
+/// More parts than this are steps, not phases.
 const MOST: usize = 8;
-/// A part has so many events at least, or it belongs to the one before it.
+/// A part without an annotation and with fewer events belongs to its neighbour.
 const LEAST_EVENTS: usize = 20;
-/// A pause is long that takes this share of the time, and no shorter than this.
+/// A pause separates phases if it takes this share of the recorded time, and at least `LEAST_PAUSE_NS`.
 const PAUSE_SHARE: u64 = 20;
 const LEAST_PAUSE_NS: u64 = 100_000_000;
-/// Peaks that differ by less than one part of this are the same.
+/// Peaks that differ by less than one part in this many count as equal.
 const SAME: u64 = 200;
+/// PyTorch annotates each optimizer step under names that begin so; they do not name a phase of the program.
+const TORCH_ANNOTATIONS: &str = "Optimizer.";
 
 /// A phase of a program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Phase {
-    /// The annotation, or the line with which it begins; `null` where a pause parts it and nothing has frames.
+    /// The annotation; `null` for a phase between pauses.
     pub(crate) name: Option<String>,
     /// Number of its first event.
     pub(crate) first_event: u64,
     /// Number of its last event.
     pub(crate) last_event: u64,
-    /// For how long, where the history has times.
+    /// Duration; `null` in recordings without times.
     pub(crate) time_ns: Option<u64>,
-    /// Most bytes held from the device, what was held when it began included.
+    /// Peak reserved bytes, including memory reserved at its start.
     pub(crate) peak_reserved_bytes: u64,
-    /// Most bytes in blocks that are in use or wait for other streams.
+    /// Peak active bytes, including pending frees.
     pub(crate) peak_active_bytes: u64,
-    /// Whether it is the first that reaches the peak of the whole, within half a percent.
+    /// Whether it determines the peak: of the phases that reach the reserved peak within half a percent, the one with the most
+    /// active memory.
     pub(crate) decides: bool,
 }
 
 impl Phase {
-    fn beginning(name: Option<String>, first_event: u64, held: Totals) -> Self {
-        let (peak_reserved_bytes, peak_active_bytes) = (held.reserved, held.active);
-        let (last_event, time_ns, decides) = (first_event, None, false);
-        Self { name, first_event, last_event, time_ns, peak_reserved_bytes, peak_active_bytes, decides }
-    }
-
-    /// What decides: what is reserved, and no less than what is in use where events of segments are missing.
+    /// The level that other phases are compared with: reserved memory, or active memory if segment events are missing.
     fn level(&self) -> u64 {
         self.peak_reserved_bytes.max(self.peak_active_bytes)
     }
 
-    /// In words: `load` or `events 1 to 200`.
+    /// The annotation, or the range of events: `load` or `events 1 to 4,075`.
     pub(crate) fn named(&self) -> String {
-        self.name.clone().unwrap_or_else(|| format!("events {} to {}", self.first_event, self.last_event))
+        let range = || format!("events {} to {}", grouped(self.first_event), grouped(self.last_event));
+        self.name.clone().unwrap_or_else(range)
     }
 }
 
-/// The phases of a recording; none where nothing parts it. O(n log n) in the events.
+/// The phases of a recording; empty if nothing separates them. O(n log n) in the events.
 ///
 /// # Errors
-/// [`OverBudget`] when the recorded memory takes more than there is.
+/// [`OverBudget`] if the memory budget is exceeded.
 pub(crate) fn phases(recording: &Recording) -> Result<Vec<Phase>, OverBudget> {
-    let parts = named(recording).or_else(|| paused(recording)).unwrap_or_default();
-    let mut out: Vec<Phase> = Vec::with_capacity(parts.len());
-    if parts.is_empty() {
-        return Ok(out);
+    for parts in [annotated_parts(recording), parts_between_pauses(recording)] {
+        if parts.len() < 2 {
+            continue;
+        }
+        let phases = merge(measure(recording, parts)?);
+        if (2..=MOST).contains(&phases.len()) {
+            return Ok(phases);
+        }
     }
+    Ok(Vec::new())
+}
+
+/// The peaks of each phase and the phase that determines the peak, as a sentence.
+pub(crate) fn sentence(phases: &[Phase]) -> Option<String> {
+    let decides = phases.iter().find(|phase| phase.decides)?.named();
+    let peaks = |phase: &Phase| {
+        format!("{} {} of {}", phase.named(), Bytes(phase.peak_active_bytes), Bytes(phase.peak_reserved_bytes))
+    };
+    let all: Vec<String> = phases.iter().map(peaks).collect();
+    let all = all.join("; ");
+    Some(format!("Phases (peak active of peak reserved): {all}. The phase that determines the peak: {decides}."))
+}
+
+/// A part of a recording before short parts are merged.
+struct Part {
+    name: Option<String>,
+    from: usize,
+    /// Whether an annotation of the program covers it.
+    annotated: bool,
+}
+
+impl Part {
+    fn unnamed(from: usize) -> Self {
+        Self { name: None, from, annotated: false }
+    }
+
+    fn around(name: String, from: usize) -> Self {
+        Self { name: Some(name), from, annotated: false }
+    }
+}
+
+/// A measured part.
+struct Measured {
+    phase: Phase,
+    annotated: bool,
+    /// Whether it has the peak of active memory.
+    busiest: bool,
+}
+
+impl Measured {
+    /// Whether it belongs to its neighbour.
+    fn is_minor(&self) -> bool {
+        // CAST: a number of events in memory.
+        let events = (self.phase.last_event - self.phase.first_event + 1) as usize;
+        !self.annotated && !self.phase.decides && !self.busiest && events < LEAST_EVENTS
+    }
+}
+
+/// Measures the parts in one pass over the events, and marks the part that determines the peak.
+fn measure(recording: &Recording, parts: Vec<Part>) -> Result<Vec<Measured>, OverBudget> {
+    let mut out: Vec<Measured> = Vec::with_capacity(parts.len());
     let mut memory = recording.memory()?;
     let mut parts = parts.into_iter().peekable();
-    for (index, event, at_once) in recording.events.walk(0) {
-        if let Some(Part { name, .. }) = parts.next_if(|part| part.from == index) {
-            out.push(Phase::beginning(name, recording.number(index), memory.totals()));
+    for (index, event, immediate) in recording.events.walk(0) {
+        let number = recording.number(index);
+        if let Some(Part { name, annotated, .. }) = parts.next_if(|part| part.from == index) {
+            let Totals { reserved, active, .. } = memory.totals();
+            let phase = Phase {
+                name,
+                first_event: number,
+                last_event: number,
+                time_ns: None,
+                peak_reserved_bytes: reserved,
+                peak_active_bytes: active,
+                decides: false,
+            };
+            out.push(Measured { phase, annotated, busiest: false });
         }
-        // CAST: bounded when the history was read.
-        memory.apply(&event, index as u32, at_once)?;
-        let Some(phase) = out.last_mut() else { continue };
+        // CAST: Recording::read limits the number of events.
+        memory.apply(&event, index as u32, immediate)?;
+        let Some(Measured { phase, .. }) = out.last_mut() else { continue };
         let Totals { reserved, active, .. } = memory.totals();
-        phase.last_event = recording.number(index);
+        phase.last_event = number;
         phase.peak_reserved_bytes = phase.peak_reserved_bytes.max(reserved);
         phase.peak_active_bytes = phase.peak_active_bytes.max(active);
     }
-    for phase in &mut out {
+    let peak = out.iter().map(|part| part.phase.level()).max().unwrap_or(0);
+    let near = out.iter_mut().map(|part| &mut part.phase).filter(|phase| phase.level() >= peak - peak / SAME);
+    // Of equal phases the first.
+    if let Some(highest) = near.rev().max_by_key(|phase| phase.peak_active_bytes) {
+        highest.decides = true;
+    }
+    // A part that begins at the end of the busiest one has the same peak; of equal parts the first.
+    if let Some(part) = out.iter_mut().rev().max_by_key(|part| part.phase.peak_active_bytes) {
+        part.busiest = true;
+    }
+    for Measured { phase, .. } in &mut out {
+        // CAST: an index in memory.
         let since = |number: u64| recording.since_start(number as usize - 1);
         phase.time_ns =
             since(phase.last_event).zip(since(phase.first_event)).map(|(end, from)| end.saturating_sub(from));
     }
-    let peak = out.iter().map(Phase::level).max().unwrap_or(0);
-    if let Some(first) = out.iter_mut().find(|phase| phase.level() >= peak - peak / SAME) {
-        first.decides = true;
-    }
     Ok(out)
 }
 
-/// What each phase holds and which decides, in a sentence, where all have names.
-pub(crate) fn sentence(phases: &[Phase]) -> Option<String> {
-    phases.iter().all(|phase| phase.name.is_some()).then_some(())?;
-    let decides = phases.iter().find(|phase| phase.decides)?;
-    let said = |phase: &Phase| {
-        format!("{} {} of {}", phase.named(), Bytes(phase.peak_active_bytes), Bytes(phase.peak_reserved_bytes))
-    };
-    let all: Vec<String> = phases.iter().map(said).collect();
-    let all = all.join("; ");
-    let decides = decides.named();
-    Some(format!("Its phases, most in use of most reserved: {all}. The peak is reached first in {decides}."))
-}
-
-/// Where a part begins.
-struct Part {
-    name: Option<String>,
-    from: usize,
-}
-
-/// Joins parts that are too short with those before them, and those that follow one of the same name. `None` where that leaves
-/// no more than one, or too many.
-fn parted(recording: &Recording, all: impl IntoIterator<Item = Part>) -> Option<Vec<Part>> {
-    let mut parts: Vec<Part> = Vec::new();
-    for part in all {
-        if let Some(last) = parts.last_mut().filter(|last| part.from - last.from < LEAST_EVENTS) {
-            // The one before was too short.
-            last.name = part.name;
+/// Merges minor parts with their neighbours, and consecutive parts of the same name. Annotated parts and the parts with the peaks are
+/// never merged into another one.
+fn merge(parts: Vec<Measured>) -> Vec<Phase> {
+    let mut out: Vec<Measured> = Vec::new();
+    for part in parts {
+        let Some(last) = out.last_mut() else {
+            out.push(part);
+            continue;
+        };
+        let same_name = part.phase.name.is_some() && part.phase.name == last.phase.name;
+        if same_name || part.is_minor() {
+            absorb(last, part);
+        } else if last.is_minor() {
+            let minor = std::mem::replace(last, part);
+            absorb(last, minor);
         } else {
-            parts.push(part);
-        }
-        let count = parts.len();
-        if count > 1 && parts[count - 1].name.is_some() && parts[count - 1].name == parts[count - 2].name {
-            parts.pop();
+            out.push(part);
         }
     }
-    while parts.last().is_some_and(|last| recording.events.len() - last.from < LEAST_EVENTS) {
-        parts.pop();
-    }
-    if let Some(first) = parts.first_mut() {
-        first.from = 0;
-    }
-    (2..=MOST).contains(&parts.len()).then_some(parts)
+    out.into_iter().map(|part| part.phase).collect()
 }
 
-/// By the outermost annotations of the program.
-fn named(recording: &Recording) -> Option<Vec<Part>> {
-    let mut parts = vec![Part { name: Some("the beginning".to_owned()), from: 0 }];
+/// Extends a part by a neighbour.
+fn absorb(part: &mut Measured, Measured { phase: other, annotated, busiest }: Measured) {
+    let phase = &mut part.phase;
+    let between = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);
+    phase.time_ns = between(phase.time_ns, other.time_ns);
+    phase.first_event = phase.first_event.min(other.first_event);
+    phase.last_event = phase.last_event.max(other.last_event);
+    phase.peak_reserved_bytes = phase.peak_reserved_bytes.max(other.peak_reserved_bytes);
+    phase.peak_active_bytes = phase.peak_active_bytes.max(other.peak_active_bytes);
+    phase.decides |= other.decides;
+    part.busiest |= busiest;
+    part.annotated |= annotated && phase.name == other.name;
+}
+
+/// Parts by the program's outermost annotations, and the parts around them; empty without annotations.
+fn annotated_parts(recording: &Recording) -> Vec<Part> {
+    let mut parts = vec![Part::around("the beginning".to_owned(), 0)];
     let mut until = 0;
+    let mut last_name: Option<String> = None;
     for (name, start_ns, end_ns) in recording.outermost() {
         let from = recording.events.at_time(start_ns);
-        if from > until {
-            // What has no name goes on from the last.
-            let after = parts.last().and_then(|last| last.name.clone()).filter(|_| until > 0);
-            parts.extend(after.map(|name| Part { name: Some(format!("after {name}")), from: until }));
+        if from > until
+            && let Some(last) = &last_name
+        {
+            parts.push(Part::around(format!("after {last}"), until));
         }
         until = end_ns.map_or(recording.events.len(), |end| recording.events.at_time(end));
         if until > from {
-            parts.push(Part { name: Some(name.to_owned()), from });
+            let annotated = !name.starts_with(TORCH_ANNOTATIONS);
+            parts.retain(|part| part.from < from);
+            parts.push(Part { name: Some(name.to_owned()), from, annotated });
+            last_name = Some(name.to_owned());
         }
     }
-    if until < recording.events.len() && until > 0 {
-        let name = parts.last().and_then(|last| last.name.as_ref()).map(|name| format!("after {name}"));
-        parts.push(Part { name, from: until });
+    let Some(last) = last_name else { return Vec::new() };
+    if until < recording.events.len() {
+        parts.push(Part::around(format!("after {last}"), until));
     }
-    parted(recording, parts)
+    parts
 }
 
-/// By the pauses that take longest.
-fn paused(recording: &Recording) -> Option<Vec<Part>> {
-    let (first, last) = recording.events.first().zip(recording.events.last())?;
+/// Parts between the longest pauses; empty without events.
+fn parts_between_pauses(recording: &Recording) -> Vec<Part> {
+    let Some((first, last)) = recording.events.first().zip(recording.events.last()) else { return Vec::new() };
     let long = (last.time_ns.saturating_sub(first.time_ns) / PAUSE_SHARE).max(LEAST_PAUSE_NS);
     let mut before = first.time_ns;
-    let mut parts = vec![Part { name: None, from: 0 }];
+    let mut parts = vec![Part::unnamed(0)];
     for (index, event) in recording.events.iter().enumerate() {
         if event.time_ns.saturating_sub(before) >= long {
-            parts.push(Part { name: None, from: index });
+            parts.push(Part::unnamed(index));
         }
         before = event.time_ns;
     }
-    let mut parts = parted(recording, parts)?;
-    for part in &mut parts {
-        let mut stacks = recording.events.iter_from(part.from).take(LEAST_EVENTS).map(|event| event.origin.stack);
-        part.name = stacks.find_map(|stack| line_of(&recording.origins, stack));
-    }
-    Some(parts)
+    parts
 }

@@ -1,4 +1,4 @@
-//! Several histories, such as those of the ranks of a job: one table, what stands out first, then the worst in full.
+//! Several recordings, such as the ranks of a job: one table, outliers first, then the first recording in full.
 
 use super::explanation::Explanation;
 use super::{ExplainArgs, explanation, screen};
@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use terminal::{Column, Page, Table};
 
-/// What is kept of each history.
+/// Summary of one recording.
 #[derive(Clone, Debug, Serialize)]
 struct Rank {
     trace: String,
@@ -18,20 +18,20 @@ struct Rank {
     gpus: Gpus,
     events: u64,
     peak_reserved_bytes: u64,
-    /// Most bytes in blocks that are in use or wait for other streams.
+    /// Peak active bytes, including pending frees.
     peak_active_bytes: u64,
-    /// Reserved less active at the peak of reserved.
+    /// Reserved less active bytes at the reserved peak.
     unused_bytes: u64,
-    /// Most bytes that waited for other streams at once.
+    /// Peak pending bytes.
     pending_peak_bytes: u64,
-    /// Requests during which memory went back to the device.
+    /// Requests during which PyTorch released cached memory.
     num_retries: u64,
     refused: u64,
-    /// How far the reserved peak is from that of the middle rank, in parts of that.
+    /// Relative difference between the reserved peak and the median rank's.
     off: f64,
-    /// The line that holds most at the peak of active.
+    /// The line that holds the most memory at the active peak.
     line: Option<String>,
-    /// What is missing of a file that was cut short.
+    /// Where the file was truncated, and what is missing.
     cut: Option<String>,
 }
 
@@ -39,30 +39,30 @@ struct Rank {
 struct Ranks {
     ranks: Vec<Rank>,
     unread: Vec<Unread>,
-    /// The first of the histories, in full.
+    /// The first recording of the table, in full.
     worst: Explanation,
 }
 
 impl Rank {
-    fn of(found: &Explanation) -> Self {
-        let peak = &found.peak_reserved;
+    fn new(explanation: &Explanation) -> Self {
+        let peak = &explanation.peak_reserved;
         Self {
-            trace: found.trace.clone(),
-            gpus: found.gpus.clone(),
-            events: found.events,
+            trace: explanation.trace.clone(),
+            gpus: explanation.gpus.clone(),
+            events: explanation.events,
             peak_reserved_bytes: peak.reserved_bytes,
-            peak_active_bytes: found.peak_active.active_bytes,
+            peak_active_bytes: explanation.peak_active.active_bytes,
             unused_bytes: peak.reserved_bytes.saturating_sub(peak.active_bytes),
-            pending_peak_bytes: found.reserved.pending.peak_bytes,
-            num_retries: found.num_retries,
-            refused: found.refused,
+            pending_peak_bytes: explanation.reserved.pending.peak_bytes,
+            num_retries: explanation.num_retries,
+            refused: explanation.refused,
             off: 0.0,
-            line: found.who.first().and_then(|who| who.lines.first()).map(|share| share.line.clone()),
-            cut: found.cut.clone(),
+            line: explanation.who.first().and_then(|who| who.lines.first()).map(|share| share.line.clone()),
+            cut: explanation.cut.clone(),
         }
     }
 
-    /// The order of the rows: first what ran out of memory, then what retried, is far from the others, and holds most.
+    /// The order of the rows: refused requests, retries, distance from the median, reserved peak.
     fn order(&self, other: &Self) -> std::cmp::Ordering {
         let counts = |rank: &Self| (rank.refused, rank.num_retries);
         counts(other)
@@ -73,11 +73,11 @@ impl Rank {
     }
 }
 
-/// Explains each history and prints one table, and the first of it in full.
+/// Explains each recording, prints one table, and its first recording in full.
 pub(super) fn ranks(args: &ExplainArgs, files: &[PathBuf]) -> Result<()> {
-    let (mut ranks, unread) = each("explain", files, |file| Ok(Rank::of(&explanation(&args.how, file)?)))?;
+    let (mut ranks, unread) = each("explain", files, |file| Ok(Rank::new(&explanation(&args.how, file)?)))?;
     compare(&mut ranks);
-    // The first is read once more: of hundreds only a row each is kept.
+    // The first is read again: of hundreds of files only one row each is kept in memory.
     let worst = explanation(&args.how, ranks[0].trace.as_ref())?;
     if args.json {
         return terminal::print_json(&Ranks { ranks, unread, worst });
@@ -89,28 +89,28 @@ pub(super) fn ranks(args: &ExplainArgs, files: &[PathBuf]) -> Result<()> {
     page.print()
 }
 
-/// Says how far each is from the middle, and puts what stands out first.
+/// Computes the distance of each rank from the median, and sorts outliers first.
 fn compare(ranks: &mut [Rank]) {
     let mut peaks: Vec<u64> = ranks.iter().map(|rank| rank.peak_reserved_bytes).collect();
     peaks.sort_unstable();
     // CAST: bytes far below 2^53.
-    let middle = peaks[(peaks.len() - 1) / 2] as f64;
+    let median = peaks[(peaks.len() - 1) / 2] as f64;
     for rank in ranks.iter_mut() {
-        let off = (rank.peak_reserved_bytes as f64 - middle) / middle;
-        rank.off = if middle > 0.0 { off } else { 0.0 };
+        let off = (rank.peak_reserved_bytes as f64 - median) / median;
+        rank.off = if median > 0.0 { off } else { 0.0 };
     }
     ranks.sort_by(Rank::order);
 }
 
 fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
-    page.line(format!("{} histories, what stands out first", ranks.len()));
+    page.line(format!("{} recordings, outliers first", ranks.len()));
     let mut table = Table::new([
-        Column::left("history"),
+        Column::left("recording"),
         Column::right("reserved"),
         Column::right("vs median").priority(1),
         Column::right("active"),
         Column::right("unused").priority(2),
-        Column::right("waits at most").priority(3),
+        Column::right("peak pending").priority(3),
         Column::right("retries"),
         Column::right("refused"),
     ]);
@@ -120,7 +120,7 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
         table.row([
             name.clone(),
             size(rank.peak_reserved_bytes),
-            format!("{:+.1} %", 100.0 * rank.off),
+            difference(rank.off),
             size(rank.peak_active_bytes),
             size(rank.unused_bytes),
             size(rank.pending_peak_bytes),
@@ -130,16 +130,21 @@ fn table(ranks: &[Rank], args: &ExplainArgs, page: &mut Page) {
     }
     page.table(&table);
     if ranks.len() > shown {
-        let (more, rest) = (ranks.len() - shown, ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs()));
-        let off = rest.fold(0.0, f64::max);
-        page.note(format!("{more} more are within {off:.1} % of the median, or like these; --top shows more"));
+        let (more, others) = (ranks.len() - shown, ranks.iter().skip(shown).map(|rank| 100.0 * rank.off.abs()));
+        let off = others.fold(0.0, f64::max);
+        page.note(format!("{more} more recordings, at most {off:.1} % from the median; --top N shows more rows"));
     }
     page.title(format!("In full: {}", names[0]));
 }
 
-/// The files' names without what all of them begin with.
+/// A relative difference: in percent, or as a multiple from ten times on.
+fn difference(off: f64) -> String {
+    if off >= 9.0 { format!("{:.0} times", off + 1.0) } else { format!("{:+.1} %", 100.0 * off) }
+}
+
+/// The files' names without their common directory.
 fn short_names(ranks: &[Rank]) -> Vec<String> {
-    let folder = |rank: &Rank| rank.trace.rfind('/').map_or(0, |at| at + 1);
-    let common = ranks.iter().all(|rank| rank.trace[..folder(rank)] == ranks[0].trace[..folder(&ranks[0])]);
-    ranks.iter().map(|rank| rank.gpus.named(&rank.trace[if common { folder(rank) } else { 0 }..])).collect()
+    let directory = |rank: &Rank| rank.trace.rfind('/').map_or(0, |at| at + 1);
+    let common = ranks.iter().all(|rank| rank.trace[..directory(rank)] == ranks[0].trace[..directory(&ranks[0])]);
+    ranks.iter().map(|rank| rank.gpus.named(&rank.trace[if common { directory(rank) } else { 0 }..])).collect()
 }

@@ -1,24 +1,24 @@
-//! Who gave segments back: a call of `empty_cache`, or a request that needed memory.
+//! The cause of each segment release: a call of `empty_cache`, or a request that needed memory.
 //!
-//! No event says so. This project's recorder gives each release the frames at that time. PyTorch gives it the request's frames,
-//! those of the call where frees have frames (`context="all"`), and else those with which the segment was allocated. So frames
-//! that a segment was not allocated with were gathered when it was released. What follows tells the rest: a request's own event
-//! comes right after what it releases.
+//! No event records it. This project's recorder stores the frames at the time of the release. PyTorch stores the request's
+//! frames, or the call's if frees have frames (`context="all"`), else the frames of the segment's allocation. So frames that
+//! differ from those of the allocation were gathered at the release. The next event decides the other cases: a request's event
+//! directly follows the releases that it caused.
 
 use crate::recording::Recording;
 use std::collections::HashMap;
 use vramlab::histories::formats::{Action, StackId};
 
-/// Who gave a segment back.
+/// The cause of a segment release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum By {
-    /// A call of `empty_cache`, which its frames name.
+    /// A call of `empty_cache`, named by its frames.
     NamedCall,
-    /// A call of `empty_cache`, which nothing else can have been.
+    /// A call of `empty_cache`, inferred because no request follows.
     Call,
-    /// The request that follows.
+    /// The following request.
     Request,
-    /// The recording does not tell.
+    /// Unknown from the recording.
     Unknown,
 }
 
@@ -28,44 +28,44 @@ impl By {
     }
 }
 
-/// Who gave back each segment of a recording.
+/// The causes of all segment releases of a recording, by event index.
 #[derive(Debug)]
 pub(crate) struct Releases(HashMap<usize, By>);
 
-/// A release: its frames, and those with which the segment was allocated, where the recording has that.
+/// A release: its frames, and the frames of the segment's allocation if recorded.
 #[derive(Clone, Copy, Debug)]
 struct Release {
     index: usize,
     stack: StackId,
-    birth: Option<StackId>,
+    allocation: Option<StackId>,
 }
 
 impl Releases {
-    /// Linear in the events.
+    /// Infers the causes. Linear in the events.
     pub(crate) fn of(recording: &Recording) -> Self {
         let origins = &recording.origins;
         let names_call =
             |stack: StackId| origins.frames(stack).any(|frame| origins.spelt(frame.name).contains("empty_cache"));
-        let own = recording.summary.keys.has("recorder") && origins.has_frames();
+        let exact_frames = recording.summary.keys.has("recorder") && origins.has_frames();
         let mut out = HashMap::new();
-        let mut births = HashMap::new();
+        let mut allocations = HashMap::new();
         let mut run: Vec<Release> = Vec::new();
         let mut end = |run: &mut Vec<Release>, request: Option<StackId>| {
             if run.is_empty() {
                 return;
             }
             let named = run.iter().any(|release| names_call(release.stack));
-            let by = if named { By::NamedCall } else { by(run, request, own) };
+            let by = if named { By::NamedCall } else { by(run, request, exact_frames) };
             out.extend(run.drain(..).map(|release| (release.index, by)));
         };
         for (index, event) in recording.events.iter().enumerate() {
             let stack = event.origin.stack;
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
-                    run.push(Release { index, stack, birth: births.remove(&event.addr) });
+                    run.push(Release { index, stack, allocation: allocations.remove(&event.addr) });
                 }
                 Action::SegmentAlloc | Action::SegmentMap => {
-                    births.insert(event.addr, stack);
+                    allocations.insert(event.addr, stack);
                 }
                 Action::FreeCompleted => {}
                 Action::Alloc | Action::Oom => end(&mut run, Some(stack)),
@@ -76,30 +76,30 @@ impl Releases {
         Self(out)
     }
 
-    /// Who gave back the segment of an event.
+    /// The cause of the release at an event.
     pub(crate) fn by(&self, index: usize) -> By {
         self.0.get(&index).copied().unwrap_or(By::Unknown)
     }
 }
 
-/// Who released segments one after another, before an event that is a request with these frames, or is none. `own`: the frames
-/// are those at that time.
-fn by(run: &[Release], request: Option<StackId>, own: bool) -> By {
+/// The cause of consecutive releases. `request`: the frames of the next event if it is a request. `exact_frames`: the frames were
+/// gathered at the release.
+fn by(run: &[Release], request: Option<StackId>, exact_frames: bool) -> By {
     let Some(request) = request else { return By::Call };
     let as_requested = run.iter().all(|release| release.stack == request);
-    let gathered = run.iter().any(|release| release.birth.is_some_and(|birth| birth != release.stack));
-    let born = run.iter().all(|release| release.birth == Some(release.stack) && !release.stack.is_empty());
+    let at_release = run.iter().any(|release| release.allocation.is_some_and(|stack| stack != release.stack));
+    let as_allocated = run.iter().all(|release| release.allocation == Some(release.stack) && !release.stack.is_empty());
     match () {
-        () if own || gathered => {
+        () if exact_frames || at_release => {
             if as_requested {
                 By::Request
             } else {
                 By::Unknown
             }
         }
-        // A request would have given them its own.
-        () if born && !as_requested && !request.is_empty() => By::Call,
-        () if !born && as_requested && !request.is_empty() => By::Request,
+        // A request would have stored its own frames.
+        () if as_allocated && !as_requested && !request.is_empty() => By::Call,
+        () if !as_allocated && as_requested && !request.is_empty() => By::Request,
         () => By::Unknown,
     }
 }
@@ -110,24 +110,24 @@ mod tests {
     use vramlab::histories::formats::Origins;
 
     #[test]
-    fn frames_and_order_tell_who_released() {
+    fn frames_and_the_next_event_determine_the_cause() {
         let mut origins = Origins::new(&vramlab::budget::Budget::default());
         let [none, first, second] = [&[][..], &[0], &[1]].map(|frames| origins.stack(frames).unwrap());
-        let run = |stack, birth| [Release { index: 0, stack, birth }];
-        // Nothing was requested.
+        let run = |stack, allocation| [Release { index: 0, stack, allocation }];
+        // No request follows.
         assert_eq!(by(&run(none, None), None, false), By::Call);
-        // The recorder's frames are those at that time; the backward pass has none.
+        // The recorder's frames are those of the release; the backward pass has none.
         assert_eq!(by(&run(none, Some(first)), Some(none), true), By::Request);
         assert_eq!(by(&run(second, Some(first)), Some(second), true), By::Request);
         assert_eq!(by(&run(none, Some(first)), Some(second), true), By::Unknown);
-        // PyTorch's may be those of the segment's birth, in the backward pass too.
+        // PyTorch's may be those of the segment's allocation, also in the backward pass.
         assert_eq!(by(&run(second, Some(first)), Some(second), false), By::Request);
         assert_eq!(by(&run(none, Some(first)), Some(none), false), By::Request);
         assert_eq!(by(&run(first, Some(first)), Some(second), false), By::Call);
-        for (stack, birth, request) in
+        for (stack, allocation, request) in
             [(first, Some(first), first), (first, Some(first), none), (none, Some(none), second), (none, None, none)]
         {
-            assert_eq!(by(&run(stack, birth), Some(request), false), By::Unknown);
+            assert_eq!(by(&run(stack, allocation), Some(request), false), By::Unknown);
         }
     }
 }

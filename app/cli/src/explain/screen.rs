@@ -1,17 +1,17 @@
-//! What the screen shows: the answer first, then who, where, when and what repeats; the top of each.
+//! The screen of `explain`: the headline, then holders, growth, breakdown, peaks and misses; the first rows of each.
 
-mod where_when;
+mod sections;
 
 use super::ExplainArgs;
 use super::causes::Cause;
-use super::explanation::{Explanation, Moment, Node, Who};
+use super::explanation::{Explanation, Holders, Moment, Node};
 use super::lines::BACKWARD;
 use super::purposes::Purpose;
-use crate::words::{RECORD, counted, percent, size};
+use crate::words::{RECORD, counted, grouped, percent, size};
 use serde::Serialize;
 use terminal::{Column, Page, Table, command, duration, quoted};
 
-/// Lines of a tree, its depth, and the least share of the whole that a line has.
+/// Maximum lines of a tree, and the minimum share of a line.
 const TREE: usize = 12;
 const LEAST: f64 = 0.03;
 
@@ -22,14 +22,14 @@ fn table<const N: usize>(page: &mut Page, columns: [Column; N], rows: impl Itera
     page.table(&table);
 }
 
-/// When a moment was, for the end of a sentence.
+/// A moment's event, time, annotation and line, for the end of a sentence.
 pub(crate) fn when(moment: &Moment) -> String {
     let mut out = match moment.event {
-        0 => "before the first event".to_owned(),
-        event => format!("event {event}"),
+        0 => "before recording started".to_owned(),
+        event => format!("event {}", grouped(event)),
     };
     if let Some(time) = moment.time_ns {
-        out += &format!(", {} in", duration(time));
+        out += &format!(", after {}", duration(time));
     }
     if let Some(annotation) = &moment.annotation {
         out += &format!(", in {annotation}");
@@ -40,157 +40,167 @@ pub(crate) fn when(moment: &Moment) -> String {
     out
 }
 
-/// A line with the place in a library that it went through.
+/// A line with the library frame inside it.
 pub(crate) fn place(line: &str, inside: Option<&str>, nearby: bool) -> String {
     let line = if nearby { format!("~ {line}") } else { line.to_owned() };
     inside.map_or(line.clone(), |inside| format!("{line} > {inside}"))
 }
 
-/// All of it.
-pub(super) fn report(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
-    let headline = headline(found);
+/// Adds all sections to a page.
+pub(super) fn report(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let headline = headline(explanation);
     for (number, sentence) in headline.iter().enumerate() {
         match number {
-            0 => page.line(format!("{}: {sentence}", found.gpus.named(&found.trace))),
+            0 => page.line(format!("{}: {sentence}", explanation.gpus.named(&explanation.trace))),
             _ => page.note(sentence),
         };
     }
-    found.gpus.lines().iter().for_each(|line| page.note(line));
-    let first = found.who.first().map_or(0, |who| who.moment.active_bytes);
-    for (number, who) in found.who.iter().enumerate() {
-        // What is all but the same is not said twice; --json has both.
+    explanation.gpus.lines().iter().for_each(|line| page.note(line));
+    let first = explanation.who.first().map_or(0, |who| who.moment.active_bytes);
+    for (number, who) in explanation.who.iter().enumerate() {
+        // Nearly equal lists are shown once; --json has both.
         let active = who.moment.active_bytes;
         if number == 0 || active > 0 && active < first - first / 50 {
-            self::who(found, who, args, number == 0, page);
+            holders(explanation, who, args, number == 0, page);
         }
     }
-    grew(found, args, page);
-    where_when::where_it_went(found, args, page);
-    where_when::when(found, args, page);
-    where_when::shapes(found, args, page);
+    growth(explanation, args, page);
+    sections::breakdown(explanation, args, page);
+    sections::peaks(explanation, args, page);
+    sections::misses(explanation, args, page);
 }
 
-/// What the page of `report` takes over from the screen.
+/// Sentences of the screen that the page of `report` shows.
 #[derive(Debug, Serialize)]
 pub(super) struct Sentences {
     headline: Vec<String>,
-    /// What memory is stranded, what waits for other streams, and what lies beside PyTorch's.
+    /// Stranded memory, deferred frees, and memory outside PyTorch.
     streams: Vec<String>,
-    /// One for each of `retries`.
+    /// One sentence for each of `retries`.
     retries: Vec<String>,
     /// Words for each cause.
     causes: Vec<(Cause, &'static str)>,
 }
 
 /// The sentences for a page.
-pub(super) fn sentences(found: &Explanation) -> Sentences {
-    let mut streams: Vec<String> = found.reserved.stranded.iter().map(where_when::stranded).collect();
-    streams.extend(where_when::pending(found));
-    streams.extend(where_when::beside(found));
-    streams.extend(where_when::pinning(found));
+pub(super) fn sentences(explanation: &Explanation) -> Sentences {
+    let mut streams: Vec<String> = explanation.reserved.stranded.iter().map(sections::stranded).collect();
+    streams.extend(sections::pending(explanation));
+    streams.extend(sections::device_use(explanation));
+    streams.extend(sections::pinned_host(explanation));
     Sentences {
-        headline: headline(found),
+        headline: headline(explanation),
         streams,
-        retries: found.retries.iter().map(where_when::retried).collect(),
+        retries: explanation.retries.iter().map(sections::retry).collect(),
         causes: Cause::ALL.into_iter().map(|cause| (cause, cause.words())).collect(),
     }
 }
 
-/// What happened, in a few sentences; the first is the answer.
-fn headline(found: &Explanation) -> Vec<String> {
-    let (active, reserved) = (&found.peak_active, &found.peak_reserved);
+/// A few sentences; the first is the main result.
+fn headline(explanation: &Explanation) -> Vec<String> {
+    let (active, reserved) = (&explanation.peak_active, &explanation.peak_reserved);
     let mut out = Vec::new();
-    if let Some(last) = found.out_of_memory.last() {
+    if let Some(last) = explanation.out_of_memory.last() {
         out.push(format!(
-            "out of memory at {}: {} asked for on stream {:#x}",
+            "out of memory at {}: {} requested on stream {:#x}",
             when(&last.moment),
             size(last.asked_bytes),
             last.stream
         ));
-        out.push(where_when::refusal(found, last));
-    } else if found.events == 0 {
+        out.extend(sections::refusal(explanation, last));
+    } else if explanation.events == 0 {
         let (used, whole) = (active.active_bytes, reserved.reserved_bytes);
-        let (share, blocks) = (percent(used, whole), counted(found.blocks_before, "block"));
+        let (share, blocks) = (percent(used, whole), counted(explanation.blocks_before, "block"));
         out.push(format!(
-            "{} reserved in {} and {} in use in {blocks} ({share}) when the snapshot was taken",
+            "{} reserved in {}, {} ({share}) active in {blocks} when the snapshot was taken",
             size(whole),
-            counted(found.segments_before, "segment"),
+            counted(explanation.segments_before, "segment"),
             size(used)
         ));
-        out.push("no events were recorded, so what was held before that is not known".to_owned());
+        out.push("the snapshot has no events, so earlier memory is unknown".to_owned());
     } else if reserved.reserved_bytes == 0 {
-        out.push(format!("at most {} in use; it does not show what was reserved", size(active.active_bytes)));
+        out.push(format!(
+            "peak active {}; the recording has no segments, so reserved memory is unknown",
+            size(active.active_bytes)
+        ));
     } else if active.active_bytes > active.reserved_bytes {
         out.push(format!(
-            "at most {} in use; of the segments in which they lay the recording shows {}, so what was reserved is not known",
+            "peak active {}; the recording shows only {} of their segments, so reserved memory is unknown",
             size(active.active_bytes),
             size(active.reserved_bytes)
         ));
     } else {
         out.push(format!(
-            "at most {} reserved and at most {} in use ({})",
+            "peak reserved {}, peak active {} ({})",
             size(reserved.reserved_bytes),
             size(active.active_bytes),
             percent(active.active_bytes, reserved.reserved_bytes)
         ));
-        let reserved = &found.reserved.moment;
-        // The largest hole may be what is left of the segment that was taken then.
+        let reserved = &explanation.reserved.moment;
+        // The largest free block may be the remainder of the segment just allocated.
         let free = reserved.reserved_bytes.saturating_sub(reserved.active_bytes + reserved.largest_hole_bytes);
         let little = active.active_bytes / 20;
-        // Before the first event nothing was asked for.
+        // Before recording started there is no request.
         if reserved.event > 0 && reserved.active_bytes < active.active_bytes - little && free > little {
             out.push(format!(
-                "when reserved {} only {} were in use: what was free then did not serve what was asked for",
-                if found.reserved.at == "near_peak_reserved" { "came near its peak" } else { "reached its peak" },
+                "{} peak reserved only {} were active; the free blocks could not serve the request",
+                if explanation.reserved.at == "near_peak_reserved" { "near" } else { "at" },
                 size(reserved.active_bytes)
             ));
         }
     }
-    if found.cut.is_some() {
-        out.push(format!("the file was cut short: this is about its first {}", counted(found.events, "event")));
-    }
-    if found.blocks_before + found.segments_before > 0 && found.events > 0 {
+    if explanation.num_retries > 0 {
         out.push(format!(
-            "the recording began late: {} and {} were there before its first event, or are told from its end",
-            counted(found.blocks_before, "block"),
-            counted(found.segments_before, "segment")
+            "memory was full: PyTorch released cached memory to serve a request {}",
+            if explanation.num_retries == 1 { "once".to_owned() } else { format!("{} times", explanation.num_retries) }
+        ));
+    }
+    if explanation.cut.is_some() {
+        let events = counted(explanation.events, "event");
+        out.push(format!("the file is truncated; this analysis covers its first {events}"));
+    }
+    if explanation.blocks_before + explanation.segments_before > 0 && explanation.events > 0 {
+        out.push(format!(
+            "recording started late: {} and {} existed before it, or are inferred from the final snapshot",
+            counted(explanation.blocks_before, "block"),
+            counted(explanation.segments_before, "segment")
         ));
     }
     out
 }
 
-fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &mut Page) {
+fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: bool, page: &mut Page) {
     let top = usize::from(args.top);
     let moment = &who.moment;
-    let what = match who.at {
-        "peak_active" => "Who held memory at the peak of use",
-        "out_of_memory" => "Who held memory when it ran out",
-        "near_peak_reserved" => "Who held memory when reserved came within 0.5 % of its peak",
-        _ => "Who held memory at the peak of reserved",
+    let title = match who.at {
+        "peak_active" => "Active memory at its peak",
+        "out_of_memory" => "Active memory when memory ran out",
+        "near_peak_reserved" => "Active memory within 0.5 % of peak reserved",
+        _ => "Active memory at peak reserved",
     };
     let active = size(moment.active_bytes);
-    page.title(match found.events {
-        0 => format!("Who held memory when the snapshot was taken: {active}"),
-        _ => format!("{what}: {active} ({})", when(moment)),
+    page.title(match explanation.events {
+        0 => format!("Active memory when the snapshot was taken: {active}"),
+        _ => format!("{title}: {active} ({})", when(moment)),
     });
-    if !found.frames {
+    if !explanation.frames {
         let columns =
-            [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::left("of size")];
+            [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::left("block size")];
         let rows = who.sizes.iter().take(top).map(|row| {
             let share = percent(row.bytes, moment.active_bytes);
             [size(row.bytes), share, row.blocks.to_string(), size(row.requested_bytes)]
         });
         table(page, columns, rows);
         if first {
-            state_of_optimizer(who, page);
+            optimizer_state(who, page);
             page.note(
-                "no stack frames were recorded, so lines are not known; record with \
+                "the recording has no stack frames; to see lines, record with \
                  torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
             );
         }
         return;
     }
-    // The second list is short: what differs is where the memory went.
+    // The second list is short; the breakdown below shows the difference.
     let top = if first { top } else { top.min(3) };
     let columns = [Column::right("bytes"), Column::right("share"), Column::right("blocks"), Column::text("line")];
     let rows = who.lines.iter().take(top).map(|row| {
@@ -203,7 +213,7 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     if !rest.is_empty() {
         let bytes: u64 = rest.iter().map(|row| row.bytes).sum();
         page.note(match rest.len() {
-            1 => format!("another line holds {}", size(bytes)),
+            1 => format!("1 more line holds {}", size(bytes)),
             count => format!("{count} more lines hold {}", size(bytes)),
         });
     }
@@ -212,13 +222,13 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     }
     if who.lines.iter().any(|row| row.nearby) {
         page.note(
-            "~: blocks without frames, as the backward pass makes them on a thread without Python; the line ran last",
+            "~: blocks without frames, such as those of the backward pass on a thread without Python; the line shown ran last",
         );
     }
     if who.tree.children.iter().any(|child| child.name == BACKWARD) {
         page.note(
-            "…Backward0 and the like: nodes of autograd, run by the backward pass. With torch.autograd.set_detect_anomaly(True) PyTorch \
-             2.11 records the line of the forward pass of each",
+            "names such as AddmmBackward0 are autograd nodes, run by the backward pass; with \
+             torch.autograd.set_detect_anomaly(True) PyTorch 2.11 also records their forward lines",
         );
     }
     purposes(who, page);
@@ -230,68 +240,80 @@ fn who(found: &Explanation, who: &Who, args: &ExplainArgs, first: bool, page: &m
     }
     if who.tree.children.iter().any(|child| child.children.len() > 1) || who.tree.children.len() > 1 {
         page.gap();
-        page.line("By call, from the outside in:");
+        page.line("By call, outermost first:");
         let mut left = TREE;
         tree(&who.tree, who.tree.bytes, 0, &mut left, page);
     }
 }
 
-/// What annotations tell of what the memory is for, where there are no frames.
-fn state_of_optimizer(who: &Who, page: &mut Page) {
+/// The optimizer state inferred from annotations, in recordings without frames.
+fn optimizer_state(who: &Holders, page: &mut Page) {
     if let Some(row) = who.purposes.iter().find(|row| row.purpose == Purpose::OptimizerState) {
         let share = percent(row.bytes, who.moment.active_bytes);
         page.note(format!(
-            "{} ({share}) in {} are the optimizer's state: asked for within Optimizer.step, and held after it",
+            "{} ({share}) in {} are optimizer state: requested in Optimizer.step and live after it",
             size(row.bytes),
             counted(row.blocks, "block")
         ));
     }
 }
 
-/// What the memory is for, where frames tell it.
-fn purposes(who: &Who, page: &mut Page) {
+/// Memory by purpose, where frames show it.
+fn purposes(who: &Holders, page: &mut Page) {
     if who.purposes.is_empty() {
         return;
     }
     page.gap();
-    page.line("What it is for:");
+    page.line("By purpose:");
     let columns = [
         Column::right("bytes"),
         Column::right("share"),
         Column::right("blocks"),
-        Column::left("for"),
-        Column::text("told by").priority(1),
+        Column::left("purpose"),
+        Column::text("evidence").priority(1),
     ];
     let rows = who.purposes.iter().map(|row| {
-        let (what, told) = row.purpose.words();
+        let (purpose, evidence) = row.purpose.words();
         let share = percent(row.bytes, who.moment.active_bytes);
-        [size(row.bytes), share, row.blocks.to_string(), what.to_owned(), told.to_owned()]
+        [size(row.bytes), share, row.blocks.to_string(), purpose.to_owned(), evidence.to_owned()]
     });
     table(page, columns, rows);
     if who.purposes.iter().all(|row| row.purpose != Purpose::Workspace) {
         page.note(
-            "workspaces of cuBLAS and cuDNN are told by C++ frames only (stacks=\"all\"); without these they count as the pass that \
-             made them",
+            "only C++ frames (stacks=\"all\") show the workspaces of cuBLAS and cuDNN; without them they count as memory of the pass \
+             that allocated them",
         );
     }
 }
 
-/// The branches that hold a good part.
-fn tree(node: &Node, whole: u64, depth: usize, left: &mut usize, page: &mut Page) {
-    for child in &node.children {
+/// The branches with the largest shares. A chain of calls with the same bytes is one line.
+fn tree(node: &Node, total: u64, depth: usize, left: &mut usize, page: &mut Page) {
+    for mut child in &node.children {
         // CAST: shares for display.
-        if *left == 0 || (child.bytes as f64) < LEAST * whole as f64 {
+        if *left == 0 || (child.bytes as f64) < LEAST * total as f64 {
             return;
         }
         *left -= 1;
+        let mut names = vec![child.name.as_str()];
+        while let [only] = &child.children[..]
+            && only.bytes == child.bytes
+        {
+            names.push(&only.name);
+            child = only;
+        }
+        // The inner calls of a long chain are the informative ones.
+        let name = match names.len() {
+            0..=3 => names.join(" > "),
+            count => format!("{} > … > {}", names[0], names[count - 2..].join(" > ")),
+        };
         let indent = "  ".repeat(depth.min(10));
-        page.labelled(&format!("{:>10}  ", size(child.bytes)), 12, &format!("{indent}{}", child.name));
-        tree(child, whole, depth + 1, left, page);
+        page.labelled(&format!("{:>10}  ", size(child.bytes)), 12, &format!("{indent}{name}"));
+        tree(child, total, depth + 1, left, page);
     }
 }
 
-fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
-    let Some(grew) = &found.grew else { return };
+fn growth(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let Some(grew) = &explanation.grew else { return };
     let (from, to) = (&grew.from, &grew.to);
     let more = |after: u64, before: u64| match after >= before {
         true => format!("+{}", size(after - before)),
@@ -300,12 +322,13 @@ fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     let between = match &grew.named[..] {
         [a, b] => format!("between {a} and {b}"),
         _ => format!(
-            "from the lowest point of the second quarter (event {}) to that of the last (event {})",
-            from.event, to.event
+            "between two repetitions of the program's work (events {} and {})",
+            grouped(from.event),
+            grouped(to.event)
         ),
     };
-    page.title(format!("What grew {between}: {}", more(to.requested_bytes, from.requested_bytes)));
-    let columns = [Column::right("more"), Column::right("now"), Column::right("blocks"), Column::text("line")];
+    page.title(format!("Growth {between}: {}", more(to.requested_bytes, from.requested_bytes)));
+    let columns = [Column::right("growth"), Column::right("after"), Column::right("blocks"), Column::text("line")];
     let rows = grew.lines.iter().take(usize::from(args.top)).map(|row| {
         let blocks = format!("{} -> {}", row.before_blocks, row.after_blocks);
         let line = place(&row.line, row.inside.as_deref(), row.nearby);
@@ -314,14 +337,14 @@ fn grew(found: &Explanation, args: &ExplainArgs, page: &mut Page) {
     table(page, columns, rows);
 }
 
-/// What follows from it.
-pub(super) fn end(found: &Explanation, page: &mut Page) {
+/// The next command.
+pub(super) fn end(explanation: &Explanation, page: &mut Page) {
     page.gap();
-    if found.events == 0 {
-        // Without events no other command has anything to go by.
+    if explanation.events == 0 {
+        // Other commands need events.
         let [before, after] = RECORD;
         page.line(format!("Next: call {before} before the work, and {after} after it"));
         return;
     }
-    page.next(&command("vramlab", &format!("advise {}{}", quoted(&found.trace), found.gpus.argument())));
+    page.next(&command("vramlab", &format!("advise {}{}", quoted(&explanation.trace), explanation.gpus.argument())));
 }

@@ -1,4 +1,4 @@
-//! One pass over a history: where its peaks are, which requests missed, when memory went back, what waited.
+//! One pass over a recording: peaks, cache misses, cache releases and deferred frees.
 
 use super::causes::Cause;
 use super::checkpoints::{Checkpoints, MOST, Peaks};
@@ -7,7 +7,7 @@ use super::moments::{Sample, moment};
 use super::{Lines, Releases, View};
 use crate::recording::{Recording, START};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
 use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
@@ -15,74 +15,84 @@ use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
 /// Points of the curves.
 const POINTS: usize = 512;
 
-/// Where to look closely, and what waited; all else goes into the explanation itself.
+/// The moments to describe, and the deferred frees; all other results go directly into the explanation.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
-    /// Event after which active memory was highest, and its level.
+    /// Event with the highest active memory, and its level.
     pub(super) peak_active: (usize, u64),
-    /// Event after which a request had taken reserved memory to its peak.
-    pub(super) peak_reserved: (usize, u64),
-    /// Peak of active memory less what waited.
+    /// Peak of active memory without pending frees.
     pub(super) peak_allocated: u64,
-    /// Peaks, the highest first.
+    /// Separate peaks, the highest first.
     pub(super) peaks: Vec<Sample>,
-    /// The lowest level of requested bytes in the second quarter and in the last one.
-    pub(super) low_early: Option<(usize, u64)>,
-    pub(super) low_late: Option<(usize, u64)>,
+    /// Requested bytes at the lows between peaks of similar height.
+    pub(super) lows: Vec<(usize, u64)>,
+    /// Requested bytes at the repetitions of an annotation.
+    pub(super) repeats: Vec<(usize, u64)>,
     pub(super) last_refused: Option<usize>,
-    /// The moments at which reserved memory rose to more than ever before, those within half a percent of its peak.
-    pub(super) near_peak: VecDeque<(usize, u64)>,
-    /// By stream, the event of its last request, and which of all requests that is, from 1.
+    /// Moments with reserved memory within half a percent of its peak, except those with no more reserved and no more active memory
+    /// than another.
+    near_peak: Vec<Level>,
+    /// By stream, the event of its last request, and that request's number among all requests, from 1.
     pub(super) last_request: BTreeMap<u64, (usize, u64)>,
     pub(super) pending_peak: (usize, u64),
-    /// By stream, what waited of its blocks.
+    /// Deferred frees by the stream of the blocks.
     pub(super) waits: BTreeMap<u64, Waits>,
     pub(super) misses: Misses,
 }
 
-/// Requests for which memory was taken from the device.
+/// Memory after an event.
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    index: usize,
+    reserved: u64,
+    active: u64,
+}
+
+/// Cache misses: requests that allocated a segment.
 #[derive(Debug, Default)]
 pub(crate) struct Misses {
     pub(crate) all: u64,
-    /// By stack, those for which a block of another stream was free, and the bytes that they asked for.
+    /// By stack, the number and requested bytes of misses for which another stream had a fitting free block.
     pub(crate) other_streams: HashMap<StackId, (u64, u64)>,
 }
 
-/// What waited of a stream's blocks.
+/// Deferred frees of one stream's blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Waits {
     pub(super) frees: u64,
     now: u64,
     pub(super) peak: u64,
     pub(super) longest: u64,
-    /// Bytes by the stack of their allocation.
+    /// Bytes by the stack of the allocation.
     pub(super) stacks: HashMap<StackId, u64>,
 }
 
-/// What came and went since the program's last event.
+/// Segment events since the last event of the program itself.
 #[derive(Debug, Default)]
 struct Window {
-    /// Whether the request was looked for that these events belong to.
+    /// Whether the request that caused these events was searched.
     probed: bool,
-    /// Whether frees completed that had waited.
+    /// Whether deferred frees completed.
     completed: bool,
-    /// Why that request missed, and what was reserved before.
+    /// The cause of that request's miss, and the reserved bytes before it.
     request: Option<(Cause, u64)>,
     taken: u64,
     released: u64,
     segments: u64,
-    /// Whether a call of `empty_cache` gave them back.
+    /// Whether a call of `empty_cache` released the segments.
     by_call: bool,
 }
 
-/// Looks at every event. The checkpoints reach the moments that were found, and `points`.
+/// Surveys all events. The checkpoints cover the selected moments and `points`. `repeats`: ascending indices of the repetitions of
+/// an annotation.
 ///
 /// # Errors
-/// [`OverBudget`] when the recorded memory takes more than there is.
+/// [`OverBudget`] if the memory budget is exceeded.
 pub(super) fn survey<'r>(
     view: &mut View<'r>,
     points: &[usize],
-    found: &mut Explanation,
+    repeats: &[usize],
+    explanation: &mut Explanation,
 ) -> Result<(Survey, Checkpoints<'r>), OverBudget> {
     let recording = view.recording;
     let mut memory = recording.memory()?;
@@ -90,40 +100,40 @@ pub(super) fn survey<'r>(
     let (count, start) = (recording.events.len(), memory.totals());
     let mut out = Survey {
         peak_active: (START, start.active),
-        peak_reserved: (START, start.reserved),
-        near_peak: VecDeque::from([(START, start.reserved)]),
+        near_peak: vec![Level { index: START, reserved: start.reserved, active: start.active }],
         pending_peak: (START, start.pending),
         peak_allocated: start.allocated(),
         ..Survey::default()
     };
-    // Requests by their size and stack, and those of each size that missed.
+    // Requests by size and stack, and the misses by size.
     let mut requests: HashMap<(u64, StackId), u64> = HashMap::new();
     let mut missed: BTreeMap<u64, Shape> = BTreeMap::new();
     let mut window = Window::default();
-    let stretch = count.div_ceil(POINTS).max(1);
+    let range = count.div_ceil(POINTS).max(1);
+    let mut repeats = repeats.iter().copied().peekable();
     let mut peaks = Peaks::new(Sample::at(&memory, START, 0));
     let releases = Releases::of(recording);
     let private_pools = has_private_pools(recording);
     let mut streams: BTreeSet<u64> = memory.segments().values().map(|segment| segment.stream).collect();
     streams.extend(memory.blocks().values().map(|block| block.stream));
-    for (index, event, at_once) in recording.events.walk(0) {
-        // CAST: bounded when the history was read.
+    for (index, event, immediate) in recording.events.walk(0) {
+        // CAST: Recording::read limits the number of events.
         let number = index as u32;
         if checkpoints.is_due(index) {
-            checkpoints.keep(index, &memory, &out.wanted(points));
+            checkpoints.copy(index, &memory, &out.candidates(points));
         }
         if is_of_segments(event.action) && !window.probed {
             window.probed = true;
             window.request = next_request(recording, index)
                 .map(|Recorded { bytes, stream, .. }| {
-                    Cause::of(&memory, bytes, stream, window.completed, private_pools)
+                    Cause::new(&memory, bytes, stream, window.completed, private_pools)
                 })
                 .map(|cause| (cause, memory.totals().reserved));
         }
         match event.action {
-            Action::FreeRequested if !at_once => out.waits_begin(&memory, &event),
-            Action::FreeCompleted if !at_once => {
-                out.waits_end(&memory, &event, number);
+            Action::FreeRequested if !immediate => out.begin_wait(&memory, &event),
+            Action::FreeCompleted if !immediate => {
+                out.end_wait(&memory, &event, number);
                 window.completed = true;
             }
             _ => {}
@@ -131,7 +141,7 @@ pub(super) fn survey<'r>(
         if event.action != Action::Oom {
             streams.insert(event.stream);
         }
-        memory.apply(&event, number, at_once)?;
+        memory.apply(&event, number, immediate)?;
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => window.taken += event.bytes,
             Action::SegmentFree | Action::SegmentUnmap => {
@@ -140,8 +150,8 @@ pub(super) fn survey<'r>(
                 window.by_call |= releases.by(index).is_call();
             }
             Action::Alloc if event.bytes > 0 => {
-                found.allocations += 1;
-                out.last_request.insert(event.stream, (index, found.allocations));
+                explanation.allocations += 1;
+                out.last_request.insert(event.stream, (index, explanation.allocations));
                 *requests.entry((event.bytes, event.origin.stack)).or_default() += 1;
                 let window = std::mem::take(&mut window);
                 if let Some((cause, _)) = window.request.filter(|_| window.taken > 0) {
@@ -158,45 +168,49 @@ pub(super) fn survey<'r>(
                         None => shape.causes.push((cause, 1)),
                     }
                 }
-                went_back(view, found, &memory, (index, &event), &window);
+                add_release(view, explanation, &memory, (index, &event), &window);
             }
             Action::Oom => {
                 let window = std::mem::take(&mut window);
-                went_back(view, found, &memory, (index, &event), &window);
-                found.refused += 1;
+                add_release(view, explanation, &memory, (index, &event), &window);
+                explanation.refused += 1;
                 out.last_refused = Some(index);
-                let cause = Cause::of(&memory, event.bytes, event.stream, window.completed, private_pools);
-                push_last(&mut found.out_of_memory, refused(view, &memory, index, &event, cause));
+                let cause = Cause::new(&memory, event.bytes, event.stream, window.completed, private_pools);
+                push_last(&mut explanation.out_of_memory, refused(view, &memory, index, &event, cause));
             }
             Action::FreeCompleted => {}
-            _ => found.num_releases += u64::from(std::mem::take(&mut window).released > 0),
+            _ => explanation.num_releases += u64::from(std::mem::take(&mut window).released > 0),
         }
-        out.take_levels(&event, index, count, memory.totals());
+        out.add_levels(&event, index, memory.totals());
+        if repeats.next_if_eq(&index).is_some() {
+            out.repeats.push((index, memory.totals().requested));
+        }
         let sample = Sample::at(&memory, index, event.stream);
         peaks.take(sample);
-        if index % stretch == 0 {
-            found.timeline.push(Point::default());
+        if index % range == 0 {
+            explanation.timeline.push(Point::default());
         }
-        draw(&mut found.timeline, recording, &sample);
+        add_to_curve(&mut explanation.timeline, recording, &sample);
     }
-    found.num_releases += u64::from(window.released > 0);
-    found.streams = streams.len() as u64;
-    found.shapes = shapes(missed, &requests, &memory, &mut view.lines);
+    explanation.num_releases += u64::from(window.released > 0);
+    explanation.streams = streams.len() as u64;
+    explanation.shapes = shapes(missed, &requests, &memory, &mut view.lines);
+    out.lows = peaks.lows().iter().map(|low| (low.index, low.requested)).collect();
     out.peaks = peaks.finish();
-    checkpoints.keep(count, &memory, &out.wanted(points));
+    checkpoints.copy(count, &memory, &out.candidates(points));
     Ok((out, checkpoints))
 }
 
-/// The event after which active memory is highest.
+/// The event with the highest active memory.
 ///
 /// # Errors
-/// [`OverBudget`] when the recorded memory takes more than there is.
-pub(super) fn peak_of_use(recording: &Recording) -> Result<usize, OverBudget> {
+/// [`OverBudget`] if the memory budget is exceeded.
+pub(super) fn active_peak(recording: &Recording) -> Result<usize, OverBudget> {
     let mut memory = recording.memory()?;
     let mut peak = (START, memory.totals().active);
-    for (index, event, at_once) in recording.events.walk(0) {
-        // CAST: bounded when the history was read.
-        memory.apply(&event, index as u32, at_once)?;
+    for (index, event, immediate) in recording.events.walk(0) {
+        // CAST: Recording::read limits the number of events.
+        memory.apply(&event, index as u32, immediate)?;
         if memory.totals().active > peak.1 {
             peak = (index, memory.totals().active);
         }
@@ -208,24 +222,24 @@ fn is_of_segments(action: Action) -> bool {
     matches!(action, Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap)
 }
 
-/// The request in whose course segments come and go at an event.
+/// The request that causes the segment event at an index.
 fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
-    let passed = |action| is_of_segments(action) || action == Action::FreeCompleted;
-    let next = recording.events.iter_from(index).find(|event| !passed(event.action))?;
+    let skipped = |action| is_of_segments(action) || action == Action::FreeCompleted;
+    let next = recording.events.iter_from(index).find(|event| !skipped(event.action))?;
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
 }
 
-/// Whether the history shows private pools, as those of CUDA graphs: its end or its frames name them.
-fn has_private_pools(recording: &Recording) -> bool {
-    let held = recording.summary.ending().unwrap_or_default().iter();
-    let mut held = held.filter(|segment| segment.device == recording.device);
+/// Whether the recording shows private pools, such as those of CUDA graphs, in its final segments or frames.
+pub(super) fn has_private_pools(recording: &Recording) -> bool {
+    let segments = recording.summary.ending().unwrap_or_default().iter();
+    let mut segments = segments.filter(|segment| segment.device == recording.device);
     let origins = &recording.origins;
-    held.any(|segment| segment.pool_id.is_some_and(|pool| pool != (0, 0)))
+    segments.any(|segment| segment.pool_id.is_some_and(|pool| pool != (0, 0)))
         || captures_graphs(origins)
         || origins.all_frames().any(|frame| origins.spelt(frame.name) == "use_mem_pool")
 }
 
-/// Whether frames show that CUDA graphs are captured.
+/// Whether frames show captures of CUDA graphs.
 pub(crate) fn captures_graphs(origins: &Origins) -> bool {
     origins.all_frames().any(|frame| {
         let file = origins.spelt(frame.filename);
@@ -238,14 +252,14 @@ fn is_near(level: u64, peak: u64) -> bool {
     peak - level <= peak / 200
 }
 
-/// Completes what is said of the sizes that missed.
+/// Completes the rows of the sizes with misses.
 fn shapes(
     mut missed: BTreeMap<u64, Shape>,
     requests: &HashMap<(u64, StackId), u64>,
     memory: &Memory,
     lines: &mut Lines<'_>,
 ) -> Vec<Shape> {
-    // For each size the stack that made most requests.
+    // For each size the stack with the most requests.
     let mut most: HashMap<u64, (u64, StackId)> = HashMap::new();
     for (&(bytes, stack), &count) in requests {
         let Some(shape) = missed.get_mut(&bytes) else { continue };
@@ -267,16 +281,16 @@ fn shapes(
     out
 }
 
-/// Adds to a list of which the last are kept.
-fn push_last<T>(list: &mut Vec<T>, one: T) {
+/// Appends to a list that keeps only the last entries.
+fn push_last<T>(list: &mut Vec<T>, value: T) {
     if list.len() == MOST {
         list.remove(0);
     }
-    list.push(one);
+    list.push(value);
 }
 
-/// Draws a stretch of events by the one at which most was active.
-fn draw(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
+/// Adds an event to the last point of the curves, which shows the event with the most active memory.
+fn add_to_curve(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
     let Sample { index, totals, largest_hole: hole, .. } = *sample;
     let Some(point) = timeline.last_mut() else { return };
     let first = point.event == 0;
@@ -295,10 +309,10 @@ fn draw(timeline: &mut [Point], recording: &Recording, sample: &Sample) {
     point.largest_hole_bytes = least;
 }
 
-/// Takes note of segments that went back in the course of a request.
-fn went_back(
+/// Adds the release of cached segments during a request.
+fn add_release(
     view: &mut View<'_>,
-    found: &mut Explanation,
+    explanation: &mut Explanation,
     memory: &Memory,
     (index, event): (usize, &Recorded),
     window: &Window,
@@ -316,10 +330,10 @@ fn went_back(
         None => "retry_or_empty_cache",
     };
     if kind == "empty_cache" {
-        found.num_releases += 1;
+        explanation.num_releases += 1;
         return;
     }
-    found.num_retries += 1;
+    explanation.num_retries += 1;
     let retry = Retry {
         asked_bytes: event.bytes,
         stream: event.stream,
@@ -330,7 +344,7 @@ fn went_back(
         succeeded,
         moment: moment(view, memory, index),
     };
-    push_last(&mut found.retries, retry);
+    push_last(&mut explanation.retries, retry);
 }
 
 fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded, cause: Cause) -> Refused {
@@ -345,44 +359,55 @@ fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded,
 }
 
 impl Survey {
-    /// The moments that are looked at closely by what is known so far, and `points`.
-    fn wanted(&self, points: &[usize]) -> Vec<usize> {
-        let found = [Some(self.peak_active), Some(self.peak_reserved), self.low_early, self.low_late];
-        let found = found.into_iter().flatten().chain(self.near_peak.iter().copied()).map(|(index, _)| index);
-        found.chain(self.last_refused).chain(points.iter().copied()).collect()
+    /// The moments selected so far, and `points`.
+    fn candidates(&self, points: &[usize]) -> Vec<usize> {
+        let near = self.near_peak.iter().map(|level| level.index);
+        near.chain([self.peak_active.0]).chain(self.last_refused).chain(points.iter().copied()).collect()
     }
 
-    fn take_levels(&mut self, event: &Recorded, index: usize, count: usize, totals: Totals) {
+    /// The moment of peak reserved memory; if it lasts, the moment with the most active memory.
+    pub(super) fn peak_reserved(&self) -> usize {
+        let level = self.near_peak.iter().max_by_key(|level| (level.reserved, level.active));
+        level.map_or(START, |level| level.index)
+    }
+
+    /// The moment with the most active memory within half a percent of the reserved peak: that of the peak itself, unless another
+    /// has at least 2 % more active memory.
+    pub(super) fn near_peak(&self) -> usize {
+        let active =
+            |index: usize| self.near_peak.iter().find(|level| level.index == index).map_or(0, |level| level.active);
+        let peak = self.peak_reserved();
+        let most = self.near_peak.iter().max_by_key(|level| (level.active, level.reserved));
+        most.filter(|most| most.active > active(peak) + active(peak) / 50).map_or(peak, |most| most.index)
+    }
+
+    /// Adds a moment to those near the reserved peak.
+    fn add_near_peak(&mut self, level: Level) {
+        let peak = self.near_peak.iter().map(|other| other.reserved).max().unwrap_or(0).max(level.reserved);
+        let exceeds = |a: &Level, b: &Level| a.reserved >= b.reserved && a.active >= b.active;
+        if !is_near(level.reserved, peak) || self.near_peak.iter().any(|other| exceeds(other, &level)) {
+            return;
+        }
+        self.near_peak.retain(|other| is_near(other.reserved, peak) && !exceeds(&level, other));
+        self.near_peak.push(level);
+    }
+
+    fn add_levels(&mut self, event: &Recorded, index: usize, totals: Totals) {
         let raise = |peak: &mut (usize, u64), level| {
             if level > peak.1 {
                 *peak = (index, level);
             }
         };
         raise(&mut self.peak_active, totals.active);
-        // A segment that comes is not used before its request is done.
+        // A new segment is not used before its request is served.
         if !matches!(event.action, Action::SegmentAlloc | Action::SegmentMap) {
-            if totals.reserved > self.peak_reserved.1 {
-                // They rise.
-                while self.near_peak.front().is_some_and(|(_, level)| !is_near(*level, totals.reserved)) {
-                    self.near_peak.pop_front();
-                }
-                self.near_peak.push_back((index, totals.reserved));
-            }
-            raise(&mut self.peak_reserved, totals.reserved);
+            self.add_near_peak(Level { index, reserved: totals.reserved, active: totals.active });
         }
         raise(&mut self.pending_peak, totals.pending);
         self.peak_allocated = self.peak_allocated.max(totals.allocated());
-        let low = match 4 * index / count.max(1) {
-            1 => &mut self.low_early,
-            3 => &mut self.low_late,
-            _ => return,
-        };
-        if low.is_none_or(|(_, least)| totals.requested < least) {
-            *low = Some((index, totals.requested));
-        }
     }
 
-    fn waits_begin(&mut self, memory: &Memory, event: &Recorded) {
+    fn begin_wait(&mut self, memory: &Memory, event: &Recorded) {
         let Some(block) = memory.blocks().get(&event.addr).filter(|block| block.pending.is_none()) else { return };
         let waits = self.waits.entry(block.stream).or_default();
         waits.frees += 1;
@@ -392,7 +417,7 @@ impl Survey {
         *waits.stacks.entry(stack).or_default() += block.bytes;
     }
 
-    fn waits_end(&mut self, memory: &Memory, event: &Recorded, number: u32) {
+    fn end_wait(&mut self, memory: &Memory, event: &Recorded, number: u32) {
         let Some(block) = memory.blocks().get(&event.addr) else { return };
         let Some(since) = block.pending.filter(|since| *since != BEFORE) else { return };
         let waits = self.waits.entry(block.stream).or_default();

@@ -1,4 +1,4 @@
-//! What the tests of the program share.
+//! Shared code of the program's tests.
 
 mod place;
 pub(crate) mod story;

@@ -1,4 +1,4 @@
-//! What the tests of `vramlab` and `experiments` share: a directory to work in, and what a run left.
+//! Shared code of the tests of `vramlab` and `experiments`: a temporary directory, and the output of a process.
 
 use assert_cmd::Command;
 use serde_json::Value;
@@ -6,13 +6,13 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// After this time a program is taken to hang; a busy machine may well need a hundredth of it.
+/// Time after which a program counts as hung; a busy machine may need a hundredth of it.
 pub(crate) const HANGS: Duration = Duration::from_secs(900);
 
-/// After this time what should have come is taken to be missing.
+/// Time after which an expected condition counts as missing.
 pub(crate) const LATE: Duration = Duration::from_secs(120);
 
-/// Until something is so; what never comes fails the test.
+/// Waits for a condition; fails the test if it does not become true.
 pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
     let began = Instant::now();
     while began.elapsed() < LATE {
@@ -21,7 +21,7 @@ pub(crate) fn wait_for(what: &str, mut is_so: impl FnMut() -> bool) {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!("{what} did not come");
+    panic!("timed out waiting for {what}");
 }
 
 /// The program of the package under test.
@@ -31,10 +31,10 @@ pub(crate) const PROGRAM: &str = match (option_env!("CARGO_BIN_EXE_vramlab"), op
     (None, None) => panic!("neither program is built"),
 };
 
-/// A directory to work in.
+/// A temporary directory.
 pub(crate) struct Place(pub(crate) TempDir);
 
-/// What a run left.
+/// The output of a process.
 #[derive(Debug)]
 pub(crate) struct Ran {
     pub(crate) code: Option<i32>,
@@ -51,22 +51,22 @@ impl Place {
         self.0.path().join(name)
     }
 
-    /// Writes a file; its path.
+    /// Writes a file and returns its path.
     pub(crate) fn file(&self, name: &str, contents: impl AsRef<[u8]>) -> PathBuf {
         std::fs::write(self.at(name), contents).unwrap();
         self.at(name)
     }
 
-    /// Writes a file; its path as text.
+    /// Writes a file and returns its path as text.
     pub(crate) fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> String {
         self.file(name, contents).to_str().unwrap().to_owned()
     }
 
-    /// Writes a program that can be run at once.
+    /// Writes an executable program.
     #[cfg(unix)]
     pub(crate) fn program(&self, name: &str, text: &str) {
-        // By another process: a test beside this one may start a program while the file is open here, which then has it open
-        // for writing too until its own begins, and a file that is open for writing cannot be run.
+        // Another process copies it: a concurrent test may fork while the file is open for writing here, its child then has the
+        // file open until it execs, and a file open for writing cannot be executed.
         let source = format!("{name}.text");
         self.file(&source, text);
         let mut copy = std::process::Command::new("sh");
@@ -79,11 +79,11 @@ impl Place {
         names(&self.at("."))
     }
 
-    /// The program, in this directory, without what the environment might add.
+    /// A command that runs the program in this directory, without settings from the environment.
     pub(crate) fn process(&self, arguments: &[&str]) -> std::process::Command {
         let mut command = std::process::Command::new(PROGRAM);
         command.args(arguments).current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache"));
-        // What is said stays on one line, however long.
+        // Keeps every sentence on one line.
         command.env("NO_COLOR", "1").env("COLUMNS", "1000");
         for variable in ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"] {
             command.env_remove(variable);
@@ -103,7 +103,7 @@ impl Place {
 }
 
 impl Place {
-    /// Pastes the next command of what was printed into a shell, and so on.
+    /// Runs the printed next command in a shell, repeatedly.
     pub(crate) fn pasted(&self, mut text: String, steps: u32) {
         for _ in 0..steps {
             let next = end(&text).1;
@@ -115,27 +115,27 @@ impl Place {
     }
 }
 
-/// Names of a folder's entries, sorted.
-pub(crate) fn names(folder: &std::path::Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).unwrap();
+/// Names of a directory's entries, sorted.
+pub(crate) fn names(directory: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(directory).unwrap();
     let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
 
-/// What a program prints that was started by its path.
+/// The stdout of the program, started by its path.
 pub(crate) fn by_path(place: &Place, arguments: &[&str]) -> String {
     Ran::of(place.process(arguments).env_remove("CARGO").output().unwrap()).ok().stdout
 }
 
-/// The last two lines in a pipe: what was found, and the next command.
+/// The last two lines of a pipe's output: the result, and the next command.
 pub(crate) fn end(stdout: &str) -> (&str, &str) {
     let mut lines = stdout.trim_end().lines().rev();
     let next = lines.next().and_then(|line| line.strip_prefix("Next: "));
     (lines.next().unwrap_or_default(), next.unwrap_or_else(|| panic!("no next command: {stdout}")))
 }
 
-/// Of rows in JSON the one with the least of a figure, by name.
+/// The name of the JSON row with the lowest value of a key.
 pub(crate) fn least<'a>(rows: &'a [Value], figure: &str, name: &str) -> &'a str {
     let of = |row: &Value| row[figure].as_f64().unwrap();
     rows.iter().min_by(|a, b| of(a).total_cmp(&of(b))).unwrap()[name].as_str().unwrap()
@@ -144,9 +144,9 @@ pub(crate) fn least<'a>(rows: &'a [Value], figure: &str, name: &str) -> &'a str 
 impl Ran {
     pub(crate) fn of(output: std::process::Output) -> Self {
         let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        let ran = Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
-        assert!(!ran.stderr.contains("panicked") && !ran.stderr.contains("internal fault"), "{ran:#?}");
-        ran
+        let output = Self { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) };
+        assert!(!output.stderr.contains("panicked") && !output.stderr.contains("internal fault"), "{output:#?}");
+        output
     }
 
     pub(crate) fn ok(self) -> Self {
@@ -158,22 +158,22 @@ impl Ran {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
     }
 
-    /// The array that a run printed that went well.
+    /// The array printed by a successful process.
     pub(crate) fn rows(self) -> Vec<Value> {
-        let ran = self.ok();
-        ran.json().as_array().unwrap_or_else(|| panic!("no array: {ran:#?}")).clone()
+        let output = self.ok();
+        output.json().as_array().unwrap_or_else(|| panic!("no array: {output:#?}")).clone()
     }
 
-    /// The one line of a run that went well; after it stands nothing but the next command.
+    /// The only line printed by a successful process, apart from the next command.
     pub(crate) fn line(self) -> String {
-        let ran = self.ok();
-        let (line, next) = ran.stdout.split_once('\n').unwrap();
+        let output = self.ok();
+        let (line, next) = output.stdout.split_once('\n').unwrap();
         let nothing_else = next.is_empty() || next.starts_with("Next: ") && next.lines().count() == 1;
-        assert!(ran.stderr.is_empty() && nothing_else, "{ran:#?}");
+        assert!(output.stderr.is_empty() && nothing_else, "{output:#?}");
         format!("{line}\n")
     }
 
-    /// One line on stderr that holds each of `words` once, nothing on stdout.
+    /// Asserts an exit code, one line on stderr that contains each of `words` once, and an empty stdout.
     pub(crate) fn refused(&self, code: i32, words: &[&str]) {
         assert_eq!((self.code, self.stdout.as_str()), (Some(code), ""), "{self:#?}");
         let lines: Vec<&str> = self.stderr.lines().collect();

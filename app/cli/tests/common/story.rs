@@ -1,4 +1,4 @@
-//! A snapshot in the making.
+//! Builds snapshots.
 
 use super::{Place, Ran};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const BASE: u64 = 1 << 40;
 
-/// A snapshot in the making.
+/// Builds a snapshot.
 #[derive(Default)]
 pub(crate) struct Story {
     pub(crate) events: Vec<Value>,
@@ -38,7 +38,7 @@ impl Story {
         }));
     }
 
-    /// A segment that one block fills in part.
+    /// Allocates a segment.
     pub(crate) fn segment(&mut self, at: u64, bytes: u64, stream: u64) {
         self.event("segment_alloc", BASE + at, bytes, stream, json!([]));
     }
@@ -52,7 +52,7 @@ impl Story {
         self.event("free_completed", BASE + at, bytes, stream, json!([]));
     }
 
-    /// A free segment of a pool that is held when the snapshot is taken.
+    /// Adds a free segment of a pool to the final snapshot.
     pub(crate) fn held(&mut self, at: u64, bytes: u64, pool: Value) {
         self.segments.push(json!({
             "device": 0, "address": BASE + at, "total_size": bytes, "stream": 0, "segment_type": "small",
@@ -74,37 +74,62 @@ impl Story {
     }
 }
 
-// What the tests of `explain` share.
+// Shared code of the tests of `explain`.
 
-pub(crate) fn explain(place: &Place, arguments: &[&str]) -> Ran {
-    place.run(&[&["explain"], arguments].concat())
+pub(crate) fn explain(dir: &Place, arguments: &[&str]) -> Ran {
+    dir.run(&[&["explain"], arguments].concat())
 }
 
-pub(crate) fn found(place: &Place, arguments: &[&str]) -> Value {
-    let ran = explain(place, &[arguments, &["--json"]].concat()).ok();
-    serde_json::from_str(&ran.stdout).unwrap_or_else(|error| panic!("{error}: {}", ran.stdout))
+pub(crate) fn explain_json(dir: &Place, arguments: &[&str]) -> Value {
+    let output = explain(dir, &[arguments, &["--json"]].concat()).ok();
+    serde_json::from_str(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", output.stdout))
 }
 
-pub(crate) fn part(found: &Value, name: &str) -> u64 {
-    let parts = found["reserved"]["parts"].as_array().unwrap();
+pub(crate) fn part(explanation: &Value, name: &str) -> u64 {
+    let parts = explanation["reserved"]["parts"].as_array().unwrap();
     parts.iter().find(|part| part["name"] == name).unwrap()["bytes"].as_u64().unwrap()
 }
 
-/// The ledger is that of a replay which put every block and segment where it was recorded.
-pub(crate) fn agrees(place: &Place, file: &str) {
-    let found = found(place, &[file]);
+/// Asserts that the peaks equal those of a replay that matches every recorded address. Returns the parts of the breakdown at the peak and
+/// those of the replay; `None` if the breakdown is of another moment near the peak.
+fn peaks_agree(dir: &Place, file: &str) -> Option<[Vec<Value>; 2]> {
+    let explanation = explain_json(dir, &[file]);
     let arguments =
         ["replay", file, "--addresses", "recorded", "--alloc", "caching", "--device", "null", "--plan", "off"];
-    let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
+    let rows = dir.run(&[&arguments[..], &["--json"]].concat()).rows();
     assert_eq!((&rows[0]["address_mismatches"], &rows[0]["segment_mismatches"]), (&json!(0), &json!(0)), "{file}");
-    assert_eq!(found["peak_reserved"]["reserved_bytes"], rows[0]["peak_reserved_bytes"], "{file}");
-    assert_eq!(found["peak_active"]["active_bytes"], rows[0]["peak_active_bytes"], "{file}");
-    if found["reserved"]["at"] == "peak_reserved" {
-        for name in ["requested", "internal", "soft", "hard", "stream", "pending"] {
-            assert_eq!(json!(part(&found, name)), rows[0]["ledger"][name], "{file}: {name}");
+    assert_eq!(explanation["peak_reserved"]["reserved_bytes"], rows[0]["peak_reserved_bytes"], "{file}");
+    assert_eq!(explanation["peak_active"]["active_bytes"], rows[0]["peak_active_bytes"], "{file}");
+    let names = ["requested", "internal", "soft", "hard", "stream", "pending"];
+    let parts: u64 =
+        explanation["reserved"]["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(json!(parts), explanation["reserved"]["moment"]["reserved_bytes"], "{file}");
+    let breakdown = names.map(|name| json!(part(&explanation, name)));
+    let ledger = names.map(|name| rows[0]["ledger"][name].clone());
+    (explanation["reserved"]["at"] == "peak_reserved").then_some([breakdown.to_vec(), ledger.to_vec()])
+}
+
+/// Asserts that peaks and breakdown equal those of a replay. The replay's breakdown is that of the first moment at the reserved peak, so
+/// breakdowns are compared on the recording up to that moment.
+pub(crate) fn agrees(dir: &Place, file: &str) {
+    peaks_agree(dir, file);
+    dir.run(&["convert", file, "--to", "snapshot-json", "-o", "first.json", "--force"]).ok();
+    let mut snapshot: Value = serde_json::from_slice(&std::fs::read(dir.at("first.json")).unwrap()).unwrap();
+    let events = snapshot["device_traces"][0].as_array_mut().unwrap();
+    let (mut reserved, mut peak, mut length) = (0, 0, events.len());
+    for (number, event) in events.iter().enumerate() {
+        let bytes = event["size"].as_i64().unwrap();
+        match event["action"].as_str().unwrap() {
+            "segment_alloc" => reserved += bytes,
+            "segment_free" => reserved -= bytes,
+            // The request for which the segment was allocated.
+            "alloc" if reserved > peak => (peak, length) = (reserved, number + 1),
+            _ => {}
         }
     }
-    let parts: u64 =
-        found["reserved"]["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap()).sum();
-    assert_eq!(json!(parts), found["reserved"]["moment"]["reserved_bytes"], "{file}");
+    events.truncate(length);
+    snapshot["segments"] = json!([]);
+    if let Some([breakdown, ledger]) = peaks_agree(dir, &dir.write("first.json", snapshot.to_string())) {
+        assert_eq!(breakdown, ledger, "{file}: requested, internal, soft, hard, stream, pending");
+    }
 }

@@ -1,14 +1,13 @@
-//! Memory that PyTorch's allocator does not count: what else is used on the GPU, as `vramlab run` sampled it, and pinned memory of
-//! the host.
+//! Memory that PyTorch's allocator does not count: other memory used on the GPU, sampled by `vramlab run`, and pinned host memory.
 
-use super::explanation::{Beside, Moment, Pinning, Point};
+use super::explanation::{DeviceUse, Moment, PinnedHost, Point};
 use crate::curves::{Curve, curve};
 use crate::recording::Recording;
 use std::path::Path;
 use vramlab::histories::formats::HostMemory;
 
-/// What is used on the GPU beside what PyTorch reserved at a moment; `None` where nothing was sampled.
-pub(super) fn beside(file: &Path, recording: &Recording, at: &Moment, timeline: &mut [Point]) -> Option<Beside> {
+/// Memory used on the GPU at a moment in addition to PyTorch's reserved memory; `None` without samples.
+pub(super) fn device_use(file: &Path, recording: &Recording, at: &Moment, timeline: &mut [Point]) -> Option<DeviceUse> {
     let curve = curve(file, recording.device)?;
     for point in timeline.iter_mut() {
         let index = usize::try_from(point.event).ok()?.saturating_sub(1);
@@ -18,7 +17,7 @@ pub(super) fn beside(file: &Path, recording: &Recording, at: &Moment, timeline: 
     let sample = sample(&curve, recording, index)?;
     let used = curve.used_bytes[sample];
     let process = curve.process_bytes.as_ref().and_then(|process| process.get(sample)).copied();
-    Some(Beside {
+    Some(DeviceUse {
         total_bytes: curve.total_bytes,
         peak_used_bytes: curve.used_bytes.iter().copied().max()?,
         used_bytes: used,
@@ -28,7 +27,7 @@ pub(super) fn beside(file: &Path, recording: &Recording, at: &Moment, timeline: 
     })
 }
 
-/// The sample that is nearest to an event; none in logs without times.
+/// The sample nearest to an event; `None` in logs without times.
 fn sample(curve: &Curve, recording: &Recording, index: usize) -> Option<usize> {
     recording.since_start(index)?;
     let time = recording.events.get(index)?.time_ns;
@@ -36,16 +35,16 @@ fn sample(curve: &Curve, recording: &Recording, index: usize) -> Option<usize> {
     (nearest < curve.used_bytes.len()).then_some(nearest)
 }
 
-/// Pinned memory of the host; `None` where the snapshot has none.
-pub(super) fn pinning(recording: &Recording) -> Option<Pinning> {
+/// Pinned host memory; `None` if the snapshot has none.
+pub(super) fn pinned_host(recording: &Recording) -> Option<PinnedHost> {
     let host @ HostMemory { segments, bytes, active_bytes, rounded_bytes, .. } = recording.summary.host;
     let peak_bytes = host.peak_bytes();
-    (peak_bytes > 0).then_some(Pinning {
+    (peak_bytes > 0).then_some(PinnedHost {
         segments,
         bytes,
         active_bytes,
         peak_bytes,
-        // What was asked for is more than half of a power of two.
+        // A request is larger than half the power of two to which it is rounded.
         rounding_most_bytes: rounded_bytes / 2,
     })
 }

@@ -1,39 +1,42 @@
-//! Where reserved memory went: by part, by stream and pool, and which blocks keep what is free.
+//! Reserved-memory breakdown: by part, by stream and pool, and the blocks that keep mostly free segments reserved.
 
 use super::View;
-use super::explanation::{Explanation, Keeper, Part, Pending, PendingStream, Pinned, Stranded, StreamUse, WhereItWent};
+use super::explanation::{
+    Explanation, KeepingBlock, Part, Pending, PendingStream, ReservedBreakdown, SparseSegment, Stranded, StreamUse,
+};
 use super::moments::{line_of, moment};
-use super::survey::{Survey, Waits};
+use super::survey::{Survey, Waits, has_private_pools};
 use crate::recording::START;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramlab::histories::memory::{BEFORE, Block, Contents, Memory, Pool, Segment};
+use vramlab::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT};
 use vramlab::{Bytes, Ledger};
 
-/// Segments that are described, and blocks of each.
+/// Maximum number of mostly free segments described, and of blocks of each.
 const SEGMENTS: usize = 1000;
 const KEEPERS: usize = 100;
 
-/// A segment counts as mostly free from this share on.
+/// Free share from which a segment counts as mostly free.
 const MOSTLY: f64 = 0.5;
 
 fn pool_name(pool: Pool) -> &'static str {
     if pool.small { "small" } else { "large" }
 }
 
-/// Where it went at the moment after an event, as a request on that event's stream sees it.
-pub(super) fn where_it_went(
+/// The breakdown at the moment after an event, as seen by a request on that event's stream.
+pub(super) fn breakdown(
     view: &mut View<'_>,
     memory: &Memory,
     survey: &Survey,
     index: usize,
     at: &'static str,
-    found: &Explanation,
-) -> WhereItWent {
-    let (one_stream, allocations) = (found.streams < 2, found.allocations);
-    let event = view.recording.events.get(index).map(|event| event.stream);
+    explanation: &Explanation,
+) -> ReservedBreakdown {
+    let (one_stream, allocations) = (explanation.streams < 2, explanation.allocations);
+    let event_stream = view.recording.events.get(index).map(|event| event.stream);
     let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
-    let mut pinned: Vec<(u64, Segment, Contents)> = Vec::new();
+    let mut sparse: Vec<(u64, Segment, Contents)> = Vec::new();
     for (&start, segment) in memory.segments() {
         let inside = memory.contents(start, segment);
         let pool = segment.pool();
@@ -47,30 +50,33 @@ pub(super) fn where_it_went(
         row.reserved_bytes += segment.bytes;
         row.active_bytes += inside.active;
         row.pending_bytes += inside.pending;
-        if inside.blocks == 0 {
-            row.soft_bytes += inside.free;
-        } else {
-            row.hard_bytes += inside.free;
+        let soft = releasable(memory, start, segment, &inside);
+        row.soft_bytes += soft;
+        if inside.blocks > 0 {
+            row.hard_bytes += inside.free - soft;
             // CAST: a share of bytes.
-            if inside.free as f64 > MOSTLY * segment.bytes as f64 {
-                pinned.push((start, *segment, inside));
+            if !segment.expandable && inside.free as f64 > MOSTLY * segment.bytes as f64 {
+                sparse.push((start, *segment, inside));
             }
         }
     }
     let mut streams: Vec<StreamUse> = uses.into_values().collect();
     streams.sort_by_key(|row| (Reverse(row.reserved_bytes), row.stream, row.pool));
-    // Before the first event, as a request sees it on the stream that has most.
-    let stream = event.or(streams.first().map(|row| row.stream)).unwrap_or(0);
-    pinned.sort_by_key(|(start, _, inside)| (Reverse(inside.free), *start));
-    let pinned_segments = pinned.len() as u64;
-    let pinned_free_bytes = pinned.iter().map(|(_, _, inside)| inside.free).sum();
-    pinned.truncate(SEGMENTS);
-    let pinned = pinned.iter().map(|segment| describe(view, memory, index, segment)).collect();
-    WhereItWent {
+    // At START there is no event; take the stream with the most memory.
+    let stream = event_stream.or(streams.first().map(|row| row.stream)).unwrap_or(0);
+    sparse.sort_by_key(|(start, _, inside)| (Reverse(inside.free), *start));
+    let pinned_segments = sparse.len() as u64;
+    let pinned_free_bytes = sparse.iter().map(|(_, _, inside)| inside.free).sum();
+    sparse.truncate(SEGMENTS);
+    let pinned = sparse.iter().map(|segment| describe(view, memory, index, segment)).collect();
+    let mut ledger = memory.ledger(stream);
+    let pages: u64 = streams.iter().filter(|row| row.stream == stream).map(|row| row.soft_bytes).sum();
+    (ledger.soft, ledger.hard) = (pages, (ledger.soft + ledger.hard).saturating_sub(pages));
+    ReservedBreakdown {
         at,
         moment: moment(view, memory, index),
         stream,
-        parts: parts(&memory.ledger(stream), one_stream),
+        parts: parts(&ledger, one_stream, (at == "out_of_memory").then(|| has_private_pools(view.recording))),
         stranded: stranded(view, &streams, survey, index, allocations),
         streams,
         pending: pending(view, survey),
@@ -85,7 +91,7 @@ fn describe(
     memory: &Memory,
     index: usize,
     (address, segment, inside): &(u64, Segment, Contents),
-) -> Pinned {
+) -> SparseSegment {
     let mut blocks: Vec<_> = memory.blocks_in(*address, segment).collect();
     blocks.sort_by_key(|(addr, block)| (Reverse(block.bytes), *addr));
     blocks.truncate(KEEPERS);
@@ -93,7 +99,7 @@ fn describe(
         let (line, nearby) = line_of(block, &mut view.lines);
         let born = (block.born != BEFORE).then_some(block.born as usize);
         let time = |index: usize| view.recording.since_start(index);
-        Keeper {
+        KeepingBlock {
             address,
             bytes: block.bytes,
             line,
@@ -103,7 +109,7 @@ fn describe(
             age_ns: born.and_then(|born| Some(time(index)?.saturating_sub(time(born)?))),
         }
     };
-    Pinned {
+    SparseSegment {
         address: *address,
         bytes: segment.bytes,
         free_bytes: inside.free,
@@ -114,32 +120,62 @@ fn describe(
     }
 }
 
-/// The five parts between what was asked for and what is reserved, and what was asked for itself.
-fn parts(ledger: &Ledger, one_stream: bool) -> Vec<Part> {
+/// Bytes of a segment that PyTorch's cache release unmaps or frees: the segment if it has no blocks; of an expandable segment the
+/// whole pages of each free block.
+fn releasable(memory: &Memory, start: u64, segment: &Segment, inside: &Contents) -> u64 {
+    if inside.blocks == 0 || !segment.expandable {
+        return if inside.blocks == 0 { inside.free } else { 0 };
+    }
+    // An expandable segment maps and unmaps pages of its pool's segment size. A mapped range starts at a page.
+    let page = if segment.small { SMALL_SEGMENT } else { LARGE_SEGMENT };
+    let whole_pages = |(address, bytes): (u64, u64)| {
+        let from = (address - start).next_multiple_of(page);
+        let to = (address - start + bytes) / page * page;
+        to.saturating_sub(from)
+    };
+    memory.free_in(start, segment).map(whole_pages).sum()
+}
+
+/// The breakdown's parts: requested bytes, and the five parts between requested and reserved.
+///
+/// `refused`: memory ran out, and whether the recording shows private pools.
+fn parts(ledger: &Ledger, one_stream: bool, refused: Option<bool>) -> Vec<Part> {
     let Ledger { reserved, requested, internal, soft, hard, stream, pending, .. } = *ledger;
-    let part = |name, bytes, what: &str| {
+    let part = |name, bytes, text: &str| {
         // CAST: shares for display.
         let share = if reserved == 0 { 0.0 } else { 100.0 * bytes as f64 / reserved as f64 };
-        Part { name, bytes, sentence: format!("{} ({share:.1} %) {what}", Bytes(bytes)) }
+        Part { name, bytes, sentence: format!("{} ({share:.1} %): {text}", Bytes(bytes)) }
     };
     let waits = match one_stream {
-        true => "is freed, but the frees had not completed",
-        false => "is freed but waits for other streams (record_stream)",
+        true => "freed blocks whose frees had not completed",
+        false => "freed blocks that other streams may still use (record_stream)",
+    };
+    let free = match refused {
+        // PyTorch releases its cache before it reports that memory ran out.
+        Some(true) => {
+            "free segments that the failed request did not release; live private pools (CUDA graphs, MemPools) keep such segments"
+        }
+        Some(false) => "free segments and whole free pages that the failed request did not release",
+        None => "free segments and whole free pages; empty_cache or a retry releases them",
     };
     vec![
-        part("requested", requested, "is what the program asked for and holds"),
-        part("internal", internal, "is lost inside blocks: requests are rounded up, and small rests are not split off"),
-        part("soft", soft, "is free in whole segments: empty_cache, or a retry, gives it back"),
-        part("hard", hard, "is free between blocks that are in use: it cannot go back, and serves only what fits"),
-        part("stream", stream, "is free in other streams' segments, which this stream cannot use"),
+        part("requested", requested, "requested by the program in live blocks"),
+        part(
+            "internal",
+            internal,
+            "lost inside live blocks: requests are rounded up, and small remainders are not split off",
+        ),
+        part("soft", soft, free),
+        part("hard", hard, "free blocks in segments with active blocks; releasable only if expandable"),
+        part("stream", stream, "free blocks in other streams' segments; not available to this stream"),
         part("pending", pending, waits),
     ]
 }
 
-/// Fewer requests on other streams do not show that a stream is used no more.
-const GOES_ON: u64 = 10;
+/// Minimum number of later requests on other streams that shows that a stream is no longer used.
+const LATER_REQUESTS: u64 = 10;
 
-/// Free memory of streams on which nothing is asked for after this moment, of so many requests in all.
+/// Free memory of streams without requests after this moment. `allocations`: the number of requests in the recording.
 fn stranded(
     view: &mut View<'_>,
     streams: &[StreamUse],
@@ -152,11 +188,11 @@ fn stranded(
     for row in streams {
         let (last, number) = survey.last_request.get(&row.stream).copied().unzip();
         let requests_since = allocations - number.unwrap_or(0);
-        // Near the end of a history every stream but one has had its last request.
-        let rest = recording.events.len() / 10;
-        let over = last.is_none_or(|last| index != START && last <= index && recording.events.len() - last > rest);
-        let goes_on = recording.events.get(index).is_some_and(|event| event.stream == row.stream);
-        if !over || goes_on || requests_since < GOES_ON || row.soft_bytes + row.hard_bytes == 0 {
+        // Near the end of a recording every stream but one has made its last request.
+        let tenth = recording.events.len() / 10;
+        let unused = last.is_none_or(|last| index != START && last <= index && recording.events.len() - last > tenth);
+        let current = recording.events.get(index).is_some_and(|event| event.stream == row.stream);
+        if !unused || current || requests_since < LATER_REQUESTS || row.soft_bytes + row.hard_bytes == 0 {
             continue;
         }
         let stack = last.and_then(|last| recording.events.get(last)).map(|event| event.origin.stack);

@@ -1,0 +1,429 @@
+//! The second half of the screen: reserved-memory breakdown, phases, peaks, releases and cache misses.
+
+use super::{place, table, when};
+use crate::explain::ExplainArgs;
+use crate::explain::causes::Cause;
+use crate::explain::explanation::{Explanation, Refused, Retry, SparseSegment, Stranded};
+use crate::words::{counted, grouped, percent, size};
+use std::collections::BTreeMap;
+use terminal::{Column, Page, duration};
+
+/// The reason for a refused request; a second sentence where a setting removes it.
+pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
+    let moment = &last.moment;
+    let mut out = format!(
+        "{} reserved, {} active; {} free in its stream and pool, largest free block {}: {}",
+        size(moment.reserved_bytes),
+        size(moment.active_bytes),
+        size(last.free_bytes),
+        size(moment.largest_hole_bytes),
+        last.cause.words()
+    );
+    match (explanation.limit_bytes, last.device_free_bytes) {
+        (Some(limit), _) => {
+            let unreserved = limit.saturating_sub(moment.reserved_bytes);
+            out += &format!("; the limit of {} leaves {} unreserved", size(limit), size(unreserved));
+        }
+        (None, Some(free)) if free > last.asked_bytes => {
+            out += &format!(
+                "; the GPU had {} free, so a process limit refused it (set_per_process_memory_fraction)",
+                size(free)
+            );
+        }
+        (None, Some(free)) => out += &format!("; the GPU had {} free", size(free)),
+        (None, None) => {}
+    }
+    if explanation.refused > 1 {
+        out += &format!("; {} before it", counted(explanation.refused - 1, "refused request"));
+    }
+    std::iter::once(out).chain(two_places(explanation, last)).collect()
+}
+
+/// A refused request for which enough memory was free in total, but neither in segments nor on the GPU alone.
+fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
+    let limit = explanation.limit_bytes.map(|limit| limit.saturating_sub(last.moment.reserved_bytes));
+    let unreserved = last.device_free_bytes.into_iter().chain(limit).min()?;
+    let (cached, asked) = (last.free_bytes, last.asked_bytes);
+    let split = cached < asked && unreserved < asked && cached.saturating_add(unreserved) >= asked;
+    split.then(|| {
+        format!(
+            "{} were free, in two places: {} in segments, {} on the GPU; expandable_segments:True can combine them",
+            size(cached + unreserved),
+            size(cached),
+            size(unreserved)
+        )
+    })
+}
+
+/// Labels of the breakdown's parts, by their names in JSON.
+fn label(name: &str) -> &str {
+    match name {
+        "internal" => "rounding",
+        "soft" => "free",
+        "hard" => "partly used",
+        "stream" => "other streams",
+        name => name,
+    }
+}
+
+/// The columns of a label.
+const LABEL: usize = 16;
+
+/// The reserved-memory breakdown.
+pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let breakdown = &explanation.reserved;
+    let reserved = breakdown.moment.reserved_bytes;
+    if reserved == 0 {
+        return;
+    }
+    let at = match breakdown.at {
+        "out_of_memory" => "when memory ran out",
+        "near_peak_reserved" => "within 0.5 % of its peak",
+        _ => "at the peak",
+    };
+    let reserved = size(reserved);
+    page.title(match explanation.events {
+        0 => format!("Reserved memory when the snapshot was taken: {reserved}"),
+        _ => format!("Reserved memory {at}: {reserved} ({})", when(&breakdown.moment)),
+    });
+    for part in breakdown.parts.iter().filter(|part| part.bytes > 0) {
+        page.labelled(&format!("  {}", label(part.name)), LABEL, &part.sentence);
+    }
+    if let Some(sentence) = device_use(explanation) {
+        page.labelled("  not PyTorch", LABEL, &sentence);
+    }
+    if let Some(sentence) = pinned_host(explanation) {
+        page.labelled("  pinned host", LABEL, &sentence);
+    }
+    if breakdown.streams.len() > 1 {
+        let columns = [
+            Column::left("stream"),
+            Column::left("pool"),
+            Column::right("reserved"),
+            Column::right("active"),
+            Column::right("pending").priority(2),
+            Column::right("free"),
+            Column::right("partly used"),
+            Column::right("largest free block").priority(1),
+        ];
+        let rows = breakdown.streams.iter().take(usize::from(args.top).max(4)).map(|row| {
+            [
+                format!("{:#x}", row.stream),
+                row.pool.to_owned(),
+                size(row.reserved_bytes),
+                size(row.active_bytes),
+                size(row.pending_bytes),
+                size(row.soft_bytes),
+                size(row.hard_bytes),
+                size(row.largest_hole_bytes),
+            ]
+        });
+        table(page, columns, rows);
+    }
+    for stranded in breakdown.stranded.iter().take(usize::from(args.top)) {
+        page.note(self::stranded(stranded));
+    }
+    for sentence in pending(explanation).into_iter().take(2 + usize::from(args.top).min(3)) {
+        page.note(sentence);
+    }
+    sparse_segments(explanation, args, page);
+}
+
+/// GPU memory used outside PyTorch's allocator.
+pub(super) fn device_use(explanation: &Explanation) -> Option<String> {
+    let device = explanation.beside.as_ref()?;
+    let mut out = format!("{} used on the GPU outside PyTorch's allocator", size(device.not_pytorch_bytes));
+    if let Some((process, others)) = device.own_bytes.zip(device.others_bytes) {
+        out += &format!(
+            ": {} by this process (CUDA context, libraries such as cuBLAS and NCCL), {} by other processes",
+            size(process),
+            size(others)
+        );
+    } else {
+        out += " (CUDA contexts, libraries such as cuBLAS and NCCL, other processes)";
+    }
+    let free = device.total_bytes.saturating_sub(device.used_bytes);
+    Some(out + &format!("; {} of {} free", size(free), size(device.total_bytes)))
+}
+
+/// Pinned host memory.
+pub(super) fn pinned_host(explanation: &Explanation) -> Option<String> {
+    let pinned = explanation.pinning.as_ref()?;
+    let mut out = format!(
+        "{} of host memory pinned in {}, {} active",
+        size(pinned.bytes),
+        counted(pinned.segments, "segment"),
+        size(pinned.active_bytes)
+    );
+    if pinned.peak_bytes > pinned.bytes {
+        out += &format!("; peak {}", size(pinned.peak_bytes));
+    }
+    if pinned.rounding_most_bytes > 0 {
+        out += &format!(
+            "; up to {} due to rounding to powers of two (limit it with pinned_max_round_threshold_mb, PyTorch 2.13)",
+            size(pinned.rounding_most_bytes)
+        );
+    }
+    Some(out)
+}
+
+/// A sentence about free memory that no later request can use.
+pub(super) fn stranded(stranded: &Stranded) -> String {
+    let last = match (&stranded.line, stranded.last_request) {
+        (_, 0) => "no request on it is recorded".to_owned(),
+        (Some(line), event) => format!("its last request is event {}, at {line}", grouped(event)),
+        (None, event) => format!("its last request is event {}", grouped(event)),
+    };
+    format!(
+        "stranded: {} free on stream {:#x}, which is no longer used ({last}; {} on other streams follow); empty_cache would \
+         release {}",
+        size(stranded.free_bytes),
+        stranded.stream,
+        counted(stranded.requests_since, "request"),
+        size(stranded.returnable_bytes)
+    )
+}
+
+/// The cost of deferred frees: two sentences about all, then one about each stream.
+pub(super) fn pending(explanation: &Explanation) -> Vec<String> {
+    let pending = &explanation.reserved.pending;
+    // Without events the wait times are unknown; the breakdown shows the pending bytes.
+    if pending.peak_bytes == 0 || explanation.events == 0 {
+        return Vec::new();
+    }
+    let mut out = vec![format!(
+        "{} {}; peak pending {} (event {})",
+        counted(pending.deferred_frees, "free"),
+        if explanation.streams < 2 {
+            "completed later than requested (the reason is unknown: only one stream is recorded)"
+        } else {
+            "waited for other streams (record_stream)"
+        },
+        size(pending.peak_bytes),
+        grouped(pending.peak_event)
+    )];
+    let active = explanation.peak_active.active_bytes;
+    let mut text =
+        format!("peak active {} ({} without deferred frees)", size(active), size(pending.peak_active_instant_bytes));
+    let replayed = pending.replayed_reserved_bytes.zip(pending.replayed_instant_reserved_bytes);
+    // A replay that reserves less than was recorded does not reproduce the waits.
+    let reproduced = replayed.filter(|(peak, _)| *peak >= explanation.peak_reserved.reserved_bytes / 100 * 99);
+    if let Some((peak, instant)) = reproduced {
+        text += &format!("; peak reserved in replay {} ({})", size(peak), size(instant));
+    }
+    out.push(text);
+    for row in pending.streams.iter().filter(|row| row.peak_bytes > 0) {
+        let line = row.line.as_ref().map_or_else(String::new, |line| format!("; most bytes from {line}"));
+        out.push(format!(
+            "blocks of stream {:#x}: {}, peak pending {}, longest wait {}{line}",
+            row.stream,
+            counted(row.deferred_frees, "deferred free"),
+            size(row.peak_bytes),
+            counted(row.longest_events, "event")
+        ));
+    }
+    out
+}
+
+fn sparse_segments(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let breakdown = &explanation.reserved;
+    // Below half a percent of reserved memory the table is omitted; --json has it.
+    if breakdown.pinned.is_empty() || breakdown.pinned_free_bytes < breakdown.moment.reserved_bytes / 200 {
+        return;
+    }
+    page.title(format!(
+        "Blocks that keep mostly free segments reserved: {} free in {}",
+        size(breakdown.pinned_free_bytes),
+        counted(breakdown.pinned_segments, "segment")
+    ));
+    let columns = [
+        Column::right("segment"),
+        Column::right("free"),
+        Column::right("blocks"),
+        Column::right("active"),
+        Column::right("age"),
+        Column::text("kept by"),
+    ];
+    let rows = breakdown.pinned.iter().take(usize::from(args.top)).map(|row| {
+        let (line, age) = keeper(row);
+        let used = row.bytes - row.free_bytes;
+        [size(row.bytes), size(row.free_bytes), row.blocks.to_string(), size(used), age, line]
+    });
+    table(page, columns, rows);
+    page.note(match explanation.events {
+        0 => "kept by: the line of the segment's largest block",
+        _ => "kept by: the line of the segment's largest block; age: that block's",
+    });
+}
+
+/// The largest block of a segment and its age.
+fn keeper(row: &SparseSegment) -> (String, String) {
+    let Some(first) = row.keepers.first() else { return (String::new(), "-".to_owned()) };
+    let mut line = place(&first.line, None, first.nearby);
+    if first.pending {
+        line += ", free pending";
+    }
+    let others: Vec<&String> =
+        row.keepers.iter().map(|keeper| &keeper.line).filter(|line| **line != first.line).collect();
+    if !others.is_empty() {
+        line += &match others.len() {
+            1 => " and a block of another line".to_owned(),
+            count => format!(" and {count} blocks of other lines"),
+        };
+    }
+    let age = match (first.age_ns, first.age_events) {
+        (Some(ns), _) => duration(ns),
+        (None, Some(events)) => counted(events, "event"),
+        (None, None) => "unknown".to_owned(),
+    };
+    (line, age)
+}
+
+/// Phases, peaks, free blocks and cache releases.
+pub(super) fn peaks(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    let top = usize::from(args.top);
+    phases(explanation, page);
+    if explanation.peaks.len() > 1 {
+        page.title("Highest peaks of active memory");
+        let columns = [
+            Column::right("event"),
+            Column::right("time").priority(1),
+            Column::right("active"),
+            Column::right("reserved"),
+            Column::right("largest free block"),
+            Column::text("annotation, line"),
+        ];
+        let rows = explanation.peaks.iter().take(top).map(|moment| {
+            let place: Vec<&str> = moment.annotation.iter().chain(&moment.line).map(String::as_str).collect();
+            [
+                grouped(moment.event),
+                moment.time_ns.map_or_else(|| "-".to_owned(), duration),
+                size(moment.active_bytes),
+                size(moment.reserved_bytes),
+                size(moment.largest_hole_bytes),
+                place.join(", "),
+            ]
+        });
+        table(page, columns, rows);
+    }
+    largest_free_block(explanation, page);
+    if explanation.num_retries > 0 {
+        page.title(format!(
+            "PyTorch released cached memory during {}; the last ones:",
+            counted(explanation.num_retries, "request")
+        ));
+        for retry in explanation.retries.iter().rev().take(top) {
+            page.note(self::retry(retry));
+        }
+    }
+    if explanation.num_releases > 0 {
+        page.note(format!("empty_cache released memory {}", counted(explanation.num_releases, "time")));
+    }
+}
+
+/// The phases of the program with their peaks.
+fn phases(explanation: &Explanation, page: &mut Page) {
+    let Some(decides) = explanation.phases.iter().find(|phase| phase.decides) else { return };
+    page.title(format!("Phases; the peak is in: {}", decides.named()));
+    let columns = [
+        Column::text("phase"),
+        Column::right("events"),
+        Column::right("time").priority(1),
+        Column::right("peak active"),
+        Column::right("peak reserved"),
+    ];
+    let rows = explanation.phases.iter().map(|phase| {
+        [
+            phase.named(),
+            format!("{} to {}", grouped(phase.first_event), grouped(phase.last_event)),
+            phase.time_ns.map_or_else(|| "-".to_owned(), duration),
+            size(phase.peak_active_bytes),
+            size(phase.peak_reserved_bytes),
+        ]
+    });
+    table(page, columns, rows);
+}
+
+/// The largest free block: at the peak, at the end, and its range.
+fn largest_free_block(explanation: &Explanation, page: &mut Page) {
+    let reserved = &explanation.peak_reserved;
+    if reserved.reserved_bytes == 0 {
+        return;
+    }
+    let Some(min) = explanation.timeline.iter().min_by_key(|point| point.largest_hole_bytes) else { return };
+    let max = explanation.timeline.iter().max_by_key(|point| point.largest_hole_bytes).unwrap_or(min);
+    let end = &explanation.end;
+    page.title(format!(
+        "Largest free block: {} at the peak, {} at the end; maximum {} (near event {}), minimum {} (near event {})",
+        size(reserved.largest_hole_bytes),
+        size(end.largest_hole_bytes),
+        size(max.largest_hole_bytes),
+        grouped(max.event),
+        size(min.largest_hole_bytes),
+        grouped(min.event)
+    ));
+    if let Some(limit) = explanation.limit_bytes {
+        let unreserved = limit.saturating_sub(end.reserved_bytes);
+        page.note(format!("the limit of {} leaves {} unreserved at the end", size(limit), size(unreserved)));
+    }
+}
+
+/// A sentence about a cache release during a request.
+pub(super) fn retry(retry: &Retry) -> String {
+    let kind = match retry.kind {
+        "garbage_collection" => "garbage collection",
+        "retry_or_empty_cache" => "retry (or empty_cache right before it)",
+        other => other,
+    };
+    format!(
+        "{kind} at {}: {} requested, {}; {} ({}) released, {}",
+        when(&retry.moment),
+        size(retry.asked_bytes),
+        retry.cause.words(),
+        size(retry.released_bytes),
+        counted(retry.released_segments, "segment"),
+        if retry.succeeded { "request served" } else { "request refused" }
+    )
+}
+
+/// Cache misses by requested size.
+pub(super) fn misses(explanation: &Explanation, args: &ExplainArgs, page: &mut Page) {
+    if explanation.shapes.is_empty() {
+        return;
+    }
+    let taken: u64 = explanation.shapes.iter().map(|shape| shape.taken_bytes).sum();
+    let misses: u64 = explanation.shapes.iter().map(|shape| shape.misses).sum();
+    page.title(format!(
+        "Cache misses: {} of {} allocated {} of segments",
+        counted(misses, "request"),
+        explanation.allocations,
+        size(taken)
+    ));
+    let columns = [
+        Column::right("size"),
+        Column::right("requests"),
+        Column::right("misses"),
+        Column::right("segments"),
+        Column::left("main cause"),
+        Column::text("line").priority(1),
+    ];
+    let rows = explanation.shapes.iter().take(usize::from(args.top)).map(|shape| {
+        [
+            size(shape.requested_bytes),
+            shape.requests.to_string(),
+            shape.misses.to_string(),
+            size(shape.taken_bytes),
+            shape.cause.words().to_owned(),
+            shape.line.clone().unwrap_or_default(),
+        ]
+    });
+    table(page, columns, rows);
+    let mut causes: BTreeMap<Cause, u64> = BTreeMap::new();
+    for (cause, count) in explanation.shapes.iter().flat_map(|shape| &shape.causes) {
+        *causes.entry(*cause).or_default() += count;
+    }
+    let mut causes: Vec<(Cause, u64)> = causes.into_iter().collect();
+    causes.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    let list = causes.iter().map(|(cause, count)| format!("{}: {count} ({})", cause.words(), percent(*count, misses)));
+    page.note(format!("all misses: {}", list.collect::<Vec<String>>().join("; ")));
+}

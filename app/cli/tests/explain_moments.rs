@@ -1,0 +1,265 @@
+//! Moments that `explain` compares, parts of the breakdown at them, and sentences about refused requests.
+
+use crate::common::Place;
+use crate::common::story::{BASE, MIB, Story, explain, explain_json, part, script};
+use serde_json::{Value, json};
+
+fn explained(story: &Story) -> Value {
+    let dir = Place::new();
+    explain_json(&dir, &[&dir.write("story.json", story.text())])
+}
+
+fn screen(story: &Story) -> String {
+    let dir = Place::new();
+    explain(&dir, &[&dir.write("story.json", story.text())]).ok().stdout
+}
+
+/// Parts of the breakdown in MiB: requested, free, partly used.
+fn parts(explanation: &Value) -> [u64; 3] {
+    ["requested", "soft", "hard"].map(|name| part(explanation, name) / MIB)
+}
+
+#[test]
+fn whole_free_pages_of_expandable_segments_are_releasable() {
+    let mut story = Story::default();
+    story.event("segment_map", BASE, 620 * MIB, 0, json!([]));
+    story.alloc(0, 100 * MIB, 0, json!([script(1, "main")]));
+    story.alloc(100 * MIB, 410 * MIB, 0, json!([script(2, "main")]));
+    story.alloc(510 * MIB, 110 * MIB, 0, json!([script(3, "main")]));
+    story.free(100 * MIB, 410 * MIB, 0);
+    story.event("segment_map", BASE + 620 * MIB, 20 * MIB, 0, json!([]));
+    story.event("oom", 0, 500 * MIB, 0, json!([script(4, "main")]));
+    let explanation = explained(&story);
+    // The free block starts at a page of 20 MiB and ends in the middle of one; the new page is free, too.
+    assert_eq!(parts(&explanation), [210, 420, 10]);
+    let streams = &explanation["reserved"]["streams"][0];
+    assert_eq!((&streams["soft_bytes"], &streams["hard_bytes"]), (&json!(420 * MIB), &json!(10 * MIB)));
+    // No block keeps a whole page reserved.
+    assert_eq!(explanation["reserved"]["pinned"], json!([]));
+    // A segment of cudaMalloc is released only if it has no block.
+    for event in &mut story.events {
+        if event["action"] == "segment_map" {
+            event["action"] = json!("segment_alloc");
+        }
+    }
+    let explanation = explained(&story);
+    assert_eq!(parts(&explanation), [210, 20, 410]);
+    assert_eq!(explanation["reserved"]["pinned_free_bytes"], json!(410 * MIB));
+}
+
+#[test]
+fn of_a_constant_reserved_peak_the_busiest_moment_is_explained() {
+    let mut story = Story::default();
+    story.segment(0, 100 * MIB, 0);
+    story.alloc(0, 10 * MIB, 0, json!([script(1, "load")]));
+    for _ in 0..3 {
+        story.alloc(10 * MIB, 80 * MIB, 0, json!([script(2, "forward")]));
+        story.free(10 * MIB, 80 * MIB, 0);
+    }
+    let explanation = explained(&story);
+    assert_eq!(explanation["peak_reserved"]["event"], 3);
+    assert_eq!((&explanation["reserved"]["at"], parts(&explanation)), (&json!("peak_reserved"), [90, 0, 10]));
+}
+
+/// Steps that hold `kept` more MiB each, between peaks of 100 MiB.
+fn steps(count: u64, kept: u64) -> Story {
+    let mut story = Story::default();
+    story.segment(0, 400 * MIB, 0);
+    for step in 0..count {
+        story.alloc(300 * MIB, 100 * MIB, 0, json!([script(1, "forward")]));
+        if kept > 0 {
+            story.alloc(step * kept * MIB, kept * MIB, 0, json!([script(2, "log")]));
+        }
+        story.free(300 * MIB, 100 * MIB, 0);
+    }
+    story
+}
+
+#[test]
+fn growth_needs_four_repetitions_that_grow() {
+    for (count, kept) in [(1, 4), (3, 4), (12, 0)] {
+        assert_eq!(explained(&steps(count, kept))["grew"], Value::Null, "{count} steps that keep {kept} MiB");
+    }
+    let grew = explained(&steps(12, 4))["grew"].clone();
+    let lines: Vec<&str> =
+        grew["lines"].as_array().unwrap().iter().map(|line| line["line"].as_str().unwrap()).collect();
+    assert_eq!(lines, ["proj/train.py:2 log"], "{grew}");
+    // One step that frees gradients of an earlier one and makes others grows by nothing.
+    let mut story = Story::default();
+    story.segment(0, 400 * MIB, 0);
+    for at in 0..10 {
+        story.alloc(at * 8 * MIB, 8 * MIB, 0, json!([script(3, "backward")]));
+    }
+    for at in 0..10 {
+        story.free(at * 8 * MIB, 8 * MIB, 0);
+    }
+    for at in 0..20 {
+        story.alloc(at * 4 * MIB, 4 * MIB, 0, json!([script(1, "forward")]));
+    }
+    for at in 0..10 {
+        story.free(at * 4 * MIB, 4 * MIB, 0);
+        story.alloc(200 * MIB + at * 8 * MIB, 8 * MIB, 0, json!([script(3, "backward")]));
+    }
+    assert_eq!(explained(&story)["grew"], Value::Null);
+}
+
+#[test]
+fn growth_compares_starts_of_a_repeated_annotation() {
+    // The lows between peaks differ by what the annotation contains: they do not decide.
+    let mut story = Story::default();
+    story.segment(0, 400 * MIB, 0);
+    for step in 0..8 {
+        story.annotate(&format!("step {step}"), "START", story.events.len());
+        story.alloc(0, 100 * MIB, 0, json!([script(1, "forward")]));
+        story.free(0, 100 * MIB, 0);
+        story.annotate(&format!("step {step}"), "END", story.events.len());
+        story.alloc(200 * MIB + step * MIB, MIB, 0, json!([script(2, "log")]));
+    }
+    let grew = explained(&story)["grew"].clone();
+    assert_eq!((&grew["from"]["annotation"], &grew["to"]["annotation"]), (&json!("step 2"), &json!("step 7")));
+    assert_eq!(grew["lines"][0]["line"], "proj/train.py:2 log");
+}
+
+/// Names and peaks of active memory in MiB of the phases, and the phase that determines the peak.
+fn phases(explanation: &Value) -> (Vec<(&str, u64)>, Vec<&str>) {
+    let phases = explanation["phases"].as_array().unwrap();
+    let name = |phase: &'_ Value| phase["name"].as_str().unwrap_or("-").to_owned().leak() as &str;
+    let rows = phases.iter().map(|phase| (name(phase), phase["peak_active_bytes"].as_u64().unwrap() / MIB));
+    (rows.collect(), phases.iter().filter(|phase| phase["decides"] == true).map(name).collect())
+}
+
+/// Allocates and frees memory in phases of these names, MiB and repetitions.
+fn program(parts: &[(&str, u64, u64)], annotated: bool, pause_us: u64) -> Story {
+    let mut story = Story::default();
+    for (number, (name, mib, times)) in parts.iter().enumerate() {
+        let first = story.events.len();
+        let at = (number as u64) << 40;
+        if annotated {
+            story.annotate(name, "START", first);
+        }
+        story.segment(at, mib * MIB, 0);
+        for _ in 0..*times {
+            story.alloc(at, mib * MIB, 0, json!([script(number as u64 + 1, name)]));
+            story.free(at, mib * MIB, 0);
+        }
+        for event in &mut story.events[first..] {
+            event["time_us"] = json!(event["time_us"].as_u64().unwrap() + number as u64 * pause_us);
+        }
+        if annotated {
+            story.annotate(name, "END", story.events.len() - 1);
+        }
+    }
+    story
+}
+
+#[test]
+fn a_short_annotated_phase_is_kept() {
+    let parts = [("offload", 40, 30), ("generate", 4000, 1), ("load", 10, 30)];
+    let explanation = explained(&program(&parts, true, 0));
+    let expected = vec![("offload", 40), ("generate", 4000), ("load", 10)];
+    assert_eq!(phases(&explanation), (expected, vec!["generate"]));
+}
+
+#[test]
+fn a_short_part_between_pauses_is_kept_if_it_has_the_peak() {
+    let named = |parts: &[(&str, u64, u64)]| {
+        let story = program(parts, false, 2_000_000);
+        (phases(&explained(&story)).0.iter().map(|(_, mib)| *mib).collect::<Vec<u64>>(), screen(&story))
+    };
+    let (peaks, text) = named(&[("a", 40, 30), ("b", 4000, 1), ("c", 10, 30)]);
+    assert_eq!(peaks, [40, 4000, 10]);
+    assert!(text.contains("Phases; the peak is in: events 92 to 95"), "{text}");
+    assert!(!text.contains("Phases; the peak is in: proj"), "{text}");
+    // A short part without the peak belongs to the one before it.
+    let (peaks, _) = named(&[("a", 40, 30), ("b", 45, 1), ("c", 4000, 30)]);
+    assert_eq!(peaks, [45, 4000]);
+}
+
+/// A request of 10 MiB that is refused with 8 MiB free in a segment, and these bytes free on the GPU.
+fn refused(device_free: u64) -> Story {
+    let mut story = Story::default();
+    story.segment(0, 11 * MIB, 0);
+    story.alloc(0, 11 * MIB, 0, json!([script(1, "main")]));
+    story.free(0, 11 * MIB, 0);
+    story.alloc(0, 3 * MIB, 0, json!([script(2, "main")]));
+    story.event("oom", device_free, 10 * MIB, 0, json!([script(3, "main")]));
+    story
+}
+
+#[test]
+fn memory_free_in_two_places_is_reported_with_a_setting() {
+    let text = screen(&refused(8 * MIB));
+    assert!(text.contains("16 MiB were free, in two places: 8 MiB in segments, 8 MiB on the GPU"), "{text}");
+    assert!(text.contains("expandable_segments:True"), "{text}");
+    for free in [MIB, 12 * MIB] {
+        let text = screen(&refused(free));
+        assert!(!text.contains("two places"), "{text}");
+    }
+}
+
+#[test]
+fn segments_left_by_a_failed_release_belong_to_private_pools() {
+    let mut story = Story::default();
+    story.segment(0, 20 * MIB, 0);
+    story.alloc(0, 11 * MIB, 0, json!([script(1, "main")]));
+    story.free(0, 11 * MIB, 0);
+    story.event("oom", MIB, 30 * MIB, 0, json!([script(3, "main")]));
+    let text = screen(&story);
+    assert!(text.contains("that the failed request did not release") && !text.contains("empty_cache"), "{text}");
+    assert!(!text.contains("private pool"), "{text}");
+    story.held(0, 20 * MIB, json!([0, 1]));
+    story.segments[0]["segment_type"] = json!("large");
+    let text = screen(&story);
+    assert!(text.contains("live private pools") && !text.contains("empty_cache"), "{text}");
+}
+
+#[test]
+fn a_pending_free_at_the_end_has_no_replayed_peak_below_the_recorded_one() {
+    let mut story = Story::default();
+    story.segment(1 << 40, 2 * MIB, 7);
+    story.alloc(1 << 40, MIB, 7, json!([]));
+    story.segment(0, 300 * MIB, 0);
+    story.alloc(0, 300 * MIB, 0, json!([script(1, "a")]));
+    story.event("free_requested", BASE, 300 * MIB, 0, json!([]));
+    story.segment(1 << 41, 300 * MIB, 0);
+    story.alloc(1 << 41, 300 * MIB, 0, json!([script(2, "b")]));
+    let mut block = |at: u64, state: &str| {
+        story.segments.push(json!({
+            "device": 0, "address": BASE + at, "total_size": 300 * MIB, "stream": 0, "segment_type": "large",
+            "is_expandable": false, "blocks": [{"address": BASE + at, "size": 300 * MIB,
+            "requested_size": 300 * MIB, "state": state, "frames": []}],
+        }));
+    };
+    block(0, "active_pending_free");
+    block(1 << 41, "active_allocated");
+    let explanation = explained(&story);
+    let recorded = explanation["peak_reserved"]["reserved_bytes"].as_u64().unwrap();
+    assert_eq!((recorded, part(&explanation, "pending")), (602 * MIB, 300 * MIB));
+    let replayed = explanation["reserved"]["pending"]["replayed_reserved_bytes"].as_u64().unwrap();
+    let text = screen(&story);
+    assert!(text.contains("peak active 601 MiB (301 MiB without deferred frees)"), "{text}");
+    assert_eq!(text.contains("peak reserved in replay"), replayed >= recorded, "{text}");
+}
+
+#[test]
+fn retries_are_in_the_headline_and_on_the_page() {
+    let mut story = Story::default();
+    for number in 0..2 {
+        let at = number << 40;
+        story.segment(at, 30 * MIB, 0);
+        story.alloc(at, 30 * MIB, 0, json!([script(1, "main")]));
+        story.free(at, 30 * MIB, 0);
+        story.event("segment_free", BASE + at, 30 * MIB, 0, json!([]));
+    }
+    story.segment(5 << 40, 50 * MIB, 0);
+    story.alloc(5 << 40, 50 * MIB, 0, json!([script(2, "main")]));
+    let dir = Place::new();
+    let file = dir.write("story.json", story.text());
+    let retries = explain_json(&dir, &[&file, "--limit", "60MiB"])["num_retries"].clone();
+    let text = explain(&dir, &[&file, "--limit", "60MiB"]).ok().stdout;
+    assert_eq!(retries, 1, "{text}");
+    assert!(text.contains("memory was full: PyTorch released cached memory to serve a request once"), "{text}");
+    dir.run(&["report", &file, "--plan", "off", "--advise", "off", "--alloc", "caching", "-o", "page.html"]).ok();
+    let page = std::fs::read_to_string(dir.at("page.html")).unwrap();
+    assert!(page.contains(r#"["retries","1"]"#) || page.contains(r#"["retries","2"]"#), "{page:.2000}");
+}
