@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from vramlab_analysis import acceptance, documents
+from vramlab_analysis import acceptance
 from vramlab_analysis.errors import AnalysisError
-from vramlab_analysis.quoted import acceptance_list
+from vramlab_analysis.pages import acceptance_list
 
 MIB = 2**20
 NAN, INFINITE = float("nan"), float("inf")
@@ -89,25 +89,24 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         acceptance.load(file(tmp_path / "a.jsonl", {"id": "x", "status": "ok"}))
 
 
-Told = Callable[..., dict[str, str]]
+Record = Callable[..., None]
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    """What the pieces of the note say of some runs, by the words that they open with."""
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """Makes some runs the only recorded ones."""
 
-    def of(*lines: dict[str, Any]) -> dict[str, str]:
-        paths = [file(tmp_path / "a.jsonl", *lines)] if lines else []
-        monkeypatch.setattr(acceptance, "files", lambda: paths)
+    def only(*lines: dict[str, Any]) -> None:
+        path = file(tmp_path / "a.jsonl", *lines)
+        monkeypatch.setattr(acceptance, "files", lambda: [path])
         acceptance_list._runs.cache_clear()
-        return {opening: compute() or "" for opening, compute in acceptance_list.PIECES.items()}
 
-    yield of
+    yield only
     acceptance_list._runs.cache_clear()
 
 
-def test_the_table_says_what_differs_and_what_is_reserved(told: Told) -> None:
-    pieces = told(
+def test_table_and_counts_have_differences_and_peaks(record: Record) -> None:
+    record(
         run("p", "native", 1.0),
         run("p", "native", 1.0, repeat=1),
         run("p", "zebra", 1.0, peak=50),
@@ -118,37 +117,24 @@ def test_the_table_says_what_differs_and_what_is_reserved(told: Told) -> None:
         failed("q", "remap+run", status="hung"),
         failed("x", "native", status="skipped", why="needs cupy"),
     )
-    assert pieces["| program of one GPU |"].splitlines() == [
+    assert acceptance_list.one_gpu().splitlines() == [
         "| program of one GPU | `native`, MiB | `remap` | `zebra` | `remap`, recorded |",
         "|---|--:|--:|--:|--:|",
         "| `p` | 100 | 1.25 | 0.50 | 1.00 |",
         "| `q` | 100 | losses differ by 6.7e-01 | – | did not end |",
     ]
-    assert "2 of one GPU in 5 runs beside native's, of which 2 differ." in pieces["The list has programs"]
-    assert "NVIDIA H200, driver 580.1, PyTorch 2.11.0 (build 01234567), 2026-11-27" in pieces["The list has programs"]
-    assert pieces["Skipped where it ran"] == "Skipped where it ran: `x` (needs cupy)."
-    assert pieces["Run many times"] == "Run many times: none."
+    values = acceptance_list.counts()
+    assert values["1"] == {"programs": 2, "runs": 5, "differences": 2, "bits": 2}
+    assert values["machines"] == "NVIDIA H200, driver 580.1, PyTorch 2.11.0"
+    assert (values["builds"], values["days"]) == ("01234567", "2026-11-27")
+    assert values["skipped"] == "`x` (needs cupy)"
+    assert values["repeated"]["runs"] == 0
 
 
-def test_what_happens_seldom_is_counted(told: Told) -> None:
+def test_rare_failures_are_counted(record: Record) -> None:
     lines = [run("p", "native", 1.0), *(run("p", "remap+run", 1.0, repeat=repeat) for repeat in range(9))]
-    pieces = told(*lines, failed("p", "remap+run", status="hung", id="p remap+run #9", repeat=9))
-    words = "Run many times: `p` 10 times under `remap`, recorded: 1 did not end, 0 failed."
-    assert pieces["Run many times"] == words
-    assert pieces["| program of one GPU |"].splitlines()[-1] == "| `p` | 100 | did not end (1 of 10) |"
-
-
-def test_every_piece_opens_as_it_is_found_with_a_record_and_without(told: Told) -> None:
-    for pieces in (told(), told(run("p", "native", 1.0), run("p", "remap", 1.0))):
-        assert all(text.startswith(opening) for opening, text in pieces.items())
-
-
-def test_without_a_record_the_note_has_no_figures_of_the_list(told: Told) -> None:
-    for text in told().values():
-        assert not any(character.isdigit() for character in text), text
-
-
-def test_the_note_has_a_place_for_each_piece() -> None:
-    page = "experiments/notes/inside.md"
-    text = documents.pages()[page]
-    assert documents.rewritten(page, text) == text
+    record(*lines, failed("p", "remap+run", status="hung", id="p remap+run #9", repeat=9))
+    assert acceptance_list.counts()["repeated"] == {
+        "programs": "`p`", "arms": "`remap`, recorded", "runs": 10, "hung": 1, "failed": 0
+    }  # fmt: skip
+    assert acceptance_list.one_gpu().splitlines()[-1] == "| `p` | 100 | did not end (1 of 10) |"

@@ -1,8 +1,9 @@
-"""What documents say and show is what the records say: computed sentences, and the picture of three steps."""
+"""The pages agree with the records: markers, tables, typed figures, samples of programs, and the timeline's figures."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tarfile
 from pathlib import Path
@@ -10,12 +11,14 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from vramlab_analysis import documents, experiments, readme_figure, repository, samples, style
+from vramlab_analysis import agreement, documents, experiments, readme_figure, repository, samples, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import results
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import load, timeline
-from vramlab_analysis.quoted import builds, simulated
+from vramlab_analysis.pages import lookup
+
+ANSWERS = "experiments/answers.md"
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ def figures(text: str) -> list[re.Match[str]]:
     """The figures of a page: every number that no rule calls a version, a name, a date or a command."""
     rules = [re.compile(rule, re.MULTILINE) for rule in documents.RULES.values()]
     hidden = [match.span() for rule in rules for match in rule.finditer(text)]
+    hidden += [match.span() for match in re.finditer("<!--.*?-->", text)]
     return [
         match
         for match in re.finditer(r"\d+(?:[.,]\d+)*", text)
@@ -39,29 +43,115 @@ def by_hand(figure: str) -> str:
     return figure[:-1] + str((int(figure[-1]) + 1) % 10)
 
 
+def is_noticed(page: str, mutant: str) -> bool:
+    try:
+        return documents.check(page, mutant) != mutant
+    except AnalysisError:
+        return True
+
+
 @pytest.mark.parametrize("page", documents.names())
-def test_the_documents_say_what_the_records_say(pages: dict[str, str], page: str) -> None:
+def test_page_agrees_with_the_records(pages: dict[str, str], page: str) -> None:
     assert documents.check(page, pages[page]) == pages[page]
 
 
 @pytest.mark.parametrize("page", documents.names())
-def test_each_figure_that_is_changed_by_hand_is_noticed(pages: dict[str, str], page: str) -> None:
+def test_each_figure_and_each_word_changed_by_hand_is_noticed(pages: dict[str, str], page: str) -> None:
     text, unnoticed = pages[page], []
-    for match in figures(text):
-        mutant = text[: match.start()] + by_hand(match[0]) + text[match.end() :]
-        try:
-            if documents.check(page, mutant) == mutant:
-                unnoticed.append((text[: match.start()].count("\n") + 1, match[0]))
-        except AnalysisError:
-            continue
+    changes = [(*match.span(), by_hand(match[0])) for match in figures(text)]
+    changes += [(*match.span("text"), f"not {match['text']}") for match in documents.MARKER.finditer(text)]
+    cells = re.compile(r"(?<=\| )[^|\n]+(?= \|)")
+    changes += [
+        (match.start("text") + cell.start(), match.start("text") + cell.end(), f"not {cell[0]}")
+        for match in documents.TABLE.finditer(text)
+        for cell in cells.finditer(match["text"])
+    ]
+    for start, end, other in changes:
+        if not is_noticed(page, text[:start] + other + text[end:]):
+            unnoticed.append((text[:start].count("\n") + 1, text[start:end]))
     assert not unnoticed
 
 
+@pytest.mark.parametrize("word", ["faster", "slowest", "quicker"])
+def test_a_comparative_is_noticed_unless_its_section_has_no_record(pages: dict[str, str], word: str) -> None:
+    sentence = f"It is the {word} one.\n"
+    for page in ("README.md", ANSWERS, "experiments/notes/expandable.md"):
+        with pytest.raises(AnalysisError, match=f"nothing computes '{word}'"):
+            documents.check(page, f"{pages[page]}\n{sentence}")
+        with pytest.raises(AnalysisError, match=f"nothing computes '{word}'"):
+            documents.check(page, f"{pages[page]}\n| a | {word} |\n")
+    page = "experiments/notes/caching.md"
+    assert not documents.typed(page, f"## A\n<!--no record-->\n{sentence}")
+    assert documents.typed(page, f"## A\n<!--no record-->\nText.\n## B\n{sentence}") == [(5, word)]
+
+
 def test_figures_are_many() -> None:
-    # A rule that took them all would leave the test above nothing to do.
+    # A rule that covered all of them would leave the tests above nothing to do.
     found = {page: len(figures(text)) for page, text in documents.pages().items()}
     assert found["README.md"] >= 60
-    assert found["experiments/answers.md"] >= 250
+    assert found[ANSWERS] >= 250
+
+
+def test_a_changed_record_changes_the_page(
+    pages: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads(experiments.newest("cuda.json").read_text())
+    rows[0]["driver_calls"]["mem_free"]["blocked_ns"] *= 2
+    (tmp_path / "2026-01-01-gpu").mkdir()
+    (tmp_path / "2026-01-01-gpu/cuda.json").write_text(json.dumps(rows))
+    rule = "compare.naive.driver_calls.mem_free.blocked_ns / 1e6 as .0f"
+    before = documents.computed(rule)
+    assert f"<!--v {rule}-->{before}<!--/v-->" in pages[ANSWERS]
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    lookup.group.cache_clear()
+    after = documents.computed(rule)
+    monkeypatch.undo()
+    lookup.group.cache_clear()
+    assert int(after) == pytest.approx(2 * int(before), abs=1)
+
+
+def test_a_rule_computes_a_value_in_its_format_or_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, float | str] = {"a.b": 1500.0, "a.share": 0.123, "a.remap:steal=always": 2, "a.text": "GPT-2"}
+    monkeypatch.setattr(lookup, "value", lambda name: values[name])
+    for rule, text in [
+        ("a.b", "1,500"),
+        ("a.share as %", "12 %"),
+        ("a.share as +.1%", "+12.3 %"),
+        ("1e3 * a.share - 3 as .1f", "120.0"),
+        ("a.b as time", "1.5 µs"),
+        ("a.text", "GPT-2"),
+        ("max(a.b / a.remap:steal=always, 10) as .0f", "750"),
+        ("a.b > 1 and a.share < 1 ? faster : slower", "faster"),
+        ("a.b < 1 ? faster : slower", "slower"),
+        ("a.b > 1 ? only so", "only so"),
+    ]:
+        assert documents.computed(rule) == text, rule
+    for rule, error in [
+        ("a.share", "needs a format"),
+        ("a.b < 1 ? only so", "'only so' is wrong: not a.b < 1"),
+        ("__import__('os')", "not an expression"),
+        ("a.b / 0", "cannot be computed"),
+        ("a.b +", "cannot be computed"),
+    ]:
+        with pytest.raises(AnalysisError, match=re.escape(error)):
+            documents.computed(rule)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("A value of <!--v compare.naive.steps-->1 us.", "lacks its end"),
+        ("A value of <!--v compare.naive.steps-->1<!--/v--> and 2<!--/v-->.", "lacks its end"),
+        ("Text\n<!--v compare.naive.steps-->1<!--/v--> steps.", "README.md:2: begins with a marker"),
+        ("Of <!--v compare.naive.unheard-->1<!--/v--> steps.", "README.md:1: compare.naive.unheard: unknown value"),
+        ("Of <!--v unheard.steps-->1<!--/v--> steps.", "unheard: unknown group of values; the groups are"),
+        ("<!--table unheard-->\n<!--/table-->", "unheard: unknown table; the tables are"),
+        ("<!--table epochs-->\nText\n<!--/table-->", "needs a table below it"),
+    ],
+)
+def test_a_damaged_marker_is_named(text: str, error: str) -> None:
+    with pytest.raises(AnalysisError, match=re.escape(error)):
+        documents.check("README.md", text)
 
 
 @pytest.mark.parametrize(
@@ -77,42 +167,18 @@ def test_figures_are_many() -> None:
         "As of 2026-11-24 there are 7.",
     ],
 )
-def test_a_figure_that_is_typed_is_named(pages: dict[str, str], typed: str) -> None:
+def test_a_typed_figure_is_named(pages: dict[str, str], typed: str) -> None:
     for page in ("README.md", "ARCHITECTURE.md"):
         with pytest.raises(AnalysisError, match=rf"{page}:\d+: nothing computes"):
             documents.check(page, f"{pages[page]}\n{typed}\n")
 
 
-def test_what_is_no_figure_may_be_typed(pages: dict[str, str]) -> None:
+def test_digits_that_are_not_figures_may_be_typed(pages: dict[str, str]) -> None:
     words = (
         "With PyTorch 2.11, Python 3.11 and driver 580.159.04 of 2026-11-24, GPT-2 in f16 on an H200: `--repeats 5`,"
-        " [12](notebooks/12.ipynb), commit 6e401748, exit code 3, 32-bit links."
+        " [12](notebooks/12.ipynb), commit 6e401748, exit code 3, 32-bit links, width 784, batch of 32, 95 % intervals."
     )
     assert not documents.typed("ARCHITECTURE.md", f"{pages['ARCHITECTURE.md']}\n{words}\n")
-
-
-def test_a_piece_that_is_gone_or_stands_twice_is_named(pages: dict[str, str]) -> None:
-    text = pages["experiments/answers.md"]
-    with pytest.raises(AnalysisError, match="0 places for what opens with '- Instruments cost'"):
-        documents.check("experiments/answers.md", text.replace("- Instruments cost", "- They cost"))
-    with pytest.raises(AnalysisError, match="2 places"):
-        documents.check("experiments/answers.md", text + text[text.index("- Instruments cost") :])
-
-
-def test_builds_are_told_only_with_the_whole_history(pages: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = builds.sentence()
-    if told is not None:
-        # A commit is in the repository if the history of what is checked out has it.
-        monkeypatch.setattr(builds, "here", lambda _: False)
-        gone = builds.sentence()
-        assert gone is not None
-        assert len(gone.partition("not in this repository")[2]) > len(told.partition("not in this repository")[2])
-    monkeypatch.setattr(builds, "_git", lambda *_: "true")
-    assert builds.sentence() is None, "of a shallow clone"
-    page = "experiments/answers.md"
-    unknown = documents.fresh() | {page: documents.fresh()[page] | {"Builds, ": None}}
-    monkeypatch.setattr(documents, "fresh", lambda: unknown)
-    assert documents.check(page, pages[page]) == pages[page], "what cannot be told stays as it is"
 
 
 def test_the_readme_shows_what_the_programs_print() -> None:
@@ -136,7 +202,7 @@ def test_a_sample_that_a_program_does_not_print_is_named() -> None:
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 900), ("ARCHITECTURE.md", 2000)])
 def test_the_first_pages_are_short(pages: dict[str, str], page: str, most: int) -> None:
-    assert len(pages[page].split()) <= most
+    assert len(re.sub(r"<!--.*?-->", "", pages[page]).split()) <= most
 
 
 def test_each_figure_of_a_sample_that_is_changed_by_hand_is_noticed() -> None:
@@ -157,54 +223,54 @@ def test_each_figure_of_a_sample_that_is_changed_by_hand_is_noticed() -> None:
 
 
 def test_what_was_fitted_is_not_counted_as_agreement() -> None:
-    told = simulated.held_out(*simulated.OTHERS)
-    assert simulated.FIDELITY not in simulated.OTHERS
+    told = agreement.held_out(*agreement.OTHERS)
+    assert agreement.FIDELITY not in agreement.OTHERS
     assert told.cells >= 40
     assert 0 < told.within < 1
     assert told.contrast > 1
     assert 0 < told.pairs_within < 1
-    assert abs(told.worst) > simulated.TOLERANCE
+    assert abs(told.worst) > agreement.TOLERANCE
     # `fit-program` takes the program's own time from these networks, which `fidelity` has too.
-    fitted = {key[:4] for key in simulated.paces(simulated.FIT, "gpu")}
+    fitted = {key[:4] for key in agreement.paces(agreement.FIT, "gpu")}
     assert fitted == {("caching", 128, 4, 64), ("stream-ordered", 128, 4, 64)}
-    assert fitted < {key[:4] for key in simulated.paces(simulated.FIDELITY, "sim")}
-    for spec in (simulated.FIDELITY, *simulated.OTHERS, *simulated.SESSIONS):
-        assert not {key[:4] for key in simulated.off(spec)} & fitted, spec
+    assert fitted < {key[:4] for key in agreement.paces(agreement.FIDELITY, "sim")}
+    for spec in (agreement.FIDELITY, *agreement.OTHERS, *agreement.SESSIONS):
+        assert not {key[:4] for key in agreement.off(spec)} & fitted, spec
 
 
 def test_the_simulated_runs_are_of_their_sessions_profile_or_of_the_built_in_one() -> None:
-    for spec in (simulated.FIDELITY, *simulated.OTHERS):
+    for spec in (agreement.FIDELITY, *agreement.OTHERS):
         built_in = experiments.results(spec, "sim").document["device"] == "sim"
-        assert simulated.in_session(spec) is not built_in, spec
-        assert simulated.paces(spec, "sim").keys() <= simulated.paces(spec, "gpu").keys(), spec
+        assert agreement.in_session(spec) is not built_in, spec
+        assert agreement.paces(spec, "sim").keys() <= agreement.paces(spec, "gpu").keys(), spec
 
 
 def test_held_out_cells_are_of_networks_that_no_profile_saw() -> None:
-    told = simulated.held_out(*simulated.SESSIONS)
-    assert told.cells == sum(simulated.held_out(spec).cells for spec in simulated.SESSIONS) >= 100
-    for spec, simulations in zip(simulated.SESSIONS, (("sim", "resim"), ("sim",)), strict=True):
-        measured = simulated.paces(spec, "gpu")
+    told = agreement.held_out(*agreement.SESSIONS)
+    assert told.cells == sum(agreement.held_out(spec).cells for spec in agreement.SESSIONS) >= 100
+    for spec, simulations in zip(agreement.SESSIONS, (("sim", "resim"), ("sim",)), strict=True):
+        measured = agreement.paces(spec, "gpu")
         # `time_kernels` times these widths and, at them, batches of 32 and 64; `agreement-fit` is of the first of them.
         assert not {network[1] for network in measured} & {128, 256, 784, 2048}, spec
         for simulation in simulations:
-            assert simulated.paces(spec, simulation).keys() == measured.keys(), (spec, simulation)
+            assert agreement.paces(spec, simulation).keys() == measured.keys(), (spec, simulation)
 
 
 def test_ratios_that_are_off_are_those_that_the_agreement_counts() -> None:
-    for spec, simulation in ((simulated.SESSIONS[0], "resim"), (simulated.SESSIONS[1], "sim")):
-        agreement, told = simulated.held_out(spec, simulated=simulation), simulated.passes(spec, simulated=simulation)
-        assert told.off == round((1 - agreement.pairs_within) * agreement.pairs), spec
+    for spec, simulation in ((agreement.SESSIONS[0], "resim"), (agreement.SESSIONS[1], "sim")):
+        right, told = agreement.held_out(spec, simulated=simulation), agreement.passes(spec, simulated=simulation)
+        assert told.off == round((1 - right.pairs_within) * right.pairs), spec
         # Each pair has a ratio in each pass.
-        runs = {len(values) for values in simulated.paces(spec, "gpu").values()}
+        runs = {len(values) for values in agreement.paces(spec, "gpu").values()}
         assert len(runs) == 1, spec
-        assert told.ratios == agreement.pairs * runs.pop(), spec
+        assert told.ratios == right.pairs * runs.pop(), spec
     # Of one and the same runs no ratio is off.
-    alike = simulated.passes(simulated.SESSIONS[0], simulated="gpu")
+    alike = agreement.passes(agreement.SESSIONS[0], simulated="gpu")
     assert alike.off == alike.between == 0
 
 
 def test_small_blocks_lie_where_the_driver_put_them() -> None:
-    page = simulated.profile()["plain"]["page_bytes"]
+    page = agreement.profile()["plain"]["page_bytes"]
     places: dict[str, dict[str, list[int]]] = {}
     for device in ("gpu", "sim"):
         for entry in results("addresses", device).select(program="trainer"):

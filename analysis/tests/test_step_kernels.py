@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vramlab_analysis.quoted import step_kernels
+from vramlab_analysis import step_kernels
 
 SCRIPT = Path(__file__).resolve().parents[2] / "experiments/nsight/step_kernels.py"
 STEP = [("gather_rows_u8", 100), ("linear_forward_f32_wide", 300), ("linear_gradient_f32_flat", 500)]

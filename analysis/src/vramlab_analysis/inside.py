@@ -277,38 +277,6 @@ def smallest(points: Sequence[Point]) -> float | None:
     return found
 
 
-# Programs and arms of the documents' table.
-QUOTED_PROGRAMS = ("gpt2", "resnet50")
-QUOTED = ("native", "expandable", "caching", "pytorch-expandable", "remap")
-TITLE = "under PyTorch 2.11"
-
-
-def table() -> str:
-    """The README's table: what two programs reserve, what a step takes, and the smallest limit that they run in."""
-    runs = load()
-    programs = QUOTED_PROGRAMS
-    columns = ("reserved", "step over native's", "least limit (step there)")
-    heads = [f"{PROGRAMS[one]}: {what}" for one in programs for what in columns]
-    lines = [f"| {TITLE} | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
-    for arm in QUOTED:
-        cells = []
-        for program in programs:
-            reserved = statistics.median(
-                peak(run, "reserved") or 0 for run in runs.of("timed", program=program, arm=arm)
-            )
-            step = ratio(runs, "timed", program, arm)
-            least = smallest(curve(runs, program, arm))
-            cells += [f"{reserved / MIB:,.0f} MiB", f"{step[0]:.3f}" if step else "one run"]
-            cells.append(f"{least:g} ({over_unlimited(runs, program, arm)[least]:.2f})" if least else "none tried")
-        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def quoted_curves() -> Figure:
-    """The README's figure: step time under a limit."""
-    return draw_curves(load(), QUOTED_PROGRAMS)
-
-
 def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
     """Step time over native's without a limit, against the limit, for each allocator; below, where it ran."""
     figure, axes = style.new(

@@ -14,12 +14,13 @@ import polars as pl
 from matplotlib.figure import Figure
 
 from vramlab_analysis import histograms, inside, output, repository, style, truth
+from vramlab_analysis.calls import MEMORY_CALLS, account
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import machine, newest, results
 from vramlab_analysis.measures import train_pace
 from vramlab_analysis.nsight import attribute, load, own_trace, timeline
 from vramlab_analysis.nsight.attribution import Attribution
-from vramlab_analysis.plots import latency, lines
+from vramlab_analysis.plots import headlines, latency, lines
 
 
 def captured(allocator: str) -> Attribution:
@@ -96,18 +97,85 @@ def latency_spectrum() -> Figure:
     return latency.spectrum(pl.concat(parts), title=f"{experiment.machine}: one call of the allocator")
 
 
+def memory_calls() -> Figure:
+    """Host time of a training step in memory calls, waiting and working, and in all else, under each allocator."""
+    experiment = results("synchronise", "gpu")
+    rows: dict[str, tuple[float, ...]] = {}
+    labels = {}
+    for name in ("naive", "stream-ordered", "caching"):
+        runs = [entry.record for entry in experiment.select(alloc=name, sync="never")]
+        accounts = [account(run, per="step").filter(pl.col("call").is_in(MEMORY_CALLS)) for run in runs]
+        total, blocked = (
+            statistics.median(float(one[key].sum()) for one in accounts) for key in ("total_us", "blocked_us")
+        )
+        step = statistics.median(pace for run in runs if (pace := train_pace(run)) is not None)
+        rows[name] = (blocked, total - blocked, step - total)
+        labels[name] = f"{step:.0f} µs, {100 * total / step:.0f} % in memory calls"
+    parts = {"waiting": style.VERMILION, "working": style.ORANGE, "all other work": headlines.LIGHT}
+    share = 100 * sum(rows["naive"][:2]) / sum(rows["naive"])
+    title = f"Without a pool, {share:.0f} % of a training step is spent in memory calls"
+    unit = f"host time of a step, µs: waiting and working in memory calls ({experiment.machine}, width 784, batch 64)"
+    return headlines.stacked(title, rows, parts, labels, unit=unit)
+
+
+def limits() -> Figure:
+    """The smallest memory limit in which each of two programs runs, above active memory."""
+    runs = inside.load()
+    arms = {"native": "PyTorch, defaults", "expandable": "PyTorch, expandable segments", "remap": "VramLab, remap"}
+    panels: dict[str, dict[str, tuple[float, str]]] = {}
+    for program in ("gpt2", "resnet50"):
+        panel = panels[inside.PROGRAMS[program]] = {}
+        for arm, words in arms.items():
+            least = inside.smallest(inside.curve(runs, program, arm))
+            if least is None:
+                raise AnalysisError(f"{program} under {arm}: no limit in which it ran.")
+            step = inside.over_unlimited(runs, program, arm)[least]
+            slower = f", steps {100 * (step - 1):.0f} % longer" if step > 1.005 else ""
+            panel[words] = (least - 1, f"+{100 * (least - 1):.3g} %{slower}")
+    colours = dict(zip(arms.values(), (headlines.LIGHT, style.SKY, style.VERMILION), strict=True))
+    most = {words: max(100 * panel[words][0] for panel in panels.values()) for words in arms.values()}
+    title = (
+        f"Least memory above active: {most[arms['remap']]:.3g} % with remap, {most[arms['native']]:.3g} % with PyTorch"
+    )
+    return headlines.bars(panels, colours, title)
+
+
+def predictions() -> Figure:
+    """The share of `advise`'s predictions that are exact, within 1 % and further off, by the kind of recording."""
+    values = truth.values()
+    kinds = {
+        "held-out programs": "heldout",
+        "known programs": "easy",
+        "private pools": "pools",
+        "under a limit": "limit",
+        "deferred frees": "deferred",
+    }
+    rows: dict[str, tuple[float, ...]] = {}
+    labels = {}
+    for words, key in kinds.items():
+        one = values[key]
+        counts = (one["exact"], one["near"] - one["exact"], one["count"] - one["near"])
+        rows[words] = tuple(100 * count / one["count"] for count in counts)
+        labels[words] = f"{one['near']} of {one['count']} within 1 %"
+    parts = {"exact to the byte": style.BLUE, "within 1 %": style.SKY, "further off": headlines.LIGHT}
+    near, count = (sum(values[key][what] for key in kinds.values()) for what in ("near", "count"))
+    title = f"advise predicts {near} of {count} peaks of PyTorch within 1 %"
+    return headlines.stacked(title, rows, parts, labels, unit="share of predictions, %; PyTorch 2.11 on an H200")
+
+
 # What tells the work of two runs apart.
 SAME_WORK = ("allocator", "dataset", "hidden", "layers", "batch", "sync", "loader", "dtype", "gemm", "launch", "fuse")
 # Levels of ranges that a picture of whole steps has: the step, its parts, the layers.
 OUTER = 4
 DRAWN: dict[str, Callable[[], Figure]] = {
+    "memory_calls.svg": memory_calls,
     "timeline.svg": three_timelines,
     "step_naive.png": partial(step, "naive"),
     "step_caching.png": partial(step, "caching"),
     "time_graph.png": time_graph,
     "latency_spectrum.png": latency_spectrum,
-    "advise.png": truth.draw,
-    "limits.png": inside.quoted_curves,
+    "advise.png": predictions,
+    "limits.png": limits,
 }
 
 

@@ -10,8 +10,9 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from vramlab_analysis.errors import read_json
-from vramlab_analysis.experiments import machine, newest, results
+from vramlab_analysis.experiments import newest, results
 from vramlab_analysis.measures import train_pace
+from vramlab_analysis.pages.registry import markdown
 from vramlab_analysis.records import Run
 from vramlab_analysis.repository import root
 
@@ -19,9 +20,6 @@ from vramlab_analysis.repository import root
 TOLERANCE = 0.15
 # Within this share the simulated ratio of two allocators counts as right.
 RATIO_TOLERANCE = 0.10
-MIB = 2**20
-# The table's first column.
-TITLE = "simulated beside measured, no step time fitted"
 # From the steps of this spec `fit-program` takes the program's own time.
 FIT = "agreement-fit"
 # The spec whose cells chose the size of the L2 cache, on an earlier host.
@@ -204,60 +202,36 @@ def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
                 yield measured, made, one, other
 
 
-def short() -> str:
-    """The README's sentence."""
-    told = held_out(*SESSIONS, *others(session=True))
-    elsewhere = ""
-    if far := others(session=False):
-        there = held_out(*far)
-        elsewhere = f", of {there.cells} on other hosts {100 * there.within:.0f} % (worst {100 * there.worst:+.0f} %)"
-    return (
-        f"The simulated GPU is fitted to one. Of {told.cells} step times that were not fitted to "
-        f"{100 * told.within:.0f} % are within {100 * TOLERANCE:.0f} % (each in its profile's session; worst "
-        f"{100 * told.worst:+.0f} %){elsewhere}, and {100 * told.pairs_within:.0f} % of {told.pairs} ratios of "
-        f"allocators within {100 * RATIO_TOLERANCE:.0f} %."
-    )
-
-
-def own_code(spec: str = SESSIONS[0], simulated: str = "resim") -> str:
-    """What allocators' own code takes the host, which the simulator leaves out, in a session's narrowest network with
-    `tlsf`."""
-    measured, made = paces(spec, "gpu"), paces(spec, simulated)
-    width = min(key[1] for key in measured if key[0] == "tlsf")
-    cells = {key[0]: key for key in measured if key[1] == width}
-    runs = results(spec, simulated).select(program="trainer", alloc="caching", hidden=width)
-    stats, epochs = runs[0].record.summary["allocator_stats"], runs[0].record.epochs
+def own_code() -> dict[str, Any]:
+    """Microseconds a step that an allocator takes more than `caching` in a session's narrowest network, `measured`,
+    `simulated` and `by_calls`: by the time of its calls. The simulator leaves out an allocator's own code."""
+    spec, simulated = SESSIONS[0], "resim"
+    both = [paces(spec, device) for device in ("gpu", simulated)]
+    width = min(key[1] for key in both[0] if key[0] == "tlsf")
+    cells = {key[0]: key for key in both[0] if key[1] == width}
+    run = results(spec, simulated).select(program="trainer", alloc="caching", hidden=width)[0].record
     # Requests of the validation are counted with the steps'.
-    requests = stats["allocation.all.allocated"] / float(epochs["steps"].sum())
-    bench = read_json(newest("bench-family.json"))
+    requests = run.summary["allocator_stats"]["allocation.all.allocated"] / float(run.epochs["steps"].sum())
+    rows = read_json(newest("bench-family.json"))["rows"]
     calls = {
-        row["allocator"]: row["median"] / 1e3
-        for row in bench["rows"]
-        if row["case"] == "history/mlp" and row["threads"] == 1
+        row["allocator"]: row["median"] / 1e3 for row in rows if (row["case"], row["threads"]) == ("history/mlp", 1)
     }
-    gpu, said = machine(bench["device"]["name"]), []
+    values: dict[str, Any] = {"width": width}
     for name in ("pytorch", "tlsf"):
-        more = [statistics.median(of[cells[name]]) - statistics.median(of[cells["caching"]]) for of in (measured, made)]
-        said.append(
-            f"`{name}` takes {more[0]:.0f} us a step more than `caching` at width {width}, simulated {more[1]:.0f}, "
-            f"and by the time of its calls on an {gpu} {(calls[name] - calls['caching']) * requests:.0f}"
-        )
-    return f"- The simulator leaves out what an allocator's own code takes the host: {'; '.join(said)}."
+        measured, made = (statistics.median(of[cells[name]]) - statistics.median(of[cells["caching"]]) for of in both)
+        more = (calls[name] - calls["caching"]) * requests
+        values[name] = {"measured": measured, "simulated": made, "by_calls": more}
+    return values
 
 
-def row(title: str, told: Agreement, runs: Repeats, ratios: Passes | None = None) -> str:
-    """A line of the table."""
-    cells = [
-        title,
-        str(told.cells),
-        f"{100 * told.within:.0f} %",
-        f"{100 * told.worst:+.0f} % ({told.worst_of})",
-        f"{100 * runs.within:.0f} %",
-        f"{100 * told.pairs_within:.0f} % of {told.pairs}",
-        f"{100 * ratios.within:.0f} %" if ratios else "–",
-        f"{ratios.between} of {ratios.off}" if ratios else "–",
-    ]
-    return f"| {' | '.join(cells)} |"
+def values() -> dict[str, Any]:
+    """The agreement in cells of their profile's session, `session`, and in those of other hosts, `elsewhere`."""
+    return {
+        "tolerance": TOLERANCE,
+        "ratio_tolerance": RATIO_TOLERANCE,
+        "session": held_out(*SESSIONS, *others(session=True))._asdict(),
+        "elsewhere": held_out(*others(session=False))._asdict(),
+    }
 
 
 class Kind(NamedTuple):
@@ -286,66 +260,24 @@ def kinds() -> Iterator[Kind]:
 
 
 def table() -> str:
-    """How far the simulated GPU is off, and how far measured runs are from each other."""
-    heads = [
-        *[TITLE, "cells", f"steps within {100 * TOLERANCE:.0f} %", "worst", "runs that tell each other"],
-        f"ratios of two allocators within {100 * RATIO_TOLERANCE:.0f} %",
-        *["ratios of one pass that tell the others'", "ratios off that lie between two passes"],
-    ]
-    rows = [f"| {' | '.join(heads)} |", "|---|--:|--:|---|--:|--:|--:|--:|"]
-    for one in kinds():
+    """Simulated against measured step times by kind of cell, and the agreement of measured runs among themselves."""
+    head = ["simulated and measured, no step time fitted", "cells", f"steps within {100 * TOLERANCE:.0f} %", "worst"]
+    head += ["measured runs within", f"ratios of two allocators within {100 * RATIO_TOLERANCE:.0f} %"]
+    head += ["measured ratios of one pass within", "ratios off, between two passes"]
+    body = []
+    for kind in kinds():
+        told = held_out(*kind.specs, simulated=kind.simulated)
         # Hosts that changed between the runs made no passes.
-        told = passes(*one.specs, simulated=one.simulated) if one.session else None
-        rows.append(row(one.title, held_out(*one.specs, simulated=one.simulated), repeats(*one.specs), told))
-    return "\n".join(rows)
-
-
-def sentence() -> str:
-    """What the agreement of the simulated GPU rests on."""
-    return (
-        "- Simulated times are fitted: kernels to timings, the program's own time a call to cells of the narrowest "
-        f"network, and the size of the L2 cache was chosen on cells of `{FIDELITY}`, on another host. The table has "
-        "cells to which nothing else was fitted; where a row says nothing of hosts, the profile was calibrated and "
-        "fitted in the session in which its cells were measured. Kernels are timed by themselves, in shapes that "
-        f"networks of the first rows have; those of `{SESSIONS[0]}` and `{SESSIONS[1]}` have others, so they are the "
-        f"stricter test. The simulator learnt from `{SESSIONS[0]}` before "
-        f"`{SESSIONS[1]}` was looked at, whose host was uneven. A run tells the others where it is within "
-        f"{100 * TOLERANCE:.0f} % of their median, and a ratio of one pass over the cells where it is within "
-        f"{100 * RATIO_TOLERANCE:.0f} % of theirs."
-    )
+        ratios = passes(*kind.specs, simulated=kind.simulated) if kind.session else None
+        body.append([
+            kind.title, str(told.cells), f"{100 * told.within:.0f} %", f"{100 * told.worst:+.0f} % ({told.worst_of})",
+            f"{100 * repeats(*kind.specs).within:.0f} %", f"{100 * told.pairs_within:.0f} % of {told.pairs}",
+            f"{100 * ratios.within:.0f} %" if ratios else "–", f"{ratios.between} of {ratios.off}" if ratios else "–",
+        ])  # fmt: skip
+    return markdown(head, body)
 
 
 def profile() -> dict[str, Any]:
     """The built-in profile of the simulated GPU, which `experiments calibrate` measured."""
     told: dict[str, Any] = read_json(root() / "allocators/device/src/profiles/h200.json")
     return told
-
-
-def pages() -> str:
-    """What the driver's calls for plain memory cost."""
-    plain = profile()["plain"]
-    page = plain["page_bytes"] / MIB
-    return (
-        f"- **Most `cuMemAlloc` are cheap:** the driver packs blocks below {page:.0f} MiB into {page:.0f} MiB pages. "
-        f"{plain['alloc_in_page_ns'] / 1e3:.1f} us in a page that is held already, {plain['alloc_ns'][0][1] / 1e3:.0f} "
-        f"us for a new page, and {plain['free_ns'][0][1] / 1e3:.0f} us for the free that empties it."
-    )
-
-
-def pool() -> str:
-    """What the driver's pool costs."""
-    told = profile()["pool"]
-    return (
-        f"- **The driver's pool costs time on the device too,** {told['stream_ns'] / 1e3:.1f} us in the stream for "
-        "the frees between two kernels. It takes memory from the device in granules of "
-        f"{told['granule_bytes'] / MIB:.0f} MiB ({told['grow_ns_per_granule'] / 1e3:.0f} us) and gives them back "
-        f"({told['release_ns_per_granule'] / 1e3:.0f} us)."
-    )
-
-
-def source() -> str:
-    """Where the profile is from."""
-    return (
-        f"What the driver's calls cost here is `experiments calibrate`'s ({profile()['source']}); the built-in profile "
-        "[`h200.json`](../allocators/device/src/profiles/h200.json) holds it all."
-    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
-from vramlab_analysis.quoted.parts import listed
+from vramlab_analysis.pages.registry import markdown
 
 # Features and classes of MNIST, and linear layers.
 INPUTS, CLASSES, LAYERS = 784, 10, 4
@@ -47,11 +47,9 @@ def _moved(kernel: dict[str, Any]) -> int:
 
 def table() -> str:
     """Times and bytes of each step."""
-    heads = [
-        *["launches", "us a step", "forward", "way back", "other launches"],
-        *["MB from and to memory", "MB of three passes over the weights", "TB/s"],
-    ]
-    lines = [f"| type and width | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    head = ["launches", "us a step", "forward", "backward", "other launches"]
+    head += ["MB from and to memory", "MB of three passes over the weights", "TB/s"]
+    body = []
     for step in _steps():
         kernels = step["kernels"]
         forward, back = (
@@ -59,23 +57,21 @@ def table() -> str:
         )
         times = [step["step_us"], forward, back, sum(one["us"] for one in kernels) - forward - back]
         moved, least = sum(map(_moved, kernels)), least_bytes(step["width"], step["dtype"])
-        lines.append(
-            f"| {step['dtype']}, {step['width']} | {len(kernels)} | {' | '.join(f'{us:,.1f}' for us in times)} | "
-            f"{moved / 1e6:,.0f} | {least / 1e6:,.0f} | {moved / step['step_us'] / 1e6:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        body.append([
+            f"{step['dtype']}, {step['width']}", str(len(kernels)), *(f"{us:,.1f}" for us in times),
+            f"{moved / 1e6:,.0f}", f"{least / 1e6:,.0f}", f"{moved / step['step_us'] / 1e6:.2f}",
+        ])  # fmt: skip
+    return markdown(["type and width", *head], body)
 
 
-def bounds() -> str:
-    """What bounds the narrowest step, and what the widest."""
+def values() -> dict[str, Any]:
+    """Of the narrowest step the shortest and the mean launch by type in us, of the widest the highest rate in TB/s."""
     narrow, wide = (edge(step["width"] for step in _steps()) for edge in (min, max))
-    narrowest, widest = ([step for step in _steps() if step["width"] == width] for width in (narrow, wide))
-    shortest = min(one["us"] for step in narrowest for one in step["kernels"])
-    mean = {step["dtype"]: sum(one["us"] for one in step["kernels"]) / len(step["kernels"]) for step in narrowest}
-    rates = {step["dtype"]: max(_moved(one) / one["us"] for one in step["kernels"]) / 1e6 for step in widest}
-    return (
-        f"At width {narrow} launches are what a step is made of: the shortest takes {shortest:.1f} us, and they take "
-        f"{listed(f'{us:.1f} in {dtype}' for dtype, us in mean.items())} on average, nearly all of it the way into and "
-        f"out of a kernel. At width {wide} the weights are: the launch that moves them fastest reaches, in TB/s, "
-        f"{listed(f'{rate:.1f} in {dtype}' for dtype, rate in rates.items())}."
-    )
+    found: dict[str, Any] = {"narrow": {"width": narrow}, "wide": {"width": wide}}
+    for step in _steps():
+        times = [one["us"] for one in step["kernels"]]
+        if step["width"] == narrow:
+            found["narrow"][step["dtype"]] = {"min": min(times), "mean": sum(times) / len(times)}
+        if step["width"] == wide:
+            found["wide"][step["dtype"]] = max(_moved(one) / one["us"] for one in step["kernels"]) / 1e6
+    return found

@@ -1,0 +1,1 @@
+"""Values and tables of recorded results that pages quote; `lookup` finds them by name."""

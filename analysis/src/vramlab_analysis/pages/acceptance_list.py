@@ -1,0 +1,113 @@
+"""Values and tables of the acceptance list: each program under each allocator, compared with PyTorch's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from vramlab_analysis import acceptance, inside
+from vramlab_analysis.pages.cells import dates, listed
+from vramlab_analysis.pages.registry import group, markdown, table
+
+MIB = 2**20
+# The number of runs of a program under an allocator above which they look for rare failures.
+FEW = 9
+
+
+@cache
+def _runs() -> acceptance.Runs:
+    return acceptance.load()
+
+
+def _arms(gpus: int) -> list[str]:
+    """Arms except native in the order of tables, those that were recorded last."""
+    known = list(inside.ARMS)
+
+    def rank(arm: str) -> tuple[bool, int, str]:
+        name = arm.removesuffix(acceptance.RECORDED)
+        return name != arm, known.index(name) if name in known else len(known), arm
+
+    return sorted((arm for arm in _runs().arms(gpus) if arm != acceptance.NATIVE), key=rank)
+
+
+def _head(arm: str) -> str:
+    name = arm.removesuffix(acceptance.RECORDED)
+    return f"`{name}`" if name == arm else f"`{name}`, recorded"
+
+
+def _cell(program: str, arm: str) -> str:
+    """The differences of a program under an arm, or its peak reserved over native's."""
+    runs = _runs().of(program, arm)
+    if not runs:
+        return "–"
+    differences = Counter(_runs().differences(program, arm))
+    if differences:
+        return "; ".join(
+            f"{one} ({count} of {len(runs)})" if len(runs) > 1 else one for one, count in differences.items()
+        )
+    ratio = _runs().ratio(program, arm)
+    return "ok" if ratio is None else f"{ratio:.2f}"
+
+
+def _native(program: str) -> str:
+    """Native's own peak in MiB, or its differences."""
+    if differences := _runs().differences(program, acceptance.NATIVE):
+        return "; ".join(dict.fromkeys(differences))
+    peaks = [peak for run in _runs().of(program, acceptance.NATIVE) if (peak := acceptance.peak_reserved(run))]
+    return f"{max(peaks) / MIB:,.0f}" if peaks else "ok"
+
+
+def _table(title: str, gpus: int) -> str:
+    arms = _arms(gpus)
+    programs = _runs().programs(gpus)
+    body = ([f"`{program}`", _native(program), *(_cell(program, arm) for arm in arms)] for program in programs)
+    return markdown([title, "`native`, MiB", *map(_head, arms)], body)
+
+
+@table("acceptance-1")
+def one_gpu() -> str:
+    """Programs of one GPU."""
+    return _table("program of one GPU", 1)
+
+
+@table("acceptance-2")
+def two_gpus() -> str:
+    """Programs of two GPUs."""
+    return _table("program of two GPUs", 2)
+
+
+@group("acceptance")
+def counts() -> Mapping[str, Any]:
+    """Programs, runs and differences by the number of GPUs, `1` and `2`; programs whose native runs agree in all bits,
+    `bits`; skipped programs; machines in words; the repeated runs: `runs`, `hung`, `failed` and the programs' names."""
+    runs = _runs()
+    values: dict[str, Any] = {"machines": [], "days": dates(one["at"] for one in runs.machines if "at" in one)}
+    for gpus in (1, 2):
+        programs, arms = runs.programs(gpus), _arms(gpus)
+        values[str(gpus)] = {
+            "programs": len(programs),
+            "runs": sum(len(runs.of(program, arm)) for program in programs for arm in arms),
+            "differences": sum(len(runs.differences(program, arm)) for program in programs for arm in arms),
+            "bits": sum(acceptance.spread(runs.of(program, acceptance.NATIVE)) == 0 for program in programs),
+        }
+    machines = [one for one in runs.machines if "gpu" in one]
+    words = (f"{one['gpu']}, driver {inside.driver(one)}, PyTorch {one['torch']}" for one in machines)
+    values["machines"] = "; ".join(dict.fromkeys(words))
+    values["builds"] = listed(dict.fromkeys(one["build"][:8] for one in machines if one.get("build")))
+    programs = sorted({run["program"] for run in runs.runs})
+    skipped = [f"`{program}` ({why})" for program in programs if (why := runs.skip_reason(program))]
+    values["skipped"] = listed(skipped) if skipped else "none"
+    groups = [
+        runs.of(program, arm) for program in programs for arm in dict.fromkeys(run["arm"] for run in runs.of(program))
+    ]
+    repeated = [group for group in groups if len(group) > FEW]
+    values["repeated"] = {
+        "programs": listed(dict.fromkeys(f"`{group[0]['program']}`" for group in repeated)) if repeated else "none",
+        "arms": listed(dict.fromkeys(_head(group[0]["arm"]) for group in repeated)) if repeated else "none",
+        "runs": sum(map(len, repeated)),
+        "hung": sum(run["status"] == "hung" for group in repeated for run in group),
+        "failed": sum(run["status"] == "failed" for group in repeated for run in group),
+    }
+    return values

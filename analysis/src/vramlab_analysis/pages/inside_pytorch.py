@@ -1,0 +1,254 @@
+"""Values and tables of runs inside PyTorch: the campaign, the checks, PyTorch's own tests, RMM, Nsight Systems."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tarfile
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from vramlab_analysis import inside, repository, truth
+from vramlab_analysis.errors import AnalysisError
+from vramlab_analysis.pages.cells import listed, span
+from vramlab_analysis.pages.registry import GROUPS, group, markdown, table
+
+MIB = 2**20
+LOGS = "experiments/notes/inside-logs.tar.xz"
+# The check that times a call; no allocator fails it.
+SPEED = "speed"
+# Programs and allocators of the documents' tables.
+PROGRAMS = ("gpt2", "resnet50")
+# Limits over active memory that count as tight, and the aim for a step there over native's without a limit.
+TIGHT, AIM = 1.2, 1.05
+ARMS = ("native", "expandable", "caching", "pytorch-expandable", "remap")
+
+GROUPS["advise"] = truth.values
+table("advise")(truth.table)
+
+
+@cache
+def _logs() -> dict[str, list[str]]:
+    """The lines of each log, by its name.
+
+    Raises AnalysisError when the archive cannot be read.
+    """
+    try:
+        with tarfile.open(repository.root() / LOGS) as tar:
+            files = {one.name.rpartition("/")[2]: tar.extractfile(one) for one in tar if one.isfile()}
+            return {name: file.read().decode().splitlines() for name, file in files.items() if file}
+    except (OSError, tarfile.TarError) as error:
+        raise AnalysisError(f"{LOGS}: cannot be read ({error}).") from error
+
+
+@table("inside")
+def programs() -> str:
+    """Peak reserved, step time and smallest limit of two programs under each allocator."""
+    runs = inside.load()
+    body = []
+    for arm in ARMS:
+        row = [f"`{arm}`"]
+        for program in PROGRAMS:
+            reserved = [inside.peak(run, "reserved") or 0 for run in runs.of("timed", program=program, arm=arm)]
+            step = inside.ratio(runs, "timed", program, arm)
+            least = inside.smallest(inside.curve(runs, program, arm))
+            row += [f"{statistics.median(reserved) / MIB:,.0f} MiB", f"{step[0]:.3f}" if step else "one run"]
+            row.append(f"{least:g} ({inside.over_unlimited(runs, program, arm)[least]:.2f})" if least else "none tried")
+        body.append(row)
+    columns = ("reserved", "step over native's", "least limit (step there)")
+    heads = [f"{inside.PROGRAMS[program]}: {column}" for program in PROGRAMS for column in columns]
+    return markdown(["under PyTorch 2.11", *heads], body)
+
+
+@group("inside")
+def campaign() -> Mapping[str, Any]:
+    """The machine of the table `inside`, and by program under `remap`: step times over native's within limits below
+    `tight`, `remap.min` and `remap.max`; the smallest limits; the slowest step."""
+    runs = inside.load()
+    quoted = [
+        run
+        for part in ("timed", "curve")
+        for program in PROGRAMS
+        for arm in ARMS
+        for run in runs.of(part, program=program, arm=arm)
+    ]
+    machines = [runs.machines[call] for call in dict.fromkeys(run["call"] for run in quoted)]
+    values: dict[str, Any] = {
+        "gpu": listed(dict.fromkeys(one["gpu"] for one in machines)),
+        "driver": listed(dict.fromkeys(inside.driver(one) for one in machines)),
+        "day": listed(dict.fromkeys(one["at"][:10] for one in machines)),
+        "build": listed(dict.fromkeys(one["build"][:8] for one in machines)),
+        "turns": span(len(runs.of("timed", program=one, arm=arm)) for one in PROGRAMS for arm in ARMS),
+    }
+    slowest = 0.0
+    for program in PROGRAMS:
+        ratios = inside.over_unlimited(runs, program, "remap")
+        tight = [ratio for limit, ratio in ratios.items() if limit < TIGHT]
+        base = inside.unlimited(runs, program, "remap") or 1.0
+        limited = [run for run in runs.of("curve", program=program, arm="remap") if run["status"] == "ok"]
+        slowest = max([slowest, *(max(run["device_ms"]) / base for run in limited)])
+        least = {arm: inside.smallest(inside.curve(runs, program, arm)) for arm in ("native", "remap")}
+        values[program] = {"least": least, "remap": {"min": min(tight), "max": max(tight), "at": ratios}}
+    return values | {"slowest": slowest, "tight": TIGHT, "aim": AIM}
+
+
+@group("steal-always")
+def steal_always() -> Mapping[str, Any]:
+    """By program: peak reserved over active after the warm-up, and the step over native's with its interval."""
+    runs, values = inside.load(), {}
+    for program in PROGRAMS:
+        arm = "remap:steal=always"
+        ratio = inside.ratio(runs, "timed", program, arm)
+        settled = [one for run in runs.of("timed", program=program, arm=arm) if (one := inside.settled(run))]
+        if ratio is None or not settled:
+            raise AnalysisError(f"{program} under {arm}: two runs with native's are needed.")
+        values[program] = {"reserved": max(settled), **dict(zip(("step", "low", "high"), ratio, strict=True))}
+    return values
+
+
+@group("torch-empty")
+def torch_empty() -> Mapping[str, Any]:
+    """Facts of the runs that time `torch.empty` and its free."""
+    runs = inside.load()
+    native = [ns / 1e3 for run in runs.of("empty", arm="native") for ns in run["ns"]]
+    return {"turns": len(native), "calls": runs.of("empty")[0]["calls"], "min_us": min(native), "max_us": max(native)}
+
+
+@table("torch-empty")
+def torch_empty_table() -> str:
+    """`torch.empty` and its free over native's, and a later pass over varying shapes over native's."""
+    runs = inside.load()
+    body = []
+    for arm in runs.arms(runs.of("empty")):
+        if arm == "native":
+            continue
+        low, middle, high = sorted(inside.turns(runs, arm))
+        later = inside.ratio(runs, "passes", "varying", arm, of=inside.second_pass)
+        body.append([
+            f"`{arm}`", f"{middle:.2f} ({low:.2f} to {high:.2f})", _verdict(low, high, 1.01),
+            f"{later[0]:.2f} ({later[1]:.2f} to {later[2]:.2f})" if later else "–",
+            _verdict(later[1], later[2], 1.0) if later else "–",
+        ])  # fmt: skip
+    head = [
+        "allocator",
+        "`torch.empty` and its free",
+        "relative to native",
+        "later pass, varying shapes",
+        "relative to it",
+    ]
+    return markdown(head, body)
+
+
+def _verdict(low: float, high: float, bar: float) -> str:
+    """Whether an interval of times over native's is above `bar`, below 1, or neither."""
+    return "slower" if low > bar else "faster" if high < 1 else "no difference shown"
+
+
+@table("checks")
+def checks() -> str:
+    """The checks of an allocator under PyTorch, without the one that times a call."""
+    lines = {
+        run["arm"]: [one.split() for one in run["checks"] if f" {SPEED} " not in one]
+        for run in inside.load().every
+        if run["part"] == "checks"
+    }
+    bits = {arm: words[3] for arm, some in lines.items() for words in some if words[:2] == ["PASS", "training_bits"]}
+    body = []
+    for arm in sorted(lines, key=list(inside.ARMS).index):
+        failed = [
+            f"`{words[1]}`{' (no memory)' if 'OutOfMemoryError:' in words else ''}"
+            for words in lines[arm]
+            if words[0] == "FAIL"
+        ]
+        same = "not known" if arm not in bits else "yes" if bits[arm] == bits["native"] else "no"
+        passed = f"{sum(words[0] == 'PASS' for words in lines[arm])} of {len(lines[arm])}"
+        body.append([f"`{arm}`", passed, ", ".join(failed) or "none", same])
+    return markdown(["allocator", "passes", "fails", "trains to native's bits"], body)
+
+
+@table("torch-tests")
+def torch_tests() -> str:
+    """PyTorch's own tests under each allocator."""
+    outcomes: dict[str, dict[str, dict[str, str]]] = {}
+    for line in _logs()["torch-tests.jsonl"]:
+        one = json.loads(line)
+        module = one["test"].partition(".")[0]
+        # Of a test that was run again, with the GPU for itself, the last run counts.
+        outcomes.setdefault(module, {}).setdefault(one["arm"], {})[one["test"]] = one["outcome"]
+    body = []
+    for module, arms in sorted(outcomes.items()):
+        native = arms["native"]
+        for arm, results in sorted(arms.items(), key=lambda one: one[0] != "native"):
+            count = Counter(results.values())
+            failed = [test for test, outcome in results.items() if outcome not in ("passed", "skipped")]
+            only = sum(native.get(test) == "passed" for test in failed)
+            row = (len(results), count["passed"], count["skipped"], len(failed) - only, only)
+            body.append([f"`{module}.py`", f"`{arm}`", *map(str, row)])
+    head = ["run", "pass", "skipped", "fail, as natively", "fail, pass natively"]
+    return markdown(["PyTorch's tests", "allocator", *head], body, left=2)
+
+
+@table("sanitizer")
+def sanitizer() -> str:
+    """Reports of compute-sanitizer."""
+    body = []
+    for line in _logs()["sanitizer.jsonl"]:
+        one = json.loads(line)
+        words = one["run"].removesuffix("-beyond").removesuffix("-inside").removesuffix("-on").removesuffix("-off")
+        program, _, arm = words.partition("-") if words.startswith(("overrun-", "trainer-")) else ("", "", words)
+        name = {"overrun": "example `overrun`", "trainer": "a short training"}.get(program, "PyTorch")
+        report = "the write, with the bounds of the block" if one["error"] else "refuses the heap"
+        yes = ("yes" if f"-{key}" in one["run"] else "no" for key in ("on", "beyond"))
+        body.append([name, f"`{arm}`", *yes, report if one["code"] else "no error"])
+    return markdown(["program", "allocator", "blocks announced", "writes beyond", "compute-sanitizer"], body, left=5)
+
+
+@group("nsight")
+def nsight() -> Mapping[str, Any]:
+    """Frees that waited in a PyTorch program under `naive`, and the number of such calls under `caching`."""
+    captures = json.loads("".join(_logs()["nsight.json"]))
+    frees = {
+        arm: next((one for one in captures[arm]["calls"] if one["call"] == "cuMemFree"), {"count": 0})
+        for arm in ("naive", "caching")
+    }
+    if not frees["naive"]["count"]:
+        raise AnalysisError("nsight.json: no free under naive.")
+    kernels = (f"`{one['waited_for']}` ({one['count']})" for one in captures["naive"]["waited_for"][:3])
+    return {**frees, "longest": captures["naive"]["waits"][0], "kernels": listed(kernels)}
+
+
+def _rmm() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The machine, and the output of each allocator's process."""
+    machine, *processes = (json.loads(line) for line in _logs()["rmm.jsonl"])
+    return machine, processes
+
+
+@table("rmm")
+def rmm() -> str:
+    """The cost of a buffer of RMM's over each resource, and its checks."""
+    resources: dict[str, list[dict[str, Any]]] = {}
+    for process in _rmm()[1]:
+        for name, one in process.items():
+            if isinstance(one, dict):
+                resources.setdefault(name, []).append(one)
+    body = []
+    for name, runs in resources.items():
+        times = (statistics.median(ns for one in runs for ns in one[key]) / 1e3 for key in ("ns", "ns_large"))
+        held = (
+            "not tested" if key not in runs[0] else "yes" if all(one[key] for one in runs) else "no"
+            for key in ("buffers", "arrays", "all_freed")
+        )
+        body.append([f"`{name}`", *(f"{one:.1f}" for one in times), *held])
+    head = ["1 KiB and its free, µs", "1 MiB", "contents survive", "CuPy's sums are right", "all memory freed"]
+    return markdown(["resource of RMM", *head], body)
+
+
+@group("rmm")
+def rmm_machine() -> Mapping[str, Any]:
+    """Machine, build and releases of the table `rmm`."""
+    machine, processes = _rmm()
+    first = processes[0]
+    facts = {"rmm": first["rmm"], "cupy": first["cupy"], "gpu": machine["gpu"], "day": machine["at"][:10]}
+    return facts | {"build": machine["build"][:8], "rounds": len(first["callback"]["ns"])}

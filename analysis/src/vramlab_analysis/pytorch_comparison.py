@@ -1,0 +1,75 @@
+"""The whole training step beside PyTorch's fastest, as `experiments/baselines/train_beside.py` records it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from vramlab_analysis import repository
+from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
+from vramlab_analysis.pages.cells import span
+from vramlab_analysis.pages.registry import markdown
+
+TYPES = ("f32", "f16")
+# The arms in the order of the table's columns, with their heads.
+ARMS = {
+    "ours": "trainer",
+    "ours-streams": "updates on a stream of their own",
+    "compiled": "compiled and captured, tuned",
+    "compiled-plain": "the same, not tuned",
+    "captured": "eager, captured",
+    "autotune": "`max-autotune`",
+}
+
+
+@cache
+def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
+    """The last machine of the newest record, and its cells by width and type, each with its `machine`.
+
+    Raises AnalysisError where there is no record.
+    """
+    paths = sorted(repository.results().glob("*-training-beside.jsonl"))
+    if not paths:
+        raise AnalysisError("experiments/results: no training-beside.jsonl.")
+    lines = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
+    machine: dict[str, Any] = {}
+    found = {}
+    for one in lines:
+        if one["kind"] == "machine":
+            machine = one
+        else:
+            found[one["width"], one["dtype"]] = one | {"machine": machine}
+    return machine, dict(sorted(found.items()))
+
+
+def table() -> str:
+    """The times of all arms by width and type."""
+    cells = record()[1]
+    heads = {arm: head for arm, head in ARMS.items() if any(arm in one["arms"] for one in cells.values())}
+    body = []
+    for (width, dtype), one in cells.items():
+        row = [f"{width}, {dtype}"]
+        for arm in heads:
+            times = one["arms"].get(arm)
+            missing = "failed" if arm in one.get("failed", {}) else "–"
+            row.append(f"{times['median']:,.1f} ({times['low']:,.1f} – {times['high']:,.1f})" if times else missing)
+        body.append([*row, f"{one['ratio']:.2f}"])
+    return markdown(["width and type", *heads.values(), "ratio to PyTorch's best"], body)
+
+
+def values() -> dict[str, Any]:
+    """The least and greatest ratio of step times by type, `best.TYPE` and `captured.TYPE`, and facts of the record."""
+    machine, cells = record()
+    found: dict[str, list[float]] = {}
+    for (_, dtype), one in cells.items():
+        found.setdefault(f"best.{dtype}", []).append(one["ratio"])
+        if "captured" in one["arms"]:
+            ratio = one["arms"]["ours"]["median"] / one["arms"]["captured"]["median"]
+            found.setdefault(f"captured.{dtype}", []).append(ratio)
+    return {
+        "widths": span(width for width, _ in cells),
+        **{key: span(one[key] for one in cells.values()) for key in ("rounds", "steps")},
+        **{key: machine[key] for key in ("gpu", "driver")},
+        "day": machine["at"][:10],
+        **{name: {"min": min(ratios), "max": max(ratios)} for name, ratios in found.items()},
+    }
