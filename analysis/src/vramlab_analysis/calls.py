@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
 from typing import Any
 
 import polars as pl
@@ -10,22 +12,10 @@ from vramlab_analysis import histories
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.records import Run
 
-MEMORY_CALLS = (
-    "mem_alloc",
-    "mem_free",
-    "mem_alloc_async",
-    "mem_free_async",
-    "pool_trim",
-    "mem_address_reserve",
-    "mem_address_free",
-    "mem_create",
-    "mem_map",
-    "mem_set_access",
-    "mem_unmap",
-    "mem_release",
+# Calls that reserve or release device memory, and calls that only wait. The files are those of `vramlab report`.
+MEMORY_CALLS, WAITS = (
+    tuple(json.loads((files("vramlab_analysis") / f"{name}_calls.json").read_text())) for name in ("memory", "wait")
 )
-# Calls that do nothing but wait, or that wait for what they read.
-WAITS = ("stream_synchronize", "device_synchronize", "event_synchronize", "copy_to_host")
 
 
 def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str, float]:

@@ -230,23 +230,10 @@ fn account<'r>(
     Some(Account { calls: sum(|row| row.calls), blocked: sum(|row| row.blocked), by_call })
 }
 
-/// Calls that allocate or release device memory.
-const MEMORY: [&str; 12] = [
-    "mem_alloc",
-    "mem_free",
-    "mem_alloc_async",
-    "mem_free_async",
-    "pool_trim",
-    "mem_address_reserve",
-    "mem_address_free",
-    "mem_create",
-    "mem_map",
-    "mem_set_access",
-    "mem_unmap",
-    "mem_release",
-];
-/// Calls that only wait, or that wait for the data they read.
-const WAITS: [&str; 4] = ["stream_synchronize", "device_synchronize", "event_synchronize", "copy_to_host"];
+/// Calls that reserve or release device memory. The analysis reads the same file.
+const MEMORY: &[&str] = &include!("memory_calls.json");
+/// Calls that only wait, or that wait for the data that they copy. The analysis reads the same file.
+const WAITS: &[&str] = &include!("wait_calls.json");
 
 /// The host's time in a span of `wall` ns: waiting in memory calls, working in memory calls, waiting elsewhere, launching kernels,
 /// everything else.
