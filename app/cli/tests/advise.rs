@@ -554,7 +554,7 @@ fn last(path: &str) -> String {
     path.rsplit('.').next().unwrap_or_default().trim_end_matches("[]").to_owned()
 }
 
-/// Where a key of the JSON stands, as `analysis/schema.md` writes it.
+/// Where a key of the JSON stands, as `schema.md` writes it.
 fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
     match value {
         // The names in it are the driver's, and a report of its own is described elsewhere.
@@ -574,8 +574,7 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 #[test]
 fn every_key_is_described() {
     let place = Place::new();
-    let schema =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
+    let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("schema.md")).unwrap();
     let part = |from: &str, to: &str| schema.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
     let tables = [part("\n# Advice\n", "\n## explain\n"), part("\n### Bounds\n", "\n## ")];
     let rows = tables.into_iter().flat_map(str::lines).filter(|line| line.starts_with('`') && line.contains(" | "));

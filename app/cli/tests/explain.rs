@@ -411,8 +411,7 @@ fn every_key_is_described() {
     let mut explanation = BTreeSet::new();
     keys(&explain_json(&dir, &[&file]), "", &mut explanation);
     keys(&explain_json(&dir, &[&file, "--between", "2", "9"])["grew"], "grew", &mut explanation);
-    let document =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
+    let document = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("schema.md")).unwrap();
     let section = document.split("\n## ").find(|section| section.starts_with("explain\n")).unwrap();
     // The section contains the last part of each path in backticks.
     let described: BTreeSet<&str> =

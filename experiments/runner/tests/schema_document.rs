@@ -1,5 +1,5 @@
-//! The tables of `analysis/schema.md` are those of the types that are written: `UPDATE_SCHEMA=1 cargo test -p experiments --test
-//! all schema_document` writes them, without the variable the test says whether they are up to date.
+//! The tables of `analysis/schema.md` and `app/cli/schema.md` come from the serialised types: `UPDATE_SCHEMA=1 cargo test -p
+//! experiments --test all schema_document` writes them; without the variable the test checks that they are up to date.
 //!
 //! A comment in the document says which type a table is of: `fields of Summary in trainer/src/record.rs`, or `values of` an
 //! enumeration. Keys, types and what may be absent are read from the declarations and their serde attributes, the meaning
@@ -15,7 +15,10 @@ use syn::{
     Variant,
 };
 
-/// Folders with the types of what is written.
+/// The documents with such tables.
+const DOCUMENTS: [&str; 2] = ["analysis/schema.md", "app/cli/schema.md"];
+
+/// Directories with the serialised types.
 const FOLDERS: [&str; 7] = [
     "allocators/device",
     "allocators/policies",
@@ -248,8 +251,10 @@ fn values(item: &Item) -> Vec<(String, String)> {
 /// The document with its tables as the types have them.
 struct Document<'a> {
     types: &'a Types,
-    /// Types with tables of their own, and the headings over these.
-    tables: BTreeMap<(PathBuf, String), String>,
+    /// The document and the heading of each table, by file and name of its type.
+    tables: &'a BTreeMap<(PathBuf, String), (&'static str, String)>,
+    /// The document whose tables are written.
+    path: &'static str,
     /// Types that are being spread out.
     open: RefCell<Vec<String>>,
 }
@@ -305,8 +310,10 @@ impl Document<'_> {
             Item::Enum(item) => &item.ident,
             _ => return None,
         };
-        let heading = self.tables.get(&(declared.file.clone(), name.to_string()))?;
-        Some(format!("[{text}](#{})", anchor(heading)))
+        let (path, heading) = self.tables.get(&(declared.file.clone(), name.to_string()))?;
+        let up = "../".repeat(self.path.matches('/').count());
+        let file = if *path == self.path { String::new() } else { format!("{up}{path}") };
+        Some(format!("[{text}]({file}#{})", anchor(heading)))
     }
 
     /// What the parameters of a generic type add to the keys in its table.
@@ -454,6 +461,28 @@ impl Document<'_> {
         .to_owned()
     }
 
+    /// A document with its tables as the types have them.
+    fn rewritten(&self, text: &str) -> String {
+        let mut out = String::new();
+        let mut lines = text.lines().peekable();
+        while let Some(line) = lines.next() {
+            out.push_str(line);
+            out.push('\n');
+            let Some((what, name, file)) = marker(line) else { continue };
+            // Below the comment are an empty line, the old table, and an empty line.
+            lines.next();
+            while lines.next_if(|line| line.contains(" | ")).is_some() {}
+            lines.next_if(|line| line.is_empty());
+            let declared = self.types.0.get(name).into_iter().flatten().find(|declared| declared.file == file);
+            let declared = declared.unwrap_or_else(|| panic!("there is no {name} in {}", file.display()));
+            out.push_str(&format!("\n{}", self.table(what, declared)));
+            if lines.peek().is_some() {
+                out.push('\n');
+            }
+        }
+        out
+    }
+
     fn table(&self, what: &str, declared: &Declared) -> String {
         let mut out = String::new();
         if what == "values" {
@@ -510,41 +539,29 @@ fn marker(line: &str) -> Option<(&str, &str, &Path)> {
 }
 
 #[test]
-fn its_tables_are_those_of_the_types() {
-    let path = root().join("analysis/schema.md");
-    let text = std::fs::read_to_string(&path).unwrap();
+fn tables_match_the_types() {
+    let texts = DOCUMENTS.map(|path| std::fs::read_to_string(root().join(path)).unwrap());
     let types = Types::read(&root());
-    let (mut heading, mut tables) = ("", BTreeMap::new());
-    for line in text.lines() {
-        if line.starts_with('#') {
-            heading = line.trim_start_matches('#').trim();
-        } else if let Some((_, name, file)) = marker(line) {
-            tables.insert((file.to_owned(), name.to_owned()), heading.to_owned());
+    let mut tables = BTreeMap::new();
+    for (path, text) in DOCUMENTS.into_iter().zip(&texts) {
+        let mut heading = "";
+        for line in text.lines() {
+            if line.starts_with('#') {
+                heading = line.trim_start_matches('#').trim();
+            } else if let Some((_, name, file)) = marker(line) {
+                tables.insert((file.to_owned(), name.to_owned()), (path, heading.to_owned()));
+            }
         }
     }
-    let document = Document { types: &types, tables, open: RefCell::default() };
-    let mut out = String::new();
-    let mut lines = text.lines().peekable();
-    while let Some(line) = lines.next() {
-        out.push_str(line);
-        out.push('\n');
-        let Some((what, name, file)) = marker(line) else { continue };
-        // Below the comment stand an empty line, the table as it was, and an empty line.
-        lines.next();
-        while lines.next_if(|line| line.contains(" | ")).is_some() {}
-        lines.next_if(|line| line.is_empty());
-        let declared = types.0.get(name).into_iter().flatten().find(|declared| declared.file == file);
-        let declared = declared.unwrap_or_else(|| panic!("there is no {name} in {}", file.display()));
-        out.push_str(&format!("\n{}", document.table(what, declared)));
-        if lines.peek().is_some() {
-            out.push('\n');
+    for (path, text) in DOCUMENTS.into_iter().zip(&texts) {
+        let document = Document { types: &types, tables: &tables, path, open: RefCell::default() };
+        let out = document.rewritten(text);
+        if std::env::var_os("UPDATE_SCHEMA").is_some() {
+            std::fs::write(root().join(path), out).unwrap();
+        } else if let Some((old, new)) = text.lines().zip(out.lines()).find(|(old, new)| old != new) {
+            panic!("{path} is out of date; run with UPDATE_SCHEMA=1:\n  actual:   {old}\n  expected: {new}");
+        } else {
+            assert_eq!(text.len(), out.len(), "{path} is out of date; run with UPDATE_SCHEMA=1");
         }
-    }
-    if std::env::var_os("UPDATE_SCHEMA").is_some() {
-        std::fs::write(&path, out).unwrap();
-    } else if let Some((old, new)) = text.lines().zip(out.lines()).find(|(old, new)| old != new) {
-        panic!("analysis/schema.md is out of date, UPDATE_SCHEMA=1 writes it anew:\n  there:  {old}\n  should: {new}");
-    } else {
-        assert_eq!(text.len(), out.len(), "analysis/schema.md is out of date, UPDATE_SCHEMA=1 writes it anew");
     }
 }
