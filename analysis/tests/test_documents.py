@@ -181,6 +181,23 @@ def test_digits_that_are_not_figures_may_be_typed(pages: dict[str, str]) -> None
     assert not documents.typed("ARCHITECTURE.md", f"{pages['ARCHITECTURE.md']}\n{words}\n")
 
 
+def test_the_example_for_a_paper_writes_a_table_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (repository.root() / "analysis/README.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    recorded = results("rules", "sim").directories[0]
+    assert code.count('"runs/paper"') == 1
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('"runs/paper"', repr(str(recorded))), {})
+    head, *rows = (tmp_path / "table.csv").read_text().splitlines()
+    assert head.startswith("history,lab,")
+    assert len(rows) == 6
+    assert (tmp_path / "figure.pdf").stat().st_size > 1000
+
+
+def test_values_are_listed_by_name() -> None:
+    assert lookup.group("compare")["naive.steps"] == lookup.value("compare.naive.steps")
+
+
 def test_the_readme_shows_what_the_programs_print() -> None:
     if missing := samples.check():
         pytest.skip(f"not built, so the README's samples were NOT compared: {', '.join(missing)}; cargo build")

@@ -37,7 +37,10 @@ def parser() -> argparse.ArgumentParser:
         "readme",
         help="compare the documents with the records, and the README's samples with the programs that are built",
     )
-    readme.add_argument("--write", action="store_true", help="put the figures of the records there")
+    readme.add_argument("--write", action="store_true", help="update the documents")
+    readme.add_argument(
+        "--values", metavar="GROUP", help="print the values of a group by their names, and do nothing else"
+    )
     notebooks = commands.add_parser(
         "notebooks", help="execute the notebooks; without --write compare what they say with what is kept"
     )
@@ -50,8 +53,12 @@ def run(args: argparse.Namespace) -> None:
     """Runs one command."""
     if args.command == "readme":
         from vramlab_analysis import documents
+        from vramlab_analysis.pages import lookup
 
-        print(documents.readme(args.write))
+        if args.values:
+            print("\n".join(f"{args.values}.{name} = {value}" for name, value in lookup.group(args.values).items()))
+        else:
+            print(documents.readme(args.write))
     elif args.command == "steps":
         from vramlab_analysis import steps
 

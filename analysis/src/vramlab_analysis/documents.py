@@ -38,7 +38,7 @@ RULES = {
     "an indented block of commands": r"(?<=\n\n)(?: {4}.*\n)+",
     "code within a line": r"`[^`\n]+`",
     "the target of a link": r"\]\([^)\n]*\)|https?://\S+",
-    "the number of a notebook": r"\[\d\d\](?=\(|_)|\b[Nn]otebooks? (?:\d\d(?:, | and )?)+",
+    "the number of a notebook": r"\[\d\d(?=(?: [A-Z][^\]\n]*)?\](?:\(|_))|\b[Nn]otebooks? (?:\d\d(?:, | and )?)+",
     "the number of an item": r"^\d+\. ",
     "a date": r"\b20\d\d-\d\d-\d\d\b",
     "a version": r"\b(?:PyTorch|Rust|CUDA|Python|Linux|RMM|driver|protocol|compute capability)[ \n]\(?\d+(?:\.\d+)*",
