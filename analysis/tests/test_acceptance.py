@@ -85,7 +85,7 @@ def test_of_a_program_the_newest_file_counts_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2: no run of the acceptance list"):
+    with pytest.raises(AnalysisError, match=r"a\.jsonl: line 2: not a run of the acceptance list"):
         acceptance.load(file(tmp_path / "a.jsonl", {"id": "x", "status": "ok"}))
 
 

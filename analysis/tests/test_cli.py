@@ -126,7 +126,7 @@ def unwritable(folder: Path) -> dict[str, tuple[Path, str]]:
         "device": (Path("/dev/null"), "is a character device"),
         "stream": (Path("/dev/stdout"), "is a stream"),
         "dash": (Path("-"), "is a stream"),
-        "no folder": (folder / "none" / "x", "there is no folder"),
+        "no folder": (folder / "none" / "x", "does not exist"),
         "under a file": (folder / "target" / "x", "cannot be written"),
         "long": (folder / ("x" * 300), "cannot be written"),
     }

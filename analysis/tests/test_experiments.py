@@ -68,7 +68,7 @@ def test_replays_are_a_frame_and_a_matrix(tmp_path: Path) -> None:
     assert ratios.rows() == [("caching", "a", 1.4), ("bfc", "a", 2.8), ("bfc", "b.jsonl", pytest.approx(4.2))]
     figure = matrix(ratios, row="alloc", column="history", value="over", number=str, best=1.0, worst=1.6)
     assert "none" in [text.get_text() for text in figure.axes[0].texts], "no history under every allocator"
-    with pytest.raises(AnalysisError, match="no run of a trainer in it; `replays` has"):
+    with pytest.raises(AnalysisError, match="no run of a trainer; `replays` has"):
         experiment.frame()
 
 
@@ -83,10 +83,10 @@ def test_other_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(AnalysisError, match="schema version 7"):
         load_experiment(write_experiment(tmp_path / "later", ARMS, schema_version=7))
     one, other = write_experiment(tmp_path / "a", ARMS), write_experiment(tmp_path / "b", ARMS, spec_sha256="bb")
-    with pytest.raises(AnalysisError, match="of different specs"):
+    with pytest.raises(AnalysisError, match="different specs"):
         load_experiment(one, other)
     other = write_experiment(tmp_path / "c", ARMS, profile_sha256="cc")
-    with pytest.raises(AnalysisError, match="of different profiles of the simulated device"):
+    with pytest.raises(AnalysisError, match="different profiles of the simulated device"):
         load_experiment(one, other)
 
 
@@ -137,7 +137,7 @@ def test_a_run_keeps_its_name_and_commands_take_it() -> None:
     assert "pytorch" in losses.show([str(sim("loss-against-pytorch"))], as_json=False)
     with pytest.raises(AnalysisError, match="no such directory"):
         records.load_run(sim("width") / "runs/none")
-    with pytest.raises(AnalysisError, match="an experiment, no run"):
+    with pytest.raises(AnalysisError, match="an experiment, not a run"):
         records.load_run(sim("width"))
 
 
@@ -198,7 +198,7 @@ def session(records: list[dict[str, Any]]) -> inside.Runs:
 
 
 def test_a_line_that_is_no_run_is_refused_by_its_number(written: Write) -> None:
-    with pytest.raises(AnalysisError, match="line 2: no run of a campaign"):
+    with pytest.raises(AnalysisError, match="line 2: not a run of a campaign"):
         inside.load(written(run("timed", "gpt2", "native"), {"program": "gpt2"}))
 
 

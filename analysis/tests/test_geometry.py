@@ -86,7 +86,7 @@ def runs(folder: Path, count: int) -> list[str]:
 def drawn(folders: list[str | Path]) -> list[Figure]:
     """The figures that the notebook for one's own run draws of several."""
     named = [(run.label, run) for run in map(load_run, folders)]
-    told = [(name, run) for name, run in named if calls.told_per(run)]
+    told = [(name, run) for name, run in named if calls.counted_per(run)]
     hosts = [(n, calls.host_parts(run.driver_calls(-1), run.epochs["wall_s"][-1] * 1e3)) for n, run in told]
     losing = [(name, run.steps) for name, run in named if "loss" in run.steps.columns]
     figures = [
@@ -166,8 +166,8 @@ def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
     from vramlab_analysis.measures import measures
 
     old = load_run(write_run(tmp_path / "old"))
-    assert calls.told_per(old) == "epoch"
-    with pytest.raises(AnalysisError, match="training and validation together"):
+    assert calls.counted_per(old) == "epoch"
+    with pytest.raises(AnalysisError, match="does not separate the driver calls of training and validation"):
         calls.account(old, per="step")
     said = measures(old)
     assert (said["blocked_us"], said["driver_calls"], said["blocked_in"]) == (None, None, None)

@@ -78,10 +78,10 @@ def test_a_spectrum_is_a_step_function_of_the_share(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no histogram"),
-        ("Tag=a.b,0.000,1.000\n", "is it cut off"),
-        ("Tag=a.b,0.000,1.000,5.000,HISTFAAAAnonsense\n", "no histogram"),
-        ("Tag=a.b,zero,1.000,5.000,HISTFAAAA\n", "no number"),
+        ("", "no histogram"),
+        ("Tag=a.b,0.000,1.000\n", "is it truncated"),
+        ("Tag=a.b,0.000,1.000,5.000,HISTFAAAAnonsense\n", "not a histogram"),
+        ("Tag=a.b,zero,1.000,5.000,HISTFAAAA\n", "not a number"),
     ],
 )
 def test_a_log_that_is_none(tmp_path: Path, text: str, said: str) -> None:

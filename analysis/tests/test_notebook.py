@@ -33,14 +33,14 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
     notebook.verdict("it hardly matters", cells, **bounds)
     assert "#1a7f37" in page[-1]
     assert (
-        "🟢 **Holds:** it hardly matters (at least -2 % and at most 2 %). Of 2 the nearest is -2 %, next fit, b."
-        in page[-1]
+        "🟢 **Confirmed:** it hardly matters (at least -2 % and at most 2 %). "
+        "2 values; nearest to the bound -2 %, next fit, b." in page[-1]
     )
 
     notebook.verdict("it hardly matters", cells | {"first fit, b": 1.02, "c": -0.5}, **bounds)
     assert "#c81e1e" in page[-1]
-    assert "🔴 **Does not hold:** it hardly matters" in page[-1]
-    assert "In 2 of 4 it is not; the farthest is 102 %, first fit, b." in page[-1]
+    assert "🔴 **Refuted:** it hardly matters" in page[-1]
+    assert "2 of 4 outside; farthest 102 %, first fit, b." in page[-1]
 
     notebook.verdict("a pool is as good", {"width 784": 0.109}, most=0.05, number=notebook.percent)
     assert "(at most 5 %). 11 %, width 784." in page[-1]
@@ -48,7 +48,7 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
 
 @pytest.mark.parametrize("figures", [{}, {"a": float("nan")}, {"a": 1.0, "b": None}])
 def test_what_was_not_measured_is_no_verdict(figures: dict[str, float]) -> None:
-    with pytest.raises(AnalysisError, match="are not there"):
+    with pytest.raises(AnalysisError, match="are missing"):
         notebook.verdict("it holds", figures, most=1)
 
 
@@ -57,7 +57,7 @@ def test_the_same_matrix_is_not_drawn_twice(page: list[str]) -> None:
     drawing: dict[str, Any] = {"row": "rule", "column": "history", "value": "change", "best": 0.0, "worst": 0.5}
     drawing |= {"title": "peak", "number": lambda value: f"{value:.1f}"}
     notebook.matrices({"gpu": frame, "sim": frame.reverse().with_columns(pl.col("change") + 1e-4)}, **drawing)
-    assert page == ["Image", "**sim: peak.** Each cell is as above."]
+    assert page == ["Image", "**sim: peak.** All cells equal those above."]
     page.clear()
     notebook.matrices({"gpu": frame, "sim": frame.with_columns(pl.col("change") * 2)}, **drawing)
     assert page == ["Image", "Image"]
@@ -66,7 +66,7 @@ def test_the_same_matrix_is_not_drawn_twice(page: list[str]) -> None:
 def test_a_table_is_repeated_only_where_it_differs(page: list[str]) -> None:
     notebook.tables(["rule", "calls"], {"gpu": [["a", 1], ["b", 2]], "sim": [["a", 1], ["b", 3]], "c": [["a", 1]]})
     assert [text.splitlines()[-1] for text in page] == [
-        "**gpu**.", "| b | 2 |", "**sim**, where it differs.", "| b | 3 |", "**c** says the same in each row.",
+        "**gpu**.", "| b | 2 |", "**sim**, rows that differ.", "| b | 3 |", "**c**: all rows are equal.",
     ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_what_a_notebook_keeps_is_what_it_says(tmp_path: Path) -> None:
     nbformat.write(kept(table, picture), path)  # type: ignore[no-untyped-call]
     execute.compare(path, kept(table, ("image/png", "b3RoZXI=")))
     for other in (kept(("text/markdown", "| a |\n|---|\n| 13 |"), picture), kept(table), kept(picture, table)):
-        with pytest.raises(AnalysisError, match=r"a\.ipynb: cell 1 keeps .*`notebooks --write` mends it"):
+        with pytest.raises(AnalysisError, match=r"a\.ipynb: cell 1 has .*`notebooks --write` updates it"):
             execute.compare(path, other)
 
 

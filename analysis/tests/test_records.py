@@ -102,7 +102,7 @@ def test_what_a_program_cannot_tell_stays_absent(tmp_path: Path) -> None:
     assert said["peak_reserved_bytes"] is None
     assert (said["blocked_us"], said["epoch_blocked_us"]) == (None, None)
     assert run.driver_calls().is_empty()
-    with pytest.raises(AnalysisError, match="counts no driver calls"):
+    with pytest.raises(AnalysisError, match="no counts of driver calls"):
         account(run)
 
 
@@ -153,7 +153,7 @@ def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, kind: str,
 def test_a_killed_run_says_that_it_was_killed(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", summary(status="running", epochs=0)))
     assert not run.ended
-    with pytest.raises(AnalysisError, match="killed, or still runs"):
+    with pytest.raises(AnalysisError, match="killed, or is still running"):
         _ = run.epochs
     failed = load_run(write_run(tmp_path / "failed", summary(status="failed", error="out of memory", epochs=0)))
     with pytest.raises(AnalysisError, match="it failed: out of memory"):
@@ -165,7 +165,7 @@ def test_a_killed_run_says_that_it_was_killed(tmp_path: Path) -> None:
     [
         ("steps.csv", None, "no steps.csv"),
         ("steps.csv", "epoch,step,rows,loss,host_ns\n1,1,64,x,5\n", "not the table of steps"),
-        ("steps.csv", "epoch,step,rows,loss,host_ns\n", "no step was finished"),
+        ("steps.csv", "epoch,step,rows,loss,host_ns\n", "no step was completed"),
         ("steps.csv", "a,b\n1,2\n", "columns epoch, host_ns, loss, step are missing"),
     ],
 )
@@ -263,7 +263,7 @@ def test_experiments_and_records_go_together(tmp_path: Path, capsys: pytest.Capt
     experiment = write_experiment(tmp_path / "e", arms, runs=["00-trainer-r0", "01-pytorch-r0", "02-lost-r0"])
     other = write_run(tmp_path / "compiled", DOCUMENTS[4])
     text = steps.show([str(experiment), str(other)], as_json=False)
-    assert capsys.readouterr().err == f"note: {experiment} lacks 1 runs, as 02-lost-r0\n"
+    assert capsys.readouterr().err == f"note: {experiment} lacks 1 runs, such as 02-lost-r0\n"
     lines = text.splitlines()
     assert lines[0] == "a device: digits, 4 layers, batch 64, resident batches"
     assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == [

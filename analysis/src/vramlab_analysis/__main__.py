@@ -17,22 +17,22 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     steps = commands.add_parser(
         "steps",
-        help="one table of step times by width, type and launch, beside PyTorch's best",
+        help="one table of step times by width, type and launch, with PyTorch's best",
         description="Prints the median time of a training step of each kind of run, with the ratio to PyTorch's "
         "fastest mode at the same width, type and weights; below 1 is faster than PyTorch.",
     )
     losses = commands.add_parser(
         "losses",
-        help="one table of losses by type, beside f32 and the other program",
-        description="Prints the loss that each run came to (mean of the last tenth of its steps), and how far that is "
-        "from f32 and from the other program's run of the same type; early: the largest difference in the first 100.",
+        help="one table of losses by type, with f32 and the other program",
+        description="Prints the final loss of each run (mean of the last tenth of its steps), and its difference to "
+        "f32 and to the other program's run of the same type; early: the largest difference in the first 100 steps.",
     )
     for command in (steps, losses):
         command.add_argument("runs", nargs="+", metavar="RUN", help="directory of an experiment, or of a run record")
         command.add_argument("--json", action="store_true", help="print one JSON array with an object for each row")
-    commands.add_parser("nsight", help="which call waited for which kernel, from a capture of Nsight Systems")
+    commands.add_parser("nsight", help="report which call waited for which kernel, from a capture of Nsight Systems")
     figures = commands.add_parser("readme-figures", help="draw analysis/figures from the recorded results")
-    figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="another folder to draw into")
+    figures.add_argument("-o", "--out", type=Path, default=None, metavar="DIR", help="output directory")
     readme = commands.add_parser(
         "readme",
         help="compare the documents with the records, and the README's samples with the programs that are built",
@@ -41,10 +41,8 @@ def parser() -> argparse.ArgumentParser:
     readme.add_argument(
         "--values", metavar="GROUP", help="print the values of a group by their names, and do nothing else"
     )
-    notebooks = commands.add_parser(
-        "notebooks", help="execute the notebooks; without --write compare what they say with what is kept"
-    )
-    notebooks.add_argument("--write", action="store_true", help="keep the outputs in the files")
+    notebooks = commands.add_parser("notebooks", help="execute the notebooks, and compare their output with the files")
+    notebooks.add_argument("--write", action="store_true", help="update the files")
     notebooks.add_argument("files", nargs="*", type=Path, metavar="FILE", help="[all in analysis/notebooks]")
     return top
 
@@ -79,14 +77,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Exit code 0, 2 for bad input with one line that says what is wrong."""
+    """Exit code 0, or 2 for bad input with one line that names the fault."""
     if sys.argv[1:2] == ["nsight"]:  # a command line of its own
         from vramlab_analysis.nsight.__main__ import main as nsight
 
         return nsight(sys.argv[2:])
     args = parser().parse_args()
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # of the libraries, on what a record says
+        warnings.simplefilter("ignore")  # of the libraries, about values in a record
     try:
         run(args)
         sys.stdout.flush()
@@ -95,7 +93,7 @@ def main() -> int:
         return 2
     except ModuleNotFoundError as error:
         print(
-            f"error: the Python package {error.name} is not there; `pip install './analysis[notebooks]'` brings it.",
+            f"error: the package {error.name} is not installed; `pip install './analysis[notebooks]'` installs it.",
             file=sys.stderr,
         )
         return 2

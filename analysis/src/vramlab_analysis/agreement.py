@@ -1,4 +1,4 @@
-"""How far the simulated GPU is from a real one, outside of what it was fitted to."""
+"""Agreement of simulated with measured step times, in cells to which nothing was fitted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vramlab_analysis.pages.registry import markdown
 from vramlab_analysis.records import Run
 from vramlab_analysis.repository import root
 
-# Within this share of the measured time a simulated one counts as right, as for `experiments fidelity`.
+# A simulated time is right within this share of the measured time, as for `experiments fidelity`.
 TOLERANCE = 0.15
-# Within this share the simulated ratio of two allocators counts as right.
+# The simulated ratio of two allocators is right within this share.
 RATIO_TOLERANCE = 0.10
-# From the steps of this spec `fit-program` takes the program's own time.
+# `fit-program` fits the program's own time to the steps of this spec.
 FIT = "agreement-fit"
 # The spec whose cells chose the size of the L2 cache, on an earlier host.
 FIDELITY = "fidelity"
@@ -39,28 +39,28 @@ OTHERS = (
 
 
 # Held-out cells that were measured on the machine and in the session of their profile. The simulator was changed after
-# those of the first were looked at. What is simulated of the second is by the changed one.
+# the first was examined; the second was simulated by the changed one.
 SESSIONS = ("agreement", "agreement-again")
 
 
 class Agreement(NamedTuple):
-    """How far simulated step times are from measured ones."""
+    """Agreement of simulated step times with measured ones."""
 
     cells: int
     # The share of them within `TOLERANCE`.
     within: float
-    # The cell that is furthest off, as a share of the measured time, and what it is.
+    # The error of the worst cell as a share of the measured time, and the cell's name.
     worst: float
     worst_of: str
     # Pairs of allocators in the same network, and the share of them whose ratio is within `RATIO_TOLERANCE`.
     pairs: int
     pairs_within: float
-    # The most by which the ratio of two allocators in the same network is off, as a factor.
+    # The largest error of the ratio of two allocators in the same network, as a factor.
     contrast: float
 
 
 class Repeats(NamedTuple):
-    """How far measured runs of one network are from each other: what no model can do better than."""
+    """Agreement of measured runs of one network among themselves: the limit for any model."""
 
     runs: int
     # The share of them within `TOLERANCE` of the median of the others.
@@ -68,19 +68,19 @@ class Repeats(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """How far the ratio of two allocators in a session is its own from pass to pass, and the simulated one from it."""
+    """Agreement of the ratio of two allocators between passes of a session, and with the simulated one."""
 
-    # Ratios of one pass, and the share of them within `RATIO_TOLERANCE` of that of the other passes' medians.
+    # Ratios of one pass, and the share of them within `RATIO_TOLERANCE` of the ratio of the other passes' medians.
     ratios: int
     within: float
-    # Pairs whose simulated ratio is off by more than `RATIO_TOLERANCE`, and those of them between two passes' ratios.
+    # Pairs whose simulated ratio is off by more than `RATIO_TOLERANCE`; of these, those between two passes' ratios.
     off: int
     between: int
 
 
 def network(run: Run) -> tuple[Any, ...]:
-    """What makes two runs do the same work: the data too, because the sizes of what stays in memory decide where the
-    driver has room for a small block."""
+    """Settings that make two runs do the same work. The data count, because the sizes of resident tensors determine
+    where the driver places a small block."""
     keys = (
         "allocator", "hidden", "layers", "batch", "sync", "loader", "init", "latency", "trace", "dataset", "gemm",
     )  # fmt: skip
@@ -91,8 +91,8 @@ def network(run: Run) -> tuple[Any, ...]:
 
 
 def pace(run: Run) -> float | None:
-    """`train_pace`; of a run of one epoch without what its first step took beyond a usual one. The program starts in
-    that step, and other runs leave their first epoch out."""
+    """`train_pace`; for a run of one epoch without the excess time of its first step. The program starts in that step,
+    and other runs leave their first epoch out."""
     value = train_pace(run)
     if value is None or run.epochs.height > 1 or not run.has_steps or "host_ns" not in run.steps.columns:
         return value
@@ -105,32 +105,32 @@ def pace(run: Run) -> float | None:
 
 def paces(spec: str, device: str) -> dict[tuple[Any, ...], list[float]]:
     """Microseconds of a training step in each run of a spec, by network."""
-    told: dict[tuple[Any, ...], list[float]] = {}
+    found: dict[tuple[Any, ...], list[float]] = {}
     for entry in results(spec, device).select(program="trainer"):
         value = pace(entry.record)
         if value is not None:
-            told.setdefault(network(entry.record), []).append(value)
-    return told
+            found.setdefault(network(entry.record), []).append(value)
+    return found
 
 
 def off(spec: str, simulated: str = "sim") -> dict[tuple[Any, ...], float]:
     """Simulated over measured time of a step in the networks of a spec that ran on both devices and were not fitted."""
     measured, made = paces(spec, "gpu"), paces(spec, simulated)
-    # Allocator, width, layers and batch: at another loader or with other data it is still the network that was fitted.
+    # Allocator, width, layers and batch: with another loader or other data it is still the fitted network.
     fitted = {key[:4] for key in paces(FIT, "gpu")}
     both = [key for key in measured if key in made and key[:4] not in fitted]
     return {key: statistics.median(made[key]) / statistics.median(measured[key]) for key in both}
 
 
 def in_session(spec: str) -> bool:
-    """Whether a spec was simulated by the profile of the session in which it was measured, which lies beside it."""
-    there = results(spec, "gpu").directories[0].parent / "profile.json"
+    """Whether a spec was simulated with the profile of the session in which it was measured."""
+    profile = results(spec, "gpu").directories[0].parent / "profile.json"
     simulated = results(spec, "sim").document.get("profile_sha256")
-    return there.is_file() and simulated == hashlib.sha256(there.read_bytes()).hexdigest()
+    return profile.is_file() and simulated == hashlib.sha256(profile.read_bytes()).hexdigest()
 
 
 def others(*, session: bool) -> list[str]:
-    """Those of the other specs that are of their profile's session, or those that are not."""
+    """The other specs that were measured in their profile's session, or those that were not."""
     return [spec for spec in OTHERS if in_session(spec) is session]
 
 
@@ -141,43 +141,42 @@ def held_out(*specs: str, simulated: str = "sim") -> Agreement:
 
 def agreement(of_specs: Iterable[tuple[str, dict[tuple[Any, ...], float]]]) -> Agreement:
     """The agreement in cells of specs: simulated over measured time of a step, by network."""
-    apart: list[tuple[float, str]] = []
+    errors: list[tuple[float, str]] = []
     ratios: list[float] = []
     for spec, cells in of_specs:
-        apart += [(value - 1, f"`{spec}`, `{key[0]}`, width {key[1]}") for key, value in cells.items()]
-        # The same network but for the allocator and its settings.
-        alike = [(one, other) for one, other in combinations(cells, 2) if one[1:-1] == other[1:-1]]
-        ratios += [factor(cells[one], cells[other]) for one, other in alike]
-    worst, of = max(apart, key=lambda one: abs(one[0]))
-    within = sum(abs(value) <= TOLERANCE for value, _ in apart) / len(apart)
+        errors += [(value - 1, f"`{spec}`, `{key[0]}`, width {key[1]}") for key, value in cells.items()]
+        # Networks that differ only in the allocator and its settings.
+        alike = [(a, b) for a, b in combinations(cells, 2) if a[1:-1] == b[1:-1]]
+        ratios += [factor(cells[a], cells[b]) for a, b in alike]
+    worst, of = max(errors, key=lambda error: abs(error[0]))
+    within = sum(abs(value) <= TOLERANCE for value, _ in errors) / len(errors)
     right = sum(ratio <= 1 + RATIO_TOLERANCE for ratio in ratios) / len(ratios)
-    return Agreement(len(apart), within, worst, of, len(ratios), right, max(ratios))
+    return Agreement(len(errors), within, worst, of, len(ratios), right, max(ratios))
 
 
 def repeats(*specs: str) -> Repeats:
-    """How well measured runs tell each other. How weights are drawn changes their values alone, so it does not tell
-    networks apart here."""
+    """Agreement of measured runs with the median of the others. Initial weights do not distinguish networks here."""
     runs: dict[tuple[Any, ...], list[float]] = {}
     for spec in specs:
         for key, values in paces(spec, "gpu").items():
             runs.setdefault((*key[:6], *key[7:]), []).extend(values)
-    apart = [
+    errors = [
         statistics.median(values[:at] + values[at + 1 :]) / value - 1
         for values in runs.values()
         if len(values) > 1
         for at, value in enumerate(values)
     ]
-    return Repeats(len(apart), sum(abs(value) <= TOLERANCE for value in apart) / len(apart))
+    return Repeats(len(errors), sum(abs(value) <= TOLERANCE for value in errors) / len(errors))
 
 
-def factor(one: float, other: float) -> float:
-    """By which factor two figures differ."""
-    return max(one / other, other / one)
+def factor(a: float, b: float) -> float:
+    """The factor by which two values differ."""
+    return max(a / b, b / a)
 
 
 def passes(*specs: str, simulated: str = "sim") -> Passes:
-    """What passes over the cells of specs say of the ratios of two allocators in a network; one pass says nothing."""
-    told: list[bool] = []
+    """Ratios of two allocators in a network, pass by pass over the cells of specs; one pass alone does not count."""
+    right: list[bool] = []
     beyond: list[bool] = []
     for measured, made, one, other in pairs(specs, simulated):
         first, second = measured[one], measured[other]
@@ -186,20 +185,20 @@ def passes(*specs: str, simulated: str = "sim") -> Passes:
         ratios = [a / b for a, b in zip(first, second, strict=True)]
         for at, ratio in enumerate(ratios):
             rest = [statistics.median(values[:at] + values[at + 1 :]) for values in (first, second)]
-            told.append(factor(ratio, rest[0] / rest[1]) <= 1 + RATIO_TOLERANCE)
+            right.append(factor(ratio, rest[0] / rest[1]) <= 1 + RATIO_TOLERANCE)
         ratio = statistics.median(made[one]) / statistics.median(made[other])
         if factor(ratio, statistics.median(first) / statistics.median(second)) > 1 + RATIO_TOLERANCE:
             beyond.append(min(ratios) <= ratio <= max(ratios))
-    return Passes(len(told), sum(told) / len(told), len(beyond), sum(beyond))
+    return Passes(len(right), sum(right) / len(right), len(beyond), sum(beyond))
 
 
 def pairs(specs: Iterable[str], simulated: str) -> Iterator[tuple[Any, ...]]:
-    """What was measured and simulated of each spec, with two networks that differ in the allocator and its settings."""
+    """Measured and simulated times of each spec, and two networks that differ only in the allocator."""
     for spec in specs:
         measured, made = paces(spec, "gpu"), paces(spec, simulated)
-        for one, other in combinations(off(spec, simulated), 2):
-            if one[1:-1] == other[1:-1]:
-                yield measured, made, one, other
+        for a, b in combinations(off(spec, simulated), 2):
+            if a[1:-1] == b[1:-1]:
+                yield measured, made, a, b
 
 
 def own_code() -> dict[str, Any]:
@@ -239,9 +238,9 @@ class Kind(NamedTuple):
 
     title: str
     specs: list[str]
-    # What the labels of its simulated runs end in.
+    # The end of the labels of its simulated runs.
     simulated: str
-    # Whether the profile is of the session in which they were measured.
+    # Whether the profile was measured in the same session.
     session: bool
 
 
@@ -266,12 +265,13 @@ def table() -> str:
     head += ["measured ratios of one pass within", "ratios off, between two passes"]
     body = []
     for kind in kinds():
-        told = held_out(*kind.specs, simulated=kind.simulated)
+        right = held_out(*kind.specs, simulated=kind.simulated)
         # Hosts that changed between the runs made no passes.
         ratios = passes(*kind.specs, simulated=kind.simulated) if kind.session else None
         body.append([
-            kind.title, str(told.cells), f"{100 * told.within:.0f} %", f"{100 * told.worst:+.0f} % ({told.worst_of})",
-            f"{100 * repeats(*kind.specs).within:.0f} %", f"{100 * told.pairs_within:.0f} % of {told.pairs}",
+            kind.title, str(right.cells), f"{100 * right.within:.0f} %",
+            f"{100 * right.worst:+.0f} % ({right.worst_of})",
+            f"{100 * repeats(*kind.specs).within:.0f} %", f"{100 * right.pairs_within:.0f} % of {right.pairs}",
             f"{100 * ratios.within:.0f} %" if ratios else "–", f"{ratios.between} of {ratios.off}" if ratios else "–",
         ])  # fmt: skip
     return markdown(head, body)
@@ -279,5 +279,5 @@ def table() -> str:
 
 def profile() -> dict[str, Any]:
     """The built-in profile of the simulated GPU, which `experiments calibrate` measured."""
-    told: dict[str, Any] = read_json(root() / "allocators/device/src/profiles/h200.json")
-    return told
+    document: dict[str, Any] = read_json(root() / "allocators/device/src/profiles/h200.json")
+    return document

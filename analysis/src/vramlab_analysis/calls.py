@@ -1,4 +1,4 @@
-"""Where the host's time goes: driver calls by what they are for, of a whole run or call by call."""
+"""The host's time in driver calls by purpose, for a run or call by call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMORY_CALLS, WAITS = (
 
 
 def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str, float]:
-    """Milliseconds of a span of `wall_ms` by what the host was doing; they add up to it.
+    """Milliseconds of `wall_ms` by the host's activity; they sum to it.
 
     `calls` are totals by call, as in the run record.
     """
@@ -39,26 +39,26 @@ def host_parts(calls: dict[str, Any] | pl.DataFrame, wall_ms: float) -> dict[str
     return known
 
 
-# What a call is counted per: its training steps, or whole epochs where a record does not tell training from validation.
+# The period of a count: a training step, or an epoch if a record does not separate training from validation.
 PERIODS = {"step": "training step", "epoch": "epoch, validation included"}
 
 
 def warm(run: Run, skip_epochs: int = 1) -> list[dict[str, Any]]:
-    """The epochs after the first `skip_epochs`; of a run of so few all of them.
+    """The epochs after the first `skip_epochs`; all of them if there are no more.
 
     Raises AnalysisError when no epoch ended.
     """
     epochs: list[dict[str, Any]] = run.summary["epochs"]
     if not epochs:
-        _ = run.epochs  # says why there is nothing
+        _ = run.epochs  # raises with the reason
     return epochs[skip_epochs:] or epochs
 
 
-def told_per(run: Run) -> str | None:
-    """The period by which a record counts driver calls: `step`, `epoch`, or None where it counts none.
+def counted_per(run: Run) -> str | None:
+    """The period by which a record counts driver calls: `step`, `epoch`, or None if it has no counts.
 
-    An epoch's `driver_calls` are those of its training and of its validation together, so they are not divided by its
-    training steps; `train_driver_calls`, which older records lack, are those of its training alone.
+    An epoch's `driver_calls` include training and validation, so they are not divided by its training steps;
+    `train_driver_calls`, which older records lack, include only training.
     """
     epochs = warm(run)
     if all(epoch.get("train_driver_calls") for epoch in epochs):
@@ -67,24 +67,24 @@ def told_per(run: Run) -> str | None:
 
 
 def account(run: Run, skip_epochs: int = 1, per: str | None = None) -> pl.DataFrame:
-    """The sync account: calls that took or blocked the host, of the epochs after the first `skip_epochs`.
+    """Driver calls with their time and the time in which they blocked the host, after the first `skip_epochs` epochs.
 
-    `per` is `step` (a training step) or `epoch` (with its validation); without it what the record tells, see
-    `told_per`.
+    `per` is `step` (a training step) or `epoch` (with its validation); the default is the record's period, see
+    `counted_per`.
 
     Columns: `call`, `calls`, `total_us` and `blocked_us` per that period, `blocked_share` (of the call's time).
 
-    Raises AnalysisError when the record does not tell.
+    Raises AnalysisError when the record has no such counts.
     """
     chosen = warm(run, skip_epochs)
-    told = told_per(run)
-    if told is None:
-        raise AnalysisError(f"{run.path}: the record counts no driver calls, so it cannot say which ones blocked.")
-    per = per or told
-    if per == "step" and told != "step":
+    period = counted_per(run)
+    if period is None:
+        raise AnalysisError(f"{run.path}: the record has no counts of driver calls.")
+    per = per or period
+    if per == "step" and period != "step":
         raise AnalysisError(
-            f"{run.path}: the record counts the driver calls of training and validation together, so it cannot say how "
-            "many are of a step; run it again with this version."
+            f"{run.path}: the record does not separate the driver calls of training and validation, so there are none "
+            "per step; run it again with this version."
         )
     key, periods = ("train_driver_calls", sum(one["steps"] for one in chosen)) if per == "step" else (
         "driver_calls", len(chosen))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The one exception whose text is meant for people, and the reading of files that may be cut off, huge or hostile."""
+"""The exception whose text is for users, and reading of files that may be truncated, huge or hostile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-# No file of a run comes near; one that is larger, or whose compressed form is a bomb, is not read into memory.
+# Files of runs are much smaller; larger files, or decompression bombs, are not read into memory.
 MOST_BYTES = 2**30
-# Levels of arrays and objects in one another. Records have six.
+# Depth of nested arrays and objects. Records have six levels.
 MOST_DEEP = 32
-# What moves the cursor, hides or reorders text, or is half of a character.
+# Characters that move the cursor, hide or reorder text, or are half of a character.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 
 
 class AnalysisError(Exception):
-    """Something that was given cannot be read or drawn. The text is one sentence: what, where, and how to mend it.
+    """An input cannot be read or drawn. The text is one sentence: what, where, and how to fix it.
 
     It may quote what a file says and how it is named, so it is made `printable`.
     """
@@ -31,12 +31,12 @@ class AnalysisError(Exception):
 
 
 def printable(text: str) -> str:
-    """Text that a terminal, a figure and a page show as it is: control characters as `\\x1b`, `\\u202e`."""
+    """Text that terminals, figures and pages show literally: control characters as `\\x1b`, `\\u202e`."""
     return _UNPRINTABLE.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def found(path: Path) -> Path | None:
-    """`path`, or its compressed form beside it, or None if neither is there."""
+    """`path`, or its compressed form, or None if neither exists."""
     for candidate in (path, path.with_name(path.name + ".gz"), path.with_name(path.name + ".xz")):
         try:
             if candidate.is_file():
@@ -64,16 +64,16 @@ def read_bytes(path: Path) -> bytes:
         reason = getattr(error, "strerror", None) or error
         raise AnalysisError(f"{path}: cannot be read ({reason}).") from error
     if len(data) > MOST_BYTES:
-        raise AnalysisError(f"{path}: holds more than {MOST_BYTES >> 30} GiB, which no file of a run does.")
+        raise AnalysisError(f"{path}: larger than {MOST_BYTES >> 30} GiB, which no file of a run is.")
     return data
 
 
 def _no_number(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON document that may be gzipped. Its strings are `printable`, its numbers those that 64 bits hold.
+    """A JSON document that may be gzipped. Its strings are `printable`, its numbers fit in 64 bits.
 
     Raises AnalysisError when it cannot be read or is no such JSON.
     """
@@ -81,13 +81,13 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """As `read_json`, of what was read; `where` is what an error names."""
+    """As `read_json`, from bytes; `where` is the source in errors."""
     try:
         return _plain(json.loads(data, parse_constant=_no_number), MOST_DEEP)
     except RecursionError as error:
         raise AnalysisError(f"{where}: nested too deeply; no file of a run is.") from error
     except ValueError as error:
-        raise AnalysisError(f"{where}: not JSON ({printable(str(error))}); was the file cut off?") from error
+        raise AnalysisError(f"{where}: not JSON ({printable(str(error))}); is the file truncated?") from error
 
 
 def _plain(value: Any, deep: int) -> Any:
@@ -107,13 +107,13 @@ def _plain(value: Any, deep: int) -> Any:
 
 
 def check_version(path: Path, document: Any, what: str) -> dict[str, Any]:
-    """The document, if it is an object of the schema version that is understood here."""
+    """The document, if it is an object of the supported schema version."""
     if not isinstance(document, dict) or "schema_version" not in document:
-        raise AnalysisError(f"{path}: no {what}, for it has no schema_version.")
+        raise AnalysisError(f"{path}: not {what}, because it has no schema_version.")
     version = document["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise AnalysisError(
             f"{path}: {what} of schema version {str(version)[:40]}, and this package reads version {SCHEMA_VERSION}; "
-            "record it again or take the package that came with it."
+            "record it again or use the package of that version."
         )
     return document

@@ -1,7 +1,7 @@
-"""Executes the notebooks, each in a fresh kernel at the repository's root, and keeps their outputs if asked.
+"""Executes the notebooks, each in a new kernel at the repository's root, and updates their files on request.
 
-Without that what they say is compared with what the files keep: sentences and tables, not pictures, whose bytes differ
-with the version of a library.
+Otherwise the output is compared with the files: sentences and tables, but not pictures, whose bytes differ with the
+version of a library.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vramlab_analysis import output, repository
 from vramlab_analysis.errors import AnalysisError
 
 TIMEOUT_S = 240
-# What GitHub shows quickly, and what a clone should not have to carry.
+# Larger figures make clones slow and are slow to show on GitHub.
 MOST_BYTES_FIGURE = 150_000
-# Variables by which a notebook reads other records than those of the repository.
+# Variables that select other records than the repository's.
 OTHERS = ("RESULTS", "DEVICES", "RUN")
 
 
 def run_one(path: Path) -> tuple[Any, float]:
-    """The executed notebook, and the seconds that it took.
+    """The executed notebook and its seconds.
 
     Raises AnalysisError with the last line of a cell's error, or when it draws nothing.
     """
@@ -38,7 +38,7 @@ def run_one(path: Path) -> tuple[Any, float]:
     try:
         notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
-        raise AnalysisError(f"{path}: no notebook ({error}).") from error
+        raise AnalysisError(f"{path}: not a notebook ({error}).") from error
     client = NotebookClient(
         notebook,
         timeout=TIMEOUT_S,
@@ -48,7 +48,7 @@ def run_one(path: Path) -> tuple[Any, float]:
     )
     with tempfile.TemporaryDirectory(prefix="kernel-") as sockets:
         manager = client.create_kernel_manager()
-        # Sockets of the file system, in a folder of their own: no port is opened that others could reach.
+        # Sockets in a directory of their own, because others could connect to a port.
         manager.transport, manager.ip = "ipc", f"{sockets}/kernel"
         try:
             client.execute()
@@ -70,7 +70,7 @@ def run_one(path: Path) -> tuple[Any, float]:
 
 
 def clean(notebook: Any) -> None:
-    """Takes away what differs from machine to machine, so that a notebook that is executed again is the same file."""
+    """Removes everything that differs between machines, so that executing a notebook again gives the same file."""
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:02}"
         cell.metadata.clear()
@@ -86,38 +86,38 @@ def clean(notebook: Any) -> None:
     )  # fmt: skip
 
 
-def said(cell: Any) -> list[str]:
-    """What a cell's outputs say: each as its text, a picture as its kind."""
-    told = []
+def outputs(cell: Any) -> list[str]:
+    """A cell's outputs as texts; a picture as `a picture`."""
+    texts = []
     for one in cell.get("outputs", []):
         data = one.get("data", {})
         if one.output_type == "stream":
-            told.append(one.text)
+            texts.append(one.text)
         elif "image/png" in data:
-            told.append("a picture")
+            texts.append("a picture")
         else:
-            told.append(data.get("text/markdown") or data.get("text/plain", ""))
-    return ["".join(one) if isinstance(one, list) else str(one) for one in told]
+            texts.append(data.get("text/markdown") or data.get("text/plain", ""))
+    return ["".join(one) if isinstance(one, list) else str(one) for one in texts]
 
 
 def compare(path: Path, fresh: Any) -> None:
-    """Holds what a notebook keeps to what it says when it is executed.
+    """Compares a notebook's file with its execution.
 
-    Raises AnalysisError that names the first cell that says something else.
+    Raises AnalysisError that names the first cell with another output.
     """
     kept = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     for number, (old, new) in enumerate(zip(kept.cells, fresh.cells, strict=True), 1):
-        for before, now in zip_longest(said(old), said(new), fillvalue="nothing"):
+        for before, now in zip_longest(outputs(old), outputs(new), fillvalue="nothing"):
             if before != now:
                 at = next((at for at, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
-                words = f"'{before[at : at + 40]}' where it now says '{now[at : at + 40]}'".replace("\n", " ")
-                raise AnalysisError(f"{path.name}: cell {number} keeps {words}; `notebooks --write` mends it.")
+                words = f"'{before[at : at + 40]}' instead of '{now[at : at + 40]}'".replace("\n", " ")
+                raise AnalysisError(f"{path.name}: cell {number} has {words}; `notebooks --write` updates it.")
 
 
 def execute(paths: list[Path], *, write: bool) -> None:
-    """Executes notebooks, two at a time. With `write` those that succeed keep their outputs, else these are compared.
+    """Executes notebooks, two at a time. With `write` successful ones are updated, otherwise outputs are compared.
 
-    Of other records than the repository's (`OTHERS`) nothing is compared.
+    With other records than the repository's (`OTHERS`) nothing is compared.
 
     Raises AnalysisError that names every notebook that failed.
     """
@@ -125,7 +125,7 @@ def execute(paths: list[Path], *, write: bool) -> None:
     folder = repository.root() / "analysis" / "notebooks"
     chosen = paths or sorted(folder.glob("*.ipynb"))
     if not chosen:
-        raise AnalysisError(f"{folder}: no notebook in it.")
+        raise AnalysisError(f"{folder}: no notebook.")
 
     def one(path: Path) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""Experiments: what `experiments run` leaves, shards put together, and the results that were recorded for the study."""
+"""Experiments: directories that `experiments run` writes, merged shards, and the recorded results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vramlab_analysis.errors import AnalysisError, found, read_json
 from vramlab_analysis.measures import measures
 from vramlab_analysis.records import Run, load_run
 
-# What the words for a simulated device begin with.
+# The beginning of a simulated device's name.
 SIMULATED = "simulated"
 
 
@@ -27,7 +27,7 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """Its id, the same whatever shard or order."""
+        """Its id, which does not depend on the shard or the order."""
         return str(self.meta["id"])
 
     @property
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs of one spec, from one directory or from those of several shards."""
+    """Runs of one spec, from one directory or from the directories of several shards."""
 
     name: str
     document: dict[str, Any]
@@ -75,39 +75,38 @@ class Experiment:
 
     @property
     def question(self) -> str:
-        """The question that the spec is named by."""
+        """The question of the spec."""
         return str(self.document.get("question") or self.document.get("spec", {}).get("question", ""))
 
     @cached_property
     def machine(self) -> str:
-        """The device of its runs in words (`machine`). PyTorch's count last: beside the simulator they are a CPU's."""
+        """The device of its runs in words (`machine`). PyTorch's count last: with the simulator they ran on a CPU."""
         entry = min(self.select(), key=lambda entry: entry.meta.get("program") == "pytorch")
         if entry.meta.get("program") in ("trainer", "pytorch"):
             return machine(entry.record.device)
-        told = entry.result[0] if isinstance(entry.result, list) else entry.result
-        return machine(str(told["device_name"]))
+        result = entry.result[0] if isinstance(entry.result, list) else entry.result
+        return machine(str(result["device_name"]))
 
     @property
     def simulated(self) -> bool:
-        """Whether its times are a simulated device's."""
+        """Whether its times are those of a simulated device."""
         return self.machine.startswith(SIMULATED)
 
     def select(self, **options: Any) -> list[Entry]:
         """Finished runs whose options (or `arm`, `program`, `repeat`) have these values, compared as text.
 
-        Raises AnalysisError when there is none, because a figure would lack its data.
+        Raises AnalysisError when there is none.
         """
-        wanted = {name.replace("_", "-"): str(value) for name, value in options.items()}
+        expected = {name.replace("_", "-"): str(value) for name, value in options.items()}
         chosen = [
             entry
             for entry in self.runs
-            if entry.done and all(str(self._value(entry, name)) == value for name, value in wanted.items())
+            if entry.done and all(str(self._value(entry, name)) == value for name, value in expected.items())
         ]
         if not chosen:
-            said = ", ".join(f"{name} {value}" for name, value in wanted.items()) or "any"
+            described = ", ".join(f"{name} {value}" for name, value in expected.items()) or "any"
             raise AnalysisError(
-                f"{self.directories[0]}: no finished run with {said}; "
-                f"`experiments run {self.name}` goes on where it was."
+                f"{self.directories[0]}: no finished run with {described}; `experiments run {self.name}` continues it."
             )
         return chosen
 
@@ -131,37 +130,36 @@ class Experiment:
             row |= {name.replace("-", "_"): value for name, value in entry.options.items()}
             rows.append(row | {"name": entry.record.arm} | measures(entry.record))
         if not rows:
-            raise AnalysisError(f"{self.directories[0]}: no run of a trainer in it; `replays` has those of histories.")
+            raise AnalysisError(f"{self.directories[0]}: no run of a trainer; `replays` has the replays.")
         return pl.DataFrame(rows, infer_schema_length=None, strict=False)
 
     def replays(self, **options: Any) -> pl.DataFrame:
-        """One row for each row of the results of `replay` and `capacity`: run's id, repeat, options, and their keys.
+        """One row for each result of `replay` and `capacity`: the run's id, repeat, options, and the result's keys.
 
-        Objects, such as the ledger, stay as they are. Options are columns under their names with `_` for `-`.
+        Objects remain objects. Options are columns under their names with `_` for `-`.
         """
         rows: list[dict[str, Any]] = []
         for entry in self.select(**options):
             if entry.meta.get("program") not in ("replay", "capacity"):
                 continue
-            told = {name.replace("-", "_"): value for name, value in entry.options.items()}
+            options_of = {name.replace("-", "_"): value for name, value in entry.options.items()}
             result = entry.result
             for row in result if isinstance(result, list) else [result]:
                 plain = {k: v for k, v in row.items() if k not in ("allocator_settings", "driver_calls", "probes")}
-                rows.append({"id": entry.id, "arm": entry.arm, "repeat": entry.meta["repeat"], **told, **plain})
+                rows.append({"id": entry.id, "arm": entry.arm, "repeat": entry.meta["repeat"], **options_of, **plain})
         if not rows:
-            raise AnalysisError(f"{self.directories[0]}: no replay in it.")
+            raise AnalysisError(f"{self.directories[0]}: no replay.")
         return pl.DataFrame(rows, infer_schema_length=None, strict=False)
 
     def ratios(self, **options: Any) -> pl.DataFrame:
         """A row for each `alloc` and `history` of `replays`, for `plots.cells.matrix`: `over`, a median of repeats.
 
-        Of a replay that is what was reserved over what any allocator needs, of a capacity the smallest memory over the
-        most that was held at once.
+        For a replay, peak reserved over the lower bound; for a capacity, the minimum memory over peak active.
         """
         frame = self.replays(**options)
         known = [name for name in ("ratio", "lower_bound_bytes") if name in frame.columns]
         if not known:
-            raise AnalysisError(f"{self.directories[0]}: its replays do not tell what an allocator needs at least.")
+            raise AnalysisError(f"{self.directories[0]}: its replays have no lower bound.")
         over = pl.coalesce(
             pl.col("ratio") if name == "ratio" else pl.col("peak_reserved_bytes") / pl.col("lower_bound_bytes")
             for name in known
@@ -170,7 +168,7 @@ class Experiment:
         return frame.group_by("alloc", history=short, maintain_order=True).agg(over=over.median())
 
     def has(self, **options: Any) -> bool:
-        """Whether `select` would find a run."""
+        """Whether `select` finds a run."""
         try:
             self.select(**options)
         except AnalysisError:
@@ -178,21 +176,21 @@ class Experiment:
         return True
 
     def missing(self) -> list[str]:
-        """Ids of planned runs that are not there, or failed."""
+        """Ids of planned runs that are missing or failed."""
         planned = [str(run["id"] if isinstance(run, dict) else run) for run in self.document.get("runs", [])]
-        there = {entry.id for entry in self.runs if entry.done}
-        return [one for one in planned if one not in there]
+        finished = {entry.id for entry in self.runs if entry.done}
+        return [id_ for id_ in planned if id_ not in finished]
 
 
 def holds_experiment(path: Path) -> bool:
-    """Whether a directory holds an experiment."""
+    """Whether a directory contains an experiment."""
     return found(path / "experiment.json") is not None
 
 
 def load_experiment(*directories: str | Path) -> Experiment:
-    """The experiment in a directory; with several, shards of one are put together.
+    """The experiment in a directory; several directories are merged as shards of one.
 
-    Raises AnalysisError when a directory holds none, when they are of different specs, or when no run is there.
+    Raises AnalysisError when a directory contains none, when the specs differ, or when no run is finished.
     """
     documents, entries = [], {}
     paths = [Path(directory) for directory in directories]
@@ -203,31 +201,29 @@ def load_experiment(*directories: str | Path) -> Experiment:
         if document is None:
             empty = not any(path.iterdir())
             raise AnalysisError(
-                f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so it holds no experiment; "
+                f"{path}: {'an empty directory' if empty else 'no experiment.json in it'}, so not an experiment; "
                 "give a directory that `experiments run` wrote."
             )
         documents.append(schema.read(document, "an experiment", schema.EXPERIMENT))
         for meta in sorted((path / "runs").glob("*/run.json")):
             run = schema.read(meta, "a run of an experiment", schema.RUN)
             entry = Entry(meta.parent, run)
-            # A run that one shard lacks and another has: the finished one counts.
+            # Of a run in several shards the finished one counts.
             if entry.id not in entries or entry.done:
                 entries[entry.id] = entry
     for key, what in (("spec_sha256", "specs"), ("profile_sha256", "profiles of the simulated device")):
         if len({document.get(key) for document in documents}) > 1:
-            raise AnalysisError(
-                f"{', '.join(map(str, paths))}: of different {what}, so they are no shards of one experiment."
-            )
+            raise AnalysisError(f"{', '.join(map(str, paths))}: different {what}, so not shards of one experiment.")
     if not entries:
-        raise AnalysisError(f"{paths[0]}: no run is finished yet; `experiments run` goes on where it was.")
+        raise AnalysisError(f"{paths[0]}: no run is finished yet; `experiments run` continues it.")
     first = documents[0]
     name = str(first.get("name") or first.get("spec", {}).get("name") or paths[0].name)
     return Experiment(name, first, [entries[one] for one in sorted(entries)], paths)
 
 
 @cache
-def _recorded(folder: Path, _written_ns: int) -> Experiment:
-    return load_experiment(folder)
+def _recorded(directory: Path, _written_ns: int) -> Experiment:
+    return load_experiment(directory)
 
 
 def machine(name: str) -> str:
@@ -238,8 +234,8 @@ def machine(name: str) -> str:
 
 
 def labels(device: str = "gpu") -> list[Path]:
-    """The folders of recorded results, oldest first: those of GPUs (`gpu`), or those whose label ends in a word, as
-    `sim`. A label is a date and words; one of simulated runs ends in `sim`.
+    """The directories of recorded results, oldest first: those of GPUs (`gpu`), or those with a label that ends in a
+    word such as `sim`. A label is a date and words; labels of simulated runs end in `sim`.
     """
     folders = sorted(path for path in repository.results().glob("*-*") if path.is_dir())
     if device == "gpu":
@@ -250,26 +246,26 @@ def labels(device: str = "gpu") -> list[Path]:
 def results(spec: str, device: str) -> Experiment:
     """The recorded results of a spec: the newest of `labels(device)` below `experiments/results` (or `RESULTS`).
 
-    An experiment is read once as long as its `experiment.json` is the same.
+    An experiment is read once while its `experiment.json` does not change.
 
-    Raises AnalysisError when none are there, with the command that makes them.
+    Raises AnalysisError when there are none, with the command that makes them.
     """
-    there = [path for label in labels(device) if holds_experiment(path := label / spec)]
-    if not there:
+    found_in = [path for label in labels(device) if holds_experiment(path := label / spec)]
+    if not found_in:
         root = repository.results()
         kind = "cuda" if device == "gpu" else "sim"
         raise AnalysisError(
             f"{root}: no results of '{spec}' on {device}; make them with `experiments run {spec} --device {kind} "
             f"-o {root.name}/DATE-{device}`."
         )
-    folder = there[-1]
-    return _recorded(folder, (folder / "experiment.json").stat().st_mtime_ns)
+    directory = found_in[-1]
+    return _recorded(directory, (directory / "experiment.json").stat().st_mtime_ns)
 
 
 def kept(*parts: str, device: str = "gpu") -> list[Path]:
-    """What has this name, plain or compressed, in the folders of `labels(device)`, oldest first."""
+    """The directories or files of this name, plain or compressed, in those of `labels(device)`, oldest first."""
     paths = (label.joinpath(*parts) for label in labels(device))
-    return [there for path in paths if (there := path if path.is_dir() else found(path))]
+    return [record for path in paths if (record := path if path.is_dir() else found(path))]
 
 
 def newest(*parts: str, device: str = "gpu") -> Path:
@@ -277,7 +273,7 @@ def newest(*parts: str, device: str = "gpu") -> Path:
 
     Raises AnalysisError when there is none.
     """
-    there = kept(*parts, device=device)
-    if not there:
+    records = kept(*parts, device=device)
+    if not records:
         raise AnalysisError(f"{repository.results()}: no {'/'.join(parts)} in the results of {device}.")
-    return there[-1]
+    return records[-1]

@@ -1,4 +1,4 @@
-"""Latency histograms: HdrHistogram's interval log (`latency.hlog`), as its Java and Rust libraries write it."""
+"""Latency histograms: HdrHistogram's interval log (`latency.hlog`), as written by its Java and Rust libraries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hdrh.histogram import HdrHistogram
 
 from vramlab_analysis.errors import AnalysisError, printable, read_bytes
 
-# Paths on which an allocator asks the driver: what a cold start pays and a steady state should not.
+# Paths on which an allocator calls the driver: expected during a cold start, not in a steady state.
 COLD_PATHS = ("driver_alloc", "driver_free", "collect", "steal", "retry")
-# A histogram of three digits up to a minute has 27,648.
+# The number of buckets of three digits up to a minute.
 MOST_BUCKETS = 1_000_000
 
 
@@ -41,10 +41,10 @@ def _decode(path: Path, line: int, text: str) -> tuple[Any, Any]:
     try:
         histogram = HdrHistogram.decode(text)
     except (binascii.Error, zlib.error, ValueError, TypeError, IndexError, EOFError) as error:
-        raise AnalysisError(f"{path}: line {line}: no histogram ({error}).") from error
-    except Exception as error:  # its own exceptions derive from nothing narrower
-        raise AnalysisError(f"{path}: line {line}: no histogram ({type(error).__name__}).") from error
-    # Only the buckets that hold something; its own iterator looks at every bucket up to the greatest value.
+        raise AnalysisError(f"{path}: line {line}: not a histogram ({error}).") from error
+    except Exception as error:  # its own exceptions have no narrower base
+        raise AnalysisError(f"{path}: line {line}: not a histogram ({type(error).__name__}).") from error
+    # Only non-empty buckets; its own iterator visits every bucket up to the greatest value.
     if histogram.encoder.payload.counts_len > MOST_BUCKETS:
         raise AnalysisError(f"{path}: line {line}: a histogram of {histogram.encoder.payload.counts_len:,} buckets.")
     counts = np.array([histogram.get_count_at_index(index) for index in range(histogram.encoder.payload.counts_len)])
@@ -56,13 +56,13 @@ def _decode(path: Path, line: int, text: str) -> tuple[Any, Any]:
 def load(path: str | Path) -> list[Recorded]:
     """The histograms of a log, in its order.
 
-    Raises AnalysisError when it is no log or holds no histogram.
+    Raises AnalysisError when it is not a log or has no histogram.
     """
     return parse(Path(path), read_bytes(Path(path)))
 
 
 def parse(path: Path, data: bytes) -> list[Recorded]:
-    """As `load`, of what the file holds."""
+    """As `load`, from the file's contents."""
     out = []
     for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
         if not line.strip() or line.startswith(("#", '"StartTimestamp')):
@@ -70,17 +70,17 @@ def parse(path: Path, data: bytes) -> list[Recorded]:
         fields = line.split(",")
         tag = fields.pop(0).removeprefix("Tag=") if line.startswith("Tag=") else "all.all"
         if len(fields) != 4:
-            raise AnalysisError(f"{path}: line {number}: no line of an HdrHistogram log; is it cut off?")
+            raise AnalysisError(f"{path}: line {number}: not a line of an HdrHistogram log; is it truncated?")
         operation, _, way = tag.partition(".")
         try:
             start, length = float(fields[0]), float(fields[1])
         except ValueError as error:
-            raise AnalysisError(f"{path}: line {number}: its interval is no number.") from error
+            raise AnalysisError(f"{path}: line {number}: its interval is not a number.") from error
         values, counts = _decode(path, number, fields[3])
         if len(counts):
             out.append(Recorded(printable(operation), printable(way), start, length, counts, values))
     if not out:
-        raise AnalysisError(f"{path}: holds no histogram.")
+        raise AnalysisError(f"{path}: no histogram.")
     return out
 
 
@@ -93,14 +93,14 @@ def merged(recorded: list[Recorded]) -> tuple[np.ndarray[Any, Any], np.ndarray[A
 
 
 def phase(one: Recorded, first_start: float, several: bool) -> str:
-    """`cold` or `steady`. Of several intervals the first is the cold one; with one, the path tells."""
+    """`cold` or `steady`. The first of several intervals is cold; with one interval the path decides."""
     if several:
         return "cold" if one.start_s <= first_start else "steady"
     return "cold" if one.path in COLD_PATHS else "steady"
 
 
 def spectrum(recorded: list[Recorded], by: str = "path") -> pl.DataFrame:
-    """Percentile spectrum: for each operation and `by` (`path`, `phase` or `all`) the value below which a share lies.
+    """Percentile spectrum: for each operation and `by` (`path`, `phase` or `all`) the value below each share.
 
     Columns: `operation`, `group`, `percentile` (0 to 1, of operations at or below), `value_ns`, `count` (of the group).
     """
@@ -115,7 +115,7 @@ def spectrum(recorded: list[Recorded], by: str = "path") -> pl.DataFrame:
         values, counts = merged(members)
         cumulative = np.cumsum(counts)
         total = int(cumulative[-1])
-        # A step function: each value holds from the share below it to the share at or below it.
+        # A step function: each value covers the shares from below it to at or below it.
         share = np.concatenate([[0.0], np.repeat(cumulative / total, 2)[:-1]])
         frame = pl.DataFrame({"percentile": share, "value_ns": np.repeat(values, 2)})
         columns = [pl.lit(operation).alias("operation"), pl.lit(name).alias("group"), pl.lit(total).alias("count")]
@@ -133,7 +133,7 @@ def phases(recorded: list[Recorded]) -> dict[str, list[Recorded]]:
 
 
 def percentile(recorded: list[Recorded], share: float) -> float:
-    """Value at or below which `share` (0 to 1) of all operations lie, in ns."""
+    """Value in ns that `share` (0 to 1) of all operations do not exceed."""
     values, counts = merged(recorded)
     cumulative = np.cumsum(counts)
     return float(values[np.searchsorted(cumulative, share * cumulative[-1], side="left").clip(max=len(values) - 1)])

@@ -1,4 +1,4 @@
-"""Histories of an allocator: operations of a run (`trace.jsonl`), lives of blocks and segments, levels over time."""
+"""An allocator's trace: operations of a run (`trace.jsonl`), lifetimes of blocks and segments, levels over time."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def load_trace(path: str | Path) -> pl.DataFrame:
 
 
 def parse_trace(path: Path, data: bytes) -> pl.DataFrame:
-    """As `load_trace`, of what the file holds."""
+    """As `load_trace`, from the file's contents."""
     from vramlab_analysis.records import read_lines
 
     trace = read_lines(path, TRACE_TYPES, required=("time_ns", "action", "size", "block", "stream", "path"), data=data)
     nowhere = trace.select((pl.col("addr").is_null() & (pl.col("action") != "oom")).arg_true()).to_series()
     if len(nowhere):
-        raise AnalysisError(f"{path}: line {int(nowhere[0]) + 1} has no addr; is it another kind of file, or cut off?")
+        raise AnalysisError(
+            f"{path}: line {int(nowhere[0]) + 1} has no addr; is it another kind of file, or truncated?"
+        )
     return trace
 
 
 def lives(trace: pl.DataFrame) -> pl.DataFrame:
     """One row for each block: `addr`, `size`, `block`, `stream`, `path`, `start_ns`, `end_ns` (null: never freed).
 
-    The free of an address precedes the next allocation there, so an address alone tells which free belongs to which
+    The free of an address precedes the next allocation there, so the address determines which free belongs to which
     allocation.
     """
     events = trace.filter(pl.col("action").is_in(["alloc", "free_requested"])).with_columns(
@@ -53,18 +55,18 @@ def lives(trace: pl.DataFrame) -> pl.DataFrame:
     )
     blocks = events.filter(pl.col("action") == "alloc")
     if blocks.is_empty():
-        raise AnalysisError("the history holds no allocation.")
+        raise AnalysisError("the trace has no allocation.")
     return blocks.rename({"time_ns": "start_ns"}).drop("action")
 
 
 def segments(calls: pl.DataFrame) -> pl.DataFrame:
     """Memory obtained from the device in one call, from `driver_calls.jsonl`: `addr`, `bytes`, `start_ns`, `end_ns`.
 
-    A pool of the driver shows no segments, so for `stream-ordered` there are none.
+    A CUDA memory pool has no segments, so `stream-ordered` has none.
     """
     events = calls.filter(pl.col("call").is_in(["mem_alloc", "mem_free"]) & pl.col("ok").fill_null(value=True))
     if events["addr"].has_nulls() or events.filter(pl.col("call") == "mem_alloc")["bytes"].has_nulls():
-        raise AnalysisError("driver_calls.jsonl has an allocation or a free without address or size; is it cut off?")
+        raise AnalysisError("driver_calls.jsonl has an allocation or a free without address or size; is it truncated?")
     events = events.with_columns(at=pl.col("start_ns") + pl.col("total_ns")).with_columns(
         end_ns=pl.when(pl.col("call").shift(-1).over("addr") == "mem_free").then(pl.col("at").shift(-1).over("addr"))
     )
@@ -85,7 +87,7 @@ def levels(trace: pl.DataFrame) -> pl.DataFrame:
 
 
 def reserved(calls: pl.DataFrame) -> pl.DataFrame:
-    """Bytes held from the device after each call that took or gave back memory: `time_ns`, `reserved`."""
+    """Reserved bytes after each driver call that allocated or released memory: `time_ns`, `reserved`."""
     held = segments(calls)
     ends = held.filter(pl.col("end_ns").is_not_null())
     changes = pl.concat(
@@ -117,7 +119,7 @@ def compacted(addr: Any, size: Any, gap: int = 2 * 2**20) -> tuple[Any, list[tup
 
 
 def window(steps: pl.DataFrame, first: int, last: int) -> tuple[int, int]:
-    """Times in ns from the end of the step before `first` to the end of `last` (numbers in the run, from 0)."""
+    """Times in ns from the end of the step preceding `first` to the end of `last` (numbers in the run, from 0)."""
     chosen = steps.filter(pl.col("index").is_between(max(first - 1, 0), last))
     if chosen.height < 2:
         raise AnalysisError(f"the run has {steps.height} steps, so steps {first} to {last} cannot be shown.")

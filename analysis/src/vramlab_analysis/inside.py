@@ -1,7 +1,7 @@
-"""Runs of PyTorch programs under its own allocators and ours, as `experiments/pytorch/campaign.py` measures them.
+"""Runs of PyTorch programs under its own allocators and ours, measured by `experiments/pytorch/campaign.py`.
 
-A file is JSON lines, compressed with xz: facts of the machine, then one record a run. Several calls of the campaign may
-have written it, each with a line of the machine.
+A file is JSON lines, compressed with xz: facts of the machine, then one record per run. Several calls of the campaign
+may have written it, each with a line of the machine.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ PROGRAMS = {
 class Runs:
     """The runs of one or more campaigns, in the order in which they ended.
 
-    A session is one build on one machine. Of a part, a program and an allocator the newest session counts; its times
-    are compared with those of native in the same session only.
+    A session is one build on one machine. For a part, a program and an allocator the newest session counts; its times
+    are compared only with native's in the same session.
     """
 
     machines: list[dict[str, Any]] = field(default_factory=list)
-    # Those of the newest sessions.
+    # Runs of the newest sessions.
     runs: list[dict[str, Any]] = field(default_factory=list)
-    # Those of older sessions, too.
+    # Runs of all sessions.
     every: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, *parts: str, program: str | None = None, arm: str | None = None) -> list[dict[str, Any]]:
-        """Runs that ended well or out of memory, of these parts (all if none is named), a program and an arm."""
+        """Runs that succeeded or ran out of memory, of these parts (default: all), a program and an arm."""
         return _chosen(self.runs, parts, program, arm)
 
     def beside(self, arm: str, base: str, part: str, program: str) -> list[dict[str, Any]]:
-        """Runs of `base` in the session from which those of `arm` are."""
+        """Runs of `base` in the session of the runs of `arm`."""
         sessions = {run["session"] for run in self.of(part, program=program, arm=arm)}
         return [run for run in _chosen(self.every, (part,), program, base) if run["session"] in sessions]
 
     def arms(self, runs: Iterable[dict[str, Any]]) -> list[str]:
         """The arms of some runs, in the order of figures."""
-        there = {run["arm"] for run in runs}
-        return [*(arm for arm in ARMS if arm in there), *sorted(there - set(ARMS))]
+        names = {run["arm"] for run in runs}
+        return [*(arm for arm in ARMS if arm in names), *sorted(names - set(ARMS))]
 
     def machine(self, *parts: str) -> str:
-        """Where the runs of these parts were made, in words."""
-        told = [self.machines[run["call"]] for run in self.of(*parts) if run["call"] is not None]
-        words = [f"{one['gpu']}, driver {driver(one)}, PyTorch {one['torch']}" for one in told if "gpu" in one]
-        return "; ".join(dict.fromkeys(words)) or "no machine is named"
+        """The machines of the runs of these parts, in words."""
+        machines = [self.machines[run["call"]] for run in self.of(*parts) if run["call"] is not None]
+        words = [f"{one['gpu']}, driver {driver(one)}, PyTorch {one['torch']}" for one in machines if "gpu" in one]
+        return "; ".join(dict.fromkeys(words)) or "unknown machine"
 
 
 def _chosen(
@@ -95,9 +95,9 @@ def _chosen(
 
 
 def driver(machine: dict[str, Any]) -> str:
-    """The release of a machine's driver, which some records have once for each GPU."""
-    found = re.match(r"[\d.]+", str(machine.get("driver")))
-    return found[0] if found else "?"
+    """The release of a machine's driver, which some records repeat for each GPU."""
+    release = re.match(r"[\d.]+", str(machine.get("driver")))
+    return release[0] if release else "?"
 
 
 def files() -> list[Path]:
@@ -108,10 +108,10 @@ def files() -> list[Path]:
 def load(*paths: Path) -> Runs:
     """The runs of some files, the newest last, or of all that are recorded.
 
-    Each run has the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs that a
-    session made twice, the last that ended counts.
+    Each run has the number of its `call` (an index of `machines`), its `session` and its `build`. Of runs
+    that a session repeated, the last counts.
 
-    Raises AnalysisError when a file is none of a campaign.
+    Raises AnalysisError when a file is not a record of a campaign.
     """
     found = Runs()
     by_id: dict[tuple[Any, str], dict[str, Any]] = {}
@@ -129,7 +129,7 @@ def load(*paths: Path) -> Runs:
                 by_id.pop((session, one["id"]), None)
                 by_id[session, one["id"]] = one | {"build": build, "call": call, "session": session}
             else:
-                raise AnalysisError(f"{path}: line {number}: no run of a campaign.")
+                raise AnalysisError(f"{path}: line {number}: not a run of a campaign.")
     found.every = list(by_id.values())
     newest = {(run["part"], run["program"], run["arm"]): run["session"] for run in found.every}
     found.runs = [run for run in found.every if newest[run["part"], run["program"], run["arm"]] == run["session"]]
@@ -137,7 +137,7 @@ def load(*paths: Path) -> Runs:
 
 
 def peak(run: dict[str, Any], what: str) -> int | None:
-    """Peak bytes of a run, by what is counted: reserved, active, allocated, requested."""
+    """Peak bytes of a run at a level: reserved, active, allocated or requested."""
     value = (run.get("stats") or {}).get(f"{what}_bytes.all.peak")
     return None if value is None else int(value)
 
@@ -150,10 +150,10 @@ def settled(run: dict[str, Any]) -> float | None:
 
 
 def span(values: Sequence[float], number: Any = lambda value: f"{value:,.0f}") -> str:
-    """Median of some values, with the least and the most where they differ."""
+    """Median of some values, with the least and the greatest if they differ."""
     if not values:
         return ""
-    low, middle, high = (number(one) for one in (min(values), statistics.median(values), max(values)))
+    low, middle, high = (number(value) for value in (min(values), statistics.median(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -170,30 +170,30 @@ def ratio(
     base: str = "native",
     of: Callable[[dict[str, Any]], float | None] = step,
 ) -> tuple[float, float, float] | None:
-    """Step time over that of `base`: the median, and the interval that holds it with 95 % (bootstrap over the runs).
+    """Step time over that of `base`: the median and its 95 % interval (bootstrap over the runs).
 
-    Runs of a repeat were made one after another, so each is compared with that of its repeat. None without two repeats.
+    Runs of a repeat were made in turn, so each is compared with the run of the same repeat. None without two repeats.
     """
-    ours, theirs = (
+    actual, expected = (
         {run.get("repeat", 0): value for run in some if (value := of(run))}
         for some in (runs.of(part, program=program, arm=arm), runs.beside(arm, base, part, program))
     )
-    both = sorted(ours.keys() & theirs.keys())
+    both = sorted(actual.keys() & expected.keys())
     if len(both) < 2:
         return None
-    ratios = np.array([ours[repeat] / theirs[repeat] for repeat in both])
+    ratios = np.array([actual[repeat] / expected[repeat] for repeat in both])
     drawn = np.random.default_rng(0).integers(0, len(ratios), (4000, len(ratios)))
     low, high = np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975))
     return float(np.median(ratios)), float(low), float(high)
 
 
 def turns(runs: Runs, arm: str, key: str = "ns") -> tuple[float, float, float]:
-    """What a call takes over native's in the same turn: lower quartile, median, upper quartile of all turns."""
+    """Time of a call over native's in the same turn: lower quartile, median, upper quartile of all turns."""
     native = {run.get("repeat", 0): run[key] for run in runs.beside(arm, "native", "empty", "empty")}
     over = [
-        ours / theirs
+        ns / base
         for run in runs.of("empty", arm=arm)
-        for ours, theirs in zip(run[key], native[run.get("repeat", 0)], strict=True)
+        for ns, base in zip(run[key], native[run.get("repeat", 0)], strict=True)
     ]
     low, middle, high = np.quantile(over, (0.25, 0.5, 0.75))
     return float(low), float(middle), float(high)
@@ -214,16 +214,16 @@ def second_pass(run: dict[str, Any]) -> float | None:
 
 
 def same_losses(runs: Runs, program: str, arm: str) -> str:
-    """Whether an arm's losses are native's to the bit, where native's are always the same."""
-    native, ours = (
+    """Whether an arm's losses equal native's in all bits, if native's runs agree."""
+    native, actual = (
         {tuple(run["losses"]) for run in some if run["status"] == "ok"}
         for some in (runs.beside(arm, "native", "timed", program), runs.of("timed", program=program, arm=arm))
     )
-    if not native or not ours:
+    if not native or not actual:
         return "not run"
     if len(native) > 1:
         return "native's differ from run to run"
-    return "the same" if ours == native else "differ"
+    return "the same" if actual == native else "differ"
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Point:
 
 
 def curve(runs: Runs, program: str, arm: str) -> list[Point]:
-    """What came of each limit, the smallest first, where the allocator kept within it."""
+    """The step time within each limit that the allocator respected, the smallest first."""
     points = {
         run["over_active"]: Point(run["over_active"], None if run["status"] == "oom" else run["ms"])
         for run in runs.of("curve", program=program, arm=arm)
@@ -246,7 +246,7 @@ def curve(runs: Runs, program: str, arm: str) -> list[Point]:
 
 
 def beyond(run: dict[str, Any]) -> bool:
-    """Whether a run reserved more than its limit. A driver's pool holds a limit on what is allocated, not on itself."""
+    """Whether a run reserved more than its limit. A CUDA memory pool limits allocated memory, not reserved memory."""
     return bool(run["status"] == "ok" and (peak(run, "reserved") or 0) > run["limit"])
 
 
@@ -259,7 +259,7 @@ def unlimited(runs: Runs, program: str, arm: str) -> float | None:
 def over_unlimited(runs: Runs, program: str, arm: str) -> dict[float, float]:
     """Step time within each limit that ran, over native's without one, the smallest limit first.
 
-    Raises AnalysisError where native was not run beside it.
+    Raises AnalysisError when native did not run in that session.
     """
     base = unlimited(runs, program, arm)
     if base is None:
@@ -268,13 +268,13 @@ def over_unlimited(runs: Runs, program: str, arm: str) -> dict[float, float]:
 
 
 def smallest(points: Sequence[Point]) -> float | None:
-    """The smallest limit that ran, below which no larger one failed."""
-    found = None
+    """The smallest limit that ran, if every larger one ran."""
+    least = None
     for point in reversed(points):
         if point.ms is None:
             break
-        found = point.over_active
-    return found
+        least = point.over_active
+    return least
 
 
 def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
@@ -311,7 +311,7 @@ def draw_curves(runs: Runs, programs: Sequence[str]) -> Figure:
 
 
 def draw_coverage(runs: Runs) -> Figure:
-    """How many runs there are of each program and allocator."""
+    """The number of runs of each program and allocator."""
     programs = [*PROGRAMS, "usual", "checks", "empty"]
     counts = np.zeros((len(programs), len(ARMS)), dtype=int)
     for row, program in enumerate(programs):
@@ -323,7 +323,7 @@ def draw_coverage(runs: Runs) -> Figure:
         axes.text(column, row, str(count) if count else "·", ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(ARMS)), list(ARMS), rotation=25, ha="right", fontsize=7)
     axes.set_yticks(range(len(programs)), [PROGRAMS.get(one, one) for one in programs], fontsize=7)
-    axes.set_title("runs that ended, by program and allocator")
+    axes.set_title("completed runs by program and allocator")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The table of losses: what each type of values costs, and how far trainer and PyTorch are apart in the same type."""
+"""The table of losses: the cost of each type, and the difference of trainer and PyTorch in the same type."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import polars as pl
 from vramlab_analysis.records import Run, losses_of
 from vramlab_analysis.steps import TYPES, UNSAID, aligned, arithmetic, gather
 
-# Runs compare where these are equal: the same network, batches and rate.
+# Runs with equal values are compared: the same network, batches and rate.
 WORK = ["dataset", "layers", "hidden", "batch", "lr", "seed", "init"]
-# How they compute.
+# Types of values.
 HOW = ["dtype", "accumulate", "weights", "loss_scale"]
 EARLY = 100
 
 
 def frame(runs: list[Run]) -> pl.DataFrame:
-    """One row for each run, those of a type side by side.
+    """One row for each run, sorted by type.
 
     Columns: those of `WORK` and `HOW`; `program`, `device`, `steps`; `last`, the mean loss of the last tenth of the
     steps; `to_f32`, what is added to it against the program's own f32 run, as a share; `to_other`, the same against the
@@ -41,13 +41,17 @@ def frame(runs: list[Run]) -> pl.DataFrame:
         other = "pytorch" if program == "trainer" else "trainer"
         plain = kinds.get((program, *work, "f32", "f32", "master", 1.0))
         alike = kinds.get((other, *work, *how))
-        told: dict[str, Any] = {"to_f32": _added(row, plain[0]) if plain else None, "to_other": None, "early": None}
+        differences: dict[str, Any] = {
+            "to_f32": _added(row, plain[0]) if plain else None,
+            "to_other": None,
+            "early": None,
+        }
         if alike and row["shared"] and alike[0]["shared"]:
             ones, others = (part.head(EARLY) for part in (losses, alike[1]))
             length = min(len(ones), len(others))
-            apart = ((ones.head(length) - others.head(length)) / others.head(length)).abs()
-            told |= {"to_other": _added(row, alike[0]), "early": apart.max()}
-        rows.append(row | told)
+            relative = ((ones.head(length) - others.head(length)) / others.head(length)).abs()
+            differences |= {"to_other": _added(row, alike[0]), "early": relative.max()}
+        rows.append(row | differences)
     order = pl.col("dtype").replace_strict(TYPES, default=len(TYPES))
     table = pl.DataFrame(rows, infer_schema_length=None, strict=False).with_columns(rank=order)
     return table.sort(*WORK, "rank", "accumulate", "weights", "loss_scale", "program").drop("rank", "shared")
@@ -59,7 +63,7 @@ def _mean(values: pl.Series) -> float | None:
 
 
 def _added(row: dict[str, Any], base: dict[str, Any]) -> float | None:
-    """What is added to the last loss of `base`, as a share of it; None where one of them has none."""
+    """The change from the last loss of `base`, as a share of it; None if one of them has none."""
     return float(row["last"] / base["last"] - 1) if row["last"] is not None and base["last"] else None
 
 

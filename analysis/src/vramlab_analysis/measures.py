@@ -1,4 +1,4 @@
-"""What one run comes to: the figures by which runs are compared."""
+"""Measures of a run, by which runs are compared."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import polars as pl
 
-from vramlab_analysis.calls import MEMORY_CALLS, account, told_per
+from vramlab_analysis.calls import MEMORY_CALLS, account, counted_per
 from vramlab_analysis.records import Run
 
 
 def step_times(run: Run, skip: int | None = None) -> pl.Series:
     """Host time of each training step in ns, without the first of each epoch and the first `skip` of the run.
 
-    A step's time is from the end of the step before, as the host saw it. Where the host waits for the device nowhere,
-    single steps say when the work was queued; their mean over many is the pace, because the queue is bounded.
-    Without `skip` a quarter of the run is left out, at most 100 steps.
+    A step's time starts at the end of the previous step on the host. If the host never waits for the device, single
+    steps measure queueing; their mean over many is the pace, because the queue is bounded.
+    By default a quarter of the run is skipped, at most 100 steps.
     """
     steps = run.steps
     if "host_ns" not in steps.columns:
@@ -28,9 +28,9 @@ def step_times(run: Run, skip: int | None = None) -> pl.Series:
 def train_pace(run: Run) -> float | None:
     """Microseconds of one training step: median over the epochs after the first.
 
-    On a GPU by the GPU's own events, `train_device_s` over the steps: what the host does before the first launch and
-    after the last is not in it, and that differs between programs. Elsewhere by the host's clock, `train_s` over the
-    steps. None where the record has neither (both are younger than the other fields).
+    On a GPU by GPU events, `train_device_s` over the steps: it excludes the host's work before the first launch
+    and after the last, which differs between programs. Otherwise by the host's clock, `train_s` over the steps. None if
+    the record has neither (older records lack both).
     """
     epochs = run.epochs
     fields = ["train_device_s", "train_s"] if run.summary["device"].get("kind") == "cuda" else ["train_s"]
@@ -43,7 +43,7 @@ def train_pace(run: Run) -> float | None:
 
 
 def epoch_pace(run: Run) -> float | None:
-    """Microseconds a step takes with its share of validation: median over the epochs after the first."""
+    """Microseconds of a step with its share of validation: median over the epochs after the first."""
     epochs = run.epochs
     chosen = epochs.slice(1) if epochs.height > 1 else epochs
     value = (chosen["wall_s"] * 1e6 / chosen["steps"]).median()
@@ -51,14 +51,14 @@ def epoch_pace(run: Run) -> float | None:
 
 
 def measures(run: Run) -> dict[str, Any]:
-    """Comparable figures of a run; None where its record does not tell.
+    """Comparable measures of a run; None if its record lacks them.
 
-    Times are microseconds, memory bytes. `step_us` is `train_pace`, or, where the record does not tell, the median of
-    `step_times` (with `--sync never` their mean); `step_p10_us` and `step_p90_us` are the spread of single steps, which
-    is known where the host waits for each and the record has its table of steps; `epoch_step_us` contains validation.
-    Of driver calls `driver_calls`, `blocked_us`, `blocked_in` (the call that waited most), and of those that take or
-    give memory `memory_calls` and `memory_us` are of one training step; under `epoch_` they are of one epoch with its
-    validation, which is all that older records tell. `allocations` are those of the whole run.
+    Times are microseconds, memory bytes. `step_us` is `train_pace`, or else the median of `step_times` (with `--sync
+    never` their mean). `step_p10_us` and `step_p90_us` are the spread of single steps; they need a host that waits for
+    each step and a table of steps. `epoch_step_us` includes validation. Per training step: `driver_calls`,
+    `blocked_us`, `blocked_in` (the call that blocked longest), and of memory calls `memory_calls` and `memory_us`;
+    under `epoch_` the same per epoch with its validation, the only counts of older records. `allocations` counts the
+    whole run.
     """
     summary = run.summary
     times = step_times(run) if run.has_steps else pl.Series(dtype=pl.Int64)
@@ -74,9 +74,9 @@ def measures(run: Run) -> dict[str, Any]:
         "epoch_step_us": epoch_pace(run),
         "steps_done": run.steps.height if run.has_steps else int(run.epochs["steps"].sum()),
     }
-    told = told_per(run)
+    period = counted_per(run)
     for per, before in (("step", ""), ("epoch", "epoch_")):
-        known = told is not None and (per == "epoch" or told == "step")
+        known = period is not None and (per == "epoch" or period == "step")
         out |= {before + key: one for key, one in _calls(account(run, per=per) if known else None).items()}
     for level in ("reserved", "active", "allocated", "requested"):
         out[f"peak_{level}_bytes"] = run.statistic(f"{level}_bytes.all.peak")
@@ -88,7 +88,7 @@ def measures(run: Run) -> dict[str, Any]:
         most = max(rows, key=lambda row: row["count"], default=None)
         for name in ("p50_ns", "p99_ns"):
             value = most and most.get(name)
-            # On a simulated device only driver calls take time; what took none was not measured.
+            # On a simulated device only driver calls take time; 0 means not measured.
             out[f"{operation}_{name}"] = None if run.simulated and not value else value
     last = summary["epochs"][-1]
     out |= {
@@ -120,12 +120,12 @@ def _quantile(values: pl.Series, share: float) -> float | None:
     return None if quantile is None else float(quantile) / 1e3
 
 
-# From so many repeats on their spread is their middle half: single runs of a shared host lie far out.
+# The number of repeats from which the spread is the middle half: single runs on a shared host are outliers.
 MANY = 10
 
 
 def spread(values: pl.Series) -> tuple[float, float]:
-    """How far repeats lie apart: the least and the greatest, of `MANY` and more the bounds of the middle half."""
+    """The spread of repeats: the least and the greatest, or from `MANY` repeats the bounds of the middle half."""
     numbers = values.drop_nulls().cast(pl.Float64)
     low, high = (0.25, 0.75) if len(numbers) >= MANY else (0.0, 1.0)
     return tuple(numbers.quantile(share, "linear") for share in (low, high))  # type: ignore[return-value]
@@ -147,8 +147,8 @@ def middle(frame: pl.DataFrame, by: list[str], value: str) -> pl.DataFrame:
 
 
 def medians(frame: pl.DataFrame, by: list[str]) -> pl.DataFrame:
-    """One row for the repeats of each group: medians of numbers, of other columns what the first of them says."""
+    """One row for the repeats of each group: medians of numbers, the first value of other columns."""
     numbers = [name for name, kind in frame.schema.items() if kind.is_numeric() and name not in by]
     others = [name for name in frame.columns if name not in by and name not in numbers]
-    told = frame.group_by(by, maintain_order=True).agg(pl.col(numbers).median(), pl.col(others).first())
-    return told.select(frame.columns)
+    grouped = frame.group_by(by, maintain_order=True).agg(pl.col(numbers).median(), pl.col(others).first())
+    return grouped.select(frame.columns)

@@ -1,7 +1,7 @@
-"""What the notebooks share: which results they read, and how figures and sentences get onto the page.
+"""Functions that all notebooks use: reading results, and showing figures, sentences and verdicts.
 
-A sentence in a notebook takes its numbers from the data of the cell, so that results recorded again change the sentence
-and not only the figure above it.
+A sentence in a notebook takes its numbers from the data of the cell, so new records change the sentence as well as the
+figure above it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from matplotlib.figure import Figure
 from vramlab_analysis import measures, style
 from vramlab_analysis.errors import AnalysisError
 from vramlab_analysis.experiments import Experiment, results
+from vramlab_analysis.pages.registry import markdown
 from vramlab_analysis.plots import bars
 from vramlab_analysis.plots.cells import matrix as cells_of
 
-# The recorded results that are drawn, the GPU's first. DEVICES=sim reads only those of the simulator.
+# The recorded results that are drawn, the GPU's first. DEVICES=sim reads only simulated results.
 DEVICES = os.environ.get("DEVICES", "gpu,sim").split(",")
 
 
 def complete(spec: str, device: str) -> Experiment:
     """The results of a spec on `gpu` or `sim`.
 
-    Raises AnalysisError when some are missing, so that the notebook fails and no figure lacks a part unseen.
+    Raises AnalysisError when some are missing, so that no figure lacks a part unnoticed.
     """
     experiment = results(spec, device)
     if missing := experiment.missing():
         raise AnalysisError(
             f"{experiment.directories[0]}: {len(missing)} of the planned runs are missing or failed, such as "
-            f"{missing[0]}; `experiments run {spec}` goes on where it was."
+            f"{missing[0]}; `experiments run {spec}` continues it."
         )
     return experiment
 
@@ -45,20 +46,18 @@ def each(spec: str) -> list[tuple[str, Experiment]]:
 
 
 def show(figure: Figure) -> None:
-    """Puts a figure on the page, as PNG of the same bytes each time."""
+    """Shows a figure, as PNG of the same bytes each time."""
     display(Image(data=style.png(figure, dpi=100)))  # type: ignore[no-untyped-call]
 
 
 def say(*sentences: str) -> None:
-    """Puts a paragraph on the page (Markdown)."""
+    """Shows a paragraph of Markdown."""
     display(Markdown(" ".join(sentence.strip() for sentence in sentences)))  # type: ignore[no-untyped-call]
 
 
 def rows(head: Sequence[str], body: Iterable[Sequence[Any]]) -> None:
-    """Puts a table on the page. Numbers come as text, with their units."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(["---", *["--:"] * (len(head) - 1)]) + "|"]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in body]
-    display(Markdown("\n".join(lines)))  # type: ignore[no-untyped-call]
+    """Shows a table. Numbers are texts with their units."""
+    display(Markdown(markdown(head, (map(str, row) for row in body))))  # type: ignore[no-untyped-call]
 
 
 def verdict(
@@ -69,65 +68,66 @@ def verdict(
     most: float = math.inf,
     number: Callable[[float], str] = lambda value: f"{value:g}",
 ) -> None:
-    """Puts a statement on the page with whether its figures bear it out: each is at least `least` and at most `most`.
+    """Shows whether values confirm a statement: each is at least `least` and at most `most`.
 
-    `figures` are named after what they were measured of. Where one is outside, the statement turns red and the figure
-    that lies farthest outside stands beside it.
+    `figures` has the values by the names of their cells. A refuted statement is red, with the value farthest outside.
 
-    Raises AnalysisError without figures, for then nothing was tested.
+    Raises AnalysisError without values, because then nothing was tested.
     """
     known = {name: value for name, value in figures.items() if value is not None and not math.isnan(value)}
     if not known or len(known) < len(figures):
-        raise AnalysisError(f"'{statement}': {len(figures) - len(known)} of its {len(figures)} figures are not there.")
+        raise AnalysisError(f"'{statement}': {len(figures) - len(known)} of its {len(figures)} values are missing.")
     bounds = [f"at least {number(least)}"] if least > -math.inf else []
     bounds += [f"at most {number(most)}"] if most < math.inf else []
     outside = {name: max(value - most, least - value) for name, value in known.items()}
     farthest = max(outside, key=outside.__getitem__)
     refuted = [name for name, by in outside.items() if by > 0]
-    colour, mark, word = ("#c81e1e", "🔴", "Does not hold") if refuted else ("#1a7f37", "🟢", "Holds")
-    beside = f"{number(known[farthest])}, {farthest}"
+    colour, mark, word = ("#c81e1e", "🔴", "Refuted") if refuted else ("#1a7f37", "🟢", "Confirmed")
+    shown = f"{number(known[farthest])}, {farthest}"
     if len(known) > 1:
         count = (
-            f"In {len(refuted)} of {len(known)} it is not; the farthest" if refuted else f"Of {len(known)} the nearest"
+            f"{len(refuted)} of {len(known)} outside; farthest"
+            if refuted
+            else f"{len(known)} values; nearest to the bound"
         )
-        beside = f"{count} is {beside}"
-    said = f"{mark} **{word}:** {statement} ({' and '.join(bounds)}). {beside}."
-    display(Markdown(f'<span style="color:{colour}">{said}</span>'))  # type: ignore[no-untyped-call]
+        shown = f"{count} {shown}"
+    text = f"{mark} **{word}:** {statement} ({' and '.join(bounds)}). {shown}."
+    display(Markdown(f'<span style="color:{colour}">{text}</span>'))  # type: ignore[no-untyped-call]
 
 
 def matrices(frames: Mapping[str, pl.DataFrame], *, title: str, **drawing: Any) -> None:
-    """Draws a `cells.matrix` for each device; one that says the same as the first in every cell is not drawn again."""
+    """Draws a `cells.matrix` for each device, except those that equal the first in every cell."""
     keys, number = [drawing["row"], drawing["column"]], drawing["number"]
     shown: list[list[tuple[Any, ...]]] = []
     for device, frame in frames.items():
         cells = frame.select(*keys, pl.col(drawing["value"]).map_elements(number, pl.String)).sort(keys).rows()
         shown.append(cells)
         if cells == shown[0] and len(shown) > 1:
-            say(f"**{device}: {title}.** Each cell is as above.")
+            say(f"**{device}: {title}.** All cells equal those above.")
         else:
             show(cells_of(frame, title=f"{device}: {title}", **drawing))
 
 
 def tables(head: Sequence[str], bodies: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-    """Puts a table for each device on the page; after the first only the rows that differ from it."""
+    """Shows a table for each device; after the first only the rows that differ from it."""
     first = next(iter(bodies.values()))
     for device, body in bodies.items():
         unlike = body if body is first else [row for row in body if row not in first]
-        said = "." if body is first else ", where it differs." if unlike else " says the same in each row."
-        say(f"**{device}**{said}")
+        note = "." if body is first else ", rows that differ." if unlike else ": all rows are equal."
+        say(f"**{device}**{note}")
         if unlike:
             rows(head, unlike)
 
 
 def us(microseconds: float) -> str:
-    """A time given in microseconds, in the unit that suits it."""
+    """A time in microseconds, shown in the unit that fits."""
     return style.si_time(1e3 * microseconds)
 
 
 def spread(frame: pl.DataFrame, value: str, **where: Any) -> str:
     """Median of times in microseconds over the rows where columns have these values, with `measures.spread`."""
     middle = us(bars.value_of(frame, value, **where))
-    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value]
+    chosen = frame.filter([pl.col(column) == expected for column, expected in where.items()])[value]
     low, high = map(us, measures.spread(chosen))
     return middle if low == high else f"{middle} ({low} to {high})"
 
@@ -138,6 +138,6 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def change(now: float, before: float) -> str:
-    """How much more or less `now` is than `before`, in words: `12 % more`."""
-    apart = now / before - 1
-    return "as much" if abs(apart) < 0.005 else f"{abs(apart) * 100:.0f} % {'more' if apart > 0 else 'less'}"
+    """The change from `before` to `now` in words: `12 % more`."""
+    share = now / before - 1
+    return "as much" if abs(share) < 0.005 else f"{abs(share) * 100:.0f} % {'more' if share > 0 else 'less'}"

@@ -1,4 +1,4 @@
-"""Files that users name: each appears under its name when it is whole, or not at all.
+"""Output files that users name: each is written atomically.
 
 The same rules as the programs' (`vramlab::output` in Rust): what is written goes to a new file beside the target, under
 a name that is drawn, and takes the target's name at the end. Only regular files are replaced. Folders, device nodes,
@@ -31,37 +31,37 @@ def _umask() -> int:
 def check(path: Path) -> int:
     """The permission bits that a file written to `path` will have.
 
-    Raises AnalysisError when no file can be written there: it is no regular file, or its folder is not there.
+    Raises AnalysisError when `path` cannot be written: it is not a regular file, or its directory does not exist.
     """
     given = str(path)
     if given in ("-", "/dev/stdout", "/dev/stderr", "/dev/stdin") or given.startswith(("/dev/fd/", "/proc/self/fd/")):
-        raise AnalysisError(f"{path}: is a stream, and this output appears when it is whole; name a file.")
+        raise AnalysisError(f"{path}: is a stream, and this output is written atomically; name a file.")
     if not path.name:
         raise AnalysisError(f"{path}: is a directory; name a file in it.")
     try:
-        there = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise AnalysisError(
-                f"{path}: cannot be written, for there is no folder {path.parent}; make it first."
+                f"{path}: cannot be written, because the directory {path.parent} does not exist; make it first."
             ) from None
         return 0o666 & ~_umask()
     except (OSError, ValueError) as error:
         raise AnalysisError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error}).") from error
-    if stat.S_ISLNK(there.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         raise AnalysisError(f"{path}: is a symbolic link to {os.readlink(path)}; name the file itself.")
-    if stat.S_ISDIR(there.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise AnalysisError(f"{path}: is a directory; name a file in it.")
     for is_one, words in _SPECIAL:
-        if is_one(there.st_mode):
-            raise AnalysisError(f"{path}: is {words}, and the output would take its place; name a file.")
+        if is_one(status.st_mode):
+            raise AnalysisError(f"{path}: is {words}, and the output would replace it; name a file.")
     if not os.access(path, os.W_OK):
         raise AnalysisError(f"{path}: cannot be written (its permissions do not allow it); name another file.")
-    return stat.S_IMODE(there.st_mode)
+    return stat.S_IMODE(status.st_mode)
 
 
 def folder(path: Path) -> None:
-    """Makes a folder and those above it.
+    """Makes a directory and its parents.
 
     Raises AnalysisError when it cannot be made.
     """
@@ -69,13 +69,13 @@ def folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise AnalysisError(f"{path}: no folder can be made there ({reason}).") from error
+        raise AnalysisError(f"{path}: the directory cannot be made ({reason}).") from error
 
 
 def write(path: Path, data: bytes | str) -> None:
-    """Writes a whole file, in place of a regular file of that name.
+    """Writes a file atomically, replacing a regular file of that name.
 
-    Raises AnalysisError when it cannot be written; then what was there is as it was, and nothing else is left.
+    Raises AnalysisError when it cannot be written; then the old file is unchanged, and no other file remains.
     """
     mode = check(path)
     try:
@@ -88,7 +88,7 @@ def write(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
             os.fchmod(file.fileno(), mode)
-        check(path)  # it may have taken long to come here
+        check(path)  # the target may have changed since the first check
         os.replace(part, path)
     except BaseException as error:
         os.unlink(part)

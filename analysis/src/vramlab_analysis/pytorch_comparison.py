@@ -1,4 +1,4 @@
-"""The whole training step beside PyTorch's fastest, as `experiments/baselines/train_beside.py` records it."""
+"""Training steps of the trainer and of PyTorch's modes, recorded by `experiments/pytorch/baselines/train_beside.py`."""
 
 from __future__ import annotations
 

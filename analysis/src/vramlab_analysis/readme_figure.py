@@ -1,4 +1,4 @@
-"""Draws the figures of the documents from the recorded results, for readers who have no Python.
+"""Draws the figures of the documents from the recorded results.
 
 From the repository's root: `vramlab-analysis readme-figures`.
 """
@@ -42,7 +42,7 @@ def gpu(result: Attribution) -> str:
 def under_the_profiler(allocator: str, result: Attribution, length_ns: int) -> tuple[float, float]:
     """Microseconds of a captured step, and of the same step without the profiler: the median of the runs of `latency`.
 
-    Raises AnalysisError when those runs did other work than the captured one.
+    Raises AnalysisError when those runs did different work.
     """
     paces = []
     about = own_trace.read(Path(result.capture.path)).about["settings"]
@@ -50,18 +50,18 @@ def under_the_profiler(allocator: str, result: Attribution, length_ns: int) -> t
         other = [key for key in SAME_WORK if key in about and about[key] != entry.record.settings.get(key)]
         pace = train_pace(entry.record)
         if other or pace is None:
-            raise AnalysisError(f"{entry.path}: not the work of {result.capture.path} ({', '.join(other)}).")
+            raise AnalysisError(f"{entry.path}: different work than {result.capture.path} ({', '.join(other)}).")
         paces.append(pace)
     return length_ns / 1e3, statistics.median(paces)
 
 
 def three_timelines() -> Figure:
-    """One training step under each allocator on one scale of time, and how much of each is the profiler's own time."""
+    """One training step under each allocator on one scale of time, and the profiler's share of each."""
     windows, titles = [], []
     for allocator in ("naive", "caching", "stream-ordered"):
         result = captured(allocator)
         shown = timeline.window(result)
-        # Single operations have their marks below; the outer ranges say where in the step they are.
+        # Single operations have their marks below; the outer ranges show their part of the step.
         shown.ranges = shown.ranges[1:OUTER]
         profiled, plain = under_the_profiler(allocator, result, shown.length)
         windows.append(shown)
@@ -80,7 +80,7 @@ def three_timelines() -> Figure:
 
 
 def time_graph() -> Figure:
-    """Step time against width, ours and PyTorch's, with the ratio below."""
+    """Step time against width, the trainer's and PyTorch's, with the ratio below."""
     experiment = results("width", "gpu")
     title = f"{experiment.machine}: batch 32, 4 layers, f32; below: ratio to caching"
     return lines.width(experiment.frame(), title=title)
@@ -163,9 +163,9 @@ def predictions() -> Figure:
     return headlines.stacked(title, rows, parts, labels, unit="share of predictions, %; PyTorch 2.11 on an H200")
 
 
-# What tells the work of two runs apart.
+# Settings that distinguish the work of two runs.
 SAME_WORK = ("allocator", "dataset", "hidden", "layers", "batch", "sync", "loader", "dtype", "gemm", "launch", "fuse")
-# Levels of ranges that a picture of whole steps has: the step, its parts, the layers.
+# Levels of ranges in a picture of whole steps: the step, its parts, the layers.
 OUTER = 4
 DRAWN: dict[str, Callable[[], Figure]] = {
     "memory_calls.svg": memory_calls,

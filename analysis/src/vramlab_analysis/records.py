@@ -1,4 +1,4 @@
-"""Run records: the directory that `trainer` and the PyTorch programs leave, as data frames.
+"""Run records: the directories that `trainer` and the PyTorch programs write, as data frames.
 
 `schema.md` beside this file describes every field.
 """
@@ -55,7 +55,7 @@ DRIVER_CALL_TYPES = {
 
 @dataclass(frozen=True)
 class Run:
-    """One run record. What is in `summary.json` is there at once; the other files are read when they are asked for."""
+    """One run record. `summary.json` is read immediately, the other files on first use."""
 
     path: Path
     summary: dict[str, Any]
@@ -73,23 +73,23 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """The allocator, and for PyTorch the mode: the name under which a figure knows its colour."""
+        """The allocator, and for PyTorch the mode: the name that selects a colour in figures."""
         mode = self.settings.get("mode")
         return f"pytorch-{mode}" if self.allocator == "pytorch" and mode else self.allocator
 
     @property
     def device(self) -> str:
-        """Name of the device, as `NVIDIA H200 (simulated)`."""
+        """Name of the device, such as `NVIDIA H200 (simulated)`."""
         return str(self.summary["device"]["name"])
 
     @property
     def simulated(self) -> bool:
-        """Whether its times are a simulated device's: only driver calls and the device's work take any."""
+        """Whether its times are simulated: only driver calls and the device's work take time."""
         return bool(self.summary["device"].get("virtual_time") or self.summary.get("clock") == "virtual")
 
     @property
     def label(self) -> str:
-        """The run in a few words: what of its settings a reader of a figure asks for."""
+        """The run in a few words: the settings that a figure should name."""
         settings = self.settings
         words = [self.arm, f"{settings['layers']} layers of {settings['hidden']}", f"batch {settings['batch']}"]
         if settings.get("dtype", "f32") != "f32":
@@ -102,18 +102,18 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it ran to its end. A killed run stays `running`."""
+        """Whether it completed. A killed run remains `running`."""
         return bool(self.summary["status"] == "finished")
 
     @cached_property
     def left_out(self) -> list[str]:
-        """What was not kept when the experiment was packed: files, and parts of files as `steps.csv:host_ns`."""
+        """Files, and parts of files such as `steps.csv:host_ns`, that were left out when the experiment was packed."""
         path = found(self.path.parent.parent / "experiment.json")
         left: list[str] = schema.read(path, "an experiment", schema.EXPERIMENT).get("left_out", []) if path else []
         return left
 
     def _file(self, name: str, how: str) -> tuple[Path, bytes]:
-        """A file of the record: its name, and its contents."""
+        """The name and the contents of a file of the record."""
         path = found(self.path / name)
         if path is None:
             how = "it was left out when the experiment was packed" if name in self.left_out else how
@@ -121,12 +121,12 @@ class Run:
         return path, read_bytes(path)
 
     def has(self, name: str) -> bool:
-        """Whether the record holds a file of that name, plain or compressed."""
+        """Whether the record has a file of that name, plain or compressed."""
         return found(self.path / name) is not None
 
     @property
     def has_steps(self) -> bool:
-        """Whether the record holds its table of steps, which a spec need not keep."""
+        """Whether the record has a table of steps, which a spec may leave out."""
         return self.has(self.summary.get("step_losses", "steps.csv"))
 
     @cached_property
@@ -139,11 +139,11 @@ class Run:
         if not rows:
             status = self.summary["status"]
             why = {
-                "running": "it was killed, or still runs",
+                "running": "it was killed, or is still running",
                 "interrupted": "it was interrupted",
                 "failed": f"it failed: {self.summary.get('error', 'no reason given')}",
             }.get(status, f"its status is {status}")
-            raise AnalysisError(f"{self.path}: the run ended no epoch ({why}), so there is nothing to draw.")
+            raise AnalysisError(f"{self.path}: no epoch was completed ({why}).")
         present = [key for key in EPOCH_TYPES if any(key in row for row in rows)]
         return pl.DataFrame(rows, schema={key: EPOCH_TYPES[key] for key in present}, strict=False)
 
@@ -166,15 +166,15 @@ class Run:
         if missing:
             raise AnalysisError(f"{path}: not the table of steps, columns {', '.join(sorted(missing))} are missing.")
         if frame.is_empty():
-            raise AnalysisError(f"{path}: no step was finished, so there is nothing to draw.")
+            raise AnalysisError(f"{path}: no step was completed.")
         if "loss" in frame.columns:
             if frame["loss"].is_null().all():
-                raise AnalysisError(f"{path}: no step has a loss, so there is nothing to draw.")
+                raise AnalysisError(f"{path}: no step has a loss.")
             if ((frame["loss"].abs() > 1e39) & frame["loss"].is_finite()).any():
-                raise AnalysisError(f"{path}: a loss is beyond what an f32 can hold.")
+                raise AnalysisError(f"{path}: a loss is beyond the range of f32.")
         for column in ("epoch", "step", "host_ns"):
             if column in frame.columns and frame[column].has_nulls():
-                raise AnalysisError(f"{path}: not the table of steps, a row has no {column}; is it cut off?")
+                raise AnalysisError(f"{path}: not the table of steps, a row has no {column}; is the file truncated?")
         in_range(path, frame.select(column for column in STEP_TYPES if column in frame.columns and column != "loss"))
         return frame.select(column for column in STEP_TYPES if column in frame.columns).with_row_index("index")
 
@@ -183,7 +183,7 @@ class Run:
         if epoch is None:
             calls = self.summary.get("driver_calls", {})
         else:
-            _ = self.epochs  # says why there is none
+            _ = self.epochs  # raises with the reason
             of = self.summary["epochs"]
             calls = of[epoch if epoch < 0 else epoch - 1].get("driver_calls", {})
         columns = {"call": pl.String, "count": pl.Int64, "total_ns": pl.Int64, "blocked_ns": pl.Int64}
@@ -192,7 +192,7 @@ class Run:
 
     @property
     def latency(self) -> pl.DataFrame:
-        """Rows of `latency`: operation, path, count and percentiles in ns. Empty where none were recorded."""
+        """Rows of `latency`: operation, path, count and percentiles in ns. Empty if none were recorded."""
         rows = [{k: v for k, v in row.items() if k in schema.Latency.__annotations__} for row in self._latency]
         return pl.DataFrame(rows, infer_schema_length=None)
 
@@ -224,12 +224,12 @@ class Run:
 
     @property
     def ledger(self) -> dict[str, Any]:
-        """Where reserved − requested went when reserved memory was at its peak; empty if the record does not say."""
+        """The parts of reserved − requested at peak reserved; empty if the record lacks them."""
         ledger: dict[str, Any] = self.summary.get("fragmentation", {})
         return ledger
 
     def statistic(self, name: str) -> int | None:
-        """One of `allocator_stats`, as `reserved_bytes.all.peak`; None where the allocator does not tell."""
+        """One of `allocator_stats`, such as `reserved_bytes.all.peak`; None if the allocator does not report it."""
         value: int | None = self.summary.get("allocator_stats", {}).get(name)
         return None if value is None or value < 0 else value
 
@@ -245,7 +245,7 @@ def losses_of(steps: pl.DataFrame, who: str) -> pl.Series:
 
 
 def in_range(path: Path, frame: pl.DataFrame) -> None:
-    """Refuses counts, sizes and times that none can be; sums of what is left stay within 64 bits.
+    """Rejects impossible counts, sizes and times; sums of the others stay within 64 bits.
 
     Raises AnalysisError that names the column and line.
     """
@@ -254,7 +254,7 @@ def in_range(path: Path, frame: pl.DataFrame) -> None:
         wrong = (pl.col(column) < 0) | (pl.col(column) > most)
         if (at := frame.select(wrong.arg_true()).to_series()).len():
             raise AnalysisError(
-                f"{path}: row {int(at[0]) + 1}: {column} is {frame[column][int(at[0])]}, which cannot be."
+                f"{path}: row {int(at[0]) + 1}: {column} is {frame[column][int(at[0])]}, which is impossible."
             )
 
 
@@ -267,16 +267,16 @@ def read_lines(path: Path, types: dict[str, Any], required: tuple[str, ...], dat
     try:
         frame = pl.read_ndjson(io.BytesIO(read_bytes(path) if data is None else data), schema=types)
     except pl.exceptions.PolarsError as error:
-        raise AnalysisError(f"{path}: a line is not what is expected ({str(error).splitlines()[0][:120]}).") from error
+        raise AnalysisError(f"{path}: a line has another format ({str(error).splitlines()[0][:120]}).") from error
     if frame.is_empty():
-        raise AnalysisError(f"{path}: holds nothing.")
+        raise AnalysisError(f"{path}: empty.")
     in_range(path, frame)
     texts = [name for name, kind in types.items() if kind == pl.String]
     frame = frame.with_columns(pl.col(name).map_elements(printable, pl.String).cast(pl.String) for name in texts)
     for column in required:
         if frame[column].has_nulls():
             line = int(frame[column].is_null().arg_max() or 0) + 1
-            raise AnalysisError(f"{path}: line {line} has no {column}; is it another kind of file, or cut off?")
+            raise AnalysisError(f"{path}: line {line} has no {column}; is it another kind of file, or truncated?")
     return frame
 
 
@@ -293,8 +293,8 @@ def load_run(path: str | Path) -> Run:
     summary = found(path / "summary.json")
     if summary is None:
         if not any(path.iterdir()):
-            raise AnalysisError(f"{path}: an empty directory, no run record.")
+            raise AnalysisError(f"{path}: an empty directory, not a run record.")
         if (path / "experiment.json").is_file():
-            raise AnalysisError(f"{path}: an experiment, no run; give one of its runs, as {path}/runs/ID.")
-        raise AnalysisError(f"{path}: no run record, for there is no summary.json in it.")
+            raise AnalysisError(f"{path}: an experiment, not a run; give one of its runs, {path}/runs/ID.")
+        raise AnalysisError(f"{path}: not a run record, because it has no summary.json.")
     return Run(path, schema.read(summary, "a run record", schema.SUMMARY))

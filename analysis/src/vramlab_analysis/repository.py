@@ -1,4 +1,4 @@
-"""Where the repository lies: recorded results, notebooks and figures are no part of the installed package."""
+"""The location of the repository: the installed package has no recorded results, notebooks and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vramlab_analysis.errors import AnalysisError
 
-# What a folder was unpacked from, by its SHA-256.
+# The file with the SHA-256 of the archive that a directory was unpacked from.
 STAMP = ".unpacked"
 
 
@@ -21,21 +21,23 @@ def _is_root(folder: Path) -> bool:
 
 
 def root() -> Path:
-    """The repository around the current directory, else around this file (which lies there in an editable install).
+    """The repository around the current directory, else around this file (in an editable install).
 
-    Raises AnalysisError when neither lies in one.
+    Raises AnalysisError when neither is in one.
     """
     here = Path.cwd()
     for folder in (here, *here.parents, *Path(__file__).resolve().parents):
         if _is_root(folder):
             return folder
-    raise AnalysisError(f"{here}: not inside the repository, whose recorded results are needed; change into it.")
+    raise AnalysisError(
+        f"{here}: not inside the repository, whose recorded results are needed; change to its directory."
+    )
 
 
 def results() -> Path:
-    """The folder of recorded results: RESULTS, or the repository's, whose archives are unpacked first.
+    """The directory of recorded results: RESULTS, or the repository's, whose archives are unpacked first.
 
-    Raises AnalysisError when a folder there is not what its archive holds.
+    Raises AnalysisError when one of its directories differs from its archive.
     """
     given = os.environ.get("RESULTS")
     if given:
@@ -48,9 +50,9 @@ def results() -> Path:
 
 @cache
 def unpack(archive: Path) -> None:
-    """Unpacks LABEL.tar.xz to the folder LABEL beside it, unless that was done before.
+    """Unpacks LABEL.tar.xz to the directory LABEL next to it, unless that was done before.
 
-    Raises AnalysisError when the folder holds something else, which may be new records.
+    Raises AnalysisError when the directory has other contents, which may be new records.
     """
     folder = archive.with_name(archive.name.removesuffix(".tar.xz"))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
@@ -61,7 +63,9 @@ def unpack(archive: Path) -> None:
                 for member in tar:
                     # The stamp is not written through a link that the archive has.
                     if not (member.isreg() or member.isdir()):
-                        raise AnalysisError(f"{archive}: {member.name} in it is no file of results; pack it anew.")
+                        raise AnalysisError(
+                            f"{archive}: its member {member.name} is not a regular file; pack it again."
+                        )
                 tar.extractall(partial, filter="data")
             (partial / folder.name / STAMP).write_text(digest)
             (partial / folder.name).rename(folder)
@@ -75,18 +79,18 @@ def unpack(archive: Path) -> None:
             shutil.rmtree(partial)
     stamp = folder / STAMP
     if not stamp.is_file() or stamp.read_text() != digest:
-        raise AnalysisError(f"{folder}: not what {archive.name} holds; pack it (CONTRIBUTING.md) or remove it.")
+        raise AnalysisError(f"{folder}: differs from {archive.name}; pack it (CONTRIBUTING.md) or remove it.")
 
 
 def resolve(path: str) -> Path:
-    """A path as it was typed: from the current directory, or from the repository's root if it is only there.
+    """A path relative to the current directory, or to the repository's root if it exists only there.
 
-    Jupyter starts a notebook in the notebook's own folder, and `RUN=runs/mine` was typed at the root.
+    Jupyter starts a notebook in the notebook's own directory, and users type `RUN=runs/mine` at the root.
     """
     if (given := Path(path)).is_absolute() or given.exists():
         return given
     try:
-        there = root() / given
+        in_root = root() / given
     except AnalysisError:
         return given
-    return there if there.exists() else given
+    return in_root if in_root.exists() else given

@@ -1,4 +1,4 @@
-"""What documents show programs print: each line of a sample is what the program of this checkout prints there."""
+"""Samples of output in the README: each line must be printed by the program of this checkout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from vramlab_analysis import repository
 from vramlab_analysis.errors import AnalysisError
 
-# The commands whose output a document shows, as it has them: the program, and its words on a machine of any kind.
+# The README's commands with samples of output: the program, and arguments that work on every machine.
 COMMANDS = {
     "cargo run -p trainer -- --alloc caching": (
         "trainer",
@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```sh\n((?:(?!```).*\n)+)```\n+```text\n((?:(?!```).*\n)+)
 
 
 def built(name: str) -> Path | None:
-    """The program that the last build left, or None."""
+    """The newest built program, or None."""
     target = repository.root() / "target"
     found = [path for kind in ("debug", "release") if (path := target / kind / name).is_file()]
     return max(found, key=lambda path: path.stat().st_mtime) if found else None
@@ -33,11 +33,11 @@ def built(name: str) -> Path | None:
 
 @cache
 def printed(program: Path, *words: str) -> str:
-    """What a program prints, errors and progress first."""
+    """The output of a program, errors and progress first."""
     root = repository.root()
     with tempfile.TemporaryDirectory(prefix="sample-") as folder:
         whole = [str(root / word) if (root / word).is_file() else word for word in words]
-        # Lines as long as they are: COLUMNS would wrap them.
+        # COLUMNS would wrap lines.
         environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"} | {"NO_COLOR": "1"}
         done = subprocess.run(
             [program, *whole], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
@@ -48,7 +48,7 @@ def printed(program: Path, *words: str) -> str:
 
 
 def stale(shown: str, printed: str) -> str | None:
-    """The first line of a sample that does not come in turn; `...` stands for what was left out."""
+    """The first line of a sample that is not printed in this order; `...` stands for omitted lines."""
     left = [line.rstrip() for line in printed.splitlines()]
     for line in shown.splitlines():
         if line == "...":
@@ -63,19 +63,19 @@ def stale(shown: str, printed: str) -> str | None:
 
 
 def check(page: str | None = None) -> list[str]:
-    """Compares each sample of the README with its program; the programs that are not built, whose samples were not.
+    """Compares each sample of the README with its program; returns the programs that are not built.
 
-    Raises AnalysisError for a line that is not printed, and for a sample of a command that is not known here.
+    Raises AnalysisError for a line that is not printed, and for a sample of an unknown command.
     """
     text = (repository.root() / PAGE).read_text() if page is None else page
     blocks = BLOCK.findall(text)
     if len(blocks) != text.count("\n```text\n"):
-        raise AnalysisError(f"{PAGE}: a `text` block does not follow the `sh` block of its command.")
+        raise AnalysisError(f"{PAGE}: a `text` block must follow the `sh` block of its command.")
     missing = []
     for commands, shown in blocks:
         command = commands.splitlines()[-1].split("  #")[0].strip()
         if command not in COMMANDS:
-            raise AnalysisError(f"{PAGE}: shows what '{command}' prints, which {__name__} does not know how to run.")
+            raise AnalysisError(f"{PAGE}: shows what '{command}' prints, which {__name__} cannot run.")
         name, words = COMMANDS[command]
         program = built(name)
         if program is None:

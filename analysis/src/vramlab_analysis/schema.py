@@ -1,7 +1,7 @@
-"""What the package relies on in `summary.json`, `experiment.json` and `run.json`, checked when they are read.
+"""Checks of `summary.json`, `experiment.json` and `run.json` when they are read.
 
-`analysis/schema.md` describes every key; here are those that are computed with, drawn or printed. Others stay in the
-document unchecked, so records may have keys that are younger than this package. Keys that came later are not required.
+`analysis/schema.md` describes every key; this module has those that are computed with, drawn or printed. Others remain
+unchecked, so records may have newer keys than this package. Keys that older records lack are not required.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vramlab_analysis.errors import AnalysisError, check_version, printable, rea
 
 def _file_name(value: str) -> str:
     if not value or value in (".", "..") or "/" in value or "\\" in value:
-        raise ValueError("must name a file in the folder of the record")
+        raise ValueError("must name a file in the directory of the record")
     return value
 
 
 CHECKED = ConfigDict(strict=True, extra="allow")
-# Counts, bytes, nanoseconds: whatever is more is none, and sums of many stay within 64 bits.
+# Counts, bytes, nanoseconds: larger values are errors, and sums of many stay within 64 bits.
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
-# PyTorch says −1 for no bound.
+# PyTorch writes −1 for no bound.
 Statistic = Annotated[int, Field(ge=-1, lt=2**53)]
 Text = Annotated[str, Field(max_length=10_000)]
 FileName = Annotated[str, Field(max_length=200), AfterValidator(_file_name)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-# The largest f32 is 3.4e38. What is no number is null in JSON.
+# The largest f32 is 3.4e38. NaN is null in JSON.
 Value = Annotated[float, Field(ge=-1e39, le=1e39)] | None
 Scalar = bool | int | float | Text | None
 
@@ -121,7 +121,7 @@ class Latency(TypedDict):
     operation: Text
     path: Text
     count: Natural
-    # Where nothing was measured, as on the simulated device, they are absent.
+    # Absent if nothing was measured, as on the simulated device.
     p50_ns: NotRequired[Natural]
     p99_ns: NotRequired[Natural]
     p90_ns: NotRequired[Natural]
@@ -132,7 +132,7 @@ class Latency(TypedDict):
 
 @with_config(CHECKED)
 class Ledger(TypedDict, total=False):
-    """Where reserved − requested went."""
+    """Parts of reserved − requested."""
 
     internal: Natural
     soft: Natural
@@ -186,7 +186,7 @@ class Planned(TypedDict):
 
 @with_config(CHECKED)
 class Spec(TypedDict, total=False):
-    """What `experiment.json` says of its spec."""
+    """The spec in `experiment.json`."""
 
     name: Text
     question: Text
@@ -211,15 +211,15 @@ EXPERIMENT = TypeAdapter(ExperimentRecord)
 
 
 def read(path: Path, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:
-    """The document of a file, if what it says has the types and ranges of its kind.
+    """The document of a file, if its values have the types and ranges of its kind.
 
-    Raises AnalysisError that names the first key that has not.
+    Raises AnalysisError that names the first wrong key.
     """
     return check(path, read_json(path), what, shape)
 
 
 def check(path: Path, document: Any, what: str, shape: TypeAdapter[Any]) -> dict[str, Any]:
-    """The document that `path` holds, if it has the types and ranges of its kind; as `read`."""
+    """The document from `path`, if its values have the types and ranges of its kind; as `read`."""
     document = check_version(path, document, what)
     try:
         return cast(dict[str, Any], shape.validate_python(document))
@@ -227,9 +227,7 @@ def check(path: Path, document: Any, what: str, shape: TypeAdapter[Any]) -> dict
         first = error.errors(include_url=False, include_context=False)[0]
         names = [part for part in first["loc"] if isinstance(part, int) or "[" not in part]
         at = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).removeprefix(".")
-        said = "is missing" if first["type"] == "missing" else printable(first["msg"])[:120]
+        fault = "is missing" if first["type"] == "missing" else printable(first["msg"])[:120]
         others = error.error_count() - 1
         more = f", and {others} more" if others else ""
-        raise AnalysisError(
-            f"{path}: no {what.removeprefix('a ').removeprefix('an ')}: {at[:120]}: {said}{more}."
-        ) from error
+        raise AnalysisError(f"{path}: not {what}: {at[:120]}: {fault}{more}.") from error

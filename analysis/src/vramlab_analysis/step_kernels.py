@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, as `experiments/nsight/step_kernels.py` records it."""
+"""The kernels of a training step, recorded by `experiments/nsight/step_kernels.py`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from vramlab_analysis.pages.registry import markdown
 # Features and classes of MNIST, and linear layers.
 INPUTS, CLASSES, LAYERS = 784, 10, 4
 BYTES = {"f32": 4, "tf32": 4, "f16": 2, "bf16": 2}
-# What names of launches begin with, by the columns of the table.
+# Beginnings of the names of launches, by the columns of the table.
 FORWARD = ("linear_forward",)
 BACK = ("linear_input", "linear_gradient", "linear_update")
-# Parts of names of kernels that are no longer there: steps of records that launched one are not told.
+# Parts of names of removed kernels: recorded steps that launched one are left out.
 REMOVED = ("linear_backward", "f32x3")
 
 
 @cache
 def _steps() -> list[dict[str, Any]]:
-    """The newest record's steps of kernels that are still there, by type and width.
+    """The newest record's steps without removed kernels, by type and width.
 
     Raises AnalysisError where there is no record.
     """

@@ -1,4 +1,4 @@
-"""The table of step times: ours and PyTorch's by width, type and launch, with the ratio to PyTorch's best."""
+"""The table of step times: the trainer's and PyTorch's by width, type and launch, with the ratio to PyTorch's best."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vramlab_analysis.experiments import holds_experiment, load_experiment
 from vramlab_analysis.measures import middle, train_pace
 from vramlab_analysis.records import Run, load_run
 
-# What holds where a record does not say.
+# Settings that older records lack.
 UNSAID = {"dtype": "f32", "accumulate": "f32", "weights": "master", "fuse": "none", "streams": 1, "fused_sgd": False}
-# Two programs do the same work where these are equal.
+# Two programs do the same work if these are equal.
 WORK = ["device", "dataset", "layers", "batch", "loader", "hidden", "dtype", "accumulate", "weights"]
-# What else tells a program's runs of one type apart, in the order of the words.
+# Further settings that distinguish a program's runs of one type, in the order of the words.
 HOW = ["allocator", "gemm", "fuse", "streams", "graph_steps", "sync", "loss_scale", "latency"]
 HOW += ["compile_mode", "fused_sgd", "rows"]
 TYPES = {"f32": 0, "tf32": 1, "bf16": 2, "f16": 3}
@@ -27,7 +27,7 @@ TYPES = {"f32": 0, "tf32": 1, "bf16": 2, "f16": 3}
 def gather(paths: list[str]) -> list[Run]:
     """Finished runs of the trainer and of PyTorch, every repeat, from records and experiments.
 
-    What an experiment lacks is said on stderr.
+    Missing runs are reported on stderr.
     """
     runs: list[Run] = []
     for path in paths:
@@ -38,7 +38,7 @@ def gather(paths: list[str]) -> list[Run]:
         entries = [one for one in experiment.runs if one.done and one.meta.get("program") in ("trainer", "pytorch")]
         missing = experiment.missing()
         if missing:
-            print(f"note: {path} lacks {len(missing)} runs, as {missing[0]}", file=sys.stderr)
+            print(f"note: {path} lacks {len(missing)} runs, such as {missing[0]}", file=sys.stderr)
         runs.extend(entry.record for entry in entries)
     if not runs:
         raise AnalysisError(f"{', '.join(paths)}: no finished run of the trainer or of PyTorch.")
@@ -48,7 +48,7 @@ def gather(paths: list[str]) -> list[Run]:
 def frame(runs: list[Run]) -> pl.DataFrame:
     """One row for each kind of run, widths ascending.
 
-    Columns: those of `WORK`; `program`, `how` (what else tells its runs apart, in words), `launch`; the median
+    Columns: those of `WORK`; `program`, `how` (further settings in words), `launch`; the median
     `step_us` with `low_us` and `high_us`, of `repeats` runs; `best_us` and `best_mode`, the least of PyTorch's at the
     same work, and `ratio` to it (null where PyTorch did not do that work).
     """
@@ -58,14 +58,14 @@ def frame(runs: list[Run]) -> pl.DataFrame:
         program = str(run.summary.get("program", "trainer"))
         launch = settings.get("launch", settings.get("mode", "eager"))
         if program == "trainer" and launch == "graph":
-            # Records that do not say were made when a graph was one step.
+            # Records without it are from builds in which a graph was one step.
             settings.setdefault("graph_steps", 1)
-        told = {"program": program, "launch": launch, "device": run.device, "step_us": train_pace(run)}
-        rows.append({key: settings.get(key) for key in [*WORK, *HOW]} | told)
+        row = {"program": program, "launch": launch, "device": run.device, "step_us": train_pace(run)}
+        rows.append({key: settings.get(key) for key in [*WORK, *HOW]} | row)
     values: dict[tuple[str, str, str], set[str]] = {}
     for row in rows:
         for key in HOW:
-            # What is no graph has no number of steps, which is no difference between graphs.
+            # Only graphs have a number of steps, so it does not distinguish other launches.
             if key != "graph_steps" or row[key] is not None:
                 values.setdefault((row["program"], row["dtype"], key), set()).add(str(row[key]))
     for row in rows:
@@ -114,14 +114,14 @@ def markdown(table: pl.DataFrame) -> str:
 
 
 def arithmetic(row: dict[str, Any]) -> str:
-    """A type with what belongs to it, in words: `f16, half weights, f16 sums`."""
+    """A type with its weights and sums, in words: `f16, half weights, f16 sums`."""
     if row["dtype"] not in ("bf16", "f16"):
         return str(row["dtype"])
     return f"{row['dtype']}, {row['weights']} weights" + (", f16 sums" if row["accumulate"] == "f16" else "")
 
 
 def aligned(rows: list[list[str]], right: list[bool]) -> str:
-    """A table in Markdown, the head first, with columns as wide as their cells; `right` says which are numbers."""
+    """A table in Markdown, the head first, with columns as wide as their cells; `right` marks columns of numbers."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rule = ["-" * (width - 1) + ":" if far else "-" * width for width, far in zip(widths, right, strict=True)]
     lines = []

@@ -1,6 +1,6 @@
-"""Two cases from the field as `experiments/pytorch/stories.py` records: loader settings, and an emptied cache.
+"""Two case studies recorded by `experiments/pytorch/stories.py`: loader settings, and an emptied cache.
 
-A file is JSON lines, compressed with xz: facts of the machine, then one record a run.
+A file is JSON lines, compressed with xz: facts of the machine, then one record per run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from vramlab_analysis import inside, repository, style, truth
 from vramlab_analysis.errors import AnalysisError, parse_json, read_bytes
 
-# Settings in the order of tables and figures, each with the words that a user writes.
+# Settings in the order of tables and figures, in PyTorch's notation.
 SETTINGS = {
     "default": "defaults",
     "split20": "max_split_size_mb:20",
@@ -28,7 +28,7 @@ SETTINGS = {
     "remap": "remap",
 }
 PHASES = {"layers": "layers loaded", "experts": "experts loaded", "steps": "serving"}
-# Programs of the truth table that are these stories, by their names there.
+# These case studies in the table of predictions, by their names there.
 PROGRAMS = {
     "vllm_load_serve": "loading, then serving",
     "gpt2_shapes": "GPT-2, shapes vary",
@@ -44,30 +44,30 @@ class Stories:
     runs: list[dict[str, Any]]
 
     def one(self, story: str, arm: str, kind: str = "free") -> list[dict[str, Any]]:
-        """The runs of a story under a setting, those that ran out of memory among them."""
+        """The runs of a case under a setting, including those that ran out of memory."""
         return [run for run in self.runs if (run["story"], run["arm"], run["kind"]) == (story, arm, kind)]
 
     def arms(self, story: str) -> list[str]:
-        """The settings under which a story ran, in the order of tables."""
-        there = {run["arm"] for run in self.runs if run["story"] == story and run["kind"] == "free"}
-        return [arm for arm in SETTINGS if arm in there]
+        """The settings under which a case ran, in the order of tables."""
+        tested = {run["arm"] for run in self.runs if run["story"] == story and run["kind"] == "free"}
+        return [arm for arm in SETTINGS if arm in tested]
 
     def where(self) -> str:
         """The machine in words."""
-        told = self.machine
-        return f"one {told['gpu']}, driver {inside.driver(told)}, PyTorch {told['torch']}, {told['at'][:10]}"
+        facts = self.machine
+        return f"one {facts['gpu']}, driver {inside.driver(facts)}, PyTorch {facts['torch']}, {facts['at'][:10]}"
 
 
 def load(path: Path | None = None) -> Stories:
     """The runs of a file, or of the newest that is recorded.
 
-    Raises AnalysisError when there is no file, or one of something else.
+    Raises AnalysisError when there is no file, or another kind of file.
     """
     if path is None:
         there = sorted(repository.results().glob("*-stories.jsonl*"))
         if not there:
             raise AnalysisError(
-                "experiments/results: no record of stories; `experiments/pytorch/stories.py` makes one."
+                "experiments/results: no record of the case studies; `experiments/pytorch/stories.py` makes one."
             )
         path = there[-1]
     machine: dict[str, Any] = {}
@@ -79,18 +79,18 @@ def load(path: Path | None = None) -> Stories:
         elif isinstance(one, dict) and {"id", "story", "arm", "kind", "status"} <= one.keys():
             found[one["id"]] = one
         else:
-            raise AnalysisError(f"{path}: line {number}: no run of a story.")
+            raise AnalysisError(f"{path}: line {number}: not a run of a case study.")
     return Stories(machine, [run for run in found.values() if run["status"] in ("ok", "oom")])
 
 
 def phase(runs: list[dict[str, Any]], name: str, what: str = "peak_reserved") -> float:
-    """Median bytes at a phase: what was reserved or active at its end, or (`peak_…`) at most during it."""
+    """Median bytes of a phase: reserved or active at its end, or (`peak_…`) their peak during it."""
     held = [float(one[what]) for run in runs for one in run["phases"] if one["name"] == name]
     return statistics.median(held)
 
 
 def active(stories: Stories) -> float:
-    """Most bytes that the loader holds active under the defaults."""
+    """Peak active bytes of the loader under the defaults."""
     held = [float(run["stats"]["active_bytes.all.peak"]) for run in stories.one("load_serve", "default")]
     return statistics.median(held)
 
@@ -102,7 +102,7 @@ def step(runs: list[dict[str, Any]]) -> float:
 
 
 def calls(runs: list[dict[str, Any]]) -> float:
-    """Allocations and frees of the driver in a step."""
+    """Driver allocations and frees per step."""
     found: list[float] = []
     for run in runs:
         called = run["calls_in_steps"]
@@ -111,12 +111,12 @@ def calls(runs: list[dict[str, Any]]) -> float:
 
 
 def predicted() -> pl.DataFrame:
-    """What `advise` predicted from the recordings of the stories, beside what PyTorch reserved."""
+    """`advise`'s predictions from the recordings of the cases, and PyTorch's peaks."""
     return truth.pairs().filter(pl.col("program").is_in(list(PROGRAMS)))
 
 
 def draw(stories: Stories) -> Figure:
-    """What the loader reserves at most in each phase, by setting; the line is what it holds active at most."""
+    """The loader's peak reserved in each phase, by setting; the line is its peak active."""
     figure, axes = style.new(1, 1, width=9.0, height=3.6)
     arms = stories.arms("load_serve")
     colours = (style.SKY, style.BLUE, style.ORANGE)
@@ -124,7 +124,7 @@ def draw(stories: Stories) -> Figure:
         values = [phase(stories.one("load_serve", arm), name) / 2**30 for arm in arms]
         places = [place + 0.27 * (number - 1) for place in range(len(arms))]
         axes.bar(places, values, width=0.25, color=colours[number], label=words)
-    axes.axhline(active(stories) / 2**30, color=style.INK, linewidth=0.8, label="active at most, defaults")
+    axes.axhline(active(stories) / 2**30, color=style.INK, linewidth=0.8, label="peak active, defaults")
     axes.set_xticks(range(len(arms)), [SETTINGS[arm].replace(":", ":\n") for arm in arms], fontsize=7)
     axes.set_ylabel("peak reserved, GiB")
     axes.legend(fontsize=7)

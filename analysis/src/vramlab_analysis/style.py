@@ -1,6 +1,6 @@
-"""How figures look: one colour and one marker for each allocator everywhere, units, fonts.
+"""Style of figures: one colour and one marker for each allocator, units, fonts.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which people with any colour vision tell apart.
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), distinct for any colour vision.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from PIL import Image
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#999999"
-# These two are replaced by the page's own colours where a figure becomes part of a page.
-# Of a PNG: lines and grounds have few, and what lies between two of them at an edge is merged.
+# Colours of a PNG's palette: lines and backgrounds have few, and blends at their edges are merged.
 COLOURS = 128
 INK, RULE = "#222222", "#d5d5d5"
 
@@ -34,7 +33,7 @@ ALLOCATORS = {
     "pytorch-eager": PURPLE,
     "pytorch-graph": ORANGE,
     "pytorch-compile": SKY,
-    # How the trainer launches a step.
+    # Launches of a step.
     "eager": VERMILION,
     "graph": BLUE,
     "graph, 2 streams": SKY,
@@ -51,7 +50,7 @@ MARKERS = {
     "graph": "s",
     "graph, 2 streams": "P",
 }
-# What the host was doing, in the order in which it is stacked.
+# The host's activities in stacking order.
 HOST_PARTS = {
     "waiting inside alloc and free": VERMILION,
     "alloc and free themselves": ORANGE,
@@ -59,14 +58,14 @@ HOST_PARTS = {
     "launching kernels": SKY,
     "everything else": "#BBBBBB",
 }
-# The five parts of reserved − requested, in the order of the ledger.
+# The five parts of reserved − requested, in order.
 LEDGER_PARTS = {"internal": YELLOW, "soft": SKY, "hard": VERMILION, "stream": PURPLE, "pending": ORANGE}
 LEDGER_WORDS = {
     "internal": "rounding inside blocks",
     "soft": "free, whole segments",
-    "hard": "free, in segments in use",
+    "hard": "free, partly used segments",
     "stream": "free, other streams' segments",
-    "pending": "freed, not reusable yet",
+    "pending": "deferred frees",
 }
 
 RC: dict[str, Any] = {
@@ -114,12 +113,12 @@ def colour(name: str) -> str:
 
 
 def marker(name: str) -> str:
-    """Marker that goes with `colour`, so that lines are told apart without colour too."""
+    """The marker that belongs to `colour`, for readers without colour."""
     return MARKERS.get(name, next((m for known, m in MARKERS.items() if name.startswith(known + " ")), "X"))
 
 
 def order(names: Any) -> list[str]:
-    """Names in the order in which figures list them: ours from the plainest on, then PyTorch's, then the rest."""
+    """Names in the order of figures: ours, the simplest first, then PyTorch's, then the others."""
     known = list(ALLOCATORS)
     return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
 
@@ -127,19 +126,19 @@ def order(names: Any) -> list[str]:
 def new(
     rows: int = 1, columns: int = 1, *, width: float = 8.0, height: float = 3.2, **kwargs: Any
 ) -> tuple[Figure, Any]:
-    """A figure that no global state holds on to, and its axes as `Figure.subplots` gives them. Sizes are inches."""
+    """A figure outside of matplotlib's global state, and its axes from `Figure.subplots`. Sizes are inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, **kwargs)
 
 
 def grid(axes: Axes, axis: str = "y") -> None:
-    """Quiet lines to read values by."""
+    """Thin grid lines."""
     axes.grid(visible=True, axis=axis)  # type: ignore[arg-type]
 
 
 def si_bytes(value: float, _: int | None = None) -> str:
-    """Bytes in binary units, as `1.5 GiB`."""
+    """Bytes in binary units, such as `1.5 GiB`."""
     magnitude = abs(value)
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if magnitude >= size:
@@ -148,7 +147,7 @@ def si_bytes(value: float, _: int | None = None) -> str:
 
 
 def si_time(ns: float, _: int | None = None) -> str:
-    """Nanoseconds in the unit that suits them, as `1.5 µs`."""
+    """Nanoseconds in the unit that fits, such as `1.5 µs`."""
     magnitude = abs(ns)
     for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
         if magnitude >= size:
@@ -173,7 +172,7 @@ def bytes_axis(axes: Axes, which: str = "y") -> None:
 
 
 def time_axis(axes: Axes, which: str = "x") -> None:
-    """Ticks of an axis in nanoseconds, written in the unit that suits them."""
+    """Ticks of an axis in nanoseconds, in the unit that fits."""
     getattr(axes, which + "axis").set_major_formatter(FuncFormatter(si_time))
 
 
@@ -187,7 +186,7 @@ class PlainLogLocator(LogLocator):
 
 
 def log_axis(axes: Axes, which: str = "y", *, zero: bool = False) -> None:
-    """A logarithmic axis with plain numbers; with `zero` it begins at 0, and is linear up to 1.
+    """A logarithmic axis with plain numbers; with `zero` it starts at 0 and is linear up to 1.
 
     The library's own labels of such axes are formulas, which are not set here.
     """
@@ -202,7 +201,7 @@ def log_axis(axes: Axes, which: str = "y", *, zero: bool = False) -> None:
 
 
 def label_right(axes: Axes, x: float, entries: list[tuple[float, str, str]], *, gap: float = 0.055) -> None:
-    """Writes names at the right end of lines instead of a legend, moved apart where they would overlap.
+    """Writes names at the right end of lines instead of a legend, spread where they would overlap.
 
     `entries` are value, name, colour; `gap` is the least distance as a fraction of the axis.
     """
@@ -231,7 +230,7 @@ _CHARACTER = 0.6
 
 
 def wrapped(text: str, inches: float, *, size: float = 9.0, lines: int = 2) -> str:
-    """A name in lines that fit a width, at most `lines` of them; what is left out is told by `…`."""
+    """A name in lines that fit a width, at most `lines` of them; `…` marks an omission."""
     room = max(int(inches * 72 / (size * _CHARACTER)), 8)
     parts = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
     if len(parts) > lines:
@@ -248,7 +247,7 @@ def legend(
     most: int = 5,
     title: str = "",
 ) -> None:
-    """A legend of as many columns as fit, in a figure that grows by what more than two rows of it take.
+    """A legend of as many columns as fit; the figure grows with its rows beyond two.
 
     `title` is a note above it.
     """
@@ -262,9 +261,9 @@ def legend(
 
 
 def room_for_labels(panels: Any, labels: list[tuple[Any, float]]) -> None:
-    """Sets one scale from 0 for horizontal bars in these axes, on which each label behind its bar ends in the axes.
+    """Sets one scale from 0 for horizontal bars in these axes, with room for the label behind each bar.
 
-    `labels` are annotations that begin right of a bar, with where it ends.
+    `labels` are annotations right of a bar, each with the end of its bar.
     """
     figure = panels[0].figure
     most = max((end for _, end in labels), default=0.0) or 1.0
@@ -284,7 +283,7 @@ def room_for_labels(panels: Any, labels: list[tuple[Any, float]]) -> None:
 
 
 def png(figure: Figure, dpi: int = 110) -> bytes:
-    """The figure as PNG, the same bytes each time, with a palette: a third of the size to the same look."""
+    """The figure as PNG, the same bytes each time, with a palette, which is a third of the size."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
     plain = Image.open(drawn).convert("RGB")
@@ -295,7 +294,7 @@ def png(figure: Figure, dpi: int = 110) -> bytes:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG, the same text each time, in hundredths of a point and without indents: a sixth less."""
+    """The figure as SVG, the same text each time, in hundredths of a point and without indents: a sixth smaller."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     short = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())

@@ -264,7 +264,7 @@ def test_a_window_of_one_step(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_there_are_refused(tmp_path: Path) -> None:
     result = attribute(load(training(tmp_path / "x.sqlite")))
-    with pytest.raises(AnalysisError, match="holds 25 steps"):
+    with pytest.raises(AnalysisError, match="has 25 steps"):
         timeline.window(result, (25, 26))
     with pytest.raises(AnalysisError, match="A\\.\\.B"):
         timeline.parse_steps("3-4")

@@ -109,7 +109,7 @@ def test_an_extracted_folder_says_the_same(tmp_path: Path) -> None:
     assert again.source == capture.source
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
-    with pytest.raises(AnalysisError, match="is there already"):
+    with pytest.raises(AnalysisError, match="already exists"):
         extracted.write(capture, tmp_path / "a")
     # Of an extracted folder no id of a thread or process is left.
     assert {call.thread for call in again.calls} == {0}

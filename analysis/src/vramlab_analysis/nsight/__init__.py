@@ -1,9 +1,9 @@
-"""What the host waited for, read from a capture by Nsight Systems.
+"""Calls of the host that waited, from a capture by Nsight Systems.
 
 `vramlab-analysis nsight EXPORT.sqlite` prints the tables. In Python:
 
     from vramlab_analysis.nsight import attribute, load
-    capture = load("capture.sqlite")            # an export, or a folder that `extract` wrote
+    capture = load("capture.sqlite")            # an export, or a directory that `extract` wrote
     result = attribute(capture)                 # result.blocked: one row for each call that waited
 
 Everything but the drawing in `timeline` needs Python alone. `names`, `capture`, `export`, `attribution` and `allocator`

@@ -23,16 +23,16 @@ def _parser(command: str) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="vramlab-analysis nsight" + (f" {command}" if command else ""),
         usage=USAGE,
-        description="What the host waited for, from a capture by Nsight Systems: an SQLite export "
+        description="Report the calls that waited, from a capture by Nsight Systems: an SQLite export "
         "(`nsys export --type sqlite`), or a folder that `extract` wrote.",
     )
     if command == "draw":
         top.add_argument(
-            "captures", type=Path, nargs="+", metavar="CAPTURE", help="drawn below each other, to one scale"
+            "captures", type=Path, nargs="+", metavar="CAPTURE", help="drawn below each other, on one scale"
         )
     else:
         top.add_argument(
-            "capture", type=Path, metavar="CAPTURE", help="an SQLite export, or a folder of extracted tables"
+            "capture", type=Path, metavar="CAPTURE", help="an SQLite export, or a directory of extracted tables"
         )
     if command != "draw":
         top.add_argument(
@@ -41,11 +41,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
         )  # fmt: skip
     if command == "":
         how = top.add_mutually_exclusive_group()
-        how.add_argument("--json", action="store_true", help="everything as one JSON document")
-        how.add_argument("--csv", type=Path, metavar="DIR", help="one CSV file for each table")
-        top.add_argument("--top", type=int, default=12, metavar="N", help="rows of the long tables when printed [12]")
+        how.add_argument("--json", action="store_true", help="print all tables as one JSON document")
+        how.add_argument("--csv", type=Path, metavar="DIR", help="write one CSV file for each table")
+        top.add_argument("--top", type=int, default=12, metavar="N", help="printed rows of the long tables [12]")
     else:
-        top.add_argument("-o", "--out", type=Path, required=True, metavar="PATH", help="what to write")
+        top.add_argument("-o", "--out", type=Path, required=True, metavar="PATH", help="output path")
     if command == "extract":
         top.add_argument("--no-ranges", action="store_true", help="leave out NVTX ranges and marks")
     if command == "draw":
@@ -99,7 +99,7 @@ def _extract(args: argparse.Namespace) -> None:
     found = capture.load(args.capture)
     own = own_trace.read(args.record) if args.record is not None else None
     if own is not None:
-        own_trace.pair(found, own)  # refuses a record of another run
+        own_trace.pair(found, own)  # rejects a record of another run
     for path in extracted.write(found, args.out, own, ranges=not args.no_ranges):
         print(f"wrote    {path} ({path.stat().st_size} bytes)")
 
@@ -120,7 +120,7 @@ COMMANDS = {"": _report, "extract": _extract, "draw": _draw}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0; 2 for bad input, with one line that says what is wrong; 1 when something cannot be written."""
+    """Exit code 0; 2 for bad input, with one line that names the fault; 1 when output cannot be written."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments.pop(0) if arguments and arguments[0] in ("extract", "draw") else ""
     try:
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         print(
-            f"error: the Python package {error.name} is not there; `pip install ./analysis` brings it.",
+            f"error: the Python package {error.name} is not installed; `pip install ./analysis` installs it.",
             file=sys.stderr,
         )
         return 2

@@ -1,4 +1,4 @@
-"""Management of memory by place in the run: what was asked of the allocator, and what it asked of the driver."""
+"""Allocator operations and their driver calls, by place in the run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Place:
     """One place in the run, all epochs and steps together."""
 
     path: str
-    operations: int = 0  # allocations and frees that were asked of the allocator
+    operations: int = 0  # allocations and frees
     operations_ns: int = 0
-    marks: Counter[str] = field(default_factory=Counter)  # paths that they took, as `split`
-    calls: Counter[str] = field(default_factory=Counter)  # driver calls about memory
+    marks: Counter[str] = field(default_factory=Counter)  # their paths, such as `split`
+    calls: Counter[str] = field(default_factory=Counter)  # memory calls of the driver
     calls_ns: int = 0
     blocked_ns: int = 0
 

@@ -1,4 +1,4 @@
-"""Which calls waited for the device, for how long, and for which work.
+"""Calls that waited for the device: duration and awaited work.
 
 A call can only wait for work that was queued before it. Which call queued a kernel is in the capture (the correlation
 id), so it is known what was outstanding when a call began: of the work queued before, on the stream, event or device
@@ -37,9 +37,9 @@ from vramlab_analysis.nsight.capture import Call, Capture
 # Outstanding launches from which the queue of a context counts as full. The driver holds 1,024
 # (CUDA C++ programming guide, "Concurrent kernel execution"; not documented for every device).
 QUEUE = 1000
-# A return of so many idle costs holds more than the news of the end.
+# A return that takes this many idle costs includes more than the notification.
 OWN_WORK = 4
-# Cases from which a kind of call is judged by what was seen, and the share that may be otherwise.
+# Cases from which a kind of call is judged by observation, and the allowed share of exceptions.
 ENOUGH, CONTRARY = 20, 0.05
 
 
@@ -48,7 +48,7 @@ class Blocked:
     """A call that waited."""
 
     call: int  # index in Capture.calls
-    work: int  # index in Capture.work of what it waited for
+    work: int  # index in Capture.work of the awaited work
     waited_ns: int
     blocked_ns: int
     return_ns: int  # from the end of the work, or the start of the call if that is later, to the end of the call
@@ -56,14 +56,14 @@ class Blocked:
 
 @dataclass
 class Evidence:
-    """What a capture shows of one kind of call."""
+    """Observations of one kind of call in a capture."""
 
     name: str
     kind: str
     calls: int = 0
     total_ns: int = 0
-    outstanding: int = 0  # began with work outstanding that it could wait for
-    returned_before: int = 0  # of those: returned while that work ran on
+    outstanding: int = 0  # started with outstanding work that it could wait for
+    returned_before: int = 0  # of those: returned while that work was running
     documented: str = names.NOTHING
     waits_for: str = names.NOTHING  # the verdict
     idle_calls: int = 0
@@ -74,7 +74,7 @@ class Evidence:
 
     @property
     def grounds(self) -> str:
-        """What the verdict rests on: `seen` in this capture, or `documented` because there were too few cases."""
+        """The basis of the verdict: `seen` in this capture, or `documented` because there were too few cases."""
         if self.waits_for == names.OWN != self.documented:
             return "seen"
         judged = self.documented not in (names.OWN, names.ROOM) and self.outstanding >= ENOUGH
@@ -83,7 +83,7 @@ class Evidence:
 
 @dataclass
 class Attribution:
-    """What each call waited for, and what each kind of call did."""
+    """The awaited work of each call, and the observations of each kind of call."""
 
     capture: Capture
     blocked: list[Blocked]
@@ -94,7 +94,7 @@ class Attribution:
         return [self.row(one) for one in self.blocked]
 
     def row(self, one: Blocked) -> dict[str, object]:
-        """One call that waited: what, where, how long, and for what."""
+        """One call that waited: its name, place, duration and awaited work."""
         call, work = self.capture.calls[one.call], self.capture.work[one.work]
         launch = None if work.call is None else self.capture.calls[work.call]
         return {
@@ -108,7 +108,7 @@ class Attribution:
 
 
 class _Queued:
-    """Work by stream in the order in which it was queued, and what of it ends last."""
+    """Work by stream in the order of queueing, and its last end."""
 
     def __init__(self, capture: Capture) -> None:
         lanes: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -118,7 +118,7 @@ class _Queued:
         self.lanes = lanes
         self.times: dict[tuple[int, int, int], list[int]] = {}
         self.last: dict[tuple[int, int, int], list[int]] = {}
-        # Work that is queued before this time is known to be over.
+        # Work that was queued before this time has completed.
         self.known: dict[tuple[int, int, int], int] = {}
         for lane, indices in lanes.items():
             indices.sort(key=lambda index: (capture.work[index].queued, capture.work[index].start))
@@ -131,7 +131,7 @@ class _Queued:
             self.known[lane] = -(1 << 62)
 
     def before(self, lane: tuple[int, int, int], time: int) -> int | None:
-        """Of the work queued on this stream before a time, that which ends last."""
+        """The work queued on this stream before a time that ends last."""
         place = bisect.bisect_left(self.times[lane], time)
         return self.last[lane][place - 1] if place else None
 
@@ -146,7 +146,7 @@ class _Queued:
 
 
 def attribute(capture: Capture) -> Attribution:
-    """Attributes the waiting in a capture. Without calls or work there is none; `capture.notes` say why."""
+    """Attributes the waiting in a capture. Without calls or work there is none; `capture.notes` has the reason."""
     queued = _Queued(capture)
     evidence: dict[str, Evidence] = {}
     for call in capture.calls:
@@ -159,7 +159,7 @@ def attribute(capture: Capture) -> Attribution:
     candidates: dict[str, list[tuple[int, int]]] = defaultdict(list)
     reaches = []
     for index, call in enumerate(capture.calls):
-        # Calls that are documented not to wait are held against the whole device.
+        # Calls that are documented not to wait are compared with the whole device.
         documented = evidence[call.name].documented
         reach = None
         if index not in own and documented not in (names.OWN, names.ROOM):
@@ -213,13 +213,13 @@ def _verdict(one: Evidence) -> str:
 
 
 def _price(capture: Capture, found: list[tuple[int, int]], idle: list[int], evidence: Evidence) -> list[Blocked]:
-    """How long each of these candidates of one kind waited."""
+    """The wait of each of these candidates of one kind."""
     cost = round(median(idle)) if idle else None
     evidence.idle_calls, evidence.idle_cost_ns = len(idle), cost
     blocked = []
     for index, last in found:
         call, over = capture.calls[index], capture.work[last].end
-        # A call that returned before was not held up by it.
+        # A call that returned earlier did not wait for it.
         waited = max(0, over - call.start) if over <= call.end else 0
         blocked.append(
             Blocked(index, last, waited, waited, call.end - max(call.start, over) if over <= call.end else 0)
@@ -237,7 +237,7 @@ def _price(capture: Capture, found: list[tuple[int, int]], idle: list[int], evid
 def _reach(
     queued: _Queued, call: Call, scope: str, recorded: dict[tuple[int, int], list[Call]]
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """The streams that a call is about, and the time before which work must have been queued."""
+    """The streams that a call refers to, and the time before which work must have been queued."""
     lanes = [lane for lane in queued.lanes if lane[0] == call.process]
     stream, until = call.stream if scope == names.STREAM else None, call.start
     if scope == names.EVENT and call.event is not None:
@@ -274,7 +274,7 @@ def _own_copies(capture: Capture) -> dict[int, int]:
 
 
 def _launches(capture: Capture, evidence: dict[str, Evidence], queued: _Queued) -> list[Blocked]:
-    """Launches that waited for a place in the queue."""
+    """Launches that waited for a free entry in the queue."""
     blocked = []
     usual = {
         name: median(call.duration for call in capture.calls if call.name == name)

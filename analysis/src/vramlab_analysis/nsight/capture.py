@@ -32,7 +32,7 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """In the words of the run record."""
+        """Its name in the run record."""
         return names.kind(self.name)
 
     @property
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Work:
-    """Something that the device did: a kernel, a copy, a fill."""
+    """Work of the device: a kernel, a copy, a fill."""
 
     start: int
     end: int
@@ -73,7 +73,7 @@ class Range:
 
 @dataclass
 class Mark:
-    """An NVTX mark, a moment; the trainer's say which path an allocation took."""
+    """An NVTX mark at one time; the trainer's marks have the path of an allocation."""
 
     time: int
     text: str
@@ -82,7 +82,7 @@ class Mark:
 
 @dataclass
 class Overhead:
-    """A time that the profiler took from a thread for itself."""
+    """An interval in which the profiler occupied a thread."""
 
     start: int
     end: int
@@ -91,7 +91,7 @@ class Overhead:
 
 @dataclass
 class Capture:
-    """What a capture holds. Lists are ordered by start."""
+    """The contents of a capture. Lists are ordered by start."""
 
     calls: list[Call]
     work: list[Work]
@@ -101,7 +101,7 @@ class Capture:
     threads: dict[int, str] = field(default_factory=dict)
     streams: dict[int, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)  # versions, device
-    notes: list[str] = field(default_factory=list)  # what is missing, a sentence each
+    notes: list[str] = field(default_factory=list)  # missing parts, a sentence each
     path: str = ""
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Capture:
 
     @cached_property
     def by_name(self) -> dict[str, list[Range]]:
-        """Ranges by the first word of their names, as `step`."""
+        """Ranges by the first word of their names, such as `step`."""
         found: dict[str, list[Range]] = defaultdict(list)
         for one in self.ranges:
             found[one.text.split(" ", 1)[0]].append(one)
@@ -143,7 +143,7 @@ class Capture:
 
     @property
     def steps(self) -> list[Range]:
-        """The ranges of training steps, in order. Steps that one launch did are one range, as `steps 9 to 16`."""
+        """The ranges of training steps, in order. Steps of one launch are one range, such as `steps 9 to 16`."""
         found = [*self.by_name.get("step", []), *self.by_name.get("steps", [])]
         return sorted(found, key=lambda one: one.start)
 
@@ -158,14 +158,14 @@ class Capture:
 
 
 def step_numbers(name: str) -> tuple[int, int] | None:
-    """First and last step of the range of a step or of several, as `step 3` or `steps 9 to 16`."""
+    """First and last step of a range named `step 3` or `steps 9 to 16`."""
     found = re.fullmatch(r"steps? (\d+)(?: to (\d+))?", name)
     return (int(found[1]), int(found[2] or found[1])) if found else None
 
 
 def nest(ranges: list[Range]) -> None:
     """Gives each range its level and path. Ranges of one thread nest, because they are pushed and popped."""
-    # The longer first where two start at once: it is the outer one.
+    # Of two that start simultaneously the longer is the outer one.
     ranges.sort(key=lambda one: (one.start, -one.end))
     open_ranges: dict[int, list[Range]] = defaultdict(list)
     for one in ranges:
@@ -200,9 +200,9 @@ def place(calls: list[Call], ranges: list[Range]) -> None:
 
 
 def load(path: str | Path) -> Capture:
-    """Reads an SQLite export of Nsight Systems, or a folder that `extract` wrote.
+    """Reads an SQLite export of Nsight Systems, or a directory that `extract` wrote.
 
-    Raises AnalysisError with one sentence when it is neither.
+    Raises AnalysisError when it is neither.
     """
     from vramlab_analysis.nsight import export, extracted
 

@@ -1,4 +1,4 @@
-"""What the device did between its work: idle times and who is to blame, and how long launches take to arrive."""
+"""Idle times of the device with their causes, and latencies of launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 
 from vramlab_analysis.nsight.capture import Capture
 
-# What idle time is attributed to when it is no driver call.
+# Causes of idle time other than driver calls.
 HOST_CODE = "host code outside the driver"
 ARRIVING = "launch on its way to the device"
 PROFILER = "the profiler itself"
@@ -23,7 +23,7 @@ class Idle:
     end: int
     before: int  # index of the work that ended
     after: int  # index of the work that began
-    parts: dict[str, int] = field(default_factory=dict)  # ns by cause; they add up to the gap
+    parts: dict[str, int] = field(default_factory=dict)  # ns by cause; they sum to the gap
 
     @property
     def duration(self) -> int:
@@ -37,12 +37,12 @@ class Idle:
 
 
 def gpu_idle(capture: Capture, device: int | None = None) -> list[Idle]:
-    """Gaps between the device's work, all streams merged, each attributed to what the host did in it.
+    """Gaps between the device's work, all streams merged, each attributed to the host's activity in it.
 
     A gap ends when the next work begins. From the start of the call that queued that work on, the gap is `ARRIVING`:
     the device could not have begun sooner. Before, the host had not asked yet: that time goes to the driver calls of
     the thread that then launches, by kind and by how much of the gap each covers (calls of one thread do not overlap).
-    What none covers is `PROFILER` where the profiler says so, and else `HOST_CODE`. Without a launching call in the
+    The remainder is `PROFILER` where the profiler reports it, otherwise `HOST_CODE`. Without a launching call in the
     capture all of a gap is `HOST_CODE`.
 
     `device` is the one to look at; without it, that with the most work.
@@ -135,7 +135,7 @@ def busy_ns(capture: Capture) -> int:
 
 @dataclass(slots=True)
 class LaunchGap:
-    """Work of one name: how it follows what was before it on its stream."""
+    """Work of one name, relative to the preceding work on its stream."""
 
     name: str
     count: int
@@ -143,11 +143,11 @@ class LaunchGap:
     median_ns: int
     median_gap_ns: int | None  # from the end of the work before on the stream to its start
     median_latency_ns: int | None  # from the start of the call that queued it to its start
-    behind: int  # how many were queued while the work before still ran
+    behind: int  # the number queued while the preceding work was running
 
 
 def launch_gaps(capture: Capture) -> list[LaunchGap]:
-    """Gaps and latencies of kernels and copies by name, those with most time first."""
+    """Gaps and latencies of kernels and copies by name, longest total time first."""
     durations: dict[str, list[int]] = defaultdict(list)
     gaps: dict[str, list[int]] = defaultdict(list)
     latencies: dict[str, list[int]] = defaultdict(list)

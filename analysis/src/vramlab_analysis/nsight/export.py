@@ -1,6 +1,6 @@
 """Reads an SQLite export of Nsight Systems, schema of 2023.4 to 2025.6.
 
-Tables are there only if something was recorded for them, and columns come and go between versions, so both are looked
+Tables exist only if something was recorded for them, and columns differ between versions, so both are looked
 up before they are asked for. Order of rows is never relied on.
 
 Source: "SQLite Schema Reference" of the Nsight Systems user guide <https://docs.nvidia.com/nsight-systems/UserGuide/>.
@@ -25,7 +25,7 @@ SYNC = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 EVENT = "CUPTI_ACTIVITY_KIND_CUDA_EVENT"
 MEMORY = "CUDA_GPU_MEMORY_USAGE_EVENTS"
 NVTX = "NVTX_EVENTS"
-# Names that programs gave to streams: seen in 2023.4.
+# Names of streams from programs, in exports of 2023.4.
 NVTX_STREAMS = "TARGET_INFO_NVTX_CUDA_STREAM"
 OVERHEAD = "PROFILER_OVERHEAD"
 
@@ -33,7 +33,7 @@ OVERHEAD = "PROFILER_OVERHEAD"
 MARK, THREAD_NAME, PUSH_POP, STREAM_NAME = 34, 39, 59, 99
 # Of ENUM_CUDA_MEM_KIND.
 PAGEABLE, DEVICE_MEMORY = 0, 2
-# Streams that stand for none.
+# Numbers that mean no stream.
 NO_STREAM = 0xFFFFFFFF
 COPIES = {1: "copy host to device", 2: "copy device to host", 8: "copy device to device", 10: "copy between devices"}
 
@@ -53,8 +53,7 @@ WHERE w.end IS NOT NULL
 ORDER BY w.start, w.correlationId
 """
 
-# What was waited for is said by the record of the synchronise; an event's handle is used again and again, so newer
-# exports number the uses.
+# The record of the synchronise names the awaited event; handles of events are reused, so newer exports number the uses.
 SYNC_SQL = """
 SELECT {process} AS process, s.correlationId AS correlation, s.streamId AS stream, s.deviceId AS device,
        {event} AS event
@@ -67,7 +66,7 @@ SELECT {process} AS process, e.correlationId AS correlation, e.streamId AS strea
 FROM CUPTI_ACTIVITY_KIND_CUDA_EVENT AS e
 """
 
-# One call may be several records; the memory of a device is wanted.
+# One call may have several records; only device memory counts.
 MEMORY_SQL = """
 SELECT {process} AS process, m.correlationId AS correlation, MAX(m.bytes) AS bytes, MAX(m.deviceId) AS device
 FROM CUDA_GPU_MEMORY_USAGE_EVENTS AS m
@@ -93,7 +92,7 @@ ORDER BY o.start
 
 
 class _Tables:
-    """Which tables and columns there are."""
+    """The tables and columns of an export."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -133,7 +132,7 @@ class _Tables:
 def read(path: str | Path) -> Capture:
     """Reads an export.
 
-    Raises AnalysisError when the file is no SQLite database or no export of Nsight Systems.
+    Raises AnalysisError when the file is not an SQLite database or not an export of Nsight Systems.
     """
     path = Path(path)
     uri = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=ro&immutable=1"
@@ -153,7 +152,7 @@ def read(path: str | Path) -> Capture:
 
 
 def read_connection(connection: sqlite3.Connection, path: str = "") -> Capture:
-    """Reads an export that is open already."""
+    """Reads an open export."""
     tables = _Tables(connection)
     known = [table for table in (RUNTIME, KERNEL, MEMCPY, MEMSET, NVTX) if table in tables]
     if not known:
@@ -283,7 +282,7 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
         if row["type"] == THREAD_NAME:
             threads[row["thread"]] = text
         elif row["type"] == STREAM_NAME:
-            # A tool may say the handle instead of the number; a handle names no stream of the other tables.
+            # Some tools write the handle instead of the number; other tables do not use handles.
             streams[row["stream"] or 0] = text
         elif row["type"] == MARK:
             marks.append(Mark(row["start"], text, row["thread"]))
@@ -293,7 +292,7 @@ def _nvtx(tables: _Tables, strings: bool) -> tuple[list[Range], list[Mark], dict
 
 
 def _source(tables: _Tables) -> dict[str, Any]:
-    """Versions and device; nothing of the machine or its environment."""
+    """Versions and device, without the machine or its environment."""
     source: dict[str, Any] = {}
     if "META_DATA_EXPORT" in tables:
         found = dict(tables.connection.execute("SELECT name, value FROM META_DATA_EXPORT"))

@@ -1,4 +1,4 @@
-"""The small tables of a capture, made to be kept and published: a folder of compressed CSV.
+"""The small tables of a capture for publication: a directory of compressed CSV.
 
     capture.json      schema_version 1, versions, device, span, what was recorded with it
     calls.csv.xz      start, duration, name, ... of each call
@@ -37,7 +37,7 @@ OWN = ("start", "duration", "blocked", "call", "kernel", "bytes", "stream", "pag
 
 
 class _Numbers:
-    """Small numbers in place of ids that say something about the machine."""
+    """Small numbers instead of ids that identify the machine."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -66,11 +66,11 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[list[str]]:
     gzipped = path.with_suffix(".gz")  # extracted before `after` was written
     path = gzipped if gzipped.is_file() and not path.is_file() else path
     rows = csv.reader(io.StringIO(read_bytes(path).decode()))
-    wanted = columns if path == gzipped else (AFTER, *columns[1:])
+    expected = columns if path == gzipped else (AFTER, *columns[1:])
     names = next(rows, [])
-    if tuple(names) != wanted:
+    if tuple(names) != expected:
         raise AnalysisError(
-            f"{path}: has the columns {', '.join(names) or 'none'} and not {', '.join(wanted)}; extract it again."
+            f"{path}: has the columns {', '.join(names) or 'none'} and not {', '.join(expected)}; extract it again."
         )
     before = 0
     for number, row in enumerate(rows, 2):
@@ -87,13 +87,13 @@ def read_table(path: Path, columns: tuple[str, ...]) -> Iterator[list[str]]:
 def write(capture: Capture, folder: Path, own: Any = None, ranges: bool = True) -> list[Path]:
     """Writes a capture, and the own trace that was recorded with it (`own_trace.OwnTrace`); returns the files.
 
-    Without `ranges` there are none of NVTX, which are a third of the size. The folder must not be there or be empty; it
-    appears whole.
+    Without `ranges` there are none of NVTX, which are a third of the size. The directory must not exist or be
+    empty; it is written atomically.
     """
     if folder.is_symlink():
-        raise AnalysisError(f"{folder}: is a symbolic link; name the folder itself.")
+        raise AnalysisError(f"{folder}: is a symbolic link; name the directory itself.")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AnalysisError(f"{folder}: is there already; choose another folder, or remove it.")
+        raise AnalysisError(f"{folder}: already exists; choose another directory, or remove it.")
     output.folder(folder.parent)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent) as part:
         _tables(capture, Path(part) / "whole", own, ranges)
@@ -131,7 +131,7 @@ def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
         "span_ns": capture.span[1] - zero,
         "threads": {str(thread(key)): name for key, name in capture.threads.items()},
         "streams": {str(key): name for key, name in capture.streams.items()},
-        # Times that the profiler took for itself: start, end, thread.
+        # Intervals of the profiler: start, end, thread.
         "overhead": [[o.start - zero, o.end - zero, thread(o.thread)] for o in capture.overhead if o.start >= zero],
         "notes": capture.notes,
     }
@@ -151,9 +151,9 @@ def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
 
 
 def read(folder: Path) -> Capture:
-    """Reads a folder that `write` wrote.
+    """Reads a directory that `write` wrote.
 
-    Raises AnalysisError when it is none.
+    Raises AnalysisError for another directory.
     """
     about = describe(folder)
 
@@ -193,11 +193,11 @@ def read(folder: Path) -> Capture:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """capture.json of a folder."""
+    """capture.json of a directory."""
     path = folder / "capture.json"
     if not path.is_file():
         raise AnalysisError(
-            f"{folder}: no tables of a capture (capture.json is not there); make them with "
+            f"{folder}: no tables of a capture (no capture.json); make them with "
             "`vramlab-analysis nsight extract EXPORT.sqlite -o FOLDER`."
         )
     about = check_version(path, read_json(path), "tables of a capture")
@@ -220,7 +220,7 @@ def _names(value: Any) -> bool:
     )
 
 
-# What is computed with, and what it has to be.
+# Columns used in computations, with their types.
 _DESCRIBED: dict[str, Callable[[Any], bool]] = {
     "span_ns": _whole,
     "threads": _names,

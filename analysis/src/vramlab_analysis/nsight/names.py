@@ -14,12 +14,12 @@ from functools import lru_cache
 # cudaFree_v3020, cuMemFree_v2, cuLaunchKernel_ptsz, cuMemcpyDtoHAsync_v2_ptsz: version and per-thread stream variants.
 _SUFFIX = re.compile(r"(_v\d+|_ptsz|_ptds)+$")
 
-# What a call can wait for.
-DEVICE = "device"  # everything that was queued before
-STREAM = "stream"  # what was queued before on one stream
-EVENT = "event"  # what was queued on the event's stream before the event was recorded
+# Objects that a call can wait for.
+DEVICE = "device"  # all work queued earlier
+STREAM = "stream"  # work queued earlier on one stream
+EVENT = "event"  # work queued on the event's stream before the event was recorded
 OWN = "own"  # the copy that the call itself queued
-ROOM = "room"  # a place in the queue of launches
+ROOM = "room"  # a free entry in the queue of launches
 NOTHING = "nothing"
 
 
@@ -85,7 +85,7 @@ _SCOPES = {
 
 @lru_cache(maxsize=4096)
 def kind(name: str) -> str:
-    """What a call does, in the words of the run record; other calls keep their own name."""
+    """A call's name in the run record; other calls keep their own name."""
     base = base_name(name)
     for pattern, known in _COMPILED:
         if pattern.fullmatch(base):
@@ -95,7 +95,7 @@ def kind(name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def scope(name: str) -> str:
-    """What a call is documented to wait for; copies that are not asynchronous wait for themselves."""
+    """The object that a call is documented to wait for; synchronous copies wait for themselves."""
     known = kind(name)
     if known in ("copy", "copy_to_device", "copy_to_host"):
         return NOTHING if "Async" in base_name(name) else OWN

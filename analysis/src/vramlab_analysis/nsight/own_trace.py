@@ -1,4 +1,4 @@
-"""The same question asked of a run's own trace, without Nsight Systems.
+"""Calls that waited, from a run's own trace, without Nsight Systems.
 
 `driver_calls.jsonl` (the trainer's `--export`) has each driver call with its start, its duration, its stream, the
 ranges around it and what the meter took for waiting. It has nothing of the device: no start or end of a kernel. So
@@ -35,7 +35,7 @@ from vramlab_analysis.nsight.capture import Capture, step_numbers
 PAGE_SHIFT = 21  # pages of 2 MiB, the granularity of the driver's mappings
 WAITS = {"device_synchronize", "mem_free", "host_free", "mem_unmap", "stream_synchronize", "event_synchronize"}
 ONE_STREAM = {"stream_synchronize"}
-# Not in driver_calls.jsonl, because they do not go through the trainer's driver.
+# Not in driver_calls.jsonl, because they bypass the trainer's driver.
 NOT_LOGGED = {"profiler", "device_synchronize", "pool_attribute"}
 SETTINGS = (
     "allocator",
@@ -54,16 +54,16 @@ SETTINGS = (
 
 @dataclass(slots=True)
 class OwnCall:
-    """A driver call as the run logged it."""
+    """A driver call in the run's log."""
 
     start: int
     duration: int
-    metered: int  # what the meter took for waiting
+    metered: int  # waiting according to the meter
     call: str
     kernel: str | None
     bytes: int | None
     stream: int | None
-    pages: bool  # whether it took or gave back pages
+    pages: bool  # whether it mapped or unmapped pages
     path: str
 
     @property
@@ -90,7 +90,7 @@ class OwnBlocked:
 
 
 def read(record: Path, span: bool = True) -> OwnTrace:
-    """The calls of a run record, or of a folder that `extract --record` wrote.
+    """The calls of a run record, or of a directory that `extract --record` wrote.
 
     With `span` only those between the start and the end of the profiler's capture (`settings.profile_steps`).
     """
@@ -115,16 +115,16 @@ def read(record: Path, span: bool = True) -> OwnTrace:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """What is used of `summary.json`, if it has the types of a record."""
+    """The used keys of `summary.json`, if they have the types of a record."""
     summary: dict[str, Any] = read_json(path)
     settings = summary.get("settings") if isinstance(summary, dict) else None
     if not isinstance(settings, dict) or not isinstance(summary.get("blocked_method"), str):
-        raise AnalysisError(f"{path}: no run record, settings or blocked_method is missing.")
+        raise AnalysisError(f"{path}: not a run record, settings or blocked_method is missing.")
     steps = settings.get("profile_steps")
     if steps is not None and not (isinstance(steps, dict) and all(_natural(steps.get(k)) for k in ("first", "last"))):
-        raise AnalysisError(f"{path}: no run record, settings.profile_steps is no range of steps.")
+        raise AnalysisError(f"{path}: not a run record, settings.profile_steps is not a range of steps.")
     if not isinstance(summary.get("idle_costs", {}), (dict, type(None))):
-        raise AnalysisError(f"{path}: no run record, idle_costs is no object.")
+        raise AnalysisError(f"{path}: not a run record, idle_costs is not an object.")
     return summary
 
 
@@ -143,14 +143,16 @@ def _parse(path: Path) -> list[tuple[OwnCall, int | None]]:
                 one.get("stream"), False, one.get("path", ""),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            said = str(error)[:80]
-            raise AnalysisError(f"{path}: line {number} is no driver call ({said}); was the file cut off?") from error
+            fault = str(error)[:80]
+            raise AnalysisError(
+                f"{path}: line {number} is not a driver call ({fault}); is the file truncated?"
+            ) from error
         lines.append((call, one.get("addr")))
     return lines
 
 
 def _check(one: dict[str, Any]) -> None:
-    """Refuses a line whose values are not those of a call.
+    """Rejects a line whose values are not those of a call.
 
     Raises ValueError.
     """
@@ -166,7 +168,7 @@ def _check(one: dict[str, Any]) -> None:
 
 
 def _pages(lines: Iterable[tuple[OwnCall, int | None]]) -> list[OwnCall]:
-    """Marks the calls that take a page from the device, or give one back."""
+    """Marks the calls that map or unmap a page."""
     held: dict[int, int] = defaultdict(int)
     calls = []
     for call, addr in lines:
@@ -190,7 +192,7 @@ def _captured(calls: list[OwnCall], steps: dict[str, int] | None, record: Path) 
         parts = call.path.split("/")
         return parts[1] if len(parts) > 1 else ""
 
-    # Steps that one launch did share a range; a launch never crosses the ends of a capture.
+    # Steps of one launch share a range; a launch never crosses the ends of a capture.
     at = [step_numbers(step(call)) for call in calls]
     begin = next((place for place, numbers in enumerate(at) if numbers and numbers[0] == first), None)
     ends = [
@@ -221,9 +223,9 @@ def _extracted(folder: Path) -> OwnTrace:
 
 
 def attribute(own: OwnTrace) -> list[OwnBlocked]:
-    """Which calls of a trace waited, for which launch, and for how long."""
+    """Calls of a trace that waited, with the awaited launch and the duration."""
     last_launch: dict[int, int] = {}  # stream to call
-    known: dict[int, int] = defaultdict(lambda: -1)  # stream to the last launch that is known to be over
+    known: dict[int, int] = defaultdict(lambda: -1)  # stream to the last launch that has completed
     queued = 0
     candidates: list[tuple[int, int]] = []
     idle: dict[str, list[int]] = defaultdict(list)
@@ -272,7 +274,7 @@ class Agreement:
     waited_ns: int  # capture: to the end of the work, by timestamps
     blocked_ns: int  # capture
     own_ns: int  # own trace
-    metered_ns: int  # what the run record says
+    metered_ns: int  # from the run record
     same_work_ns: int  # of blocked_ns: where both name the same launch
     span_ns: int
 

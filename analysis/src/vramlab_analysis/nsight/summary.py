@@ -1,4 +1,4 @@
-"""Tables for people and for machines."""
+"""Tables as text and as data."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _time(ns: float) -> str:
 
 
 def render(table: Table) -> str:
-    """A table as text, times in the unit that suits them."""
+    """A table as text, times in the unit that fits."""
     if not table.rows:
         return f"{table.title}\n  none\n"
     columns = list(table.rows[0])

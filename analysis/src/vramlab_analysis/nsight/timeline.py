@@ -18,7 +18,7 @@ from vramlab_analysis.nsight.attribution import Attribution
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people with any colour vision tell apart (https://jfly.uni-koeln.de/color/).
+# Okabe and Ito's colours, which people with any colour vision can distinguish (https://jfly.uni-koeln.de/color/).
 PHASES = {"load": "#999999", "forward": "#56B4E9", "loss": "#F0E442", "backward": "#E69F00", "update": "#CC79A7"}
 FREE, ALLOC, LAUNCH, WAIT, OTHER = "#D55E00", "#009E73", "#b0b0b0", "#0072B2", "#dddddd"
 KINDS = {
@@ -34,13 +34,13 @@ _SCALE = 1e3  # drawn in microseconds
 
 @dataclass(slots=True)
 class Bar:
-    """Something that took time: a range, a call, a kernel. Nanoseconds from the window's start."""
+    """An interval: a range, a call, a kernel. Nanoseconds from the window's start."""
 
     start: int
     end: int
     text: str
-    group: str = ""  # what decides its colour: phase of a range or of a kernel's launch, kind of a call
-    waited: int = 0  # part at its beginning in which it waited
+    group: str = ""  # selects its colour: phase of a range or of a kernel's launch, kind of a call
+    waited: int = 0  # waiting at its start
 
 
 @dataclass
@@ -69,7 +69,7 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
 def window(
     result: Attribution, steps: tuple[int, int] | None = None, start: int | None = None, end: int | None = None
 ) -> Window:
-    """What lies between two times, or in some steps: first and last, counted from 1 in the capture.
+    """The contents of an interval or of some steps: first and last, counted from 1 in the capture.
 
     Without either it is one step from the middle of the capture, the one with the median duration, or all of a capture
     without steps. Raises AnalysisError when the capture has no such steps.
@@ -122,7 +122,7 @@ def _steps(result: Attribution, steps: tuple[int, int] | None) -> tuple[int, int
         return chosen.start, chosen.end, chosen.text
     first, last = steps
     if last > len(found):
-        raise AnalysisError(f"{result.capture.path}: holds {len(found)} steps; {first}..{last} goes beyond.")
+        raise AnalysisError(f"{result.capture.path}: has {len(found)} steps; {first}..{last} exceeds them.")
     text = found[first - 1].text + (f" to {found[last - 1].text}" if last > first else "")
     return found[first - 1].start, found[last - 1].end, text
 
@@ -134,7 +134,7 @@ def _phase(path: str) -> str:
 def draw(
     result: Attribution, steps: tuple[int, int] | None = None, *, title: str = "", width: float = 11.0, **times: Any
 ) -> Figure:
-    """Draws a window: NVTX ranges by depth, driver calls by kind with the part that waited hatched, work by stream.
+    """Draws a window: NVTX ranges by depth, driver calls by kind with waiting hatched, work by stream.
 
     Lines lead from the end of a kernel to the call that waited for it. `times` are `start` and `end`, see `window`.
     Needs matplotlib.
@@ -143,7 +143,7 @@ def draw(
 
 
 def caption(shown: Window) -> str:
-    """What a window holds, in words: `step 187: 819 µs, 130 µs of them waiting inside driver calls`."""
+    """A window in words: `step 187: 819 µs, 130 µs of them waiting inside driver calls`."""
 
     def time(ns: int) -> str:
         return f"{ns / _SCALE:.0f} µs" if ns >= 10 * _SCALE else f"{ns / _SCALE:.2g} µs"
@@ -200,9 +200,9 @@ def _panel(axes: Any, shown: Window, reach: float, width: float) -> None:
         _bars(axes, bars, y, 0.9, [PHASES.get(bar.group, "#bbbbbb") for bar in bars])
         labels.append((y + 0.45, name))
         y += 1.15
-    for over, told, _ in shown.waits:
+    for over, returned, _ in shown.waits:
         if over >= 0:
-            axes.plot([over / _SCALE, told / _SCALE], [work_top, calls_bottom], color=INK, linewidth=0.4, alpha=0.6)
+            axes.plot([over / _SCALE, returned / _SCALE], [work_top, calls_bottom], color=INK, linewidth=0.4, alpha=0.6)
     axes.set_ylim(y, -0.2)
     axes.set_yticks([place for place, _ in labels], [text for _, text in labels], fontsize=8)
     axes.tick_params(left=False, labelsize=8)
@@ -232,7 +232,7 @@ def save(figure: Figure, path: Path) -> None:
 
     data = io.BytesIO()
     if path.suffix == ".svg":
-        # Ids in the file come from a random number unless they are salted.
+        # Without a salt, ids in the file are random.
         with matplotlib.rc_context({"svg.hashsalt": "timeline"}):
             figure.savefig(data, format="svg", metadata={"Date": None})
     else:

@@ -12,7 +12,7 @@ from vramlab_analysis.pages.cells import dates, listed
 from vramlab_analysis.pages.registry import group, markdown, table
 
 MIB = 2**20
-# The number of runs of a program under an allocator above which they look for rare failures.
+# More runs of a program under an allocator than this look for rare failures.
 FEW = 9
 
 

@@ -261,8 +261,8 @@ table("step-kernels")(step_kernels.table)
 
 def _step(spec: str, *, program: str = "trainer", how: str = "", **where: Any) -> float:
     """Step time in us of the fastest of the runs of a spec with these values."""
-    wanted = [pl.col(key) == value for key, value in where.items()]
-    rows = step_table(spec).filter(pl.col("program") == program, pl.col("how").str.contains(how), *wanted)
+    expected = [pl.col(key) == value for key, value in where.items()]
+    rows = step_table(spec).filter(pl.col("program") == program, pl.col("how").str.contains(how), *expected)
     if rows.is_empty():
         raise AnalysisError(f"{spec}: no run of {program} with {where} {how}.")
     return float(rows["step_us"].min())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How far apart runs are that should not be: ratios to the fastest of a group, and losses against those of f32."""
+"""Differences of runs that should be equal: ratios to the fastest of a group, and losses relative to f32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ratios(frame: pl.DataFrame, by: list[str], *, value: str = "step_us", name: 
 
 
 def changes(frame: pl.DataFrame, by: list[str], setting: str, base: object, *, value: str = "step_us") -> pl.DataFrame:
-    """What each other value of `setting` changes against `base`: `by`, `setting`, `value`, `change`, `clear`.
+    """The effect of each other value of `setting` relative to `base`: `by`, `setting`, `value`, `change`, `clear`.
 
     `change` is the share that is added to the median; `clear` whether the spread of the repeats does not meet that of
     the base's. Groups without a run of `base` are left out.
@@ -36,8 +36,8 @@ def changes(frame: pl.DataFrame, by: list[str], setting: str, base: object, *, v
     lines = middle(frame, [*by, setting], value)
     plain = lines.filter(pl.col(setting) == base).drop(setting, "repeats")
     both = lines.filter(pl.col(setting) != base).join(plain, on=by, suffix="_base", maintain_order="left")
-    apart = (pl.col("high") < pl.col("low_base")) | (pl.col("low") > pl.col("high_base"))
-    return both.select(*by, setting, "value", change=pl.col("value") / pl.col("value_base") - 1, clear=apart)
+    disjoint = (pl.col("high") < pl.col("low_base")) | (pl.col("low") > pl.col("high_base"))
+    return both.select(*by, setting, "value", change=pl.col("value") / pl.col("value_base") - 1, clear=disjoint)
 
 
 def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str = "group", title: str = "") -> Figure:
@@ -46,7 +46,7 @@ def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str 
     The line is at `bound`, a share; whiskers are the spread of the repeats.
     """
     if not panels:
-        raise AnalysisError("there are no data for the figure of ratios.")
+        raise AnalysisError("no data for the figure of ratios.")
     groups = [part[group].unique(maintain_order=True).to_list() for _, part in panels]
     for _, part in panels:
         nonempty(part, "ratios")
@@ -84,33 +84,38 @@ def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str 
 
 
 def noise_of(table: pl.DataFrame) -> float | None:
-    """How far trainer and PyTorch are apart in the same type, as a share, at most; None without such a pair."""
-    apart = table["to_other"].abs().max()
-    return None if apart is None else float(apart)  # type: ignore[arg-type]
+    """The largest difference of trainer and PyTorch in the same type, as a share; None without such a pair."""
+    largest = table["to_other"].abs().max()
+    return None if largest is None else float(largest)  # type: ignore[arg-type]
 
 
 def from_f32(table: pl.DataFrame, *, title: str = "") -> Figure:
     """The table of losses (`vramlab_analysis.losses.frame`) as points: `to_f32` in percent, a line for each `kind`.
 
-    A colour for each program. The band is as wide as the two programs are apart at most, whatever the type.
+    A colour for each program. The band is the largest difference of the two programs in any type.
     """
-    told = table.filter(pl.col("to_f32").is_not_null())
-    nonempty(told, "losses against f32")
-    kinds = told["kind"].unique(maintain_order=True).to_list()
+    known = table.filter(pl.col("to_f32").is_not_null())
+    nonempty(known, "losses against f32")
+    kinds = known["kind"].unique(maintain_order=True).to_list()
     figure, axes = style.new(height=1.0 + 0.3 * len(kinds))
     noise = noise_of(table)
     if noise is not None:
         axes.axvspan(
-            -100 * noise, 100 * noise, color=style.RULE, linewidth=0, zorder=0, label="programs apart, at most"
+            -100 * noise,
+            100 * noise,
+            color=style.RULE,
+            linewidth=0,
+            zorder=0,
+            label="largest difference of the programs",
         )
     for program, colour, mark in (("trainer", style.BLUE, "s"), ("pytorch", style.PURPLE, "D")):
-        one = told.filter(pl.col("program") == program)
+        one = known.filter(pl.col("program") == program)
         at = [kinds.index(kind) for kind in one["kind"]]
         axes.plot(100 * one["to_f32"].to_numpy(), at, color=colour, marker=mark, linestyle="none", label=program)
     axes.axvline(0, color=style.INK, linewidth=0.9, zorder=1)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
-    axes.set_xlabel("last loss above that of f32, %")
+    axes.set_xlabel("final loss above f32, %")
     axes.set_title(title)
     style.grid(axes)
     figure.legend(loc="outside lower center", ncols=3)

@@ -16,12 +16,9 @@ from vramlab_analysis.records import Run
 
 
 def nonempty(frame: pl.DataFrame, what: str) -> None:
-    """Refuses to draw a figure without data.
-
-    Raises AnalysisError.
-    """
+    """Raises AnalysisError if there are no data to draw."""
     if frame.is_empty():
-        raise AnalysisError(f"there are no data for the figure of {what}.")
+        raise AnalysisError(f"no data for the figure of {what}.")
 
 
 def grouped(
@@ -40,7 +37,7 @@ def grouped(
     width: float = 8.0,
     height: float = 3.2,
 ) -> Figure:
-    """Bars of the median of `value` for each `name` (an allocator: it gives the colour), in groups along the axis.
+    """Bars of the median of `value` for each `name` (an allocator, which selects the colour), in groups along the axis.
 
     Whiskers are the spread of the repeats. `frame` has one row for each run; `group` is a column whose values stand
     side by side in the order in which they come.
@@ -51,9 +48,9 @@ def grouped(
     groups = frame[group].unique(maintain_order=True).to_list() if group else [None]
     figure, axes = style.new(width=width, height=height)
     thick = 0.8 / len(names)
-    # Points that a bar has for its number, by the mean width of a character.
+    # The width of a bar in points, for its number.
     room = 72 * (width - 0.8) * thick / len(groups) / 0.64
-    seen: set[str] = set()
+    labelled: set[str] = set()
     for place, one in enumerate(groups):
         for index, who in enumerate(names):
             chosen = frame.filter((pl.col(name) == who) & (pl.col(group) == one if group else pl.lit(value=True)))
@@ -63,9 +60,9 @@ def grouped(
             centre, (low, high) = float(samples.median()), spread(samples)  # type: ignore[arg-type]
             at = place + (index - (len(names) - 1) / 2) * thick
             axes.bar(
-                at, centre, thick * 0.92, color=style.colour(who), label=who if who not in seen and group else None
+                at, centre, thick * 0.92, color=style.colour(who), label=who if who not in labelled and group else None
             )
-            seen.add(who)
+            labelled.add(who)
             if len(samples) > 1:
                 axes.errorbar(
                     at, centre, yerr=[[centre - low], [high - centre]], color=style.INK, linewidth=0.9, capsize=2.5
@@ -81,8 +78,8 @@ def grouped(
     if group:
         axes.set_xticks(range(len(groups)), [str(one) for one in groups])
         axes.set_xlabel(group_label or group.replace("_", " "))
-        if len(seen) > 1:
-            figure.legend(loc="outside upper right", ncols=len(seen))
+        if len(labelled) > 1:
+            figure.legend(loc="outside upper right", ncols=len(labelled))
     else:
         offsets = [(index - (len(names) - 1) / 2) * thick for index in range(len(names))]
         axes.set_xticks(offsets, names)
@@ -107,9 +104,9 @@ def stacked(
     words: dict[str, str] | None = None,
     scale: Callable[[float, int | None], str] | None = None,
 ) -> Figure:
-    """Horizontal bars that are divided into `parts` (name to colour); `words` replaces the names in the legend."""
+    """Horizontal bars that are divided into `parts` (name to colour); `words` has other names for the legend."""
     if not rows:
-        raise AnalysisError(f"there are no data for the figure of {unit}.")
+        raise AnalysisError(f"no data for the figure of {unit}.")
     figure, axes = style.new(height=1.25 + 0.42 * len(rows))
     labels = []
     for row, (_, figures) in enumerate(rows):
@@ -120,8 +117,8 @@ def stacked(
             axes.barh(row, value, left=left, color=colour, height=0.66, label=name if row == 0 else None)
             left += value
         text = total(left) if total else f"{left:.3g}"
-        said = axes.annotate(text, (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-        labels.append((said, left))
+        label = axes.annotate(text, (left, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        labels.append((label, left))
     axes.set_yticks(range(len(rows)), [style.wrapped(name, 2.4) for name, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(unit)
@@ -136,7 +133,7 @@ def stacked(
 def allocations(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figure:
     """Driver allocations in each step over the run, one panel for each `(name, steps)`; epochs are marked."""
     if not runs:
-        raise AnalysisError("there are no data for the figure of allocations per step.")
+        raise AnalysisError("no data for the figure of allocations per step.")
     figure, panels = style.new(len(runs), 1, height=0.8 + 1.15 * len(runs), sharex=True, squeeze=False)
     for axes, (name, steps) in zip(panels[:, 0], runs, strict=True):
         nonempty(steps, "allocations per step")
@@ -149,26 +146,26 @@ def allocations(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Fig
         axes.set_xlim(0.5, steps.height + 0.5)
         axes.set_ylabel("calls/step")
         last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
-        said = f"{name}: {int(counts.sum()):,} in all, "
-        said += f"the last in step {last:,} of {steps.height:,}" if last else "none in a step"
-        axes.set_title(said, fontsize=9, color=style.colour(name))
+        label = f"{name}: {int(counts.sum()):,} in all, "
+        label += f"the last in step {last:,} of {steps.height:,}" if last else "none in a step"
+        axes.set_title(label, fontsize=9, color=style.colour(name))
         style.grid(axes)
-    panels[-1, 0].set_xlabel("training step (rules: where an epoch begins)")
+    panels[-1, 0].set_xlabel("training step (lines: start of an epoch)")
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return figure
 
 
 def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Figure:
-    """Calls that took memory from the device: before the first epoch, and in each epoch; one line for each run."""
+    """Calls that allocated device memory: before the first epoch, and in each epoch; one line for each run."""
     if not runs:
-        raise AnalysisError("there are no data for the figure of allocations per epoch.")
+        raise AnalysisError("no data for the figure of allocations per epoch.")
     figure, axes = style.new()
     epochs = 0
     for below, (name, run) in zip(range(len(runs) - 1, -1, -1), runs, strict=True):
         counts = [taken(one.get("driver_calls", {})) for one in run.summary["epochs"]]
         counts.insert(0, taken(run.summary.get("driver_calls", {})) - sum(counts))
-        # Where lines lie on each other, the lower ones are the wider ones.
+        # Where lines overlap, the lower ones are wider.
         axes.plot(
             range(len(counts)),
             counts,
@@ -182,7 +179,7 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
     style.log_axis(axes, zero=True)
     axes.set_ylim(bottom=0)
     axes.set_xticks(range(epochs), ["before", *map(str, range(1, epochs))])
-    axes.set_xlabel("epoch, its validation included (before: weights, data, first buffers)")
+    axes.set_xlabel("epoch with its validation (before: weights, data, first buffers)")
     axes.set_ylabel("driver allocations")
     axes.set_title(title)
     style.grid(axes)
@@ -191,7 +188,7 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
 
 
 def taken(calls: dict[str, Any]) -> int:
-    """Calls that took memory from the device, of totals as in the run record."""
+    """Calls that allocated device memory, from totals as in the run record."""
     return sum(calls[name]["count"] for name in ("mem_alloc", "mem_alloc_async", "mem_create") if name in calls)
 
 
@@ -199,7 +196,7 @@ def joined(frame: pl.DataFrame, names: dict[str, str]) -> pl.Expr:
     """Which of several on/off columns are on, in words: `events + internal`, `none`; `names` are words by column."""
     missing = [column for column in names if column not in frame.columns]
     if missing:
-        raise AnalysisError(f"the runs do not tell their {', '.join(missing)}.")
+        raise AnalysisError(f"the runs have no {', '.join(missing)}.")
     words = [pl.when(pl.col(column) == "on").then(pl.lit(word)) for column, word in names.items()]
     text = pl.concat_str(words, separator=" +\n", ignore_nulls=True)
     return pl.when(text == "").then(pl.lit("none")).otherwise(text)
@@ -208,12 +205,12 @@ def joined(frame: pl.DataFrame, names: dict[str, str]) -> pl.Expr:
 def value_of(frame: pl.DataFrame, value: str, **where: Any) -> float:
     """Median of a column over the rows where columns have these values.
 
-    Raises AnalysisError when there is no such row, so that a sentence about it cannot be written without data.
+    Raises AnalysisError when there is no such row.
     """
-    chosen = frame.filter([pl.col(column) == wanted for column, wanted in where.items()])[value].drop_nulls()
+    chosen = frame.filter([pl.col(column) == expected for column, expected in where.items()])[value].drop_nulls()
     if chosen.is_empty():
-        said = ", ".join(f"{column} {wanted}" for column, wanted in where.items())
-        raise AnalysisError(f"no run with {said} tells its {value.replace('_', ' ')}.")
+        described = ", ".join(f"{column} {value_}" for column, value_ in where.items())
+        raise AnalysisError(f"no run with {described} has {value.replace('_', ' ')}.")
     return float(chosen.median())  # type: ignore[arg-type]
 
 

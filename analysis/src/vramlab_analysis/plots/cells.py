@@ -1,4 +1,4 @@
-"""One mark for each cell of an experiment: a table in colours, and the simulator against a GPU."""
+"""One mark for each cell of an experiment: a coloured table, and simulated against measured times."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def matrix(
     title: str = "",
     note: str = "",
 ) -> Figure:
-    """A cell with `value` for each `row` and `column`, in the order in which they come.
+    """A cell with `value` for each `row` and `column`, in order of appearance.
 
-    White is `best` or less, the darkest orange `worst` or more. A cell without a value stays empty and says so.
+    White is `best` or less, the darkest orange `worst` or more. A cell without a value contains `none`.
     """
     frame = frame.filter(pl.col(value).is_not_null())
     nonempty(frame, title or value)

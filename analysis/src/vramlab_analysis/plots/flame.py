@@ -16,7 +16,7 @@ TINTS = ("#F4C36B", "#E69F00", "#F0B040", "#E08A1E", "#F2D08B")
 
 @dataclass
 class Frame:
-    """A function in its place in the stack; `samples` are its own and those of its callees."""
+    """A function at its position in the stack; `samples` include those of its callees."""
 
     name: str
     samples: int = 0
@@ -26,11 +26,11 @@ class Frame:
 def load(path: str | Path) -> Frame:
     """The tree of a file of collapsed stacks, plain or gzipped.
 
-    Raises AnalysisError when a line is no stack or there is none.
+    Raises AnalysisError when a line is not a stack or there is none.
     """
     path = Path(path)
     if not path.is_file():
-        raise AnalysisError(f"{path}: no such file; `experiments/flame` says how to record it.")
+        raise AnalysisError(f"{path}: no such file; `experiments/flame` records it.")
     root = Frame("all")
     for number, line in enumerate(read_bytes(path).decode("utf-8", "replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
@@ -44,7 +44,7 @@ def load(path: str | Path) -> Frame:
             at = at.callees.setdefault(name, Frame(name))
             at.samples += int(count)
     if not root.samples:
-        raise AnalysisError(f"{path}: holds no stack.")
+        raise AnalysisError(f"{path}: no stack.")
     return root
 
 

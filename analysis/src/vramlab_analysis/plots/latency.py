@@ -1,4 +1,4 @@
-"""Latency spectra: time of an operation against the share of operations that took no longer."""
+"""Latency spectra: time of an operation against the share of operations that took at most this time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PATHS = {
     "failed": style.BLACK,
 }
 
-# What a histogram of a simulated device holds of an operation that made no driver call: 0, or 1, its least value.
+# Values of a simulated device's histogram for an operation without a driver call: 0, or 1, its least value.
 SIMULATED_ZERO_NS = 1
 
 
 def words(ns: float, simulated: bool) -> str:
-    """A latency with its unit; of a simulated device `no driver call` where nothing was timed."""
+    """A latency with its unit; `no driver call` if a simulated device timed nothing."""
     return "no driver call" if simulated and ns <= SIMULATED_ZERO_NS else style.si_time(ns)
 
 
 def nines(axes: Axes, most: float) -> None:
-    """An axis on which each nine takes the same room: 0, 90, 99, 99.9 % up to a share `most`."""
+    """An axis with equal space for each nine: 0, 90, 99, 99.9 % up to a share `most`."""
     axes.set_xscale("log")
     top = max(int(np.log10(max(most, 10.0))), 1)
     ticks = [1.0] + [10.0**power for power in range(1, top + 1)]
@@ -44,7 +44,7 @@ def nines(axes: Axes, most: float) -> None:
     axes.set_xticks(ticks, names[: len(ticks)])
     axes.minorticks_off()
     axes.set_xlim(1.0, max(most, 10.0) * 1.3)
-    axes.set_xlabel("share of operations that took no longer")
+    axes.set_xlabel("share of operations that took at most this time")
 
 
 def spectrum(
@@ -57,11 +57,11 @@ def spectrum(
 ) -> Figure:
     """Percentile spectra side by side: a panel for each operation, a line for each group.
 
-    `frame` is what `histograms.spectrum` makes, or several of them with a column `group` that tells them apart. A group
+    `frame` is from `histograms.spectrum`, or several of them with a column `group`. A group
     that is an allocator has its colour.
 
     On a simulated device (`simulated`) only driver calls take time, so what took none was not measured: those shares
-    are left out, and groups that never reached the driver are told below the axes and not drawn.
+    are left out, and groups that never reached the driver are named below the axes and not drawn.
     """
     nonempty(frame, "latency")
     idle: list[str] = []
@@ -79,25 +79,25 @@ def spectrum(
         name for name in panels or ("allocate", "deallocate") if name in frame["operation"].unique().to_list()
     ]
     if not operations:
-        raise AnalysisError("there are no data for the figure of latency.")
+        raise AnalysisError("no data for the figure of latency.")
     figure, all_axes = style.new(
         1, len(operations), width=4.6 * len(operations), height=3.2, sharey=True, squeeze=False
     )
-    seen: dict[str, object] = {}
+    handles: dict[str, object] = {}
     for axes, operation in zip(all_axes[0], operations, strict=True):
         most = 10.0
         chosen = frame.filter(pl.col("operation") == operation)
         for group in style.order(chosen["group"].to_list()):
             one = chosen.filter(pl.col("group") == group)
             count = int(one["count"][0])
-            # The greatest value is drawn at the last share that the number of operations can tell.
+            # The greatest value is drawn at the last share that the number of operations resolves.
             share = np.minimum(one["percentile"].to_numpy(), 1 - 0.5 / count)
             colour = (colours or PATHS).get(group) or style.colour(group)
             dashes = "--" if group.endswith(" cold") else "-"
             line = axes.plot(
                 1 / (1 - share), np.maximum(one["value_ns"].to_numpy(), 1.0), color=colour, linestyle=dashes
             )
-            seen.setdefault(group, line[0])
+            handles.setdefault(group, line[0])
             most = max(most, 2.0 * count)
         nines(axes, most)
         style.log_axis(axes)
@@ -105,10 +105,10 @@ def spectrum(
         axes.set_title(operation, fontsize=9)
         style.grid(axes, "both")
     all_axes[0, 0].set_ylabel("time of one operation")
-    said = f"not drawn, as on the simulated device only driver calls take time: {', '.join(idle)}" if idle else ""
+    text = f"not drawn, as on the simulated device only driver calls take time: {', '.join(idle)}" if idle else ""
     room = 4.6 * len(operations) - 0.4
-    note = style.wrapped(said, room, size=8)
-    style.legend(figure, list(seen.values()), list(seen), where="outside lower center", title=note)
+    note = style.wrapped(text, room, size=8)
+    style.legend(figure, list(handles.values()), list(handles), where="outside lower center", title=note)
     if title:
         figure.suptitle(style.wrapped(title, room, size=10), x=0.01, ha="left", fontsize=10)
     return figure

@@ -34,7 +34,7 @@ def width(
     lines = middle(frame, ["name", by], value).sort("name", by)
     base = lines.filter(pl.col("name") == reference).select(by, base="value")
     if base.is_empty():
-        raise AnalysisError(f"there is no run of {reference} to compare with.")
+        raise AnalysisError(f"no run of {reference} to compare with.")
     figure, (top, below) = style.new(2, 1, height=5.0, sharex=True, height_ratios=[2, 1])
     ends, ratio_ends = [], []
     for name in style.order(lines["name"].to_list()):
@@ -82,7 +82,7 @@ def sweep(
     names: Callable[[object], str] = str,
     colours: dict[str, str] | None = None,
 ) -> Figure:
-    """One setting along the axis in the order in which its values come, one line for each value of `series`."""
+    """One setting along the axis in order of appearance, one line for each value of `series`."""
     frame = frame.filter(pl.col(value).is_not_null())
     nonempty(frame, unit)
     figure, axes = style.new()
@@ -116,19 +116,19 @@ def sweeps(
     across = frame[column].unique(maintain_order=True).to_list()
     down = frame[row].unique(maintain_order=True).to_list()
     figure, panels = style.new(len(down), len(across), height=0.8 + 2.1 * len(down), sharey="row", squeeze=False)
-    seen: dict[str, Any] = {}
+    handles_by_label: dict[str, Any] = {}
     for line, one in zip(panels, down, strict=True):
         for axes, other in zip(line, across, strict=True):
             part = frame.filter((pl.col(row) == one) & (pl.col(column) == other))
             nonempty(part, f"{unit} with {row} {one} and {column} {other}")
             _swept(axes, part, by, value, series, colours=colours)
             axes.set_title(f"{row.replace('_', ' ')} {one}, {other}", fontsize=9)
-            seen |= {label: mark for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+            handles_by_label |= {label: mark for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         line[0].set_ylabel(unit)
     for axes in panels[-1]:
         axes.set_xlabel(by_label)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    figure.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=5)
+    figure.legend(handles_by_label.values(), handles_by_label.keys(), loc="outside lower center", ncols=5)
     return figure
 
 

@@ -16,7 +16,7 @@ CYCLE = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, s
 
 
 def smooth(values: np.ndarray, over: int) -> np.ndarray:
-    """Mean of the last `over` values at each place (of fewer at the beginning)."""
+    """Mean of the last `over` values at each position (fewer at the beginning)."""
     sums = np.cumsum(np.insert(values.astype(float), 0, 0.0))
     at = np.arange(1, len(values) + 1)
     return np.asarray((sums[at] - sums[np.maximum(at - over, 0)]) / np.minimum(at, over))
@@ -25,12 +25,12 @@ def smooth(values: np.ndarray, over: int) -> np.ndarray:
 def curves(
     runs: list[tuple[str, pl.DataFrame]], *, title: str = "", over: int = 1, colours: dict[str, str] | None = None
 ) -> Figure:
-    """Loss of each step, one line for each `(name, steps)`; `over` is the number of steps that a point is the mean of.
+    """Loss of each step, one line for each `(name, steps)`; each point is the mean of `over` steps.
 
     Runs of the same name (other seeds) share a colour.
     """
     if not runs:
-        raise AnalysisError("there are no data for the figure of losses.")
+        raise AnalysisError("no data for the figure of losses.")
     names = list(dict.fromkeys(name for name, _ in runs))
     plain = {name: CYCLE[place % len(CYCLE)] for place, name in enumerate(names)}
     tints = {name: (colours or {}).get(name) or style.ALLOCATORS.get(name) or plain[name] for name in names}
@@ -54,18 +54,18 @@ def curves(
 def against(
     base: pl.DataFrame, runs: list[tuple[str, pl.DataFrame]], *, title: str = "", over: int = 100, name: str = "f32"
 ) -> Figure:
-    """How far the losses of each `(name, steps)` lie above those of `base`, in percent; means of the last `over` steps.
+    """The losses of each `(name, steps)` above those of `base`, in percent; means of the last `over` steps.
 
     Raises AnalysisError when a run has other steps than `base`.
     """
     if not runs:
-        raise AnalysisError("there are no data for the figure of losses against others.")
+        raise AnalysisError("no data for the figure of losses against others.")
     figure, axes = style.new()
     plain = smooth(losses_of(base, name).to_numpy(), over)
     for place, (who, steps) in enumerate(runs):
         if steps.height != base.height:
-            raise AnalysisError(f"{who} has {steps.height} steps and {name} {base.height}, so they do not compare.")
-        # The first mean of so many steps is that of the step with this number.
+            raise AnalysisError(f"{who} has {steps.height} steps and {name} {base.height}, so they cannot be compared.")
+        # The first mean of `over` steps belongs to the step of this number.
         ratio = (smooth(losses_of(steps, who).to_numpy(), over) / plain)[over - 1 :]
         axes.plot(steps["index"][over - 1 :] + 1, 100 * (ratio - 1), color=CYCLE[place % len(CYCLE)], label=who)
     axes.axhline(0, color=style.INK, linewidth=0.9)
@@ -80,20 +80,20 @@ def against(
 def difference(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     """Relative difference of the losses of the same steps: `index`, `ours`, `theirs`, `relative` (absolute value).
 
-    Raises AnalysisError when the runs share no step.
+    Raises AnalysisError when the runs have no common step.
     """
     both = ours.select("epoch", "step", "index", ours="loss").join(
         theirs.select("epoch", "step", theirs="loss"), on=["epoch", "step"], how="inner"
     )
     if both.is_empty():
-        raise AnalysisError("the two runs have no step in common, so their losses cannot be compared.")
+        raise AnalysisError("the two runs have no common step, so their losses cannot be compared.")
     return both.sort("index").with_columns(relative=((pl.col("ours") - pl.col("theirs")) / pl.col("theirs")).abs())
 
 
 def differences(pairs: list[tuple[str, pl.DataFrame]], *, bound: float | None = None, title: str = "") -> Figure:
     """Relative difference per step on a log axis, a line for each `(name, difference)`; agreement is at the bottom."""
     if not pairs:
-        raise AnalysisError("there are no data for the figure of differences.")
+        raise AnalysisError("no data for the figure of differences.")
     figure, axes = style.new()
     floor = 1e-9
     for place, (name, frame) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""Memory: levels over a run, the five-way ledger, and the block map (addresses over time)."""
+"""Memory: levels over a run, the reserved-memory breakdown, and the block map (addresses over time)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def over_steps(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figu
     """Reserved, active (or allocated) and requested bytes after each step, one panel for each `(name, steps)`."""
     runs = [(name, steps) for name, steps in runs if _holds(steps, "reserved_bytes")]
     if not runs:
-        raise AnalysisError("there are no data for the figure of memory over steps: no run tells what it reserved.")
+        raise AnalysisError("no data for the figure of memory over steps: no run has reserved memory.")
     columns = min(len(runs), 4)
     rows = -(-len(runs) // columns)
     width = max(4.0, min(2.7 * columns + 1, 10))
@@ -50,7 +50,7 @@ def over_steps(runs: list[tuple[str, pl.DataFrame]], *, title: str = "") -> Figu
         axes.set_xlabel("training step")
         style.bytes_axis(axes)
         style.grid(axes)
-    panels[0, 0].set_ylim(bottom=0)  # shared; set before, it would fix the top as well
+    panels[0, 0].set_ylim(bottom=0)  # shared; set earlier, it would fix the top as well
     for axes in panels[:, 0]:
         axes.set_ylabel("bytes after the step")
     handles, labels = max((axes.get_legend_handles_labels() for axes in drawn), key=lambda both: len(both[1]))
@@ -97,13 +97,11 @@ def within_steps(
 
 
 def ledger(rows: list[tuple[str, dict[str, Any]]], *, title: str = "") -> Figure:
-    """Where reserved − requested went at the peak of reserved memory, one bar for each `(name, fragmentation)`."""
+    """Parts of reserved − requested at peak reserved, one bar for each `(name, fragmentation)`."""
     parts = {"requested": style.BLUE, **style.LEDGER_PARTS}
     words = {"requested": "requested", **{part: f"{part}: {text}" for part, text in style.LEDGER_WORDS.items()}}
     rows = [(name, {part: float(one.get(part, 0)) for part in parts}) for name, one in rows if one]
-    figure = stacked(
-        rows, parts, unit="bytes when reserved memory was at its peak", title=title, total=style.si_bytes, words=words
-    )
+    figure = stacked(rows, parts, unit="bytes at peak reserved", title=title, total=style.si_bytes, words=words)
     style.bytes_axis(figure.axes[0], "x")
     return figure
 
@@ -117,7 +115,7 @@ def block_map(
     title: str = "",
     most: int = 20_000,
 ) -> Figure:
-    """Addresses over time: one rectangle for each life of a block, on the segments that hold them.
+    """Addresses over time: one rectangle for the lifetime of each block, on its segment.
 
     Address space that nothing uses is left out. `blocks` and `segments` are `histories.lives` and `histories.segments`;
     of lives only those that overlap the time from `start_ns` to `end_ns` are drawn. More than `most` are refused: no
@@ -128,7 +126,7 @@ def block_map(
     shown = blocks.filter(overlaps)
     nonempty(shown, "the block map")
     if shown.height > most:
-        raise AnalysisError(f"{shown.height:,} blocks in one block map are more than can be seen; choose fewer steps.")
+        raise AnalysisError(f"{shown.height:,} blocks are too many for one block map; choose fewer steps.")
     under = segments.filter(overlaps) if segments is not None else pl.DataFrame()
     count = under.height
     columns = [

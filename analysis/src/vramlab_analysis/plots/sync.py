@@ -1,4 +1,4 @@
-"""The sync account: which driver calls took the host's time, and how much of it was waiting."""
+"""Host time in driver calls, and the part of it that was waiting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vramlab_analysis.plots.bars import nonempty
 def account(
     runs: list[tuple[str, pl.DataFrame]], *, most: int = 6, title: str = "", period: str = "training step"
 ) -> Figure:
-    """Time in the calls that took most, a panel for each `(name, calls.account)`; waiting is hatched.
+    """Time in the longest calls, a panel for each `(name, calls.account)`; waiting is hatched.
 
-    `period` is what the figures are of, in words.
+    `period` is the period of the counts, in words.
     """
     if not runs:
-        raise AnalysisError("there are no data for the sync account.")
+        raise AnalysisError("no data for the figure of driver calls.")
     for _, frame in runs:
-        nonempty(frame, "the sync account")
+        nonempty(frame, "driver calls")
     longest = max(float(frame["total_us"].max() or 0) for _, frame in runs)  # type: ignore[arg-type]
     chosen = [(name, _most(frame, 0.005 * longest, most)) for name, frame in runs]
     figure, panels = style.new(
@@ -35,11 +35,11 @@ def account(
             blocked, total = one["blocked_us"], one["total_us"]
             axes.barh(row, total - blocked, color=colour, alpha=0.45, height=0.7)
             axes.barh(row, blocked, left=total - blocked, color=colour, hatch="////", edgecolor="white", height=0.7)
-            said = f"{one['calls']:.3g} calls" if one["calls"] < 1000 else f"{one['calls']:,.0f} calls"
+            text = f"{one['calls']:.3g} calls" if one["calls"] < 1000 else f"{one['calls']:,.0f} calls"
             if blocked > 0:
-                said += f", {style.si_time(blocked * 1e3)} waiting"
+                text += f", {style.si_time(blocked * 1e3)} waiting"
             label = axes.annotate(
-                said, (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
+                text, (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
             )
             labels.append((label, total))
         names = [style.wrapped(call, 1.8, size=8, lines=1) for call in frame["call"]]
@@ -55,12 +55,12 @@ def account(
 
 
 def _most(frame: pl.DataFrame, least: float, most: int) -> pl.DataFrame:
-    """The calls that took most, the first of them even if it is short."""
+    """The longest calls, the first of them even if it is short."""
     return pl.concat([frame.head(1), frame.slice(1).filter(pl.col("total_us") >= least)]).head(most)
 
 
 def timeline(calls: pl.DataFrame, start_ns: int, end_ns: int, *, title: str = "") -> Figure:
-    """Driver calls of the host between two times, a lane for each kind; the part that waited is darker."""
+    """Driver calls of the host between two times, a lane for each kind; waiting is darker."""
     shown = calls.filter((pl.col("start_ns") < end_ns) & (pl.col("start_ns") + pl.col("total_ns") > start_ns))
     nonempty(shown, "the timeline of driver calls")
     order = shown.group_by("call").agg(pl.col("total_ns").sum()).sort("total_ns", "call", descending=[True, False])
