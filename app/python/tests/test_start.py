@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -275,3 +278,56 @@ def test_a_torch_that_cannot_be_imported_says_so_itself(place: Place) -> None:
     script += "try:\n    import torch\nexcept ImportError as error:\n    print(error)\n"
     out, err = place.run(script, PYTHONPATH=path)
     assert (out, err) == ("libcudart is gone\n" * 2, "")
+
+
+def installed(folder: Path, *, package: bool = True, pth: bool = True) -> Path:
+    """A folder as `site-packages` has it, whole or in part."""
+    folder.mkdir()
+    if package:
+        shutil.copytree(PACKAGE, folder / "vramlab", ignore=shutil.ignore_patterns("__pycache__"))
+    if pth:
+        shutil.copy(PACKAGE.parents[1] / "vramlab.pth", folder)
+    return folder
+
+
+def loaded(site: Path, **variables: str) -> tuple[str, str]:
+    """The modules and finders of vramlab in a process that reads the .pth files of a folder, and what it prints to stderr."""
+    script = f"""
+import site, sys
+before = list(sys.meta_path)
+site.addsitedir({str(site)!r})
+names = sorted(name for name in sys.modules if name.startswith("vramlab"))
+print(*names, *(type(finder).__name__ for finder in sys.meta_path if finder not in before))
+"""
+    others = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_", "PYTHON"))}
+    # No other vramlab that may be installed is read.
+    command = [sys.executable, "-S", "-c", script]
+    done = subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip(), done.stderr
+
+
+@pytest.mark.parametrize("variables", [{}, {"VRAMLAB_ALLOC": ""}, {"VRAMLAB_LIBRARY": "/no/library"}])
+def test_the_pth_loads_nothing_unless_a_variable_asks_for_it(tmp_path: Path, variables: dict[str, str]) -> None:
+    assert loaded(installed(tmp_path / "site"), **variables) == ("", "")
+
+
+@pytest.mark.parametrize("variable", ["VRAMLAB_ALLOC", "VRAMLAB_OUTPUT"])
+def test_the_pth_watches_for_torch_where_a_variable_asks_for_it(tmp_path: Path, variable: str) -> None:
+    assert loaded(installed(tmp_path / "site"), **{variable: "x"}) == ("vramlab vramlab._start _AfterImport", "")
+
+
+def test_a_half_removed_package_is_silent(tmp_path: Path) -> None:
+    asks = {"VRAMLAB_ALLOC": "caching"}
+    assert loaded(installed(tmp_path / "pth", package=False), **asks) == ("", "")
+    assert loaded(installed(tmp_path / "package", pth=False), **asks) == ("", "")
+    # pip leaves a folder in which a program wrote files of its own.
+    rest = installed(tmp_path / "rest", package=False)
+    (rest / "vramlab" / "__pycache__").mkdir(parents=True)
+    assert loaded(rest, **asks) == ("vramlab", "")
+
+
+def test_an_error_of_the_package_itself_is_shown(tmp_path: Path) -> None:
+    site = installed(tmp_path / "site")
+    (site / "vramlab" / "_start.py").write_text("import no_such_module\n")
+    _, err = loaded(site, VRAMLAB_ALLOC="caching")
+    assert "no_such_module" in err
