@@ -29,6 +29,14 @@ echo "$made" > "$out"
 """
 
 
+# The header's name is no error.
+FAILS = """#!/bin/sh
+echo 'In file included from system_error:41:' >&2
+echo 'shim.cpp:1: error: of a test' >&2
+exit 1
+"""
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with a compiler and CUDA's headers, and a cache of its own."""
@@ -123,7 +131,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 ) -> None:
     (machine / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(machine / cache))
-    with pytest.warns(UserWarning, match=r"cannot be written .* XDG_CACHE_HOME") as told:
+    with pytest.warns(UserWarning, match=r"cannot be written .* vramlab's shim .* XDG_CACHE_HOME") as told:
         made = _build.shim(torch(machine))
     assert made.is_file()
     assert len(told) == 1
@@ -152,7 +160,7 @@ def test_without_a_compiler_a_shim_of_the_package_serves(machine: Path, monkeypa
 
 
 def test_a_compiler_that_fails_leaves_nothing_and_a_log(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (machine / "bin" / "cc").write_text("#!/bin/sh\necho 'shim.cpp:1: error: of a test' >&2\nexit 1\n")
+    (machine / "bin" / "cc").write_text(FAILS)
     with pytest.raises(BuildError, match=r"does not compile: shim.cpp:1: error: of a test") as caught:
         _build.shim(torch(machine))
     log = Path(str(caught.value).partition("all of it: ")[2].rstrip(")"))

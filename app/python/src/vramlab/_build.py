@@ -133,7 +133,8 @@ def built(part: Part, torch: Torch) -> Path:
         except OSError as error:
             why = f"{folder} cannot be written ({error.strerror})"
     text = (
-        "so vramlab's {part.name} is compiled for this process only; set XDG_CACHE_HOME to a folder that can be written"
+        f"so vramlab's {part.name} is compiled for this process only; "
+        "set XDG_CACHE_HOME to a folder that can be written"
     )
     warnings.warn(f"vramlab: {why}, {text}", stacklevel=3)
     own = Path(tempfile.mkdtemp(prefix="vramlab-shim-"))
@@ -244,7 +245,7 @@ def compile_part(part: Part, torch: Torch, to: Path, compiler: str, cuda: Iterab
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         partial.unlink(missing_ok=True)
-        said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        said = [line for line in done.stderr.splitlines() if " error:" in line] or done.stderr.splitlines()[-1:]
         why = said[0] if said else f"exit code {done.returncode}"
         log = Path(tempfile.gettempdir()) / f"vramlab-{part.name}-{os.getpid()}.log"
         log.write_text(f"{' '.join(command)}\n\n{done.stdout}{done.stderr}")
