@@ -23,6 +23,39 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Where to start
+//! - **How an allocator works:** [`backends::pytorch`] is PyTorch's caching allocator, written to be read. Its page explains each
+//!   rule, and the source follows it in the same order.
+//! - **Use an allocator:** [`Selection`] chooses one by name and settings, [`Memory`] and [`DeviceBuffer`] hold its blocks.
+//! - **Write an allocator:** implement [`DeviceAllocator`], or put it together from the parts in [`policy`]. [`backends::register`]
+//!   makes it known by name, [`testing`] checks it, and [`instruments`] measure it.
+//! - **Study a recording:** [`histories`] reads memory snapshots of PyTorch and replays them under any allocator.
+//!
+//! # Features
+//! The layouts of CUDA's structures depend on its version. A program names exactly one; a library leaves the choice to the program.
+//! Nothing of CUDA is needed to build or to use the simulated device: the driver is loaded by [`CudaDriver::new`].
+//!
+//! | feature | CUDA |
+//! |---|---|
+//! | `cuda-12030`, `cuda-12040`, `cuda-12050`, `cuda-12060`, `cuda-12080`, `cuda-12090` | 12.3 to 12.9 |
+//! | `cuda-13000`, `cuda-13010`, `cuda-13020`, `cuda-13030`, `cuda-13040` | 13.0 to 13.4 |
+//! | `cuda-version-from-build-system` | the version that `nvcc --version` prints |
+//!
+//! ```toml
+//! [dependencies]
+//! vramlab = { version = "0.2", features = ["cuda-13000"] }
+//! ```
+//!
+//! Without one of them `cudarc`, which binds the driver, does not build and lists those that it knows.
+//!
+//! # Safety
+//! Safe code cannot cause undefined behaviour through this crate. Streams, events and pools come from a [`Driver`] and cannot be made
+//! up; a [`Block`] has one owner and cannot be copied. The promises that remain are `unsafe`, and each item says what its caller
+//! has to keep:
+//! - [`Driver`] and [`device::Hook`] are `unsafe` to implement: all memory comes from them.
+//! - [`Block::new`] is `unsafe`: its bytes are device memory that no other live block has.
+//! - [`StreamId::from_raw`] takes a stream that the program made itself.
+//!
 //! # Terms
 //! Words are PyTorch's, so that figures compare to `torch.cuda.memory_stats`.
 //!
