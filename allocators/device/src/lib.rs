@@ -19,6 +19,7 @@ mod graph;
 mod hooked;
 mod ids;
 pub mod input;
+pub mod libcuda;
 mod mappings;
 mod metered;
 mod name;

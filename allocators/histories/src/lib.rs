@@ -1,5 +1,6 @@
 //! Histories of allocations: the formats they are kept in, compiling and replaying them, planning them, and made ones.
 
+pub mod calls;
 pub mod compile;
 pub mod formats;
 pub mod history;

@@ -1,16 +1,20 @@
-//! `vramlab run`: a program runs as it would without, and what its allocator did is recorded, under PyTorch's own or another one.
+//! `vramlab run`: a program runs as it would without, and what its allocator did is recorded, under its own or another one.
 
 mod answer;
+mod calls;
 mod device;
+mod driver;
 mod folder;
 mod launch;
 mod processes;
 mod secrets;
 mod summary;
+mod unversioned;
 
 use anyhow::Result;
 use clap::Args;
 use device::Sampler;
+use driver::{AtDriver, Free};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,6 +25,7 @@ use vramlab::Selection;
 
 pub(crate) use answer::{AnswerArgs, advice_for, answer, replay, set_command_line};
 pub(crate) use folder::Folder;
+use launch::Python;
 pub(crate) use launch::{Frames, Launch};
 pub(crate) use processes::Process;
 use processes::read_records;
@@ -72,12 +77,23 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// Allocator that is put under PyTorch [default: PyTorch's own]
+    /// Allocator that serves the program [default: its own]. It is put under PyTorch in Python programs that load it, and between the
+    /// program and CUDA's driver in all others: it then serves cudaMalloc, cudaMallocPitch, cudaMallocAsync and the frees. The library
+    /// for that, libvramlab_inject.so, is next to this program, in ../lib or in the Python package
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocator())]
     alloc: Option<Selection>,
     /// Take a snapshot so often, too
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     every: Option<f64>,
+    /// What cudaFree does between the program and CUDA's driver
+    #[arg(long, value_name = "HOW", default_value = "ordered")]
+    free: Free,
+    /// Fill new memory between the program and CUDA's driver with bytes that are NaN: shows programs that rely on zeros
+    #[arg(long)]
+    poison: bool,
+    /// Serve and record at CUDA's driver only, also in PyTorch: for PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    #[arg(long)]
+    at_driver: bool,
     /// Do not ask at the end which setting would need less memory, which takes seconds
     #[arg(long)]
     no_advise: bool,
@@ -94,8 +110,10 @@ pub(crate) struct RunArgs {
 /// What stands in the way of starting it.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let recorded = &args.recorded;
+    let at_driver = at_driver(args)?;
     let folder = Folder::make(recorded.output.as_deref())?;
-    let runner = Runner::new(Exit::OfCommand)?;
+    let mut runner = Runner::new(Exit::OfCommand)?;
+    runner.at_driver = at_driver;
     let launch = Launch {
         command: &recorded.command,
         alloc: args.alloc.as_ref(),
@@ -127,6 +145,18 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     around::end_alike(started.status)
 }
 
+/// How calls are served and recorded at the driver's boundary, if they can be.
+fn at_driver(args: &RunArgs) -> Result<Result<AtDriver, String>> {
+    let set = |at: AtDriver| AtDriver { free: args.free, poison: args.poison, all: args.at_driver, ..at };
+    let found = AtDriver::find().map(set);
+    let option = [(args.at_driver, "--at-driver"), (args.poison, "--poison"), (args.free != Free::Ordered, "--free")];
+    let option = option.into_iter().find_map(|(given, name)| given.then_some(name));
+    match option {
+        Some(option) => driver::needed(found, option).map(Ok),
+        None => Ok(found),
+    }
+}
+
 /// What went wrong with the records of a program that has ended. It is no error of the program's.
 pub(crate) fn report_problem(text: impl std::fmt::Display) {
     say(&format!("vramlab  {text}"));
@@ -138,6 +168,8 @@ pub(crate) struct Started {
     pub(crate) seconds: f64,
     pub(crate) processes: Vec<Process>,
     pub(crate) device: device::Sampled,
+    /// What the driver's boundary saw, or why it saw nothing.
+    calls: Result<Vec<calls::CudaProcess>, String>,
     /// Whether it was killed, since it did not end when it was asked to.
     pub(crate) killed: bool,
 }
@@ -146,6 +178,8 @@ pub(crate) struct Started {
 /// are any.
 pub(crate) struct Runner {
     around: Around,
+    /// How calls are served and recorded at the driver's boundary, or why they are not.
+    at_driver: Result<AtDriver, String>,
     /// Where the program that runs is recorded.
     now: Arc<Mutex<Option<(PathBuf, String)>>>,
 }
@@ -159,7 +193,8 @@ impl Runner {
             Some((folder, run)) => processes::ask_for_snapshots(signal, folder, run),
             None => Signalled::PassOn,
         };
-        Ok(Self { around: Around::listen(exit, PATIENCE, heard)?, now })
+        let at_driver = Err("this command looks at PyTorch only".to_owned());
+        Ok(Self { around: Around::listen(exit, PATIENCE, heard)?, at_driver, now })
     }
 
     /// Runs a program to its end. What cannot be read or written of its records is said, and is no error.
@@ -167,7 +202,19 @@ impl Runner {
     /// # Errors
     /// It cannot be started.
     pub(crate) fn run(&self, launch: &Launch<'_>, folder: &Folder) -> Result<Started> {
-        let mut command = launch.command(folder)?;
+        let python = match &self.at_driver {
+            Ok(at) if at.all => Python::LeftOut,
+            Ok(_) => Python::IfInstalled,
+            Err(_) => Python::Needed,
+        };
+        let mut command = launch.command(folder, python)?;
+        let mut unseen = self.at_driver.as_ref().err().cloned();
+        if let Ok(at_driver) = &self.at_driver {
+            unseen = launch.command.first().and_then(driver::why_unseen);
+            if unseen.is_none() {
+                at_driver.prepare(&mut command, launch, folder)?;
+            }
+        }
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = Some((folder.path.clone(), folder.run.clone()));
         let sampler = Sampler::start();
         let began = Instant::now();
@@ -190,10 +237,17 @@ impl Runner {
             ));
         }
         let processes = records.processes;
+        let calls = match unseen {
+            Some(why) => Err(why),
+            None => {
+                let _ = std::fs::remove_file(folder.path.join("libcuda.so"));
+                Ok(calls::read(folder))
+            }
+        };
         if let Err(error) = device.write(folder, &processes) {
             report_problem(format_args!("what was sampled of the GPUs is not written: {error:#}"));
         }
-        Ok(Started { status, seconds, processes, device, killed: kill.is_some() })
+        Ok(Started { status, seconds, processes, device, calls, killed: kill.is_some() })
     }
 }
 

@@ -19,6 +19,17 @@ pub(crate) enum Frames {
     None,
 }
 
+/// Whether Python's start hook is put in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Python {
+    /// Without the package there is nothing to record.
+    Needed,
+    /// Memory calls are recorded at the driver's boundary in any case.
+    IfInstalled,
+    /// All is served and recorded at the driver's boundary.
+    LeftOut,
+}
+
 /// A program and how it is to run.
 #[derive(Debug)]
 pub(crate) struct Launch<'a> {
@@ -39,18 +50,31 @@ pub(crate) struct Launch<'a> {
 }
 
 impl Launch<'_> {
-    /// The command with the environment in which Python loads `vramlab._start`, in it and in what it starts.
-    pub(super) fn command(&self, folder: &Folder) -> Result<Command> {
+    /// The command with the environment in which Python loads `vramlab._start`, in it and in what it starts. `python` says whether
+    /// that has to be.
+    pub(super) fn command(&self, folder: &Folder, python: Python) -> Result<Command> {
         let (program, arguments) = self.command.split_first().ok_or_else(|| anyhow!("no command is given"))?;
-        let site = package()?.join("_site");
         let mut command = Command::new(program);
         command.args(arguments);
+        command.env("VRAMLAB_OUTPUT", &folder.path).env("VRAMLAB_RUN", &folder.run);
+        match python {
+            Python::Needed => self.prepare_python(&mut command, &package()?)?,
+            Python::IfInstalled => package().map_or(Ok(()), |package| self.prepare_python(&mut command, &package))?,
+            Python::LeftOut => {}
+        }
+        if self.output_to_stderr {
+            command.stdout(std::io::stderr());
+        }
+        Ok(command)
+    }
+
+    fn prepare_python(&self, command: &mut Command, package: &Path) -> Result<()> {
+        let site = package.join("_site");
         let theirs = std::env::var_os("PYTHONPATH").filter(|path| !path.is_empty());
         let path = std::env::join_paths(
             [site.clone()].into_iter().chain(theirs.iter().flat_map(|path| std::env::split_paths(path))),
         );
         command.env("PYTHONPATH", path.map_err(|error| anyhow!("PYTHONPATH: {error}"))?);
-        command.env("VRAMLAB_OUTPUT", &folder.path).env("VRAMLAB_RUN", &folder.run);
         command.env("VRAMLAB_EVENTS", self.events.to_string());
         let frames = self.frames.to_possible_value();
         command.env("VRAMLAB_FRAMES", frames.as_ref().map_or("alloc", |value| value.get_name()));
@@ -73,10 +97,7 @@ impl Launch<'_> {
             // The newer name means the same, and counts where the older is not set.
             command.env("PYTORCH_CUDA_ALLOC_CONF", conf).env_remove("PYTORCH_ALLOC_CONF");
         }
-        if self.output_to_stderr {
-            command.stdout(std::io::stderr());
-        }
-        Ok(command)
+        Ok(())
     }
 
     /// The command as the user would type it, without what looks like a secret.
@@ -91,7 +112,7 @@ impl Launch<'_> {
 ///
 /// # Errors
 /// It is in neither.
-fn package() -> Result<PathBuf> {
+pub(super) fn package() -> Result<PathBuf> {
     let exe = std::env::current_exe().unwrap_or_default();
     let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).join("../python/src/vramlab");
     let installed = exe.parent().and_then(Path::parent).map(installed_under).unwrap_or_default();

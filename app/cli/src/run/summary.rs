@@ -1,5 +1,6 @@
 //! What is said at the end of a run: some ten lines on standard error, and the same for programs in the folder.
 
+use super::calls::CudaProcess;
 use super::folder::Folder;
 use super::launch::Launch;
 use super::processes::Process;
@@ -40,6 +41,10 @@ pub(super) struct Summary {
     allocator_installed: Option<bool>,
     limit_bytes: Option<u64>,
     processes: Vec<Process>,
+    /// Processes of which memory calls were recorded at the driver's boundary.
+    cuda: Vec<CudaProcess>,
+    /// Why nothing is known from there.
+    cuda_missing: Option<String>,
     /// Why the devices' own figures are missing.
     device_missing: Option<String>,
     /// Most bytes used on a GPU by all processes, as the driver counts them.
@@ -89,6 +94,8 @@ pub(super) fn of(told: &Told<'_>) -> Summary {
             .map(|alloc| missing_allocator(&alloc.to_string(), &started.processes).is_none()),
         limit_bytes: launch.limit,
         processes: started.processes.clone(),
+        cuda: started.calls.clone().unwrap_or_default(),
+        cuda_missing: started.calls.clone().err(),
         device_missing: started.device.missing.clone(),
         device_peak_bytes: started.device.peak(&started.processes),
         worst: worst.and_then(|process| Some(folder.shown.join(&process.best()?.file))),
@@ -115,9 +122,14 @@ impl Summary {
     /// The lines of the screen.
     pub(super) fn lines(&self) -> Vec<String> {
         let asked = self.allocator.as_ref().filter(|_| !self.folder_removed);
-        let not_in = asked.and_then(|name| missing_allocator(name, &self.processes));
+        let not_in = asked.filter(|_| self.others().next().is_none() || !self.processes.is_empty());
+        let not_in = not_in.and_then(|name| missing_allocator(name, &self.processes));
         let mut out: Vec<String> = not_in.map(|line| format!("vramlab  {line}")).into_iter().collect();
         out.push(self.head());
+        if self.folder_removed {
+            return out;
+        }
+        out.extend(self.cuda_lines());
         if self.processes.is_empty() {
             return out;
         }
@@ -153,6 +165,31 @@ impl Summary {
         out
     }
 
+    /// The processes that did not use CUDA through PyTorch, or whose PyTorch was not recorded.
+    fn others(&self) -> impl Iterator<Item = &CudaProcess> {
+        self.cuda.iter().filter(|cuda| self.processes.iter().all(|process| process.pid != cuda.pid))
+    }
+
+    /// What the driver's boundary saw of them.
+    fn cuda_lines(&self) -> Vec<String> {
+        let mut out: Vec<String> = self.others().take(LINES).flat_map(CudaProcess::lines).collect();
+        let Some(first) = self.others().next() else { return out };
+        if let more @ 1.. = self.others().count().saturating_sub(LINES) {
+            out.push(format!("         and {} more", many(more)));
+        }
+        let Some(history) = first.histories.first() else { return out };
+        let history = quoted(&history.to_string_lossy());
+        out.push(format!("files    {} in {}", counted(1, "record"), self.folder.display()));
+        let next = match &self.allocator {
+            None => format!("run --alloc caching -- {}", self.command),
+            Some(_) => format!("replay {history}"),
+        };
+        if self.processes.is_empty() {
+            out.push(format!("Next: {}", command("vramlab", &next)));
+        }
+        out
+    }
+
     fn head(&self) -> String {
         // CAST: seconds to nanoseconds, for display.
         let time = duration((self.wall_s * 1e9) as u64);
@@ -166,7 +203,20 @@ impl Summary {
             return format!("vramlab  {time}{how}; {} is gone, and what was recorded with it", self.folder.display());
         }
         if self.processes.is_empty() {
-            return format!("vramlab  {time}{how}; {NOT_RECORDED}, so nothing is recorded");
+            if let many_cuda @ 1.. = self.others().count() {
+                let served = self.others().any(|cuda| cuda.allocator.is_some());
+                let under = match &self.allocator {
+                    Some(name) if served => format!("under {name}"),
+                    Some(name) => format!("under the driver: {name} served nothing"),
+                    None => "under the driver".to_owned(),
+                };
+                return format!("vramlab  {time}{how}; {} used CUDA {under}", many(many_cuda));
+            }
+            let why = match &self.cuda_missing {
+                Some(why) => format!("{NOT_RECORDED}, and CUDA was not watched: {why}"),
+                None => format!("{NOT_RECORDED}, and none called CUDA's driver for memory"),
+            };
+            return format!("vramlab  {time}{how}; {why}, so nothing is recorded");
         }
         let under = match &self.processes[0].allocator {
             Some(name) => name.clone(),

@@ -1,0 +1,296 @@
+//! The memory calls of a run's processes at the driver's boundary: what they cost, and a history of each GPU's memory.
+
+use super::folder::Folder;
+use crate::words::counted;
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use terminal::duration;
+use vramlab::Bytes;
+use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, Served};
+
+/// Calls of one kind.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct Kind {
+    pub(super) call: &'static str,
+    pub(super) count: u64,
+    /// Those that did not succeed.
+    pub(super) failed: u64,
+    /// Those that an allocator served.
+    pub(super) served: u64,
+    /// Bytes that were requested in all.
+    pub(super) bytes: u64,
+    pub(super) total_ns: u64,
+    /// The part of `total_ns` that waited for the device.
+    pub(super) blocked_ns: u64,
+}
+
+/// A process that used CUDA, as the driver's boundary saw it.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct CudaProcess {
+    pub(super) pid: u32,
+    /// In the order of their time.
+    pub(super) calls: Vec<Kind>,
+    pub(super) count: u64,
+    pub(super) total_ns: u64,
+    pub(super) blocked_ns: u64,
+    /// From the first memory call to the end of the last.
+    pub(super) span_ns: u64,
+    pub(super) threads: usize,
+    /// Most bytes of device memory that were requested at once.
+    pub(super) peak_bytes: u64,
+    /// Device memory that was not freed.
+    pub(super) left_bytes: u64,
+    /// What the allocator between needed of the driver; `null` where none served.
+    pub(super) allocator: Option<AllocatorUse>,
+    /// Calls that were under way when the process ended.
+    pub(super) incomplete: u64,
+    /// Calls that had no room in the record.
+    pub(super) dropped: u64,
+    /// Histories of device memory, one a GPU.
+    pub(super) histories: Vec<PathBuf>,
+}
+
+/// The allocator's own calls of the driver.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct AllocatorUse {
+    pub(super) driver_calls: u64,
+    pub(super) driver_ns: u64,
+    pub(super) reserved_peak_bytes: u64,
+    /// Requests that were left to the driver.
+    pub(super) passed: u64,
+    pub(super) several_streams: bool,
+    pub(super) refused_exports: u64,
+}
+
+/// Reads what the processes of a run left, writes their histories, and takes the raw files away. Problems are said.
+pub(super) fn read(folder: &Folder) -> Vec<CudaProcess> {
+    let entries = std::fs::read_dir(&folder.path).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| is_record(path)).collect();
+    files.sort();
+    let mut out = Vec::new();
+    for file in files {
+        match process(&file, folder) {
+            Ok(process) => {
+                // It is as long as the longest run could need, with holes.
+                let _ = std::fs::remove_file(&file);
+                out.extend(process);
+            }
+            Err(error) => super::report_problem(format_args!("{}: {error:#}", file.display())),
+        }
+    }
+    out.sort_by_key(|process| std::cmp::Reverse(process.total_ns));
+    out
+}
+
+fn is_record(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = name.strip_prefix("calls-").and_then(|name| name.strip_suffix(".bin"));
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// `None` for a process without a memory call.
+fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
+    let calls = Calls::read(BufReader::new(File::open(path)?))?;
+    if calls.records.is_empty() {
+        return Ok(None);
+    }
+    let mut kinds: BTreeMap<Call, Kind> = BTreeMap::new();
+    for record in &calls.records {
+        let kind = kinds.entry(record.call).or_insert_with(|| Kind { call: record.call.name(), ..Kind::default() });
+        kind.count += 1;
+        kind.failed += u64::from(record.code != 0);
+        kind.served += u64::from(record.served == Served::Allocator);
+        kind.bytes = kind.bytes.saturating_add(record.bytes);
+        kind.total_ns += record.total_ns;
+        kind.blocked_ns += record.blocked_ns;
+    }
+    let mut kinds: Vec<Kind> = kinds.into_values().collect();
+    kinds.sort_by_key(|kind| std::cmp::Reverse(kind.total_ns));
+    let sum = |of: fn(&Kind) -> u64| kinds.iter().map(of).sum();
+    let first = calls.records.iter().map(|record| record.start_ns).min().unwrap_or(0);
+    let last = calls.records.iter().map(|record| record.start_ns + record.total_ns).max().unwrap_or(0);
+    let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
+    let written = Memory::write(&calls, folder)?;
+    let counter = |counter| calls.counter(counter);
+    let any_served = kinds.iter().any(|kind| kind.served > 0);
+    Ok(Some(CudaProcess {
+        pid: calls.pid,
+        count: sum(|kind| kind.count),
+        total_ns: sum(|kind| kind.total_ns),
+        blocked_ns: sum(|kind| kind.blocked_ns),
+        calls: kinds,
+        span_ns: last - first,
+        threads: threads.len(),
+        peak_bytes: written.peak,
+        left_bytes: written.live_bytes,
+        allocator: any_served.then(|| AllocatorUse {
+            driver_calls: counter(Counter::DriverCalls),
+            driver_ns: counter(Counter::DriverNs),
+            reserved_peak_bytes: counter(Counter::ReservedPeak),
+            passed: counter(Counter::Passed),
+            several_streams: counter(Counter::Streams) > 0,
+            refused_exports: counter(Counter::Refused),
+        }),
+        incomplete: calls.incomplete,
+        dropped: counter(Counter::Dropped),
+        histories: written.files,
+    }))
+}
+
+/// Device memory over the calls.
+#[derive(Default)]
+struct Memory {
+    /// Bytes and device by address.
+    live: BTreeMap<u64, (u64, u8)>,
+    live_bytes: u64,
+    peak: u64,
+    files: Vec<PathBuf>,
+}
+
+/// A line of a history: the fields of a trace, and where the call was made and what it took.
+#[derive(Serialize)]
+struct Line {
+    time_ns: u64,
+    action: &'static str,
+    addr: u64,
+    size: u64,
+    stream: u64,
+    call: &'static str,
+    thread: u32,
+    took_ns: u64,
+    blocked_ns: u64,
+}
+
+impl Memory {
+    /// Writes a history for each GPU.
+    fn write(calls: &Calls, folder: &Folder) -> Result<Self> {
+        let mut out = Self::default();
+        let mut files: BTreeMap<u8, (PathBuf, BufWriter<File>)> = BTreeMap::new();
+        let mut time = 0;
+        for record in &calls.records {
+            let Some((action, size)) = out.apply(record) else { continue };
+            let (path, file) = match files.entry(record.device) {
+                std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
+                std::collections::btree_map::Entry::Vacant(entry) => {
+                    let name = format!("calls-{}-gpu{}.jsonl", calls.pid, record.device);
+                    let path = folder.path.join(&name);
+                    let file = File::create(&path).with_context(|| path.display().to_string())?;
+                    entry.insert((folder.shown.join(name), BufWriter::new(file)))
+                }
+            };
+            // Threads take their places in the record in another order than their calls began.
+            time = record.start_ns.max(time);
+            let line = Line {
+                time_ns: time.wrapping_add(calls.epoch_ns),
+                action,
+                addr: record.addr,
+                size,
+                stream: record.stream,
+                call: record.call.name(),
+                thread: record.thread,
+                took_ns: record.total_ns,
+                blocked_ns: record.blocked_ns,
+            };
+            serde_json::to_writer(&mut *file, &line).with_context(|| path.display().to_string())?;
+            file.write_all(b"\n").with_context(|| path.display().to_string())?;
+        }
+        for (path, mut file) in files.into_values() {
+            file.flush().with_context(|| path.display().to_string())?;
+            out.files.push(path);
+        }
+        Ok(out)
+    }
+
+    /// What a call means for device memory: the action of a history and its bytes.
+    fn apply(&mut self, record: &CallRecord) -> Option<(&'static str, u64)> {
+        const OUT_OF_MEMORY: u32 = 2;
+        match record.call {
+            Call::Alloc | Call::Pitch | Call::AllocAsync | Call::FromPool => match record.code {
+                0 => {
+                    self.live.insert(record.addr, (record.bytes, record.device));
+                    self.live_bytes += record.bytes;
+                    self.peak = self.peak.max(self.live_bytes);
+                    Some(("alloc", record.bytes))
+                }
+                OUT_OF_MEMORY => Some(("oom", record.bytes)),
+                _ => None,
+            },
+            Call::Free | Call::FreeAsync if record.code == 0 => {
+                let (bytes, _) = self.live.remove(&record.addr)?;
+                self.live_bytes -= bytes;
+                Some(("free_requested", bytes))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl CudaProcess {
+    /// The lines of the screen.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let label = format!("{:8}", format!("pid {}", self.pid));
+        let gap = if label.ends_with(' ') { "" } else { " " };
+        let time = |ns: u64| duration(ns);
+        let mut out = Vec::new();
+        let worst = self.calls.iter().max_by_key(|kind| kind.blocked_ns).filter(|kind| kind.blocked_ns > 0);
+        let waiting = worst.map_or("none of it waiting for the device".to_owned(), |kind| {
+            format!("{} waiting for the device, most in {}", time(self.blocked_ns), name(kind.call))
+        });
+        out.push(format!(
+            "{label}{gap}{} of {} in {}: {waiting}; {} other work",
+            time(self.total_ns),
+            time(self.span_ns),
+            counted(self.count, "memory call"),
+            time(self.total_ns - self.blocked_ns),
+        ));
+        for kind in self.calls.iter().take(4) {
+            let waited = match kind.blocked_ns {
+                0 => String::new(),
+                ns => format!(", {} of it waiting", time(ns)),
+            };
+            let failed = if kind.failed > 0 { format!(", {} refused", kind.failed) } else { String::new() };
+            out.push(format!("         {:>9} x {}: {}{waited}{failed}", kind.count, name(kind.call), time(kind.total_ns)));
+        }
+        let streams = if self.threads > 1 { format!(", {} threads", self.threads) } else { String::new() };
+        let mut memory = format!("         {} requested at most{streams}", Bytes(self.peak_bytes));
+        if let Some(allocator) = &self.allocator {
+            memory += &format!(
+                "; the allocator reserved {} at most, in {} of {}",
+                Bytes(allocator.reserved_peak_bytes),
+                counted(allocator.driver_calls, "driver call"),
+                time(allocator.driver_ns)
+            );
+        }
+        out.push(memory);
+        if self.left_bytes > 0 {
+            out.push(format!("         {} not freed at the end", Bytes(self.left_bytes)));
+        }
+        if self.dropped > 0 {
+            out.push(format!("         {} not recorded: the file had no room", counted(self.dropped, "call")));
+        }
+        out
+    }
+}
+
+/// A call under the names that programs use.
+fn name(call: &str) -> String {
+    let runtime = match call {
+        "cuMemAlloc" => "cudaMalloc",
+        "cuMemAllocPitch" => "cudaMallocPitch",
+        "cuMemFree" => "cudaFree",
+        "cuMemAllocAsync" => "cudaMallocAsync",
+        "cuMemAllocFromPoolAsync" => "cudaMallocFromPoolAsync",
+        "cuMemFreeAsync" => "cudaFreeAsync",
+        "cuMemAllocManaged" => "cudaMallocManaged",
+        "cuMemHostAlloc" => "cudaMallocHost",
+        "cuMemFreeHost" => "cudaFreeHost",
+        "cuMemHostRegister" => "cudaHostRegister",
+        "cuMemHostUnregister" => "cudaHostUnregister",
+        other => return other.to_owned(),
+    };
+    format!("{runtime} ({call})")
+}

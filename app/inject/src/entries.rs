@@ -1,0 +1,58 @@
+//! The driver's functions that are written here, each under its name and type in `cuda.h`. Handles and enums cross as integers.
+//!
+//! Each passes a call that was made in here to the driver, and so does each when its arguments are ones that the driver refuses: then
+//! the code is the driver's.
+
+mod memory;
+mod other;
+mod queries;
+mod state;
+
+pub(crate) use memory::*;
+pub(crate) use other::*;
+pub(crate) use queries::*;
+pub(crate) use state::*;
+
+use crate::serve::SUCCESS;
+use crate::{record, serve};
+use vramlab_histories::calls::{Call, CallRecord, Served};
+
+/// What a call is about.
+#[derive(Clone, Copy)]
+struct About {
+    call: Call,
+    bytes: u64,
+    stream: u64,
+}
+
+impl About {
+    fn new(call: Call, bytes: u64) -> Self {
+        Self { call, bytes, stream: 0 }
+    }
+}
+
+/// The record of a call that began at `start_ns`.
+fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked_ns: u64, code: i32) -> CallRecord {
+    // CAST: devices are few, and codes are not negative.
+    let device = serve::device() as u8;
+    let About { call, bytes, stream } = about;
+    let total_ns = record::now().saturating_sub(start_ns);
+    let code = code.unsigned_abs();
+    CallRecord { call, served, device, thread: 0, addr, bytes, stream, start_ns, total_ns, blocked_ns, code }
+}
+
+/// Makes a call that the driver serves, again after the allocators gave memory back where it was refused for want of memory. `addr`
+/// reads the address that it wrote.
+fn pass_timed(about: About, mut pass: impl FnMut() -> i32, addr: impl FnOnce() -> u64) -> i32 {
+    let start = record::now();
+    let mut code = pass();
+    if code == serve::OUT_OF_MEMORY && serve::trim_all() {
+        code = pass();
+    }
+    if record::is_on() {
+        let addr = if code == SUCCESS { addr() } else { 0 };
+        let done = recorded(about, Served::Driver, addr, start, 0, code);
+        record::place().fill(done);
+    }
+    code
+}

@@ -1,0 +1,250 @@
+//! What changes the state that memory depends on: finding functions, streams, captures, contexts.
+
+use crate::forward::at;
+use crate::guard::call;
+use crate::real::{has, in_place_of, real};
+use crate::serve::{self, SUCCESS};
+use crate::streams;
+use std::ffi::{c_char, c_void};
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
+    let pass = || real!(cuInit(flags => u32));
+    call(pass, pass)
+}
+
+/// Puts a function of this library in the place of the driver's.
+///
+/// # Safety
+/// The driver has written `out`.
+unsafe fn replace(out: *mut *const ()) {
+    if out.is_null() {
+        return;
+    }
+    // SAFETY: the driver has written it.
+    let found = unsafe { *out };
+    if !found.is_null() && let Some(here) = in_place_of(found) {
+        // SAFETY: as above.
+        unsafe { *out = here as *const () };
+    }
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGetProcAddress(
+    name: *const c_char,
+    out: *mut *const (),
+    version: i32,
+    flags: u64,
+) -> i32 {
+    let pass = || {
+        real!(cuGetProcAddress(
+            name => *const c_char, out => *mut *const (), version => i32, flags => u64
+        ))
+    };
+    call(pass, || {
+        let code = pass();
+        if code == SUCCESS {
+            // SAFETY: the driver has written it.
+            unsafe { replace(out) };
+        }
+        code
+    })
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
+    name: *const c_char,
+    out: *mut *const (),
+    version: i32,
+    flags: u64,
+    status: *mut c_void,
+) -> i32 {
+    let pass = || {
+        real!(cuGetProcAddress_v2(
+            name => *const c_char, out => *mut *const (), version => i32, flags => u64, status => *mut c_void
+        ))
+    };
+    call(pass, || {
+        let code = pass();
+        if code == SUCCESS {
+            // SAFETY: the driver has written it.
+            unsafe { replace(out) };
+        }
+        code
+    })
+}
+
+/// `CU_STREAM_NON_BLOCKING`.
+const NON_BLOCKING: u32 = 1;
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamCreate(out: *mut u64, flags: u32) -> i32 {
+    let pass = || real!(cuStreamCreate(out => *mut u64, flags => u32));
+    // SAFETY: the driver has written it.
+    call(pass, || unsafe { made(pass(), out, flags) })
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut u64, flags: u32, priority: i32) -> i32 {
+    let pass = || real!(cuStreamCreateWithPriority(out => *mut u64, flags => u32, priority => i32));
+    // SAFETY: the driver has written it.
+    call(pass, || unsafe { made(pass(), out, flags) })
+}
+
+/// # Safety
+/// As of the driver's function.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGreenCtxStreamCreate(out: *mut u64, context: u64, flags: u32, priority: i32) -> i32 {
+    let pass = || {
+        real!(cuGreenCtxStreamCreate(out => *mut u64, context => u64, flags => u32, priority => i32))
+    };
+    // SAFETY: the driver has written it. Such a stream never waits for the legacy one.
+    call(pass, || unsafe { made(pass(), out, flags | NON_BLOCKING) })
+}
+
+/// # Safety
+/// The driver has written `out` if `code` is success.
+unsafe fn made(code: i32, out: *const u64, flags: u32) -> i32 {
+    if code == SUCCESS && !out.is_null() {
+        // SAFETY: the driver has written it.
+        streams::made(serve::context(), unsafe { *out }, flags & NON_BLOCKING != 0);
+    }
+    code
+}
+
+macro_rules! stream_destroy {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(stream: u64) -> i32 {
+            let pass = || real!($name(stream => u64));
+            call(pass, || {
+                serve::stream_gone(stream);
+                streams::gone(stream);
+                pass()
+            })
+        }
+    };
+}
+
+stream_destroy!(cuStreamDestroy);
+stream_destroy!(cuStreamDestroy_v2);
+
+/// Begins a capture by `pass`. Events order memory before, so that no wait falls into it.
+fn begin(stream: u64, per_thread: bool, pass: impl FnOnce() -> i32) -> i32 {
+    streams::become_multi();
+    let code = pass();
+    if code == SUCCESS {
+        streams::capture_begun(named(stream, per_thread));
+    }
+    code
+}
+
+/// The stream that a function means, since null stands for the thread's own stream in some.
+fn named(stream: u64, per_thread: bool) -> u64 {
+    match stream {
+        0 if per_thread => streams::PER_THREAD,
+        0 => streams::LEGACY,
+        other => other,
+    }
+}
+
+macro_rules! begin_capture {
+    ($name:ident, $per_thread:literal $(, $argument:ident: $type:ty)*) => {
+        /// # Safety
+        /// As of the driver's function.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(stream: u64 $(, $argument: $type)*) -> i32 {
+            let pass = || real!($name(stream => u64 $(, $argument => $type)*));
+            call(pass, || begin(stream, $per_thread, pass))
+        }
+    };
+}
+
+begin_capture!(cuStreamBeginCapture, false);
+begin_capture!(cuStreamBeginCapture_ptsz, true);
+begin_capture!(cuStreamBeginCapture_v2, false, mode: i32);
+begin_capture!(cuStreamBeginCapture_v2_ptsz, true, mode: i32);
+begin_capture!(
+    cuStreamBeginCaptureToGraph, false,
+    graph: u64, nodes: *const c_void, edges: *const c_void, count: usize, mode: i32
+);
+begin_capture!(
+    cuStreamBeginCaptureToGraph_ptsz, true,
+    graph: u64, nodes: *const c_void, edges: *const c_void, count: usize, mode: i32
+);
+
+macro_rules! end_capture {
+    ($name:ident, $per_thread:literal) => {
+        /// # Safety
+        /// As of the driver's function.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(stream: u64, graph: *mut c_void) -> i32 {
+            let pass = || real!($name(stream => u64, graph => *mut c_void));
+            call(pass, || {
+                let code = pass();
+                // Also one that was invalidated has ended.
+                streams::capture_ended(named(stream, $per_thread));
+                code
+            })
+        }
+    };
+}
+
+end_capture!(cuStreamEndCapture, false);
+end_capture!(cuStreamEndCapture_ptsz, true);
+
+macro_rules! reset {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(device: i32) -> i32 {
+            let pass = || real!($name(device => i32));
+            call(pass, || {
+                let code = pass();
+                if code == SUCCESS {
+                    serve::device_gone(device);
+                }
+                code
+            })
+        }
+    };
+}
+
+reset!(cuDevicePrimaryCtxReset);
+reset!(cuDevicePrimaryCtxReset_v2);
+
+macro_rules! release {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) extern "C" fn $name(device: i32) -> i32 {
+            let pass = || real!($name(device => i32));
+            call(pass, || {
+                let code = pass();
+                if code == SUCCESS && !is_active(device) {
+                    serve::device_gone(device);
+                }
+                code
+            })
+        }
+    };
+}
+
+release!(cuDevicePrimaryCtxRelease);
+release!(cuDevicePrimaryCtxRelease_v2);
+
+/// Whether a device's primary context is there.
+fn is_active(device: i32) -> bool {
+    let (mut flags, mut active) = (0_u32, 0_i32);
+    if !has(at::cuDevicePrimaryCtxGetState) {
+        return true;
+    }
+    let code = real!(cuDevicePrimaryCtxGetState(device => i32, &raw mut flags => *mut u32, &raw mut active => *mut i32));
+    code != SUCCESS || active != 0
+}

@@ -1,0 +1,238 @@
+//! One function for each entry point of the driver, which jumps to the real one.
+//!
+//! A trampoline reads the real function's address from its slot and jumps there: no argument is touched, so it needs no type. The
+//! first call of a name looks the address up ([`bind`](crate::real::bind)).
+//!
+//! Entry points that put work on a stream also look at that argument. A program whose work is all on the legacy default stream needs
+//! no events before memory is used again; [`MULTI`](crate::streams::MULTI) says whether that is still so, and the first work on another
+//! stream makes a call to [`note`](crate::streams::note) first.
+
+use std::sync::atomic::AtomicPtr;
+
+/// A function of which only the address counts.
+pub(crate) type Entry = unsafe extern "C" fn();
+
+#[cfg(target_arch = "x86_64")]
+mod machine {
+    /// Saves the registers of arguments, calls `$call` with the entry's number, and jumps to the address that it returns.
+    macro_rules! detour {
+        ($name:ident, $call:path) => {
+            #[unsafe(naked)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "push rbp", "mov rbp, rsp",
+                    "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9", "push rax", "push r10",
+                    "sub rsp, 128",
+                    "movups [rsp], xmm0", "movups [rsp+16], xmm1", "movups [rsp+32], xmm2", "movups [rsp+48], xmm3",
+                    "movups [rsp+64], xmm4", "movups [rsp+80], xmm5", "movups [rsp+96], xmm6", "movups [rsp+112], xmm7",
+                    "mov edi, r11d",
+                    "call {call}",
+                    "mov r11, rax",
+                    "movups xmm0, [rsp]", "movups xmm1, [rsp+16]", "movups xmm2, [rsp+32]", "movups xmm3, [rsp+48]",
+                    "movups xmm4, [rsp+64]", "movups xmm5, [rsp+80]", "movups xmm6, [rsp+96]", "movups xmm7, [rsp+112]",
+                    "add rsp, 128",
+                    "pop r10", "pop rax", "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi",
+                    "pop rbp",
+                    "jmp r11",
+                    call = sym $call,
+                )
+            }
+        };
+    }
+
+    macro_rules! plain {
+        ($number:literal $name:ident) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "mov r11, [rip + {slots} + {at}]",
+                    "test r11, r11",
+                    "jz 4f",
+                    "jmp r11",
+                    "4:", "mov r11d, {number}", "jmp {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number, bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    /// `$test` compares the stream with 1; the legacy stream is 0 or 1.
+    macro_rules! stream {
+        ($number:literal $name:ident $($test:literal),+) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    $($test,)+
+                    "ja 3f",
+                    "2:", "mov r11, [rip + {slots} + {at}]",
+                    "test r11, r11",
+                    "jz 4f",
+                    "jmp r11",
+                    "3:", "cmp byte ptr [rip + {multi}], 2",
+                    "je 2b",
+                    "mov r11d, {number}", "jmp {note}",
+                    "4:", "mov r11d, {number}", "jmp {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    multi = sym crate::streams::MULTI, note = sym crate::forward::machine::note, bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    macro_rules! entry {
+        ($number:literal $name:ident own) => {};
+        ($number:literal $name:ident plain) => { plain!($number $name); };
+        // Nothing below is above 1: unsigned comparison of 2 with 1.
+        ($number:literal $name:ident per_thread) => { stream!($number $name "mov r11d, 2", "cmp r11, 1"); };
+        ($number:literal $name:ident config) => { stream!($number $name "cmp qword ptr [rdi + 32], 1"); };
+        ($number:literal $name:ident stream 0) => { stream!($number $name "cmp rdi, 1"); };
+        ($number:literal $name:ident stream 1) => { stream!($number $name "cmp rsi, 1"); };
+        ($number:literal $name:ident stream 2) => { stream!($number $name "cmp rdx, 1"); };
+        ($number:literal $name:ident stream 3) => { stream!($number $name "cmp rcx, 1"); };
+        ($number:literal $name:ident stream 4) => { stream!($number $name "cmp r8, 1"); };
+        ($number:literal $name:ident stream 5) => { stream!($number $name "cmp r9, 1"); };
+        ($number:literal $name:ident stream 6) => { stream!($number $name "cmp qword ptr [rsp + 8], 1"); };
+        ($number:literal $name:ident stream 7) => { stream!($number $name "cmp qword ptr [rsp + 16], 1"); };
+        ($number:literal $name:ident stream 8) => { stream!($number $name "cmp qword ptr [rsp + 24], 1"); };
+        ($number:literal $name:ident stream 9) => { stream!($number $name "cmp qword ptr [rsp + 32], 1"); };
+    }
+
+    detour!(bind, crate::real::bind);
+    detour!(note, crate::streams::note);
+    pub(super) use {entry, plain, stream};
+}
+
+#[cfg(target_arch = "aarch64")]
+mod machine {
+    /// Saves the registers of arguments, calls `$call` with the entry's number, and jumps to the address that it returns.
+    macro_rules! detour {
+        ($name:ident, $call:path) => {
+            #[unsafe(naked)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "stp x29, x30, [sp, #-208]!", "mov x29, sp",
+                    "stp x0, x1, [sp, #16]", "stp x2, x3, [sp, #32]", "stp x4, x5, [sp, #48]", "stp x6, x7, [sp, #64]",
+                    "str x8, [sp, #80]",
+                    "stp d0, d1, [sp, #96]", "stp d2, d3, [sp, #112]", "stp d4, d5, [sp, #128]", "stp d6, d7, [sp, #144]",
+                    "mov w0, w17",
+                    "bl {call}",
+                    "mov x16, x0",
+                    "ldp d0, d1, [sp, #96]", "ldp d2, d3, [sp, #112]", "ldp d4, d5, [sp, #128]", "ldp d6, d7, [sp, #144]",
+                    "ldr x8, [sp, #80]",
+                    "ldp x0, x1, [sp, #16]", "ldp x2, x3, [sp, #32]", "ldp x4, x5, [sp, #48]", "ldp x6, x7, [sp, #64]",
+                    "ldp x29, x30, [sp], #208",
+                    "br x16",
+                    call = sym $call,
+                )
+            }
+        };
+    }
+
+    macro_rules! plain {
+        ($number:literal $name:ident) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "adrp x16, {slots} + {at}",
+                    "ldr x16, [x16, :lo12:{slots} + {at}]",
+                    "cbz x16, 4f",
+                    "br x16",
+                    "4:", "mov w17, #{number}", "b {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number, bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    /// `$test` compares the stream with 1; the legacy stream is 0 or 1.
+    macro_rules! stream {
+        ($number:literal $name:ident $($test:literal),+) => {
+            #[unsafe(naked)]
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    $($test,)+
+                    "b.hi 3f",
+                    "2:", "adrp x16, {slots} + {at}",
+                    "ldr x16, [x16, :lo12:{slots} + {at}]",
+                    "cbz x16, 4f",
+                    "br x16",
+                    "3:", "adrp x17, {multi}",
+                    "ldrb w17, [x17, :lo12:{multi}]",
+                    "cmp w17, #2",
+                    "b.eq 2b",
+                    "mov w17, #{number}", "b {note}",
+                    "4:", "mov w17, #{number}", "b {bind}",
+                    slots = sym crate::forward::SLOTS, at = const 8 * $number, number = const $number,
+                    multi = sym crate::streams::MULTI, note = sym crate::forward::machine::note, bind = sym crate::forward::machine::bind,
+                )
+            }
+        };
+    }
+
+    macro_rules! entry {
+        ($number:literal $name:ident own) => {};
+        ($number:literal $name:ident plain) => { plain!($number $name); };
+        ($number:literal $name:ident per_thread) => { stream!($number $name "mov x16, #2", "cmp x16, #1"); };
+        ($number:literal $name:ident config) => { stream!($number $name "ldr x16, [x0, #32]", "cmp x16, #1"); };
+        ($number:literal $name:ident stream 0) => { stream!($number $name "cmp x0, #1"); };
+        ($number:literal $name:ident stream 1) => { stream!($number $name "cmp x1, #1"); };
+        ($number:literal $name:ident stream 2) => { stream!($number $name "cmp x2, #1"); };
+        ($number:literal $name:ident stream 3) => { stream!($number $name "cmp x3, #1"); };
+        ($number:literal $name:ident stream 4) => { stream!($number $name "cmp x4, #1"); };
+        ($number:literal $name:ident stream 5) => { stream!($number $name "cmp x5, #1"); };
+        ($number:literal $name:ident stream 6) => { stream!($number $name "cmp x6, #1"); };
+        ($number:literal $name:ident stream 7) => { stream!($number $name "cmp x7, #1"); };
+        ($number:literal $name:ident stream 8) => { stream!($number $name "ldr x16, [sp]", "cmp x16, #1"); };
+        ($number:literal $name:ident stream 9) => { stream!($number $name "ldr x16, [sp, #8]", "cmp x16, #1"); };
+    }
+
+    detour!(bind, crate::real::bind);
+    detour!(note, crate::streams::note);
+    pub(super) use {entry, plain, stream};
+}
+
+#[allow(unused_imports, reason = "which of them depends on the list")]
+use machine::{entry, plain, stream};
+
+macro_rules! entry_points {
+    ($($number:tt $name:ident [$($kind:tt)+];)*) => {
+        $(entry!($number $name $($kind)+);)*
+
+        /// Numbers of the entry points.
+        #[allow(non_upper_case_globals, dead_code, reason = "they are CUDA's names")]
+        pub(crate) mod at {
+            $(pub(crate) const $name: usize = $number;)*
+        }
+
+        /// Names in the order of their numbers, each as C has it.
+        pub(crate) static NAMES: &[&std::ffi::CStr] = &[$(
+            // The name of a function has no zero byte.
+            match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                Ok(name) => name,
+                Err(_) => panic!("the name of a function has no zero byte"),
+            },
+        )*];
+
+        /// The functions here in place of the driver's, by number. `None`: what the driver has is as good.
+        pub(crate) static HERE: &[Option<Entry>] = &[$(here!($name $($kind)+),)*];
+    };
+}
+
+macro_rules! here {
+    ($name:ident plain) => { None };
+    // SAFETY: only the address is used, to be called under the function's own type.
+    ($name:ident own) => { Some(unsafe { std::mem::transmute::<*const (), Entry>(crate::entries::$name as *const ()) }) };
+    ($name:ident $($kind:tt)+) => { Some($name as Entry) };
+}
+
+/// How many entry points there are.
+const COUNT: usize = NAMES.len();
+
+/// The real functions; null until one is first called.
+pub(crate) static SLOTS: [AtomicPtr<()>; COUNT] = [const { AtomicPtr::new(std::ptr::null_mut()) }; COUNT];
+
+include!("entry_points.rs");

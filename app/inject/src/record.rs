@@ -1,0 +1,225 @@
+//! The record of this process's memory calls: a file in shared memory, which is complete however the process ends
+//! ([`calls`](vramlab_histories::calls)).
+
+use crate::settings;
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64};
+use std::sync::{Mutex, Once, PoisonError};
+use vramlab_histories::calls::{COUNT, COUNTERS, CallRecord, Counter, HEADER, MAGIC, WORDS};
+
+/// Bytes of a record.
+const RECORD: u64 = 64;
+/// Most records of a process. The file takes room as it fills.
+const MOST: u64 = 1 << 26;
+/// Records for which room is made at a time.
+const CHUNK: u64 = 1 << 14;
+
+/// The file, mapped.
+struct Map {
+    words: *const AtomicU64,
+    /// Records that fit at most.
+    most: u64,
+    /// Records for which the file has room.
+    room: AtomicU64,
+    file: Mutex<File>,
+}
+
+/// The file of this process, once one is open. Never unmapped.
+static MAP: AtomicPtr<Map> = AtomicPtr::new(std::ptr::null_mut());
+/// Whether opening was tried.
+static TRIED: AtomicBool = AtomicBool::new(false);
+static OPENING: Mutex<()> = Mutex::new(());
+
+/// Nanoseconds of the monotonic clock.
+pub(crate) fn now() -> u64 {
+    clock(libc::CLOCK_MONOTONIC)
+}
+
+fn clock(which: libc::clockid_t) -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the structure is live, and both clocks exist on every Linux.
+    unsafe { libc::clock_gettime(which, &raw mut time) };
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+/// The system's number of this thread.
+fn thread() -> u32 {
+    thread_local! {
+        static NUMBER: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+    }
+    // SAFETY: takes nothing and returns a number.
+    let ask = || unsafe { libc::gettid() }.unsigned_abs();
+    let known = NUMBER.try_with(|number| {
+        if number.get() == 0 {
+            number.set(ask());
+        }
+        number.get()
+    });
+    known.unwrap_or_else(|_| ask())
+}
+
+/// A child process writes a file of its own.
+extern "C" fn forget() {
+    MAP.store(std::ptr::null_mut(), Release);
+    TRIED.store(false, Release);
+}
+
+fn map() -> Option<&'static Map> {
+    let known = MAP.load(Acquire);
+    if !known.is_null() {
+        // SAFETY: it came from a box that is never dropped.
+        return Some(unsafe { &*known });
+    }
+    if TRIED.load(Acquire) {
+        return None;
+    }
+    open()
+}
+
+#[cold]
+fn open() -> Option<&'static Map> {
+    let _opening = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+    if TRIED.load(Acquire) {
+        // SAFETY: as in `map`.
+        return unsafe { MAP.load(Acquire).as_ref() };
+    }
+    static FORKS: Once = Once::new();
+    // SAFETY: the function only stores into atomics, which is allowed in a child.
+    FORKS.call_once(|| _ = unsafe { libc::pthread_atfork(None, None, Some(forget)) });
+    let folder = settings::get().record.as_ref();
+    let opened = folder.and_then(|folder| {
+        let path = folder.join(format!("calls-{}.bin", std::process::id()));
+        make(&path).inspect_err(|error| settings::say(&format!("calls are not recorded: {}: {error}", path.display()))).ok()
+    });
+    if let Some(map) = opened {
+        MAP.store(Box::into_raw(Box::new(map)), Release);
+    }
+    TRIED.store(true, Release);
+    // SAFETY: as in `map`.
+    unsafe { MAP.load(Acquire).as_ref() }
+}
+
+fn make(path: &std::path::Path) -> std::io::Result<Map> {
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure is live. A file above the limit would end the program by a signal.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    // CAST: the header is a page.
+    let most = MOST.min(limit.rlim_cur.saturating_sub(HEADER as u64) / RECORD);
+    if most == 0 {
+        return Err(std::io::Error::other("the limit on file sizes (ulimit -f) leaves no room"));
+    }
+    let bytes = HEADER as u64 + most * RECORD;
+    file.set_len(bytes)?;
+    make_room(&file, 0, HEADER as u64)?;
+    let length = usize::try_from(bytes).map_err(std::io::Error::other)?;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping of a file that is as long, at an address of the system's choice.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, file.as_raw_fd(), 0) };
+    if at == libc::MAP_FAILED {
+        return Err(std::io::Error::last_os_error());
+    }
+    let map = Map { words: at.cast(), most, room: AtomicU64::new(0), file: Mutex::new(file) };
+    map.word(1).store(u64::from(std::process::id()), Relaxed);
+    map.word(2).store(clock(libc::CLOCK_REALTIME).wrapping_sub(now()), Relaxed);
+    map.word(0).store(MAGIC, Release);
+    Ok(map)
+}
+
+/// Makes room in the file, since a full disk would otherwise end the program by a signal.
+fn make_room(file: &File, at: u64, bytes: u64) -> std::io::Result<()> {
+    let (at, bytes) = (at.cast_signed(), bytes.cast_signed());
+    // SAFETY: the descriptor is open.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, at, bytes) } == 0 {
+        return Ok(());
+    }
+    let error = std::io::Error::last_os_error();
+    // A file system that cannot say so before.
+    if error.raw_os_error() == Some(libc::EOPNOTSUPP) { Ok(()) } else { Err(error) }
+}
+
+impl Map {
+    fn word(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: callers name words of the header, or of a record for which there is room. Mapped for ever, aligned as a page is,
+        // and never accessed but as atomics.
+        unsafe { &*self.words.add(at) }
+    }
+
+    /// Whether the file has room for this record.
+    fn has_room(&self, record: u64) -> bool {
+        if record < self.room.load(Acquire) {
+            return true;
+        }
+        if record >= self.most {
+            return false;
+        }
+        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        while record >= self.room.load(Acquire) {
+            let from = self.room.load(Acquire);
+            let count = CHUNK.min(self.most - from);
+            if make_room(&file, HEADER as u64 + from * RECORD, count * RECORD).is_err() {
+                return false;
+            }
+            self.room.store(from + count, Release);
+        }
+        true
+    }
+}
+
+/// Whether calls are recorded.
+pub(crate) fn is_on() -> bool {
+    map().is_some()
+}
+
+/// The place of a record, which orders it among the others. A free takes its place before it takes effect, an allocation afterwards:
+/// so an address is free in the record before it is allocated again.
+#[must_use]
+pub(crate) struct Place(Option<(&'static Map, u64)>);
+
+/// Takes the next place.
+pub(crate) fn place() -> Place {
+    let Some(map) = map() else { return Place(None) };
+    let record = map.word(COUNT).fetch_add(1, AcqRel);
+    if map.has_room(record) {
+        return Place(Some((map, record)));
+    }
+    map.word(COUNT).fetch_sub(1, AcqRel);
+    count(Counter::Dropped, 1);
+    Place(None)
+}
+
+impl Place {
+    /// Writes the record. The thread is filled in here.
+    pub(crate) fn fill(self, record: CallRecord) {
+        let Some((map, at)) = self.0 else { return };
+        let words = CallRecord { thread: thread(), ..record }.words();
+        let Ok(first) = usize::try_from(at) else { return };
+        let first = HEADER / 8 + first * WORDS;
+        for (offset, word) in words.iter().enumerate().skip(1) {
+            map.word(first + offset).store(*word, Relaxed);
+        }
+        // What is complete has a first word.
+        map.word(first).store(words[0], Release);
+    }
+}
+
+/// Raises a number of the header.
+pub(crate) fn count(counter: Counter, by: u64) {
+    if let Some(map) = map() {
+        // CAST: the discriminant.
+        map.word(COUNTERS + counter as usize).fetch_add(by, Relaxed);
+    }
+}
+
+/// Counts memory that the allocator took from the driver, or gave back.
+pub(crate) fn reserve(more: u64, less: u64) {
+    let Some(map) = map() else { return };
+    // CAST: discriminants.
+    let (now, peak) = (Counter::Reserved as usize, Counter::ReservedPeak as usize);
+    let before = map.word(COUNTERS + now).fetch_add(more.wrapping_sub(less), Relaxed);
+    map.word(COUNTERS + peak).fetch_max(before.wrapping_add(more).wrapping_sub(less), Relaxed);
+}

@@ -1,0 +1,134 @@
+//! Memory that was freed and may still be used by work that was queued before.
+//!
+//! Frees are collected for some microseconds, and then get one set of events together: an event costs about as much as an allocation
+//! from a cache does, and asking for one several times that.
+
+use crate::real::real;
+use crate::{record, streams};
+use std::collections::VecDeque;
+use vramlab_device::StreamId;
+use vramlab_policies::Block;
+
+/// `CUDA_ERROR_NOT_READY`.
+const NOT_READY: i32 = 600;
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIMING: u32 = 2;
+/// Frees that get events together, at most.
+const TOGETHER: usize = 64;
+/// Nanoseconds between two looks at the events.
+const PERIOD: u64 = 20_000;
+
+/// A freed block and its stream.
+#[derive(Debug)]
+pub(super) struct Item {
+    pub(super) block: Block,
+    pub(super) stream: StreamId,
+}
+
+/// Blocks that are reusable when events have completed.
+#[derive(Debug)]
+struct Batch {
+    events: Vec<u64>,
+    items: Vec<Item>,
+}
+
+/// The freed blocks of a context.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    /// Without events as yet.
+    open: Vec<Item>,
+    /// When the first of them was freed.
+    opened_ns: u64,
+    /// In the order of their events.
+    sealed: VecDeque<Batch>,
+    /// Events to use again.
+    events: Vec<u64>,
+    looked_ns: u64,
+}
+
+impl Pending {
+    /// Takes a block that waits for all streams.
+    pub(super) fn add(&mut self, item: Item) {
+        if self.open.is_empty() {
+            self.opened_ns = record::now();
+        }
+        self.open.push(item);
+    }
+
+    /// Takes a block that waits for one stream. Returns it if no event could be recorded there.
+    pub(super) fn add_on(&mut self, item: Item, handle: u64) -> Result<(), Item> {
+        match self.record(&[handle]) {
+            Some(events) => {
+                self.sealed.push_back(Batch { events, items: vec![item] });
+                Ok(())
+            }
+            None => Err(item),
+        }
+    }
+
+    fn event(&mut self) -> Option<u64> {
+        self.events.pop().or_else(|| {
+            let mut event = 0_u64;
+            let code = real!(cuEventCreate(&raw mut event => *mut u64, NO_TIMING => u32));
+            (code == 0).then_some(event)
+        })
+    }
+
+    /// Records an event on each stream.
+    fn record(&mut self, on: &[u64]) -> Option<Vec<u64>> {
+        let mut events = Vec::with_capacity(on.len());
+        for stream in on {
+            let event = self.event()?;
+            events.push(event);
+            if real!(cuEventRecord(event => u64, *stream => u64)) != 0 {
+                self.events.extend(events);
+                return None;
+            }
+        }
+        Some(events)
+    }
+
+    /// Gives the open blocks their events. The context is current, and nothing is captured.
+    fn seal(&mut self, context: u64) {
+        if self.open.is_empty() {
+            return;
+        }
+        let items = std::mem::take(&mut self.open);
+        let events = self.record(&streams::of_context(context)).unwrap_or_else(|| {
+            // An earlier error of the device comes back at any call; then nothing of it runs any more.
+            real!(cuCtxSynchronize());
+            Vec::new()
+        });
+        self.sealed.push_back(Batch { events, items });
+    }
+
+    /// The blocks that nothing uses any more. With `all` it waits for the others. The context is current.
+    pub(super) fn collect(&mut self, context: u64, all: bool) -> Vec<Item> {
+        let mut out = Vec::new();
+        if streams::is_capturing() {
+            return out;
+        }
+        let now = record::now();
+        if all || self.open.len() >= TOGETHER || now.saturating_sub(self.opened_ns) >= PERIOD {
+            self.seal(context);
+        }
+        if !all && now.saturating_sub(self.looked_ns) < PERIOD {
+            return out;
+        }
+        self.looked_ns = now;
+        while let Some(batch) = self.sealed.front_mut() {
+            while let Some(event) = batch.events.last() {
+                let code = match all {
+                    true => real!(cuEventSynchronize(*event => u64)),
+                    false => real!(cuEventQuery(*event => u64)),
+                };
+                if code == NOT_READY {
+                    return out;
+                }
+                self.events.extend(batch.events.pop());
+            }
+            out.extend(self.sealed.pop_front().into_iter().flat_map(|batch| batch.items));
+        }
+        out
+    }
+}

@@ -1,0 +1,71 @@
+//! What `vramlab run` says to the library, in the environment.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use vramlab_policies::Selection;
+
+/// What a free of memory does that is usable on every stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Free {
+    /// Memory is the driver's: nothing is served, only timed.
+    Driver,
+    /// The free waits for the device, as the driver's does; then the memory is cached.
+    Waits,
+    /// The free does not wait; the memory is cached, and used again when the work before the free is done.
+    Ordered,
+}
+
+/// The settings of this process.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    /// The real driver (`VRAMLAB_CUDA`).
+    pub(crate) driver: Option<PathBuf>,
+    /// The allocator that serves (`VRAMLAB_INJECT_ALLOC`).
+    pub(crate) alloc: Option<Selection>,
+    pub(crate) free: Free,
+    /// Fill new memory with bytes that are NaN as floats (`VRAMLAB_INJECT_POISON`).
+    pub(crate) poison: bool,
+    /// Where calls are recorded (`VRAMLAB_INJECT_RECORD`).
+    pub(crate) record: Option<PathBuf>,
+    /// Whether memory of PyTorch is served here, not by PyTorch's shim (`VRAMLAB_INJECT_TORCH`).
+    pub(crate) torch: bool,
+}
+
+/// The settings, read once.
+pub(crate) fn get() -> &'static Settings {
+    static SETTINGS: OnceLock<Settings> = OnceLock::new();
+    SETTINGS.get_or_init(|| {
+        let path = |name: &str| std::env::var_os(name).filter(|text| !text.is_empty()).map(PathBuf::from);
+        let word = |name: &str| std::env::var(name).unwrap_or_default();
+        let free = match word("VRAMLAB_INJECT_FREE").as_str() {
+            "driver" => Free::Driver,
+            "waits" => Free::Waits,
+            _ => Free::Ordered,
+        };
+        let alloc = match word("VRAMLAB_INJECT_ALLOC") {
+            none if none.is_empty() => None,
+            name => match name.parse() {
+                Ok(selection) => Some(selection),
+                Err(error) => {
+                    say(&format!("{name}: {error}; memory stays the driver's"));
+                    None
+                }
+            },
+        };
+        Settings {
+            driver: path("VRAMLAB_CUDA"),
+            alloc: alloc.filter(|_| free != Free::Driver),
+            free,
+            poison: word("VRAMLAB_INJECT_POISON") == "1",
+            record: path("VRAMLAB_INJECT_RECORD"),
+            torch: word("VRAMLAB_INJECT_TORCH") == "1",
+        }
+    })
+}
+
+/// Prints a line on standard error, as `vramlab run` does.
+pub(crate) fn say(text: &str) {
+    use std::io::Write;
+    // Nobody is left to hear of it.
+    let _ = writeln!(std::io::stderr(), "vramlab  {text}");
+}

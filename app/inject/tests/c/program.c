@@ -1,0 +1,277 @@
+// A program that uses CUDA's driver in the ways in which programs do. program WAY [TEST]
+// WAY is how it finds the functions: link, dlsym, unversioned, address1, address2, ptsz.
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+typedef unsigned long long P;
+typedef uintptr_t S;
+typedef int R;
+
+#define FUNCTIONS(F) \
+    F(cuInit, R, (unsigned)) \
+    F(cuDevicePrimaryCtxRetain, R, (uintptr_t*, int)) \
+    F(cuCtxSetCurrent, R, (uintptr_t)) \
+    F(cuMemAlloc, R, (P*, size_t)) \
+    F(cuMemAllocPitch, R, (P*, size_t*, size_t, size_t, unsigned)) \
+    F(cuMemFree, R, (P)) \
+    F(cuMemAllocAsync, R, (P*, size_t, S)) \
+    F(cuMemFreeAsync, R, (P, S)) \
+    F(cuMemAllocManaged, R, (P*, size_t, unsigned)) \
+    F(cuMemHostAlloc, R, (void**, size_t, unsigned)) \
+    F(cuMemFreeHost, R, (void*)) \
+    F(cuMemGetAddressRange, R, (P*, size_t*, P)) \
+    F(cuPointerGetAttribute, R, (void*, int, P)) \
+    F(cuIpcGetMemHandle, R, (void*, P)) \
+    F(cuMemGetInfo, R, (size_t*, size_t*)) \
+    F(cuStreamCreate, R, (S*, unsigned)) \
+    F(cuStreamDestroy, R, (S)) \
+    F(cuStreamBeginCapture, R, (S, int)) \
+    F(cuStreamEndCapture, R, (S, uintptr_t*)) \
+    F(cuCtxCreate, R, (uintptr_t*, unsigned, int)) \
+    F(cuCtxPopCurrent, R, (uintptr_t*)) \
+    F(cuDevicePrimaryCtxReset, R, (int)) \
+    F(cuLaunchKernel, R, (void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, S, void**, void**))
+
+#define DECLARE(name, result, arguments) static result(*name) arguments;
+FUNCTIONS(DECLARE)
+
+// Symbols of names that have a newer ABI.
+static const char* symbol(const char* name) {
+    static const char* v2[] = {"cuMemAlloc", "cuMemAllocPitch", "cuMemFree", "cuMemGetAddressRange", "cuMemGetInfo", "cuStreamDestroy",
+                               "cuStreamBeginCapture", "cuCtxCreate", "cuCtxPopCurrent", "cuDevicePrimaryCtxReset"};
+    static char text[64];
+    for (size_t i = 0; i < sizeof v2 / sizeof *v2; i++)
+        if (!strcmp(name, v2[i])) return snprintf(text, sizeof text, "%s_v2", name), text;
+    return name;
+}
+
+#ifdef LINKED
+extern R cuGetProcAddress_v2(const char*, void**, int, unsigned long long, int*);
+#endif
+
+static void* find(const char* way, const char* name) {
+    static void* library;
+    void* out = NULL;
+    if (!strcmp(way, "link")) return dlsym(RTLD_DEFAULT, symbol(name));
+    if (!library) library = dlopen(!strcmp(way, "unversioned") ? "libcuda.so" : "libcuda.so.1", RTLD_NOW);
+    if (!library) return printf("%s\n", dlerror()), NULL;
+    if (!strcmp(way, "dlsym") || !strcmp(way, "unversioned")) return dlsym(library, symbol(name));
+    // As the runtime: ask for the function that answers, and then that one.
+    R (*get1)(const char*, void**, int, unsigned long long) = dlsym(library, "cuGetProcAddress");
+    R (*get2)(const char*, void**, int, unsigned long long, int*) = dlsym(library, "cuGetProcAddress_v2");
+    if (!strcmp(way, "address1")) return get1(name, &out, 12000, 0) ? NULL : out;
+    int status;
+    void* again = NULL;
+    if (get2("cuGetProcAddress", &again, 12000, 0, &status) || !again) return NULL;
+    *(void**)&get2 = again;
+    return get2(name, &out, 12000, !strcmp(way, "ptsz") ? 2 : 0, &status) ? NULL : out;
+}
+
+static int failures;
+#define CHECK(what) ((what) ? (void)0 : (void)(failures++, printf("line %d: %s\n", __LINE__, #what)))
+
+static R launch(S stream) { return cuLaunchKernel((void*)0xf00, 1, 2, 3, 4, 5, 6, 7, stream, (void**)8, (void**)9); }
+
+static void start(void) {
+    uintptr_t context;
+    CHECK(cuInit(0) == 0);
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == 0);
+    CHECK(cuCtxSetCurrent(context) == 0);
+}
+
+static void loop(int steps) {
+    for (int i = 0; i < steps; i++) {
+        P y = 0, z = 0;
+        CHECK(cuMemAlloc(&y, 1 << 20) == 0);
+        CHECK(launch(0) == 0);
+        CHECK(cuMemAlloc(&z, 3000) == 0);
+        CHECK(y && z && y != z && y % 512 == 0 && z % 512 == 0);
+        CHECK(launch(0) == 0);
+        CHECK(cuMemFree(y) == 0);
+        CHECK(cuMemFree(z) == 0);
+    }
+}
+
+static void errors(void) {
+    P p = 7, base;
+    size_t bytes, free1, free2, total;
+    CHECK(cuMemAlloc(&p, 0) == 1);
+    CHECK(cuMemFree(0) == 0);
+    CHECK(cuMemAlloc(&p, 1000) == 0);
+    CHECK(cuMemGetAddressRange(&base, &bytes, p + 999) == 0 && base == p && bytes == 1000);
+    CHECK(cuMemGetAddressRange(&base, NULL, p) == 0 && base == p);
+    P first, id1 = 0, id2 = 0;
+    size_t size = 0;
+    CHECK(cuPointerGetAttribute(&first, 11, p + 5) == 0 && first == p);
+    CHECK(cuPointerGetAttribute(&size, 12, p + 5) == 0 && size == 1000);
+    CHECK(cuPointerGetAttribute(&id1, 7, p) == 0);
+    CHECK(cuMemFree(p + 512) == 1);  // inside an allocation
+    CHECK(cuMemFree(p) == 0);
+    CHECK(cuMemFree(p) == 1);           // twice
+    CHECK(cuMemFree(0xdead0000) == 1);  // foreign
+    CHECK(cuMemFreeAsync(p, 0) == 1);
+    CHECK(cuMemAlloc(&p, 1000) == 0);
+    CHECK(cuPointerGetAttribute(&id2, 7, p) == 0 && (id2 != id1 || getenv("PLAIN")));
+    CHECK(cuMemFree(p) == 0);
+    P pitched;
+    size_t pitch = 0;
+    CHECK(cuMemAllocPitch(&pitched, &pitch, 1000, 10, 4) == 0 && pitch == 1024);
+    CHECK(cuMemFree(pitched) == 0);
+    CHECK(cuMemAllocPitch(&pitched, &pitch, 1000, 10, 3) == 1);
+    // Cached memory is free memory.
+    CHECK(cuMemGetInfo(&free1, &total) == 0 && free1 <= total);
+    CHECK(cuMemAlloc(&p, 100 << 20) == 0 && cuMemFree(p) == 0);
+    CHECK(cuMemGetInfo(&free2, &total) == 0 && free2 == free1);
+    // More than there is, then most of it: caches give way.
+    CHECK(cuMemAlloc(&p, (size_t)1 << 40) == 2);
+    CHECK(cuMemAlloc(&p, (size_t)63 << 30) == 0 && cuMemFree(p) == 0);
+    CHECK(cuMemAllocManaged(&p, (size_t)60 << 30, 1) == 0 && cuMemFree(p) == 0);
+    void* host;
+    CHECK(cuMemHostAlloc(&host, 100, 0) == 0 && cuMemFreeHost(host) == 0);
+    // Any free takes any kind.
+    S stream;
+    CHECK(cuStreamCreate(&stream, 1) == 0);
+    CHECK(cuMemAllocAsync(&p, 5000, stream) == 0 && cuMemFree(p) == 0);
+    CHECK(cuMemAlloc(&p, 5000) == 0 && cuMemFreeAsync(p, stream) == 0);
+    CHECK(cuMemAllocAsync(&p, 5000, stream) == 0 && launch(stream) == 0 && cuMemFreeAsync(p, stream) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+}
+
+// A stream whose work is captured: memory is the driver's.
+static void capture(void) {
+    S stream;
+    uintptr_t graph;
+    P before, p, q;
+    CHECK(cuMemAlloc(&before, 4096) == 0);
+    CHECK(cuStreamCreate(&stream, 1) == 0);
+    CHECK(cuStreamBeginCapture(stream, 0) == 0);
+    CHECK(cuMemAllocAsync(&p, 4096, stream) == 0 && launch(stream) == 0 && cuMemFreeAsync(p, stream) == 0);
+    CHECK(cuMemFreeAsync(before, stream) == 1 || getenv("PLAIN"));
+    CHECK(cuMemFree(before) == 0 || getenv("PLAIN"));
+    CHECK(cuStreamEndCapture(stream, &graph) == 0 && graph);
+    CHECK(cuMemAlloc(&q, 4096) == 0 && cuMemFree(q) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+}
+
+// A context of the program's own, and a reset.
+static void contexts(void) {
+    uintptr_t own, popped;
+    P p, q;
+    CHECK(cuMemAlloc(&p, 4096) == 0);
+    CHECK(cuCtxCreate(&own, 0, 0) == 0);
+    CHECK(cuMemAlloc(&q, 4096) == 0 && cuMemFree(q) == 0);
+    CHECK(cuMemFree(p) == 0);
+    CHECK(cuCtxPopCurrent(&popped) == 0 && popped == own);
+    CHECK(cuMemAlloc(&p, 4096) == 0);
+    CHECK(cuDevicePrimaryCtxReset(0) == 0);
+    CHECK(cuMemFree(p) == 1);
+    CHECK(cuMemAlloc(&p, 4096) == 0 && cuMemFree(p) == 0);
+}
+
+// Under a limit of its own: only memory of the program's may be exported.
+static void exports(void) {
+    P p, q;
+    char handle[64];
+    CHECK(cuMemAlloc(&p, 4096) == 0 && cuMemAlloc(&q, 4096) == 0);
+    printf("export %d\n", cuIpcGetMemHandle(handle, q));
+    CHECK(cuMemFree(p) == 0 && cuMemFree(q) == 0);
+}
+
+static int rounds;
+static void* work(void* number) {
+    uintptr_t context;
+    unsigned random = (unsigned)(uintptr_t)number * 2654435761u + 1;
+    P held[32] = {0};
+    size_t sizes[32] = {0};
+    S stream;
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxSetCurrent(context) == 0);
+    CHECK(cuStreamCreate(&stream, 1) == 0);
+    for (int i = 0; i < rounds; i++) {
+        random = random * 1664525u + 1013904223u;
+        unsigned at = random >> 27;
+        if (held[at]) {
+            P base;
+            size_t bytes;
+            if (random & 64) CHECK(cuMemGetAddressRange(&base, &bytes, held[at]) == 0 && base == held[at] && bytes == sizes[at]);
+            R code = random & 128 ? cuMemFree(held[at]) : cuMemFreeAsync(held[at], stream);
+            CHECK(code == 0);
+            held[at] = 0;
+        } else {
+            sizes[at] = 1 + (random >> 8) % (1 << (random % 20));
+            R code = random & 128 ? cuMemAlloc(&held[at], sizes[at]) : cuMemAllocAsync(&held[at], sizes[at], stream);
+            CHECK(code == 0);
+        }
+        if ((random & 0x700) == 0) CHECK(launch(random & 1 ? stream : 0) == 0);
+    }
+    for (int at = 0; at < 32; at++)
+        if (held[at]) CHECK(cuMemFree(held[at]) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+    return NULL;
+}
+
+static void threads(void) {
+    const char* text = getenv("ROUNDS");
+    rounds = text ? atoi(text) : 2000;
+    pthread_t all[16];
+    for (uintptr_t i = 0; i < 16; i++) pthread_create(&all[i], NULL, work, (void*)i);
+    for (int i = 0; i < 16; i++) pthread_join(all[i], NULL);
+}
+
+static P late;
+static void at_exit(void) {
+    R code = cuMemFree(late);
+    if (code != 0 && code != 4) printf("line %d: free at exit: %d\n", __LINE__, code);
+}
+
+int main(int count, char** words) {
+    const char* way = count > 1 ? words[1] : "dlsym";
+    const char* test = count > 2 ? words[2] : "loop";
+    if (!strcmp(test, "fork")) {
+        // Before CUDA starts: both may use it.
+        if (fork() == 0) {
+#define FIND(name, result, arguments) *(void**)&name = find(way, #name);
+            FUNCTIONS(FIND)
+            start();
+            loop(5);
+            return failures != 0;
+        }
+        int status;
+        wait(&status);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    FUNCTIONS(FIND)
+#define FOUND(name, result, arguments) CHECK(name != NULL);
+    FUNCTIONS(FOUND)
+    if (failures) return 1;
+    start();
+    if (!strcmp(test, "loop") || !strcmp(test, "fork")) loop(100);
+    if (!strcmp(test, "errors")) errors();
+    if (!strcmp(test, "capture")) capture();
+    if (!strcmp(test, "contexts")) contexts();
+    if (!strcmp(test, "exports")) exports();
+    if (!strcmp(test, "threads")) threads();
+    if (!strcmp(test, "exit")) CHECK(cuMemAlloc(&late, 4096) == 0), atexit(at_exit);
+    if (!strcmp(test, "crash")) loop(10), abort();
+    if (!strcmp(test, "streams")) {
+        S stream;
+        loop(10);
+        CHECK(cuStreamCreate(&stream, 1) == 0 && launch(stream) == 0);
+        loop(100);
+    }
+    long (*calls)(const char*) = dlsym(RTLD_DEFAULT, "driver_count");
+    void* driver = getenv("VRAMLAB_CUDA") ? dlopen(getenv("VRAMLAB_CUDA"), RTLD_NOW | RTLD_NOLOAD) : NULL;
+    if (!calls && driver) calls = dlsym(driver, "driver_count");
+    if (calls)
+        printf("driver: alloc %ld free %ld async %ld record %ld synchronize %ld\n", calls("cuMemAlloc_v2"), calls("cuMemFree_v2"),
+               calls("cuMemAllocAsync"), calls("cuEventRecord"), calls("cuCtxSynchronize"));
+    printf("%s\n", failures ? "failed" : "equal");
+    return failures != 0;
+}
