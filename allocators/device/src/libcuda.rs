@@ -34,7 +34,8 @@ pub fn candidates(named: Option<&Path>) -> Vec<PathBuf> {
 /// The paths of the driver in the dynamic linker's cache, which holds each as text with a zero byte behind it.
 fn cached(cache: &[u8]) -> Vec<PathBuf> {
     let texts = cache.split(|byte| *byte == 0).filter_map(|text| std::str::from_utf8(text).ok());
-    let paths = texts.filter(|text| text.starts_with('/') && text.strip_suffix(FILE).is_some_and(|at| at.ends_with('/')));
+    let paths =
+        texts.filter(|text| text.starts_with('/') && text.strip_suffix(FILE).is_some_and(|at| at.ends_with('/')));
     paths.map(PathBuf::from).collect()
 }
 

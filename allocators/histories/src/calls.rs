@@ -136,16 +136,7 @@ impl CallRecord {
         let kind = self.call as u64 + 1;
         let served = u64::from(self.served == Served::Allocator);
         let first = kind | served << 8 | u64::from(self.device) << 16 | u64::from(self.thread) << 32;
-        [
-            first,
-            self.addr,
-            self.bytes,
-            self.stream,
-            self.start_ns,
-            self.total_ns,
-            self.blocked_ns,
-            u64::from(self.code),
-        ]
+        [first, self.addr, self.bytes, self.stream, self.start_ns, self.total_ns, self.blocked_ns, u64::from(self.code)]
     }
 
     /// The record of these words; `None` if it was not completed, or is of a kind that is not known.

@@ -217,16 +217,37 @@ macro_rules! entry_points {
             },
         )*];
 
+        /// Whether the function of a number is written by hand.
+        pub(crate) fn is_written(number: usize) -> bool {
+            const WRITTEN: &[bool] = &[$(written!($($kind)+),)*];
+            WRITTEN[number]
+        }
+
         /// The functions here in place of the driver's, by number. `None`: what the driver has is as good.
         pub(crate) static HERE: &[Option<Entry>] = &[$(here!($name $($kind)+),)*];
     };
 }
 
+macro_rules! written {
+    (own) => {
+        true
+    };
+    ($($kind:tt)+) => {
+        false
+    };
+}
+
 macro_rules! here {
-    ($name:ident plain) => { None };
+    ($name:ident plain) => {
+        None
+    };
     // SAFETY: only the address is used, to be called under the function's own type.
-    ($name:ident own) => { Some(unsafe { std::mem::transmute::<*const (), Entry>(crate::entries::$name as *const ()) }) };
-    ($name:ident $($kind:tt)+) => { Some($name as Entry) };
+    ($name:ident own) => {
+        Some(unsafe { std::mem::transmute::<*const (), Entry>(crate::entries::$name as *const ()) })
+    };
+    ($name:ident $($kind:tt)+) => {
+        Some($name as Entry)
+    };
 }
 
 /// How many entry points there are.

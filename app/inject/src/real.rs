@@ -1,6 +1,6 @@
 //! The real driver: found by its path, since its name leads here, and opened when the program first calls a function of it.
 
-use crate::forward::{Entry, HERE, NAMES, SLOTS};
+use crate::forward::{Entry, HERE, NAMES, SLOTS, is_written};
 use crate::settings;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
@@ -119,6 +119,24 @@ pub(crate) fn in_place_of(real: *const ()) -> Option<Entry> {
     places.get(&(real as usize)).copied()
 }
 
+/// As [`in_place_of`], where the driver answered with an address that it does not export: by the name that was asked for, and only for
+/// functions that are written here. Since CUDA 3.2 those with a second ABI mean that one.
+pub(crate) fn in_place_of_name(name: &CStr, version: i32, flags: u64) -> Option<Entry> {
+    /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+    const PER_THREAD: u64 = 2;
+    const SECOND_ABI: i32 = 3020;
+    let name = name.to_str().ok()?;
+    let twin = if flags & PER_THREAD != 0 { "_ptsz" } else { "" };
+    let second = if version >= SECOND_ABI { "_v2" } else { "" };
+    let written = |wanted: &str| {
+        let number = NAMES.iter().position(|one| one.to_bytes() == wanted.as_bytes())?;
+        HERE[number].filter(|_| is_written(number) && has(number))
+    };
+    [format!("{name}{second}{twin}"), format!("{name}{twin}"), format!("{name}{second}"), name.to_owned()]
+        .iter()
+        .find_map(|wanted| written(wanted))
+}
+
 /// Calls the driver's function of a name: `real!(cuMemFree_v2(addr: u64))`.
 macro_rules! real {
     ($name:ident($($value:expr => $type:ty),* $(,)?)) => {{
@@ -130,4 +148,3 @@ macro_rules! real {
     }};
 }
 pub(crate) use real;
-

@@ -92,7 +92,9 @@ fn open() -> Option<&'static Map> {
     let folder = settings::get().record.as_ref();
     let opened = folder.and_then(|folder| {
         let path = folder.join(format!("calls-{}.bin", std::process::id()));
-        make(&path).inspect_err(|error| settings::say(&format!("calls are not recorded: {}: {error}", path.display()))).ok()
+        make(&path)
+            .inspect_err(|error| settings::say(&format!("calls are not recorded: {}: {error}", path.display())))
+            .ok()
     });
     if let Some(map) = opened {
         MAP.store(Box::into_raw(Box::new(map)), Release);
@@ -222,4 +224,11 @@ pub(crate) fn reserve(more: u64, less: u64) {
     let (now, peak) = (Counter::Reserved as usize, Counter::ReservedPeak as usize);
     let before = map.word(COUNTERS + now).fetch_add(more.wrapping_sub(less), Relaxed);
     map.word(COUNTERS + peak).fetch_max(before.wrapping_add(more).wrapping_sub(less), Relaxed);
+}
+
+/// Counts a call of the driver that an allocator made for memory.
+pub(crate) fn driver_call(start_ns: u64) {
+    let took = now().saturating_sub(start_ns);
+    count(Counter::DriverCalls, 1);
+    count(Counter::DriverNs, took);
 }

@@ -43,6 +43,8 @@ pub(crate) struct Served {
     pending: Mutex<Pending>,
     /// Blocks in `pending`.
     waiting: AtomicUsize,
+    /// Bytes of the blocks that the program holds.
+    live: AtomicU64,
 }
 
 /// What is known of a context: an allocator, or that it is left to the driver.
@@ -135,6 +137,7 @@ fn open(context: u64) -> Result<Option<&'static Served>, String> {
         streams: Mutex::default(),
         pending: Mutex::default(),
         waiting: AtomicUsize::new(0),
+        live: AtomicU64::new(0),
     };
     Ok(Some(Box::leak(Box::new(served))))
 }
@@ -148,7 +151,9 @@ fn is_served_by_shim() -> bool {
         // SAFETY: the dynamic linker passes a live structure, whose name ends with a zero byte, and `found` is ours.
         unsafe {
             let name = (*info).dlpi_name;
-            if !name.is_null() && std::ffi::CStr::from_ptr(name).to_bytes().windows(11).any(|part| part == b"libc10_cuda") {
+            if !name.is_null()
+                && std::ffi::CStr::from_ptr(name).to_bytes().windows(11).any(|part| part == b"libc10_cuda")
+            {
                 *found.cast::<bool>() = true;
             }
         }
@@ -218,6 +223,7 @@ impl Served {
         if settings::get().poison {
             self.inside(|| poison(addr, bytes, handle));
         }
+        self.live.fetch_add(block.bytes(), Relaxed);
         held::insert(addr, Held::new(block, self, stream, handle, bytes));
         Ok(addr)
     }
@@ -238,6 +244,7 @@ impl Served {
 
     /// Takes memory back that any stream may have used. Returns how long it waited.
     pub(crate) fn free(&self, held: Held) -> u64 {
+        self.live.fetch_sub(held.block.bytes(), Relaxed);
         let item = Item { block: held.block, stream: held.stream };
         if settings::get().free == Free::Waits && !streams::is_capturing() {
             let start = record::now();
@@ -258,6 +265,7 @@ impl Served {
 
     /// Takes memory back once the stream `handle` has passed this point.
     pub(crate) fn free_on(&self, held: Held, handle: u64) {
+        self.live.fetch_sub(held.block.bytes(), Relaxed);
         let same = held.handle == handle || (held.handle.max(handle) <= streams::LEGACY);
         let item = Item { block: held.block, stream: held.stream };
         // Memory of the legacy stream serves requests for all streams too, so that order on that stream is not enough.
@@ -290,10 +298,9 @@ impl Served {
         items.into_iter().for_each(|item| self.give_back(item));
     }
 
-    /// Bytes that the allocator holds and the program does not.
+    /// Bytes that the allocator holds and the program does not: they are given back when memory is short.
     pub(crate) fn cached(&self) -> u64 {
-        let stats = self.allocator.stats();
-        stats.reserved_bytes.all.current.saturating_sub(stats.allocated_bytes.all.current)
+        self.allocator.stats().reserved_bytes.all.current.saturating_sub(self.live.load(Relaxed))
     }
 
     /// Returns unused memory to the driver; true if that was any.

@@ -1,1 +1,6 @@
-//! The tests of the library.
+//! The library between a program in C and a stand-in for CUDA's driver, both of which the machine's C compiler builds.
+
+#![cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
+
+mod programs;
+mod records;

@@ -253,7 +253,12 @@ impl CudaProcess {
                 ns => format!(", {} of it waiting", time(ns)),
             };
             let failed = if kind.failed > 0 { format!(", {} refused", kind.failed) } else { String::new() };
-            out.push(format!("         {:>9} x {}: {}{waited}{failed}", kind.count, name(kind.call), time(kind.total_ns)));
+            out.push(format!(
+                "         {:>9} x {}: {}{waited}{failed}",
+                kind.count,
+                name(kind.call),
+                time(kind.total_ns)
+            ));
         }
         let streams = if self.threads > 1 { format!(", {} threads", self.threads) } else { String::new() };
         let mut memory = format!("         {} requested at most{streams}", Bytes(self.peak_bytes));

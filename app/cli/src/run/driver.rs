@@ -125,7 +125,8 @@ fn library() -> Option<PathBuf> {
 
 /// Whether a file is a library that this machine's 64-bit programs load.
 fn is_for_this_machine(path: &Path) -> bool {
-    elf(path).is_some_and(|header| header[4] == 2 && u16::from_le_bytes([header[18], header[19]]) == unversioned::MACHINE)
+    elf(path)
+        .is_some_and(|header| header[4] == 2 && u16::from_le_bytes([header[18], header[19]]) == unversioned::MACHINE)
 }
 
 /// The header of an ELF file.

@@ -69,8 +69,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
 unsafe fn segment_alloc(out: *mut u64, bytes: usize) -> i32 {
     let start = record::now();
     let code = real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
-    record::count(Counter::DriverCalls, 1);
-    record::count(Counter::DriverNs, record::now().saturating_sub(start));
+    record::driver_call(start);
     if code == SUCCESS && !out.is_null() {
         // SAFETY: the driver has written it.
         serve::segment_made(unsafe { *out }, bytes as u64);
@@ -83,8 +82,7 @@ fn segment_free(addr: u64) -> i32 {
     let bytes = serve::segment_gone(addr);
     let start = record::now();
     let code = real!(cuMemFree_v2(addr => u64));
-    record::count(Counter::DriverCalls, 1);
-    record::count(Counter::DriverNs, record::now().saturating_sub(start));
+    record::driver_call(start);
     match bytes {
         Some(bytes) if code == SUCCESS => record::reserve(0, bytes),
         Some(bytes) => serve::segment_made(addr, bytes),
@@ -99,9 +97,10 @@ fn segment_free(addr: u64) -> i32 {
 pub(crate) unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
     // SAFETY: the caller's promise.
-    call(|| unsafe { segment_alloc(out, bytes) }, || unsafe {
-        allocate(About::new(Call::Alloc, bytes as u64), out, true, pass)
-    })
+    call(
+        || unsafe { segment_alloc(out, bytes) },
+        || unsafe { allocate(About::new(Call::Alloc, bytes as u64), out, true, pass) },
+    )
 }
 
 /// Rows begin at multiples of this, so that textures can be bound to them.
@@ -187,7 +186,9 @@ fn free(addr: u64) -> i32 {
     }
     let blocked = if waits { record::now().saturating_sub(start) } else { 0 };
     let code = real!(cuMemFree_v2(addr => u64));
-    if code != SUCCESS && let Some((made, bytes)) = known {
+    if code != SUCCESS
+        && let Some((made, bytes)) = known
+    {
         driver_made(addr, made, bytes);
     }
     place.fill(recorded(About::new(Call::Free, bytes), Served::Driver, addr, start, blocked, code));
@@ -256,8 +257,7 @@ macro_rules! allocate_from_pool {
             let from_allocator = || {
                 let start = record::now();
                 let code = pass();
-                record::count(Counter::DriverCalls, 1);
-                record::count(Counter::DriverNs, record::now().saturating_sub(start));
+                record::driver_call(start);
                 code
             };
             // SAFETY: the caller's promise.

@@ -5,7 +5,7 @@ use crate::guard::call;
 use crate::real::real;
 use crate::record;
 use std::ffi::c_void;
-use vramlab_histories::calls::{Call, Counter, Served};
+use vramlab_histories::calls::{Call, Served};
 
 /// Records a call that gives something back.
 fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i32 {
@@ -23,8 +23,7 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
 fn counted(pass: impl FnOnce() -> i32) -> i32 {
     let start = record::now();
     let code = pass();
-    record::count(Counter::DriverCalls, 1);
-    record::count(Counter::DriverNs, record::now().saturating_sub(start));
+    record::driver_call(start);
     code
 }
 
@@ -73,9 +72,7 @@ pub(crate) extern "C" fn cuMemHostUnregister(at: *mut c_void) -> i32 {
 /// As of the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemCreate(out: *mut u64, bytes: usize, properties: *const c_void, flags: u64) -> i32 {
-    let pass = || {
-        real!(cuMemCreate(out => *mut u64, bytes => usize, properties => *const c_void, flags => u64))
-    };
+    let pass = || real!(cuMemCreate(out => *mut u64, bytes => usize, properties => *const c_void, flags => u64));
     // SAFETY: the driver has written it.
     let handle = || unsafe { *out };
     call(|| counted(pass), || pass_timed(About::new(Call::Create, bytes as u64), pass, handle))
@@ -89,9 +86,7 @@ pub(crate) extern "C" fn cuMemRelease(handle: u64) -> i32 {
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemMap(addr: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> i32 {
-    let pass = || {
-        real!(cuMemMap(addr => u64, bytes => usize, offset => usize, handle => u64, flags => u64))
-    };
+    let pass = || real!(cuMemMap(addr => u64, bytes => usize, offset => usize, handle => u64, flags => u64));
     call(|| counted(pass), || pass_timed(About::new(Call::Map, bytes as u64), pass, || addr))
 }
 

@@ -25,7 +25,9 @@ pub(crate) unsafe extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *
     let pass = || real!(cuMemGetAddressRange_v2(base => *mut u64, bytes => *mut usize, addr => u64));
     call(pass, || {
         let code = pass();
-        if code == SUCCESS && let Some(range) = serve::range_of(addr) {
+        if code == SUCCESS
+            && let Some(range) = serve::range_of(addr)
+        {
             if !base.is_null() {
                 // SAFETY: the driver has written it.
                 unsafe { *base = range.base };
@@ -105,7 +107,10 @@ pub(crate) unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut us
     call(pass, || {
         let code = pass();
         // Cached memory goes back when memory is short.
-        if code == SUCCESS && !free.is_null() && let Some(served) = serve::current() {
+        if code == SUCCESS
+            && !free.is_null()
+            && let Some(served) = serve::current()
+        {
             // SAFETY: the driver has written it. CAST: a size in memory.
             unsafe { *free += served.cached() as usize };
         }

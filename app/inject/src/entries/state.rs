@@ -2,10 +2,10 @@
 
 use crate::forward::at;
 use crate::guard::call;
-use crate::real::{has, in_place_of, real};
+use crate::real::{has, in_place_of, in_place_of_name, real};
 use crate::serve::{self, SUCCESS};
 use crate::streams;
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
@@ -16,14 +16,19 @@ pub(crate) extern "C" fn cuInit(flags: u32) -> i32 {
 /// Puts a function of this library in the place of the driver's.
 ///
 /// # Safety
-/// The driver has written `out`.
-unsafe fn replace(out: *mut *const ()) {
+/// The driver has written `out` and read `name`.
+unsafe fn replace(out: *mut *const (), name: *const c_char, version: i32, flags: u64) {
     if out.is_null() {
         return;
     }
     // SAFETY: the driver has written it.
     let found = unsafe { *out };
-    if !found.is_null() && let Some(here) = in_place_of(found) {
+    if found.is_null() || name.is_null() {
+        return;
+    }
+    // SAFETY: the driver has read the name.
+    let name = unsafe { CStr::from_ptr(name) };
+    if let Some(here) = in_place_of(found).or_else(|| in_place_of_name(name, version, flags)) {
         // SAFETY: as above.
         unsafe { *out = here as *const () };
     }
@@ -47,7 +52,7 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress(
         let code = pass();
         if code == SUCCESS {
             // SAFETY: the driver has written it.
-            unsafe { replace(out) };
+            unsafe { replace(out, name, version, flags) };
         }
         code
     })
@@ -72,7 +77,7 @@ pub(crate) unsafe extern "C" fn cuGetProcAddress_v2(
         let code = pass();
         if code == SUCCESS {
             // SAFETY: the driver has written it.
-            unsafe { replace(out) };
+            unsafe { replace(out, name, version, flags) };
         }
         code
     })
@@ -103,9 +108,7 @@ pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(out: *mut u64, flags:
 /// As of the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuGreenCtxStreamCreate(out: *mut u64, context: u64, flags: u32, priority: i32) -> i32 {
-    let pass = || {
-        real!(cuGreenCtxStreamCreate(out => *mut u64, context => u64, flags => u32, priority => i32))
-    };
+    let pass = || real!(cuGreenCtxStreamCreate(out => *mut u64, context => u64, flags => u32, priority => i32));
     // SAFETY: the driver has written it. Such a stream never waits for the legacy one.
     call(pass, || unsafe { made(pass(), out, flags | NON_BLOCKING) })
 }
@@ -245,6 +248,7 @@ fn is_active(device: i32) -> bool {
     if !has(at::cuDevicePrimaryCtxGetState) {
         return true;
     }
-    let code = real!(cuDevicePrimaryCtxGetState(device => i32, &raw mut flags => *mut u32, &raw mut active => *mut i32));
+    let code =
+        real!(cuDevicePrimaryCtxGetState(device => i32, &raw mut flags => *mut u32, &raw mut active => *mut i32));
     code != SUCCESS || active != 0
 }

@@ -21,13 +21,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    pub(super) fn new(
-        block: Block,
-        served: &'static Served,
-        stream: StreamId,
-        handle: u64,
-        bytes: u64,
-    ) -> Self {
+    pub(super) fn new(block: Block, served: &'static Served, stream: StreamId, handle: u64, bytes: u64) -> Self {
         Self { block, served, stream, handle, bytes, buffer_id: next_buffer_id() }
     }
 }
@@ -84,7 +78,8 @@ pub(crate) fn segment_gone(addr: u64) -> Option<u64> {
 
 /// Forgets all memory of a context.
 pub(super) fn context_gone(context: u64) {
-    let gone: Vec<Held> = lock(&HELD).extract_if(.., |_, held| held.served.context == context).map(|(_, held)| held).collect();
+    let gone: Vec<Held> =
+        lock(&HELD).extract_if(.., |_, held| held.served.context == context).map(|(_, held)| held).collect();
     let mut segments = lock(&SEGMENTS);
     for held in gone {
         let addr = held.block.addr().get();

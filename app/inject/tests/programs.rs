@@ -1,0 +1,216 @@
+//! What programs see: the same results as without the library, however they find the driver's functions.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+use tempfile::TempDir;
+
+/// Ways in which programs find functions: linked, `dlsym`, the name without a version, both ABIs of `cuGetProcAddress`, and the
+/// latter with the flag for per-thread streams.
+const WAYS: [&str; 6] = ["link", "dlsym", "unversioned", "address1", "address2", "ptsz"];
+
+/// Longest run of a program.
+const SECONDS: &str = "120";
+
+/// The library. Cargo builds none for tests, so it is built of what the tests of the workspace are built of, as in the tests of
+/// `libvramlab`. `VRAMLAB_INJECT_LIBRARY` names one that is built already.
+fn library() -> &'static Path {
+    static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+    LIBRARY.get_or_init(|| std::env::var_os("VRAMLAB_INJECT_LIBRARY").map_or_else(build_library, PathBuf::from))
+}
+
+fn build_library() -> PathBuf {
+    let test = std::env::current_exe().expect("a test should know its file");
+    // The test lies in `target/PROFILE/deps`.
+    let folder = test.ancestors().nth(2).expect("a test should lie in target/PROFILE/deps");
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo
+        .args(["build", "--quiet", "--locked", "--workspace", "--lib", "--example", "time_kernels", "--target-dir"])
+        .arg(folder.parent().expect("a profile should lie in a target folder"));
+    for (name, _) in std::env::vars_os() {
+        if ["CARGO_MANIFEST_", "CARGO_PKG_"].iter().any(|of| name.to_string_lossy().starts_with(of)) {
+            cargo.env_remove(name);
+        }
+    }
+    if folder.ends_with("release") {
+        cargo.arg("--release");
+    }
+    assert!(cargo.current_dir(env!("CARGO_MANIFEST_DIR")).status().expect("Cargo should run").success());
+    folder.join("libvramlab_inject.so")
+}
+
+/// The stand-in for the driver, and programs over it.
+pub(crate) struct Built {
+    folder: TempDir,
+}
+
+impl Built {
+    pub(crate) fn get() -> &'static Self {
+        static BUILT: OnceLock<Built> = OnceLock::new();
+        BUILT.get_or_init(|| {
+            let built = Self { folder: tempfile::tempdir().expect("a temporary folder should be there") };
+            built.compile(
+                "driver.c",
+                "libcuda.so.1",
+                &["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "-ldl", "-lpthread"],
+            );
+            built.compile("program.c", "program", &["-ldl", "-lpthread"]);
+            let driver = built.path("libcuda.so.1");
+            built.compile("program.c", "linked", &["-Wl,--no-as-needed", &driver, "-ldl", "-lpthread"]);
+            // As `libcuda.so` of an installation.
+            std::os::unix::fs::symlink("libcuda.so.1", built.path("libcuda.so")).expect("a link should be made");
+            built
+        })
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().expect("a temporary folder should have a plain name").to_owned()
+    }
+
+    fn compile(&self, source: &str, out: &str, flags: &[&str]) {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
+        let mut compiler = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        compiler
+            .args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"])
+            .arg(self.path(out))
+            .arg(source)
+            .args(flags);
+        assert!(compiler.status().expect("a C compiler should be there").success());
+    }
+
+    /// A program without the library.
+    pub(crate) fn plain(&self, way: &str, test: &str) -> Command {
+        let mut command = Command::new("timeout");
+        let program = if way == "link" { "linked" } else { "program" };
+        command.args([SECONDS, &self.path(program), way, test]);
+        command.env("LD_LIBRARY_PATH", self.folder.path()).env("VRAMLAB_CUDA", self.path("libcuda.so.1"));
+        command.env("PLAIN", "1").env_remove("LD_PRELOAD");
+        command
+    }
+
+    /// A program with the library, recorded in a folder.
+    pub(crate) fn with(&self, way: &str, test: &str, alloc: Option<&str>, record: &Path) -> Command {
+        let mut command = self.plain(way, test);
+        // For the program only, not for what measures its time.
+        command.env("VRAMLAB_INJECT_RECORD", record).env("LD_PRELOAD", library());
+        if let Some(alloc) = alloc {
+            command.env_remove("PLAIN").env("VRAMLAB_INJECT_ALLOC", alloc);
+        }
+        command
+    }
+}
+
+pub(crate) fn printed(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// Runs a program, which has to find everything equal.
+pub(crate) fn equal(command: &mut Command) -> String {
+    let output = command.output().expect("a program should run");
+    let printed = printed(&output);
+    assert!(output.status.success() && printed.contains("equal"), "{command:?}: {}: {printed}", output.status);
+    printed
+}
+
+/// How often the driver was called, by the word that the program prints.
+fn driver_calls(printed: &str, word: &str) -> u64 {
+    let line = printed.lines().find(|line| line.starts_with("driver:")).expect("the program should count driver calls");
+    let after = line.split(&format!(" {word} ")).nth(1).and_then(|rest| rest.split(' ').next());
+    after.and_then(|number| number.parse().ok()).expect("a count should be a number")
+}
+
+const TESTS: [&str; 7] = ["loop", "errors", "capture", "contexts", "streams", "exit", "fork"];
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn programs_see_the_same_however_they_find_the_driver() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for way in WAYS {
+        // The library that `vramlab run` adds answers to the name without a version.
+        if way == "unversioned" {
+            continue;
+        }
+        for test in TESTS {
+            equal(&mut built.plain(way, test));
+            equal(&mut built.with(way, test, None, folder.path()));
+            equal(&mut built.with(way, test, Some("caching"), folder.path()));
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn every_way_in_is_served_by_the_allocator() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for way in ["link", "dlsym", "address1", "address2"] {
+        let plain = equal(&mut built.plain(way, "loop"));
+        let served = equal(&mut built.with(way, "loop", Some("caching"), folder.path()));
+        assert_eq!(driver_calls(&plain, "alloc"), 200, "{plain}");
+        assert_eq!((driver_calls(&served, "alloc"), driver_calls(&served, "free")), (1, 0), "{way}: {served}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn every_allocator_serves() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    // Those that need virtual memory management or a plan find none here, and leave memory to the driver.
+    for backend in vramlab_policies::backends::all() {
+        equal(&mut built.with("address2", "loop", Some(backend.name), folder.path()));
+        equal(&mut built.with("address2", "streams", Some(backend.name), folder.path()));
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn one_stream_needs_no_event_and_several_wait_for_all_work() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let one = equal(built.with("dlsym", "loop", Some("caching"), folder.path()).env("DRIVER_WORK", "5"));
+    assert_eq!((driver_calls(&one, "record"), driver_calls(&one, "synchronize")), (0, 0), "{one}");
+    let several = equal(built.with("dlsym", "streams", Some("caching"), folder.path()).env("DRIVER_WORK", "5"));
+    // Once, when the second stream gets work.
+    assert_eq!(driver_calls(&several, "synchronize"), 1, "{several}");
+    assert!(driver_calls(&several, "record") >= 2, "{several}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_free_waits_if_that_is_asked_for() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let mut command = built.with("address2", "loop", Some("caching"), folder.path());
+    let waits = equal(command.env("VRAMLAB_INJECT_FREE", "waits"));
+    assert_eq!((driver_calls(&waits, "alloc"), driver_calls(&waits, "synchronize")), (1, 200), "{waits}");
+    let mut command = built.with("address2", "loop", Some("caching"), folder.path());
+    let driver = equal(command.env("VRAMLAB_INJECT_FREE", "driver").env("PLAIN", "1"));
+    assert_eq!((driver_calls(&driver, "alloc"), driver_calls(&driver, "free")), (200, 200), "{driver}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn sixteen_threads_find_no_error() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    for alloc in ["caching", "pytorch", "naive"] {
+        let mut command = built.with("address2", "threads", Some(alloc), folder.path());
+        equal(command.env("ROUNDS", "3000").env("DRIVER_WORK", "1"));
+    }
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_part_of_a_segment_is_not_exported() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let caching = equal(&mut built.with("dlsym", "exports", Some("caching"), folder.path()));
+    assert!(caching.contains("export 801") && caching.contains("cuIpcGetMemHandle was refused"), "{caching}");
+    // Each allocation is a segment of its own.
+    let naive = equal(&mut built.with("dlsym", "exports", Some("naive"), folder.path()));
+    assert!(naive.contains("export 0"), "{naive}");
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn an_unknown_allocator_is_said_and_the_program_runs() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let mut command = built.with("dlsym", "loop", Some("cachign"), folder.path());
+    let text = equal(command.env("PLAIN", "1"));
+    assert!(text.contains("no allocator is called 'cachign'") && text.contains("memory stays the driver's"), "{text}");
+}

@@ -1,0 +1,91 @@
+//! What is recorded.
+
+use crate::programs::{Built, equal};
+use std::fs::File;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use vramlab_histories::calls::{Call, Calls, Counter, Served};
+
+/// The records of a folder.
+fn records(folder: &Path) -> Vec<Calls> {
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    files.map(|path| Calls::read(File::open(path).unwrap()).unwrap()).collect()
+}
+
+fn count(calls: &Calls, call: Call) -> usize {
+    calls.records.iter().filter(|record| record.call == call).count()
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn each_call_is_recorded_in_the_order_of_its_effect() {
+    let folder = tempfile::tempdir().unwrap();
+    equal(Built::get().with("address2", "threads", Some("caching"), folder.path()).env("ROUNDS", "500"));
+    let all = records(folder.path());
+    let [calls] = &all[..] else { panic!("{} records", all.len()) };
+    let mut live = std::collections::BTreeMap::new();
+    for record in &calls.records {
+        assert_eq!(record.code, 0, "{record:?}");
+        match record.call {
+            Call::Alloc | Call::AllocAsync => {
+                assert_eq!(live.insert(record.addr, record.bytes), None, "{record:?} is allocated twice");
+            }
+            Call::Free | Call::FreeAsync => assert_eq!(live.remove(&record.addr), Some(record.bytes), "{record:?}"),
+            _ => panic!("{record:?}"),
+        }
+    }
+    assert!(live.is_empty() && calls.incomplete == 0);
+    let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
+    assert_eq!(threads.len(), 16);
+    assert_eq!(calls.counter(Counter::Streams), 1);
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn what_the_driver_serves_is_recorded_with_its_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    equal(&mut Built::get().with("dlsym", "errors", None, folder.path()));
+    let all = records(folder.path());
+    let [calls] = &all[..] else { panic!("{} records", all.len()) };
+    assert!(calls.records.iter().all(|record| record.served == Served::Driver));
+    for call in [Call::Alloc, Call::Pitch, Call::Managed, Call::HostAlloc, Call::HostFree, Call::AllocAsync] {
+        assert!(count(calls, call) > 0, "{call}");
+    }
+    assert!(calls.records.iter().all(|record| record.blocked_ns <= record.total_ns));
+    assert!(calls.records.iter().any(|record| record.call == Call::Free && record.blocked_ns > 0));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_record_is_complete_up_to_a_crash() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = Built::get().with("dlsym", "crash", Some("caching"), folder.path()).output().unwrap();
+    assert!(output.status.signal().is_some() || output.status.code() == Some(134), "{output:?}");
+    let all = records(folder.path());
+    assert_eq!((all[0].records.len(), all[0].incomplete), (40, 0));
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_child_that_was_forked_before_cuda_started_has_a_record_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    equal(&mut Built::get().with("address2", "fork", Some("caching"), folder.path()));
+    let mut counts: Vec<usize> = records(folder.path()).iter().map(|calls| calls.records.len()).collect();
+    counts.sort_unstable();
+    assert_eq!(counts, [20, 400]);
+}
+
+#[test]
+#[ignore = "needs a C compiler"]
+fn a_limit_on_file_sizes_ends_the_record_and_not_the_program() {
+    let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
+    let command = built.with("dlsym", "loop", Some("caching"), folder.path());
+    let words: Vec<String> = command.get_args().map(|word| word.to_string_lossy().into_owned()).collect();
+    let mut shell = std::process::Command::new("sh");
+    // 8 blocks of 512 or 1024 bytes.
+    shell.args(["-c", "ulimit -f 8; exec timeout \"$@\"", "sh"]).args(words);
+    shell.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    equal(shell.env_remove("PLAIN"));
+    let all = records(folder.path());
+    assert!(all.iter().all(|calls| calls.records.len() < 400));
+}
