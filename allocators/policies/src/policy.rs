@@ -16,6 +16,7 @@
 //! A [`Heap`] is what they work on: the [space](crate::space) of an allocator, an index of its free blocks, its source of
 //! segments and the frees that [wait](pending) for other streams.
 
+pub(crate) mod arena;
 mod captured;
 pub mod events;
 pub mod fit;

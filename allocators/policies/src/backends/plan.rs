@@ -39,6 +39,7 @@ use super::pytorch::{self, PyTorchSettings};
 use super::registry::{Backend, Capabilities, StreamUse, Varying};
 use crate::contract::{AllocError, Path, Stats};
 use crate::policy::Heap;
+use crate::policy::arena::Arena;
 use crate::policy::fit::Fit;
 use crate::policy::source::Source;
 use crate::policy::stream::Stream;
@@ -125,8 +126,8 @@ struct Planned {
     schedule: Schedule,
     /// Only kept if the plan has several streams.
     owners: LastOwners,
-    /// Where the arena began that the owners are of.
-    arena: Option<u64>,
+    /// The segment that planned requests are served from, until it is released.
+    arena: Option<Arena>,
     /// Whether the device had no memory for the arena. It is asked again when something was given back.
     refused_at: Option<u64>,
     served: u64,
@@ -148,7 +149,7 @@ impl Plan {
             elsewhere: 0,
         });
         let source = Source::Plain { driver, limit: settings.memory_limit };
-        let heap = Heap::new(Space::new(Account::with_pools(u64::MAX)), Fit::best(), Stream::Own, source);
+        let heap = Heap::new(Space::new(Account::with_pools(u64::MAX)), Fit::best(), Stream::Arena, source);
         let torch = PyTorchSettings { memory_limit: settings.memory_limit, ..PyTorchSettings::default() };
         let rules = Rules { name: BACKEND.name, settings: settings.json(), ..pytorch::rules(&torch) };
         Ok(Pooled::over(heap, Self { rules, wait: settings.wait, planned }))
@@ -156,26 +157,27 @@ impl Plan {
 }
 
 impl Planned {
-    /// The arena's address, where there is one or the device gives it.
-    fn arena(&mut self, heap: &mut Heap, stream: StreamId) -> Result<(Option<u64>, Path), AllocError> {
-        let mut path = Path::Hit;
-        if heap.arena().is_none() {
-            let given_back = heap.space().account().stats().num_device_free;
-            if self.refused_at == Some(given_back) {
-                return Ok((None, path));
-            }
-            // A list without a pool: no request of the other rules is served from it.
-            let list = FreeList { owner: Owner::of(stream), pool: None };
-            let taken = heap.new_arena(list, self.schedule.bytes())?;
-            self.refused_at = (!taken).then_some(given_back);
-            path = Path::DriverAlloc;
+    /// The arena, unless it was released.
+    fn reserved_arena(&self, heap: &Heap) -> Option<Arena> {
+        self.arena.filter(|arena| arena.is_reserved(heap))
+    }
+
+    /// The arena, which is reserved now if it is not: `None` when the device refuses it. The path is that of a request served from it.
+    fn arena(&mut self, heap: &mut Heap, stream: StreamId) -> Result<(Option<Arena>, Path), AllocError> {
+        if let Some(arena) = self.reserved_arena(heap) {
+            return Ok((Some(arena), Path::Hit));
         }
-        if self.arena != heap.arena() || path == Path::DriverAlloc {
-            // The device gave it back when all work on it was over.
-            self.owners.clear(heap);
-            self.arena = heap.arena();
+        let releases = heap.space().account().stats().num_device_free;
+        if self.refused_at == Some(releases) {
+            return Ok((None, Path::Hit));
         }
-        Ok((self.arena, path))
+        // A list without a pool: no request of the other rules is served from it.
+        let list = FreeList { owner: Owner::of(stream), pool: None };
+        self.arena = Arena::reserve(heap, list, self.schedule.bytes())?;
+        self.refused_at = self.arena.is_none().then_some(releases);
+        // The driver released the previous arena when all work on it had completed.
+        self.owners.clear(heap);
+        Ok((self.arena, Path::DriverAlloc))
     }
 
     /// Serves a request where the plan says; `None` when it is none of the plan's, or its place is not free.
@@ -187,11 +189,9 @@ impl Planned {
         wait: bool,
     ) -> Result<Option<(BlockId, Path)>, AllocError> {
         let Some(offset) = self.schedule.find(requested, stream) else { return Ok(None) };
-        let (Some(_), mut path) = self.arena(heap, stream)? else { return Ok(None) };
+        let (Some(arena), mut path) = self.arena(heap, stream)? else { return Ok(None) };
         let bytes = requested.next_multiple_of(UNIT);
-        if !heap.is_free_in_arena(offset, bytes) {
-            return Ok(None);
-        }
+        let Some(block) = arena.find(heap, offset, bytes) else { return Ok(None) };
         if self.schedule.has_streams() {
             let range = offset..offset + bytes;
             match self.owners.before(heap, &range, stream)? {
@@ -206,7 +206,7 @@ impl Planned {
             }
             self.owners.take(heap, range, stream);
         }
-        Ok(Some((heap.take_in_arena(offset, bytes, Owner::of(stream), requested), path)))
+        Ok(Some((arena.take(heap, block, (offset, bytes), Owner::of(stream), requested), path)))
     }
 }
 
@@ -232,11 +232,12 @@ impl Policy for Plan {
     fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
         let addr = heap.space()[block].addr;
         let mut recorded = Ok(());
-        if let Some((planned, arena)) = self.planned.as_mut().zip(heap.arena())
+        let arena = self.planned.as_ref().and_then(|planned| planned.reserved_arena(heap));
+        if let Some((planned, arena)) = self.planned.as_mut().zip(arena)
             && planned.schedule.has_streams()
-            && (arena..arena + planned.schedule.bytes()).contains(&addr)
+            && (arena.addr()..arena.addr() + planned.schedule.bytes()).contains(&addr)
         {
-            recorded = planned.owners.free(heap, addr - arena);
+            recorded = planned.owners.free(heap, addr - arena.addr());
         }
         let path = put_back(heap, block, users)?;
         recorded?;

@@ -41,12 +41,15 @@ use super::pooled::{Policy, Pooled, Rules, put_back, serve};
 use super::registry::{Backend, Capabilities, StreamUse, With};
 use crate::contract::{AllocError, GUARANTEED_ALIGN, Path};
 use crate::policy::Heap;
+use crate::policy::arena::Arena;
 use crate::policy::fit::Fit;
 use crate::policy::fit::lowest::Lowest;
 use crate::policy::grow::{Ladder, SegmentSize, Segments as _, Step};
 use crate::policy::size::Size;
+use crate::policy::source::Source;
 use crate::policy::split::Split;
-use crate::space::{BlockId, FreeList, Owner};
+use crate::policy::stream::Stream;
+use crate::space::{Account, BlockId, FreeList, Owner, Space};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab_device::settings::{Settings as _, bytes};
@@ -101,6 +104,7 @@ pub struct RmmArena {
     rules: Rules,
     /// Whose the block of the device is on the heap's account.
     home: Option<FreeList>,
+    arena: Option<Arena>,
     arenas: Arenas,
     /// Frees that wait for other streams, by offset: their bytes.
     pending: BTreeMap<u64, u64>,
@@ -110,18 +114,19 @@ impl RmmArena {
     /// An allocator with these rules on a device.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, settings: RmmArenaSettings) -> Pooled<Self> {
-        let heap = Heap::plain(driver, None, Fit::first());
+        let source = Source::Plain { driver, limit: None };
+        let heap = Heap::new(Space::new(Account::new()), Fit::first(), Stream::Arena, source);
         let steps = vec![Step::Segment, Step::WaitForFrees, Step::FitAgain];
         let ladder = Ladder { steps, size: SegmentSize::OfClass };
         let (size, split) = (Size::Multiple(GUARANTEED_ALIGN), Split::Always);
         let rules = Rules { name: BACKEND.name, settings: settings.json(), size, split, ladder };
         let (arenas, pending) = (Arenas::default(), BTreeMap::new());
-        Pooled::over(heap, Self { settings, rules, home: None, arenas, pending })
+        Pooled::over(heap, Self { settings, rules, home: None, arena: None, arenas, pending })
     }
 
     /// `global_arena::initialize`: takes the block from the device. False when it has no memory for it.
     fn begin(&mut self, heap: &mut Heap, list: FreeList) -> Result<bool, DriverError> {
-        (self.home, self.arenas) = (None, Arenas::default());
+        (self.home, self.arena, self.arenas) = (None, None, Arenas::default());
         self.pending.clear();
         let half = |bytes: u64| bytes / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN;
         let mut bytes = match self.settings.arena_size {
@@ -129,12 +134,12 @@ impl RmmArena {
             None => half(heap.driver().mem_info()?.free),
         };
         while bytes >= SUPERBLOCK {
-            match heap.new_arena(list, bytes) {
-                Ok(true) => {
-                    (self.home, self.arenas) = (Some(list), Arenas::of(bytes));
+            match Arena::reserve(heap, list, bytes) {
+                Ok(Some(arena)) => {
+                    (self.home, self.arena, self.arenas) = (Some(list), Some(arena), Arenas::of(bytes));
                     return Ok(true);
                 }
-                refused if self.settings.arena_size.is_some() => return refused,
+                refused if self.settings.arena_size.is_some() => return refused.map(|_| false),
                 // What a simulated GPU says when its host has no memory.
                 Err(error) if error.code != DriverError::OPERATING_SYSTEM => return Err(error),
                 _ => bytes = half(bytes).min(SMALLER),
@@ -143,10 +148,16 @@ impl RmmArena {
         Ok(false)
     }
 
+    /// The arena, unless it was released.
+    fn reserved_arena(&self, heap: &Heap) -> Option<Arena> {
+        self.arena.filter(|arena| arena.is_reserved(heap))
+    }
+
     /// Frees what waited for streams that are done by now.
-    fn note_completed(&mut self, heap: &Heap) {
+    fn note_completed(&mut self, heap: &mut Heap) {
+        let Some(arena) = self.reserved_arena(heap) else { return };
         self.pending.retain(|offset, bytes| {
-            let completed = heap.is_free_in_arena(*offset, *bytes);
+            let completed = arena.find(heap, *offset, *bytes).is_some();
             if completed {
                 self.arenas.free(*offset, *bytes);
             }
@@ -197,7 +208,7 @@ impl Policy for RmmArena {
         let bytes = self.rules.size.round(requested);
         let list = FreeList { owner, pool: None };
         // A trim may have given it back.
-        let begins = heap.arena().is_none();
+        let begins = self.reserved_arena(heap).is_none();
         if begins && !self.begin(heap, list)? {
             let needed = self.settings.arena_size.unwrap_or(bytes).max(bytes);
             return Err(self.refuse(heap, list, requested, needed));
@@ -213,7 +224,9 @@ impl Policy for RmmArena {
             found = self.arenas.allocate(owner.stream, bytes);
         }
         let Some((offset, cut)) = found else { return Err(self.refuse(heap, list, requested, bytes)) };
-        let block = heap.take_in_arena(offset, bytes, owner, requested);
+        let arena = self.arena.expect("an arena was reserved above");
+        let block = arena.find(heap, offset, bytes).expect("a range of `arenas` is free on the heap, too");
+        let block = arena.take(heap, block, (offset, bytes), owner, requested);
         Ok((block, if cut && path == Path::Hit { Path::Split } else { path }))
     }
 
@@ -221,10 +234,10 @@ impl Policy for RmmArena {
     fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
         let record = &heap.space()[block];
         let (owner, bytes, addr) = (record.list.owner, record.bytes, record.addr);
-        let Some(arena) = heap.arena().filter(|_| owner.private.is_none()) else {
+        let Some(arena) = self.reserved_arena(heap).filter(|_| owner.private.is_none()) else {
             return put_back(heap, block, users);
         };
-        let offset = addr - arena;
+        let offset = addr - arena.addr();
         let stays_with_stream = bytes <= SUPERBLOCK && self.arenas.holder(offset) == Some(owner.stream);
         let waited = if stays_with_stream { Ok(()) } else { wait(heap.driver().as_ref(), owner.stream) };
         if waited.is_err() || !users.is_empty() {

@@ -1,25 +1,20 @@
 //! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
 
-mod arena;
 mod checkpoint;
 mod extend;
 mod segments;
-mod shared;
+pub(super) mod shared;
 mod take_pages;
 
 use super::fit::Fit;
 use super::grow::Segments as _;
 use super::join::Join;
-use super::pages::Pages;
 use super::pending::{Freed, Pending};
-use super::places::Places;
 use super::source::Source;
 use super::stream::{LastFrees, Stream};
 use crate::contract::CaptureId;
 use crate::space::{Account, BlockId, FreeList, Joined, Owner, Space, State};
-use arena::Arena;
-use shared::Shared;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 
@@ -31,27 +26,13 @@ pub struct Heap {
     join: Join,
     stream: Stream,
     source: Source,
-    /// Addresses without memory behind them, by list and address: parts of expandable segments.
-    holes: BTreeMap<(FreeList, u64), BlockId>,
-    /// When pages were used last, for policies that take them.
-    pages: Option<Pages>,
-    /// Where requests were served since pages moved first.
-    places: Places,
-    /// Pages that stay where they are mapped, because others map or register them.
-    shared: Shared,
     pending: Pending,
-    /// Where a plan says where blocks lie.
-    arena: Option<Arena>,
-    /// Streams that were announced to use a block.
-    uses: BTreeMap<BlockId, Vec<StreamId>>,
-    /// Private pools whose graphs may still run, or that may still be asked for memory, so that none of their segments goes back.
+    /// Private pools whose segments stay reserved: their graph may be launched, or the pool may serve another request.
     pinned: BTreeSet<CaptureId>,
-    /// Graphs that are being captured.
+    /// Number of open captures.
     captures: usize,
     /// The first error by which blocks that were put are of no use to other streams for now.
     event_error: Option<DriverError>,
-    /// Where blocks lay whose free has stopped waiting, if that is asked for.
-    completed: Option<Vec<DeviceAddr>>,
     /// Whether all work on the device is over and no more comes, at the end.
     ended: bool,
 }
@@ -70,17 +51,10 @@ impl Heap {
             join: Join::default(),
             stream,
             source,
-            holes: BTreeMap::new(),
-            pages: None,
-            places: Places::default(),
-            shared: Shared::default(),
             pending: Pending::default(),
-            arena: None,
-            uses: BTreeMap::new(),
             pinned: BTreeSet::new(),
             captures: 0,
             event_error: None,
-            completed: None,
             ended: false,
         }
     }
@@ -201,7 +175,7 @@ impl Heap {
 
     /// The lists of other streams that may serve a request of this one.
     fn others(&mut self, list: FreeList) -> Vec<FreeList> {
-        if matches!(self.stream, Stream::Own) || list.owner.private.is_some() {
+        if !matches!(self.stream, Stream::Steal(_)) || list.owner.private.is_some() {
             return Vec::new();
         }
         self.stream.came(list.owner.stream);
@@ -219,6 +193,19 @@ impl Heap {
         if self.space[block].list.owner != list.owner {
             self.space.hand_over(block, list.owner);
         }
+    }
+
+    /// The free block that has all of `bytes` from `addr` on. O(log n); the first call lists every free block by its address.
+    pub(crate) fn free_around(&mut self, addr: u64, bytes: u64) -> Option<BlockId> {
+        self.fit.list_addresses(self.space.free_blocks());
+        self.fit.at(addr).filter(|block| block.addr + block.bytes >= addr + bytes).map(|block| block.id)
+    }
+
+    /// As [`take`](Self::take), from `addr` on, which is in the free block: the front and the rest stay free.
+    pub(crate) fn take_at(&mut self, block: BlockId, addr: u64, list: FreeList, bytes: u64, requested: u64) -> BlockId {
+        let block = self.begin_free(block, addr);
+        self.take(block, list, bytes, requested);
+        block
     }
 
     /// Hands out the last `bytes` of a free block; what lies in front of them stays free. Returns the block that is held.
@@ -255,8 +242,8 @@ impl Heap {
     /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
     pub fn put(&mut self, block: BlockId) -> bool {
         self.end_export(block);
-        if let Some(joined) = self.put_in_arena(block) {
-            return joined;
+        if matches!(self.stream, Stream::Arena) {
+            self.space.hand_back(block);
         }
         let freed = self.space[block].addr..self.space[block].addr + self.space[block].bytes;
         let joined = match self.join {
@@ -338,16 +325,12 @@ impl Heap {
     /// Announces that work on `user` uses a held block.
     pub(crate) fn announce(&mut self, block: BlockId, user: StreamId) {
         if user != self.space[block].list.owner.stream {
-            let uses = self.uses.entry(block).or_default();
-            if !uses.contains(&user) {
-                uses.push(user);
-            }
+            self.pending.announce(block, user);
         }
     }
 
     /// Lets no block wait for a stream whose work is done.
     pub(crate) fn forget_stream(&mut self, stream: StreamId) {
-        self.uses.values_mut().for_each(|users| users.retain(|user| *user != stream));
         let mut done = Vec::new();
         self.pending.forget_stream(stream, &mut done);
         self.put_completed(done);
@@ -355,7 +338,7 @@ impl Heap {
 
     /// Whether another stream was announced to use a held block.
     pub(crate) fn is_used_elsewhere(&self, block: BlockId) -> bool {
-        self.uses.get(&block).is_some_and(|users| !users.is_empty())
+        self.pending.is_used_elsewhere(block)
     }
 
     /// Keeps an error of a pending free for [`take_pending_error`](Self::take_pending_error).
@@ -365,10 +348,7 @@ impl Heap {
 
     /// The streams that a block was announced to, which are forgotten here.
     pub(crate) fn take_uses(&mut self, block: BlockId) -> Vec<StreamId> {
-        if self.uses.is_empty() {
-            return Vec::new();
-        }
-        self.uses.remove(&block).unwrap_or_default()
+        self.pending.take_uses(block)
     }
 
     /// Takes a held or pending block back that waits for what is queued on some streams; it is reusable when that is done.
@@ -438,14 +418,14 @@ impl Heap {
     fn put_completed(&mut self, done: Vec<BlockId>) {
         for block in done {
             let addr = DeviceAddr::handed_out(self.space[block].addr);
-            self.completed.iter_mut().for_each(|completed| completed.push(addr));
+            self.pending.completed.iter_mut().for_each(|completed| completed.push(addr));
             self.put(block);
         }
     }
 
     /// See [`Completions::tell_completed`](crate::contract::Completions::tell_completed).
     pub(crate) fn completed(&mut self) -> &mut Option<Vec<DeviceAddr>> {
-        &mut self.completed
+        &mut self.pending.completed
     }
 
     /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.
@@ -506,14 +486,13 @@ impl Heap {
     /// Waits for the device at the end, so that no stream is waited for from now on: a program may have destroyed its streams
     /// before its allocator, and a driver that gets the handle of such a stream may crash.
     pub(crate) fn end(&mut self) {
-        self.shared = Shared::default();
+        self.source.end_exports();
         self.ended = !self.is_capturing() && self.source.driver().device_synchronize().is_ok();
     }
 
     /// Destroys every event, at the end.
     pub(crate) fn destroy_events(&mut self) {
-        let pages = self.pages.as_mut().map_or_else(Vec::new, Pages::take_events);
-        let events = [self.pending.events().take(), self.stream.take_events(), pages].concat();
+        let events = [self.pending.events().take(), self.stream.take_events(), self.source.take_events()].concat();
         for event in events {
             // SAFETY: the event is in no queue any more and belongs to this heap alone. An error cannot be returned here.
             let _ = unsafe { self.source.driver().event_destroy(event) };

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::events::Events;
+use super::places::Places;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
@@ -26,6 +27,8 @@ pub(super) struct Pages {
     /// program with one stream asks only before mappings are undone. From then on each free has its own, so that nothing is
     /// waited for that was queued later.
     asked: bool,
+    /// Where requests were served since pages moved first.
+    pub(super) places: Places,
 }
 
 /// The last frees of the pages of a range, all of whose blocks are of one stream.
@@ -56,9 +59,10 @@ fn unless_gone(error: DriverError) -> Result<(), DriverError> {
 
 impl Pages {
     /// Pages of so many bytes, none of which was used.
-    pub(super) fn of(page: u64) -> Self {
+    pub(super) fn new(page: u64) -> Self {
         let (ranges, streams) = (BTreeMap::new(), BTreeMap::new());
-        Self { page, frees: 0, ranges, streams, events: Events::default(), asked: false }
+        let (events, places) = (Events::default(), Places::default());
+        Self { page, frees: 0, ranges, streams, events, asked: false, places }
     }
 
     /// Notes that the pages from `start` to `end` became free on a stream, to which the range of addresses belongs that begins at
@@ -230,7 +234,7 @@ mod tests {
     fn a_page_is_over_when_the_work_before_its_last_free_is() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         work(&driver, stream);
         pages.freed(&driver, stream, 0, (8 * PAGE, 9 * PAGE), false).unwrap();
         pages.freed(&driver, stream, 0, (0, 2 * PAGE), false).unwrap();
@@ -260,7 +264,7 @@ mod tests {
     fn an_event_that_could_not_be_made_is_made_later() {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         let fail = || driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         fail();
@@ -276,7 +280,7 @@ mod tests {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
         let gone = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         gone();
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         gone();
@@ -289,12 +293,12 @@ mod tests {
     fn a_free_has_an_event_only_once_it_is_asked_what_is_over() {
         let driver = SimDriver::new(Profile::h200(), SimMemory::None);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         for _ in 0..3 * MANY {
             pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         }
         assert!(pages.take_events().is_empty());
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         assert!(pages.is_over(&driver, stream, 1, true).unwrap());
         for page in 0..3 {
@@ -310,7 +314,7 @@ mod tests {
     fn there_are_never_many_events() {
         let driver = NullDriver::new(1 << 30);
         let stream = driver.stream_create().unwrap();
-        let mut pages = Pages::of(PAGE);
+        let mut pages = Pages::new(PAGE);
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
         assert!(pages.is_over(&driver, stream, 1, true).unwrap());
         for free in 0..10 * MANY as u64 {

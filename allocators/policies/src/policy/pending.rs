@@ -8,7 +8,7 @@ use super::events::Events;
 use crate::contract::Gauge;
 use crate::space::BlockId;
 use std::collections::{BTreeMap, VecDeque};
-use vramlab_device::{CallKind, Driver, DriverError, EventId, StreamId};
+use vramlab_device::{CallKind, DeviceAddr, Driver, DriverError, EventId, StreamId};
 
 /// A block that the client freed.
 #[derive(Clone, Debug)]
@@ -55,6 +55,10 @@ pub struct Pending<B = BlockId> {
     stranded: Gauge,
     /// The first error by which a block was stranded outside of a free, until it is taken.
     error: Option<DriverError>,
+    /// Streams that were announced to use a live block.
+    uses: BTreeMap<B, Vec<StreamId>>,
+    /// Addresses of deferred frees that have completed since they were last read; `None` while nobody reads them.
+    pub(super) completed: Option<Vec<DeviceAddr>>,
 }
 
 impl<B> Default for Pending<B> {
@@ -67,6 +71,8 @@ impl<B> Default for Pending<B> {
             events: Events::default(),
             stranded: Gauge::default(),
             error: None,
+            uses: BTreeMap::new(),
+            completed: None,
         }
     }
 }
@@ -92,6 +98,27 @@ impl<B: Copy + Ord> Pending<B> {
         Some(self.stranded).filter(|gauge| gauge.allocated > 0)
     }
 
+    /// Notes that work on another stream uses a live block.
+    pub(super) fn announce(&mut self, block: B, user: StreamId) {
+        let users = self.uses.entry(block).or_default();
+        if !users.contains(&user) {
+            users.push(user);
+        }
+    }
+
+    /// Whether another stream was announced to use a live block.
+    pub(super) fn is_used_elsewhere(&self, block: B) -> bool {
+        self.uses.get(&block).is_some_and(|users| !users.is_empty())
+    }
+
+    /// Removes and returns the streams that were announced to use a block.
+    pub(super) fn take_uses(&mut self, block: B) -> Vec<StreamId> {
+        if self.uses.is_empty() {
+            return Vec::new();
+        }
+        self.uses.remove(&block).unwrap_or_default()
+    }
+
     /// Lets the peak start again.
     pub(crate) fn reset_peaks(&mut self) {
         self.stranded.reset_peak();
@@ -105,6 +132,7 @@ impl<B: Copy + Ord> Pending<B> {
     /// Lets nothing wait any more for a stream whose work is done; notes in `done` the blocks that waited for no other.
     pub(crate) fn forget_stream(&mut self, stream: StreamId, done: &mut Vec<B>) {
         self.captured.forget_stream(stream);
+        self.uses.values_mut().for_each(|users| users.retain(|user| *user != stream));
         for Waiting { event, block } in self.queues.remove(&stream).into_iter().flatten() {
             event.into_iter().for_each(|event| self.events.reuse(event));
             self.complete(block, done);

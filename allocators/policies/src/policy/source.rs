@@ -5,10 +5,14 @@ mod mapped;
 
 pub use expandable::{Expandable, Sizes};
 
+use super::heap::shared::Shared;
+use super::pages::Pages;
 use crate::contract::PoolKind;
+use crate::space::{BlockId, FreeList};
 use mapped::Mapped;
+use std::collections::BTreeMap;
 use std::sync::Arc;
-use vramlab_device::{DeviceAddr, Driver, DriverError};
+use vramlab_device::{DeviceAddr, Driver, DriverError, EventId};
 
 /// A source of segments on a device.
 #[derive(Debug)]
@@ -74,6 +78,51 @@ impl Source {
         match self {
             Self::Expandable(expandable) => &expandable.mapped,
             Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// Unmapped ranges by free list and address, of a source whose memory comes in parts.
+    ///
+    /// # Panics
+    /// When it is none.
+    pub(super) fn holes(&self) -> &BTreeMap<(FreeList, u64), BlockId> {
+        match self {
+            Self::Expandable(expandable) => &expandable.holes,
+            Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// Pages that stay mapped, of a source whose memory comes in parts.
+    ///
+    /// # Panics
+    /// When it is none.
+    pub(super) fn shared(&self) -> &Shared {
+        match self {
+            Self::Expandable(expandable) => &expandable.shared,
+            Self::Plain { .. } => unreachable!("{IN_SEGMENTS}"),
+        }
+    }
+
+    /// The last uses of pages, for a policy that moves them.
+    pub(super) fn pages(&self) -> Option<&Pages> {
+        match self {
+            Self::Expandable(expandable) => expandable.pages.as_ref(),
+            Self::Plain { .. } => None,
+        }
+    }
+
+    /// Lets every exported page be unmapped again, at the end.
+    pub(super) fn end_exports(&mut self) {
+        if let Self::Expandable(expandable) = self {
+            expandable.shared = Shared::default();
+        }
+    }
+
+    /// Every event of pages, for the end.
+    pub(super) fn take_events(&mut self) -> Vec<EventId> {
+        match self {
+            Self::Expandable(expandable) => expandable.pages.as_mut().map_or_else(Vec::new, Pages::take_events),
+            Self::Plain { .. } => Vec::new(),
         }
     }
 

@@ -11,6 +11,9 @@ pub enum Stream {
     /// A stream that finds nothing among its own blocks takes one of another stream, and its later work waits on the device
     /// for that stream's last free (RMM's pool). Each free records an event.
     Steal(LastFrees),
+    /// The policy decides which stream takes memory of its arena, and orders the streams itself. A freed block returns to the
+    /// stream of its segment.
+    Arena,
 }
 
 /// By stream, an event behind the work that came before its last free.
@@ -87,7 +90,7 @@ impl Stream {
     /// Those of the driver: then no other stream takes this stream's blocks for now.
     pub(super) fn freed(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
         match self {
-            Self::Own => Ok(()),
+            Self::Own | Self::Arena => Ok(()),
             Self::Steal(last) => last.record(driver, stream, capturing),
         }
     }
@@ -113,7 +116,7 @@ impl Stream {
     /// Every event, for the end.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         match self {
-            Self::Own => Vec::new(),
+            Self::Own | Self::Arena => Vec::new(),
             Self::Steal(last) => {
                 last.order.clear();
                 std::mem::take(&mut last.last).into_values().filter_map(|last| last.event).collect()

@@ -26,6 +26,11 @@ impl Space {
         self.segments.iter().map(|(key, segment)| (SegmentId(key), segment))
     }
 
+    /// The segment with this number; `None` after its removal, until a new segment gets the number.
+    pub(crate) fn find_segment(&self, segment: SegmentId) -> Option<&Segment> {
+        self.segments.get(segment.0)
+    }
+
     /// The blocks of a segment in address order.
     pub fn blocks_of(&self, segment: SegmentId) -> impl Iterator<Item = BlockId> {
         std::iter::successors(Some(self[segment].first), |block| self[*block].next)

@@ -44,14 +44,14 @@ impl Heap {
     /// # Errors
     /// Those of the driver.
     pub fn find_hole(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
-        let holes = self.holes.range((list, 0)..=(list, u64::MAX));
+        let holes = self.source.holes().range((list, 0)..=(list, u64::MAX));
         let found = holes.map(|(_, hole)| *hole).find_map(|hole| self.run_around(hole, bytes, |_| false));
         if let Some((block, addr)) = found {
             return Ok(Some(self.begin_hole(block, addr)));
         }
         let Some((addr, size)) = self.source.expandable().reserve(list.pool, bytes)? else { return Ok(None) };
         let hole = self.space.add_addresses(list, addr, size);
-        self.holes.insert((list, addr), hole);
+        self.source.expandable().holes.insert((list, addr), hole);
         Ok(Some(hole))
     }
 
@@ -101,7 +101,7 @@ impl Heap {
             return block;
         }
         let rest = self.space.cut_hole(block, front);
-        self.holes.insert((self.space[rest].list, addr), rest);
+        self.source.expandable().holes.insert((self.space[rest].list, addr), rest);
         rest
     }
 
@@ -190,19 +190,20 @@ impl Heap {
     /// Notes that the front `bytes` of a hole have memory now. Returns the free block that they are a part of.
     pub(super) fn fill_hole(&mut self, hole: BlockId, bytes: u64) -> BlockId {
         let (addr, list) = (self.space[hole].addr, self.space[hole].list);
-        self.holes.remove(&(list, addr));
+        self.source.expandable().holes.remove(&(list, addr));
         let joined = self.space.map(hole, bytes);
         joined.absorbed.into_iter().flatten().for_each(|gone| self.fit.remove(gone));
         self.fit.insert(joined.block);
         if let Some(rest) = self.hole_behind(joined.block.id) {
-            self.holes.insert((list, self.space[rest].addr), rest);
+            self.source.expandable().holes.insert((list, self.space[rest].addr), rest);
         }
         joined.block.id
     }
 
     /// The hole that has an address, cut so that it begins there.
     pub(super) fn hole_at(&mut self, list: FreeList, addr: u64) -> BlockId {
-        let (_, &hole) = self.holes.range(..=(list, addr)).next_back().expect("there should be a hole to fill");
+        let (_, &hole) =
+            self.source.holes().range(..=(list, addr)).next_back().expect("there should be a hole to fill");
         self.begin_hole(hole, addr)
     }
 
@@ -213,7 +214,7 @@ impl Heap {
     fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
         // PyTorch unmaps handle by handle. Pages are small, and a call costs the same for one as for all.
-        let step = if self.pages.is_some() { bytes } else { unit };
+        let step = if self.source.pages().is_some() { bytes } else { unit };
         // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nothing ever
         // did. Its pages are mapped nowhere else: those that are new never were, and of others no mapping is kept by now.
         let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit, step) };
@@ -229,9 +230,9 @@ impl Heap {
         let Unmapped { left, hole } = self.space.unmap(block.id, addr - block.addr, bytes);
         left.into_iter().flatten().for_each(|left| self.fit.insert(left));
         for part in hole.absorbed.into_iter().flatten() {
-            self.holes.remove(&(part.list, part.addr));
+            self.source.expandable().holes.remove(&(part.list, part.addr));
         }
-        self.holes.insert((hole.block.list, hole.block.addr), hole.block.id);
+        self.source.expandable().holes.insert((hole.block.list, hole.block.addr), hole.block.id);
     }
 
     /// The whole handles of a free block, those at its end that have `most` bytes together.
@@ -291,14 +292,14 @@ impl Heap {
                 parts.push((block, part));
             }
         }
-        if self.pages.is_some() {
+        if self.source.pages().is_some() {
             let mut ranges: Vec<Range<u64>> = parts.iter().map(|(_, part)| part.clone()).collect();
             ranges.sort_unstable_by_key(|part| part.start);
             self.drop_kept_of(&ranges)?;
         }
         let (mut released, mut waited) = (0, None);
         for (block, part) in parts {
-            if self.pages.is_none() || waited != Some(block.list.owner) {
+            if self.source.pages().is_none() || waited != Some(block.list.owner) {
                 self.wait_for_uses(block.list)?;
                 waited = Some(block.list.owner);
             }
@@ -310,7 +311,7 @@ impl Heap {
         for id in empty {
             let segment = self.space[id];
             // A page that stays elsewhere may be mapped here, too.
-            if self.pages.is_some()
+            if self.source.pages().is_some()
                 && self.source.mapped().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
             {
                 continue;
@@ -318,11 +319,14 @@ impl Heap {
             // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
             // back once.
             unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
-            self.pages.iter_mut().for_each(|pages| pages.forget(segment.addr));
-            while let Some((&at, _)) =
-                self.holes.range((segment.list, segment.addr)..(segment.list, segment.addr + segment.bytes)).next()
+            self.source.expandable().pages.iter_mut().for_each(|pages| pages.forget(segment.addr));
+            while let Some((&at, _)) = self
+                .source
+                .holes()
+                .range((segment.list, segment.addr)..(segment.list, segment.addr + segment.bytes))
+                .next()
             {
-                self.holes.remove(&at);
+                self.source.expandable().holes.remove(&at);
             }
             self.space.remove_segment(id);
         }

@@ -69,9 +69,7 @@ impl Segments for Heap {
         // removed below, so it goes back once.
         unsafe { self.source.release(addr) }?;
         let gone = self.space.remove_segment(segment);
-        if !self.forget_arena(segment) {
-            gone.into_iter().for_each(|block| self.fit.remove(block));
-        }
+        gone.into_iter().for_each(|block| self.fit.remove(block));
         Ok(bytes)
     }
 

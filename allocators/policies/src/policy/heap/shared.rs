@@ -5,6 +5,7 @@
 
 use super::Heap;
 use crate::contract::{AllocError, Exported, PoolKind};
+use crate::policy::source::Source;
 use crate::space::BlockId;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +15,7 @@ use vramlab_device::{DriverError, ShareKind, Shareable};
 
 /// See the [module](self).
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+pub(in crate::policy) struct Shared {
     /// Pins by the first address of a page.
     pins: BTreeMap<u64, usize>,
     /// Handles of pages, by their first address, and the exported blocks that need each.
@@ -25,7 +26,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// Whether the page that begins at an address has to stay.
-    pub(super) fn is_pinned(&self, page: u64) -> bool {
+    pub(in crate::policy) fn is_pinned(&self, page: u64) -> bool {
         !self.pins.is_empty() && self.pins.contains_key(&page)
     }
 
@@ -38,6 +39,19 @@ impl Shared {
             *pins -= 1;
             if *pins == 0 {
                 self.pins.remove(&page);
+            }
+        }
+    }
+
+    fn end_export(&mut self, block: BlockId) {
+        let Some((start, end, page)) = self.blocks.remove(&block) else { return };
+        for at in pages(start, end, page) {
+            self.unpin(at);
+            if let Some((_, blocks)) = self.handles.get_mut(&at) {
+                *blocks -= 1;
+                if *blocks == 0 {
+                    self.handles.remove(&at);
+                }
             }
         }
     }
@@ -58,7 +72,7 @@ impl Heap {
             return Err(crate::contract::no_pages(name));
         }
         let (start, end, page) = self.pages_around(block);
-        let known = self.shared.blocks.contains_key(&block);
+        let known = self.source.shared().blocks.contains_key(&block);
         if !known {
             let vmm = self.source.expandable().vmm();
             let Some(kind) = vmm.memory_properties().handle() else {
@@ -69,12 +83,12 @@ impl Heap {
             let made = pages(start, end, page).map(|at| self.handle_for_others(at, kind));
             let made: Vec<Arc<Shareable>> = made.collect::<Result<_, DriverError>>()?;
             for (at, handle) in pages(start, end, page).zip(made) {
-                self.shared.handles.entry(at).or_insert((handle, 0)).1 += 1;
-                self.shared.pin(at);
+                self.source.expandable().shared.handles.entry(at).or_insert((handle, 0)).1 += 1;
+                self.source.expandable().shared.pin(at);
             }
-            self.shared.blocks.insert(block, (start, end, page));
+            self.source.expandable().shared.blocks.insert(block, (start, end, page));
         }
-        let handle = |at: u64| self.shared.handles.get(&at).map(|(handle, _)| Arc::clone(handle));
+        let handle = |at: u64| self.source.shared().handles.get(&at).map(|(handle, _)| Arc::clone(handle));
         Ok(Exported { addr: start, page_bytes: page, pages: pages(start, end, page).filter_map(handle).collect() })
     }
 
@@ -89,7 +103,7 @@ impl Heap {
 
     /// The handle of a page that is mapped where it belongs.
     fn handle_for_others(&self, page: u64, kind: ShareKind) -> Result<Arc<Shareable>, DriverError> {
-        if let Some((handle, _)) = self.shared.handles.get(&page) {
+        if let Some((handle, _)) = self.source.shared().handles.get(&page) {
             return Ok(Arc::clone(handle));
         }
         let memory = self.source.mapped().handle(page).expect("a held block should be mapped");
@@ -99,24 +113,16 @@ impl Heap {
 
     /// Lets the pages of a block that was exported, and is about to be free, move again. One comparison where none was.
     pub(super) fn end_export(&mut self, block: BlockId) {
-        if self.shared.blocks.is_empty() {
-            return;
-        }
-        let Some((start, end, page)) = self.shared.blocks.remove(&block) else { return };
-        for at in pages(start, end, page) {
-            self.shared.unpin(at);
-            if let Some((_, blocks)) = self.shared.handles.get_mut(&at) {
-                *blocks -= 1;
-                if *blocks == 0 {
-                    self.shared.handles.remove(&at);
-                }
-            }
+        if let Source::Expandable(source) = &mut self.source
+            && !source.shared.blocks.is_empty()
+        {
+            source.shared.end_export(block);
         }
     }
 
     /// See [`Pages::exported_descriptor`](crate::contract::Pages::exported_descriptor).
     pub(crate) fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
-        self.shared.handles.values().find_map(|(handle, _)| match handle.as_ref() {
+        self.source.shared().handles.values().find_map(|(handle, _)| match handle.as_ref() {
             Shareable::Descriptor(descriptor) if descriptor.as_raw_fd() == number => descriptor.try_clone().ok(),
             _ => None,
         })
@@ -125,14 +131,14 @@ impl Heap {
     /// Keeps the pages that a range touches where they are; false where memory is not mapped in pages.
     pub(crate) fn pin_pages(&mut self, addr: u64, bytes: u64) -> bool {
         let touched = self.touched(addr, bytes);
-        touched.iter().flatten().for_each(|page| self.shared.pin(*page));
+        touched.iter().flatten().for_each(|page| self.source.expandable().shared.pin(*page));
         touched.is_some()
     }
 
     /// Undoes one [`pin_pages`](Self::pin_pages).
     pub(crate) fn unpin_pages(&mut self, addr: u64, bytes: u64) -> bool {
         let touched = self.touched(addr, bytes);
-        touched.iter().flatten().for_each(|page| self.shared.unpin(*page));
+        touched.iter().flatten().for_each(|page| self.source.expandable().shared.unpin(*page));
         touched.is_some()
     }
 
@@ -163,7 +169,7 @@ impl Heap {
         }
         let page = self.source.handle_bytes(pool);
         let (mut parts, mut start) = (Vec::new(), part.start);
-        for (&pinned, _) in self.shared.pins.range(part.clone()) {
+        for (&pinned, _) in self.source.shared().pins.range(part.clone()) {
             if start < pinned {
                 parts.push(start..pinned);
             }

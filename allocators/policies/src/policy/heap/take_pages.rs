@@ -40,16 +40,19 @@ impl Heap {
     /// the work of another stream is over, frees that leave whole pages free record an event each.
     #[must_use]
     pub fn with_pages(self) -> Self {
-        let pages = Some(Pages::of(self.source.handle_bytes(None)));
-        let mut heap = Self { pages, ..self };
+        let mut heap = self;
+        let page = heap.source.handle_bytes(None);
+        heap.source.expandable().pages = Some(Pages::new(page));
         heap.space.account_mut().count_stolen(0, 0, 0);
         heap
     }
 
     /// Notes that a block became free which lay at `freed` and is a part of `block` now.
     pub(super) fn note_pages(&mut self, freed: Range<u64>, block: FreeBlock) {
-        let capturing = self.pages.is_some() && self.is_capturing();
-        let Some(pages) = &mut self.pages else { return };
+        if self.source.pages().is_none() {
+            return;
+        }
+        let capturing = self.is_capturing();
         let segment = &self.space[self.space[block.id].segment];
         let page = self.source.handle_bytes(segment.list.pool);
         if block.bytes < page {
@@ -61,8 +64,9 @@ impl Heap {
         let start = ((freed.start - base) / page * page).max(offset.next_multiple_of(page)) + base;
         let end = (freed.end - base).next_multiple_of(page).min((offset + block.bytes) / page * page) + base;
         if start < end && block.list.owner.private.is_none() {
-            let driver = self.source.driver().as_ref();
-            let noted = pages.freed(driver, block.list.owner.stream, base, (start, end), capturing);
+            let driver = self.driver();
+            let Some(pages) = &mut self.source.expandable().pages else { return };
+            let noted = pages.freed(driver.as_ref(), block.list.owner.stream, base, (start, end), capturing);
             self.event_error = self.event_error.take().or(noted.err());
         }
     }
@@ -70,13 +74,17 @@ impl Heap {
     /// Where such a request was served when the program came here before, the last time first; nowhere as long as no page has
     /// moved.
     pub fn places_before(&mut self, list: FreeList, bytes: u64) -> Vec<u64> {
-        if self.source.mapped().kept() == 0 { Vec::new() } else { self.places.before(list, bytes) }
+        if self.source.mapped().kept() == 0 {
+            return Vec::new();
+        }
+        self.source.expandable().pages.as_mut().map_or_else(Vec::new, |pages| pages.places.before(list, bytes))
     }
 
     /// Notes where a request was served, once pages have moved.
     pub fn note_place(&mut self, list: FreeList, bytes: u64, block: BlockId) {
         if self.source.mapped().kept() > 0 {
-            self.places.served(list, bytes, self.space[block].addr);
+            let addr = self.space[block].addr;
+            self.source.expandable().pages.iter_mut().for_each(|pages| pages.places.served(list, bytes, addr));
         }
     }
 
@@ -124,7 +132,7 @@ impl Heap {
                     let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
                     let Some(block) = self.fit.at(from).filter(around) else { return Ok(None) };
                     let apart = from + page <= run.start || run.end <= from;
-                    if !apart || self.shared.is_pinned(from) || !self.may_move(list, block, from, false)? {
+                    if !apart || self.source.shared().is_pinned(from) || !self.may_move(list, block, from, false)? {
                         return Ok(None);
                     }
                     lacking.kept.push(Move { from, to: at, block });
@@ -140,7 +148,7 @@ impl Heap {
 
     /// Whether an address lies in a hole of a list.
     fn is_hole(&self, list: FreeList, addr: u64) -> bool {
-        let hole = self.holes.range((list, 0)..=(list, addr)).next_back().map(|(_, hole)| &self.space[*hole]);
+        let hole = self.source.holes().range((list, 0)..=(list, addr)).next_back().map(|(_, hole)| &self.space[*hole]);
         hole.is_some_and(|hole| addr < hole.addr + hole.bytes)
     }
 
@@ -191,7 +199,7 @@ impl Heap {
     /// The block that begins at an address: a free one, or a hole.
     fn begins_at(&self, list: FreeList, addr: u64) -> Option<BlockId> {
         let free = self.fit.at(addr).filter(|block| block.addr == addr);
-        free.map(|block| block.id).or_else(|| self.holes.get(&(list, addr)).copied())
+        free.map(|block| block.id).or_else(|| self.source.holes().get(&(list, addr)).copied())
     }
 
     /// The run of a list for `bytes` that lacks least, the lowest of these, and what it lacks. Mappings that are kept in it are of
@@ -225,9 +233,9 @@ impl Heap {
             let block =
                 place.and_then(|place| self.fit.at(place).filter(|block| place + page <= block.addr + block.bytes));
             block.is_some_and(|block| block.list.owner == list.owner)
-                && !place.is_some_and(|place| self.shared.is_pinned(place))
+                && !place.is_some_and(|place| self.source.shared().is_pinned(place))
         };
-        let holes = self.holes.range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
+        let holes = self.source.holes().range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
         let mut runs: Vec<(BlockId, u64)> = holes.filter_map(|hole| self.run_around(hole, bytes, can_be_had)).collect();
         runs.dedup();
         runs
@@ -243,7 +251,7 @@ impl Heap {
         wait: bool,
     ) -> Result<Vec<Move>, DriverError> {
         let page = self.source.handle_bytes(list.pool);
-        let Some(pages) = self.pages.as_ref().filter(|_| bytes > 0 && !self.is_capturing()) else {
+        let Some(pages) = self.source.pages().filter(|_| bytes > 0 && !self.is_capturing()) else {
             return Ok(Vec::new());
         };
         let mut free: Vec<(u64, u64, FreeBlock)> = Vec::new();
@@ -252,7 +260,7 @@ impl Heap {
             let mut at = base + (block.addr - base).next_multiple_of(page);
             while at + page <= block.addr + block.bytes {
                 let outside = at + page <= keep.start || keep.end <= at;
-                if outside && !back.contains(&at) && !self.shared.is_pinned(at) {
+                if outside && !back.contains(&at) && !self.source.shared().is_pinned(at) {
                     free.push((pages.last_free(at), at, block));
                 }
                 at += page;
@@ -286,9 +294,11 @@ impl Heap {
         if owner == block.list.owner {
             return Ok(owner.private.is_none());
         }
-        let Some(pages) = self.pages.as_mut().filter(|_| block.list.owner.private.is_none()) else { return Ok(false) };
-        let free = pages.last_free(from).max(self.source.mapped().used_until(from));
-        pages.is_over(self.source.driver().as_ref(), stream, free, wait)
+        let (driver, used_until) = (self.driver(), self.source.mapped().used_until(from));
+        let pages = self.source.expandable().pages.as_mut().filter(|_| block.list.owner.private.is_none());
+        let Some(pages) = pages else { return Ok(false) };
+        let free = pages.last_free(from).max(used_until);
+        pages.is_over(driver.as_ref(), stream, free, wait)
     }
 
     /// Lets pages that are mapped in both places belong to the new one, by the order of the old ones. Returns the free block that the
@@ -300,10 +310,9 @@ impl Heap {
             let block = self.space.as_free(run[0].block.id);
             self.open_hole(block, run[0].from, run.len() as u64 * page);
         }
-        let pages = self.pages.as_ref();
         for one in &moves {
             let same = one.block.list.owner.stream == list.owner.stream;
-            let used_until = pages.filter(|_| same).map_or(0, |pages| pages.latest(list.owner.stream));
+            let used_until = self.source.pages().filter(|_| same).map_or(0, |pages| pages.latest(list.owner.stream));
             self.source.expandable().mapped.move_to(one.to, used_until);
         }
         moves.sort_unstable_by_key(|one| one.to);
@@ -324,7 +333,7 @@ impl Heap {
     }
 
     /// The free block that begins at an address of a free block: the rest of that, if there is something in front.
-    fn begin_free(&mut self, block: BlockId, addr: u64) -> BlockId {
+    pub(super) fn begin_free(&mut self, block: BlockId, addr: u64) -> BlockId {
         let front = addr - self.space[block].addr;
         if front == 0 { block } else { self.cut(block, front) }
     }
@@ -341,7 +350,7 @@ impl Heap {
         }
         // A quarter at once, so that it is seldom.
         let excess = source.kept() + more - most * 3 / 4;
-        let pages = self.pages.as_ref();
+        let pages = self.source.pages();
         let last_free = |addr: &u64| pages.map_or(0, |pages| pages.last_free(*addr));
         let mut kept: Vec<(u64, u64)> = source
             .kept_of(|_| true)
@@ -371,7 +380,7 @@ impl Heap {
             self.drop_kept(kept.into_iter())?;
         }
         if self.source.mapped().kept() == 0 {
-            self.places.clear();
+            self.source.expandable().pages.iter_mut().for_each(|pages| pages.places.clear());
             self.fit.forget_addresses();
         }
         Ok(())
@@ -397,7 +406,7 @@ impl Heap {
 
     /// Waits for the work that used an address.
     fn wait_for_use_of(&mut self, driver: &dyn Driver, addr: u64) -> Result<(), DriverError> {
-        if let Some(pages) = self.pages.as_mut().filter(|_| !self.ended)
+        if let Some(pages) = self.source.expandable().pages.as_mut().filter(|_| !self.ended)
             && !pages.wait_for_use_of(driver, addr)?
         {
             // The stream that used it is gone.

@@ -227,23 +227,26 @@ fn of_a_segment_that_is_cut_into_known_blocks_the_free_ones_are_found() {
 }
 
 #[test]
-fn of_an_arena_any_place_is_had_and_only_by_its_place() {
-    let mut bench = Bench::new(Stream::Own);
+fn arena_blocks_are_taken_at_addresses_and_return_to_their_segment() {
+    let mut bench = Bench::new(Stream::Arena);
     let list = FreeList { pool: None, ..bench.large() };
-    let [own, other] = bench.streams.map(Owner::of);
-    assert!(!bench.heap.is_free_in_arena(0, 1));
-    assert!(bench.heap.new_arena(list, 8 * MIB).unwrap());
-    let start = bench.heap.arena().unwrap();
-    let middle = bench.heap.take_in_arena(2 * MIB, 2 * MIB, own, 1);
-    let end = bench.heap.take_in_arena(6 * MIB, 2 * MIB, other, 1);
+    let other = FreeList { owner: Owner::of(bench.streams[1]), ..list };
+    let segment = bench.segment(list, 8 * MIB);
+    let start = bench.addr(segment);
+    let free = |bench: &mut Bench, offset, bytes| bench.heap.free_around(start + offset * MIB, bytes * MIB);
+    assert_eq!(free(&mut bench, 0, 8), Some(segment));
+    let middle = bench.heap.take_at(segment, start + 2 * MIB, list, 2 * MIB, 1);
+    let rest = free(&mut bench, 6, 2).unwrap();
+    let end = bench.heap.take_at(rest, start + 6 * MIB, other, 2 * MIB, 1);
     assert_eq!([middle, end].map(|block| bench.addr(block) - start), [2 * MIB, 6 * MIB]);
-    assert_eq!(bench.heap.space()[end].list.owner, other);
-    let free = [(0, 2), (0, 3), (1, 1), (3, 1), (4, 2), (4, 3), (6, 1)]
-        .map(|(offset, bytes)| bench.heap.is_free_in_arena(offset * MIB, bytes * MIB));
-    assert_eq!(free, [true, false, true, false, true, false, false]);
-    assert_eq!(bench.found(list, 1), None, "no search finds a part of it");
+    assert_eq!(bench.heap.space()[end].list.owner, other.owner);
+    let is_free = [(0, 2), (0, 3), (1, 1), (3, 1), (4, 2), (4, 3), (6, 1)]
+        .map(|(offset, bytes)| free(&mut bench, offset, bytes).is_some());
+    assert_eq!(is_free, [true, false, true, false, true, false, false]);
+    assert_eq!(bench.found(bench.large(), 1), None, "a search of a pool does not find it");
     assert!(bench.heap.put(end) && bench.heap.put(middle));
-    assert!(bench.heap.is_free_in_arena(0, 8 * MIB) && !bench.heap.is_free_in_arena(0, 8 * MIB + 1));
+    assert!(free(&mut bench, 0, 8).is_some());
     let idle = bench.heap.idle_segments()[0];
-    assert_eq!((bench.heap.release(idle.segment).unwrap(), bench.heap.arena()), (8 * MIB, None));
+    assert_eq!(bench.heap.release(idle.segment).unwrap(), 8 * MIB);
+    assert_eq!(free(&mut bench, 0, 1), None);
 }

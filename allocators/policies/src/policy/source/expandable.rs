@@ -4,6 +4,9 @@
 
 use super::mapped::Mapped;
 use crate::contract::{AllocError, PoolKind};
+use crate::policy::heap::shared::Shared;
+use crate::policy::pages::Pages;
+use crate::space::{BlockId, FreeList};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, PhysicalHandle, VmmDriver};
@@ -31,6 +34,12 @@ pub struct Expandable {
     sizes: Sizes,
     /// Handles that are mapped.
     pub(crate) mapped: Mapped,
+    /// Unmapped ranges of segments, by free list and address.
+    pub(in crate::policy) holes: BTreeMap<(FreeList, u64), BlockId>,
+    /// The last uses of pages, for a policy that moves them.
+    pub(in crate::policy) pages: Option<Pages>,
+    /// Pages that stay mapped, because another process maps them or a library has registered them.
+    pub(in crate::policy) shared: Shared,
     /// Handles that were unmapped and are mapped again next, by size; `None` when they are released instead.
     spare: Option<BTreeMap<u64, Vec<PhysicalHandle>>>,
     /// Handles that the driver did not take back when it was asked to.
@@ -64,7 +73,17 @@ impl Expandable {
         let granularity = vmm.granularity()?.max(1);
         let whole = |bytes: u64| bytes.max(1).next_multiple_of(granularity);
         let sizes = Sizes { small: whole(sizes.small), large: whole(sizes.large), ..sizes };
-        Ok(Self { driver, limit, sizes, mapped: Mapped::default(), spare: None, unreleased: Vec::new() })
+        Ok(Self {
+            driver,
+            limit,
+            sizes,
+            mapped: Mapped::default(),
+            holes: BTreeMap::new(),
+            pages: None,
+            shared: Shared::default(),
+            spare: None,
+            unreleased: Vec::new(),
+        })
     }
 
     /// The device.
