@@ -97,7 +97,7 @@ struct Advice {
     #[serde(skip)]
     settings_known: bool,
     /// What the recording program had.
-    recorded: RecordedSettings,
+    recorded: AsItRan,
     /// Most bytes that may be reserved in all that follows.
     limit_bytes: Option<u64>,
     /// How that is known.
@@ -155,7 +155,7 @@ struct Released {
 
 /// What the recording program had.
 #[derive(Debug, Serialize)]
-struct RecordedSettings {
+struct AsItRan {
     /// Its settings; empty: PyTorch's defaults.
     conf: Conf,
     peak_reserved_bytes: Option<u64>,
@@ -439,7 +439,7 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
         streams: history.streams().len(),
         cut: happened.recorded.cut.map(|cut| cut.to_string()),
         settings_known: happened.recorded.cut.is_none_or(|cut| cut.settings_known),
-        recorded: RecordedSettings {
+        recorded: AsItRan {
             conf: recorded.clone(),
             peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
             peak_requested_bytes: happened.recorded.as_recorded.map(|told| told.requested),

@@ -1,17 +1,16 @@
 //! What the commands that replay share: reading a history, opening a device.
 
-use crate::gpus::Gpus;
+use crate::gpus::{Gpus, Tallies};
 use crate::reading::ReadArgs;
-use crate::scan::{Scan, Sink};
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use terminal::RuntimeFailure;
 use vramlab::backends::CachingSettings;
 use vramlab::budget::Budget;
-use vramlab::histories::formats::{Cut, Event, Keys, Origin, Summary};
+use vramlab::histories::formats::{Cut, Event, Keys, ReadError, Summary, read};
 use vramlab::histories::memory::{Levels, LimitBound, Peaks};
 use vramlab::histories::replay::{History, HistoryBuilder, ReplayError, ReplayReport, recorded_settings};
 use vramlab::{
@@ -46,11 +45,11 @@ pub(crate) struct Compiled {
 /// # Errors
 /// Those of reading it; it holds several GPUs of which none is chosen.
 pub(crate) fn load(path: &Path, gpu: Option<u16>, limit: Option<Bytes>, reading: &ReadArgs) -> Result<Compiled> {
-    let scan = Scan::read(path, gpu, &reading.options())?;
+    let file = OfFile::read(path, gpu, reading)?;
     if gpu.is_none() {
-        scan.gpus.check_single(path, "it holds several GPUs")?;
+        file.gpus.check_single(path, "it holds several GPUs")?;
     }
-    let compiled = compiled(path, scan, |_| limit.map(|limit| limit.0))?;
+    let compiled = file.compiled(path, |_| limit.map(|limit| limit.0))?;
     warn_of_limit(path, &compiled);
     Ok(compiled)
 }
@@ -71,18 +70,54 @@ pub(crate) fn load_under(
     reading: &ReadArgs,
     limit: impl FnOnce(Option<&Peaks>) -> Option<u64>,
 ) -> Result<Compiled> {
-    compiled(path, Scan::read(path, gpu, &reading.options())?, limit)
+    OfFile::read(path, gpu, reading)?.compiled(path, limit)
 }
 
-/// Compiles the events of a file that was read.
-fn compiled(path: &Path, scan: Scan<Compiling>, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
-    let Scan { summary, gpus, sink, .. } = scan;
-    let finished = sink.and_then(|compiling| compiling.finish(&summary, limit));
-    let compiled = finished.with_context(|| path.display().to_string())?;
-    if compiled.history.events() == 0 {
-        return Err(no_events(path, gpus.gpu, &summary));
+/// What was read from a file. Which of its GPUs is compiled is known only now.
+struct OfFile {
+    summary: Summary,
+    gpus: Gpus,
+    /// The events of the GPU, or which of them contradicts those before it.
+    compiling: Result<Compiling, ReplayError>,
+}
+
+impl OfFile {
+    /// Reads a file once. The events of all GPUs that may be chosen share the reading's budget.
+    fn read(path: &Path, gpu: Option<u16>, reading: &ReadArgs) -> Result<Self> {
+        let options = reading.options();
+        let mut tallies = Tallies::default();
+        let mut compiling: BTreeMap<u16, Result<Compiling, ReplayError>> = BTreeMap::new();
+        let summary = read(path, &options, &mut |event| {
+            tallies.take(&event);
+            if gpu.is_some_and(|gpu| gpu != event.device) {
+                return Ok(());
+            }
+            let fresh = || Ok(Compiling::new(event.device, &options.budget));
+            let own = compiling.entry(event.device).or_insert_with(fresh);
+            let Ok(taking) = own else { return Ok(()) };
+            match taking.take(&event) {
+                // What is wrong with a GPU's events matters if that GPU is chosen.
+                Err(error @ ReplayError::Event { .. }) if gpu.is_none() => *own = Err(error),
+                taken => taken.map_err(ReadError::stop)?,
+            }
+            Ok(())
+        })?;
+        say_cut(path, &summary);
+        let gpus = tallies.choose(gpu, &summary);
+        let compiling = compiling.remove(&gpus.gpu);
+        let compiling = compiling.unwrap_or_else(|| Ok(Compiling::new(gpus.gpu, &options.budget)));
+        Ok(Self { summary, gpus, compiling })
     }
-    Ok(Compiled { gpus, ..compiled })
+
+    fn compiled(self, path: &Path, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
+        let Self { summary, gpus, compiling } = self;
+        let finished = compiling.and_then(|compiling| compiling.finish(&summary, limit));
+        let recorded = finished.with_context(|| path.display().to_string())?;
+        if recorded.history.events() == 0 {
+            return Err(no_events(path, gpus.gpu, &summary));
+        }
+        Ok(Compiled { gpus, ..recorded })
+    }
 }
 
 /// The events of one GPU on their way to be compiled, and what they alone say of the program that made them.
@@ -92,18 +127,6 @@ pub(crate) struct Compiling {
     builder: HistoryBuilder,
     levels: Levels,
     budget: Budget,
-}
-
-impl Sink for Compiling {
-    const ORIGINS: bool = false;
-
-    fn new(gpu: u16, budget: &Budget) -> Self {
-        Self::new(gpu, budget)
-    }
-
-    fn take(&mut self, event: &Event, _: Origin) -> Result<(), ReplayError> {
-        self.take(event)
-    }
 }
 
 impl Compiling {

@@ -20,7 +20,6 @@ mod recording;
 mod replay;
 mod report;
 mod run;
-mod scan;
 mod tried;
 mod words;
 

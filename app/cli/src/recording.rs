@@ -1,17 +1,16 @@
 //! A history in memory: its events with where they came from, and what was there before the first of them.
 
 use crate::explain::lines::beginning;
-use crate::gpus::Gpus;
-use crate::history::{Compiled, Compiling, no_events};
+use crate::gpus::{Gpus, Tallies};
+use crate::history::{Compiled, Compiling, no_events, say_cut};
 use crate::reading::ReadArgs;
-use crate::scan::{Scan, Sink};
 use anyhow::{Context, Result, anyhow};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
-use vramlab::histories::formats::{Annotation, Event, Origin, Origins, Summary, TextId};
+use vramlab::histories::formats::{Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
 use vramlab::histories::memory::{Before, Events, Memory, Peaks, Recorded, Rules};
 use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 
@@ -43,10 +42,24 @@ impl Recording {
     /// [`Tallies::choose`] says). `limit` is the memory limit under which it was recorded, where the file does not say it.
     pub(crate) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
         let options = reading.keeping(path);
-        let Scan { summary, origins, gpus, sink } = Scan::<Stored>::read(path, gpu, &options)?;
+        let mut tallies = Tallies::default();
+        // Which GPU matters is known at the end. All of them share the budget.
+        let mut kept: BTreeMap<u16, Events> = BTreeMap::new();
+        let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
+            tallies.take(&event);
+            let Event { action, device, addr, bytes, stream, time_ns } = event;
+            if gpu.is_some_and(|gpu| gpu != device) {
+                return Ok(());
+            }
+            let events = kept.entry(device).or_insert_with(|| Events::new(&options.budget));
+            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).map_err(ReadError::stop)
+        })?;
+        say_cut(path, &summary);
+        let gpus = tallies.choose(gpu, &summary);
         let device = gpus.gpu;
-        let complete = |stored: Stored| stored.soundness.finish(&summary).map(|()| stored.events);
-        let mut events = sink.and_then(complete).with_context(|| path.display().to_string())?;
+        let mut events = kept.remove(&device).unwrap_or_else(|| Events::new(&options.budget));
+        drop(kept);
+        check(&events, device, &summary, &options.budget).with_context(|| path.display().to_string())?;
         let mine = summary.segments.iter().any(|segment| segment.device == device);
         if events.is_empty() && !mine {
             return Err(no_events(path, device, &summary));
@@ -165,25 +178,11 @@ fn event(device: u16, recorded: &Recorded) -> Event {
     Event { action, device, addr, bytes, stream, time_ns }
 }
 
-/// The events of one GPU, each with its origin. Each is held to those before it, so that what a replay refuses is refused here in the
-/// same words.
-struct Stored {
-    events: Events,
-    soundness: Soundness,
-}
-
-impl Sink for Stored {
-    const ORIGINS: bool = true;
-
-    fn new(gpu: u16, budget: &Budget) -> Self {
-        Self { events: Events::new(budget), soundness: Soundness::new(gpu, budget) }
-    }
-
-    fn take(&mut self, event: &Event, origin: Origin) -> Result<(), ReplayError> {
-        self.soundness.push(event)?;
-        let Event { action, addr, bytes, stream, time_ns, .. } = *event;
-        Ok(self.events.push(Recorded { addr, bytes, stream, time_ns, origin, action })?)
-    }
+/// Refuses what a replay refuses, in the same words.
+fn check(events: &Events, device: u16, summary: &Summary, budget: &Budget) -> Result<(), ReplayError> {
+    let mut soundness = Soundness::new(device, budget);
+    events.iter().try_for_each(|recorded| soundness.push(&event(device, &recorded)))?;
+    soundness.finish(summary)
 }
 
 /// A range that a program named.
