@@ -19,7 +19,7 @@ use std::time::Instant;
 use vramlab::backends::{Caching, CachingSettings};
 use vramlab::histories::formats::{ReadError, ReadOptions, read};
 use vramlab::histories::replay::HistoryBuilder;
-use vramlab::histories::workload::{Recorded, Sequence, Slots};
+use vramlab::histories::workload::{RecordedCalls, Sequence, Slots};
 use vramlab::{DeviceAllocator, Driver, NullDriver, StreamId};
 
 const STEPS: usize = 100_000;
@@ -33,12 +33,12 @@ fn recorded_files() -> Vec<PathBuf> {
     files
 }
 
-fn load(path: &Path) -> Recorded {
+fn load(path: &Path) -> RecordedCalls {
     let options = ReadOptions::default();
     let mut builder = HistoryBuilder::new(None).within(&options.budget);
     let summary = read(path, &options, &mut |event| builder.push(&event).map_err(ReadError::stop)).unwrap();
     builder.ends_with(&summary.segments).unwrap();
-    Recorded::new(&builder.finish(&CachingSettings::default()).unwrap())
+    RecordedCalls::new(&builder.finish(&CachingSettings::default()).unwrap())
 }
 
 /// Runs a case `samples` times and prints what an allocation and its free took.

@@ -1,21 +1,21 @@
-//! Compiles a recorded history: from events that name addresses and handles to a [`History`] of operations with numbers.
+//! Compiles a recording: from events that name addresses and handles to a [`History`] of operations with numbers.
 //!
-//! The stages, in order. Each is a type or a function of its own, with one input and one output:
+//! The stages, in order. Each is one type or function, with one input and one output:
 //!
 //! | stage | file | in | out |
 //! |---|---|---|---|
-//! | 1 | `transcript`, with `slots`, `frees`, `segments`, `windows` | events, one at a time | operations, and windows of what the allocator did between them |
-//! | 2 | `beginning` | the transcript, and what was held at the end | what was held before the first event |
-//! | 3 | `memory` | the windows, the recorded memory | how large the blocks were whose frees were held up |
-//! | 4 | `causes` | the windows and the settings | why segments went back, and when frees completed |
-//! | 5 | `streams` | frees that did not complete at once | the stream that held up each |
-//! | 6 | `sizes`, `ages` | what was held before, and the placements | sizes of its blocks, ages of its segments |
+//! | 1 | `transcript`, with `slots`, `frees`, `segments`, `windows` | events, one at a time | operations, and windows of the allocator's events between them |
+//! | 2 | `beginning` | the transcript, and the segments at the end | the memory before recording started |
+//! | 3 | `memory` | the windows, the recorded memory | sizes of blocks with deferred frees |
+//! | 4 | `causes` | the windows and the settings | why segments were released, and when frees completed |
+//! | 5 | `streams` | deferred frees | the stream that delayed each |
+//! | 6 | `sizes`, `ages` | the initial memory, and the placements | sizes of its blocks, ages of its segments |
 //! | 7 | `pools` | the placements, and the pools that the end names | the private pool of each allocation |
-//! | 8 | `out_of_memory` | refused requests, the recorded memory | what was held at each |
+//! | 8 | `out_of_memory` | failed requests, the recorded memory | the memory state at each |
 //!
-//! [`HistoryBuilder::push`] is the first stage and [`HistoryBuilder::finish`] the others. The operations are in a `timeline`, along
-//! which stages 3, 6, 7 and 8 follow the recorded placements. What an event names is checked in the first stage. The later ones
-//! work on a sound history.
+//! [`HistoryBuilder::push`] is the first stage and [`HistoryBuilder::finish`] runs the others. The operations are in a
+//! `timeline`, along which stages 3, 6, 7 and 8 follow the recorded placements. The first stage checks every event; the later
+//! ones rely on it.
 
 mod ages;
 mod beginning;
@@ -37,32 +37,32 @@ use self::transcript::Transcript;
 use crate::formats::{Event, Segment, SegmentBlock, Summary};
 use crate::history::{Beginning, History, Kind, Op, ReplayError, SegmentEvent, StartBlock, StartSegment};
 use std::sync::Arc;
-use vramlab_device::budget::Budget;
+use vramlab_device::budget::{Budget, OverBudget};
 use vramlab_policies::backends::CachingSettings;
 
-/// Takes events one at a time. Memory is what the history makes live at once and 16 to 40 bytes for each
-/// event, all of it claimed from a [budget](Self::within).
+/// Takes events one at a time. Memory is proportional to live blocks, plus 16 to 40 bytes for each event, all claimed from a
+/// [budget](Self::within).
 #[derive(Debug)]
 pub struct HistoryBuilder {
     transcript: Transcript,
-    /// What was held after the last event, if that was said.
+    /// Segments after the last event, if known.
     ending: Option<Vec<Segment>>,
-    /// Whether the history begins with its program.
+    /// Whether the recording begins with its program.
     complete: bool,
     /// Whether events are missing after the last one.
     breaks_off: bool,
 }
 
 impl HistoryBuilder {
-    /// A compiler for the events of one device (`None`: there must be only one).
+    /// A compiler for the events of one device (`None`: the recording must have only one).
     #[must_use]
     pub fn new(device: Option<u16>) -> Self {
         let transcript = Transcript::new(device, &Budget::default());
         Self { transcript, ending: None, complete: false, breaks_off: false }
     }
 
-    /// Lets the compilation draw on this budget, which may be the one of the reader. What the [`History`]
-    /// holds stays claimed until it is dropped. Without it the compilation has a budget of its own, [`Budget::default`].
+    /// Draws on this budget, which may be the reader's. The [`History`] keeps its claim until it is dropped. Without it the
+    /// compilation has a separate budget, [`Budget::default`].
     #[must_use]
     pub fn within(mut self, budget: &Budget) -> Self {
         self.transcript.budget = budget.clone();
@@ -71,20 +71,20 @@ impl HistoryBuilder {
         self
     }
 
-    /// Says that events are missing after the last one, which may be the completion of a free: the file was cut short.
+    /// Declares that events are missing after the last one, possibly the completion of a free: the file was truncated.
     pub fn breaks_off(&mut self) {
         self.breaks_off = true;
     }
 
-    /// Lets [`finish`](Self::finish) refuse frees of blocks that the history did not allocate: for logs that begin with
-    /// their program. Otherwise such blocks were live before the first event.
+    /// Lets [`finish`](Self::finish) refuse frees of blocks that the recording did not allocate: for logs that begin with their
+    /// program. Otherwise such blocks were live before recording started.
     pub fn expect_complete(&mut self) {
         self.complete = true;
     }
 
-    /// Says what was held after the last event ([`Summary::segments`](crate::formats::Summary::segments); those of other
-    /// devices are passed over). From that [`finish`](Self::finish) infers what was held before the first one, for a
-    /// history whose recording began late or lost its beginning.
+    /// Sets the segments after the last event ([`Summary::segments`](crate::formats::Summary::segments); other devices are
+    /// ignored). From these [`finish`](Self::finish) infers the memory before recording started, for recordings that began late
+    /// or lost their beginning.
     ///
     /// # Errors
     /// [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
@@ -95,6 +95,17 @@ impl HistoryBuilder {
         claim.add(own().map(size).sum())?;
         self.ending = Some(own().cloned().collect());
         Ok(())
+    }
+
+    /// A copy with the same events, which [`finish`](Self::finish) can compile under other settings without a second pass over
+    /// the events. O(n).
+    ///
+    /// # Errors
+    /// [`OverBudget`] when the [budget](Self::within) has no room for the copy.
+    pub fn copy(&self) -> Result<Self, OverBudget> {
+        let Self { transcript, ending, complete, breaks_off } = self;
+        let transcript = transcript.copy()?;
+        Ok(Self { transcript, ending: ending.clone(), complete: *complete, breaks_off: *breaks_off })
     }
 
     /// Takes the next event. O(log n) in the blocks that are live.
@@ -108,12 +119,12 @@ impl HistoryBuilder {
         self.transcript.push(event)
     }
 
-    /// Ends the history. `settings` are those under which it was recorded: the limit tells a retry from a call of
-    /// `empty_cache`. O(n log n).
+    /// Ends the recording. `settings` are the recorded ones: the limit distinguishes a retry from a call of `empty_cache`. O(n
+    /// log n).
     ///
     /// # Errors
-    /// [`ReplayError::Event`] for a free of what was never allocated if that was [not
-    /// expected](Self::expect_complete), and [`ReplayError::History`] when deferred frees need more than
+    /// [`ReplayError::Event`] for a free of a block that was never allocated, if that was [not expected](Self::expect_complete),
+    /// and [`ReplayError::History`] when deferred frees need more than
     /// [`MAX_STREAMS`](crate::history::MAX_STREAMS) further streams. [`ReplayError::TooLarge`] when the
     /// [budget](Self::within) is used up.
     pub fn finish(self, settings: &CachingSettings) -> Result<History, ReplayError> {
@@ -123,19 +134,19 @@ impl HistoryBuilder {
         if complete {
             transcript.check_complete()?;
         }
-        // Stage 2: what was held before the first event.
+        // Stage 2: the memory before recording started.
         let LookBack { mut beginning, names, unseen } = LookBack::of(&mut transcript, ending)?;
         let names = names.as_deref();
-        // Stages 3 and 4: why segments went back, and when frees completed.
+        // Stages 3 and 4: why segments were released, and when frees completed.
         memory::find_held_up_sizes(&mut transcript, &beginning, settings)?;
         let before = beginning.reserved();
         let refused_from = transcript.refusals.refused_from(settings, before, transcript.segments.most_reserved);
         let windows = std::mem::take(&mut transcript.windows.closed);
         let Transcript { timeline, frees, slots, .. } = &mut transcript;
         let retries = causes::decide(windows, settings, before, refused_from, timeline, &mut frees.deferred);
-        // Stage 5: which streams held up frees.
+        // Stage 5: streams of deferred frees.
         let streams = streams::sort(&slots.streams(), timeline, &mut beginning);
-        // A log in which every free completes at once does not tell when those with announced uses did.
+        // A log in which every free completes immediately does not show when those with announced uses completed.
         let tells = frees.completes && !frees.deferred.is_empty();
         let further_streams = if tells {
             streams::hold_up(&mut frees.deferred, streams.len(), timeline)?
@@ -144,16 +155,16 @@ impl HistoryBuilder {
             0
         };
         let deferred = frees.deferred.iter().filter(|number| tells && !timeline.is_before(**number)).count() as u64;
-        // Stage 6: sizes and ages of what was held before.
+        // Stage 6: sizes and ages of the initial memory.
         beginning::complete(&mut transcript, &mut beginning, names, settings)?;
         // Stage 7: private pools.
         let pools = pools::find(&mut transcript, names, &beginning, &streams, settings)?;
         causes::empty_before_private_pools(&retries, &mut transcript.timeline);
-        // Stage 8: refused requests.
+        // Stage 8: failed requests.
         let out_of_memory = out_of_memory::describe(&transcript, &beginning, &streams, settings)?;
         let not_comparable = unseen.or_else(|| not_comparable(&transcript, &beginning));
         let Transcript { timeline, refusals, requested, mut claim, number, .. } = transcript;
-        // What only the stages held goes back.
+        // Releases the claims of the stages.
         let lists = timeline.ops.capacity() * size_of::<Op>()
             + timeline.addresses.capacity() * size_of::<u64>()
             + timeline.segments.capacity() * size_of::<SegmentEvent>()
@@ -188,30 +199,30 @@ impl HistoryBuilder {
 fn not_comparable(transcript: &Transcript, beginning: &Beginning) -> Option<String> {
     let why = beginning.unknown.as_ref().map_or(String::new(), |why| format!(", and {why}"));
     if why.is_empty() && transcript.timeline.segments.is_empty() && beginning.segments.is_empty() {
-        return Some("the history has no segments whose addresses could be used".into());
+        return Some("the recording has no segments whose addresses could be used".into());
     }
-    // What lies outside of the segments that the history makes lies in those from before.
+    // Blocks outside the recorded segments are in those from before.
     if why.is_empty() && !beginning.segments.is_empty() {
         return None;
     }
     if let Some(unknown) = transcript.unknown.first() {
         let number = unknown.number;
         return Some(format!(
-            "the history is incomplete: event {number} frees a block from before its first event{why}"
+            "the recording is incomplete: event {number} frees a block from before recording started{why}"
         ));
     }
     transcript.outside.map(|number| {
-        format!("the history is incomplete: event {number} lies in no segment whose allocation it shows{why}")
+        format!("the recording is incomplete: event {number} is outside every segment that it shows{why}")
     })
 }
 
-/// Holds each event of one device to those before it, and refuses in the same words what a
-/// [compilation](HistoryBuilder) refuses. Memory is what the history makes live at once.
+/// Checks each event of one device against earlier ones, and refuses with the same errors as a [compilation](HistoryBuilder).
+/// Memory is proportional to live blocks.
 #[derive(Debug)]
 pub struct Soundness(Transcript);
 
 impl Soundness {
-    /// Before the first event. What it keeps is claimed from the budget.
+    /// Without events. Claims its memory from the budget.
     #[must_use]
     pub fn new(device: u16, budget: &Budget) -> Self {
         Self(Transcript::new(Some(device), budget))
@@ -223,8 +234,8 @@ impl Soundness {
     /// Those of [`HistoryBuilder::push`](HistoryBuilder::push).
     pub fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
         self.0.push(event)?;
-        // What only the later stages read goes at once. Nothing asks for the numbers of operations that are gone: completions of
-        // frees go with their windows.
+        // Later stages are not run, so their lists are dropped. Nothing refers to the dropped operations: completions of frees
+        // are dropped with their windows.
         let Transcript { timeline, frees, segments, windows, unknown, .. } = &mut self.0;
         timeline.ops.clear();
         timeline.addresses.clear();
@@ -239,10 +250,10 @@ impl Soundness {
         Ok(self.0.give_room_back()?)
     }
 
-    /// Ends the history with what its file says besides events.
+    /// Ends the recording with the rest of its file.
     ///
     /// # Errors
-    /// [`ReplayError::Event`] where a log that begins with its program names what was never there.
+    /// [`ReplayError::Event`] where a log that begins with its program names an unknown block or segment.
     pub fn finish(&self, summary: &Summary) -> Result<(), ReplayError> {
         if summary.begins_with_program() { self.0.check_complete() } else { Ok(()) }
     }

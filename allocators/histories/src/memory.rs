@@ -7,27 +7,27 @@
 //! shrinks. Other formats say nothing of sizes; there a block is as large as what was asked for.
 //!
 //! A history may lack events: a ring buffer lost the first ones, or the program did not record all of them. What was there
-//! [before](Before) is told from what goes without having come and from what is held at the end. Blocks outside of all segments
+//! [before](InitialState) is told from what goes without having come and from what is held at the end. Blocks outside of all segments
 //! count as [active](Totals), and [`is_whole`](Memory::is_whole) says whether there are any.
 
-mod before;
 mod contents;
 mod events;
-mod leftover;
+mod initial_state;
 mod levels;
 mod lifetimes;
 mod limit;
 mod pool;
+mod prior_cache;
 mod rules;
 
-pub use before::{Before, BlockBefore, SegmentBefore};
 pub use contents::Contents;
-pub use events::{Events, Recorded};
-pub use leftover::Leftover;
+pub use events::{Events, RecordedEvent};
+pub use initial_state::{InitialBlock, InitialSegment, InitialState};
 pub use levels::{Levels, Peaks};
 pub use lifetimes::{BlockLifetime, Lifetimes, NEVER, SegmentLifetime, SegmentLifetimes};
 pub use limit::LimitBound;
 pub use pool::{Pool, Segment};
+pub use prior_cache::PriorCache;
 pub use rules::Rules;
 
 use crate::formats::{Action, Origin, StackId};
@@ -139,7 +139,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`OverBudget`] when it takes more than there is.
-    pub fn beginning(rules: Rules, before: &Before, budget: &Budget) -> Result<Self, OverBudget> {
+    pub fn beginning(rules: Rules, before: &InitialState, budget: &Budget) -> Result<Self, OverBudget> {
         let mut out = Self::new(rules, budget);
         for segment in &before.segments {
             out.reserve(segment.addr, segment.segment)?;
@@ -183,9 +183,9 @@ impl Memory {
     ///
     /// # Errors
     /// [`OverBudget`] when what it adds takes more than there is.
-    pub fn apply(&mut self, event: &Recorded, index: u32, at_once: bool) -> Result<(), OverBudget> {
+    pub fn apply(&mut self, event: &RecordedEvent, index: u32, at_once: bool) -> Result<(), OverBudget> {
         steps::count(1);
-        let Recorded { addr, bytes, stream, origin, .. } = *event;
+        let RecordedEvent { addr, bytes, stream, origin, .. } = *event;
         if !origin.stack.is_empty() {
             self.near = origin.stack;
         }

@@ -2,7 +2,7 @@
 //!
 //! | workload | one operation |
 //! |---|---|
-//! | [`Recorded::run`] | one allocation of a recorded history, and its free |
+//! | [`RecordedCalls::run`] | one allocation of a recorded history, and its free |
 //! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
 //! | [`alternate`] | a block of one size is allocated and freed, then one of another size |
 //! | [`pair`] | one block of a fixed size is allocated and freed, so the same block comes back each time |
@@ -92,14 +92,14 @@ pub fn alternate(
 /// The allocations and frees of a recorded history as a loop, without uses on other streams and `empty_cache`, which not
 /// every allocator has.
 #[derive(Clone, Debug)]
-pub struct Recorded {
+pub struct RecordedCalls {
     calls: Vec<Call>,
     slots: u32,
     streams: u32,
     allocations: u64,
 }
 
-impl Recorded {
+impl RecordedCalls {
     /// The calls of a history in order. What it leaves live is freed at the end, so a pass can be followed by another.
     #[must_use]
     pub fn new(history: &History) -> Self {
@@ -345,7 +345,7 @@ mod tests {
             (Action::FreeCompleted, one, 512, 7),
             (Action::Alloc, one, 1024, 7),
         ];
-        let recorded = Recorded::new(&history(&events));
+        let recorded = RecordedCalls::new(&history(&events));
         assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
         assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
         let streams = [stream(1), stream(2)];

@@ -17,7 +17,7 @@ use trials::trial;
 use vramlab_device::budget::Budget;
 use vramlab_device::{Driver, NullDriver};
 use vramlab_histories::formats::{Action, Event, Origins, ReadError, ReadOptions, Segment, Summary, read_origins};
-use vramlab_histories::memory::{Before, Events, Levels, Memory, Pool, Recorded, Rules, Totals};
+use vramlab_histories::memory::{Events, InitialState, Levels, Memory, Pool, RecordedEvent, Rules, Totals};
 use vramlab_histories::replay::{
     Addresses, HistoryBuilder, ReplaySettings, Watched, recorded_settings, replay_watched,
 };
@@ -87,7 +87,7 @@ impl History {
             }
             levels.take(&event);
             let Event { action, addr, bytes, stream, time_ns, .. } = event;
-            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).map_err(ReadError::stop)?;
+            events.push(RecordedEvent { addr, bytes, stream, time_ns, origin, action }).map_err(ReadError::stop)?;
             builder.push(&event).map_err(ReadError::stop)
         })
         .unwrap();
@@ -102,8 +102,8 @@ impl History {
         Self { device, events, summary, origins, settings, rules, builder, levels }
     }
 
-    fn beginning(&self) -> (Before, Memory) {
-        let before = Before::new(&self.events, &self.rules, &self.summary, &self.origins, self.device);
+    fn beginning(&self) -> (InitialState, Memory) {
+        let before = InitialState::new(&self.events, &self.rules, &self.summary, &self.origins, self.device);
         let memory = Memory::beginning(self.rules.clone(), &before, &Budget::default()).unwrap();
         (before, memory)
     }

@@ -1,4 +1,4 @@
-//! `vramlab advise`: what a recorded history would have reserved under PyTorch's settings, and which of them mends it.
+//! `vramlab advise`: peak reserved memory of a recorded program under other settings of PyTorch's allocator, and the best setting.
 
 mod conf;
 mod evaluate;
@@ -14,7 +14,7 @@ mod versions;
 
 use crate::explain::phases::{Phase, phases};
 use crate::gpus::Gpus;
-use crate::history::Compiled;
+use crate::history::{Trace, TraceBuilder};
 use crate::reading::{ReadArgs, cores, in_parallel, share_of};
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -34,41 +34,40 @@ use vramlab::backends::{all, compared};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::{Bytes, Selection};
 
-/// A change that saves less, in percent, is not worth it.
+/// Smallest saving, in percent, for which a change is advised.
 const WORTH: f64 = 2.0;
-/// Settings that are looked at closely.
-const CLOSELY: usize = 6;
-/// Rounds in which settings around the best are tried.
+/// Number of settings with a search for the minimum memory.
+const DETAILED: usize = 6;
+/// Rounds that test settings near the best.
 const ROUNDS: usize = 2;
-/// A limit below this is a slip: the allocator takes no less from a device.
+/// A limit below this is a typing error: it is less than the smallest segment.
 const LEAST_LIMIT: u64 = 2 << 20;
 
 #[derive(Debug, Args)]
 pub(crate) struct AdviseArgs {
-    /// Histories: snapshots that torch.cuda.memory._dump_snapshot wrote, plain, .gz or .xz, and the other formats of `convert`
+    /// Recordings: snapshots of torch.cuda.memory._dump_snapshot, plain, .gz or .xz, and the other formats of `convert`
     #[arg(required = true, value_name = "SNAPSHOT")]
     files: Vec<PathBuf>,
-    /// Memory that PyTorch may reserve, such as 24GiB [default: what the history says, if memory ran out, the cache was released or garbage was collected]
+    /// Memory that PyTorch may reserve, such as 24GiB [default: inferred from the recording, if memory ran out, the cache was flushed or garbage was collected]
     #[arg(long, value_name = "BYTES")]
     limit: Option<String>,
-    /// Settings to look at instead of searching, as PYTORCH_CUDA_ALLOC_CONF has them; may be given several times
+    /// Test this setting instead of searching, in the syntax of PYTORCH_CUDA_ALLOC_CONF; repeatable
     #[arg(long, value_name = "STRING", allow_hyphen_values = true)]
     conf: Vec<String>,
-    /// A setting that the search leaves out, such as expandable_segments; may be given several times
+    /// Exclude a setting from the search, such as expandable_segments; repeatable
     #[arg(long, value_name = "KEY", conflicts_with = "conf")]
     without: Vec<String>,
-    /// PyTorch under which the program is to run, such as 2.9: what it does not know is not advised [default: told from what the
-    /// snapshot has]
+    /// PyTorch version that will run the program, such as 2.9; settings that it lacks are not advised [default: inferred from the
+    /// snapshot]
     #[arg(long, value_name = "VERSION")]
     torch: Option<String>,
-    /// Compare with every allocator of the list, not only with the most common
+    /// Compare with every allocator, not only with the most common
     #[arg(long)]
     all: bool,
-    /// Look at a share of the histories only: every N-th, beginning with the K-th, as the jobs of a Slurm array do
+    /// Process every N-th recording, starting with the K-th, as one job of a Slurm array
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
-    /// Which GPU's events are looked at, where a history holds several [default: one that ran out of memory, else the one that
-    /// reserved most]
+    /// GPU to analyse, if the recording contains several [default: one that ran out of memory, else the one with the highest peak]
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     #[command(flatten)]
@@ -76,13 +75,12 @@ pub(crate) struct AdviseArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// End with code 3 where no setting mends a history: under each of them memory runs out [otherwise 0 done, 1 failed while
-    /// running, 2 bad input]
+    /// Exit with code 3 if memory runs out under every setting [otherwise 0 success, 1 runtime failure, 2 bad input]
     #[arg(long)]
     pub(crate) exit_code: bool,
 }
 
-/// What is said of one history; the keys are described in `analysis/schema.md`.
+/// The answer for one recording; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 struct Advice {
     trace: String,
@@ -92,114 +90,112 @@ struct Advice {
     allocations: u64,
     /// Streams that allocate.
     streams: usize,
-    /// What is missing of a file that was cut short.
+    /// Why the file is incomplete, if it was truncated.
     cut: Option<String>,
     #[serde(skip)]
     settings_known: bool,
-    /// What the recording program had.
-    recorded: AsItRan,
-    /// Most bytes that may be reserved in all that follows.
+    /// Settings and peaks of the recorded run.
+    recorded: RecordedSettings,
+    /// Limit on reserved bytes for all comparisons.
     limit_bytes: Option<u64>,
-    /// How that is known.
+    /// Source of the limit.
     limit_source: Option<LimitSource>,
-    /// Where the limit is told from releases of the cache: how many, and the most that it can have been.
+    /// Cache flushes from which the limit is inferred: their number, and an upper bound on the limit.
     released: Option<Released>,
-    /// What is to be done.
+    /// The advice in one word.
     verdict: Verdict,
-    /// What the first of the settings saves, in percent of the peak that was recorded; 0 where nothing is to be changed. `null` where
-    /// the recording does not say, and where memory runs out.
+    /// Saving of the first setting, in percent of the recorded peak; 0 if the settings are kept. `null` where the recording does not
+    /// show it, and where memory runs out.
     saving_percent: Option<f64>,
-    /// What the answer rests on.
+    /// Evidence for the answer.
     evidence: Evidence,
-    /// The versions of PyTorch that settings are for: `--torch`, or those that write such a snapshot; `null` where nothing
-    /// tells them.
+    /// PyTorch versions that settings must suit: `--torch`, or the versions that write such a snapshot; `null` where unknown.
     torch: Option<String>,
-    /// Least memory in which any setting runs.
+    /// Minimum memory over all settings.
     needed_bytes: Option<u64>,
-    /// The best settings of each kind, or those of `--conf`, best first; those that run out of memory come last. The
-    /// expected peak decides, and within 0.5 % of it the fewer changes to what ran and the fewer driver calls; within 2 % a
-    /// setting that needs no line of Python comes before one that does.
+    /// The best settings of each kind, or those of `--conf`, best first; settings that run out of memory come last. The expected
+    /// peak decides; within 0.5 % of it fewer changes to the current settings and fewer driver calls; within 2 % a setting
+    /// that needs no line of Python precedes one that does.
     settings: Vec<Setting>,
-    /// The best of them without `expandable_segments`, where the first has it; `null` where it has not, or none was tried.
+    /// The best of them without `expandable_segments`, if the first has it; `null` if it has not, or none was tested.
     without_expandable_segments: Option<Setting>,
-    /// Where the first setting has `expandable_segments` and what ran had not: what a stack frame shows against them, Windows
-    /// or CUDA IPC.
+    /// If the first setting adds `expandable_segments`: the stack frame that rules them out, Windows or CUDA IPC.
     obstacle: Option<String>,
-    /// Phases that the program's outermost annotations part, else its longest pauses; none where nothing parts it.
+    /// Phases of the program, split at its outermost annotations, else at its longest pauses; empty without either.
     phases: Vec<Phase>,
-    /// What a change of the program would gain under the recorded settings, the one that saves most first. Under 2 % of reserved
-    /// memory, or of `empty_cache` under a tenth of the driver calls, nothing is said.
+    /// Gains of program changes under the recorded settings, the largest saving first. Savings below 2 % of reserved memory, or for
+    /// `empty_cache` below a tenth of the driver calls, are left out.
     program_changes: Vec<program::Change>,
-    /// What else was tried.
+    /// Other tested settings.
     also_tried: Vec<Outcome<Of>>,
-    /// Allocators that no setting of PyTorch's selects, for comparison.
+    /// Allocators that no PyTorch setting selects, for comparison.
     other_allocators: Vec<Outcome<Other>>,
-    /// Most bytes asked for at once, what was refused included.
+    /// Peak requested bytes, refused requests included.
     live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
-    /// What no replay can tell.
+    /// What no replay shows.
     unknown: Unknown,
     #[serde(skip)]
-    happened: String,
+    run: String,
 }
 
-/// Releases of the cache during requests.
+/// Cache flushes during requests.
 #[derive(Debug, Serialize)]
 struct Released {
-    /// How many stacks show.
+    /// Number of flushes that stack traces show.
     times: u64,
-    /// The most that the limit can have been.
+    /// Upper bound on the limit.
     limit_most_bytes: u64,
 }
 
-/// What the recording program had.
+/// Settings and peaks of the recorded run.
 #[derive(Debug, Serialize)]
-struct AsItRan {
-    /// Its settings; empty: PyTorch's defaults.
+struct RecordedSettings {
+    /// `PYTORCH_CUDA_ALLOC_CONF`; empty for PyTorch's defaults.
     conf: Conf,
     peak_reserved_bytes: Option<u64>,
     peak_requested_bytes: Option<u64>,
     /// The replay under the same settings.
     replayed: Outcome<Of>,
-    /// How far the peak of that is from the recorded one: how far the other figures can be trusted. `null` where the
-    /// limit is another one or not known.
+    /// Deviation of that replay's peak from the recorded peak, a measure of trust in the other values. `null` where the limit
+    /// differs or is unknown.
     replayed_off_percent: Option<f64>,
-    /// The last request that was refused.
+    /// The last out-of-memory event.
     out_of_memory: Option<OutOfMemory>,
 }
 
-/// What is to be done.
+/// The advice in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Verdict {
-    /// The first setting is better than what ran.
+    /// The first setting is better than the current ones.
     Change,
-    /// What ran is as good as any, or so nearly that a change is not worth it.
+    /// The current settings are as good as any, or nearly.
     Keep,
-    /// The recording does not say: before it began more was reserved than the first setting needs in what was recorded, and how
-    /// much that setting would have needed by then is not known.
-    NotSaid,
-    /// Memory runs out under every setting, or more is reserved than there is.
+    /// More was reserved before recording started than the first setting needs afterwards; its earlier demand is unknown.
+    #[serde(rename = "not-said")]
+    Inconclusive,
+    /// Memory runs out under every setting, or the limit is exceeded.
     OutOfMemory,
-    /// The snapshot has no events, so that nothing can be compared.
+    /// The snapshot has no events, so nothing can be compared.
     NotRecorded,
 }
 
-/// What no replay can tell.
+/// What no replay shows.
 #[derive(Debug, Serialize)]
 struct Unknown {
-    /// Frees that waited for other streams: when these were done depends on timing.
+    /// Deferred frees: their completion depends on timing.
     deferred_frees: u64,
-    /// Blocks that were in use before the first event.
+    /// Blocks that were active before recording started.
     prologue_allocations: u64,
-    /// Bytes of segments that were held before the first event.
+    /// Bytes of segments that were reserved before recording started.
     prologue_reserved_bytes: u64,
-    /// Blocks from before the first event whose size the history does not tell.
+    /// Blocks from before recording started whose size is unknown.
     undetermined_blocks: u64,
-    /// Bytes free on the device when memory ran out.
+    /// Free bytes of the device when memory ran out.
     device_free_bytes: Option<u64>,
-    /// Whether garbage was collected under a memory limit that the history does not tell.
+    /// Whether garbage was collected under an unknown memory limit.
     limit: bool,
 }
 
@@ -210,58 +206,58 @@ struct Other {
     alloc: Selection,
 }
 
-/// The search's way, drawn on standard error.
+/// Template of the progress bar.
 const FORM: &str = "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]";
 
-/// Answers for each file; whether some setting runs each.
+/// Prints the advice for each file. Returns whether some setting avoids running out of memory in each.
 pub(crate) fn advise(args: &AdviseArgs) -> Result<bool> {
-    let asked = Asked::of(args)?;
+    let request = Request::new(args)?;
     let limit = args.limit.as_deref().map(limit_of).transpose()?;
     let files = share_of(&args.files, args.shard);
     let mut page = Page::stdout();
-    let mends = match (files.as_slice(), args.shard) {
+    let fits = match (files.as_slice(), args.shard) {
         ([], Some(shard)) => {
             let are = if args.files.len() == 1 { "is" } else { "are" };
-            let histories = crate::words::counted(args.files.len() as u64, "history");
-            bail!("--shard {shard}: there {are} {histories}; none is left for this share")
+            let recordings = crate::words::counted(args.files.len() as u64, "recording");
+            bail!("--shard {shard}: there {are} {recordings}; none is left for this share")
         }
         ([file], None) => {
-            let recording = read(file, args)?;
+            let (recording, builder) = read(file, args)?;
             if recording.events.is_empty() {
                 return not_recorded::answer(file, &recording, args, limit).map(|()| true);
             }
-            let advice = of(file, &recording, args, limit, &asked)?;
-            let mends = advice.verdict != Verdict::OutOfMemory;
+            let advice = of(file, (&recording, builder), args, limit, &request)?;
+            let fits = advice.verdict != Verdict::OutOfMemory;
             if args.json {
-                return terminal::print_json(&advice).map(|()| mends);
+                return terminal::print_json(&advice).map(|()| fits);
             }
             sentences::report(&advice, args.all, &mut page);
             sentences::end(&advice, &mut page);
-            mends
+            fits
         }
         (files, _) => {
-            let found = ranks::of(files, args, limit, &asked)?;
-            let mends = found.mends();
+            let ranks = ranks::advise_all(files, args, limit, &request)?;
+            let fits = ranks.fits();
             if args.json {
-                return terminal::print_json(&found).map(|()| mends);
+                return terminal::print_json(&ranks).map(|()| fits);
             }
-            ranks::report(&found, args.all, &mut page);
-            mends
+            ranks::report(&ranks, args.all, &mut page);
+            fits
         }
     };
-    page.print().map(|()| mends)
+    page.print().map(|()| fits)
 }
 
-/// The answer for one history as `--json` has it, with the sentences of the screen, for the page of `report`.
+/// The answer for one recording as in `--json`, with the sentences of the screen, for the page of `report`.
 ///
 /// # Errors
 /// As those of the command.
 pub(crate) fn answer(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Value> {
-    let happened = RecordedRun::of(limit, recording)?;
-    let advice = advice(file, &happened, &Asked::default(), false, recording)?;
+    let run = RecordedRun::new(limit, recording, recording.builder()?)?;
+    let advice = advice(file, &run, &Request::default(), false, recording)?;
     let mut out = serde_json::to_value(&advice)?;
-    out["happened"] = sentences::happened(&advice).into();
-    out["bound"] = sentences::least(&advice).into();
+    out["happened"] = sentences::recorded_run(&advice).into();
+    out["bound"] = sentences::bounds(&advice).into();
     out["not_known"] = sentences::unknown(&advice).into();
     Ok(out)
 }
@@ -286,87 +282,93 @@ fn limit_of(text: &str) -> Result<u64> {
 /// A memory limit.
 ///
 /// # Errors
-/// A text that says none, or less than an allocator can take.
+/// The text is not a size, or below the smallest segment.
 pub(crate) fn limit(text: &str) -> Result<u64> {
     let Bytes(bytes) = text.parse()?;
     if bytes < LEAST_LIMIT {
-        bail!("that is {}, less than an allocator can take; write a unit, such as 24GiB", Bytes(bytes));
+        bail!("{} is less than one segment; write a unit, such as 24GiB", Bytes(bytes));
     }
     Ok(bytes)
 }
 
-/// A setting's figures for a comparison with what really happened.
+/// Predicted values of a setting, to be compared with measured ones.
 #[derive(Debug)]
 pub struct Predicted {
-    /// The setting, as `PYTORCH_CUDA_ALLOC_CONF` has it.
+    /// The setting, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`.
     pub conf: String,
     /// Peak of reserved memory.
     pub peak_reserved_bytes: u64,
     /// Whether a request fails.
     pub out_of_memory: bool,
-    /// Times at which the cache is emptied before a request can be served.
+    /// Cache flushes before a request can be served.
     pub num_alloc_retries: u64,
 }
 
-/// What a history would do under settings, and what of it no replay can tell.
+/// Predictions for a recording under settings, and what no replay shows.
 #[derive(Debug)]
 pub struct Predictions {
     /// The best first.
     pub settings: Vec<Predicted>,
-    /// Frees that waited for other streams.
+    /// Deferred frees.
     pub deferred_frees: u64,
-    /// Private pools, of CUDA graphs and of `MemPool`.
+    /// Private pools of CUDA graphs and of `MemPool`.
     pub private_pools: u64,
 }
 
-/// What a history would do under settings.
+/// Replays a recording under settings.
 ///
 /// # Errors
-/// Those of reading the history, and of settings that are none.
+/// Those of reading the recording, and invalid settings.
 pub fn predict(file: &Path, limit: Option<u64>, confs: &[String]) -> Result<Predictions> {
-    let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
-    // As under a limit of PyTorch's, which expandable segments may pass.
-    let trial = Trial::new(file, &happened.recorded.history, limit, false)?;
+    let run = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
+    // PyTorch's limit, which expandable segments may exceed.
+    let trial = Trial::new(file, &run.trace.history, limit, false)?;
     let confs = self::confs(confs)?;
     let mut outcomes = in_parallel(cores(), &confs, |conf| trial.run(conf))?;
-    search::rank(&mut outcomes, &happened.conf);
+    search::rank(&mut outcomes, &run.conf);
     let settings = outcomes.into_iter().map(|outcome| Predicted {
         conf: outcome.of.conf.text().to_owned(),
         peak_reserved_bytes: outcome.peak_reserved_bytes,
         out_of_memory: outcome.out_of_memory,
         num_alloc_retries: outcome.num_alloc_retries,
     });
-    let history = &happened.recorded.history;
+    let history = &run.trace.history;
     let (deferred_frees, private_pools) = (history.deferred_frees(), history.private_pools());
     Ok(Predictions { settings: settings.collect(), deferred_frees, private_pools })
 }
 
-/// Reads one history.
-fn read(file: &Path, args: &AdviseArgs) -> Result<Recording> {
+/// Reads one recording.
+fn read(file: &Path, args: &AdviseArgs) -> Result<(Recording, TraceBuilder)> {
     let bar = Bar::new(None, "{spinner} {wide_msg} [{elapsed}]");
     bar.message(format!("reading {}", file.display()));
-    let recording = Recording::read(file, args.gpu, None, &args.read)?;
+    let recording = Recording::read_to_replay(file, args.gpu, None, &args.read)?;
     bar.clear();
     Ok(recording)
 }
 
-/// Says everything of one history.
-fn of(file: &Path, recording: &Recording, args: &AdviseArgs, limit: Option<u64>, asked: &Asked) -> Result<Advice> {
-    advice(file, &RecordedRun::of(limit, recording)?, asked, args.all, recording)
+/// The advice for one recording.
+fn of(
+    file: &Path,
+    (recording, builder): (&Recording, TraceBuilder),
+    args: &AdviseArgs,
+    limit: Option<u64>,
+    request: &Request,
+) -> Result<Advice> {
+    advice(file, &RecordedRun::new(limit, recording, builder)?, request, args.all, recording)
 }
 
-/// What is to be answered.
+/// Options of the command line.
 #[derive(Debug, Default)]
-struct Asked {
-    /// Settings to look at instead of searching.
+struct Request {
+    /// Settings to test instead of searching.
     confs: Vec<Conf>,
-    /// What the search leaves out.
+    /// Settings that the search excludes.
     without: Vec<String>,
     torch: Option<Torch>,
 }
 
-impl Asked {
-    fn of(args: &AdviseArgs) -> Result<Self> {
+impl Request {
+    fn new(args: &AdviseArgs) -> Result<Self> {
         args.without
             .iter()
             .try_for_each(|key| versions::check_name(key).with_context(|| format!("--without {key}")))?;
@@ -374,13 +376,13 @@ impl Asked {
         Ok(Self { confs: confs(&args.conf)?, without: args.without.clone(), torch: torch.transpose()? })
     }
 
-    /// The versions that a history's settings are for.
+    /// PyTorch versions that settings must suit.
     ///
     /// # Errors
-    /// None of them knows what a given setting names.
-    fn versions(&self, happened: &RecordedRun) -> Result<Versions> {
-        let Compiled { keys, allocator_settings, cut, .. } = &happened.recorded;
-        let versions = self.torch.map_or_else(|| Versions::told(*keys, allocator_settings, *cut), Versions::given);
+    /// None of them has one of the requested settings.
+    fn versions(&self, run: &RecordedRun) -> Result<Versions> {
+        let Trace { keys, allocator_settings, cut, .. } = &run.trace;
+        let versions = self.torch.map_or_else(|| Versions::inferred(*keys, allocator_settings, *cut), Versions::given);
         self.confs.iter().try_for_each(|conf| versions.check(conf))?;
         Ok(versions)
     }
@@ -390,42 +392,41 @@ impl Asked {
     }
 }
 
-/// Says everything of one history.
-fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recording: &Recording) -> Result<Advice> {
-    let history = &happened.recorded.history;
-    let trial = happened.trial(file)?;
-    let recorded = &happened.conf;
-    let versions = asked.versions(happened)?;
-    let (bounds, found) = std::thread::scope(|scope| {
-        let bounds = scope.spawn(|| Bounds::of(&happened.recorded, Search::On, |_| {}));
-        let found = compare(&trial, recorded, asked, versions, all);
-        (bounds.join(), found)
+fn advice(file: &Path, run: &RecordedRun, request: &Request, all: bool, recording: &Recording) -> Result<Advice> {
+    let history = &run.trace.history;
+    let trial = run.trial(file)?;
+    let recorded = &run.conf;
+    let versions = request.versions(run)?;
+    let (bounds, comparison) = std::thread::scope(|scope| {
+        let bounds = scope.spawn(|| Bounds::of(&run.trace, Search::On, |_| {}));
+        let comparison = compare(&trial, recorded, request, versions, all);
+        (bounds.join(), comparison)
     });
-    // A panic there has been reported.
+    // The panic hook has printed the message.
     let bounds = bounds.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     let bounds = bounds.with_context(|| file.display().to_string())?;
-    let Found { replayed, settings, also_tried, others } = found?;
-    let tried = settings.iter().map(|setting| &setting.outcome).chain(&also_tried).chain([&replayed]);
-    tried.into_iter().try_for_each(|outcome| outcome.check(file, Some(&bounds)))?;
+    let Comparison { replayed, settings, also_tried, others } = comparison?;
+    let outcomes = settings.iter().map(|setting| &setting.outcome).chain(&also_tried).chain([&replayed]);
+    outcomes.into_iter().try_for_each(|outcome| outcome.check(file, Some(&bounds)))?;
     others.iter().try_for_each(|outcome| outcome.check(file, None))?;
     let runs = settings.first().filter(|first| first.outcome.runs());
-    let evidence = Evidence::of(happened, &trial, &replayed)?;
-    let program_changes = program::changes(recording, happened, &trial, &evidence, &replayed)?;
+    let evidence = Evidence::new(run, &trial, &replayed)?;
+    let program_changes = program::changes(recording, run, &trial, &evidence, &replayed)?;
     let same = |first: &Setting| first.conf().acts_as(recorded);
-    // What ran out of memory has no peak to be compared with.
-    let compares = !replayed.out_of_memory && happened.out_of_memory().is_none();
-    let saving = runs.filter(|_| compares).and_then(|first| {
+    // A run that ran out of memory has no peak to compare with.
+    let comparable = !replayed.out_of_memory && run.out_of_memory().is_none();
+    let saving = runs.filter(|_| comparable).and_then(|first| {
         let saving = evidence.saving(first.outcome.peak_reserved_bytes)?;
         Some(if same(first) { 0.0 } else { saving })
     });
-    let told = |first: &Setting| match compares {
+    let conclusive = |first: &Setting| match comparable {
         true => saving.is_some() || evidence.before.reserved_bytes == 0,
         false => evidence.reaches(first.outcome.peak_reserved_bytes),
     };
     let verdict = match runs {
         None => Verdict::OutOfMemory,
         Some(first) if same(first) => Verdict::Keep,
-        Some(first) if !told(first) => Verdict::NotSaid,
+        Some(first) if !conclusive(first) => Verdict::Inconclusive,
         Some(_) if saving.is_some_and(|saving| saving < WORTH) => Verdict::Keep,
         Some(_) => Verdict::Change,
     };
@@ -433,34 +434,34 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
     let without = settings.iter().find(|setting| expandable && !setting.conf().expandable).cloned();
     Ok(Advice {
         trace: file.display().to_string(),
-        gpus: happened.recorded.gpus.clone(),
+        gpus: run.trace.gpus.clone(),
         events: history.events(),
         allocations: history.allocations(),
         streams: history.streams().len(),
-        cut: happened.recorded.cut.map(|cut| cut.to_string()),
-        settings_known: happened.recorded.cut.is_none_or(|cut| cut.settings_known),
-        recorded: AsItRan {
+        cut: run.trace.cut.map(|cut| cut.to_string()),
+        settings_known: run.trace.cut.is_none_or(|cut| cut.settings_known),
+        recorded: RecordedSettings {
             conf: recorded.clone(),
-            peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
-            peak_requested_bytes: happened.recorded.as_recorded.map(|told| told.requested),
-            replayed_off_percent: happened.recorded.as_recorded.filter(|_| happened.repeats).map(|told| {
+            peak_reserved_bytes: run.trace.recorded_peaks.map(|peaks| peaks.reserved),
+            peak_requested_bytes: run.trace.recorded_peaks.map(|peaks| peaks.requested),
+            replayed_off_percent: run.trace.recorded_peaks.filter(|_| run.repeats).map(|peaks| {
                 // CAST: bytes of a device, below 2^53.
-                100.0 * (replayed.peak_reserved_bytes as f64 / told.reserved.max(1) as f64 - 1.0)
+                100.0 * (replayed.peak_reserved_bytes as f64 / peaks.reserved.max(1) as f64 - 1.0)
             }),
             replayed,
-            out_of_memory: happened.out_of_memory().cloned(),
+            out_of_memory: run.out_of_memory().cloned(),
         },
-        limit_bytes: happened.limit.map(|(limit, _)| limit),
-        limit_source: happened.limit.map(|(_, source)| source),
-        released: happened.retries.map(|Retries { count, most, .. }| Released { times: count, limit_most_bytes: most }),
+        limit_bytes: run.limit.map(|(limit, _)| limit),
+        limit_source: run.limit.map(|(_, source)| source),
+        released: run.retries.map(|Retries { count, most, .. }| Released { times: count, limit_most_bytes: most }),
         verdict,
         saving_percent: saving,
         evidence,
         needed_bytes: settings.iter().filter_map(|setting| setting.smallest_memory_bytes).min(),
-        torch: versions.are_told().then(|| versions.to_string()),
+        torch: versions.are_known().then(|| versions.to_string()),
         without_expandable_segments: without,
         obstacle: (expandable && !recorded.expandable)
-            .then(|| versions::shown(&recording.origins))
+            .then(|| versions::obstacle(&recording.origins))
             .flatten()
             .map(|obstacle| obstacle.to_string()),
         settings,
@@ -475,44 +476,50 @@ fn advice(file: &Path, happened: &RecordedRun, asked: &Asked, all: bool, recordi
             prologue_allocations: history.prologue_allocations(),
             prologue_reserved_bytes: history.prologue_segments().1,
             undetermined_blocks: history.undetermined_blocks(),
-            device_free_bytes: happened.out_of_memory().and_then(|last| last.device_free_bytes),
-            limit: happened.limit_missing,
+            device_free_bytes: run.out_of_memory().and_then(|last| last.device_free_bytes),
+            limit: run.limit_missing,
         },
-        happened: happened.to_string(),
+        run: run.to_string(),
     })
 }
 
-/// What replays found.
+/// Results of the replays.
 #[derive(Debug)]
-struct Found {
+struct Comparison {
     replayed: Outcome<Of>,
     settings: Vec<Setting>,
     also_tried: Vec<Outcome<Of>>,
     others: Vec<Outcome<Other>>,
 }
 
-/// Does `work` for each item, with a bar that says what it is.
-fn of_all<T: Sync, R: Send>(items: &[T], what: &str, work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+/// Does `work` for each item, with a progress bar.
+fn for_each<T: Sync, R: Send>(items: &[T], message: &str, work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let bar = Bar::new(items.len() as u64, FORM);
-    bar.message(what);
-    let done = in_parallel(cores(), items, |item| {
-        let done = work(item);
+    bar.message(message);
+    let results = in_parallel(cores(), items, |item| {
+        let result = work(item);
         bar.advance(1);
-        done
+        result
     });
     bar.clear();
-    done
+    results
 }
 
-/// Replays under the settings of the command line, or under those of a search.
-fn compare(trial: &Trial, recorded: &Conf, asked: &Asked, versions: Versions, all_others: bool) -> Result<Found> {
+/// Replays under the settings of the command line, or searches for the best ones.
+fn compare(
+    trial: &Trial,
+    recorded: &Conf,
+    request: &Request,
+    versions: Versions,
+    all_others: bool,
+) -> Result<Comparison> {
     let limited = trial.limit.is_some();
     let permitted = |mut confs: Vec<Conf>| {
-        confs.retain(|conf| asked.allowed(versions).permits(conf));
+        confs.retain(|conf| request.allowed(versions).permits(conf));
         confs
     };
-    let run = |confs: &[Conf], message: &str| of_all(confs, message, |conf| trial.run(conf));
-    let (mut outcomes, close) = if asked.confs.is_empty() {
+    let run = |confs: &[Conf], message: &str| for_each(confs, message, |conf| trial.run(conf));
+    let (mut outcomes, detailed) = if request.confs.is_empty() {
         let mut tried = permitted(search::grid(recorded, limited));
         let mut outcomes = run(&tried, "settings")?;
         for _ in 0..ROUNDS {
@@ -524,9 +531,9 @@ fn compare(trial: &Trial, recorded: &Conf, asked: &Asked, versions: Versions, al
             outcomes.extend(run(&fresh, "settings around the best")?);
         }
         search::rank(&mut outcomes, recorded);
-        (outcomes.clone(), search::distinct(&outcomes, CLOSELY))
+        (outcomes.clone(), search::distinct(&outcomes, DETAILED))
     } else {
-        let mut outcomes = run(&asked.confs, "settings")?;
+        let mut outcomes = run(&request.confs, "settings")?;
         search::rank(&mut outcomes, recorded);
         (outcomes.clone(), outcomes)
     };
@@ -534,7 +541,7 @@ fn compare(trial: &Trial, recorded: &Conf, asked: &Asked, versions: Versions, al
         Some(outcome) => outcome.clone(),
         None => trial.run(recorded)?,
     };
-    let mut settings = of_all(&close, "smallest memory", |outcome| trial.closely(outcome.clone()))?;
+    let mut settings = for_each(&detailed, "minimum memory", |outcome| trial.detailed(outcome.clone()))?;
     if settings.iter().all(|setting| !setting.outcome.runs()) {
         settings.sort_by_key(|setting| setting.smallest_memory_bytes.unwrap_or(u64::MAX));
     }
@@ -546,5 +553,5 @@ fn compare(trial: &Trial, recorded: &Conf, asked: &Asked, versions: Versions, al
     let others: Vec<Selection> =
         others.into_iter().map(Selection::of).filter(|alloc| !alloc.capabilities().follows_pytorch).collect();
     let others = in_parallel(cores(), &others, |alloc| trial.under(Other { alloc: alloc.clone() }, alloc))?;
-    Ok(Found { replayed, settings, also_tried: outcomes, others })
+    Ok(Comparison { replayed, settings, also_tried: outcomes, others })
 }

@@ -5,8 +5,8 @@
 
 use crate::explain::lines::{line_of, words};
 use crate::gpus::{Gpus, Tallies};
-use crate::history::{Compiled, Compiling, Devices, PYTORCH, adopted, is_as_recorded, no_events, say_cut};
-use crate::reading::ReadArgs;
+use crate::history::{Devices, PYTORCH, Trace, TraceBuilder, adopted, is_as_recorded, no_events};
+use crate::reading::{FromEvents, ReadArgs, warn_of_cut};
 use crate::recording::{Range, ranges};
 use crate::words::counted;
 use anyhow::{Context, Result, anyhow, bail};
@@ -64,7 +64,7 @@ pub(crate) fn convert(args: &ConvertArgs) -> Result<()> {
     let mut tally = Tally::default();
     let summary = write(args, out, bar.reading(file), &mut tally)?;
     bar.clear();
-    say_cut(&args.from, &summary);
+    warn_of_cut(&args.from, &summary);
     let mut page = Page::stdout();
     page.line(tally.line(args, &summary));
     let out = quoted(&args.out.to_string_lossy());
@@ -169,7 +169,7 @@ impl Labels {
 
 /// The placement of each allocation, from the log itself or from a replay that matches every recorded address; empty if neither
 /// has it.
-fn placements(args: &ConvertArgs, summary: &Summary, trace: &Compiled) -> Vec<BlockPlace> {
+fn placements(args: &ConvertArgs, summary: &Summary, trace: &Trace) -> Vec<BlockPlace> {
     if summary.format == Format::Jsonl {
         // A pipe cannot be read a second time.
         let placements = args.from.is_file().then(|| jsonl_placements(&args.from));
@@ -182,7 +182,7 @@ fn placements(args: &ConvertArgs, summary: &Summary, trace: &Compiled) -> Vec<Bl
 
 /// The placement of each allocation, starting with those from before recording started; `None` if no replay matches every
 /// recorded block and segment address.
-fn replay_placements(Compiled { history, settings, .. }: &Compiled) -> Option<Vec<BlockPlace>> {
+fn replay_placements(Trace { history, settings, .. }: &Trace) -> Option<Vec<BlockPlace>> {
     history.check_comparable().ok()?;
     parse_list(PYTORCH).ok()?.iter().find_map(|policy| {
         let (policy, _) = adopted(policy, settings);
@@ -242,7 +242,7 @@ struct Tally {
     /// Events of the chosen GPUs by action.
     read: [u64; Action::ALL.len()],
     /// Checks of each GPU's events.
-    gpus: BTreeMap<u16, Compiling>,
+    gpus: BTreeMap<u16, TraceBuilder>,
     /// Number of GPUs.
     gpu_count: usize,
     /// Events that the writer could not place.
@@ -278,8 +278,8 @@ impl Tally {
         if self.too_many {
             return Ok(());
         }
-        let checks = self.gpus.entry(event.device).or_insert_with(|| Compiling::new(event.device, &self.budget));
-        checks.take(&event).map_err(|error| match error {
+        let checks = self.gpus.entry(event.device).or_insert_with(|| TraceBuilder::begin(event.device, &self.budget));
+        checks.push(&event, origin).map_err(|error| match error {
             // Events are numbered per GPU.
             ReplayError::Event { number, what } if other => {
                 ReadError::stop(format!("event {number} of GPU {}: {what}", event.device))
@@ -293,13 +293,13 @@ impl Tally {
     }
 
     /// Runs the checks that need all events, and returns each GPU's trace.
-    fn finish_checks(&mut self, summary: &Summary) -> Result<Vec<(u16, Compiled)>, ReplayError> {
+    fn finish_checks(&mut self, summary: &Summary) -> Result<Vec<(u16, Trace)>, ReplayError> {
         self.gpu_count = self.gpus.len();
         if self.gpus.is_empty() {
             recorded_settings(&summary.allocator_settings)?;
         }
         let checked = std::mem::take(&mut self.gpus).into_iter();
-        checked.map(|(gpu, checks)| Ok((gpu, checks.finish(summary, |_| None)?))).collect()
+        checked.map(|(gpu, checks)| Ok((gpu, checks.finish(summary, Gpus::only(gpu), None)?))).collect()
     }
 
     /// The `--gpu` argument for a command on the output: a snapshot contains all GPUs unless one was chosen.

@@ -34,7 +34,7 @@ use survey::Survey;
 use terminal::{Bar, Page, Shard};
 use vramlab::backends::{TorchAllocator, of_torch};
 use vramlab::histories::formats::Action;
-use vramlab::histories::replay::{ReplaySettings, replay};
+use vramlab::histories::replay::{History, ReplaySettings, replay};
 use vramlab::{Bytes, Selection};
 
 pub(crate) use explanation::{Explanation, Moment};
@@ -157,8 +157,8 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
         frames: recording.origins.has_frames(),
         annotations: recording.origins.annotations().len() as u64,
         cut: recording.summary.cut.map(|cut| cut.to_string()),
-        blocks_before: recording.before.blocks.len() as u64,
-        segments_before: recording.before.segments.len() as u64,
+        blocks_before: recording.initial.blocks.len() as u64,
+        segments_before: recording.initial.segments.len() as u64,
         limit_bytes: recording.settings.memory_limit,
         phases: phases(recording)?,
         ..Explanation::default()
@@ -168,8 +168,8 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
     let between = requested.or_else(|| between_repetitions(&survey));
     describe_moments(&mut view, &survey, &checkpoints, between, &mut explanation)?;
     if explanation.reserved.pending.deferred_frees > 0 {
-        explanation.reserved.pending.replayed_reserved_bytes = replayed_peak(recording, false);
-        explanation.reserved.pending.replayed_instant_reserved_bytes = replayed_peak(recording, true);
+        let pending = &mut explanation.reserved.pending;
+        [pending.replayed_reserved_bytes, pending.replayed_instant_reserved_bytes] = replayed_peaks(recording);
     }
     explanation.beside =
         device_use::device_use(file, recording, &explanation.reserved.moment, &mut explanation.timeline);
@@ -342,17 +342,19 @@ fn describe_moments(
     Ok(())
 }
 
-/// Peak reserved bytes of a replay under the recorded policy without a memory limit. Frees complete as recorded, or immediately
-/// if `instant`. `None` for a recording that cannot be replayed.
-fn replayed_peak(recording: &Recording, instant: bool) -> Option<u64> {
-    let mut compiled = recording.compiled(|_| recording.settings.memory_limit).ok()?;
+/// Peak reserved bytes of replays under the recorded policy without a memory limit, with frees that complete as recorded and
+/// immediately. `None` for a recording that cannot be replayed.
+fn replayed_peaks(recording: &Recording) -> [Option<u64>; 2] {
+    let Ok(mut trace) = recording.trace(recording.settings.memory_limit) else { return [None; 2] };
     let expandable = recording.events.count(Action::SegmentMap) > 0;
-    if instant {
-        compiled.history.complete_at_once();
-    }
     let policy = of_torch(if expandable { TorchAllocator::Expandable } else { TorchAllocator::Native });
-    let (policy, _) = adopted(&Selection::of(policy), &compiled.settings);
-    let driver = Devices::Null.make(None).ok()?;
-    let report = replay(&compiled.history, &policy, &driver, &ReplaySettings::default()).ok()?;
-    Some(report.stats.reserved_bytes.all.peak)
+    let (policy, _) = adopted(&Selection::of(policy), &trace.settings);
+    let peak = |history: &History| {
+        let driver = Devices::Null.make(None).ok()?;
+        let report = replay(history, &policy, &driver, &ReplaySettings::default()).ok()?;
+        Some(report.stats.reserved_bytes.all.peak)
+    };
+    let as_recorded = peak(&trace.history);
+    trace.history.complete_at_once();
+    [as_recorded, peak(&trace.history)]
 }

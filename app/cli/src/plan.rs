@@ -1,7 +1,7 @@
 //! `vramlab plan`: where the blocks of a recorded history are placed so that it needs little memory.
 
 use crate::gpus::chosen;
-use crate::history::{Compiled, load};
+use crate::history::{Trace, load};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -14,25 +14,25 @@ use vramlab::output::{Existing, OutputFile};
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// History: a PyTorch snapshot or another format of `convert`, plain, .gz or .xz
+    /// Recording: a PyTorch snapshot or another format of `convert`, plain, .gz or .xz
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Where the plan goes, for `--alloc plan:file=FILE`
+    /// Output file for `--alloc plan:file=FILE`
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Let memory go from one stream to another only where the history shows that the work is over, so that no stream waits
+    /// Reuse another stream's memory only where the recording shows that its work has completed, so that no stream waits
     #[arg(long)]
     known_order: bool,
-    /// Most steps of the search; thirty million take about a second, and the other commands make as many
+    /// Maximum number of search steps; thirty million take about a second, the number that other commands make
     #[arg(long, value_name = "N", default_value_t = PlanSettings::MOST_STEPS)]
     steps: u64,
     /// Seed of the search
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Memory limit of the recording, which tells a retry from empty_cache
+    /// Memory limit during recording, to distinguish retries from empty_cache
     #[arg(long, value_name = "BYTES")]
     limit: Option<Bytes>,
-    /// Which GPU's events are planned, where a history holds several
+    /// GPU to plan for, if the recording contains several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     #[command(flatten)]
@@ -42,48 +42,46 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// What was found; the keys are described in `analysis/schema.md`.
+/// The offline placement; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
-struct Found {
+struct Report {
     trace: String,
-    /// Blocks that were placed.
+    /// Placed blocks.
     allocations: usize,
-    /// Most bytes that were in use at once.
+    /// Peak active bytes.
     lower_bound_bytes: u64,
-    /// Bytes that are enough by the plan.
+    /// Size of the placement.
     plan_bytes: u64,
-    /// Bytes below which no plan keeps each block in one piece, as far as the search proved it: `lower_bound_bytes` or
-    /// more. If it is `plan_bytes`, the plan is the best there is.
+    /// Proved lower bound for placements that keep each block contiguous: `lower_bound_bytes` or more. If it equals `plan_bytes`,
+    /// the placement is optimal.
     least_bytes: u64,
     /// `plan_bytes / lower_bound_bytes - 1`.
     gap: f64,
-    /// What an allocator would reserve that makes each block above 1 MiB of any free pages of 2 MiB of its stream
-    /// (GMLake at its best); smaller blocks lie in pages of their own, by best fit.
+    /// Peak reserved by an allocator that builds each block above 1 MiB from any free 2 MiB pages of its stream (an ideal GMLake);
+    /// smaller blocks use separate pages, by best fit.
     stitched_bytes: u64,
-    /// Requests above 1 MiB for which PyTorch's native policy, with its default settings, takes a segment from the
-    /// device.
+    /// Requests above 1 MiB for which PyTorch's native policy, with default settings, allocates a segment.
     segment_requests: u64,
-    /// Those of them for which the wholly free pages of 2 MiB in large segments of the stream would have sufficed; each
-    /// is looked at by itself.
+    /// Of these, requests that the fully free 2 MiB pages in large segments of the stream could serve, each taken separately.
     stitchable_requests: u64,
-    /// Those of them that were not looked at, as that takes a snapshot each: 33,554,432 blocks were seen.
+    /// Of these, requests that were not examined: each takes a snapshot, and 33,554,432 blocks were examined.
     unexamined_requests: u64,
     /// Steps of the search.
     steps: u64,
-    /// Why it ended: `best` (there is no plan of fewer bytes, or it is within 0.012 % of the lower bound), `steps` (`--steps`
-    /// allows more) or `memory` (`--read-memory` does).
+    /// Why the search stopped: `best` (no smaller placement exists, or it is within 0.012 % of the lower bound), `steps` (raise
+    /// `--steps`) or `memory` (raise `--read-memory`).
     end: SearchEnd,
     seed: u64,
-    /// Whether memory changes streams only where the history shows the order, so that streams do not wait.
+    /// Whether memory changes streams only where the recording shows the order, so that streams do not wait.
     known_order: bool,
 }
 
-/// Plans a history.
+/// Searches for an offline placement.
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let out = args.out.as_deref().map(|out| OutputFile::create(out, Existing::Replace)).transpose()?;
     let bar = Bar::new(args.steps, "{bar:30} {percent} % {wide_msg} [{elapsed} left {eta}]");
     bar.message(format!("reading {}", args.file.display()));
-    let Compiled { history, budget, .. } = load(&args.file, args.gpu, args.limit, &args.read)?;
+    let Trace { history, budget, .. } = load(&args.file, args.gpu, args.limit, &args.read)?;
     let file = || args.file.display().to_string();
     let mut claim = budget.claim();
     claim.add(history.bytes_of_lifetimes()).with_context(file)?;
@@ -91,57 +89,57 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     drop(history);
     let cross_stream = if args.known_order { CrossStream::KnownOrder } else { CrossStream::AfterWait };
     let settings = PlanSettings { cross_stream, steps: args.steps, seed: args.seed };
-    let mut done = 0;
-    let found = place(&lifetimes, &settings, &budget, |steps, bytes| {
-        bar.advance(steps - done);
-        done = steps;
-        bar.message(format!("{} are enough", Bytes(bytes)));
+    let mut steps_shown = 0;
+    let placement = place(&lifetimes, &settings, &budget, |steps, bytes| {
+        bar.advance(steps - steps_shown);
+        steps_shown = steps;
+        bar.message(format!("placement in {}", Bytes(bytes)));
     })
     .with_context(file)?;
     bar.clear();
     if let Some(out) = out {
-        out.fill(found.table(&lifetimes).to_json())?;
+        out.fill(placement.table(&lifetimes).to_json())?;
     }
     let trace = args.file.display().to_string();
     let misses = misses(&lifetimes);
     if args.json {
-        return terminal::print_json(&Found {
+        return terminal::print_json(&Report {
             trace,
             allocations: lifetimes.len(),
-            lower_bound_bytes: found.lower_bound,
-            plan_bytes: found.bytes,
-            least_bytes: found.least,
-            gap: found.gap(),
+            lower_bound_bytes: placement.lower_bound,
+            plan_bytes: placement.bytes,
+            least_bytes: placement.least,
+            gap: placement.gap(),
             stitched_bytes: stitched(&lifetimes),
             segment_requests: misses.requests,
             stitchable_requests: misses.stitchable,
             unexamined_requests: misses.unexamined,
-            steps: found.steps,
-            end: found.end,
+            steps: placement.steps,
+            end: placement.end,
             seed: args.seed,
             known_order: args.known_order,
         });
     }
     let mut page = Page::stdout();
+    page.line(format!("{trace}: {} allocations, lower bound {}", lifetimes.len(), Bytes(placement.lower_bound)));
+    page.line(format!("an allocator that stitches free 2 MiB pages would reserve {}", Bytes(stitched(&lifetimes))));
     page.line(format!(
-        "{trace}: {} allocations, at least {} in use at once",
-        lifetimes.len(),
-        Bytes(found.lower_bound)
-    ));
-    page.line(format!("an allocator that stitches free pages of 2 MiB would reserve {}", Bytes(stitched(&lifetimes))));
-    page.line(format!(
-        "stitching would serve {}{} of the {} requests for which PyTorch's native policy takes a large segment",
+        "stitching would serve {}{} of the {} requests for which PyTorch's native policy allocates a large segment",
         if misses.unexamined > 0 { "at least " } else { "" },
         misses.stitchable,
         misses.requests
     ));
-    let short = match found.end {
+    let note = match placement.end {
         SearchEnd::Best => None,
-        SearchEnd::Steps => Some("the search ended at its steps, --steps allows more"),
-        SearchEnd::Memory => Some("the search ended at its memory, --read-memory allows more"),
+        SearchEnd::Steps => Some("search stopped: out of steps, raise --steps"),
+        SearchEnd::Memory => Some("search stopped: out of memory, raise --read-memory"),
     };
-    short.iter().for_each(|short| page.note(short));
-    let said = format!("A plan of {} serves them, {:.2} % above that.", Bytes(found.bytes), 100.0 * found.gap());
+    note.iter().for_each(|note| page.note(note));
+    let answer = format!(
+        "Offline placement: {}, {:.2} % above the lower bound.",
+        Bytes(placement.bytes),
+        100.0 * placement.gap()
+    );
     let next = match &args.out {
         Some(out) => {
             let alloc = format!("plan:file={}", out.display());
@@ -149,6 +147,6 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         }
         None => format!("plan {} -o plan.json{}", quoted(&trace), chosen(args.gpu)),
     };
-    page.end(said, &command("vramlab", &next));
+    page.end(answer, &command("vramlab", &next));
     page.print()
 }

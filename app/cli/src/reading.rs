@@ -1,33 +1,35 @@
-//! What reading histories may take, how many are read at a time, and what becomes of those that cannot be read.
+//! The reader of recordings: its memory budget, one pass over a file, and several files in parallel.
 
+use crate::gpus::{Gpus, Tallies};
 use crate::words::counted;
 use anyhow::{Result, bail};
 use clap::Args;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use terminal::{Bar, Shard, fail};
 use vramlab::Bytes;
 use vramlab::budget::Budget;
-use vramlab::histories::formats::ReadOptions;
+use vramlab::histories::formats::{Event, Origin, Origins, ReadError, ReadOptions, Summary, read, read_origins};
+use vramlab::histories::replay::ReplayError;
 
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ReadArgs {
-    /// Most memory that reading the history may take [default: 1GiB]
+    /// Memory limit for reading the recording [default: 1GiB]
     #[arg(long, value_name = "BYTES")]
     read_memory: Option<Bytes>,
 }
 
 impl ReadArgs {
-    /// Options with a budget of their own: for one history.
+    /// Options for one recording, with a separate budget.
     pub(crate) fn options(&self) -> ReadOptions {
         self.within(Budget::DEFAULT)
     }
 
-    /// Options for a reading that keeps all events: where nothing was chosen, up to one and a half times a file that is larger
-    /// than the default.
+    /// Options for a reader that keeps all events: without `--read-memory`, one and a half times the file size if that is above
+    /// the default.
     pub(crate) fn keeping(&self, file: &Path) -> ReadOptions {
         let bytes = std::fs::metadata(file).map_or(0, |metadata| metadata.len());
         self.within(Budget::DEFAULT.max(bytes.saturating_add(bytes / 2)))
@@ -39,90 +41,161 @@ impl ReadArgs {
     }
 }
 
-/// The files that a share of the work holds; without one all.
-pub(crate) fn share_of(files: &[PathBuf], shard: Option<Shard>) -> Vec<PathBuf> {
-    let mine = |at: usize| shard.is_none_or(|shard| shard.holds(at));
-    files.iter().enumerate().filter(|(at, _)| mine(*at)).map(|(_, file)| file.clone()).collect()
+/// What [`read_gpu`] builds from the events of a GPU.
+pub(crate) trait FromEvents: Sized {
+    /// Whether it needs stack frames, categories and annotations, which only snapshots have.
+    const ORIGINS: bool;
+
+    /// Without events. Claims its memory from `budget`.
+    fn begin(gpu: u16, budget: &Budget) -> Self;
+
+    /// Takes the next event of the GPU.
+    ///
+    /// # Errors
+    /// The event contradicts earlier ones, or the budget is used up.
+    fn push(&mut self, event: &Event, origin: Origin) -> Result<(), ReplayError>;
 }
 
-/// So much memory is for all readings together, and so much is taken by one of a small file.
-const TOGETHER: u64 = 8 << 30;
+/// One GPU of a file.
+pub(crate) struct OneGpu<T> {
+    pub(crate) summary: Summary,
+    /// Empty unless [`FromEvents::ORIGINS`].
+    pub(crate) origins: Origins,
+    /// Which GPU it is and why, and the peaks of the others.
+    pub(crate) gpus: Gpus,
+    /// Built from its events, or the first event that contradicts earlier ones.
+    pub(crate) events: Result<T, ReplayError>,
+}
+
+/// Reads a file once. Of several GPUs it returns `gpu`, or without that the one that [`Tallies::choose`] names. The choice is
+/// made at the end, so until then the events of all candidates share the budget.
+///
+/// # Errors
+/// The file cannot be read within the budget, or `gpu` was named and its events contradict each other.
+pub(crate) fn read_gpu<T: FromEvents>(path: &Path, gpu: Option<u16>, options: &ReadOptions) -> Result<OneGpu<T>> {
+    let budget = &options.budget;
+    let mut tallies = Tallies::default();
+    let mut candidates: BTreeMap<u16, Result<T, ReplayError>> = BTreeMap::new();
+    let mut take = |event: Event, origin: Origin| {
+        tallies.take(&event);
+        if gpu.is_some_and(|gpu| gpu != event.device) {
+            return Ok(());
+        }
+        let candidate = candidates.entry(event.device).or_insert_with(|| Ok(T::begin(event.device, budget)));
+        let Ok(events) = candidate else { return Ok(()) };
+        match events.push(&event, origin) {
+            // A contradiction matters only if its GPU is chosen.
+            Err(error @ ReplayError::Event { .. }) if gpu.is_none() => *candidate = Err(error),
+            pushed => pushed.map_err(ReadError::stop)?,
+        }
+        Ok(())
+    };
+    let (summary, origins) = match T::ORIGINS {
+        true => read_origins(path, options, &mut |event, origin, _| take(event, origin))?,
+        false => (read(path, options, &mut |event| take(event, Origin::default()))?, Origins::new(budget)),
+    };
+    warn_of_cut(path, &summary);
+    let gpus = tallies.choose(gpu, &summary);
+    let events = candidates.remove(&gpus.gpu).unwrap_or_else(|| Ok(T::begin(gpus.gpu, budget)));
+    Ok(OneGpu { summary, origins, gpus, events })
+}
+
+/// Warns once for each file that was cut short.
+pub(crate) fn warn_of_cut(path: &Path, summary: &Summary) {
+    // Some commands read a file more than once.
+    static WARNED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if let Some(cut) = summary.cut
+        && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
+    {
+        terminal::say(&format!("warning: {}: {cut}", path.display()));
+    }
+}
+
+/// The files of one shard, or all files.
+pub(crate) fn share_of(files: &[PathBuf], shard: Option<Shard>) -> Vec<PathBuf> {
+    let selected = |at: usize| shard.is_none_or(|shard| shard.holds(at));
+    files.iter().enumerate().filter(|(at, _)| selected(*at)).map(|(_, file)| file.clone()).collect()
+}
+
+/// Memory for all files that are read in parallel.
+const TOTAL_MEMORY: u64 = 8 << 30;
+/// Memory for a small file.
 const SMALL: u64 = 64 << 20;
 
-/// How many of these files may be read at a time.
-fn at_once<P: AsRef<Path>>(files: &[P]) -> usize {
+/// Number of files that may be read in parallel.
+fn parallel_reads<P: AsRef<Path>>(files: &[P]) -> usize {
     let need = |file: &P| {
         let file: &Path = file.as_ref();
         let metadata = std::fs::metadata(file);
-        // How much comes through a pipe, or from what the system makes up, is not known.
+        // The size of a pipe or a virtual file is unknown.
         if metadata.as_ref().is_ok_and(|metadata| !metadata.is_file() || metadata.len() == 0) {
             return Budget::DEFAULT;
         }
         let bytes = metadata.map_or(0, |metadata| metadata.len());
-        // Snapshots become a tenth to a thirtieth when they are packed.
+        // Compressed snapshots have a tenth to a thirtieth of their size.
         let packed = file.extension().is_some_and(|end| end == "xz" || end == "gz");
         bytes.saturating_mul(if packed { 45 } else { 2 }).max(SMALL)
     };
-    let most = files.iter().map(need).max().unwrap_or(SMALL);
-    usize::try_from(TOGETHER / most).unwrap_or(1).max(1)
+    let largest = files.iter().map(need).max().unwrap_or(SMALL);
+    usize::try_from(TOTAL_MEMORY / largest).unwrap_or(1).max(1)
 }
 
-/// One of several histories that cannot be read.
+/// A file that cannot be read, of several.
 #[derive(Debug, Serialize)]
 pub(crate) struct Unread {
     pub(crate) trace: String,
-    /// What is wrong with it.
+    /// Why it cannot be read.
     pub(crate) error: String,
 }
 
-/// Does `work` for each history, at most as many at a time as there are processors and memory for. One for which it fails is
-/// left out, with a line that says so.
+/// Does `work` for each recording, as many in parallel as processors and memory allow. Reports and leaves out recordings for
+/// which it fails.
 ///
 /// # Errors
 /// It fails for all of them.
 pub(crate) fn each<T: Send>(
-    what: &str,
+    message: &str,
     files: &[PathBuf],
     work: impl Fn(&Path) -> Result<T> + Sync,
 ) -> Result<(Vec<T>, Vec<Unread>)> {
     let bar = Bar::new(files.len() as u64, "{bar:30} {msg} {pos}/{len} [{elapsed} left {eta}]");
-    bar.message(what);
-    let done = in_parallel(cores().min(at_once(files)), files, |file| {
-        let found = work(file);
+    bar.message(message);
+    let results = in_parallel(cores().min(parallel_reads(files)), files, |file| {
+        let result = work(file);
         bar.advance(1);
-        Ok(found.map_err(|error| Unread { trace: file.display().to_string(), error: format!("{error:#}") }))
+        Ok(result.map_err(|error| Unread { trace: file.display().to_string(), error: format!("{error:#}") }))
     })?;
     bar.clear();
     let (mut read, mut unread) = (Vec::new(), Vec::new());
-    for found in done {
-        match found {
-            Ok(found) => read.push(found),
+    for result in results {
+        match result {
+            Ok(value) => read.push(value),
             Err(error) => unread.push(error),
         }
     }
     if let (true, Some(first)) = (read.is_empty(), unread.first()) {
-        bail!("none of the {} could be read; {}", counted(files.len() as u64, "history"), first.error);
+        bail!("none of the {} could be read; {}", counted(files.len() as u64, "recording"), first.error);
     }
     for unread in &unread {
-        fail(format_args!("{}; the others go on without it", unread.error));
+        fail(format_args!("{}; continuing without it", unread.error));
     }
     Ok((read, unread))
 }
 
-/// Does `work` for each item on so many threads, until it fails for one; results in the order of the items.
+/// Does `work` for each item on `threads` threads, until it fails for one. Returns the results in the order of the items.
 pub(crate) fn in_parallel<T: Sync, R: Send>(
     threads: usize,
     items: &[T],
     work: impl Fn(&T) -> Result<R> + Sync,
 ) -> Result<Vec<R>> {
-    let (next, done) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
     let work = || {
         while let Some((at, item)) = Some(next.fetch_add(1, Relaxed)).and_then(|at| Some((at, items.get(at)?))) {
             let result = work(item);
             if result.is_err() {
                 next.store(items.len(), Relaxed);
             }
-            done.lock().unwrap_or_else(PoisonError::into_inner).insert(at, result);
+            results.lock().unwrap_or_else(PoisonError::into_inner).insert(at, result);
         }
     };
     std::thread::scope(|scope| {
@@ -130,10 +203,10 @@ pub(crate) fn in_parallel<T: Sync, R: Send>(
             scope.spawn(work);
         }
     });
-    done.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
+    results.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
 }
 
-/// Threads of this machine.
+/// Number of threads of this machine.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -143,21 +216,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_large_file_may_take_half_of_it_more() {
+    fn budget_of_a_large_file_is_one_and_a_half_times_its_size() {
         let folder = tempfile::tempdir().unwrap();
         let of = |bytes: u64| {
             let path = folder.path().join("history");
-            // Nothing of it is written.
+            // The file is sparse.
             std::fs::File::create(&path).unwrap().set_len(bytes).unwrap();
             ReadArgs::default().keeping(&path).budget.limit()
         };
         assert_eq!((of(0), of(3 << 20), of(4 << 30)), (1 << 30, 1 << 30, 6 << 30));
-        let given = ReadArgs { read_memory: Some(Bytes(5 << 20)) };
-        assert_eq!(given.keeping(folder.path()).budget.limit(), 5 << 20);
+        let explicit = ReadArgs { read_memory: Some(Bytes(5 << 20)) };
+        assert_eq!(explicit.keeping(folder.path()).budget.limit(), 5 << 20);
     }
 
     #[test]
-    fn no_more_files_are_read_at_a_time_than_memory_is_there_for() {
+    fn parallel_reads_are_limited_by_total_memory() {
         let folder = tempfile::tempdir().unwrap();
         let file = |name: &str, bytes: u64| {
             let path = folder.path().join(name);
@@ -165,8 +238,8 @@ mod tests {
             path
         };
         let (small, large, packed) = (file("a.pickle", 9), file("b.pickle", 1 << 30), file("c.pickle.xz", 1 << 27));
-        assert_eq!(at_once(&[&small]), 128);
-        assert_eq!(at_once(&[&small, &large]), 4);
-        assert_eq!(at_once(&[&small, &packed]), 1);
+        assert_eq!(parallel_reads(&[&small]), 128);
+        assert_eq!(parallel_reads(&[&small, &large]), 4);
+        assert_eq!(parallel_reads(&[&small, &packed]), 1);
     }
 }

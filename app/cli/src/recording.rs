@@ -1,23 +1,23 @@
-//! A history in memory: its events with where they came from, and what was there before the first of them.
+//! A recording in memory, as `explain`, `diff`, `report` and `advise` examine it.
 
 use crate::explain::lines::beginning;
-use crate::gpus::{Gpus, Tallies};
-use crate::history::{Compiled, Compiling, no_events, say_cut};
-use crate::reading::ReadArgs;
+use crate::gpus::Gpus;
+use crate::history::{Trace, TraceBuilder, no_events};
+use crate::reading::{FromEvents, OneGpu, ReadArgs, read_gpu};
 use anyhow::{Context, Result, anyhow};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use vramlab::backends::CachingSettings;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::contract::BlockState;
-use vramlab::histories::formats::{Annotation, Event, Origins, ReadError, Summary, TextId, read_origins};
-use vramlab::histories::memory::{Before, Events, Memory, Peaks, Recorded, Rules};
+use vramlab::histories::formats::{Annotation, Event, Origin, Origins, Summary, TextId};
+use vramlab::histories::memory::{Events, InitialState, Memory, RecordedEvent, Rules};
 use vramlab::histories::replay::{ReplayError, Soundness, recorded_settings};
 
-/// The index of what was there before the first event.
+/// The index that stands for the memory before recording started.
 pub(crate) const START: usize = usize::MAX;
 
-/// The events of one GPU and what else its history says.
+/// A recording of one GPU: its events with their origins, and the memory before the first of them.
 pub(crate) struct Recording {
     path: PathBuf,
     pub(crate) events: Events,
@@ -26,42 +26,75 @@ pub(crate) struct Recording {
     pub(crate) settings: CachingSettings,
     rules: Rules,
     pub(crate) device: u16,
-    /// Why that GPU, and what the others of the file came to.
+    /// Why that GPU was chosen, and the peaks of the file's other GPUs.
     pub(crate) gpus: Gpus,
-    pub(crate) before: Before,
-    /// What reading it may take.
+    pub(crate) initial: InitialState,
+    /// Memory budget of the reading.
     pub(crate) budget: Budget,
     /// Annotations of this GPU.
     ranges: Vec<Range>,
-    /// From when on which of them is the innermost.
+    /// The innermost annotation from each time on.
     innermost: Vec<(u64, Option<usize>)>,
 }
 
+impl FromEvents for Events {
+    const ORIGINS: bool = true;
+
+    fn begin(_gpu: u16, budget: &Budget) -> Self {
+        Self::new(budget)
+    }
+
+    fn push(&mut self, event: &Event, origin: Origin) -> Result<(), ReplayError> {
+        let Event { action, addr, bytes, stream, time_ns, .. } = *event;
+        Ok(Self::push(self, RecordedEvent { addr, bytes, stream, time_ns, origin, action })?)
+    }
+}
+
 impl Recording {
-    /// Reads the events of a GPU from a file (`None`: of the only one, or of several of the one that matters most, as
-    /// [`Tallies::choose`] says). `limit` is the memory limit under which it was recorded, where the file does not say it.
+    /// Reads the recording of `gpu` (without it, of the GPU that [`Tallies::choose`](crate::gpus::Tallies::choose) names) and
+    /// checks its events. `limit` is the memory limit during recording, for files that do not contain it.
+    ///
+    /// # Errors
+    /// Those of reading; events that contradict each other; nothing of the GPU in the file.
     pub(crate) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
+        let check = |events: &Events, device: u16, summary: &Summary, budget: &Budget| {
+            let mut soundness = Soundness::new(device, budget);
+            events.iter().try_for_each(|recorded| soundness.push(&event(device, &recorded)))?;
+            soundness.finish(summary)
+        };
+        Self::read_and(check, path, gpu, limit, reading).map(|(recording, ())| recording)
+    }
+
+    /// As [`read`](Self::read), for commands that also replay the recording: the events are checked while they are compiled.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) fn read_to_replay(
+        path: &Path,
+        gpu: Option<u16>,
+        limit: Option<u64>,
+        reading: &ReadArgs,
+    ) -> Result<(Self, TraceBuilder)> {
+        let compile = |events: &Events, device: u16, _: &Summary, budget: &Budget| builder(events, device, budget);
+        Self::read_and(compile, path, gpu, limit, reading)
+    }
+
+    /// Reads a file and passes the chosen GPU's events to `check` before anything is computed from them.
+    fn read_and<T>(
+        check: impl FnOnce(&Events, u16, &Summary, &Budget) -> Result<T, ReplayError>,
+        path: &Path,
+        gpu: Option<u16>,
+        limit: Option<u64>,
+        reading: &ReadArgs,
+    ) -> Result<(Self, T)> {
+        let file = || path.display().to_string();
         let options = reading.keeping(path);
-        let mut tallies = Tallies::default();
-        // Which GPU matters is known at the end. All of them share the budget.
-        let mut kept: BTreeMap<u16, Events> = BTreeMap::new();
-        let (summary, origins) = read_origins(path, &options, &mut |event, origin, _| {
-            tallies.take(&event);
-            let Event { action, device, addr, bytes, stream, time_ns } = event;
-            if gpu.is_some_and(|gpu| gpu != device) {
-                return Ok(());
-            }
-            let events = kept.entry(device).or_insert_with(|| Events::new(&options.budget));
-            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).map_err(ReadError::stop)
-        })?;
-        say_cut(path, &summary);
-        let gpus = tallies.choose(gpu, &summary);
+        let budget = options.budget.clone();
+        let OneGpu { summary, origins, gpus, events } = read_gpu::<Events>(path, gpu, &options)?;
         let device = gpus.gpu;
-        let mut events = kept.remove(&device).unwrap_or_else(|| Events::new(&options.budget));
-        drop(kept);
-        check(&events, device, &summary, &options.budget).with_context(|| path.display().to_string())?;
-        let mine = summary.segments.iter().any(|segment| segment.device == device);
-        if events.is_empty() && !mine {
+        let mut events = events.with_context(file)?;
+        let checked = check(&events, device, &summary, &budget).with_context(file)?;
+        if events.is_empty() && !summary.segments.iter().any(|segment| segment.device == device) {
             return Err(no_events(path, device, &summary));
         }
         if events.len() > u32::MAX as usize - 2 {
@@ -71,13 +104,12 @@ impl Recording {
         if ending.flat_map(|segment| &segment.blocks).any(|block| block.state == BlockState::PendingFree) {
             events.waits_at_end();
         }
-        let mut settings =
-            recorded_settings(&summary.allocator_settings).with_context(|| path.display().to_string())?;
+        let mut settings = recorded_settings(&summary.allocator_settings).with_context(file)?;
         settings.memory_limit = limit.or(settings.memory_limit);
         let rules = Rules::new(&summary, device, &settings);
-        let before = Before::new(&events, &rules, &summary, &origins, device);
+        let initial = InitialState::new(&events, &rules, &summary, &origins, device);
         let ranges = ranges(&origins, Some(device));
-        Ok(Self {
+        let recording = Self {
             path: path.to_owned(),
             events,
             origins,
@@ -86,39 +118,48 @@ impl Recording {
             rules,
             device,
             gpus,
-            before,
-            budget: options.budget,
+            initial,
+            budget,
             innermost: innermost(&ranges),
             ranges,
-        })
+        };
+        Ok((recording, checked))
     }
 
-    /// The history for replays. `limit` tells the memory limit that it had from what the program held.
+    /// The trace for replays. `limit` is the memory limit during recording, for files that do not contain it.
     ///
     /// # Errors
-    /// Those of compiling a history.
-    pub(crate) fn compiled(&self, limit: impl FnOnce(Option<&Peaks>) -> Option<u64>) -> Result<Compiled> {
-        let file = || self.path.display().to_string();
-        let mut compiling = Compiling::new(self.device, &self.budget);
-        for recorded in self.events.iter() {
-            compiling.take(&event(self.device, &recorded)).with_context(file)?;
-        }
-        let recorded = compiling.finish(&self.summary, limit).with_context(file)?;
-        if recorded.history.events() == 0 {
-            return Err(no_events(&self.path, self.device, &self.summary));
-        }
-        Ok(Compiled { gpus: self.gpus.clone(), ..recorded })
+    /// Those of compiling the events.
+    pub(crate) fn trace(&self, limit: Option<u64>) -> Result<Trace> {
+        self.finish(self.builder()?, limit)
     }
 
-    /// The memory before the first event.
+    /// The events, ready to be compiled.
     ///
     /// # Errors
-    /// [`OverBudget`] when it takes more than there is.
+    /// The budget is used up.
+    pub(crate) fn builder(&self) -> Result<TraceBuilder> {
+        builder(&self.events, self.device, &self.budget).with_context(|| self.path.display().to_string())
+    }
+
+    /// Compiles the events of a [`builder`](Self::builder).
+    ///
+    /// # Errors
+    /// Those of compiling them.
+    pub(crate) fn finish(&self, builder: TraceBuilder, limit: Option<u64>) -> Result<Trace> {
+        let trace = builder.finish(&self.summary, self.gpus.clone(), limit);
+        trace.with_context(|| self.path.display().to_string())?.check_not_empty(&self.path, &self.summary)
+    }
+
+    /// The memory before recording started.
+    ///
+    /// # Errors
+    /// [`OverBudget`] when the budget is used up.
     pub(crate) fn memory(&self) -> Result<Memory, OverBudget> {
-        Memory::beginning(self.rules.clone(), &self.before, &self.budget)
+        Memory::beginning(self.rules.clone(), &self.initial, &self.budget)
     }
 
-    /// The number of an event, from 1, in the list that the file has of its GPU.
+    /// The number of an event among those of its GPU, from 1.
     pub(crate) fn number(&self, index: usize) -> u64 {
         // CAST: a length in memory.
         index as u64 + 1
@@ -140,18 +181,18 @@ impl Recording {
         Some(self.name(&self.ranges[innermost?]))
     }
 
-    /// The name of an annotation, as far as it is shown.
+    /// The name of an annotation, shortened for display.
     fn name(&self, range: &Range) -> &str {
         beginning(self.origins.spelt(range.name))
     }
 
-    /// When the annotations began and ended whose names begin so.
+    /// Start and end times of annotations whose names begin with a text.
     pub(crate) fn named(&self, begins: &str) -> Vec<(u64, u64)> {
         let named = self.ranges.iter().filter(|range| self.origins.spelt(range.name).starts_with(begins));
         named.map(|range| (range.start_ns, range.end_ns.unwrap_or(u64::MAX))).collect()
     }
 
-    /// The annotations that lie in no other, in order: names, when they begin, and when they end.
+    /// Top-level annotations in order: name, start and end.
     pub(crate) fn outermost(&self) -> impl Iterator<Item = (&str, u64, Option<u64>)> {
         let mut until = 0;
         let outer = self.ranges.iter().filter(move |range| {
@@ -164,41 +205,41 @@ impl Recording {
         outer.map(|range| (self.name(range), range.start_ns, range.end_ns))
     }
 
-    /// The first event from the first annotation of a name on.
+    /// The first event since the first annotation of a name.
     pub(crate) fn begins(&self, name: &str) -> Option<usize> {
-        let found = self.ranges.iter().find(|range| self.origins.spelt(range.name) == name)?;
-        let index = self.events.at_time(found.start_ns);
+        let range = self.ranges.iter().find(|range| self.origins.spelt(range.name) == name)?;
+        let index = self.events.at_time(range.start_ns);
         (index < self.events.len()).then_some(index)
     }
 }
 
-/// An event as the file has it.
-fn event(device: u16, recorded: &Recorded) -> Event {
-    let Recorded { action, addr, bytes, stream, time_ns, .. } = *recorded;
+/// An event as in the file.
+fn event(device: u16, recorded: &RecordedEvent) -> Event {
+    let RecordedEvent { action, addr, bytes, stream, time_ns, .. } = *recorded;
     Event { action, device, addr, bytes, stream, time_ns }
 }
 
-/// Refuses what a replay refuses, in the same words.
-fn check(events: &Events, device: u16, summary: &Summary, budget: &Budget) -> Result<(), ReplayError> {
-    let mut soundness = Soundness::new(device, budget);
-    events.iter().try_for_each(|recorded| soundness.push(&event(device, &recorded)))?;
-    soundness.finish(summary)
+fn builder(events: &Events, device: u16, budget: &Budget) -> Result<TraceBuilder, ReplayError> {
+    let mut builder = TraceBuilder::begin(device, budget);
+    events.iter().try_for_each(|recorded| builder.push(&event(device, &recorded), recorded.origin))?;
+    Ok(builder)
 }
 
-/// A range that a program named.
+/// A named time range of a program.
 pub(crate) struct Range {
     pub(crate) start_ns: u64,
-    /// `None` for one that does not end.
+    /// `None` for a range that does not end.
     pub(crate) end_ns: Option<u64>,
     pub(crate) name: TextId,
 }
 
-/// The ranges of a GPU (`None`: of all), in the order of their beginnings. An end without a beginning is left out.
+/// The ranges of a GPU (`None`: of all) by start time. Ends without a start are left out.
 pub(crate) fn ranges(origins: &Origins, gpu: Option<u16>) -> Vec<Range> {
     let mut out: Vec<Range> = Vec::new();
     let mut open: HashMap<TextId, Vec<usize>> = HashMap::new();
     let elsewhere = |device: Option<u16>| gpu.zip(device).is_some_and(|(gpu, device)| gpu != device);
-    let mut all: Vec<&Annotation> = origins.annotations().iter().filter(|one| !elsewhere(one.device)).collect();
+    let mut all: Vec<&Annotation> =
+        origins.annotations().iter().filter(|annotation| !elsewhere(annotation.device)).collect();
     all.sort_by_key(|annotation| annotation.time_ns);
     for annotation in all {
         if annotation.start {
@@ -211,7 +252,7 @@ pub(crate) fn ranges(origins: &Origins, gpu: Option<u16>) -> Vec<Range> {
     out
 }
 
-/// From when on which range is the innermost, the last that has begun and not ended.
+/// The innermost range from each time on: the last one that has started and not ended.
 fn innermost(ranges: &[Range]) -> Vec<(u64, Option<usize>)> {
     let begins = ranges.iter().enumerate().map(|(number, range)| (range.start_ns, number));
     let ends = ranges.iter().enumerate().filter_map(|(number, range)| Some((range.end_ns?, number)));

@@ -1,9 +1,9 @@
-//! `vramlab replay`: recorded histories under each allocator, one object or column for each.
+//! `vramlab replay`: recordings under each allocator, one object or column for each.
 
 pub(crate) mod bound;
 mod table;
 
-use crate::history::{Compiled, Devices, adopted, failed, load};
+use crate::history::{Devices, Trace, adopted, failed, load};
 use crate::reading::ReadArgs;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -23,30 +23,30 @@ pub(crate) use bound::{Bounds, Search};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// Histories: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz
+    /// Recordings: PyTorch snapshots and the other formats of `convert`, plain, .gz or .xz
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]; what is not set is as it was recorded
+    /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]; other settings are as recorded
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators())]
     alloc: Vec<Selections>,
     /// sim, sim:PROFILE.json, null (no costs), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "sim")]
     device: DeviceName,
-    /// Where segments lie: where the device puts them; where they lay when the history was recorded; or each where the next
-    /// recorded one of its size lay, others below (near), to say what other settings would have done
+    /// Segment addresses: chosen by the device (own); as recorded; or of the next recorded segment of the same size, others below
+    /// (near), to predict other settings
     #[arg(long, default_value = "own")]
     addresses: AddressChoice,
-    /// When frees complete that waited for other streams: as recorded, or at once, as if no stream had used another's blocks
+    /// When deferred frees complete: as recorded, or immediately, as if no stream had used another's blocks
     #[arg(long, default_value = "recorded", conflicts_with = "against")]
     completion: Completion,
-    /// Compare with where RMM put each block of the history: a file that says it, plain, .gz or .xz
+    /// Compare with RMM's placements of the recording's blocks: a file of them, plain, .gz or .xz
     #[arg(long, value_name = "FILE", conflicts_with = "addresses")]
     against: Option<PathBuf>,
-    /// Memory limit, such as 11900MiB: that of the recording, which tells a retry from empty_cache. Allocators that keep
-    /// to a limit reserve no more; others get a device of that size (on a GPU: no more bytes in live blocks)
+    /// Memory limit, such as 11900MiB: that of the recording, to distinguish retries from empty_cache. Allocators with a limit
+    /// reserve no more; others get a device of that size (on a GPU: no more bytes in live blocks)
     #[arg(long, value_name = "BYTES")]
     limit: Option<Bytes>,
-    /// Which GPU's events are replayed, where a history holds several
+    /// GPU to replay, if the recording contains several
     #[arg(long, value_name = "N")]
     gpu: Option<u16>,
     #[command(flatten)]
@@ -54,10 +54,10 @@ pub(crate) struct ReplayArgs {
     /// Fill each block on every stream that uses it
     #[arg(long)]
     touch: bool,
-    /// Search for a plan, the least memory that is known to be enough for the history: about a second; `plan` searches longer
+    /// Search for an offline placement, an upper bound on the memory needed: about a second; `plan` searches longer
     #[arg(long, default_value = "on")]
     plan: Search,
-    /// Replays of each pair; host time is their median, everything else is the first's
+    /// Replays per file and allocator; host time is their median, other values are of the first
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeats: u32,
     /// Print one JSON array with an object for each file and allocator
@@ -68,13 +68,13 @@ pub(crate) struct ReplayArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum AddressChoice {
-    /// Segments lie where the device puts them.
+    /// The device chooses segment addresses.
     Own,
-    /// Where they lay.
+    /// Recorded addresses.
     Recorded,
-    /// Each where the next recorded one of its size lay, others below.
+    /// The address of the next recorded segment of the same size, others below.
     Near,
-    /// What an allocator got whose placements a file names.
+    /// Addresses of another allocator, from a file.
     #[value(skip)]
     Against,
 }
@@ -82,9 +82,9 @@ enum AddressChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Completion {
-    /// Frees that waited for other streams complete when they did.
+    /// Deferred frees complete as recorded.
     Recorded,
-    /// Every free completes at once.
+    /// Every free completes immediately.
     Instant,
 }
 
@@ -94,136 +94,135 @@ struct Row {
     trace: String,
     /// Name in the list of `trainer allocators`.
     allocator: &'static str,
-    /// As `--alloc` names it, with the settings that were chosen.
+    /// In the syntax of `--alloc`, with the chosen settings.
     alloc: Selection,
     device: DeviceKind,
     /// Name of the GPU, or of the simulated device's profile.
     device_name: String,
-    /// Where segments lie.
+    /// Source of segment addresses.
     addresses: AddressChoice,
-    /// When frees complete that waited for other streams.
+    /// When deferred frees complete.
     completion: Completion,
-    /// The file with the placements that it is compared with, as it was given.
+    /// File with the placements to compare with, as given on the command line.
     #[serde(skip_serializing_if = "Option::is_none")]
     against: Option<String>,
-    /// The allocator's own `memory_limit`, else `--limit`, or the limit that the history names.
+    /// The allocator's own `memory_limit`, else `--limit`, or the limit that the recording contains.
     limit_bytes: Option<u64>,
     allocator_settings: serde_json::Value,
     events: u64,
-    /// Allocations, frees, announced uses and trims that were replayed.
+    /// Replayed allocations, frees, announced uses and cache flushes.
     operations: u64,
-    /// Allocations that were tried, and blocks from before the first event.
+    /// Attempted allocations, and blocks from before recording started.
     allocations: u64,
-    /// Blocks that were in use before the first event.
+    /// Blocks that were active before recording started.
     prologue_allocations: u64,
-    /// Segments that were held before the first event; 0 where they are not known.
+    /// Segments that were reserved before recording started; 0 if unknown.
     prologue_segments: u64,
     /// Their bytes.
     prologue_reserved_bytes: u64,
-    /// Why they are not known.
+    /// Why they are unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     prologue_problem: Option<String>,
-    /// Blocks from before the first event whose size the history does not tell; each may be larger by up to 1 MiB.
+    /// Blocks from before recording started whose size is unknown; each may be up to 1 MiB larger.
     undetermined_blocks: u64,
-    /// Private pools of the program (CUDA graphs, `MemPool`), as far as the history tells.
+    /// Private pools of the program (CUDA graphs, `MemPool`) that the recording shows.
     private_pools: u64,
-    /// Whether the allocator kept them apart.
+    /// Whether the allocator has private pools.
     private_pools_kept: bool,
     /// Allocations from private pools.
     private_pool_allocations: u64,
-    /// Allocations whose pool the history does not tell; they are replayed in the likeliest.
+    /// Allocations whose pool is ambiguous; they are replayed in the likeliest one.
     undetermined_pool_allocations: u64,
-    /// Requests that the recorded allocator refused.
+    /// Requests that failed in the recording.
     refused_allocations: u64,
-    /// What was held when these were refused, of more than a hundred the last.
+    /// State at those failures; at most the last hundred.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     out_of_memory: Vec<OutOfMemory>,
-    /// Frees that the history shows to complete late, or never.
+    /// Frees that complete late, or never, in the recording.
     deferred_frees: u64,
-    /// Allocations that failed for lack of memory; the rest of the history goes on without them.
+    /// Allocations that ran out of memory; the replay continues without them.
     failed_allocations: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     first_failure: Option<Failure>,
-    /// Blocks at another address than the recorded one, or with `--against` in another block of the device or at
-    /// another offset; failed allocations included. `null` if `addresses` is `own` or `near`.
+    /// Blocks at another address than recorded, or with `--against` in another device block or at another offset; failed
+    /// allocations included. `null` if `addresses` is `own` or `near`.
     address_mismatches: Option<u64>,
-    /// Segments that were obtained; `null` for `stream-ordered`.
+    /// Segments allocated; `null` for `stream-ordered`.
     segment_allocs: Option<u64>,
-    /// Segments that were given back.
+    /// Segments released.
     segment_frees: Option<u64>,
-    /// Segments that were obtained or given back in another order, or with another address or size, than inside the
-    /// same operation of the history (with `--against`: than the file's header has), and those that were not.
+    /// Segments allocated or released in another order, or with another address or size, than in the same operation of the
+    /// recording (with `--against`: than in the file's header), and missing ones.
     segment_mismatches: Option<u64>,
-    /// Device allocations tried again after the whole cache was released.
+    /// Device allocations retried after a cache flush.
     num_alloc_retries: u64,
     peak_reserved_bytes: u64,
-    /// Most bytes in blocks that are held, or freed and still used by a stream.
+    /// Peak bytes in blocks that are allocated, or freed and still used by a stream.
     peak_active_bytes: u64,
-    /// Most bytes in blocks that are held.
+    /// Peak bytes in allocated blocks.
     peak_allocated_bytes: u64,
-    /// Most bytes asked for in active blocks, before rounding.
+    /// Peak requested bytes in active blocks, before rounding.
     peak_requested_bytes: u64,
-    /// Most bytes that the client held at once, as it asked for them. No allocator can do with less.
+    /// Peak live bytes as requested: a lower bound for every allocator.
     max_live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
     /// `peak_active_bytes / peak_reserved_bytes`.
     utilisation: Option<f64>,
-    /// Allocations that were served where a plan says.
+    /// Allocations at their planned address.
     #[serde(skip_serializing_if = "Option::is_none")]
     planned_allocations: Option<u64>,
-    /// Allocations that were served elsewhere.
+    /// Allocations at another address.
     #[serde(skip_serializing_if = "Option::is_none")]
     unplanned_allocations: Option<u64>,
-    /// Where reserved minus requested went when reserved was highest.
+    /// Breakdown of reserved memory at its peak.
     ledger: Ledger,
-    /// Calls of each kind, from the first operation to the last.
+    /// Driver calls by kind, from the first operation to the last.
     driver_calls: BTreeMap<&'static str, u64>,
-    /// The host's time in those calls by the device's clock, waits included; `null` on the device `null`.
+    /// Host time in those calls by the device's clock, waits included; `null` on the device `null`.
     driver_s: Option<f64>,
-    /// Requests by how they were served; those from before the first event are left out.
+    /// Requests by the path that served them, without blocks from before recording started.
     requests: BTreeMap<&'static str, ByPath>,
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     steals: Option<Moved>,
-    /// Virtual time that the calls took, waits included; `null` unless `device` is `sim`.
+    /// Virtual time of the calls, waits included; `null` unless `device` is `sim`.
     simulated_s: Option<f64>,
-    /// Real time for the whole list of operations over their number, reading the file left out; of `--repeats` the
-    /// median.
+    /// Real time of the replay divided by the number of operations, without reading the file; median of `--repeats`.
     host_ns_per_op: Option<f64>,
     provenance: Provenance,
 }
 
-/// Requests that were served in one way.
+/// Requests that one path served.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct ByPath {
     count: u64,
     /// Driver calls inside them.
     driver_calls: u64,
-    /// The host's time in these calls.
+    /// Host time in these calls.
     driver_s: Option<f64>,
 }
 
-/// Free pages that were mapped elsewhere.
+/// Free pages that were remapped.
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Moved {
-    /// Requests for which free pages were mapped elsewhere.
+    /// Requests that remapped free pages.
     num_steals: u64,
-    /// Pages that were taken so.
+    /// Pages remapped.
     num_stolen_pages: u64,
     num_stolen_bytes: u64,
 }
 
-/// A refused request.
+/// A failed request.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Failure {
     /// Its number among the allocations, from 1.
     pub(crate) allocation: u64,
-    /// The allocator's words.
+    /// The allocator's error.
     pub(crate) error: String,
 }
 
 impl Failure {
-    /// The first of a replay.
+    /// The first failure of a replay.
     pub(crate) fn of(report: &ReplayReport) -> Option<Self> {
         report.first_failure.clone().map(|(allocation, error)| Self { allocation, error })
     }
@@ -231,7 +230,7 @@ impl Failure {
 
 /// Replays every file under every allocator.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
-    let against = args.against.as_deref().map(|path| Compared::read(path, args)).transpose()?;
+    let against = args.against.as_deref().map(|path| Against::read(path, args)).transpose()?;
     let chosen = match &against {
         Some(against) => against.chosen(&args.alloc)?,
         None => arguments::chosen(&args.alloc),
@@ -240,22 +239,22 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
     let devices = Devices::open(&args.device)?;
     let form = "{bar:30} replay {pos}/{len} {wide_msg} [{elapsed} left {eta}]";
     let bar = Bar::new((args.files.len() * chosen.len()) as u64, form);
-    let (mut rows, mut told): (Vec<Row>, Vec<Option<Peaks>>) = (Vec::new(), Vec::new());
+    let (mut rows, mut peaks): (Vec<Row>, Vec<Option<Peaks>>) = (Vec::new(), Vec::new());
     for file in &args.files {
         bar.message(format!("reading {}", file.display()));
-        let mut recorded = load(file, args.gpu, args.limit, &args.read)?;
+        let mut trace = load(file, args.gpu, args.limit, &args.read)?;
         if args.completion == Completion::Instant {
-            recorded.history.complete_at_once();
+            trace.history.complete_at_once();
         }
-        let bounds = Bounds::of(&recorded, args.plan, |found| {
-            bar.message(format!("planning {}: {found}", file.display()));
+        let bounds = Bounds::of(&trace, args.plan, |progress| {
+            bar.message(format!("planning {}: {progress}", file.display()));
         })
         .with_context(|| file.display().to_string())?;
-        // Where events of segments are missing, what was reserved is not known.
-        told.push(recorded.as_recorded.filter(|told| bounds.check("", told.reserved).is_ok()));
+        // Where segment events are missing, reserved memory is unknown.
+        peaks.push(trace.recorded_peaks.filter(|peaks| bounds.check("", peaks.reserved).is_ok()));
         for alloc in &chosen {
             bar.message(format!("{} under {alloc}", file.display()));
-            rows.push(run(args, file, &recorded, alloc, &devices, bounds, against.as_ref())?);
+            rows.push(run(args, file, &trace, alloc, &devices, bounds, against.as_ref())?);
             bar.advance(1);
         }
     }
@@ -265,47 +264,47 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<()> {
         return terminal::print_json(&rows);
     }
     let mut page = Page::stdout();
-    for (rows, told) in rows.chunks(chosen.len()).zip(&told) {
-        table::report(rows, told.as_ref(), &mut page);
+    for (rows, peaks) in rows.chunks(chosen.len()).zip(&peaks) {
+        table::report(rows, peaks.as_ref(), &mut page);
     }
-    if let Some((rows, told)) = rows.chunks(chosen.len()).next_back().zip(told.last()) {
-        table::end(rows, told.as_ref(), args.gpu, &mut page);
+    if let Some((rows, peaks)) = rows.chunks(chosen.len()).next_back().zip(peaks.last()) {
+        table::end(rows, peaks.as_ref(), args.gpu, &mut page);
     }
     page.print()
 }
 
 impl Row {
-    /// Whether the figures fit together.
+    /// Checks that the values are consistent.
     ///
     /// # Errors
-    /// What contradicts what.
+    /// The contradiction, in one line.
     fn check(&self) -> Result<()> {
         let (active, reserved) = (self.peak_active_bytes, self.peak_reserved_bytes);
         if active > reserved {
             let (active, reserved) = (Bytes(active), Bytes(reserved));
-            bail!("{}: {} holds {active} in blocks and reserves {reserved}", self.trace, self.alloc);
+            bail!("{}: {} has {active} active, but only {reserved} reserved", self.trace, self.alloc);
         }
-        // A retry waits for frees that completed later when the history was recorded, as the frees of other allocators do.
+        // A retry waits for frees that completed later in the recording; other allocators wait in other ways.
         let expandable = self.alloc.backend() == of_torch(TorchAllocator::Expandable);
         let waits = self.num_alloc_retries + self.failed_allocations > 0;
         if waits || !(expandable || self.alloc.capabilities().follows_pytorch) {
             return Ok(());
         }
         let checked = self.bounds.check(&self.alloc.to_string(), reserved);
-        checked.map_err(|what| anyhow!("{}: the events contradict each other: {what}", self.trace))
+        checked.map_err(|problem| anyhow!("{}: the events contradict each other: {problem}", self.trace))
     }
 }
 
 fn run(
     args: &ReplayArgs,
     file: &Path,
-    recorded: &Compiled,
+    trace: &Trace,
     alloc: &Selection,
     devices: &Devices,
     bounds: Bounds,
-    against: Option<&Compared>,
+    against: Option<&Against>,
 ) -> Result<Row> {
-    let Compiled { history, settings, .. } = recorded;
+    let Trace { history, settings, .. } = trace;
     let (backend, outside) = adopted(alloc, settings);
     let addresses = match args.addresses {
         AddressChoice::Own | AddressChoice::Against => Addresses::Own,
@@ -313,13 +312,13 @@ fn run(
         AddressChoice::Near => Addresses::Near,
     };
     let on_gpu = args.device.kind() == DeviceKind::Cuda;
-    let how =
+    let options =
         ReplaySettings { addresses, touch: args.touch, limit: outside.filter(|_| on_gpu), ..ReplaySettings::default() };
     let once = || -> Result<(ReplayReport, String)> {
         let driver = devices.make(outside)?;
         let report = match against {
-            Some(against) => replay_against(history, &backend, &driver, &how, &against.placements),
-            None => vramlab::histories::replay::replay(history, &backend, &driver, &how),
+            Some(against) => replay_against(history, &backend, &driver, &options, &against.placements),
+            None => vramlab::histories::replay::replay(history, &backend, &driver, &options),
         };
         let report = report.map_err(|error| failed(file, error))?;
         Ok((report, driver.describe().name))
@@ -396,27 +395,27 @@ fn run(
     })
 }
 
-/// What a replay is compared with.
+/// Placements of another allocator, to compare a replay with.
 #[derive(Debug)]
-struct Compared {
+struct Against {
     path: PathBuf,
     placements: Placements,
 }
 
-impl Compared {
+impl Against {
     /// Reads the file.
     fn read(path: &Path, args: &ReplayArgs) -> Result<Self> {
-        ensure!(args.files.len() == 1, "--against compares one history; {} are named", args.files.len());
+        ensure!(args.files.len() == 1, "--against compares one recording; {} are named", args.files.len());
         let placements = Placements::read(path, &args.read.options().budget)?;
         Ok(Self { path: path.to_owned(), placements })
     }
 
-    /// The allocators that were named, or the one that the file is of. Each gets what the file's header says of its settings.
+    /// The named allocators, or the one that the file belongs to, with the settings from the file's header.
     fn chosen(&self, named: &[Selections]) -> Result<Vec<Selection>> {
         let (name, bytes) = self.placements.setting();
-        let (path, theirs) = (self.path.display(), self.placements.allocator());
+        let (path, other) = (self.path.display(), self.placements.allocator());
         let expected = all().into_iter().find(|backend| backend.has_setting(name));
-        let expected = expected.with_context(|| format!("{path} is of {theirs}, which no allocator here follows"))?;
+        let expected = expected.with_context(|| format!("{path} is of {other}, which has no counterpart here"))?;
         let mut chosen: Vec<Selection> = named.iter().flat_map(|list| list.0.iter().cloned()).collect();
         if chosen.is_empty() {
             chosen.push(Selection::of(expected));
@@ -424,7 +423,7 @@ impl Compared {
         for alloc in &mut chosen {
             ensure!(
                 alloc.backend() == expected,
-                "{path} says where {theirs} put the blocks, and not {}; write --alloc {expected}",
+                "{path} has the placements of {other}, not of {}; write --alloc {expected}",
                 alloc.name()
             );
             if alloc.settings().json()[name].as_u64() == Some(bytes) {
@@ -432,7 +431,7 @@ impl Compared {
             }
             ensure!(
                 !alloc.is_given(name),
-                "{path} begins with a block of {} by its header, and {name} is another; leave {name} out",
+                "{path}: its header begins with a block of {}, which contradicts {name}; leave {name} out",
                 Bytes(bytes)
             );
             alloc.set(name, &bytes.to_string()).with_context(|| path.to_string())?;

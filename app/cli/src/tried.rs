@@ -1,5 +1,5 @@
-//! `vramlab try`: a program runs under its own settings, under those that `advise` names, and under another allocator, and what was
-//! predicted stands beside what was measured.
+//! `vramlab try`: runs a program under its current settings, under the advised ones, and under another allocator, and compares
+//! predictions with measurements.
 
 use crate::advise::First;
 use crate::run::{Folder, Launch, Recorded, Runner, Started, advice_for, missing_allocator, replay, report_problem};
@@ -23,29 +23,29 @@ pub(crate) struct TryArgs {
     recorded: Recorded,
 }
 
-/// What came of it.
+/// Result of all runs.
 #[derive(Debug, Serialize)]
 struct Tried {
     command: String,
-    /// As it is, under what was advised where there is such a setting, and under the allocator.
-    runs: Vec<Ran>,
-    /// What was advised after the first run; `null` where it left no snapshot that says.
+    /// Under the current settings, under the advised ones if there are any, and under the allocator.
+    runs: Vec<Run>,
+    /// Advice from the first run; `null` if its snapshot allowed none.
     advice: Option<First>,
 }
 
 /// One run.
 #[derive(Debug, Serialize)]
-struct Ran {
+struct Run {
     /// `as it is`, `advised` or `allocator`.
     name: &'static str,
-    /// `PYTORCH_CUDA_ALLOC_CONF`, where it was changed for this run.
+    /// `PYTORCH_CUDA_ALLOC_CONF`, if it was changed for this run.
     conf: Option<String>,
-    /// What was put under PyTorch.
+    /// Allocator under PyTorch.
     allocator: Option<String>,
-    /// Of the program; `null` where a signal ended it.
+    /// Exit code of the program; `null` if a signal ended it.
     exit_code: Option<i32>,
     predicted_reserved_bytes: Option<u64>,
-    /// Peak of the process that reserved most.
+    /// Peak of the process with the highest peak.
     reserved_bytes: Option<u64>,
     active_bytes: Option<u64>,
     /// Median time between two steps of the optimizer.
@@ -53,16 +53,16 @@ struct Ran {
     steps: usize,
     wall_s: f64,
     predicted_driver_calls: Option<u64>,
-    /// As the allocator counts them, else by a replay of what was recorded.
+    /// Counted by the allocator, else by a replay of the recording.
     driver_calls: Option<u64>,
     out_of_memory: u64,
     folder: PathBuf,
 }
 
-/// Runs the program two or three times, and compares.
+/// Runs the program two or three times and compares the runs.
 ///
 /// # Errors
-/// It cannot be started, or leaves nothing to compare.
+/// The program cannot be started, or leaves nothing to compare.
 pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     let recorded = &args.recorded;
     let folder = Folder::make(recorded.output.as_deref())?;
@@ -79,8 +79,8 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
         conf: None,
         output_to_stderr: args.json,
     };
-    say("try      1: as it is");
-    let (as_it_is, started) = one(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
+    say("try      1: current settings");
+    let (as_it_is, started) = run_once(&runner, &launch, &folder, "as it is").inspect_err(|_| folder.discard())?;
     let Some(snapshot) = snapshot(&started, &as_it_is.folder) else {
         bail!(RuntimeFailure::new(
             "no process of the program used CUDA through PyTorch and loaded the recorder (python -I, -E and -S switch it off), so \
@@ -90,11 +90,11 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     let advice = match advice_for(&snapshot, recorded.limit) {
         Ok(advice) => Some(advice),
         Err(error) => {
-            say(&format!("try      nothing is advised: {error}"));
+            say(&format!("try      no advice: {error}"));
             None
         }
     };
-    let mut runs = vec![Ran {
+    let mut runs = vec![Run {
         predicted_reserved_bytes: None,
         driver_calls: advice.as_ref().and_then(|advice| advice.recorded_driver_calls),
         ..as_it_is
@@ -102,30 +102,30 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     if let Some((advice, conf)) = advice.as_ref().and_then(|advice| Some((advice, advice.conf.as_deref()?))) {
         say(&format!("try      2: PYTORCH_CUDA_ALLOC_CONF={conf}"));
         let launch = Launch { conf: Some(conf), ..launch };
-        let (ran, started) = one(&runner, &launch, &folder, "advised")?;
-        let again = self::snapshot(&started, &ran.folder).map(|file| replay(&file, recorded.limit, None));
+        let (run, started) = run_once(&runner, &launch, &folder, "advised")?;
+        let again = self::snapshot(&started, &run.folder).map(|file| replay(&file, recorded.limit, None));
         let again = again.and_then(|replayed| replayed.ok().flatten());
-        runs.push(Ran {
+        runs.push(Run {
             conf: Some(conf.to_owned()),
             predicted_reserved_bytes: advice.predicted_reserved_bytes,
             predicted_driver_calls: advice.predicted_driver_calls,
             driver_calls: again.map(|replayed| replayed.driver_calls),
-            ..ran
+            ..run
         });
     }
     say(&format!("try      {}: {}", runs.len() + 1, args.alloc));
     let under = Launch { alloc: Some(&args.alloc), ..launch };
-    let (ran, started) = one(&runner, &under, &folder, "allocator")?;
+    let (run, started) = run_once(&runner, &under, &folder, "allocator")?;
     if let Some(line) = missing_allocator(&args.alloc.to_string(), &started.processes) {
         report_problem(line);
     }
     let predicted = replay(&snapshot, recorded.limit, Some(&args.alloc)).ok().flatten();
-    runs.push(Ran {
+    runs.push(Run {
         allocator: Some(args.alloc.to_string()),
         predicted_reserved_bytes: predicted.map(|replayed| replayed.reserved_bytes),
         predicted_driver_calls: predicted.map(|replayed| replayed.driver_calls),
         driver_calls: worst(&started).and_then(|process| process.driver_calls()),
-        ..ran
+        ..run
     });
     let tried = Tried { command: launch.shown(), runs, advice };
     match args.json {
@@ -135,12 +135,14 @@ pub(crate) fn try_out(args: &TryArgs) -> Result<()> {
     folder.finish(&tried).map(drop)
 }
 
-/// One run in a folder of its own. A program that was ended by a signal ends this one, too.
-fn one(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str) -> Result<(Ran, Started)> {
-    let own = Folder::make(Some(&folder.shown.join(name.replace(' ', "-"))))?;
-    let started = runner.run(launch, &own).inspect_err(|_| own.discard())?;
-    if let Err(error) = own.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes})) {
-        report_problem(format_args!("no record is left of this run: {error:#}"));
+/// Runs the program once, in its own directory. If a signal ends the program, this one ends alike.
+fn run_once(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str) -> Result<(Run, Started)> {
+    let directory = Folder::make(Some(&folder.shown.join(name.replace(' ', "-"))))?;
+    let started = runner.run(launch, &directory).inspect_err(|_| directory.discard())?;
+    if let Err(error) =
+        directory.finish(&serde_json::json!({"command": launch.shown(), "processes": started.processes}))
+    {
+        report_problem(format_args!("cannot write the record of this run: {error:#}"));
     }
     if started.status.code().is_none() {
         around::end_alike(started.status);
@@ -148,7 +150,7 @@ fn one(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str
     let process = worst(&started);
     let mut steps: Vec<u64> = process.map(|process| process.step_ns.clone()).unwrap_or_default();
     steps.sort_unstable();
-    let ran = Ran {
+    let run = Run {
         name,
         conf: None,
         allocator: None,
@@ -162,12 +164,12 @@ fn one(runner: &Runner, launch: &Launch<'_>, folder: &Folder, name: &'static str
         predicted_driver_calls: None,
         driver_calls: None,
         out_of_memory: started.processes.iter().map(|process| process.count("num_ooms")).sum(),
-        folder: own.shown.clone(),
+        folder: directory.shown.clone(),
     };
-    Ok((ran, started))
+    Ok((run, started))
 }
 
-/// The process of which most is told.
+/// The process with the highest recorded peak.
 fn worst(started: &Started) -> Option<&crate::run::Process> {
     started.processes.iter().max_by_key(|process| (process.best().is_some(), process.peak("reserved_bytes")))
 }
@@ -180,14 +182,13 @@ fn page(tried: &Tried, snapshot: &Path) -> Page {
     let mut page = Page::stdout();
     page.title(format!("{}: predicted and measured", tried.command));
     page.table(&table(tried));
-    let stepped = tried.runs.iter().any(|ran| ran.step_ns.is_some());
+    let stepped = tried.runs.iter().any(|run| run.step_ns.is_some());
     page.note(match stepped {
-        true => "A step is the median time between two steps of the optimizer.",
-        false => "No optimizer stepped, so there is only the time of the whole program.",
+        true => "step: median time between two optimizer steps",
+        false => "No optimizer step was recorded; only the program's total time is known.",
     });
-    let ooms = tried.runs.iter().filter(|ran| ran.out_of_memory > 0);
-    for ran in ooms {
-        page.note(format!("{} ran out of memory {}.", shown(ran), counted(ran.out_of_memory, "time")));
+    for run in tried.runs.iter().filter(|run| run.out_of_memory > 0) {
+        page.note(format!("{} ran out of memory {}.", shown(run), counted(run.out_of_memory, "time")));
     }
     match &tried.advice {
         Some(advice) if advice.conf.is_none() => {
@@ -200,11 +201,11 @@ fn page(tried: &Tried, snapshot: &Path) -> Page {
     page
 }
 
-fn shown(ran: &Ran) -> String {
-    match (&ran.conf, &ran.allocator) {
+fn shown(run: &Run) -> String {
+    match (&run.conf, &run.allocator) {
         (Some(conf), _) => arguments::heading(conf),
         (_, Some(allocator)) => arguments::heading(allocator),
-        _ => ran.name.to_owned(),
+        _ => run.name.to_owned(),
     }
 }
 
@@ -221,17 +222,17 @@ fn table(tried: &Tried) -> Table {
     ]);
     let bytes = |bytes: Option<u64>| Cell::or_dash(bytes.map(|bytes| Bytes(bytes).to_string()));
     let number = |number: Option<u64>| Cell::or_dash(number.map(|number| number.to_string()));
-    for ran in &tried.runs {
+    for run in &tried.runs {
         table.row([
-            Cell::from(shown(ran)),
-            bytes(ran.predicted_reserved_bytes),
-            bytes(ran.reserved_bytes),
-            Cell::or_dash(ran.step_ns.map(duration)),
+            Cell::from(shown(run)),
+            bytes(run.predicted_reserved_bytes),
+            bytes(run.reserved_bytes),
+            Cell::or_dash(run.step_ns.map(duration)),
             // CAST: seconds to nanoseconds, for display.
-            Cell::from(duration((ran.wall_s * 1e9) as u64)),
-            number(ran.predicted_driver_calls),
-            number(ran.driver_calls),
-            Cell::or_dash(ran.exit_code.map(|code| code.to_string())),
+            Cell::from(duration((run.wall_s * 1e9) as u64)),
+            number(run.predicted_driver_calls),
+            number(run.driver_calls),
+            Cell::or_dash(run.exit_code.map(|code| code.to_string())),
         ]);
     }
     table

@@ -1,4 +1,4 @@
-//! `vramlab advise` as a user meets it.
+//! `vramlab advise` end to end.
 
 use crate::common::{
     self,
@@ -11,7 +11,7 @@ use std::path::Path;
 
 const MIB: u64 = 1 << 20;
 
-/// A history of the repository's.
+/// A recording of the repository.
 fn history(name: &str) -> String {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories").join(format!("{name}.pickle.xz"));
@@ -23,8 +23,8 @@ fn event(action: &str, addr: u64, size: u64) -> Value {
     json!({"action": action, addr_key: addr, "size": size, "stream": 0, "time_us": 1})
 }
 
-/// A snapshot of what ran under `roundup_power2_divisions:2`, in which 33 MiB take 48; the second such request is refused by a
-/// device that has 40 MiB left.
+/// A snapshot recorded under `roundup_power2_divisions:2`, which rounds 33 MiB up to 48; the second such request fails on a device
+/// with 40 MiB free.
 fn rounded_out_of_memory(place: &Place) -> String {
     let events = [
         event("segment_alloc", 1 << 30, 48 * MIB),
@@ -42,12 +42,12 @@ fn rounded_out_of_memory(place: &Place) -> String {
 }
 
 fn setting<'a>(advice: &'a Value, conf: &str) -> &'a Value {
-    let found = advice["settings"].as_array().unwrap().iter().find(|setting| setting["conf"] == conf);
-    found.unwrap_or_else(|| panic!("no {conf}: {advice}"))
+    let setting = advice["settings"].as_array().unwrap().iter().find(|setting| setting["conf"] == conf);
+    setting.unwrap_or_else(|| panic!("no {conf}: {advice}"))
 }
 
 #[test]
-fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
+fn advise_names_the_setting_that_avoids_out_of_memory() {
     let place = Place::new();
     let file = rounded_out_of_memory(&place);
     let advice = place.run(&["advise", &file, "--json"]).ok().json();
@@ -57,38 +57,38 @@ fn a_setting_that_mends_an_out_of_memory_is_found_and_said() {
     let first = &advice["settings"][0];
     assert_eq!((&first["out_of_memory"], &first["rank"]), (&json!(false), &json!(1)));
     assert!(first["peak_reserved_bytes"].as_u64() <= Some(68 * MIB), "{first}");
-    // Two segments of 34 MiB, and not a step less.
+    // Exactly two segments of 34 MiB.
     let plain = place.run(&["advise", &file, "--conf", "", "--json"]).ok().json();
     let plain = setting(&plain, "");
     assert_eq!((&plain["peak_reserved_bytes"], &plain["smallest_memory_bytes"]), (&json!(68 * MIB), &json!(68 * MIB)));
-    let told = place.run(&["advise", &file]).ok().stdout;
-    let said = [
-        "Out of memory at event 3 of 3: 33 MiB asked for while 48 MiB were reserved, 48 MiB of them allocated and nothing free.",
-        "It ran under roundup_power2_divisions:2.",
-        "There was room for 88 MiB or little more; what follows is for that (--limit sets it).",
-        "as it ran: runs out of memory with 48 MiB;",
-        "66 MiB are asked for at once;",
-        "What the program would have done after memory ran out.",
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    let expected = [
+        "Out of memory at event 3 of 3: 33 MiB requested with 48 MiB reserved, 48 MiB allocated, none free.",
+        "Settings: roundup_power2_divisions:2.",
+        "Inferred memory limit: about 88 MiB; override with --limit.",
+        "current settings: out of memory with peak reserved 48 MiB;",
+        "Peak requested: 66 MiB;",
+        "The program's behaviour after memory ran out.",
         "40 MiB were free on the device.",
         "Next: ",
     ];
-    for words in said {
-        assert!(told.contains(words), "{words}: {told}");
+    for words in expected {
+        assert!(screen.contains(words), "{words}: {screen}");
     }
-    assert!(told.contains(first["export"].as_str().unwrap()), "{told}");
+    assert!(screen.contains(first["export"].as_str().unwrap()), "{screen}");
 }
 
 #[test]
-fn where_no_setting_helps_it_says_what_is_needed() {
+fn advise_names_the_minimum_memory_where_no_setting_helps() {
     let place = Place::new();
     let file = rounded_out_of_memory(&place);
     let advice = place.run(&["advise", &file, "--limit", "60MiB", "--json"]).ok().json();
     assert_eq!((&advice["verdict"], &advice["limit_source"]), (&json!("out-of-memory"), &json!("given")));
     assert_eq!(advice["needed_bytes"], 68 * MIB);
     assert!(advice["settings"].as_array().unwrap().iter().all(|setting| setting["out_of_memory"] == true));
-    let told = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
-    assert!(told.contains("No setting mends this: you need 68 MiB"), "{told}");
-    // For scripts that ask for it, with nothing else changed.
+    let screen = place.run(&["advise", &file, "--limit", "60MiB"]).ok().stdout;
+    assert!(screen.contains("Minimum memory: 68 MiB, under:"), "{screen}");
+    // `--exit-code` changes the exit code alone.
     for (limit, code) in [("60MiB", 3), ("70MiB", 0)] {
         for more in [&[][..], &["--json"], &[&file]] {
             let arguments = [&["advise", &file, "--limit", limit], more].concat();
@@ -98,9 +98,9 @@ fn where_no_setting_helps_it_says_what_is_needed() {
     }
 }
 
-/// A program that ran under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 reserved, 60 of them idle, 80 more
-/// are asked for.
-fn collected(place: &Place, whole: bool) -> String {
+/// A program under `garbage_collection_threshold:0.5` and a limit of 200 MiB: with 110 MiB reserved, 60 of them idle, it requests
+/// 80 more. Without `complete` the segments at the end are missing.
+fn collected(place: &Place, complete: bool) -> String {
     let at = |gib: u64| gib << 30;
     let mut events = Vec::new();
     for (gib, mib) in [(1, 60), (2, 50), (3, 80)] {
@@ -123,16 +123,16 @@ fn collected(place: &Place, whole: bool) -> String {
         "garbage_collection_threshold": 0.5, "expandable_segments": false, "roundup_power2_divisions": {}});
     let mut snapshot = json!({"segments": [segment(2, 50), segment(3, 80)], "device_traces": [events]});
     snapshot["allocator_settings"] = settings;
-    if !whole {
+    if !complete {
         snapshot["segments"] = json!([]);
     }
     place.write("collected.json", snapshot.to_string())
 }
 
-/// PyTorch collects garbage under a limit only, so its collections tell of one: without it these frees would be replayed as the
-/// program's own, and no other setting would seem to reserve more.
+/// PyTorch collects garbage only under a limit, so collections show that there was one. Without it the replay would take these
+/// releases for the program's own, and no other setting would reserve more.
 #[test]
-fn collections_tell_the_limit() {
+fn limit_is_inferred_from_garbage_collections() {
     let place = Place::new();
     let file = collected(&place, true);
     let confs = ["--conf", "", "--conf", "garbage_collection_threshold:0.5"];
@@ -144,16 +144,16 @@ fn collections_tell_the_limit() {
     );
     assert_eq!(setting(&advice, "")["peak_reserved_bytes"], 190 * MIB);
     assert_eq!(setting(&advice, "garbage_collection_threshold:0.5")["peak_reserved_bytes"], 130 * MIB);
-    let told = place.run(&["advise", &file]).ok().stdout;
-    let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(told.contains("Garbage was collected, which PyTorch does under a memory limit only: "), "{told}");
-    // Where the segments of the end do not add up with the events, the file does not tell how much was reserved.
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    let screen = screen.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(screen.contains("PyTorch collected garbage, which it does only under a memory limit. "), "{screen}");
+    // Without the segments at the end the reserved bytes are unknown.
     let cut = place.run(&["advise", &collected(&place, false), "--json"]).ok().json();
     assert_eq!((&cut["limit_bytes"], &cut["unknown"]["limit"]), (&Value::Null, &json!(true)), "{cut}");
-    let told = place.run(&["advise", &collected(&place, false)]).ok().stdout;
-    assert!(told.contains("Give it with --limit"), "{told}");
+    let screen = place.run(&["advise", &collected(&place, false)]).ok().stdout;
+    assert!(screen.contains("Pass the limit with --limit"), "{screen}");
     let file = collected(&place, true);
-    // On a larger GPU: what was collected was collected under the smaller limit all the same.
+    // For a larger GPU: the recorded collections still happened under the smaller limit.
     let larger = [&["advise", &file, "--json", "--limit", "1GiB"], &confs[..]].concat();
     let advice = place.run(&larger).ok().json();
     assert_eq!((&advice["limit_source"], &advice["recorded"]["replayed_off_percent"]), (&json!("given"), &Value::Null));
@@ -163,25 +163,25 @@ fn collections_tell_the_limit() {
 }
 
 #[test]
-fn other_commands_ask_for_the_limit_of_collections() {
+fn commands_warn_of_collections_under_an_unknown_limit() {
     let place = Place::new();
-    let asked = "without --limit that counts as calls of empty_cache";
-    for (whole, most) in
+    let warning = "without --limit that counts as calls of empty_cache";
+    for (complete, bound) in
         [(true, format!("; it was 220.0 MiB or less: --limit {}B", 220 * MIB - 1)), (false, String::new())]
     {
-        let file = collected(&place, whole);
+        let file = collected(&place, complete);
         for command in [&["replay", &file, "--device", "null"][..], &["capacity", &file], &["plan", &file]] {
-            let said = place.run(command).ok().stderr;
-            assert!(said.contains(&format!("{asked}{most}\n")), "{said}");
-            let said = place.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
-            assert!(!said.contains("warning"), "{said}");
+            let stderr = place.run(command).ok().stderr;
+            assert!(stderr.contains(&format!("{warning}{bound}\n")), "{stderr}");
+            let stderr = place.run(&[command, &["--limit", "200MiB"]].concat()).ok().stderr;
+            assert!(!stderr.contains("warning"), "{stderr}");
         }
     }
 }
 
-/// As what a replay does not follow: a segment that is larger than PyTorch would have taken for the request.
+/// A segment that is larger than PyTorch's policy allocates for the request, so that no replay matches.
 #[test]
-fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded() {
+fn advise_cautions_if_the_replay_deviates_from_the_recording() {
     let place = Place::new();
     let events = [event("segment_alloc", 1 << 30, 100 * MIB), event("alloc", 1 << 30, 33 * MIB)];
     let blocks = json!([
@@ -194,17 +194,20 @@ fn a_replay_that_is_off_is_said_first_and_percentages_are_of_what_was_recorded()
         "off.json",
         json!({"segments": [segment], "device_traces": [events], "allocator_settings": {}}).to_string(),
     );
-    let told = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
-    let help = told.split("What would help").nth(1).unwrap();
-    let first = "Take this with care: what ran is replayed with 66.0 % less than was reserved.";
-    assert!(help.trim_start().starts_with(first), "{told}");
-    assert!(help.contains("reserves 40 MiB (-60.0 %)"), "{told}");
-    assert!(help.contains("as it ran: reserved 100 MiB; its replay reserves 34 MiB;"), "{told}");
+    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    let help = screen.split("What would help").nth(1).unwrap();
+    let first = "Caution: the replay of the current settings reserves 66.0 % less than recorded.";
+    assert!(help.trim_start().starts_with(first), "{screen}");
+    assert!(help.contains("peak reserved 40 MiB (-60.0 %)"), "{screen}");
+    assert!(
+        help.contains("current settings: peak reserved 100 MiB recorded; replay: peak reserved 34 MiB;"),
+        "{screen}"
+    );
 }
 
-/// Pages are mapped whole, and a request is checked by its own size.
+/// PyTorch checks a request's own size, and maps full pages.
 #[test]
-fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
+fn settings_over_the_given_limit_are_not_advised() {
     let place = Place::new();
     let arguments = ["advise", &history("mlp"), "--limit", "80MiB"];
     let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
@@ -213,10 +216,10 @@ fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
     assert_eq!((&first["over_limit"], &first["out_of_memory"]), (&json!(true), &json!(false)));
     assert_eq!(first["smallest_memory_bytes"], advice["needed_bytes"]);
     let needed = advice["needed_bytes"].as_u64().unwrap();
-    let told = place.run(&arguments).ok().stdout;
-    assert!(told.contains(&format!("No setting mends this: you need {} MiB", needed / MIB)), "{told}");
-    assert!(told.contains("more than the limit") && told.contains("set_per_process_memory_fraction"), "{told}");
-    // That much is enough, and is not passed.
+    let screen = place.run(&arguments).ok().stdout;
+    assert!(screen.contains(&format!("Minimum memory: {} MiB, under:", needed / MIB)), "{screen}");
+    assert!(screen.contains("above the limit") && screen.contains("set_per_process_memory_fraction"), "{screen}");
+    // The minimum memory is enough, and is not exceeded.
     let limit = format!("{}MiB", needed / MIB);
     let advice = place.run(&["advise", &history("mlp"), "--limit", &limit, "--json"]).ok().json();
     assert!(
@@ -224,9 +227,8 @@ fn what_reserves_more_than_the_given_limit_is_not_the_advice() {
     );
 }
 
-/// Its `streams` is one program's own recording, whose peak its JSON says.
 #[test]
-fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve() {
+fn settings_of_a_recorded_program_are_ranked_by_their_peak() {
     let place = Place::new();
     let advice = place.run(&["advise", &history("mlp"), "--json"]).ok().json();
     let recorded = &advice["recorded"];
@@ -237,14 +239,16 @@ fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve()
     let settings = advice["settings"].as_array().unwrap();
     let tried = advice["also_tried"].as_array().unwrap();
     assert!(settings.len() > 2 && settings.len() + tried.len() > 20, "{advice}");
-    let least = |list: &[Value]| list.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).min().unwrap();
+    let least =
+        |list: &[Value]| list.iter().map(|setting| setting["peak_reserved_bytes"].as_u64().unwrap()).min().unwrap();
     let best = settings[0]["peak_reserved_bytes"].as_u64().unwrap() as f64;
     assert!(best <= least(settings).min(least(tried)) as f64 * 1.005);
-    for (at, one) in settings.iter().enumerate() {
-        let (smallest, live) = (one["smallest_memory_bytes"].as_u64().unwrap(), advice["live_bytes"].as_u64().unwrap());
-        assert!(smallest >= live && one["rank"] == at + 1 && one["out_of_memory"] == false, "{one}");
+    for (at, setting) in settings.iter().enumerate() {
+        let (smallest, live) =
+            (setting["smallest_memory_bytes"].as_u64().unwrap(), advice["live_bytes"].as_u64().unwrap());
+        assert!(smallest >= live && setting["rank"] == at + 1 && setting["out_of_memory"] == false, "{setting}");
     }
-    // What no setting can do: less than the bound.
+    // No setting reserves less than the bound.
     let bound = advice["lower_bound_bytes"].as_u64().unwrap();
     assert!(bound <= advice["plan_bytes"].as_u64().unwrap() && bound <= least(settings));
     let other = advice["other_allocators"].as_array().unwrap();
@@ -252,7 +256,7 @@ fn a_recorded_program_is_followed_and_settings_are_ranked_by_what_they_reserve()
 }
 
 #[test]
-fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
+fn conf_arguments_replace_the_search() {
     let place = Place::new();
     let confs = [
         "expandable_segments:True",
@@ -266,20 +270,20 @@ fn given_settings_are_the_only_ones_in_pytorchs_own_words() {
     arguments[1] = &file;
     confs.iter().for_each(|conf| arguments.extend(["--conf", conf]));
     let advice = place.run(&arguments).ok().json();
-    let told: BTreeSet<&str> =
+    let confs_in_answer: BTreeSet<&str> =
         advice["settings"].as_array().unwrap().iter().map(|setting| setting["conf"].as_str().unwrap()).collect();
-    assert_eq!(told, BTreeSet::from(confs));
+    assert_eq!(confs_in_answer, BTreeSet::from(confs));
     assert_eq!(advice["also_tried"], json!([]));
     for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
         assert!(confs.iter().all(|conf| setting(&advice, conf)[key].as_u64() > Some(0)), "{key}: {advice}");
     }
     let ranked = advice["settings"].as_array().unwrap();
-    let peaks: Vec<u64> = ranked.iter().map(|one| one["peak_reserved_bytes"].as_u64().unwrap()).collect();
+    let peaks: Vec<u64> = ranked.iter().map(|setting| setting["peak_reserved_bytes"].as_u64().unwrap()).collect();
     assert!(peaks.windows(2).all(|pair| pair[0] as f64 <= pair[1] as f64 * 1.005), "{peaks:?}");
 }
 
-/// Sizes that grow: each takes a segment of its own, where expandable segments take one. `fields` is what PyTorch 2.10 writes
-/// besides, `frames` the stack of each event.
+/// Growing sizes: each allocates a segment of its own, where expandable segments use one. `fields` are keys that PyTorch 2.10
+/// adds, `frames` is the stack of each event.
 fn growing(place: &Place, fields: Value, frames: Value) -> String {
     let mut events = Vec::new();
     for (at, mib) in (1..).zip([30, 40, 50, 60]) {
@@ -302,14 +306,14 @@ fn growing(place: &Place, fields: Value, frames: Value) -> String {
     place.write("growing.json", snapshot.to_string())
 }
 
-/// The settings that an answer names anywhere.
+/// All settings in an answer.
 fn named(advice: &Value) -> Vec<&str> {
     let lists = ["settings", "also_tried"].map(|key| advice[key].as_array().unwrap());
-    lists.into_iter().flatten().map(|one| one["conf"].as_str().unwrap()).collect()
+    lists.into_iter().flatten().map(|setting| setting["conf"].as_str().unwrap()).collect()
 }
 
 #[test]
-fn what_the_version_does_not_know_is_not_advised() {
+fn settings_that_the_version_lacks_are_not_advised() {
     let place = Place::new();
     let (old, new) = (json!({}), json!({"compile_context": "N/A", "user_metadata": ""}));
     for (fields, version, rounds) in [(old, "2.5 to 2.7", false), (new, "2.10 or 2.11", true)] {
@@ -320,9 +324,9 @@ fn what_the_version_does_not_know_is_not_advised() {
         assert_eq!(first["export"], "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
         let named = named(&advice);
         assert_eq!(named.iter().any(|conf| conf.contains("max_non_split_rounding_mb")), rounds, "{named:?}");
-        let told = place.run(&["advise", &file]).ok().stdout;
-        assert!(told.contains(&format!("PyTorch {version}")) && told.contains(first["export"].as_str().unwrap()));
-        // Another version is asked for: none before 2.1 has expandable segments.
+        let screen = place.run(&["advise", &file]).ok().stdout;
+        assert!(screen.contains(&format!("PyTorch {version}")) && screen.contains(first["export"].as_str().unwrap()));
+        // No version before 2.1 has expandable segments.
         let advice = place.run(&["advise", &file, "--torch", "2.0.1", "--json"]).ok().json();
         assert_eq!((&advice["torch"], &advice["without_expandable_segments"]), (&json!("before 2.1"), &Value::Null));
         let before: Vec<&str> = self::named(&advice);
@@ -331,14 +335,14 @@ fn what_the_version_does_not_know_is_not_advised() {
     }
     let file = growing(&place, json!({}), json!([]));
     let conf = ["--conf", "pinned_free_catch_all:True"];
-    let refusal = "pinned_free_catch_all came with 2.12 and is not known to PyTorch 2.5 to 2.7; --torch names another";
+    let refusal = "pinned_free_catch_all requires PyTorch 2.12 and is not available in PyTorch 2.5 to 2.7; use --torch";
     place.run(&[&["advise", &file], &conf[..]].concat()).refused(2, &[refusal]);
     place.run(&[&["advise", &file, "--torch", "2.12"], &conf[..]].concat()).ok();
-    place.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is no version of PyTorch"]);
+    place.run(&["advise", &file, "--torch", "nine"]).refused(2, &["'nine' is not a version of PyTorch"]);
 }
 
 #[test]
-fn there_is_a_second_answer_without_expandable_segments() {
+fn advise_adds_an_answer_without_expandable_segments() {
     let place = Place::new();
     let file = growing(&place, json!({"compile_context": "N/A", "user_metadata": ""}), json!([]));
     let advice = place.run(&["advise", &file, "--json"]).ok().json();
@@ -347,30 +351,32 @@ fn there_is_a_second_answer_without_expandable_segments() {
     let second = &advice["without_expandable_segments"];
     let is_without = |setting: &&Value| !setting["conf"].as_str().unwrap().contains("expandable_segments");
     assert_eq!(Some(second), settings.iter().find(is_without), "{advice}");
-    let told = place.run(&["advise", &file]).ok().stdout;
-    let part = told.split("\nWithout expandable segments\n").nth(1).unwrap_or_else(|| panic!("{told}"));
-    let part = part.split("\nWhat no setting").next().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
-    for words in ["cannot be had on Windows, before PyTorch 2.1, in a MemPool", "CUDA IPC", "DataLoader workers"] {
-        assert!(part.contains(words), "{words}: {told}");
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    let part = screen.split("\nWithout expandable segments\n").nth(1).unwrap_or_else(|| panic!("{screen}"));
+    let part = part.split("\nLower bound\n").next().unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["unavailable on Windows, before PyTorch 2.1, in a MemPool", "CUDA IPC", "DataLoader workers"] {
+        assert!(part.contains(words), "{words}: {screen}");
     }
     if second["conf"] != "" {
-        assert!(part.starts_with(second["export"].as_str().unwrap()), "{told}");
-        assert_eq!(told.matches(second["export"].as_str().unwrap()).count(), 1, "{told}");
+        assert!(part.starts_with(second["export"].as_str().unwrap()), "{screen}");
+        assert_eq!(screen.matches(second["export"].as_str().unwrap()).count(), 1, "{screen}");
     }
-    // That is what the search finds that leaves them out.
-    let left_out = ["advise", &file, "--without", "expandable_segments", "--json"];
-    let advice = place.run(&left_out).ok().json();
+    // The same as a search without them.
+    let without = ["advise", &file, "--without", "expandable_segments", "--json"];
+    let advice = place.run(&without).ok().json();
     assert!(named(&advice).iter().all(|conf| !conf.contains("expandable_segments")), "{advice}");
     assert_eq!(advice["settings"][0]["peak_reserved_bytes"], second["peak_reserved_bytes"]);
     assert_eq!(advice["without_expandable_segments"], Value::Null);
-    let both = [&left_out[..], &["--without", "roundup_power2_divisions"]].concat();
+    let both = [&without[..], &["--without", "roundup_power2_divisions"]].concat();
     let advice = place.run(&both).ok().json();
     assert!(named(&advice).iter().all(|conf| !conf.contains("roundup")), "{advice}");
-    place.run(&["advise", &file, "--without", "expandable"]).refused(2, &["'expandable' is no setting of PyTorch's"]);
+    place
+        .run(&["advise", &file, "--without", "expandable"])
+        .refused(2, &["'expandable' is not a setting of PyTorch's"]);
 }
 
 #[test]
-fn frames_that_stand_against_expandable_segments_are_said_with_the_first_answer() {
+fn advise_names_the_frame_that_rules_out_expandable() {
     let place = Place::new();
     let frame = |name: &str, file: &str| json!({"name": name, "filename": file, "line": 86});
     let main = frame("main", "/home/me/serve.py");
@@ -379,32 +385,32 @@ fn frames_that_stand_against_expandable_segments_are_said_with_the_first_answer(
     let advice = place.run(&["advise", &file, "--json"]).ok().json();
     let shares = "The program shares GPU memory by CUDA IPC (device_communicators/custom_all_reduce.py:86 __init__)";
     assert_eq!(advice["obstacle"], shares);
-    let told = place.run(&["advise", &file]).ok().stdout;
-    let first = told.split("What would help").nth(1).unwrap().split("Without expandable segments").next().unwrap();
-    assert!(first.contains("The program shares GPU memory by CUDA IPC"), "{told}");
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    let first = screen.split("What would help").nth(1).unwrap().split("Without expandable segments").next().unwrap();
+    assert!(first.contains("The program shares GPU memory by CUDA IPC"), "{screen}");
     let file = growing(&place, json!({}), json!([main]));
     assert_eq!(place.run(&["advise", &file, "--json"]).ok().json()["obstacle"], Value::Null);
 }
 
 #[test]
-fn garbage_is_collected_with_a_line_of_python() {
+fn garbage_collection_comes_with_its_python_line() {
     let place = Place::new();
     let file = growing(&place, json!({}), json!([]));
     let arguments = ["advise", &file, "--conf", "garbage_collection_threshold:0.6", "--limit", "170MiB"];
     let line = format!("torch.cuda.set_per_process_memory_fraction({} / torch.cuda.mem_get_info()[1])", 170 * MIB);
     let advice = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
-    // Under that limit what ran reserves no more.
+    // The current settings reserve no more under that limit.
     assert_eq!((&advice["verdict"], &advice["settings"][0]["python"]), (&json!("keep"), &json!(line)), "{advice}");
-    let told = place.run(&arguments).ok().stdout;
-    let told = told.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(told.contains(&format!("Next best garbage_collection_threshold:0.6 {line}")), "{told}");
-    let alone = place.run(&["advise", &file, "--conf", "max_split_size_mb:32", "--json"]).ok().json();
-    assert_eq!(alone["settings"][0]["python"], Value::Null);
+    let screen = place.run(&arguments).ok().stdout;
+    let screen = screen.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(screen.contains(&format!("Next best garbage_collection_threshold:0.6 {line}")), "{screen}");
+    let split = place.run(&["advise", &file, "--conf", "max_split_size_mb:32", "--json"]).ok().json();
+    assert_eq!(split["settings"][0]["python"], Value::Null);
 }
 
-/// Two ranks of one job: the second has less, and one setting has to do for both.
+/// Two ranks of one job: the second needs less, and one setting must serve both.
 #[test]
-fn ranks_get_one_setting_and_a_table() {
+fn ranks_share_one_setting_and_a_table() {
     let place = Place::new();
     let files = ["ranks/gpt2_fsdp1.rank0", "ranks/gpt2_fsdp1.rank1"].map(history);
     let confs = ["--conf", "", "--conf", "expandable_segments:True"];
@@ -412,31 +418,35 @@ fn ranks_get_one_setting_and_a_table() {
     let found = place.run(&[&arguments[..], &["--json"]].concat()).ok().json();
     let ranks = found["ranks"].as_array().unwrap();
     assert_eq!(ranks.len(), 2);
-    for (at, one) in found["settings"].as_array().unwrap().iter().enumerate() {
+    for (at, setting) in found["settings"].as_array().unwrap().iter().enumerate() {
         let of = |key: &str| ranks.iter().map(move |rank| rank["settings"][at][key].as_u64().unwrap()).max();
         for key in ["peak_reserved_bytes", "smallest_memory_bytes"] {
-            assert_eq!(one[key].as_u64(), of(key), "{one}");
+            assert_eq!(setting[key].as_u64(), of(key), "{setting}");
         }
-        assert_eq!((&one["rank"], &one["out_of_memory"]), (&json!(at + 1), &json!(false)));
+        assert_eq!((&setting["rank"], &setting["out_of_memory"]), (&json!(at + 1), &json!(false)));
     }
     let most = ranks.iter().max_by_key(|rank| rank["recorded_peak_reserved_bytes"].as_u64()).unwrap();
     assert_eq!(found["worst"]["trace"], most["trace"]);
     let table = place.run(&arguments).ok().stdout;
-    for words in
-        ["2 histories", "gpt2_fsdp1.rank1.pickle.xz", "1. PyTorch's defaults", "every rank runs in", "What happened"]
-    {
+    for words in [
+        "2 recordings",
+        "gpt2_fsdp1.rank1.pickle.xz",
+        "1. PyTorch's defaults",
+        "minimum memory for all ranks",
+        "What happened",
+    ] {
         assert!(table.contains(words), "{words}: {table}");
     }
-    // A share has the table too, and its own histories only.
+    // A shard has a table of its own recordings.
     let share = place.run(&[&arguments[..], &["--shard", "2/2", "--json"]].concat()).ok().json();
     assert_eq!(share["ranks"].as_array().unwrap().len(), 1);
     assert_eq!(share["worst"]["trace"], files[1]);
-    place.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 history;"]);
+    place.run(&["advise", &files[0], "--shard", "2/2"]).refused(2, &["--shard 2/2: there is 1 recording;"]);
 }
 
-/// What cannot be read is left out, and of many histories the table shows those unlike the others.
+/// Files that cannot be read are left out, and the table shows the outliers of many recordings.
 #[test]
-fn ranks_that_cannot_be_read_are_left_out() {
+fn unreadable_ranks_are_left_out() {
     let place = Place::new();
     let junk = place.write("junk.pickle", "no snapshot\n");
     let snapshot = std::fs::read_to_string(rounded_out_of_memory(&place)).unwrap();
@@ -444,18 +454,22 @@ fn ranks_that_cannot_be_read_are_left_out() {
     files.push(junk.clone());
     let files: Vec<&str> = files.iter().map(String::as_str).collect();
     let arguments = [&["advise"], &files[..], &["--conf", ""]].concat();
-    let ran = place.run(&[&arguments[..], &["--json"]].concat()).ok();
-    assert!(ran.stderr.contains("junk.pickle") && ran.stderr.contains("go on without it"), "{}", ran.stderr);
-    let found = ran.json();
+    let output = place.run(&[&arguments[..], &["--json"]].concat()).ok();
+    assert!(
+        output.stderr.contains("junk.pickle") && output.stderr.contains("continuing without it"),
+        "{}",
+        output.stderr
+    );
+    let found = output.json();
     assert_eq!((found["ranks"].as_array().unwrap().len(), &found["unread"][0]["trace"]), (10, &json!(junk)));
     let table = place.run(&arguments).ok().stdout;
-    assert!(table.contains("10 histories") && table.contains("2 more are nearer to the median"), "{table}");
-    place.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 histories could be read"]);
+    assert!(table.contains("10 recordings") && table.contains("2 more are nearer to the median"), "{table}");
+    place.run(&["advise", &junk, &junk]).refused(2, &["none of the 2 recordings could be read"]);
 }
 
-/// The program that wrote it was killed between a free and its completion, before it said its settings.
+/// The program was killed between a free and its completion, before it wrote its settings.
 #[test]
-fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
+fn truncated_file_is_answered_for_its_events() {
     let place = Place::new();
     let mut events = vec![event("segment_alloc", 1 << 30, 48 * MIB)];
     for _ in 0..3 {
@@ -463,35 +477,35 @@ fn a_history_that_was_cut_short_is_answered_for_what_is_there() {
             events.push(event(action, 1 << 30, 33 * MIB));
         }
     }
-    let whole = json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string();
-    let end = whole.rfind("{\"action\":\"free_completed\"").unwrap();
-    let file = place.write("cut.json", &whole[..end + 9]);
-    let ran = place.run(&["advise", &file, "--json"]).ok();
-    assert_eq!(ran.stderr.matches("the file was cut short at byte").count(), 1, "{}", ran.stderr);
-    let advice = ran.json();
+    let snapshot = json!({"segments": [], "device_traces": [events], "allocator_settings": {}}).to_string();
+    let end = snapshot.rfind("{\"action\":\"free_completed\"").unwrap();
+    let file = place.write("cut.json", &snapshot[..end + 9]);
+    let output = place.run(&["advise", &file, "--json"]).ok();
+    assert_eq!(output.stderr.matches("the file was cut short at byte").count(), 1, "{}", output.stderr);
+    let advice = output.json();
     assert_eq!((&advice["events"], &advice["unknown"]["deferred_frees"]), (&json!(9), &json!(0)));
     assert!(advice["cut"].as_str().unwrap().contains("first 9 events were read"), "{advice}");
-    let told = place.run(&["advise", &file]).ok().stdout;
+    let screen = place.run(&["advise", &file]).ok().stdout;
     for words in [
-        "The file was cut short: this is about its first 9 events.",
-        "At least 48 MiB were reserved. At most 33 MiB were live.",
-        "Its settings are missing, and taken to be PyTorch's defaults.",
+        "The file was truncated; the answer covers its first 9 events.",
+        "Peak reserved: at least 48 MiB. Peak live: 33 MiB.",
+        "The file lacks the settings; PyTorch's defaults assumed.",
     ] {
-        assert!(told.contains(words), "{words}: {told}");
+        assert!(screen.contains(words), "{words}: {screen}");
     }
-    assert!(!told.contains("waited for other streams"), "{told}");
+    assert!(!screen.contains("waited for other streams"), "{screen}");
 }
 
-/// The program hands commands that it does not have on to the Python package.
+/// The program passes commands of the Python package on.
 #[cfg(unix)]
 #[test]
-fn commands_of_the_package_are_handed_on() {
+fn commands_of_the_python_package_are_passed_on() {
     use std::process::Command;
     let place = Place::new();
-    place.run(&["advize"]).refused(2, &["'advize' is not a command", "did you mean advise?"]);
-    let run = |there: bool| {
-        // An interpreter that says what it was asked for.
-        let finds = if there { "exit 0" } else { "exit 1" };
+    place.run(&["advize"]).refused(2, &["'advize' is no command"]);
+    let run = |installed: bool| {
+        // An interpreter that prints its arguments.
+        let finds = if installed { "exit 0" } else { "exit 1" };
         place.program("python3", &format!("#!/bin/sh\ncase $1 in -c) {finds};; *) echo \"$@\"; exit 3;; esac\n"));
         let mut process = Command::new(common::PROGRAM);
         let path = format!("{}:/bin:/usr/bin", place.at(".").display());
@@ -499,36 +513,36 @@ fn commands_of_the_package_are_handed_on() {
         Ran::of(process.output().unwrap())
     };
     run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
-    let ran = run(true);
-    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
+    let output = run(true);
+    assert_eq!((output.code, output.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{output:?}");
     let help = place.run(&["--help"]).ok().stdout;
     assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
 }
 
 #[test]
-fn the_answer_is_one_screen() {
+fn advise_fits_one_screen() {
     let place = Place::new();
     let mut process = std::process::Command::new(common::PROGRAM);
-    // A path as short as a user's: a long one takes lines of its own.
+    // A short path: a long one takes lines of its own.
     std::fs::copy(history("streams"), place.at("streams.pickle.xz")).unwrap();
     process.args(["advise", "streams.pickle.xz"]).env("COLUMNS", "80").env("NO_COLOR", "1");
     let text = Ran::of(process.current_dir(place.at(".")).output().unwrap()).ok().stdout;
-    let titles = ["What happened", "What would help", "Next best", "What no setting can do", "What this does not know"];
+    let titles = ["What happened", "What would help", "Next best", "\nLower bound\n", "\nUnknown\n"];
     let at: Vec<usize> =
         titles.iter().map(|title| text.find(title).unwrap_or_else(|| panic!("{title}: {text}"))).collect();
     assert!(at.is_sorted(), "{text}");
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(text.lines().count() <= 36, "{text}");
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    for said in [
-        "765.0 MiB asked for at most, frees that waited included.",
-        "441.8 MiB are asked for at once. With frees that wait for other streams as they did, at least 765.0 MiB (a plan: ",
-        "; if besides no stream may wait to reuse another's block, ",
-        "Settings run in less where PyTorch, out of memory, waits for these frees.",
+    for sentence in [
+        "above peak requested (765.0 MiB, deferred frees included).",
+        "Peak requested: 441.8 MiB; lower bound with deferred frees as recorded 765.0 MiB (offline placement: ",
+        "; if also no stream waits to reuse another's block ",
+        "Settings need less where PyTorch, out of memory, waits for these frees.",
     ] {
-        assert!(words.contains(said), "{said}: {text}");
+        assert!(words.contains(sentence), "{sentence}: {text}");
     }
-    assert!(text.contains("frees waited for other streams") && text.contains("if frees completed at once"), "{text}");
+    assert!(text.contains("frees waited for other streams") && text.contains("without deferred frees"), "{text}");
 }
 
 #[test]
@@ -542,22 +556,22 @@ fn bad_input_gets_one_line() {
     refused(&[&file, "--limit", "lots"], &["'lots' is not a size"]);
     refused(
         &[&file, "--conf", "max_split:64"],
-        &["'max_split' is no setting of PyTorch's allocator", "max_split_size_mb"],
+        &["'max_split' is not a setting of PyTorch's allocator", "max_split_size_mb"],
     );
     refused(&[&file, "--conf", "max_split_size_mb:8"], &["max_split_size_mb:8: PyTorch takes 20 or more"]);
     refused(&[&file, "--conf", "", "--conf", " "], &["given twice"]);
     refused(&[&file, "--gpu", "3"], &["no event of GPU 3"]);
 }
 
-/// The name of a key without what holds it.
+/// The last part of a key's path.
 fn last(path: &str) -> String {
     path.rsplit('.').next().unwrap_or_default().trim_end_matches("[]").to_owned()
 }
 
-/// Where a key of the JSON stands, as `schema.md` writes it.
+/// Paths of the keys of a JSON value, in the syntax of `analysis/schema.md`.
 fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
     match value {
-        // The names in it are the driver's, and a report of its own is described elsewhere.
+        // Names of driver calls are not keys, and the out-of-memory report is described elsewhere.
         Value::Object(_) if at.ends_with("driver_calls") || at.ends_with("recorded.out_of_memory") => {}
         Value::Object(map) => {
             for (key, value) in map {
@@ -572,14 +586,15 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn every_key_is_described() {
+fn schema_describes_every_key_of_advise() {
     let place = Place::new();
-    let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("schema.md")).unwrap();
+    let schema =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
     let part = |from: &str, to: &str| schema.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
     let tables = [part("\n# Advice\n", "\n## explain\n"), part("\n### Bounds\n", "\n## ")];
     let rows = tables.into_iter().flat_map(str::lines).filter(|line| line.starts_with('`') && line.contains(" | "));
     let keys = rows.flat_map(|line| line.split(" | ").next().unwrap_or_default().split(", "));
-    // Names of the driver's calls, and a link to keys that stand elsewhere, are no keys.
+    // Names of driver calls, and a link to keys described elsewhere, are not keys.
     let keys = keys.map(|key| key.trim_matches('`').trim_end_matches(".<name>")).filter(|key| !key.ends_with('…'));
     let described: BTreeSet<String> = keys.map(last).collect();
     let mut written = BTreeSet::new();
@@ -592,7 +607,7 @@ fn every_key_is_described() {
             place.run(&[&["advise", &rounded_out_of_memory(&place), "--json"], arguments].concat()).ok().json();
         paths(&advice, "", &mut written);
     }
-    // A limit that stacks tell.
+    // With a limit inferred from stack traces.
     let full = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/full.pickle.xz");
     let full = place.run(&["advise", full.to_str().unwrap(), "--conf", "", "--json"]).ok().json();
     paths(&full, "", &mut written);
@@ -622,7 +637,7 @@ fn every_key_is_described() {
 }
 
 #[test]
-fn a_saving_under_another_limit_is_that_of_the_replay_under_it() {
+fn saving_under_another_limit_is_that_of_the_replay() {
     let place = Place::new();
     let file = history("resnet50");
     let saving = |arguments: &[&str]| {
@@ -632,6 +647,6 @@ fn a_saving_under_another_limit_is_that_of_the_replay_under_it() {
         assert!((advice["saving_percent"].as_f64().unwrap() - 100.0 * less).abs() < 1e-9, "{arguments:?}: {advice}");
         less
     };
-    // What ran keeps to a limit, too: less is left to save.
+    // The current settings keep to the limit as well, so they save less.
     assert!(saving(&["--limit", "6.2GiB"]) < saving(&[]) / 2.0);
 }

@@ -1,5 +1,5 @@
-//! Damaged recordings: contradictory events, which all commands refuse with the same line or all accept, and recordings without their
-//! beginning or end.
+//! Damaged recordings: contradictory events, which every command refuses with the same line or all answer, and recordings whose
+//! beginning or end is missing.
 
 use crate::common::Place;
 use crate::common::story::{self, Story};
@@ -40,29 +40,30 @@ fn edit(events: &mut Vec<Value>, random: &mut Random) {
     }
 }
 
-/// A recording of the repository as a JSON snapshot.
-fn snapshot(dir: &Place, name: &str) -> Value {
+/// A recording of the repository as a snapshot in JSON.
+fn snapshot(place: &Place, name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name);
-    dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
-    serde_json::from_slice(&std::fs::read(dir.at("seed.json")).unwrap()).unwrap()
+    place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", "seed.json", "--force"]).ok();
+    serde_json::from_slice(&std::fs::read(place.at("seed.json")).unwrap()).unwrap()
 }
 
-/// Asserts that active is at most reserved in every object with both keys. A point of the curve may precede a moved segment event.
-fn check_levels(value: &Value, what: &str) {
+/// Checks that no object has more active than reserved bytes. Points of the timeline are left out: an edit may move a segment's
+/// event behind its block's.
+fn check_levels(value: &Value, edit: &str) {
     if let (Some(active), Some(reserved)) = (value["active_bytes"].as_u64(), value["reserved_bytes"].as_u64()) {
-        assert!(active <= reserved, "{what}: {value}");
+        assert!(active <= reserved, "{edit}: {value}");
     }
     match value {
         Value::Object(map) => {
-            map.iter().filter(|(key, _)| *key != "timeline").for_each(|(_, value)| check_levels(value, what))
+            map.iter().filter(|(key, _)| *key != "timeline").for_each(|(_, value)| check_levels(value, edit))
         }
-        Value::Array(list) => list.iter().for_each(|value| check_levels(value, what)),
+        Value::Array(list) => list.iter().for_each(|value| check_levels(value, edit)),
         _ => {}
     }
 }
 
-/// Whether every command accepts a file; otherwise all must refuse it with the same line.
-fn accepted(dir: &Place, file: &str, what: &str) -> bool {
+/// Whether every command answers; otherwise all refuse with the same line.
+fn answered(place: &Place, file: &str, edit: &str) -> bool {
     let commands: [&[&str]; 5] = [
         &["replay", file, "--alloc", "caching", "--device", "null", "--plan", "off"],
         &["explain", file, "--json"],
@@ -70,13 +71,13 @@ fn accepted(dir: &Place, file: &str, what: &str) -> bool {
         &["diff", file, file],
         &["report", file, "-o", "page.html"],
     ];
-    let output = commands.map(|command| (command, dir.run(command)));
-    let (_, first) = &output[0];
-    for (command, other) in &output {
-        assert_eq!((other.code, error(&other.stderr)), (first.code, error(&first.stderr)), "{what}: {command:?}");
+    let outputs = commands.map(|command| (command, place.run(command)));
+    let (_, first) = &outputs[0];
+    for (command, other) in &outputs {
+        assert_eq!((other.code, error(&other.stderr)), (first.code, error(&first.stderr)), "{edit}: {command:?}");
     }
     match first.code {
-        Some(0) => check_levels(&output[1].1.json(), what),
+        Some(0) => check_levels(&outputs[1].1.json(), edit),
         _ => first.refused(2, &[": event "]),
     }
     first.code == Some(0)
@@ -87,33 +88,33 @@ fn error(stderr: &str) -> Option<&str> {
 }
 
 #[test]
-fn every_command_refuses_the_same_edits() {
-    let (dir, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
-    let (mut answers, mut refused) = (0, 0);
+fn all_commands_refuse_the_same_edited_snapshots() {
+    let (place, mut random) = (Place::new(), Random(0x9e37_79b9_7f4a_7c15));
+    let (mut accepted, mut refused) = (0, 0);
     let fixtures = ["resnet50.gcsplit", "graph_step.expandable", "streams.expandable"];
     for name in fixtures.map(|name| format!("allocators/histories/tests/fixtures/{name}.pickle.xz")) {
-        let mut snapshot = snapshot(&dir, &name);
+        let mut snapshot = snapshot(&place, &name);
         let events = snapshot["device_traces"][0].as_array().unwrap().clone();
         for number in 0..EDITS {
             let mut edited = events.clone();
             edit(&mut edited, &mut random);
             snapshot["device_traces"][0] = json!(edited);
-            let file = dir.write("edited.json", snapshot.to_string());
-            *if accepted(&dir, &file, &format!("{name} {number}")) { &mut answers } else { &mut refused } += 1;
+            let file = place.write("edited.json", snapshot.to_string());
+            *if answered(&place, &file, &format!("{name} {number}")) { &mut accepted } else { &mut refused } += 1;
         }
     }
-    assert!(refused > EDITS && answers > EDITS / 2, "{refused} refused and {answers} accepted");
+    assert!(refused > EDITS && accepted > EDITS / 2, "{refused} refused and {accepted} answered");
 }
 
 #[test]
-fn every_command_refuses_the_same_edits_of_a_log() {
-    let (dir, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
-    let mut events = snapshot(&dir, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
+fn all_commands_refuse_the_same_edited_logs() {
+    let (place, mut random) = (Place::new(), Random(0x2545_f491_4f6c_dd1d));
+    let mut events = snapshot(&place, "experiments/histories/mlp.pickle.xz")["device_traces"][0].take();
     let events = events.as_array_mut().unwrap();
     events.retain(|event| event["action"] != "free_completed");
     events.truncate(1200);
-    let (mut answers, mut refused) = (0, 0);
-    // Few edited logs are consistent.
+    let (mut accepted, mut refused) = (0, 0);
+    // Few edits of a log are valid.
     for number in 0..4 * EDITS {
         let mut edited = events.clone();
         edit(&mut edited, &mut random);
@@ -121,13 +122,13 @@ fn every_command_refuses_the_same_edits_of_a_log() {
             let [action, addr, size, stream] = ["action", "addr", "size", "stream"].map(|key| event[key].clone());
             json!({"time_ns": 1, "action": action, "addr": addr, "size": size, "stream": stream}).to_string() + "\n"
         };
-        let file = dir.write("edited.jsonl", edited.iter().map(line).collect::<String>());
-        *if accepted(&dir, &file, &format!("log {number}")) { &mut answers } else { &mut refused } += 1;
+        let file = place.write("edited.jsonl", edited.iter().map(line).collect::<String>());
+        *if answered(&place, &file, &format!("log {number}")) { &mut accepted } else { &mut refused } += 1;
     }
-    assert!(refused > EDITS && answers > 0, "{refused} refused and {answers} accepted");
+    assert!(refused > EDITS && accepted > 0, "{refused} refused and {accepted} answered");
 }
 
-/// Two deferred frees: one completes before another block is freed, the other after an 18 MiB request; an `idle` segment is released
+/// Two deferred frees. One completes before a block is freed, the other after a request of 18 MiB; with `idle` a segment is released
 /// in between.
 fn two_deferred_frees(idle: bool) -> Story {
     let mut story = Story::default();
@@ -152,39 +153,39 @@ fn two_deferred_frees(idle: bool) -> Story {
 }
 
 #[test]
-fn a_pending_free_excludes_a_call_of_empty_cache() {
-    let dir = Place::new();
+fn pending_free_shows_that_the_cache_was_not_emptied() {
+    let place = Place::new();
     let replay = |story: &Story| {
-        let file = dir.write("waits.json", story.text());
-        dir.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
+        let file = place.write("waits.json", story.text());
+        place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"])
     };
     let rows = replay(&two_deferred_frees(false)).rows();
     let mib = |name: &str| rows[0][name].as_u64().unwrap() / MIB;
     assert_eq!(
         (mib("peak_reserved_bytes"), mib("lower_bound_bytes")),
         (38, 26),
-        "segments of 20 and 18 MiB with 8 and 18 MiB active"
+        "20 and 18 of which 8 and 18 are used"
     );
-    // `empty_cache` waits for all deferred frees, but one stayed pending.
-    let why = "caching reserves 20 MiB at most, less than the 26 MiB that are in use at once";
+    // `empty_cache` waits for every free, but one of them stayed pending.
+    let why = "caching has peak reserved 20 MiB, below the 26 MiB that are active";
     replay(&two_deferred_frees(true)).refused(2, &["waits.json", "the events contradict each other", why]);
 }
 
-// `advise` on recordings without their beginning or without segment events. Recordings are cut like PyTorch's ring buffer: the oldest
-// events are lost, the final snapshot stays.
+// `advise` on recordings without their beginning or without segment events. Each recording is truncated as by PyTorch's ring buffer:
+// the oldest events are lost, the end of the snapshot stays.
 
 const MIB: u64 = 1 << 20;
 
-/// Shares of lost events in percent. Every second recording outside of the checkout loses one of them, in turn; these are programs of
-/// the repository under other settings.
+/// Shares of lost events, in percent. Every second recording next to the checkout loses one of them in turn: these are programs of the
+/// repository under other settings.
 const LOST: [usize; 6] = [10, 25, 50, 75, 90, 97];
-/// Percentage points by which the predicted saving of a cut recording may exceed that of the complete one.
+/// Percentage points by which the saving of a truncated recording may exceed that of the complete one.
 const POINTS: f64 = 2.0;
 
-/// A recording, and the shares of events that it loses.
+/// A recording, and the shares of its events to lose.
 type Cuts = (PathBuf, &'static [usize]);
 
-/// The recordings in two directories of the repository, by name.
+/// The recordings in `directories` of the repository, by name.
 fn recordings(directories: [&str; 2]) -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let entries = directories.iter().filter_map(|directory| std::fs::read_dir(root.join(directory)).ok()).flatten();
@@ -194,47 +195,47 @@ fn recordings(directories: [&str; 2]) -> Vec<PathBuf> {
     out
 }
 
-/// The repository's recordings, and others outside of the checkout.
+/// The repository's recordings, and others next to the checkout.
 fn cuts() -> Vec<Cuts> {
     let kept = recordings(["experiments/histories", "experiments/histories/ranks"]);
     let mut others = recordings(["../shared/traces", "../shared/traces/configs"]);
-    others.retain(|path| kept.iter().all(|known| known.file_name() != path.file_name()));
+    others.retain(|path| kept.iter().all(|kept| kept.file_name() != path.file_name()));
     let in_turn = others.into_iter().step_by(2).enumerate().map(|(at, path)| (path, &LOST[at % LOST.len()..][..1]));
     kept.into_iter().map(|path| (path, &LOST[..])).chain(in_turn).collect()
 }
 
-/// The advice for a complete recording and for each cut one.
+/// Answers for a complete recording and for its truncated copies.
 struct Answers {
     name: String,
-    whole: Value,
-    /// With the lost share.
-    cut: Vec<(usize, Value)>,
+    complete: Value,
+    /// Lost share, and answer.
+    truncated: Vec<(usize, Value)>,
 }
 
 impl Answers {
-    fn new(dir: &Place, number: usize, (path, shares): &Cuts) -> Self {
+    fn of(place: &Place, number: usize, (path, shares): &Cuts) -> Self {
         let json = format!("{number}.json");
-        dir.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
-        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(dir.at(&json)).unwrap()).unwrap();
-        let advise = |file: &str| dir.run(&["advise", file, "--json"]).ok().json();
-        let whole = advise(&json);
+        place.run(&["convert", path.to_str().unwrap(), "--to", "snapshot-json", "--out", &json]).ok();
+        let mut snapshot: Value = serde_json::from_slice(&std::fs::read(place.at(&json)).unwrap()).unwrap();
+        let advise = |file: &str| place.run(&["advise", file, "--json"]).ok().json();
+        let complete = advise(&json);
         let traces = snapshot["device_traces"].take();
-        let cut = shares.iter().map(|&lost| {
+        let truncated = shares.iter().map(|&lost| {
             let keep = |events: &Value| {
                 let events = events.as_array().unwrap();
                 Value::from(&events[events.len() * lost / 100..])
             };
             snapshot["device_traces"] = traces.as_array().unwrap().iter().map(keep).collect();
-            (lost, advise(&dir.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
+            (lost, advise(&place.write(&format!("{number}.{lost}.json"), snapshot.to_string())))
         });
-        let cut = cut.collect();
-        Self { name: path.file_name().unwrap().to_string_lossy().into_owned(), whole, cut }
+        let truncated = truncated.collect();
+        Self { name: path.file_name().unwrap().to_string_lossy().into_owned(), complete, truncated }
     }
 }
 
 #[test]
-fn a_cut_recording_promises_no_more_than_the_complete_one() {
-    let (dir, recordings) = (Place::new(), cuts());
+fn truncated_recording_promises_no_more_than_the_complete() {
+    let (place, recordings) = (Place::new(), cuts());
     let (next, answers) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
@@ -242,51 +243,51 @@ fn a_cut_recording_promises_no_more_than_the_complete_one() {
                 while let Some((number, cuts)) =
                     Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, recordings.get(at)?)))
                 {
-                    let advice = Answers::new(&dir, number, cuts);
-                    answers.lock().unwrap().push(advice);
+                    let answer = Answers::of(&place, number, cuts);
+                    answers.lock().unwrap().push(answer);
                 }
             });
         }
     });
     let answers = answers.into_inner().unwrap();
-    assert!(answers.len() >= 4, "the repository's recordings are missing");
-    let (mut promises, mut least_cut, mut same) = (0, 0, 0);
-    for Answers { name, whole, cut } in &answers {
-        let saved = whole["saving_percent"].as_f64().unwrap_or(0.0);
-        assert_eq!(whole["evidence"]["before"]["reserved_bytes"], 0, "{name}: recorded from the first CUDA call");
-        for (lost, answer) in cut {
+    assert!(answers.len() >= 4, "the repository has recordings");
+    let (mut stated, mut half, mut same) = (0, 0, 0);
+    for Answers { name, complete, truncated } in &answers {
+        let saved = complete["saving_percent"].as_f64().unwrap_or(0.0);
+        assert_eq!(complete["evidence"]["before"]["reserved_bytes"], 0, "{name}: recorded from the first CUDA call");
+        for (lost, answer) in truncated {
             let verdict = answer["verdict"].as_str().unwrap();
             match answer["saving_percent"].as_f64() {
-                Some(promised) => {
-                    promises += 1;
-                    assert!(promised <= saved + POINTS, "{name} without {lost} %: -{promised:.1} % for -{saved:.1} %");
+                Some(saving) => {
+                    stated += 1;
+                    assert!(saving <= saved + POINTS, "{name} without {lost} %: -{saving:.1} % for -{saved:.1} %");
                 }
-                // A program that ran out of memory has no saving.
+                // Out of memory there is no saving.
                 None => assert!(
-                    verdict != "change" || whole["saving_percent"].is_null(),
+                    verdict != "change" || complete["saving_percent"].is_null(),
                     "{name} without {lost} %: {answer}"
                 ),
             }
             if *lost <= 50 {
-                least_cut += 1;
-                same += u32::from(answer["settings"][0]["conf"] == whole["settings"][0]["conf"]);
+                half += 1;
+                same += u32::from(answer["settings"][0]["conf"] == complete["settings"][0]["conf"]);
             }
         }
     }
     println!(
-        "{} recordings; a saving is predicted for {promises} of {} cut ones; same first choice {same} of {least_cut} times",
+        "{} recordings; a saving is stated for {stated} of {} truncated ones; the same first choice {same} of {half} times",
         answers.len(),
-        answers.iter().map(|answer| answer.cut.len()).sum::<usize>()
+        answers.iter().map(|answer| answer.truncated.len()).sum::<usize>()
     );
-    assert!(same * 2 >= least_cut, "the complete recording's first choice: {same} of {least_cut} times");
+    assert!(same * 2 >= half, "the complete recording's first choice: {same} of {half} times");
 }
 
 fn event(action: &str, addr: u64, size: u64) -> Value {
     json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1})
 }
 
-/// A snapshot whose recording starts with the `empty_cache` of an earlier run, followed by three requests.
-fn after_an_earlier_run(dir: &Place) -> String {
+/// A snapshot whose recording begins with the `empty_cache` of an earlier run and continues with three requests.
+fn after_an_earlier_run(place: &Place) -> String {
     let mut events = vec![event("segment_free", 1 << 40, 512 * MIB), event("segment_free", 1 << 41, 512 * MIB)];
     let mut segments = Vec::new();
     for at in 1..=3 {
@@ -299,14 +300,14 @@ fn after_an_earlier_run(dir: &Place) -> String {
             "segment_pool_id": [0, 0], "is_expandable": false, "blocks": [block]}));
     }
     let snapshot = json!({"segments": segments, "device_traces": [events], "allocator_settings": {}});
-    dir.write("later.json", snapshot.to_string())
+    place.write("later.json", snapshot.to_string())
 }
 
 #[test]
-fn the_cache_of_an_earlier_run_is_reported_and_saves_nothing() {
-    let dir = Place::new();
-    let file = after_an_earlier_run(&dir);
-    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
+fn prior_cache_is_reported_and_saves_nothing() {
+    let place = Place::new();
+    let file = after_an_earlier_run(&place);
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
     let evidence = &advice["evidence"];
     assert_eq!(evidence["before"]["returned_at_once_bytes"], 1024 * MIB, "{evidence}");
     assert_eq!(
@@ -314,17 +315,17 @@ fn the_cache_of_an_earlier_run_is_reported_and_saves_nothing() {
         (&json!(96 * MIB), &json!(3))
     );
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("keep"), &json!(0.0)), "{advice}");
-    let screen = dir.run(&["advise", &file]).ok().stdout;
-    assert!(screen.contains("1 GiB were cached and went back before the first allocation"), "{screen}");
-    assert!(screen.contains("Without that, at most 96 MiB were reserved, 0.0 % more"), "{screen}");
+    let screen = place.run(&["advise", &file]).ok().stdout;
+    assert!(screen.contains("1 GiB were cached and released before the first allocation"), "{screen}");
+    assert!(screen.contains("Peak reserved without that cache: 96 MiB, 0.0 % above"), "{screen}");
 }
 
 #[test]
-fn nothing_is_promised_if_more_was_reserved_before_recording() {
-    let dir = Place::new();
+fn advice_is_inconclusive_if_the_prior_cache_exceeds_the_peak() {
+    let place = Place::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&dir)).unwrap()).unwrap();
-    // The same gigabyte stays cached.
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+    // The same GiB, which stays cached.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.drain(..2);
     for at in [40, 41] {
@@ -333,20 +334,20 @@ fn nothing_is_promised_if_more_was_reserved_before_recording() {
             "total_size": 512 * MIB, "stream": 0, "segment_type": "large", "segment_pool_id": [0, 0],
             "is_expandable": false, "blocks": [cached]}));
     }
-    let file = dir.write("cached.json", snapshot.to_string());
-    let advice = dir.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
+    let file = place.write("cached.json", snapshot.to_string());
+    let advice = place.run(&["advise", &file, "--conf", "expandable_segments:True", "--json"]).ok().json();
     assert_eq!(advice["evidence"]["before"]["kept_unused_bytes"], 1024 * MIB, "{advice}");
     assert_eq!((&advice["verdict"], &advice["saving_percent"]), (&json!("not-said"), &Value::Null), "{advice}");
-    let screen = dir.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
-    assert!(screen.contains("The recording does not say") && screen.contains("_record_memory_history"), "{screen}");
+    let screen = place.run(&["advise", &file, "--conf", "expandable_segments:True"]).ok().stdout;
+    assert!(screen.contains("Inconclusive: ") && screen.contains("_record_memory_history"), "{screen}");
 }
 
 #[test]
-fn reserved_memory_is_unknown_without_segment_events() {
-    let dir = Place::new();
+fn without_segment_events_reserved_memory_is_unknown() {
+    let place = Place::new();
     let mut snapshot: Value =
-        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&dir)).unwrap()).unwrap();
-    // Three requests; the segment of one remains.
+        serde_json::from_str(&std::fs::read_to_string(after_an_earlier_run(&place)).unwrap()).unwrap();
+    // Three blocks were allocated, and the segment of one is still reserved.
     let events = snapshot["device_traces"][0].as_array_mut().unwrap();
     events.retain(|event| event["action"] == "alloc");
     let freed: Vec<Value> = events[1..]
@@ -361,14 +362,15 @@ fn reserved_memory_is_unknown_without_segment_events() {
         .collect();
     events.extend(freed);
     snapshot["segments"].as_array_mut().unwrap().truncate(1);
-    let file = dir.write("few.json", snapshot.to_string());
-    let advice = dir.run(&["advise", &file, "--json"]).ok().json();
+    let file = place.write("few.json", snapshot.to_string());
+    let advice = place.run(&["advise", &file, "--json"]).ok().json();
     assert_eq!(advice["recorded"]["peak_reserved_bytes"], Value::Null, "{advice}");
     assert_eq!(advice["saving_percent"], Value::Null, "{advice}");
     for command in ["advise", "explain"] {
-        let screen = dir.run(&[command, &file]).ok().stdout;
-        assert!(!screen.contains("more than") && !screen.contains("(300"), "{screen}");
-        let words = if command == "advise" { "At least 96 MiB were reserved" } else { "so reserved memory is unknown" };
+        let screen = place.run(&[command, &file]).ok().stdout;
+        assert!(!screen.contains("% above") && !screen.contains("(300"), "{screen}");
+        let words =
+            if command == "advise" { "Peak reserved: at least 96 MiB" } else { "what was reserved is not known" };
         assert!(screen.contains(words), "{screen}");
     }
 }

@@ -3,7 +3,7 @@
 use crate::common::Place;
 use serde_json::{Value, json};
 
-/// A snapshot of live allocations with these stacks.
+/// A snapshot of allocations that are never freed, each with its stack.
 fn snapshot(stacks: &[Vec<Value>]) -> String {
     let event = |(at, frames): (u64, &Vec<Value>)| {
         let (addr, size) = (0x7f00_0000_0000_u64 + (at << 22), 2 << 20);
@@ -18,9 +18,9 @@ fn frame(name: String, line: usize) -> Value {
     json!({"filename": "/home/me/train.py", "name": name, "line": line})
 }
 
-/// Depth and number of nodes of a tree.
-fn measured(node: &Value) -> (usize, usize) {
-    let below = node["children"].as_array().unwrap().iter().map(measured);
+/// Depth of a tree, and number of its nodes.
+fn depth_and_count(node: &Value) -> (usize, usize) {
+    let below = node["children"].as_array().unwrap().iter().map(depth_and_count);
     below.fold((1, 1), |(depth, count), (deeper, more)| (depth.max(deeper + 1), count + more))
 }
 
@@ -29,54 +29,54 @@ fn sum(nodes: &Value, key: &str) -> u64 {
 }
 
 #[test]
-fn a_stack_of_12000_frames_is_shown_without_its_middle() {
-    let dir = Place::new();
+fn stack_of_12000_frames_is_shown_without_its_middle() {
+    let place = Place::new();
     let deep: Vec<Value> = (0..12_000).map(|line| frame(format!("f{line}"), line)).collect();
     let text = snapshot(&[deep]);
-    let file = dir.write("deep.json", &text);
-    let said = dir.run(&["explain", &file, "--json"]).ok().stdout;
-    assert!(said.len() < text.len(), "{} bytes of {}", said.len(), text.len());
-    let explained: Value = serde_json::from_str(&said).unwrap();
+    let file = place.write("deep.json", &text);
+    let output = place.run(&["explain", &file, "--json"]).ok().stdout;
+    assert!(output.len() < text.len(), "{} bytes of {}", output.len(), text.len());
+    let explained: Value = serde_json::from_str(&output).unwrap();
     let tree = &explained["who"][0]["tree"];
-    let (depth, _) = measured(tree);
+    let (depth, _) = depth_and_count(tree);
     assert!((50..64).contains(&depth), "{depth}");
-    // The outermost and innermost frames are kept, and those in between are counted.
+    // The outermost and innermost frames are shown, and those in between are counted.
     let shown = tree.to_string();
     assert!(shown.contains("train.py:11999 f11999") && shown.contains("train.py:1 f1"), "{shown}");
     assert!(shown.contains("11945 calls in between"), "{shown}");
-    dir.run(&["explain", &file]).ok();
-    dir.run(&["advise", &file]).ok();
-    dir.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(dir.at("report.html")).unwrap().len() < 16 << 20);
+    place.run(&["explain", &file]).ok();
+    place.run(&["advise", &file]).ok();
+    place.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 16 << 20);
 }
 
 #[test]
-fn the_largest_of_many_calls_are_shown_and_others_summed() {
-    let dir = Place::new();
+fn many_calls_are_shown_as_the_largest_and_a_sum() {
+    let place = Place::new();
     let stack = |number: usize| (1..51).map(|line| frame(format!("f{number}_{line}"), line)).rev().collect();
     let stacks: Vec<Vec<Value>> = (0..200).map(stack).collect();
-    let file = dir.write("many.json", snapshot(&stacks));
-    let explained: Value = serde_json::from_str(&dir.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
+    let file = place.write("many.json", snapshot(&stacks));
+    let explained: Value = serde_json::from_str(&place.run(&["explain", &file, "--json"]).ok().stdout).unwrap();
     let tree = &explained["who"][0]["tree"];
-    let (_, count) = measured(tree);
+    let (_, count) = depth_and_count(tree);
     assert!((4000..8200).contains(&count), "{count} of 10,000");
     assert_eq!((sum(&tree["children"], "bytes"), sum(&tree["children"], "blocks")), (200 * (2 << 20), 200));
     assert!(tree.to_string().contains("smaller …"), "{tree}");
 }
 
 #[test]
-fn a_name_of_200_kib_is_cut() {
-    let dir = Place::new();
+fn name_of_200_kib_is_truncated() {
+    let place = Place::new();
     let long = |letter: &str| format!("{}\u{1b}[31m", letter.repeat(200 << 10));
     let stack = vec![json!({"filename": format!("/{}.py", long("p")), "name": long("n"), "line": 7})];
     let mut text: Value = serde_json::from_str(&snapshot(&[stack])).unwrap();
     text["external_annotations"] = json!([{"name": long("a"), "device": 0, "stage": "START", "time_us": 0}]);
-    let file = dir.write("long.json", text.to_string());
+    let file = place.write("long.json", text.to_string());
     for arguments in [&["explain", &file][..], &["explain", &file, "--json"], &["advise", &file]] {
-        let output = dir.run(arguments).ok();
+        let output = place.run(arguments).ok();
         assert!(output.stdout.len() < 100 << 10, "{arguments:?}: {} bytes", output.stdout.len());
         assert!(!output.stdout.contains('\u{1b}'), "{arguments:?}");
     }
-    dir.run(&["report", &file, "-o", "report.html"]).ok();
-    assert!(std::fs::metadata(dir.at("report.html")).unwrap().len() < 1 << 20);
+    place.run(&["report", &file, "-o", "report.html"]).ok();
+    assert!(std::fs::metadata(place.at("report.html")).unwrap().len() < 1 << 20);
 }

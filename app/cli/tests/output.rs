@@ -199,9 +199,9 @@ fn screens_at_80_columns() {
     let dir = recording_dir();
     insta::with_settings!({ filters => CHANGES }, {
         insta::assert_snapshot!(screen(&dir, &["replay", HISTORY]), @r"
-            mlp.pickle.xz on NVIDIA H200 (simulated): 26911 events, 8981 allocations, never
-            more than 81.6 MiB live
-            bound: at least 81.6 MiB; a plan needs 81.6 MiB (1.000 of it)
+            mlp.pickle.xz on NVIDIA H200 (simulated): 26911 events, 8981 allocations, peak
+            live 81.6 MiB
+            lower bound 81.6 MiB; offline placement 81.6 MiB (1.000 of it)
             ─────────────────────────────────────────────────────────────────────────
                                         recorded      naive   caching  stream-ordered
             ═════════════════════════════════════════════════════════════════════════
@@ -305,12 +305,12 @@ fn the_last_lines_are_the_result_and_the_next_command() {
     for (arguments, words, next_words) in [
         (
             &["replay", HISTORY][..],
-            vec![format!("{} reserves", least(&replayed, "peak_reserved_bytes", "allocator"))],
+            vec![format!("Lowest peak reserved: {}", least(&replayed, "peak_reserved_bytes", "allocator"))],
             "vramlab capacity mlp.pickle.xz",
         ),
         (
             &["capacity", HISTORY],
-            vec![least(&fitted, "capacity_bytes", "allocator").to_owned(), " the history in ".to_owned()],
+            vec![least(&fitted, "capacity_bytes", "allocator").to_owned(), "Minimum memory: ".to_owned()],
             "vramlab replay mlp.pickle.xz --alloc caching --limit ",
         ),
         (&convert, vec!["to history.csv (rmm): ".to_owned()], "vramlab replay history.csv"),

@@ -50,9 +50,9 @@ fn emptying_a_cache_that_is_refilled_is_reported_with_its_line() {
     assert_eq!(finding["lines"], json!([{"line": "proj/train.py:9 step", "times": 5}]));
     let calls = |of: &Value| of["driver_calls"].as_object().unwrap().values().map(|n| n.as_u64().unwrap()).sum::<u64>();
     assert!(calls(&finding["without"]) < calls(&advice["recorded"]["replayed"]) / 2);
-    // It is the only change, so it is first.
+    // Nothing else is to be changed, so it comes first.
     let screen = screen(&dir);
-    let [change, help] = ["a change of the program", "What would help"].map(|title| screen.find(title).unwrap());
+    let [change, help] = ["Program changes", "What would help"].map(|title| screen.find(title).unwrap());
     assert!(change < help && screen.contains("train.py:9 step (5)") && screen.contains("simulated H200"), "{screen}");
     // Sizes that do not recur are not refilled, and one call is not a pattern.
     for story in [emptied(5, |step| (20 + 2 * step) * MIB), emptied(1, |_| 20 * MIB)] {
@@ -85,8 +85,8 @@ fn free_memory_on_other_streams_is_reported_with_its_line() {
     let (finding, peaks) = change(&advice, "other-streams").unwrap();
     assert_eq!((peaks, &finding["times"], &finding["saving_percent"]), ([40, 20], &json!(1), &json!(50.0)));
     assert_eq!(finding["lines"][0]["line"], "proj/train.py:4 step");
-    assert!(screen(&dir).contains("1 of 2 requests that found no free block on their stream"));
-    // A free block on the same stream does not trigger the rule.
+    assert!(screen(&dir).contains("1 of 2 cache misses (20 MiB) had a fitting free block on another stream"));
+    // A free block of the same stream is no matter of streams.
     let mut same = Story::default();
     for at in [0, GIB] {
         same.segment(at, 20 * MIB, 0);
@@ -149,7 +149,7 @@ fn an_unused_cache_from_before_the_recording_is_reported() {
     let (finding, _) = change(&advise(&dir, &more, &[]), "leftover-cache").unwrap();
     assert_eq!(finding["bytes"], 40 * MIB);
     advise(&dir, &cached(false), &[]);
-    assert!(screen(&dir).contains("30 MiB were cached before the recording began, and unused at the peak"));
+    assert!(screen(&dir).contains("30 MiB were cached before recording started and unused at the peak"));
     assert_eq!(change_of(&dir, &cached(true), "leftover-cache"), None);
 }
 

@@ -1,4 +1,4 @@
-//! `vramlab replay` and `vramlab capacity` as a user meets them.
+//! `vramlab replay` and `vramlab capacity` end to end.
 
 use crate::common::Place;
 use serde_json::json;
@@ -8,14 +8,14 @@ use vramlab::histories::formats::{Ending, Export, ReadOptions, read};
 
 const MIB: u64 = 1 << 20;
 
-/// A line of our own trace.
+/// A line of a trace.jsonl.
 fn line(action: &str, addr: u64, bytes: u64, stream: u64) -> String {
     json!({"time_ns": 0, "action": action, "addr": addr, "size": bytes, "block": bytes, "stream": stream, "path": "hit"})
         .to_string()
         + "\n"
 }
 
-/// Ten steps of three tensors, of which two live at once.
+/// Ten steps of three tensors, two of them live simultaneously.
 fn steps() -> String {
     let mut text = String::new();
     for _ in 0..10 {
@@ -32,25 +32,25 @@ fn steps() -> String {
     text
 }
 
-/// A history of the repository's.
+/// A recording of the repository.
 fn trace(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories").join(name);
     path.to_str().unwrap().to_owned()
 }
 
 #[test]
-fn one_object_for_each_file_and_allocator() {
+fn json_has_an_object_for_each_file_and_allocator() {
     let place = Place::new();
     let (first, second) = (place.write("a.jsonl", steps()), place.write("b.jsonl", line("alloc", 4096, 1000, 1)));
     for device in ["sim", "null"] {
         let arguments = ["replay", &first, &second, "--alloc", "naive,caching,stream-ordered", "--device", device];
         let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
-        let found: Vec<(&str, &str)> =
+        let pairs: Vec<(&str, &str)> =
             rows.iter().map(|row| (row["trace"].as_str().unwrap(), row["allocator"].as_str().unwrap())).collect();
         let names = ["naive", "caching", "stream-ordered"];
         let expected: Vec<(&str, &str)> =
             [&first, &second].iter().flat_map(|file| names.map(|name| (file.as_str(), name))).collect();
-        assert_eq!(found, expected);
+        assert_eq!(pairs, expected);
         for row in &rows {
             let number = |key: &str| row[key].as_u64().unwrap_or_else(|| panic!("{key}: {row}"));
             let (reserved, live) = (number("peak_reserved_bytes"), number("max_live_bytes"));
@@ -58,7 +58,7 @@ fn one_object_for_each_file_and_allocator() {
             assert!(live <= number("peak_requested_bytes") && number("peak_requested_bytes") <= reserved, "{row}");
             assert!(number("peak_allocated_bytes") <= number("peak_active_bytes"), "{row}");
             let utilisation = row["utilisation"].as_f64().unwrap();
-            // The last digit of a fraction may change on its way through JSON.
+            // JSON may change the last digit of a fraction.
             assert!((utilisation - number("peak_active_bytes") as f64 / reserved as f64).abs() < 1e-12, "{row}");
             let ledger = |key: &str| row["ledger"][key].as_u64().unwrap();
             let parts: u64 = ["internal", "soft", "hard", "stream", "pending"].map(ledger).iter().sum();
@@ -77,18 +77,18 @@ fn one_object_for_each_file_and_allocator() {
 }
 
 #[test]
-fn the_table_has_a_row_for_each_allocator() {
+fn table_has_a_column_for_each_allocator() {
     let place = Place::new();
     let file = place.write("a.jsonl", steps());
     let table = place.run(&["replay", &file, "--touch"]).ok().stdout;
-    for words in ["100 events, 30 allocations, never more than 8 MiB live", "naive", "caching", "stream-ordered"] {
+    for words in ["100 events, 30 allocations, peak live 8 MiB", "naive", "caching", "stream-ordered"] {
         assert!(table.contains(words), "{words} is missing: {table}");
     }
-    assert!(!table.contains('\u{1b}'), "no escapes where no terminal is: {table}");
+    assert!(!table.contains('\u{1b}'), "no escapes without a terminal: {table}");
 }
 
 #[test]
-fn a_limit_is_kept_and_a_failure_said() {
+fn replay_keeps_to_the_limit_and_reports_failures() {
     let place = Place::new();
     let file = place.write("a.jsonl", steps());
     let rows = place.run(&["replay", &file, "--limit", "6MiB", "--json"]).rows();
@@ -103,13 +103,13 @@ fn a_limit_is_kept_and_a_failure_said() {
 }
 
 #[test]
-fn a_refused_request_is_what_is_said_first() {
+fn replay_reports_a_recorded_out_of_memory_first() {
     let place = Place::new();
     let event = |action: &str, addr: u64, size: u64, stream: u64| {
         let addr_key = if action == "oom" { "device_free" } else { "addr" };
         json!({"action": action, addr_key: addr, "size": size, "stream": stream, "time_us": 1})
     };
-    // 7 of 20 MiB are freed, and 4 in the middle of what is left; 9 of another stream stay.
+    // Of 20 MiB the first 7 and 4 in the middle are freed; another stream keeps 9 of 20.
     let events = [
         event("segment_alloc", 1 << 30, 20 * MIB, 0),
         event("alloc", 1 << 30, 7 * MIB, 0),
@@ -129,7 +129,7 @@ fn a_refused_request_is_what_is_said_first() {
     let file = "oom.json";
     place.write(file, snapshot.to_string());
     let text = place.run(&["replay", file, "--alloc", "naive,caching"]).ok().stdout;
-    let said = [
+    let expected = [
         "oom.json: out of memory at event 13: 8 MiB asked for on stream 0x0",
         "  3 GiB free on the device",
         "  40 MiB reserved, 18 MiB allocated",
@@ -138,31 +138,31 @@ fn a_refused_request_is_what_is_said_first() {
         "  stream 0x5: 20 MiB reserved, 11 MiB free in one piece",
         "  the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or set \
          max_split_size, or use expandable segments (expandable_segments)",
-        "  one request was refused before it",
+        "  earlier refused requests: 1",
     ];
     let lines: Vec<&str> = text.lines().collect();
-    assert!(lines[0].ends_with(said[0]), "{text}");
-    assert_eq!(lines[1..said.len()], said[1..], "{text}");
+    assert!(lines[0].ends_with(expected[0]), "{text}");
+    assert_eq!(lines[1..expected.len()], expected[1..], "{text}");
     assert_eq!(lines.iter().filter(|line| line.contains("out of memory")).count(), 1, "{text}");
     let rows = place.run(&["replay", file, "--alloc", "caching", "--limit", "1GiB", "--json"]).rows();
-    let told = rows[0]["out_of_memory"].as_array().unwrap();
-    assert_eq!((told.len(), &told[0]["event"], &told[0]["limit_bytes"]), (2, &json!(11), &json!(1u64 << 30)));
-    assert_eq!(told[0]["held"]["pending_bytes"], 4 * MIB);
+    let reports = rows[0]["out_of_memory"].as_array().unwrap();
+    assert_eq!((reports.len(), &reports[0]["event"], &reports[0]["limit_bytes"]), (2, &json!(11), &json!(1u64 << 30)));
+    assert_eq!(reports[0]["held"]["pending_bytes"], 4 * MIB);
     assert_eq!(
-        told[0]["streams"][1],
+        reports[0]["streams"][1],
         json!({
             "stream": 5, "reserved_bytes": 20 * MIB, "allocated_bytes": 9 * MIB, "pending_bytes": 0,
             "free_bytes": 11 * MIB, "free_blocks": 1, "largest_free_bytes": 11 * MIB,
         })
     );
-    // Without segments only what lived is known.
+    // Without segments only live bytes are known.
     let lines = [line("alloc", 4096, 1000, 1), line("oom", 0, MIB, 1)].concat();
     let text = place.run(&["replay", &place.write("own.jsonl", lines), "--alloc", "naive"]).ok().stdout;
     assert!(text.contains("1000 B live; the history does not show what was reserved"), "{text}");
 }
 
 #[test]
-fn pytorchs_histories_are_followed_address_for_address() {
+fn caching_reproduces_recorded_addresses() {
     let place = Place::new();
     for (name, limit) in [
         ("mlp", None),
@@ -189,17 +189,17 @@ fn pytorchs_histories_are_followed_address_for_address() {
 }
 
 #[test]
-fn what_a_history_needs_is_said_beside_what_allocators_took() {
+fn bounds_hold_for_every_recording() {
     let place = Place::new();
-    // How far a plan may be from the bound; a history of two streams also has one without waits between them, and half of the steps
-    // for each.
+    // Largest ratio of the placement to the bound. A recording of two streams has a second placement without waits, and half the
+    // steps for each.
     for (name, most) in [("mlp", 1.01), ("gpt2", 1.01), ("resnet50", 1.01), ("streams", 1.07)] {
         let file = trace(&format!("{name}.pickle.xz"));
         let rows = place.run(&["replay", &file, "--alloc", "caching", "--device", "null", "--json"]).rows();
         let number = |key: &str| rows[0][key].as_u64().unwrap_or_else(|| panic!("{key}: {}", rows[0]));
         let (bound, plan) = (number("lower_bound_bytes"), number("plan_bytes"));
         let ordered = (number("ordered_lower_bound_bytes"), number("ordered_plan_bytes"));
-        // What is asked for is rounded up, and stays in use until its free completes.
+        // Requests are rounded up, and blocks stay active until their free completes.
         assert!(number("max_live_bytes") <= bound && bound <= number("peak_active_bytes"), "{name}: {}", rows[0]);
         assert!(bound <= plan && plan <= number("peak_reserved_bytes"), "{name}: {}", rows[0]);
         assert!(ordered.0 <= ordered.1 && bound <= ordered.0, "{name}: {}", rows[0]);
@@ -210,13 +210,13 @@ fn what_a_history_needs_is_said_beside_what_allocators_took() {
     }
     let file = trace("streams.pickle.xz");
     let text = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null"]).ok().stdout;
-    assert!(text.contains("bound: at least 765.0 MiB; without waits between streams at least"), "{text}");
-    assert!(!text.contains("a plan needs"), "{text}");
+    assert!(text.contains("lower bound 765.0 MiB; without waits between streams: lower bound"), "{text}");
+    assert!(!text.contains("offline placement"), "{text}");
     let rows = place.run(&["replay", &file, "--alloc", "naive", "--plan", "off", "--device", "null", "--json"]).rows();
     assert!(rows[0]["lower_bound_bytes"].is_u64() && rows[0]["plan_bytes"].is_null(), "{}", rows[0]);
 }
 
-/// Blocks of random sizes and lifetimes, as RMM writes them: no plan reaches the bound, and an exact search goes deep.
+/// Blocks of random sizes and lifetimes in an RMM log: no placement reaches the bound, and an exact search goes deep.
 fn crowded(blocks: u64) -> String {
     let mut state = 7_u64;
     let mut random = |below: u64| {
@@ -237,7 +237,7 @@ fn crowded(blocks: u64) -> String {
 }
 
 #[test]
-fn a_search_for_a_plan_keeps_to_the_memory_of_the_command_and_says_so() {
+fn plan_search_keeps_to_the_memory_budget_and_reports_it() {
     let place = Place::new();
     let file = place.write("crowded.csv", crowded(6000));
     let with = |memory: &str| {
@@ -247,12 +247,12 @@ fn a_search_for_a_plan_keeps_to_the_memory_of_the_command_and_says_so() {
     assert_eq!(plenty[0]["plan_end"], "steps", "{}", plenty[0]);
     let mut ends = Vec::new();
     for kib in [4096, 2048, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256] {
-        let ran = with(&format!("{kib}KiB"));
-        if ran.code != Some(0) {
-            ran.refused(2, &["crowded.csv", "--read-memory"]);
+        let output = with(&format!("{kib}KiB"));
+        if output.code != Some(0) {
+            output.refused(2, &["crowded.csv", "--read-memory"]);
             continue;
         }
-        let rows = ran.rows();
+        let rows = output.rows();
         assert_eq!(rows[0]["lower_bound_bytes"], plenty[0]["lower_bound_bytes"]);
         assert!(
             rows[0]["plan_bytes"].as_u64() >= plenty[0]["lower_bound_bytes"].as_u64()
@@ -264,20 +264,20 @@ fn a_search_for_a_plan_keeps_to_the_memory_of_the_command_and_says_so() {
     let memory = format!("{kib}KiB");
     let arguments = ["replay", &file, "--alloc", "caching", "--device", "null", "--read-memory", &memory];
     let text = place.run(&arguments).ok().stdout;
-    assert!(text.contains("the search ended at its memory, --read-memory allows more"), "{text}");
+    assert!(text.contains("search stopped: out of memory, raise --read-memory"), "{text}");
     let text = place.run(&["plan", &file, "--read-memory", &memory]).ok().stdout;
-    assert!(text.contains("the search ended at its memory, --read-memory allows more"), "{text}");
+    assert!(text.contains("search stopped: out of memory, raise --read-memory"), "{text}");
     let text = place.run(&["plan", &file, "--steps", "100000"]).ok().stdout;
-    assert!(text.contains("the search ended at its steps, --steps allows more"), "{text}");
+    assert!(text.contains("search stopped: out of steps, raise --steps"), "{text}");
 }
 
-/// What PyTorch reserved is set beside an allocator that follows it, and beside no other.
+/// Only an allocator that implements the recorded policy is compared with the recorded peak.
 #[test]
-fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
+fn recorded_peak_is_compared_with_the_recorded_policy() {
     let place = Place::new();
-    let said = |file: &str, alloc: &str| {
+    let comparison = |file: &str, alloc: &str| {
         let text = place.run(&["replay", file, "--alloc", alloc, "--plan", "off", "--device", "null"]).ok().stdout;
-        text.contains("were reserved when it was recorded").then_some(text)
+        text.contains("\nRecorded: ").then_some(text.clone()).or_else(|| text.contains(" Recorded: ").then_some(text))
     };
     let native = trace("streams.pickle.xz");
     let expandable = trace("../../allocators/histories/tests/fixtures/streams.expandable.pickle.xz");
@@ -288,25 +288,25 @@ fn what_was_reserved_is_compared_under_the_policy_that_was_recorded() {
         (&expandable, "caching"),
         (&expandable, "lab"),
     ] {
-        assert_eq!(said(file, alloc), None, "{file} under {alloc}");
+        assert_eq!(comparison(file, alloc), None, "{file} under {alloc}");
     }
     for (file, alloc) in [(&native, "caching"), (&native, "lab"), (&expandable, "pytorch-expandable")] {
-        let text = said(file, alloc).unwrap_or_else(|| panic!("{file} under {alloc}"));
-        assert!(text.contains(&format!("and so they are by {alloc} here")), "{text}");
+        let text = comparison(file, alloc).unwrap_or_else(|| panic!("{file} under {alloc}"));
+        assert!(text.contains(&format!("reproduced by {alloc}.")), "{text}");
     }
-    let text = said(&native, "pytorch-expandable,lab").unwrap();
-    assert!(text.contains("by lab here"), "{text}");
+    let text = comparison(&native, "pytorch-expandable,lab").unwrap();
+    assert!(text.contains("reproduced by lab."), "{text}");
 }
 
 #[test]
-fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
-    let whole = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/gpt2.pickle.xz");
+fn late_recording_is_replayed_from_its_inferred_start() {
+    let complete = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/gpt2.pickle.xz");
     let mut events = Vec::new();
     let mut keep = |event| {
         events.push(event);
         Ok(())
     };
-    let summary = read(&whole, &ReadOptions::default(), &mut keep).unwrap();
+    let summary = read(&complete, &ReadOptions::default(), &mut keep).unwrap();
     let place = Place::new();
     let file = place.at("late.json");
     let mut writer = Export::SnapshotJson.create(&file).unwrap();
@@ -324,20 +324,20 @@ fn a_history_that_begins_late_is_followed_from_what_its_end_says() {
     assert!(number("prologue_segments") > 10 && number("prologue_allocations") > 100, "{}", rows[0]);
     assert!(number("prologue_reserved_bytes") <= number("peak_reserved_bytes"), "{}", rows[0]);
     let table = place.run(&arguments).ok().stdout;
-    assert!(table.contains("were there before the first event, by what was held at the end"), "{table}");
+    assert!(table.contains("existed before recording started, inferred from its end"), "{table}");
 
-    // Without the segments at the end only what is freed later is known.
+    // Without the segments at the end only blocks that are freed later are known.
     let mut document: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     document["segments"] = json!([]);
     let cut = place.write("cut.json", document.to_string());
     let table = place.run(&["replay", &cut, "--alloc", "naive", "--device", "null"]).ok().stdout;
-    assert!(table.contains("they are allocated first: what it says was held at the end does not follow"), "{table}");
+    assert!(table.contains("they are allocated first: the segments at its end contradict"), "{table}");
     let refused = ["replay", &cut, "--alloc", "caching", "--addresses", "recorded"];
-    place.run(&refused).refused(2, &["frees a block from before its first event"]);
+    place.run(&refused).refused(2, &["frees a block from before recording started"]);
 }
 
 #[test]
-fn what_cannot_be_replayed_is_refused_in_one_line() {
+fn bad_input_is_refused_in_one_line() {
     let place = Place::new();
     let write = |name: &str, lines: &[String]| place.write(name, lines.concat());
     let alloc = |addr, bytes| line("alloc", addr, bytes, 1);
@@ -361,13 +361,13 @@ fn what_cannot_be_replayed_is_refused_in_one_line() {
         .refused(2, &["good.jsonl", "no segments", "--addresses own"]);
     place.run(&["replay", "missing.pickle"]).refused(2, &["missing.pickle"]);
     place.run(&["replay", &write("empty.jsonl", &[])]).refused(2, &["empty.jsonl"]);
-    place.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "those of 0"]);
+    place.run(&["replay", &file, "--gpu", "3"]).refused(2, &["good.jsonl", "no event of GPU 3", "events of 0"]);
     place.run(&["replay", &file, "--device", "sim:missing.json"]).refused(2, &["missing.json"]);
-    // The allocator is at fault, not the history.
+    // The allocator is at fault, not the recording.
     for command in ["replay", "capacity"] {
-        let ran = place.run(&[command, &file, "--alloc", "plan:file=nope"]);
-        ran.refused(2, &["error: plan: cannot use nope: ", "; `vramlab plan HISTORY --out FILE` writes plans"]);
-        assert!(!ran.stderr.contains("good.jsonl"), "{ran:?}");
+        let output = place.run(&[command, &file, "--alloc", "plan:file=nope"]);
+        output.refused(2, &["error: plan: cannot use nope: ", "; `vramlab plan HISTORY --out FILE` writes plans"]);
+        assert!(!output.stderr.contains("good.jsonl"), "{output:?}");
     }
     place.run(&["capacity", &file, "--device", "cuda"]).refused(2, &["--device cuda"]);
     place.run(&["capacity", &file, "--granularity", "0"]).refused(2, &["--granularity"]);
@@ -377,14 +377,14 @@ fn what_cannot_be_replayed_is_refused_in_one_line() {
 }
 
 #[test]
-fn the_smallest_memory_is_found() {
+fn capacity_finds_the_minimum_memory() {
     let place = Place::new();
     let file = place.write("a.jsonl", steps());
     let rows = place.run(&["capacity", &file, "--device", "null", "--granularity", "1MiB", "--json"]).rows();
-    let found: Vec<(&str, u64)> =
+    let capacities: Vec<(&str, u64)> =
         rows.iter().map(|row| (row["allocator"].as_str().unwrap(), row["capacity_bytes"].as_u64().unwrap())).collect();
-    // naive and the pool of this device hold what lives; caching needs a segment of 20 MiB and one of 2 MiB.
-    assert_eq!(found, [("naive", 8 * MIB), ("caching", 22 * MIB), ("stream-ordered", 8 * MIB)]);
+    // naive and the CUDA memory pool need the live bytes; caching needs a segment of 20 MiB and one of 2 MiB.
+    assert_eq!(capacities, [("naive", 8 * MIB), ("caching", 22 * MIB), ("stream-ordered", 8 * MIB)]);
     for row in &rows {
         assert_eq!(row["max_live_bytes"], 8 * MIB);
         let capacity = row["capacity_bytes"].as_u64().unwrap();
@@ -399,15 +399,15 @@ fn the_smallest_memory_is_found() {
         assert!(capacity == 8 * MIB || probes.contains(&(capacity - MIB, false)), "{row}");
     }
     let table = place.run(&["capacity", &file, "--alloc", "caching,naive"]).ok().stdout;
-    assert!(table.contains("smallest memory") && table.contains("in steps of 2 MiB"), "{table}");
+    assert!(table.contains("minimum memory") && table.contains("in steps of 2 MiB"), "{table}");
 }
 
 #[test]
-fn the_next_command_replays_those_that_the_smallest_memory_is_of() {
+fn capacity_suggests_a_replay_of_the_best_allocators() {
     let place = Place::new();
     let file = place.write("a.jsonl", steps());
-    for (given, found) in [
-        // Of two the one that needs less, with its settings.
+    for (given, best) in [
+        // The one of two that needs less, with its settings.
         ("caching:max_split_size=20M,remap", &["remap"][..]),
         ("pytorch:max_split_size=20M", &["pytorch:max_split_size=20M"]),
         (
@@ -415,9 +415,9 @@ fn the_next_command_replays_those_that_the_smallest_memory_is_of() {
             &["pytorch", "caching:roundup_power2_divisions=[1:4,>:8]"],
         ),
     ] {
-        let asked = ["capacity", &file, "--alloc", given, "--gpu", "0"];
-        let size = place.run(&[&asked[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
-        let page = place.run(&asked).ok().stdout;
+        let arguments = ["capacity", &file, "--alloc", given, "--gpu", "0"];
+        let size = place.run(&[&arguments[..], &["--json"]].concat()).rows().iter().map(capacity_of).min().unwrap();
+        let page = place.run(&arguments).ok().stdout;
         let next = page.lines().last().unwrap();
         let (_, arguments) = next
             .split_once(if next.contains("-p vramlab-cli") { "vramlab-cli " } else { "vramlab " })
@@ -427,7 +427,7 @@ fn the_next_command_replays_those_that_the_smallest_memory_is_of() {
         assert!(arguments.contains(&format!("{size}B").as_str()), "{next}");
         let rows = place.run(&[&arguments[..], &["--json"]].concat()).rows();
         let replayed: Vec<&str> = rows.iter().map(|row| row["alloc"].as_str().unwrap()).collect();
-        assert_eq!(replayed, found, "{next}");
+        assert_eq!(replayed, best, "{next}");
         assert!(rows.iter().all(|row| row["failed_allocations"] == 0), "{rows:?}");
     }
 }
@@ -437,7 +437,7 @@ fn capacity_of(row: &serde_json::Value) -> u64 {
 }
 
 #[test]
-fn the_lower_bound_lies_below_every_capacity() {
+fn capacity_is_at_least_the_peak_live_bytes() {
     let file = trace("streams.pickle.xz");
     let rows = Place::new().run(&["capacity", &file, "--json"]).rows();
     assert_eq!(rows.len(), 3);
@@ -455,7 +455,7 @@ fn snapshot(events: &[serde_json::Value]) -> String {
 }
 
 #[test]
-fn placements_of_rmm_are_compared_block_by_block() {
+fn replay_compares_blocks_with_placements_of_rmm() {
     let place = Place::new();
     let event = |action: &str, addr: u64, size: u64| json!({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1});
     let [first, second, third] = [1 << 30, (1 << 30) + MIB, (1 << 30) + 4 * MIB];
@@ -485,7 +485,7 @@ fn placements_of_rmm_are_compared_block_by_block() {
     }
     let text = run(&file, &[]).ok().stdout;
     assert!(text.contains("blocks elsewhere") && text.contains("other segments"), "{text}");
-    // One block elsewhere, and a block of the device that RMM took and this pool did not.
+    // One block at another offset, and a device block that only RMM allocated.
     let other = right.replace("a 2 300 0 0 0", "a 2 300 0 0 512");
     let header_of_three = header.replace("2097152@0", "2097152@0 256@8388608");
     let rows = run(&place.write("other.txt", format!("{header_of_three}{other}")), &["--json"]).rows();
@@ -504,5 +504,5 @@ fn placements_of_rmm_are_compared_block_by_block() {
     let overlaps = header.replace("2097152@0", "2097152@1048576");
     refused("wrong.txt", format!("{overlaps}{right}"), &["wrong.txt:1", "overlap"]);
     let both = place.run(&["replay", &history, &history, "--against", &file]);
-    both.refused(2, &["--against compares one history"]);
+    both.refused(2, &["--against compares one recording"]);
 }

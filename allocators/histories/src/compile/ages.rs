@@ -1,10 +1,10 @@
-//! How long segments had been idle before the first event, for an allocator that collects garbage by age.
+//! How long segments had been idle before recording started, for an allocator that collects garbage by age.
 //!
-//! Garbage collection gives back, in rounds, the idle segments that are at least as old as the mean, each round by
-//! (stream, size, address). So what it took, in what order, and what it left tells how the ages compare. When a segment
-//! became idle is counted in searches of the large pool since the first event, below zero for those before it. Any
-//! numbers that make each collection come out as recorded will do, and each is chosen as high as it can be: from the last
-//! collection to the first, from its last round to its first.
+//! Garbage collection releases idle segments in rounds: those at least as old as the mean, each round by (stream, size, address).
+//! So the released and retained segments of a collection show how their ages compare. The time at which a segment became idle is
+//! counted in searches of the large pool since recording started, negative for earlier times. Any numbers that reproduce each
+//! collection will do; each is chosen as high as possible, from the last collection to the first and from its last round to its
+//! first.
 
 use super::timeline::{Operation, Placements, Timeline};
 use crate::history::{Beginning, Kind};
@@ -14,15 +14,15 @@ use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, round_size};
 
-/// No age is higher; sums of ages stay in 64 bits.
+/// Highest age; sums of ages stay in 64 bits.
 const OLDEST: i128 = 1 << 40;
 
-/// When a segment became idle.
+/// Time at which a segment became idle.
 #[derive(Clone, Copy, Debug)]
 enum Since {
-    /// After so many searches.
+    /// After this number of searches.
     Searches(u64),
-    /// Before the first event; the number of the segment.
+    /// Before recording started; the number of the segment.
     Before(usize),
 }
 
@@ -30,25 +30,25 @@ enum Since {
 struct Segment {
     end: u64,
     stream: u32,
-    /// Blocks in use.
+    /// Number of active blocks.
     used: u32,
     since: Since,
 }
 
-/// What one request made the allocator give back.
+/// Segments that one request made the allocator release.
 #[derive(Debug)]
 struct Collection {
-    /// In order; a new round begins at each of the marked ones.
+    /// In order; each marked segment starts a new round.
     taken: Vec<(Since, bool)>,
     left: Vec<Since>,
 }
 
-/// Sets the ages of the segments of the large pool that were idle. O(n log n) in the operations.
+/// Sets the ages of idle segments of the large pool. O(n log n) in the operations.
 pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &CachingSettings) {
     if settings.memory_limit.is_none() || settings.garbage_collection_threshold <= 0.0 {
         return;
     }
-    // So that time is bounded whatever the history says.
+    // Bounds the time for every recording.
     let budget = 64 * (timeline.ops.len() + beginning.segments.len());
     let mut idle = Idle::new(beginning, settings, budget);
     timeline.follow(beginning, &mut idle);
@@ -58,7 +58,7 @@ pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &Ca
     for collection in collections.iter().rev() {
         let Collection { taken, left } = collection;
         let mut end = taken.len();
-        // What is left after the round that is looked at.
+        // Segments retained after the current round.
         let mut rest: Vec<Since> = left.clone();
         while end > 0 {
             let mut start = end - 1;
@@ -67,8 +67,7 @@ pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &Ca
             }
             let mut round = &taken[start..end];
             if rest.is_empty() {
-                // The segments from before the first event are the oldest, so the last round has none of them if it has
-                // others.
+                // Segments from before recording started are the oldest, so a last round with other segments has none of them.
                 let old = round.iter().rposition(|(one, _)| matches!(one, Since::Before(_))).map_or(0, |last| last + 1);
                 rest.extend(round[old..].iter().map(|(one, _)| *one));
                 round = &round[..old];
@@ -84,8 +83,8 @@ pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &Ca
     }
 }
 
-/// Chooses one number for the segments of a round from before the first event: the highest with which the mean of all is
-/// lower than what is left.
+/// Chooses one time for a round's segments from before recording started: the latest that makes the mean age lower than the ages
+/// of retained segments.
 fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &mut [bool]) {
     steps::count(round.len() + rest.len());
     let value = |one: &Since| match *one {
@@ -109,14 +108,14 @@ fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &
     }
 }
 
-/// Which segments are idle while the recorded placements are followed.
+/// Follows the recorded placements and keeps the idle segments.
 #[derive(Debug)]
 struct Idle<'a> {
     settings: &'a CachingSettings,
     segments: BTreeMap<u64, Segment>,
     searches: u64,
     collections: Vec<Collection>,
-    /// Segments that may still be looked at.
+    /// Segments that may still be examined.
     budget: usize,
 }
 

@@ -1,8 +1,7 @@
-//! Third stage: what was held before the first event, of a history whose recording began late or whose ring buffer lost its
-//! beginning.
+//! Second stage: the memory before recording started, if the recording began late or its ring buffer lost the beginning.
 //!
-//! It follows backwards from what was held after the last event. What the history releases and did not make was there
-//! before, and so was what is held at the end and was not made by the history.
+//! It follows backwards from the segments after the last event. Segments that the recording releases and did not allocate existed
+//! before, and so did segments at the end that it did not allocate.
 
 use super::pools::NamedRange;
 use super::timeline::Pending;
@@ -10,24 +9,24 @@ use super::transcript::{Transcript, wrong};
 use super::{ages, sizes};
 use crate::formats::{Origin, Segment};
 use crate::history::{Beginning, Kind, ReplayError, StartBlock, StartSegment};
-use crate::memory::BlockBefore;
+use crate::memory::InitialBlock;
 use std::collections::HashMap;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::{BlockState, GUARANTEED_ALIGN};
 
-/// What was held before the first event, but for the sizes of blocks and the ages of segments.
+/// The memory before recording started, without sizes of blocks and ages of segments.
 #[derive(Debug)]
 pub(super) struct LookBack {
     pub(super) beginning: Beginning,
-    /// The private pools that the history's end names, if it names all.
+    /// The private pools that the end names, if it names all.
     pub(super) names: Option<Vec<NamedRange>>,
-    /// What shows that parts of expandable segments were mapped before the first event.
+    /// Error for ranges of expandable segments that were mapped before recording started.
     pub(super) unseen: Option<String>,
 }
 
 impl LookBack {
-    /// `ending` is what was held after the last event, if that is known. Adds blocks from before the first event to the
-    /// transcript's timeline where their free was pending.
+    /// `ending` has the segments after the last event, if known. Adds blocks with pending frees from before recording started to
+    /// the transcript's timeline.
     pub(super) fn of(transcript: &mut Transcript, ending: Option<Vec<Segment>>) -> Result<Self, ReplayError> {
         let mut beginning = Beginning::default();
         let device = transcript.device;
@@ -45,7 +44,7 @@ impl LookBack {
         let names = ending.as_deref().and_then(NamedRange::of);
         let found = match &ending {
             Some(ending) => Ending::of(transcript, ending),
-            None => Err("it does not say what was held at the end"),
+            None => Err("it lacks the segments at its end"),
         };
         let problem = match found {
             Ok(found) => {
@@ -63,7 +62,7 @@ impl LookBack {
     }
 }
 
-/// Adds what was held at the end and was not made by the history.
+/// Adds segments and blocks at the end that the recording did not allocate.
 fn add_ending(
     transcript: &mut Transcript,
     found: &Ending<'_>,
@@ -76,7 +75,7 @@ fn add_ending(
         let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
         beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
     }
-    for &BlockBefore { addr, requested, bytes, stream, .. } in found.blocks.iter().filter(|block| !block.pending) {
+    for &InitialBlock { addr, requested, bytes, stream, .. } in found.blocks.iter().filter(|block| !block.pending) {
         let (stream, slot) = (transcript.slots.stream(stream)?, transcript.timeline.fresh_slot());
         beginning.blocks.push(StartBlock { addr, requested, bytes, stream, slot, freed: None });
     }
@@ -91,8 +90,8 @@ fn add_ending(
     Ok(())
 }
 
-/// Adds the blocks whose free was pending, and finds the sizes of blocks and the ages of segments. Deferred frees have their
-/// streams by then.
+/// Adds the blocks with pending frees, and finds the sizes of blocks and the ages of segments. Deferred frees have their streams
+/// by then.
 ///
 /// # Errors
 /// [`ReplayError::TooLarge`] when the budget is used up.
@@ -102,7 +101,7 @@ pub(super) fn complete(
     names: Option<&[NamedRange]>,
     settings: &CachingSettings,
 ) -> Result<(), ReplayError> {
-    // In the order in which they complete, so that few streams hold them up.
+    // In the order of their completion, which keeps the number of streams low.
     let mut pending: Vec<Pending> = std::mem::take(&mut transcript.timeline.pending);
     pending.retain(|pending| pending.op.kind() == Kind::Release && beginning.has_segment_at(pending.addr));
     pending.sort_by_key(|pending| pending.op.release().ready);
@@ -126,20 +125,20 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// What was held after the last event and had been before the first.
+/// Memory after the last event that also existed before recording started.
 #[derive(Debug, Default)]
 struct Ending<'a> {
     segments: Vec<&'a Segment>,
-    /// Those that are pending were so all the time.
-    blocks: Vec<BlockBefore>,
-    /// Operation that requested the free of a block that is pending, and the block's size.
+    /// Pending blocks were pending all the time.
+    blocks: Vec<InitialBlock>,
+    /// Operation that requested the free of a pending block, and the block's size.
     waiting: Vec<(u32, u64)>,
 }
 
-const CONTRADICTION: &str = "what it says was held at the end does not follow from its events";
+const CONTRADICTION: &str = "the segments at its end contradict its events";
 
 impl<'a> Ending<'a> {
-    /// Takes from what was held at the end what the history made.
+    /// Subtracts the recording's allocations from the segments at the end.
     fn of(history: &Transcript, ending: &'a [Segment]) -> Result<Self, &'static str> {
         let mut found = Self::default();
         let (mut made, mut allocated, mut last, mut total) = (0, 0, 0, 0u64);
@@ -152,7 +151,7 @@ impl<'a> Ending<'a> {
             }
             last = end;
             if segment.is_expandable {
-                // Its parts come and go one by one; only the blocks matter.
+                // Its mapped ranges change one by one; only the blocks matter.
             } else if history.segments.holds(start, bytes) {
                 made += 1;
             } else if history.segments.knows(start, end) {
@@ -163,14 +162,14 @@ impl<'a> Ending<'a> {
             let mut at = start;
             for block in &segment.blocks {
                 let stop = block.address.checked_add(block.size).filter(|stop| *stop <= end).ok_or(CONTRADICTION)?;
-                // A block that is free again may have been cut since its last owner asked for it.
+                // A block that is free again may have been split since its last request.
                 let too_small = block.state != BlockState::Free && block.requested_size > block.size;
                 if block.address < at || too_small {
                     return Err(CONTRADICTION);
                 }
                 at = stop;
-                let held = BlockBefore::at_end(block, segment.stream, Origin::default());
-                let BlockBefore { addr, requested, .. } = held;
+                let held = InitialBlock::at_end(block, segment.stream, Origin::default());
+                let InitialBlock { addr, requested, .. } = held;
                 let unseen = requested > 0 && !history.slots.was_used(addr, requested);
                 match block.state {
                     BlockState::Free => {}

@@ -1,4 +1,4 @@
-//! Why segments went back: a call of `empty_cache`, or an allocation in need of memory.
+//! Why segments were released: a call of `empty_cache`, or an allocation that needed memory.
 
 use super::timeline::Timeline;
 use super::windows::{Cause, ClosedWindow, Completion, End, Window};
@@ -10,9 +10,9 @@ use vramlab_device::ranges::Ranges;
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::policy::size::torch::{SMALL_SEGMENT, pool_of, segment_size};
 
-/// Decides in each closed window why segments went back; `reserved` bytes were held before the first event, and `refused_from`
-/// says how many the device refused, if refused requests tell. Writes what follows into the timeline, adds frees that were held up
-/// to `deferred`, and returns the requests that were tried again, in order.
+/// Decides for each closed window why segments were released; `reserved` bytes were reserved before recording started, and
+/// `refused_from` is the size from which the device refused, if failed requests show it. Writes the result into the timeline,
+/// adds frees of blocks that were pending to `deferred`, and returns the retried requests in order.
 pub(super) fn decide(
     windows: Vec<ClosedWindow>,
     settings: &CachingSettings,
@@ -26,8 +26,8 @@ pub(super) fn decide(
         window.reserved = window.reserved.wrapping_add(reserved);
         window.refused_from = refused_from.filter(|_| settings.memory_limit.is_none());
         if settings.garbage_collection_threshold > 0.0 || settings.max_split_size.is_some() {
-            // What goes then depends on what is free, so a free that seems to have completed at once is taken for
-            // one that did.
+            // The released segments depend on free blocks, so a free that seems to have completed immediately is taken to have
+            // done so.
             window.before = None;
         }
         let cause = window.cause(settings, end);
@@ -50,8 +50,8 @@ pub(super) fn decide(
     retries
 }
 
-/// Requests of a private pool never release what is cached: what looked like it was a call of `empty_cache` right before,
-/// with which `torch.cuda.graph` begins. `retries` are operations, in order.
+/// Requests of a private pool never release cached segments: such a release was a call of `empty_cache` right before, with which
+/// `torch.cuda.graph` begins. `retries` are operations, in order.
 pub(super) fn empty_before_private_pools(retries: &[u32], timeline: &mut Timeline) {
     let of_private = |op: &&u32| {
         let op = timeline.ops[**op as usize];
@@ -75,7 +75,7 @@ pub(super) fn empty_before_private_pools(retries: &[u32], timeline: &mut Timelin
     }
 }
 
-/// The largest part of a segment in which none of these blocks lies. O(log n), and a step for each block in it.
+/// The largest range of a segment without any of these blocks. O(log n), and one step for each block in it.
 fn largest_gap(blocks: &Ranges, segment: &SegmentEvent) -> u64 {
     let gaps = blocks.missing(segment.addr, segment.end());
     steps::count(gaps.len());
@@ -83,14 +83,14 @@ fn largest_gap(blocks: &Ranges, segment: &SegmentEvent) -> u64 {
 }
 
 impl Window {
-    /// Why segments went back in this window.
+    /// Why segments were released in this window.
     pub(super) fn cause(&self, settings: &CachingSettings, end: End) -> Cause {
         let released = || self.segments.iter().filter(|segment| segment.released);
         if !self.released {
             return match end {
                 End::Alloc { .. } => Cause::Nothing,
                 End::Refused { .. } => Cause::Retry,
-                // Only an allocation or `empty_cache` finds out that frees have completed.
+                // Only an allocation or `empty_cache` notices completed frees.
                 End::Other if self.completions.is_empty() || self.waits_on => Cause::Nothing,
                 End::Other => Cause::Trim,
             };
@@ -102,7 +102,7 @@ impl Window {
         let (serves_once_free, serves_by_waiting);
         let taken = match (end, taken) {
             (End::Other, _) | (End::Alloc { .. }, None) => return Cause::Trim,
-            // Had one of the segments been there, the request would have got it: they were gone before.
+            // One of the segments would have served the request, so they were released before it.
             (End::Alloc { bytes, stream } | End::Refused { bytes, stream }, _)
                 if self.could_have_served(settings, bytes, stream, true) =>
             {
@@ -110,7 +110,7 @@ impl Window {
             }
             (End::Refused { .. }, _) => return Cause::Retry,
             (End::Alloc { bytes, stream }, Some(taken)) => {
-                // Of a segment that stays such a block serves what comes after `empty_cache`.
+                // A block of a retained segment also serves requests after `empty_cache`.
                 serves_by_waiting = self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
                 serves_once_free = self.could_have_served(settings, bytes, stream, false)
                     || self.held_up_fits(settings, bytes, stream, |_| true);
@@ -122,7 +122,7 @@ impl Window {
             if settings.max_split_size.is_none() && (self.is_refused(taken) || serves_by_waiting) {
                 return Cause::Full;
             }
-            // Oversize segments go largest first and only as many as are needed; `empty_cache` goes smallest first.
+            // Oversize segments are released largest first and only as many as needed; `empty_cache` releases the smallest first.
             let sizes: Vec<u64> = released().map(|segment| segment.bytes).collect();
             let enough = sizes.iter().sum::<u64>() >= taken && sizes.windows(2).all(|pair| pair[0] >= pair[1]);
             // `empty_cache` would have waited for all frees.
@@ -133,12 +133,12 @@ impl Window {
                 false => Cause::Trim,
             };
         };
-        // CAST: as PyTorch computes the threshold, in a double cut to an integer.
+        // CAST: PyTorch computes the threshold as a double and truncates it.
         let threshold = (settings.garbage_collection_threshold * limit as f64) as u64;
         let collects = settings.garbage_collection_threshold > 0.0 && self.reserved > threshold;
         let over = self.reserved.saturating_add(taken) > limit;
         if over && serves_once_free {
-            // Only because blocks were held up did they not serve the request, so they were waited for.
+            // Only pending blocks kept them from serving the request, so the allocator waited.
             Cause::Retry
         } else if collects && released().all(|segment| segment.bytes > SMALL_SEGMENT) || over && oversize {
             Cause::Collect
@@ -149,31 +149,29 @@ impl Window {
         }
     }
 
-    /// Whether the device refused so many bytes more, as far as refused requests tell.
+    /// Whether the device refused this many more bytes, as far as failed requests show.
     pub(super) fn is_refused(&self, bytes: u64) -> bool {
         self.refused_from.is_some_and(|least| self.reserved.saturating_add(bytes) >= least)
     }
 
-    /// Whether a free part of a segment that went back would have fitted a request, when the blocks that were held up
-    /// count as in use or as free.
+    /// Whether a free range of a released segment would have fitted a request, with pending blocks counted as active or as free.
     fn could_have_served(&self, settings: &CachingSettings, bytes: u64, stream: u64, in_use: bool) -> bool {
         let rules = Rules::pytorch(settings);
         let rounded = rules.rounded(bytes);
-        // Blocks that were held up lay between the free parts of segments. One that may have been counts among them: if
-        // nothing else served the request, a retry does what the client would have done, whether that block was free
-        // or not.
+        // Pending blocks separate the free ranges of segments. A block that may have been pending counts as one: if nothing else
+        // served the request, a retry has the same effect as the client's call, whether that block was free or not.
         let held_up = if in_use { self.held_up(&rules) } else { Ranges::default() };
         self.segments.iter().filter(|segment| segment.released).any(|segment| {
             steps::count(1);
             let room = largest_gap(&held_up, segment);
             segment.stream == stream
                 && segment.pool() == pool_of(rounded)
-                // Oversize blocks serve only requests of about their size.
+                // Oversize blocks serve only requests of similar size.
                 && rules.serves(room, rounded)
         })
     }
 
-    /// Where blocks lie whose frees were held up, or may have been.
+    /// Ranges of blocks whose frees were pending, or may have been.
     fn held_up(&self, rules: &Rules) -> Ranges {
         let mut out = Ranges::default();
         for done in self.completions.iter().chain(&self.before) {
@@ -183,13 +181,13 @@ impl Window {
         out
     }
 
-    /// Whether an address lies in a segment that went back.
+    /// Whether an address is in a released segment.
     pub(super) fn is_gone(&self, addr: u64) -> bool {
         let mut gone = self.segments.iter().filter(|segment| segment.released);
         gone.any(|segment| segment.contains(addr))
     }
 
-    /// Whether one of the blocks that were held up would have fitted a request.
+    /// Whether one of the pending blocks would have fitted a request.
     pub(super) fn held_up_fits(
         &self,
         settings: &CachingSettings,
@@ -210,20 +208,20 @@ impl Window {
         })
     }
 
-    /// Why parts were unmapped in this window.
+    /// Why ranges were unmapped in this window.
     pub(super) fn cause_of_parts(&self, settings: &CachingSettings, end: End) -> Cause {
         let (bytes, stream, otherwise) = match end {
             End::Other => return Cause::Trim,
             End::Alloc { bytes, stream } => (bytes, stream, Cause::Trim),
             End::Refused { bytes, stream } => (bytes, stream, Cause::Retry),
         };
-        // Within a request the client empties no cache: the device had memory for the first hole and none for the next.
+        // The client does not empty the cache within a request: the device had memory for the first range and none for the next.
         if !self.segments[0].released {
             return Cause::Device;
         }
         let rules = Rules::pytorch(settings);
         let rounded = rules.rounded(bytes);
-        // Blocks whose frees were held up lay between what was free.
+        // Blocks with pending frees separated the free ranges.
         let held_up = self.held_up(&rules);
         let fits = |part: &SegmentEvent| {
             part.released
@@ -231,11 +229,11 @@ impl Window {
                 && part.part == Some(pool_of(rounded))
                 && largest_gap(&held_up, part) >= rounded
         };
-        // Had one of the parts been there, the request would have got it: they were gone before.
+        // One of the ranges would have served the request, so they were unmapped before it.
         if settings.max_split_size.is_none() && self.segments.iter().any(fits) {
             return Cause::Trim;
         }
-        // After `empty_cache` a block that stayed would have served, and nothing would have been mapped.
+        // After `empty_cache` a retained block would have served the request, and nothing would have been mapped.
         let serves_by_waiting = self.segments.iter().any(|part| !part.released)
             && settings.max_split_size.is_none()
             && self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
@@ -256,7 +254,7 @@ mod tests {
     use vramlab_policies::contract::PoolKind;
 
     const MIB: u64 = 1 << 20;
-    /// A request that no segment of the tests' windows could have served.
+    /// A request that no segment of the tests' windows could serve.
     const ALLOC: End = End::Alloc { bytes: 100 * MIB, stream: 0 };
 
     fn window(reserved: u64, sizes: &[i64]) -> Window {
@@ -304,14 +302,14 @@ mod tests {
         assert_eq!(told(111).cause(&settings, ALLOC), Cause::Trim, "the device had that much");
         let fits = End::Alloc { bytes: 20 * MIB, stream: 0 };
         assert_eq!(told(110).cause(&settings, fits), Cause::Trim, "what went back would have served it");
-        // A block of a segment that stays, which is free now, would have served it after `empty_cache`.
+        // A free block of a retained segment would have served it after `empty_cache`.
         let mut waited = window(90, &[-20, 20]);
         waited.completions[0] = Completion { addr: 1 << 41, bytes: 30 * MIB, ..waited.completions[0] };
         let cause = |window: &Window, mib: u64| window.cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 });
         assert_eq!((cause(&waited, 30), cause(&waited, 31)), (Cause::Full, Cause::Trim));
         waited.completions[0].addr = 1 << 40;
         assert_eq!(cause(&waited, 30), Cause::Trim, "it went with its segment");
-        // All that was pending is waited for, as in a retry under a limit.
+        // All pending frees are waited for, as in a retry under a limit.
         assert_eq!(told(110).waited_for(Cause::Full).collect::<Vec<_>>(), [(0, true)]);
     }
 
@@ -381,7 +379,7 @@ mod tests {
         let mut window = window(90, &[-20, 20]);
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, true)]);
         assert_eq!(window.waited_for(Cause::Collect).collect::<Vec<_>>(), [(0, false)]);
-        // A free that completed after a segment had gone was waited for, so the one before it was not.
+        // The allocator waited for a free that completed after a release, so the earlier one was complete before.
         window.completions.push(Completion { op: 1, addr: 1, bytes: 512, size: None, stream: 0, after_release: true });
         assert_eq!(window.waited_for(Cause::Retry).collect::<Vec<_>>(), [(0, false), (1, true)]);
     }
@@ -401,7 +399,7 @@ mod tests {
         let alloc = |mib: u64| End::Alloc { bytes: mib * MIB, stream: 0 };
         let limited = |mib: u64| CachingSettings { memory_limit: Some(mib * MIB), ..CachingSettings::default() };
         let cause = |parts: &[i64], end, mib| window(parts).cause(&limited(mib), end);
-        // Two MiB count as 20.
+        // A limit counts 2 MiB as 20 MiB.
         assert_eq!(cause(&[-20, 20], alloc(2), 99), Cause::Trim, "20 MiB would have served it");
         assert_eq!(cause(&[-20, 40], alloc(30), 109), Cause::Retry);
         assert_eq!(cause(&[-20, 40], alloc(30), 110), Cause::Trim);
@@ -432,11 +430,11 @@ mod tests {
             let settings = CachingSettings { memory_limit: limit.map(|mib| mib * MIB), ..CachingSettings::default() };
             window(completion).cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
         };
-        // 15 MiB were free on each side of the block in what went back: enough for 12, not for 16.
+        // 15 MiB were free on each side of the block in the released segment: enough for 12, not for 16.
         let between = gone + 15 * MIB;
         assert_eq!(cause(held_up(between, 10), Some(90), 12), Cause::Trim);
         assert_eq!(cause(held_up(between, 10), Some(90), 16), Cause::Retry);
-        // After `empty_cache` the block that stayed would have served, unless it is too small: the device was full.
+        // After `empty_cache` the retained block would have served the request, unless it is too small: the device was full.
         assert_eq!(cause(held_up(kept, 16), None, 16), Cause::Trim, "40 MiB in one piece were free");
         let small = |mib| Window {
             segments: Vec::from([part(gone, 2 * MIB, true), part(4 << 40, 20 * MIB, false)]),

@@ -1,5 +1,5 @@
-//! The recorded memory along a timeline. Third stage: how large the blocks were whose frees were held up, where that says why
-//! segments went back.
+//! The recorded memory along a timeline. Third stage: sizes of blocks with deferred frees, where they show why segments were
+//! released.
 
 use super::timeline::{Frees, Timeline};
 use super::transcript::Transcript;
@@ -12,16 +12,16 @@ use vramlab_device::budget::{Budget, OverBudget};
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
 
-/// When [`follow`] shows the memory.
+/// Time at which [`follow`] shows the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum When {
-    /// Before frees complete, and segments come and go, that did so right before the operation or inside it.
+    /// Before frees complete and segments change right before the operation or inside it.
     Before,
-    /// After that and before the operation's own block comes or goes.
+    /// After that, and before the operation's own block is allocated or freed.
     After,
 }
 
-/// A request of the timeline's, or from before it, whose size is known or follows from the rules.
+/// A request of the timeline, or from before it, whose size is known or follows from the rules.
 fn new_block(requested: u64, size: Option<u64>, at: u32) -> NewBlock {
     NewBlock { requested, size, stream: 0, at, origin: Origin::default() }
 }
@@ -36,11 +36,11 @@ fn change(memory: &mut Memory, event: &SegmentEvent) -> Result<(), OverBudget> {
     memory.reserve(event.addr, Segment { bytes, stream, small, expandable })
 }
 
-/// Follows the memory from the beginning up to operation `last`, and shows it twice for each operation. `streams` are
-/// the handles. O(n log n).
+/// Follows the memory from the beginning to operation `last`, and shows it twice for each operation. `streams` are the handles.
+/// O(n log n).
 ///
 /// # Errors
-/// [`OverBudget`] when the memory takes more than there is.
+/// [`OverBudget`] when the budget is used up.
 pub(super) fn follow(
     (timeline, frees): (&Timeline, &Frees),
     (beginning, streams): (&Beginning, &[u64]),
@@ -61,7 +61,7 @@ pub(super) fn follow(
             slots[block.slot as usize] = Some(block.addr);
         }
     }
-    // Those that are not a part of the beginning yet.
+    // Pending frees that are not in the beginning yet.
     for pending in &timeline.pending {
         memory.place(pending.addr, new_block(pending.bytes, pending.size, BEFORE))?;
         memory.request_free(pending.addr, BEFORE);
@@ -103,10 +103,10 @@ pub(super) fn follow(
     Ok(())
 }
 
-/// Fills in the sizes in the closed windows that ask for them.
+/// Fills in the sizes for closed windows that depend on them.
 ///
 /// # Errors
-/// [`OverBudget`] when following the memory takes more than there is.
+/// [`OverBudget`] when the budget is used up.
 pub(super) fn find_held_up_sizes(
     transcript: &mut Transcript,
     beginning: &Beginning,
@@ -117,7 +117,7 @@ pub(super) fn find_held_up_sizes(
     }
     let mut closed = std::mem::take(&mut transcript.windows.closed);
     if let Some(last) = closed.iter_mut().rev().find(asking).map(|closed| closed.placeholder) {
-        // Only sizes are asked for, so any stream will do.
+        // Only sizes are needed, so any stream will do.
         let streams = vec![0; transcript.slots.stream_count()];
         let mut windows = closed.iter_mut().filter(asking).peekable();
         let Transcript { timeline, frees, budget, .. } = &*transcript;
@@ -127,8 +127,8 @@ pub(super) fn find_held_up_sizes(
             }
             let Some(next) = windows.peek_mut() else { return };
             let arrived = next.placeholder == at;
-            // The block that was freed right before is still there when the operation comes that frees it; one from
-            // before the first event is pending until its window.
+            // The block that was freed right before still exists at the operation that frees it; one from before recording
+            // started is pending until its window.
             if let Some(before) = next.window.before.as_mut().filter(|before| before.op == at || arrived) {
                 before.size = before.size.or(memory.size_of(before.addr));
             }

@@ -1,4 +1,4 @@
-//! Eighth stage: what the recorded allocator held at each request that it refused.
+//! Eighth stage: the recorded memory at each failed request.
 
 use super::memory::{self, When};
 use super::timeline::Refusal;
@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use vramlab_device::budget::OverBudget;
 use vramlab_policies::backends::CachingSettings;
 
-/// Follows the history from its beginning up to each of its last refused requests. `streams` are the handles.
+/// Follows the recording from its beginning to each of its last failed requests. `streams` are the handles.
 ///
 /// # Errors
-/// [`OverBudget`] when following the memory takes more than there is.
+/// [`OverBudget`] when the budget is used up.
 pub(super) fn describe(
     transcript: &Transcript,
     beginning: &Beginning,
@@ -32,8 +32,8 @@ pub(super) fn describe(
     Ok(found)
 }
 
-/// What is held now, for a request that is refused; `shown` says whether the history shows segments,
-/// `whole` whether it shows all of them. O(n) in the blocks.
+/// The memory state for a failed request; `shown` is whether the recording has segments, `complete` whether it has all of them.
+/// O(n) in the blocks.
 fn describe_one(
     refusal: &Refusal,
     memory: &Memory,

@@ -1,22 +1,19 @@
-//! Private pools: which blocks of a history lay in memory that CUDA graphs or `MemPool`s kept apart.
+//! Private pools: which blocks were in the separate memory of CUDA graphs or `MemPool`s.
 //!
-//! PyTorch's events do not name the pool. A block is of the pool of its segment, or of the range of addresses where segments
-//! expand, and a snapshot names the pools of those that are held at the end. Of the others the placements tell, which are
-//! followed from the first event on:
+//! PyTorch's events do not name the pool. A block belongs to the pool of its segment, or of its expandable segment's address
+//! range, and a snapshot names the pools of segments at the end. For the others the placements are followed from the first event:
 //!
-//! - *Two segments are of different pools* if a request of one would have been served better from the other. A new segment is
-//!   taken only if no free block of the pool fits, and of those that fit the best is taken.
-//! - *Two ranges of a stream are of different pools* if both have memory at once: a pool has one for small blocks and one for
-//!   large ones.
-//! - *A segment is of a private pool* if it was idle and stayed when the client emptied the cache. It is of another pool than
-//!   those that went.
-//! - *Where nothing speaks against it*, segments that a stream takes blocks from in turn are of one pool, and that is the default
-//!   pool.
+//! - *Two segments are of different pools* if a request of one would have been served better from the other. PyTorch allocates a
+//!   segment only if no free block of the pool fits, and otherwise takes the best fit.
+//! - *Two ranges of a stream are of different pools* if both are mapped simultaneously: a pool has one for small blocks and one
+//!   for large ones.
+//! - *A segment is of a private pool* if it was idle and retained when the client emptied the cache. It is of another pool than
+//!   the released segments.
+//! - *Without such evidence*, segments that serve a stream in turn are of one pool, the default pool.
 //!
-//! Where that takes more work than the [history is long](effort::Effort), only what is held at the end has its pool's name.
+//! If that takes more work than the [recording's length allows](effort::Effort), only segments at the end have a pool.
 //!
-//! What fits that is not always one answer. Blocks whose segment fits another pool as well are counted. The placements are the
-//! same in either case.
+//! Several answers may fit. Blocks whose segment also fits another pool are counted. The placements are the same in either case.
 
 mod evidence;
 mod groups;
@@ -34,11 +31,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use vramlab_device::budget::OverBudget;
 use vramlab_policies::backends::CachingSettings;
 
-/// Finds the pool of each allocation and writes it into the operations. `names` are the pools that the history's end names, if it
-/// names all; `streams` are the handles.
+/// Finds the pool of each allocation and writes it into the operations. `names` are the pools that the end names, if it names
+/// all; `streams` are the handles.
 ///
 /// # Errors
-/// [`OverBudget`] when following the placements needs more memory than there is.
+/// [`OverBudget`] when the budget is used up.
 pub(super) fn find(
     transcript: &mut Transcript,
     names: Option<&[NamedRange]>,
@@ -70,14 +67,14 @@ pub(super) fn find(
     find_by_name(transcript, names, beginning, streams.len())
 }
 
-/// Segments while they are held.
+/// Segments while they are reserved.
 #[derive(Debug, Default)]
 struct Held {
-    /// End and number by first address. Numbers count from 1.
+    /// End and number by first address. Numbers start at 1.
     segments: BTreeMap<u64, (u64, u32)>,
-    /// Segments so far.
+    /// Number of segments so far.
     made: u32,
-    /// The number of the segment in which each allocation lies; 0 where none is known.
+    /// Number of the segment of each allocation; 0 if unknown.
     allocations: Vec<u32>,
 }
 
@@ -106,9 +103,8 @@ impl Placements for Held {
     }
 }
 
-/// Where recording began late, placements do not tell: what lay in which pool before is not known. Nor do they where it takes too
-/// much work. Segments that are held at
-/// the end have a name, and with it all blocks in them. What lay in others is taken for the default pool's.
+/// For recordings that began late, or that take too much work: the placements do not show the pools from before. Segments at the
+/// end have a name, and with it all their blocks. Blocks in other segments are assigned to the default pool.
 fn find_by_name(
     transcript: &mut Transcript,
     names: &[NamedRange],
@@ -135,7 +131,7 @@ fn find_by_name(
     Ok(write(timeline, &held.allocations, &labels, streams))
 }
 
-/// Writes pools into the operations. `allocations` says in which segment each lies, and `labels` which pool each is of.
+/// Writes pools into the operations. `allocations` has the segment of each, and `labels` the pool of each segment.
 fn write(timeline: &mut Timeline, allocations: &[u32], labels: &Labels, streams: usize) -> PrivatePools {
     let mut pools = PrivatePools { count: labels.count.min(MAX_POOLS), ..PrivatePools::default() };
     let pool_of = |region: u32| labels.of.get(region as usize).copied().filter(|pool| *pool <= MAX_POOLS).unwrap_or(0);
@@ -151,7 +147,7 @@ fn write(timeline: &mut Timeline, allocations: &[u32], labels: &Labels, streams:
                 last[op.stream() as usize] = pool;
                 *op = op.of_pool(pool);
             }
-            // It was refused by the pool that the stream was in.
+            // The pool of the stream refused it.
             Kind::Refused => *op = op.of_pool(last[op.stream() as usize]),
             _ => {}
         }
@@ -165,12 +161,12 @@ fn write(timeline: &mut Timeline, allocations: &[u32], labels: &Labels, streams:
     pools
 }
 
-/// Steps for each operation and segment, and some for all. Recorded histories take a small part of that.
+/// Steps for each operation and segment, and a constant. Real recordings take a small share of it.
 const EACH: u64 = 16;
 const SOME: u64 = 1 << 20;
 
-/// How much work the search for pools may be: in proportion to the history, whatever that says. What says of pairs of segments
-/// that they are of different pools can be as much as there are pairs.
+/// Limit on the work of the search for pools, in proportion to the recording. Evidence about pairs of segments can be as large as
+/// the number of pairs.
 #[derive(Debug)]
 struct Effort(Cell<u64>);
 
@@ -179,7 +175,7 @@ impl Effort {
         Self(Cell::new(EACH * items as u64 + SOME))
     }
 
-    /// Takes steps. Whether some are left.
+    /// Takes steps. Returns whether some remain.
     fn take(&self, steps: usize) -> bool {
         steps::count(if self.is_spent() { 0 } else { steps });
         self.0.set(self.0.get().saturating_sub(steps as u64));
@@ -205,7 +201,7 @@ pub(super) struct NamedRange {
 }
 
 impl NamedRange {
-    /// Those of some segments in address order; `None` unless all are named.
+    /// The ranges of some segments in address order; `None` unless all are named.
     pub(super) fn of(segments: &[Segment]) -> Option<Vec<Self>> {
         let pools: BTreeSet<(u64, u64)> = segments.iter().filter_map(|segment| segment.pool_id).collect();
         let private = pools.into_iter().filter(|pool| *pool != DEFAULT);
@@ -218,13 +214,13 @@ impl NamedRange {
         segments.iter().map(named).collect()
     }
 
-    /// The number of the private pool that is named at an address; 0 where none is.
+    /// The number of the private pool at an address; 0 if none.
     pub(super) fn number_at(names: &[Self], addr: u64) -> u32 {
         let before = names.partition_point(|named| named.addr <= addr);
         before.checked_sub(1).map(|at| names[at]).filter(|named| addr < named.end).map_or(0, |named| named.number)
     }
 
-    /// How many private pools are named.
+    /// Number of named private pools.
     fn private_pools(names: &[Self]) -> u32 {
         names.iter().map(|named| named.number).max().unwrap_or(0)
     }

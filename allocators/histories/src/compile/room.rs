@@ -1,4 +1,4 @@
-//! What a compilation may hold: memory is claimed before it is taken.
+//! Memory claims of a compilation: memory is claimed before it is allocated.
 
 use super::slots::Live;
 use super::timeline::Pending;
@@ -9,13 +9,13 @@ use crate::history::{Beginning, StartBlock, StartSegment};
 use crate::memory::in_tree;
 use vramlab_device::budget::OverBudget;
 
-/// Memory of a table's entry while the table doubles at seven eighths.
+/// Memory of a hash table's entry while the table doubles at seven eighths.
 const fn in_table<K, V>() -> usize {
     4 * (size_of::<(K, V)>() + 1)
 }
 
 impl Transcript {
-    /// Claims what the next event adds at most.
+    /// Claims the most that the next event can add.
     #[inline]
     pub(super) fn make_room(&mut self) -> Result<(), OverBudget> {
         let Self { claim, timeline, slots, frees, segments, windows, .. } = self;
@@ -40,7 +40,7 @@ impl Transcript {
         self.maps.set(maps.next_multiple_of(1 << 14))
     }
 
-    /// Gives back the claims of what was dropped since: what is left are the lists that the timeline and its like hold.
+    /// Returns the claims of dropped lists; the lists of the timeline and others remain claimed.
     pub(super) fn give_room_back(&mut self) -> Result<(), OverBudget> {
         fn bytes<T>(items: &Vec<T>) -> usize {
             items.capacity() * size_of::<T>()
@@ -54,7 +54,7 @@ impl Transcript {
         claim.set(of_operations + of_frees + of_blocks + of_windows)
     }
 
-    /// Claims what finishing takes: what was there before the first event, by what was held at the end, and each window's free.
+    /// Claims memory for finishing: the initial memory by the segments at the end, and a free for each window.
     pub(super) fn make_room_to_finish(&mut self, ending: Option<&[Segment]>) -> Result<(), OverBudget> {
         let Self { claim, timeline, frees, segments, windows, .. } = self;
         let ending = ending.unwrap_or_default();
@@ -67,9 +67,9 @@ impl Transcript {
         claim.add(held + frees.deferred.len() * size_of::<u32>())
     }
 
-    /// Claims what it takes to follow the placements from what was there before.
+    /// Claims memory to follow the placements from the initial memory.
     pub(super) fn make_room_to_follow(&mut self, beginning: &Beginning) -> Result<(), OverBudget> {
-        // Between two blocks that are live at once there is at most one free one.
+        // Between two live blocks there is at most one free block.
         let live = self.timeline.slots as usize + beginning.blocks.len();
         let segments = self.timeline.segments.len() + beginning.segments.len();
         let block = 2 * in_tree::<u64, (u64, u64, u64)>() + in_tree::<(u64, u64, u64), ()>() + 2 * size_of::<u64>();

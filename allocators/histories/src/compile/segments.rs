@@ -1,8 +1,8 @@
-//! First stage: which segments the history shows, and what it shows of memory from before its first event.
+//! First stage: the segments of the recording, and evidence of earlier memory.
 //!
-//! Memory of expandable segments comes and goes in parts. PyTorch reports each part that is mapped or unmapped. It does not say
-//! where a range of addresses begins, but its first part is at its start. Parts of the small pool are one handle of 2 MiB,
-//! larger ones are of the large pool, and so is a part right behind one of that.
+//! Expandable segments are mapped and unmapped in ranges, and PyTorch reports each range. It does not report where the address
+//! range of a segment begins, but its first mapped range is at its start. Ranges of the small pool are one handle of 2 MiB;
+//! larger ones are of the large pool, and so is a range right after one of that pool.
 
 use crate::formats::{Action, Event, Segment};
 use crate::history::SegmentEvent;
@@ -11,35 +11,35 @@ use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{GUARANTEED_ALIGN, PoolKind};
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// Segments and parts of expandable segments, event by event.
-#[derive(Debug, Default)]
+/// Segments and mapped ranges of expandable segments, event by event.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Segments {
-    /// Segments that the history made, by address.
+    /// Segments that the recording allocated, by address.
     held: BTreeMap<u64, u64>,
-    /// Parts of expandable segments that are mapped, and the pool of each that ever was.
+    /// Mapped ranges of expandable segments, and the pool of every range.
     mapped: Ranges,
     pools: BTreeMap<u64, PoolKind>,
-    /// Where the history made segments.
+    /// Addresses of segments that the recording allocated.
     made: Ranges,
-    /// Segments that the history released without having made them.
+    /// Segments that the recording released without having allocated them.
     pub(super) departed: Vec<SegmentEvent>,
-    /// Where those lay.
+    /// Their addresses.
     left: Ranges,
-    /// Bytes reserved beyond those before the first event; below zero it wraps.
+    /// Bytes reserved beyond the initial memory; wraps below zero.
     pub(super) reserved: u64,
-    /// The most that it was.
+    /// Maximum of that.
     pub(super) most_reserved: i64,
-    /// Whether parts came or went.
+    /// Whether ranges were mapped or unmapped.
     pub(super) expandable: bool,
 }
 
-/// The pool of a part.
+/// The pool of a mapped range.
 fn pool(bytes: u64) -> PoolKind {
     if bytes <= SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large }
 }
 
 impl Segments {
-    /// A segment came from the device.
+    /// A segment was allocated.
     pub(super) fn make(&mut self, event: &Event) -> Result<SegmentEvent, String> {
         let Event { addr, bytes, stream, .. } = *event;
         if bytes == 0 || addr == 0 {
@@ -59,7 +59,7 @@ impl Segments {
         Ok(self.grow(SegmentEvent::made(addr, bytes, stream)))
     }
 
-    /// A part was mapped.
+    /// A range was mapped.
     pub(super) fn map(&mut self, event: &Event) -> Result<SegmentEvent, String> {
         let Event { addr, bytes, stream, .. } = *event;
         if bytes == 0 || addr == 0 || !addr.is_multiple_of(GUARANTEED_ALIGN) {
@@ -69,7 +69,8 @@ impl Segments {
             return Err(format!("the mapping of {bytes} bytes at {addr:#x} overlaps memory that is there"));
         }
         self.expandable = true;
-        // Ranges lie far apart, so what comes right behind memory is of its range: `remap` maps no more there than is lacking.
+        // Address ranges are far apart, so memory right after a mapped range belongs to the same one: `remap` maps no more there
+        // than it needs.
         let behind = self.mapped.contains(addr - 1, addr);
         let before = self.pools.range(..addr).next_back().map(|(_, pool)| *pool).filter(|_| behind);
         let of = if before == Some(PoolKind::Large) { PoolKind::Large } else { pool(bytes) };
@@ -84,7 +85,7 @@ impl Segments {
         event
     }
 
-    /// A segment went back. Whether the history had made it.
+    /// A segment was released. Returns whether the recording had allocated it.
     pub(super) fn release(&mut self, event: &Event) -> (SegmentEvent, bool) {
         let Event { addr, bytes, stream, .. } = *event;
         let (held, end) = (self.held.remove(&addr), addr + bytes);
@@ -95,17 +96,17 @@ impl Segments {
             self.left.insert(addr, end);
             self.departed.push(event);
         }
-        // What went is what had come, whatever the event says; of what was never there nothing goes.
+        // The released size is the allocated one, whatever the event contains; unknown segments release nothing.
         self.shrink(held.unwrap_or(if departed { bytes } else { 0 }));
         (event, held.is_some())
     }
 
-    /// A part was unmapped. Whether the history had mapped it.
+    /// A range was unmapped. Returns whether the recording had mapped it.
     pub(super) fn unmap(&mut self, event: &Event) -> (SegmentEvent, bool) {
         let Event { addr, bytes, stream, .. } = *event;
         self.expandable = true;
         let known = self.mapped.contains(addr, addr + bytes);
-        // Of handles of the large pool nothing as small is unmapped.
+        // Ranges as small as this are not unmapped from handles of the large pool.
         let of = self.pools.range(..=addr).next_back().map(|(_, pool)| *pool).filter(|_| known);
         if known {
             self.mapped.remove(addr, addr + bytes);
@@ -118,42 +119,42 @@ impl Segments {
         self.reserved = self.reserved.wrapping_sub(bytes);
     }
 
-    /// A segment that lies in a range of addresses or reaches into it.
+    /// A segment that overlaps a range of addresses.
     pub(super) fn held_in(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
         let (start, size) = self.held.range(..addr + bytes).next_back()?;
         (start + size > addr).then_some((*start, *size))
     }
 
-    /// The segment in which a part of a range of addresses lies and not all of it.
+    /// The segment that contains only part of a range of addresses.
     pub(super) fn cut_off(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
         self.held_in(addr, bytes).filter(|(start, size)| *start > addr || start + size < addr + bytes)
     }
 
-    /// Whether a segment goes that the history made and let go before.
+    /// Whether a segment is released that the recording released before.
     pub(super) fn went_before(&self, event: &Event) -> bool {
         let Event { action, addr, bytes, .. } = *event;
         let plain = action == Action::SegmentFree && bytes > 0;
         plain && !self.held.contains_key(&addr) && self.made.overlaps(addr, addr + bytes)
     }
 
-    /// How much comes, or goes back, with a segment or a part.
+    /// Size of the memory that a segment event adds or removes.
     pub(super) fn changed(&self, event: &Event) -> u64 {
         let held = self.held.get(&event.addr).filter(|_| event.action == Action::SegmentFree);
         held.copied().unwrap_or(event.bytes)
     }
 
-    /// Whether a range of addresses lies in one segment, or in parts that are mapped.
+    /// Whether a range of addresses is in one segment, or in mapped ranges.
     pub(super) fn contain(&self, addr: u64, bytes: u64) -> bool {
         let plain = self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
         plain || self.mapped.contains(addr, addr + bytes)
     }
 
-    /// Whether the history made any.
+    /// Whether the recording allocated any.
     pub(super) fn shows_some(&self) -> bool {
         !self.made.is_empty() || !self.pools.is_empty()
     }
 
-    /// Whether a segment that the history made is held.
+    /// Whether a segment of the recording is reserved.
     pub(super) fn holds(&self, addr: u64, bytes: u64) -> bool {
         self.held.get(&addr) == Some(&bytes)
     }
@@ -162,17 +163,17 @@ impl Segments {
         self.held.len()
     }
 
-    /// Whether the history made or released something in a range of addresses.
+    /// Whether the recording allocated or released segments in a range of addresses.
     pub(super) fn knows(&self, start: u64, end: u64) -> bool {
         self.made.overlaps(start, end) || self.left.overlaps(start, end)
     }
 
-    /// Entries of the maps from addresses to sizes, and of the maps of parts.
+    /// Entries of the maps from addresses to sizes, and of the maps of ranges.
     pub(super) fn entries(&self) -> (usize, usize) {
         (self.held.len() + self.made.len() + self.left.len(), self.mapped.len() + self.pools.len())
     }
 
-    /// Why parts that were mapped at the end, by what the history says of that, did not come in its course.
+    /// Why ranges that are mapped at the end were not mapped by the recording.
     pub(super) fn mapped_before(&self, ending: &[Segment]) -> Option<String> {
         let expandable = ending.iter().filter(|segment| segment.is_expandable);
         let strange = expandable.filter(|segment| {

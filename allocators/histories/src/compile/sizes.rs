@@ -1,15 +1,14 @@
-//! The sizes of the blocks that were in use before the first event.
+//! The sizes of blocks that were active before recording started.
 //!
-//! A block is as large as its rounded request, but for the large pool, where a request gets a free block whole that is
-//! larger by up to 1 MiB. What lies behind such a block may thus be free or a part of it, and three rules of the
-//! allocator tell:
+//! A block has the size of its rounded request, except in the large pool, where a request gets a full free block that is up to 1
+//! MiB larger. Memory behind such a block may thus be free or part of it, and three rules of the allocator decide:
 //!
-//! - No free block of the large pool is as small as 1 MiB, so a gap of that size is a part of the block before it.
-//! - A free block is handed out from its front. The first block that comes into a gap lies where the one before it ends.
-//! - A request gets the best fit. A gap that would have been a better one than what the request got was smaller.
+//! - No free block of the large pool is as small as 1 MiB, so a gap of that size is part of the block before it.
+//! - A free block is allocated from its front. The first block in a gap starts where the one before it ends.
+//! - A request gets the best fit. A gap that would have fitted better than the block that it got was smaller.
 //!
-//! So the recorded placements are followed, and an extra that they contradict grows to the least one that they do not.
-//! As that may contradict an earlier placement, they are followed again until nothing changes.
+//! So the recorded placements are followed, and an extra that they contradict grows to the smallest one that they allow. As that
+//! may contradict an earlier placement, they are followed again until nothing changes.
 
 use super::pools::NamedRange;
 use super::timeline::{Operation, Placements, Timeline};
@@ -21,17 +20,17 @@ use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of, round_size};
 
-/// Times that the placements are followed. Each time only what the last one changed can change anything.
+/// Number of passes over the placements. In each pass only the changes of the last one matter.
 const ROUNDS: u32 = 16;
 
-/// A block with a gap behind it that may belong to it.
+/// A block followed by a gap that may be part of it.
 #[derive(Clone, Copy, Debug)]
 struct OpenEnd {
     /// The block.
     addr: u64,
-    /// Where it ends if it is as large as its rounded request.
+    /// Its end if it has the size of its rounded request.
     base: u64,
-    /// Bytes of the gap that belong to it.
+    /// Bytes of the gap that are part of it.
     extra: u64,
     /// Whether a placement has shown that.
     shown: bool,
@@ -42,9 +41,9 @@ struct Segment {
     end: u64,
     stream: u32,
     pool: PoolKind,
-    /// The operation that made it.
+    /// The operation that allocated it.
     made: u32,
-    /// Whether requests other than a private pool's are not served from it.
+    /// Whether only requests of a private pool are served from it.
     private: bool,
 }
 
@@ -52,7 +51,7 @@ struct Segment {
 #[derive(Clone, Copy, Debug)]
 struct Free {
     end: u64,
-    /// The block before it, if where that ends is open.
+    /// The block before it, if that block's end is unknown.
     open_end: Option<usize>,
 }
 
@@ -61,30 +60,30 @@ struct Free {
 struct Layout<'a> {
     settings: &'a CachingSettings,
     rules: Rules,
-    /// The private pools that the history's end names.
+    /// The private pools that the end names.
     names: Option<&'a [NamedRange]>,
     open_ends: &'a mut [OpenEnd],
     segments: BTreeMap<u64, Segment>,
     /// By first address.
     free: BTreeMap<u64, Free>,
-    /// End of each block that is in use, by first address.
+    /// End of each active block, by first address.
     used: BTreeMap<u64, u64>,
-    /// Free blocks whose beginning is open, as best fit sees them: stream, size, address.
+    /// Free blocks with unknown start, in best-fit order: stream, size, address.
     open: BTreeSet<(u32, u64, u64)>,
-    /// Allocations so far.
+    /// Number of allocations so far.
     allocations: u64,
     /// Whether an extra grew.
     changed: bool,
-    /// Extras that may still grow, so that time is bounded whatever the history says.
+    /// Extras that may still grow, which bounds the time for every recording.
     budget: u64,
-    /// The first allocation, counted from 1, that lies in no segment.
+    /// The first allocation, from 1, outside every segment.
     outside: Option<u64>,
 }
 
-/// Sets the size of each block of `beginning` and counts those that nothing tells.
+/// Sets the size of each block of `beginning` and counts those that remain unknown.
 ///
 /// # Errors
-/// Why the blocks and the segments do not go together.
+/// Why the blocks contradict the segments.
 pub(super) fn find(
     timeline: &Timeline,
     beginning: &mut Beginning,
@@ -114,7 +113,7 @@ pub(super) fn find(
     Ok(())
 }
 
-/// Sets the sizes that do not depend on what comes later; of the others the end is open.
+/// Sets the sizes that do not depend on later placements; other ends stay unknown.
 fn place_blocks(
     segments: &[StartSegment],
     blocks: &mut [StartBlock],
@@ -278,7 +277,7 @@ impl<'a> Layout<'a> {
         let mut front = None;
         match free.open_end.filter(|open_end| addr - self.open_ends[*open_end].base <= SMALL_MAX) {
             Some(open_end) => self.show(open_end, addr),
-            // Another allocator than this one put it there.
+            // Another allocator placed it there.
             None if start < addr => front = Some(Free { end: addr, ..free }),
             None => {}
         }
@@ -301,7 +300,7 @@ impl<'a> Layout<'a> {
         round_size(bytes, &self.settings.roundup_power2_divisions)
     }
 
-    /// A placement shows where the block before it ends.
+    /// A placement shows the end of the block before it.
     fn show(&mut self, open_end: usize, end: u64) {
         let open_end = &mut self.open_ends[open_end];
         let extra = end - open_end.base;
@@ -312,8 +311,8 @@ impl<'a> Layout<'a> {
         }
     }
 
-    /// A request got the free block `found`, given by size and address: any gap that would have been a better fit was
-    /// smaller than it seems.
+    /// A request got the free block `chosen`, given by size and address: any gap that would have fitted better was smaller than
+    /// it seems.
     fn search(&mut self, stream: u32, bytes: u64, found: (u64, u64)) {
         let rounded = self.rounded(bytes);
         let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
@@ -331,7 +330,7 @@ impl<'a> Layout<'a> {
             let by = (size - rounded + 1).next_multiple_of(MIN_BLOCK);
             let open_end = &mut self.open_ends[number];
             if open_end.extra + by > SMALL_MAX || size - by <= SMALL_MAX {
-                // Then this is not why, and nothing else is known.
+                // Then this is not the reason, and no other is known.
                 self.add_free(start, Free { open_end: None, ..free });
                 continue;
             }
@@ -346,12 +345,12 @@ impl<'a> Layout<'a> {
 }
 
 impl Placements for Layout<'_> {
-    /// A block is reusable; it is joined with its free neighbours.
+    /// A block becomes free and coalesces with its free neighbours.
     fn free(&mut self, addr: u64) {
         let Some(end) = self.used.remove(&addr) else { return };
         let Some((first, segment)) = self.segment_of(addr) else { return };
         let mut joined = (addr, Free { end, open_end: None });
-        // With the block the question where it ends goes, too.
+        // Its unknown end no longer matters.
         if end < segment.end
             && let Some(next) = self.remove_free(end)
         {

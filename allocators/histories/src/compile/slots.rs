@@ -6,23 +6,23 @@ use indexmap::IndexSet;
 use std::collections::BTreeMap;
 use vramlab_device::ranges::Ranges;
 
-/// A block that the client holds.
+/// A live block of the client.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Live {
     pub(super) bytes: u64,
     pub(super) stream: u32,
     pub(super) slot: u32,
-    /// The last stream whose use the history announces.
+    /// The last stream whose use the recording announces.
     pub(super) user: u32,
 }
 
-/// Which stream has which number, and which block lies in which slot.
-#[derive(Debug)]
+/// Numbers of streams, and slots of blocks.
+#[derive(Clone, Debug)]
 pub(super) struct Slots {
-    /// Recorded handles in the order of appearance.
+    /// Recorded handles in order of appearance.
     streams: IndexSet<u64>,
     live: BTreeMap<u64, Live>,
-    /// Where blocks have been.
+    /// Addresses of all blocks so far.
     seen: Ranges,
     pub(super) spare: Vec<u32>,
 }
@@ -41,7 +41,7 @@ impl Slots {
         Ok(self.streams.insert_full(handle).0 as u32)
     }
 
-    /// Handles of streams and their numbers, by handle.
+    /// Handles and numbers of streams, by handle.
     pub(super) fn streams(&self) -> Vec<(u64, u32)> {
         let mut handles: Vec<(u64, u32)> = self.streams.iter().copied().zip(0..).collect();
         handles.sort_unstable();
@@ -65,23 +65,23 @@ impl Slots {
         self.live.get(&addr)
     }
 
-    /// Whether a block lay in a range of addresses at any time.
+    /// Whether a block was in a range of addresses at any time.
     pub(super) fn was_used(&self, addr: u64, bytes: u64) -> bool {
         self.seen.overlaps(addr, addr + bytes)
     }
 
-    /// Takes note of a block from before the first event.
+    /// Records a block from before recording started.
     pub(super) fn note_used(&mut self, addr: u64, bytes: u64) {
         self.seen.insert(addr, addr + bytes);
     }
 
-    /// The live block that lies in a range of addresses or reaches into it, if one does.
+    /// The live block that overlaps a range of addresses.
     pub(super) fn overlapping(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
         let (start, block) = self.live.range(..addr + bytes).next_back()?;
         (start + block.bytes > addr).then_some((*start, block.bytes))
     }
 
-    /// Gives a block a slot; no other lies where it does.
+    /// Assigns a slot to a block, which overlaps no other.
     pub(super) fn allocate(&mut self, addr: u64, bytes: u64, stream: u32, timeline: &mut Timeline) -> u32 {
         let slot = self.spare.pop().unwrap_or_else(|| timeline.fresh_slot());
         self.seen.insert(addr, addr + bytes);
@@ -89,12 +89,12 @@ impl Slots {
         slot
     }
 
-    /// Takes the block at an address out.
+    /// Removes the block at an address.
     pub(super) fn free(&mut self, addr: u64) -> Option<Live> {
         self.live.remove(&addr)
     }
 
-    /// The live block that an address lies in.
+    /// The live block that contains an address.
     pub(super) fn around(&mut self, addr: u64) -> Option<&mut Live> {
         let (start, live) = self.live.range_mut(..=addr).next_back()?;
         (addr < start + live.bytes).then_some(live)

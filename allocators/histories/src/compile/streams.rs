@@ -1,12 +1,12 @@
-//! Fifth stage: which stream holds up each free that did not complete at once.
+//! Fifth stage: the stream that delayed each deferred free.
 
 use super::timeline::Timeline;
 use crate::history::{BY_DEVICE, Beginning, Kind, MAX_STREAMS, NEVER, Release, ReplayError};
 use crate::steps;
 use std::collections::BTreeSet;
 
-/// Numbers streams by their handles, as allocators order them; the handles. `handles` come sorted, with the numbers by which
-/// the operations name them so far.
+/// Numbers streams by their handles, as allocators order them, and returns the handles. `handles` are sorted, with the numbers
+/// that operations use so far.
 pub(super) fn sort(handles: &[(u64, u32)], timeline: &mut Timeline, beginning: &mut Beginning) -> Vec<u64> {
     let mut rank = vec![0; handles.len()];
     for (at, (_, number)) in (0u32..).zip(handles) {
@@ -27,15 +27,15 @@ pub(super) fn sort(handles: &[(u64, u32)], timeline: &mut Timeline, beginning: &
     handles.iter().map(|(handle, _)| *handle).collect()
 }
 
-/// Gives each deferred free the stream that held it up; how many streams that takes beside the `recorded` ones. Frees from
-/// before the first event come first in `deferred` then.
+/// Assigns each deferred free the stream that delayed it, and returns the number of streams that this needs in addition to the
+/// `recorded` ones. Afterwards frees from before recording started come first in `deferred`.
 ///
-/// Allocators look at a stream's pending frees in order and stop at the first whose event is not ready, so a
-/// stream fits when the free before on it completes no later. The stream whose use was announced last is taken if
-/// it fits, otherwise the one whose last completion is latest, which needs the fewest streams. Other announced uses
-/// are left out: which of them held the block up is not known, and the wrong one would hold up others.
+/// Allocators poll a stream's pending frees in order and stop at the first whose event is not ready, so a stream fits if its
+/// previous free completes no later. The stream with the last announced use is taken if it fits, otherwise the one with the
+/// latest completion, which needs the fewest streams. Other announced uses are ignored: it is unknown which of them delayed the
+/// block, and the wrong one would delay others.
 pub(super) fn hold_up(deferred: &mut [u32], recorded: usize, timeline: &mut Timeline) -> Result<u32, ReplayError> {
-    // Frees from before the first event come first, in the order in which they complete.
+    // Frees from before recording started come first, in the order of their completion.
     deferred.sort_unstable_by_key(|&number| match timeline.is_before(number) {
         true => (0, timeline.op_mut(number).release().ready),
         false => (1, number),
@@ -46,7 +46,7 @@ pub(super) fn hold_up(deferred: &mut [u32], recorded: usize, timeline: &mut Time
         announced.push(op.kind() == Kind::Release);
         op.set_kind(Kind::Free);
     }
-    // What completed at once had no use that was still running.
+    // Frees that completed immediately had no running use.
     for op in &mut timeline.ops {
         match op.kind() {
             Kind::Release => op.set_kind(Kind::Free),

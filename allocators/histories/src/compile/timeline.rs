@@ -1,4 +1,4 @@
-//! The list of operations while it is compiled, and how the recorded placements are followed along it.
+//! The list of operations during compilation, and the traversal of the recorded placements.
 
 use crate::formats::{Action, Event};
 use crate::history::{BY_DEVICE, Beginning, DueFrees, Kind, NO_STREAM, Op, Release, SegmentEvent};
@@ -7,57 +7,57 @@ use std::collections::{HashMap, VecDeque};
 use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::policy::size::torch::{round_size, segment_size};
 
-/// A block whose free had been requested before the first event.
+/// A block whose free was requested before recording started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pending {
     pub(super) addr: u64,
     pub(super) bytes: u64,
-    /// Size, where the end of the history tells it.
+    /// Size, if the end of the recording contains it.
     pub(super) size: Option<u64>,
-    /// Its free, which a replay requests before the first event.
+    /// Its free, which a replay requests before the first operation.
     pub(super) op: Op,
 }
 
-/// The number of the first free from before the first event; the others count down from it.
+/// The number of the first free from before recording started; later ones count down from it.
 const LAST: u32 = BY_DEVICE - 1;
 
-/// Operations, and where their blocks and segments lay.
-#[derive(Debug, Default)]
+/// Operations, with addresses of their blocks and segments.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Timeline {
     pub(super) ops: Vec<Op>,
     /// Recorded address of each allocation, in order.
     pub(super) addresses: Vec<u64>,
-    /// Segments that came and went, in order.
+    /// Segments that were allocated and released, in order.
     pub(super) segments: Vec<SegmentEvent>,
-    /// Blocks whose free was requested before the first event. Their frees are operations too.
+    /// Blocks whose free was requested before recording started. Their frees are operations too.
     pub(super) pending: Vec<Pending>,
-    /// Slots that the operations name.
+    /// Number of slots in the operations.
     pub(super) slots: u32,
 }
 
 impl Timeline {
-    /// Number of the operation that comes next.
+    /// Number of the next operation.
     pub(super) fn next_op(&self) -> u32 {
-        // CAST: the number of operations is bounded when an event is taken.
+        // CAST: the number of operations is checked with each event.
         self.ops.len() as u32
     }
 
-    /// A slot that no block has been in.
+    /// A slot that was never used.
     pub(super) fn fresh_slot(&mut self) -> u32 {
         self.slots += 1;
         self.slots - 1
     }
 
-    /// Whether there is room for the operations of another event.
+    /// Whether the operations of another event fit.
     pub(super) fn has_room(&self) -> bool {
         self.ops.len() + self.pending.len() < BY_DEVICE as usize - 4
     }
 
-    /// Adds a block whose free had been requested before the first event; the number of that free.
+    /// Adds a block whose free was requested before recording started; returns the number of that free.
     pub(super) fn add_pending(&mut self, addr: u64, bytes: u64, size: Option<u64>, stream: u32) -> u32 {
         let op = free_op(stream, self.fresh_slot());
         self.pending.push(Pending { addr, bytes, size, op });
-        // CAST: `has_room` bounds them together with the operations.
+        // CAST: `has_room` limits them together with the operations.
         LAST - (self.pending.len() - 1) as u32
     }
 
@@ -69,23 +69,23 @@ impl Timeline {
         }
     }
 
-    /// Whether a number is that of a free from before the first event.
+    /// Whether a number belongs to a free from before recording started.
     pub(super) fn is_before(&self, number: u32) -> bool {
         number as usize >= self.ops.len()
     }
 
-    /// Says from which operation on a freed block can be used again.
+    /// Sets the operation from which on a freed block can be reused.
     pub(super) fn set_ready(&mut self, free: u32, ready: u32) {
         let op = self.op_mut(free);
         op.set_release(Release { ready, ..op.release() });
     }
 
-    /// Every free completes when the announced uses are over; the history does not say more.
+    /// Every free completes when its announced uses do; the recording shows no more.
     pub(super) fn leave_frees_to_device(&mut self) {
         self.ops.iter_mut().filter(|op| op.kind() == Kind::Release).for_each(Op::complete_by_device);
     }
 
-    /// Follows the placements from what was held before the first event on. O(n log n).
+    /// Follows the placements from the initial memory. O(n log n).
     pub(super) fn follow(&self, beginning: &Beginning, placements: &mut impl Placements) {
         let mut slots = vec![0; self.slots as usize];
         for block in &beginning.blocks {
@@ -127,47 +127,47 @@ impl Timeline {
     }
 }
 
-/// An operation in which the allocator may take memory from the device or give it back.
+/// An operation in which the allocator may allocate or release segments.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operation<'a> {
     pub(super) number: u32,
     pub(super) op: Op,
-    /// Segments that came and went in it, in order.
+    /// Segments allocated and released in it, in order.
     pub(super) segments: &'a [SegmentEvent],
-    /// Where the block of an allocation was placed.
+    /// Address of the allocated block.
     pub(super) block: Option<u64>,
 }
 
-/// Something that follows the recorded placements.
+/// A visitor of the recorded placements.
 pub(super) trait Placements {
-    /// The block at an address has become free.
+    /// The block at an address becomes free.
     fn free(&mut self, addr: u64);
 
-    /// An operation comes. Frees that complete by then have. False ends the following.
+    /// An operation is next. Frees that complete before it have done so. Returning false ends the traversal.
     fn operation(&mut self, operation: Operation<'_>) -> bool;
 }
 
-/// A free that completes when the device says so.
+/// A free whose completion the device decides.
 pub(super) fn free_op(stream: u32, slot: u32) -> Op {
     Op::new(Kind::Free, stream, slot, Release { ready: BY_DEVICE, user: NO_STREAM }.pack())
 }
 
-// First stage: which frees did not complete at once.
+// First stage: deferred frees.
 
 /// Frees, from their request to their completion.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Frees {
     /// Address and operation of the free that the last event requested.
     requested: Option<(u64, u32)>,
-    /// Frees that have not completed, by address.
+    /// Pending frees by address.
     waiting: HashMap<u64, u32>,
-    /// Operations of all frees that did not complete at once, in order. Those that were held up in a retry come later.
+    /// Operations of all deferred frees in order. Those of a retry are added later.
     pub(super) deferred: Vec<u32>,
-    /// Operations of frees that did not complete at once, in order.
+    /// Operations of deferred frees, in order.
     pub(super) held_up: Vec<u32>,
     /// Operation before which the free of the block at an address completed, in order.
     pub(super) completed: Vec<(u32, u64)>,
-    /// Whether the history has completions.
+    /// Whether the recording has completions.
     pub(super) completes: bool,
 }
 
@@ -177,7 +177,7 @@ impl Frees {
         self.requested = Some((addr, op));
     }
 
-    /// The operation of the free that the last event requested, if this event completes it. If not, other streams held it up.
+    /// The operation of the free that the last event requested, if this event completes it. Otherwise other streams delay it.
     pub(super) fn completes_last(&mut self, event: &Event) -> Option<u32> {
         let (addr, op) = self.requested.take()?;
         if event.action == Action::FreeCompleted && event.addr == addr {
@@ -188,12 +188,12 @@ impl Frees {
         None
     }
 
-    /// The operation of the free that was requested right now, which completes with it.
+    /// The operation of the free that was just requested, which completes with it.
     pub(super) fn complete_requested(&mut self) -> Option<u32> {
         self.requested.take().map(|(_, op)| op)
     }
 
-    /// Ends the history: a free that the last event requested has not completed.
+    /// Ends the recording: a free that the last event requested is pending.
     pub(super) fn end(&mut self) {
         if let Some((addr, op)) = self.requested.take() {
             self.wait(addr, op);
@@ -205,12 +205,12 @@ impl Frees {
         self.deferred.push(op);
     }
 
-    /// The free of the block at an address is over, if it waits.
+    /// The free of the block at an address completes, if it is pending.
     pub(super) fn stop_waiting(&mut self, addr: u64) -> Option<u32> {
         self.waiting.remove(&addr)
     }
 
-    /// The operation that requested the free of the block at an address, if that waits.
+    /// The operation that requested the pending free of the block at an address.
     pub(super) fn waiting_at(&self, addr: u64) -> Option<u32> {
         self.waiting.get(&addr).copied()
     }
@@ -220,29 +220,29 @@ impl Frees {
     }
 }
 
-// Requests that the recorded allocator refused, and what they say of the device.
+// Failed requests, and what they show about the device.
 
-/// Refused requests that are looked at; a history may have any number, and the last ones tell why a program ended.
+/// Number of failed requests to examine; the last ones show why a program ended.
 const MOST: usize = 100;
 
-/// A refused request as the log has it.
+/// A failed request as in the log.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refusal {
     pub(super) number: u64,
     pub(super) bytes: u64,
     pub(super) stream: u64,
-    /// Bytes free on the device; 0 where the log does not say.
+    /// Free bytes of the device; 0 if unknown.
     pub(super) device_free: u64,
-    /// Bytes reserved beyond those before the first event; below zero it wraps.
+    /// Bytes reserved beyond the initial memory; wraps below zero.
     pub(super) reserved: u64,
-    /// The operation before which it was.
+    /// The operation that follows it.
     pub(super) op: u32,
 }
 
-/// Refused requests.
-#[derive(Debug, Default)]
+/// Failed requests.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Refusals {
-    /// How many there were.
+    /// Their number.
     pub(super) count: u64,
     /// The last of them.
     pub(super) last: VecDeque<Refusal>,
@@ -257,8 +257,8 @@ impl Refusals {
         self.last.push_back(refusal);
     }
 
-    /// From how many reserved bytes on the device refused, as far as refused requests tell: that many, and more than
-    /// `most_reserved`, which were reserved at one time. Before the first event `before` bytes were held.
+    /// Reserved size from which the device refused, as far as failed requests show: their lowest need, and more than
+    /// `most_reserved`, which fitted at one time. `before` bytes were reserved before recording started.
     pub(super) fn refused_from(&self, settings: &CachingSettings, before: u64, most_reserved: i64) -> Option<u64> {
         let lacked = |refusal: &Refusal| {
             let needed = segment_size(round_size(refusal.bytes, &settings.roundup_power2_divisions));

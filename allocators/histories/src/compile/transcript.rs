@@ -1,4 +1,4 @@
-//! First stage: checks a history event by event and turns addresses into slots.
+//! First stage: checks events one by one and turns addresses into slots.
 
 use super::segments::Segments;
 use super::slots::Slots;
@@ -9,7 +9,7 @@ use crate::history::{BY_DEVICE, Kind, MAX_BYTES, NO_STREAM, Op, Release, ReplayE
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// A block that the client had before the first event and freed after it.
+/// A block of the client from before recording started that was freed later.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unknown {
     pub(super) block: StartBlock,
@@ -19,25 +19,25 @@ pub(super) struct Unknown {
     pub(super) number: u64,
 }
 
-/// Bytes that the client asked for.
-#[derive(Debug, Default)]
+/// Bytes that the client requested.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Requested {
     /// In all allocations.
     total: u64,
-    /// Whether the history shows any.
+    /// Whether the recording has any.
     shown: bool,
-    /// In live blocks, beyond those from before the first event.
+    /// In live blocks, beyond those from before recording started.
     live: i64,
-    /// The most that that was.
+    /// Maximum of that.
     pub(super) most_live: i64,
 }
 
-/// The events of one device, taken one at a time. Memory is what the history makes live at once and 16 to 40 bytes for each
-/// event, all of it claimed.
+/// The events of one device, taken one at a time. Memory is proportional to live blocks, plus 16 to 40 bytes for each event, all
+/// claimed.
 #[derive(Debug)]
 pub(super) struct Transcript {
     pub(super) device: Option<u16>,
-    /// Whether events of other devices are passed over.
+    /// Whether events of other devices are ignored.
     chosen: bool,
     /// Number of the last event, among those of the device.
     pub(super) number: u64,
@@ -47,9 +47,9 @@ pub(super) struct Transcript {
     pub(super) segments: Segments,
     pub(super) windows: Windows,
     pub(super) refusals: Refusals,
-    /// Blocks from before the first event that were freed.
+    /// Blocks from before recording started that were freed.
     pub(super) unknown: Vec<Unknown>,
-    /// The first event that lies in no segment whose allocation the history shows.
+    /// The first event outside every segment of the recording.
     pub(super) outside: Option<u64>,
     pub(super) requested: Requested,
     pub(super) budget: Budget,
@@ -84,6 +84,30 @@ impl Transcript {
         }
     }
 
+    /// A copy, which claims as much memory again. O(n).
+    pub(super) fn copy(&self) -> Result<Self, OverBudget> {
+        let again = |claim: &Claim| {
+            let mut copy = self.budget.claim();
+            // CAST: a size in memory.
+            copy.add(claim.bytes() as usize).map(|()| copy)
+        };
+        let (claim, maps) = (again(&self.claim)?, again(&self.maps)?);
+        Ok(Self {
+            timeline: self.timeline.clone(),
+            slots: self.slots.clone(),
+            frees: self.frees.clone(),
+            segments: self.segments.clone(),
+            windows: self.windows.clone(),
+            refusals: self.refusals.clone(),
+            unknown: self.unknown.clone(),
+            requested: self.requested.clone(),
+            budget: self.budget.clone(),
+            claim,
+            maps,
+            ..*self
+        })
+    }
+
     /// Takes the next event. O(log n) in the blocks that are live.
     pub(super) fn push(&mut self, event: &Event) -> Result<(), ReplayError> {
         steps::count(1);
@@ -101,7 +125,7 @@ impl Transcript {
         taken.map_err(|what| wrong(self.number, what))
     }
 
-    /// Whether an event can be at all.
+    /// Checks an event by itself.
     fn check(&self, event: &Event) -> Result<(), String> {
         if !self.timeline.has_room() {
             return Err("the history has more than four billion operations".into());
@@ -116,7 +140,7 @@ impl Transcript {
     }
 
     fn take(&mut self, event: &Event) -> Result<(), String> {
-        // A free that the very next event does not complete was held up by other streams.
+        // Other streams delay a free that the very next event does not complete.
         if let Some(op) = self.frees.completes_last(event) {
             self.frees.completes = true;
             self.windows.completed_at_once(op, event);
@@ -148,7 +172,7 @@ impl Transcript {
     fn alloc(&mut self, event: &Event) -> Result<(), String> {
         let Event { addr, bytes, .. } = *event;
         self.close_window(End::Alloc { bytes, stream: event.stream });
-        // An empty tensor needs no memory; some logs have it all the same.
+        // An empty tensor needs no memory; some logs contain it.
         if bytes == 0 {
             return Ok(());
         }
@@ -202,8 +226,7 @@ impl Transcript {
         Ok(())
     }
 
-    /// A free of a block that the history did not allocate: one from before its first event, unless an event says
-    /// that something else was there.
+    /// A free of a block that the recording did not allocate: from before recording started, unless an event contradicts that.
     fn free_unknown(&mut self, event: &Event) -> Result<(), String> {
         let Event { addr, bytes, .. } = *event;
         if bytes == 0 {
@@ -234,10 +257,10 @@ impl Transcript {
         Ok(())
     }
 
-    /// A free completes that the event before did not request.
+    /// A free completes that the previous event did not request.
     fn complete(&mut self, event: &Event) -> Result<(), String> {
         let waits = self.frees.stop_waiting(event.addr);
-        // Where only this one of a free's two events was recorded, it is the whole free.
+        // If only one of a free's two events was recorded, it is the complete free.
         if waits.is_none() && self.slots.at(event.addr).is_some_and(|live| live.bytes == event.bytes) {
             self.free(event)?;
             if let Some(op) = self.frees.complete_requested() {
@@ -256,8 +279,8 @@ impl Transcript {
         Ok(())
     }
 
-    /// A free that completes and was not requested: it was before the first event, if nothing else was there since. Its
-    /// number if it was held up.
+    /// An unrequested free completes: it was requested before recording started, if its address was not used since. Returns its
+    /// number if it was deferred.
     fn complete_unknown(&mut self, event: &Event) -> Result<Option<u32>, String> {
         let Event { addr, bytes, .. } = *event;
         if bytes == 0 || self.slots.was_used(addr, bytes) || self.segments.contain(addr, bytes) {
@@ -265,7 +288,7 @@ impl Transcript {
         }
         let op = self.add_pending(addr, bytes, None, event.stream)?;
         if self.number == 1 {
-            // The history may as well have been cut between a free's request and its completion.
+            // The recording may also begin between a free's request and its completion.
             self.windows.completed_at_once(op, event);
             return Ok(None);
         }
@@ -273,7 +296,7 @@ impl Transcript {
         Ok(Some(op))
     }
 
-    /// Takes note of a block whose free had been requested before the first event; the number of that free.
+    /// Adds a block whose free was requested before recording started; returns the number of that free.
     pub(super) fn add_pending(&mut self, addr: u64, bytes: u64, size: Option<u64>, handle: u64) -> Result<u32, String> {
         let stream = self.slots.stream(handle)?;
         self.slots.note_used(addr, bytes);
@@ -291,13 +314,13 @@ impl Transcript {
         } else if self.slots.was_used(event.addr, 1) {
             return Err(format!("use of {:#x}, where no block is live", event.addr));
         }
-        // Without the size of a block from before the first event there is nothing to hold on to.
+        // Blocks from before recording started have no known size, so the use cannot be attributed.
         Ok(())
     }
 
     fn change_segments(&mut self, event: &Event) -> Result<(), String> {
         let reserved = self.segments.reserved;
-        // Neither comes memory in which something lies, nor does it go.
+        // Segments are neither allocated nor released at the address of a live block.
         if let Some((block, size)) = self.slots.overlapping(event.addr, self.segments.changed(event)) {
             let Event { action, bytes, addr, .. } = *event;
             return Err(format!(
@@ -335,19 +358,19 @@ impl Transcript {
         Ok(())
     }
 
-    /// Whether the history shows all that it names: a log that begins with its program does.
+    /// Checks that the recording contains every block and segment that it names: logs that begin with their program do.
     pub(super) fn check_complete(&self) -> Result<(), ReplayError> {
         if let Some(Unknown { block: StartBlock { requested, addr, .. }, number, .. }) = self.unknown.first() {
             return Err(wrong(*number, format!("free of {requested} bytes at {addr:#x}, which were never allocated")));
         }
-        // Not every allocator takes segments from its device.
+        // Not every allocator allocates segments from its device.
         match self.outside.filter(|_| self.segments.shows_some()) {
             Some(number) => Err(wrong(number, "it lies in no segment that the log shows to be held then")),
             None => Ok(()),
         }
     }
 
-    /// Ends the history. What `breaks_off` lacks events after the last, which may complete a free.
+    /// Ends the recording. With `breaks_off`, events are missing after the last, one of which may complete a free.
     pub(super) fn end(&mut self, breaks_off: bool) -> Result<(), OverBudget> {
         self.make_room()?;
         if !breaks_off {

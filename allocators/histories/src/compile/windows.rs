@@ -1,24 +1,24 @@
-//! Second stage: what the allocator did between two events of the client, as windows of its own events.
+//! Second stage: the allocator's events between two events of the client, as windows.
 
 use super::timeline::Timeline;
 use crate::formats::Event;
 use crate::history::{Kind, Op, SegmentEvent};
 use crate::steps;
 
-/// A free that completed later than it was requested.
+/// A deferred free that completed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Completion {
     /// The operation that requested it.
     pub(super) op: u32,
     /// Address of the block.
     pub(super) addr: u64,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub(super) bytes: u64,
-    /// Size, where the history shows the block's segment: a request may get more than it asked for.
+    /// Size, if the recording has the block's segment: a request may get more than it requested.
     pub(super) size: Option<u64>,
     /// Handle of its stream.
     pub(super) stream: u64,
-    /// Whether a segment had gone back before.
+    /// Whether a segment was released before.
     pub(super) after_release: bool,
 }
 
@@ -28,61 +28,61 @@ impl Completion {
     }
 }
 
-/// The events between two of the client's.
-#[derive(Debug, Default)]
+/// The allocator's events between two of the client's.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Window {
     /// Frees that completed.
     pub(super) completions: Vec<Completion>,
-    /// The operation right before it, if that is a free which completed at once. It may as well have been held up and
-    /// completed as the first event of this window.
+    /// The previous operation, if it is a free that completed immediately. It may also have been pending, and completed as the
+    /// first event of this window.
     pub(super) before: Option<Completion>,
     /// Segments in order.
     pub(super) segments: Vec<SegmentEvent>,
     /// Bytes reserved before its first segment event.
     pub(super) reserved: u64,
-    /// From how many reserved bytes on the device refused, where no limit is known and refused requests tell.
+    /// Reserved size from which the device refused, if no limit is known and failed requests show it.
     pub(super) refused_from: Option<u64>,
-    /// Whether a segment has gone back.
+    /// Whether a segment was released.
     pub(super) released: bool,
-    /// Whether frees went on waiting for other streams. `empty_cache` waits for all of them.
+    /// Whether frees stayed pending on other streams. `empty_cache` waits for all of them.
     pub(super) waits_on: bool,
 }
 
 /// The client's event that ends a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// An allocation: the window is a part of it, or of an `empty_cache` before it.
+    /// An allocation: the window is part of it, or of an `empty_cache` before it.
     Alloc {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
         /// Handle of the stream.
         stream: u64,
     },
-    /// A refused allocation: likewise.
+    /// A failed allocation: likewise.
     Refused {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
         /// Handle of the stream.
         stream: u64,
     },
-    /// Anything else, or the end of the history.
+    /// Another event, or the end of the recording.
     Other,
 }
 
-/// Why segments went back.
+/// Why segments were released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
-    /// None did.
+    /// None was released.
     Nothing,
     /// The client emptied the cache.
     Trim,
-    /// Garbage collection or the release of oversize segments, after the usual look at pending frees.
+    /// Garbage collection or the release of oversize segments, after the usual poll of pending frees.
     Collect,
-    /// The limit refused, everything pending was waited for, and the cache was released.
+    /// The limit refused; the allocator waited for all pending frees and flushed the cache.
     Retry,
-    /// The device refused, everything pending was waited for, and the cache was released.
+    /// The device refused; the allocator waited for all pending frees and flushed the cache.
     Full,
-    /// The device refused where no limit did, and not everything was waited for.
+    /// The device refused without a limit, and the allocator did not wait for all pending frees.
     Device,
 }
 
@@ -96,53 +96,53 @@ impl Window {
         self.completions.is_empty() && self.segments.is_empty()
     }
 
-    /// Whether the reason for which segments went back hangs on how large blocks were whose frees were held up.
+    /// Whether the reason for the release depends on the sizes of blocks with pending frees.
     pub(super) fn asks_for_sizes(&self, end: End) -> bool {
         self.released && end != End::Other && !(self.completions.is_empty() && self.before.is_none())
     }
 
-    /// Whether each completed free was found by waiting for it, after no free block had fitted, and not by asking.
+    /// For each completed free, whether the allocator waited for it after no free block fitted, or polled it.
     pub(super) fn waited_for(&self, cause: Cause) -> impl Iterator<Item = (u32, bool)> + '_ {
         let some_after = self.completions.iter().any(|done| done.after_release);
         let retry = matches!(cause, Cause::Retry | Cause::Full) && !some_after;
         self.completions.iter().map(move |done| (done.op, done.after_release || retry))
     }
 
-    /// Says that its frees completed in operation `op`. Those that were held up are added to `deferred`.
+    /// Marks its frees as completed in operation `op`. Adds those that were pending to `deferred`.
     pub(super) fn complete(&self, cause: Cause, op: u32, timeline: &mut Timeline, deferred: &mut Vec<u32>) {
-        // In a retry the free right before is taken for one that was waited for: had its block been free, the request
-        // may have got it. If it was, nothing changes, since the request did not get it.
+        // In a retry the allocator is assumed to have waited for the previous free: if its block had been free, the request might
+        // have got it. If it was free, nothing changes, since the request did not get it.
         let waits = matches!(cause, Cause::Retry | Cause::Full | Cause::Device);
         let before = self.before.filter(|_| waits).map(|done| done.op);
         deferred.extend(before);
         steps::count(self.completions.len());
         for (free, waited) in self.waited_for(cause).chain(before.map(|free| (free, true))) {
-            // What was waited for is not ready yet when the operation asks.
+            // A free that was waited for is not ready when the operation polls.
             timeline.set_ready(free, op + u32::from(waited));
         }
     }
 }
 
-/// A window in which segments may have gone back; why is decided at the end.
-#[derive(Debug)]
+/// A window in which segments may have been released; the cause is decided at the end.
+#[derive(Clone, Debug)]
 pub(super) struct ClosedWindow {
     pub(super) window: Window,
-    /// The operation that becomes `empty_cache`, if that is what it was.
+    /// The operation that becomes `empty_cache`, if that is the cause.
     pub(super) placeholder: u32,
-    /// Where its segments are in the timeline.
+    /// Position of its segments in the timeline.
     pub(super) first: usize,
     pub(super) end: End,
 }
 
-/// The window under way, and those that were closed and wait for a decision.
-#[derive(Debug, Default)]
+/// The current window, and closed ones that await a decision.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Windows {
     pub(super) current: Window,
     pub(super) closed: Vec<ClosedWindow>,
 }
 
 impl Windows {
-    /// Forgets all of them. Their memory serves the next ones.
+    /// Drops all of them and keeps their memory for later ones.
     pub(super) fn clear(&mut self) {
         let Self { current: Window { mut completions, mut segments, .. }, mut closed } = std::mem::take(self);
         completions.clear();
@@ -151,17 +151,17 @@ impl Windows {
         *self = Self { current: Window { completions, segments, ..Window::default() }, closed };
     }
 
-    /// A free of the client completed at once.
+    /// A free of the client completed immediately.
     pub(super) fn completed_at_once(&mut self, op: u32, event: &Event) {
         self.current.before = Some(Completion::of(op, event, false));
     }
 
-    /// A free that was held up is found completed.
+    /// A deferred free was found completed.
     pub(super) fn completed_late(&mut self, op: u32, event: &Event) {
         self.current.completions.push(Completion::of(op, event, self.current.released));
     }
 
-    /// A segment or a part came or went, when so many bytes were reserved.
+    /// A segment or range was allocated or released, with this many bytes reserved before.
     pub(super) fn add_segment(&mut self, event: SegmentEvent, reserved: u64) {
         let window = &mut self.current;
         if window.segments.is_empty() {
@@ -171,9 +171,9 @@ impl Windows {
         window.segments.push(event);
     }
 
-    /// Ends the window. Says when frees completed that the allocator found since the client's last event. Where segments
-    /// went back the reason depends on the settings, which snapshots name after the events, so that waits for the end.
-    /// `waits_on` says whether frees go on waiting.
+    /// Ends the window. Sets when frees completed that the allocator found since the client's last event. If segments were
+    /// released, the reason depends on the settings, which snapshots contain after the events, so the decision waits for the end.
+    /// `waits_on` is whether frees stay pending.
     pub(super) fn close(&mut self, end: End, waits_on: bool, timeline: &mut Timeline, deferred: &mut Vec<u32>) {
         if self.current.is_empty() && !(matches!(end, End::Refused { .. }) && self.current.before.is_some()) {
             self.current.before = None;
@@ -183,7 +183,7 @@ impl Windows {
         let waits = window.may_be_trim(end);
         let placeholder = timeline.next_op();
         if waits {
-            // Where `empty_cache` stands, if that is what it was.
+            // Placeholder for `empty_cache`, if that is the cause.
             timeline.ops.push(Op::new(Kind::Nothing, 0, 0, 0));
         }
         let (op, first) = (timeline.next_op(), timeline.segments.len());
@@ -194,7 +194,7 @@ impl Windows {
         }
         let cause = if matches!(end, End::Refused { .. }) { Cause::Retry } else { Cause::Nothing };
         window.complete(cause, op, timeline, deferred);
-        // Its memory serves the next one.
+        // The next window reuses its memory.
         window.completions.clear();
         window.segments.clear();
         self.current = Window { completions: window.completions, segments: window.segments, ..Window::default() };

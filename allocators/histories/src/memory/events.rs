@@ -6,7 +6,7 @@ use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
 /// An event, and where it came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Recorded {
+pub struct RecordedEvent {
     /// Address, or the device's free bytes for a request that was refused.
     pub addr: u64,
     /// Bytes.
@@ -75,8 +75,8 @@ impl Events {
     ///
     /// # Errors
     /// [`OverBudget`] when there is no room for another.
-    pub fn push(&mut self, event: Recorded) -> Result<(), OverBudget> {
-        let Recorded { addr, bytes, stream, time_ns, origin, action } = event;
+    pub fn push(&mut self, event: RecordedEvent) -> Result<(), OverBudget> {
+        let RecordedEvent { addr, bytes, stream, time_ns, origin, action } = event;
         let kind = self.number(Kind { action, stream, category: origin.category, note: origin.note })?;
         self.packed.push(Packed { addr, bytes, time_ns, stack: origin.stack, kind })?;
         // CAST: the number of the action.
@@ -111,10 +111,10 @@ impl Events {
         Ok(*last)
     }
 
-    fn unpacked(&self, packed: Packed) -> Recorded {
+    fn unpacked(&self, packed: Packed) -> RecordedEvent {
         let Packed { addr, bytes, time_ns, stack, kind } = packed;
         let Kind { action, stream, category, note } = self.kinds[kind as usize];
-        Recorded { addr, bytes, stream, time_ns, origin: Origin { stack, category, note }, action }
+        RecordedEvent { addr, bytes, stream, time_ns, origin: Origin { stack, category, note }, action }
     }
 
     /// Number of events.
@@ -131,29 +131,29 @@ impl Events {
 
     /// The event at an index.
     #[must_use]
-    pub fn get(&self, index: usize) -> Option<Recorded> {
+    pub fn get(&self, index: usize) -> Option<RecordedEvent> {
         self.packed.get(index).map(|packed| self.unpacked(packed))
     }
 
     /// The first event.
     #[must_use]
-    pub fn first(&self) -> Option<Recorded> {
+    pub fn first(&self) -> Option<RecordedEvent> {
         self.get(0)
     }
 
     /// The last event.
     #[must_use]
-    pub fn last(&self) -> Option<Recorded> {
+    pub fn last(&self) -> Option<RecordedEvent> {
         self.get(self.len().checked_sub(1)?)
     }
 
     /// All of them.
-    pub fn iter(&self) -> impl Iterator<Item = Recorded> + Clone + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = RecordedEvent> + Clone + '_ {
         self.iter_from(0)
     }
 
     /// Those from an index on.
-    pub fn iter_from(&self, index: usize) -> impl Iterator<Item = Recorded> + Clone + '_ {
+    pub fn iter_from(&self, index: usize) -> impl Iterator<Item = RecordedEvent> + Clone + '_ {
         (index..).map_while(|index| self.get(index))
     }
 
@@ -162,7 +162,7 @@ impl Events {
     /// PyTorch can be told to record only one of a free's two events (`skip_actions`). That one then is the whole free, and
     /// is given as a [`Action::FreeRequested`] that completes at once. So is a completion that is the very first event: the
     /// recording began, or lost its beginning, between the two events of a free.
-    pub fn walk(&self, index: usize) -> impl Iterator<Item = (usize, Recorded, bool)> + Clone + '_ {
+    pub fn walk(&self, index: usize) -> impl Iterator<Item = (usize, RecordedEvent, bool)> + Clone + '_ {
         let requests = self.count(Action::FreeRequested) > 0;
         let completions = self.count(Action::FreeCompleted) > 0 || self.waits_at_end;
         // Whether an event completes the free that the event before it requested.
@@ -180,7 +180,7 @@ impl Events {
                 _ => false,
             };
             let action = if whole { Action::FreeRequested } else { event.action };
-            Some((index, Recorded { action, ..event }, completes || completed || whole))
+            Some((index, RecordedEvent { action, ..event }, completes || completed || whole))
         })
     }
 
@@ -199,7 +199,7 @@ mod tests {
     fn events_come_back_as_they_were_in_32_bytes_each() {
         let budget = Budget::default();
         let mut events = Events::new(&budget);
-        let event = |at: u64| Recorded {
+        let event = |at: u64| RecordedEvent {
             addr: at << 20,
             bytes: u64::MAX - at,
             stream: if at.is_multiple_of(7) { u64::MAX } else { at % 3 },
@@ -224,7 +224,7 @@ mod tests {
         for (action, addr) in history {
             let rest = (8, 0, 0, Origin::default());
             let (bytes, stream, time_ns, origin) = rest;
-            events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).unwrap();
+            events.push(RecordedEvent { addr, bytes, stream, time_ns, origin, action }).unwrap();
         }
         let walked: Vec<(usize, bool)> = events.walk(1).map(|(index, _, at_once)| (index, at_once)).collect();
         assert_eq!(walked, [(1, false), (2, false), (3, true), (4, true), (5, false), (6, false), (7, false)]);
@@ -239,7 +239,7 @@ mod tests {
             let mut events = Events::new(&Budget::default());
             for &action in history {
                 let (addr, bytes, stream, time_ns, origin) = (1, 8, 0, 0, Origin::default());
-                events.push(Recorded { addr, bytes, stream, time_ns, origin, action }).unwrap();
+                events.push(RecordedEvent { addr, bytes, stream, time_ns, origin, action }).unwrap();
             }
             if waits {
                 events.waits_at_end();

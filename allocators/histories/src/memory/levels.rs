@@ -36,7 +36,7 @@ impl Level {
 }
 
 /// Adds up the events of one GPU, in constant memory but for what tells of the [limit](LimitBound). O(1) an event.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Levels {
     gpu: Option<u16>,
     reserved: Level,

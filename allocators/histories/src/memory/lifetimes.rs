@@ -1,6 +1,6 @@
 //! From when to when blocks and segments were there, counted in events.
 
-use super::{Before, BlockBefore, Events, Recorded};
+use super::{Events, InitialBlock, InitialState, RecordedEvent};
 use crate::formats::{Action, Origin, Segment};
 use std::collections::{BTreeMap, HashMap};
 use vramlab_policies::contract::PoolKind;
@@ -65,8 +65,8 @@ pub struct Lifetimes {
 impl Lifetimes {
     /// Those of a history, at whose end these segments were held. O(n log n).
     #[must_use]
-    pub fn of(events: &Events, before: &Before, ending: &[Segment]) -> Self {
-        let block_before = |block: &BlockBefore| BlockLifetime {
+    pub fn of(events: &Events, before: &InitialState, ending: &[Segment]) -> Self {
+        let block_before = |block: &InitialBlock| BlockLifetime {
             start: 0,
             freed: if block.pending { 0 } else { NEVER },
             end: NEVER,
@@ -98,7 +98,7 @@ impl Lifetimes {
         for (index, event, at_once) in events.walk(0) {
             // CAST: a history has fewer than 2^32 events.
             let at = index as u32;
-            let Recorded { addr, bytes, stream, origin, .. } = event;
+            let RecordedEvent { addr, bytes, stream, origin, .. } = event;
             match event.action {
                 Action::Alloc if bytes > 0 => {
                     if let Some(lost) = live.insert(addr, blocks.len()) {

@@ -36,7 +36,7 @@ struct Release {
 }
 
 /// What may be collections of garbage among the events of one GPU.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Collections {
     /// Since the last event of the program.
     open: Release,

@@ -1,4 +1,4 @@
-//! PyTorch's own syntax for its allocator's settings, as `PYTORCH_CUDA_ALLOC_CONF` takes it.
+//! PyTorch's syntax for its allocator's settings, as in `PYTORCH_CUDA_ALLOC_CONF`.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -8,23 +8,23 @@ use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
 use vramlab::settings::{Settings, list_parts};
 
-/// The variable that advice sets: every release reads it, and where another is set as well, CUDA's allocator takes this one.
+/// The variable that advice sets: every release reads it, and CUDA's allocator prefers it to `PYTORCH_ALLOC_CONF`.
 pub(super) const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
 const MIB: u64 = 1 << 20;
 /// The smallest value of both settings that are in MiB: a segment of the large pool.
 const LEAST_MIB: u64 = 20;
-/// Most MiB that are taken; PyTorch cuts larger ones off.
+/// Largest value in MiB; PyTorch clamps larger ones.
 const MOST_MIB: u64 = 1 << 40;
 
-/// Longest line that a screen of 80 columns shows with its indent.
+/// Longest line that fits 80 columns with its indent.
 const LINE: usize = 78;
 
-/// Sets what a key stands for, or says what its value should be.
+/// Applies a value to a setting, or returns how to write the value.
 type Set = fn(&mut Conf, &str) -> Result<(), &'static str>;
 
-/// What the newest PyTorch knows, and the release of PyTorch 2 that knew it first; 0 stands for 2.0 and what came before. A
-/// release does not start with a setting that it does not know.
+/// Settings of the newest PyTorch, each with the first release of PyTorch 2 that has it; 0 stands for 2.0 and earlier. A release
+/// does not start with a setting that it lacks.
 pub(super) const KEYS: [(&str, u16, Set); 20] = [
     ("backend", 0, |conf, value| {
         conf.malloc_async = match value {
@@ -47,7 +47,7 @@ pub(super) const KEYS: [(&str, u16, Set); 20] = [
         Ok(())
     }),
     ("expandable_segments", 1, |conf, value| switch(value).map(|on| conf.expandable = on)),
-    // Where nothing is set, it says nothing of where a block lies on the device.
+    // Settings without effect on device addresses are ignored.
     ("release_lock_on_cudamalloc", 2, |_, value| switch(value).map(drop)),
     ("pinned_use_cuda_host_register", 2, |_, value| switch(value).map(drop)),
     ("pinned_num_register_threads", 2, |_, _| Ok(())),
@@ -58,10 +58,10 @@ pub(super) const KEYS: [(&str, u16, Set); 20] = [
     ("graph_capture_record_stream_reuse", 9, |_, value| switch(value).map(drop)),
     ("per_process_memory_fraction", 10, |_, value| match value.parse() {
         Ok(1.0) => Ok(()),
-        _ => Err("a history does not tell the device's memory; leave it out and say --limit BYTES"),
+        _ => Err("a recording does not contain the device's memory size; remove the setting and pass --limit BYTES"),
     }),
     ("pinned_reserve_segment_size_mb", 10, |_, _| Ok(())),
-    ("large_segment_size_mb", 11, |_, value| match whole(value)? {
+    ("large_segment_size_mb", 11, |_, value| match integer(value)? {
         LEAST_MIB => Ok(()),
         _ => Err("only 20 can be replayed, PyTorch's default"),
     }),
@@ -81,19 +81,19 @@ fn switch(value: &str) -> Result<bool, &'static str> {
     }
 }
 
-fn whole(value: &str) -> Result<u64, &'static str> {
+fn integer(value: &str) -> Result<u64, &'static str> {
     value.parse().map_err(|_| "write a whole number")
 }
 
-/// Bytes that are written in MiB.
+/// Bytes from a text in MiB.
 fn mebibytes(value: &str) -> Result<u64, &'static str> {
-    match whole(value)?.min(MOST_MIB) {
+    match integer(value)?.min(MOST_MIB) {
         ..LEAST_MIB => Err("PyTorch takes 20 or more"),
         mib => Ok(mib * MIB),
     }
 }
 
-/// Keys of what [`CachingSettings`] declares, in the order in which they are written; bytes are written in MiB.
+/// PyTorch's keys for settings of [`CachingSettings`], in the order of the output; bytes are in MiB.
 const WRITTEN: [(&str, &str); 4] = [
     ("max_split_size_mb", "max_split_size"),
     ("max_non_split_rounding_mb", "max_non_split_rounding"),
@@ -101,13 +101,13 @@ const WRITTEN: [(&str, &str); 4] = [
     ("garbage_collection_threshold", "garbage_collection_threshold"),
 ];
 
-/// Settings of PyTorch's allocator, with the text that says them.
+/// Settings of PyTorch's allocator, with their text.
 #[derive(Clone, Debug)]
 pub(crate) struct Conf {
     text: String,
     pub(super) malloc_async: bool,
     pub(super) expandable: bool,
-    /// Without a limit.
+    /// Has no memory limit.
     pub(super) settings: CachingSettings,
 }
 
@@ -117,45 +117,45 @@ impl Conf {
         Self { text: String::new(), malloc_async: false, expandable: false, settings: CachingSettings::default() }
     }
 
-    /// Native or expandable segments with these settings; the text is made for them.
+    /// Native or expandable segments with these settings.
     pub(super) fn of(expandable: bool, settings: CachingSettings) -> Self {
         let mut out = Self { text: String::new(), malloc_async: false, expandable, settings };
         out.text = out.changed().join(",");
         out
     }
 
-    /// The settings that a snapshot names.
+    /// The settings that a snapshot contains.
     ///
     /// # Errors
     /// Those of a snapshot whose settings PyTorch would not accept.
-    pub(super) fn recorded(told: &Map<String, Value>) -> anyhow::Result<Self> {
-        let mut settings = recorded_settings(told)?;
-        let is_on = |key: &str| told.get(key).and_then(Value::as_bool).unwrap_or(false);
+    pub(super) fn recorded(values: &Map<String, Value>) -> anyhow::Result<Self> {
+        let mut settings = recorded_settings(values)?;
+        let is_on = |key: &str| values.get(key).and_then(Value::as_bool).unwrap_or(false);
         let expandable = is_on("expandable_segments");
-        let line = told.get("PYTORCH_CUDA_ALLOC_CONF").and_then(Value::as_str).unwrap_or_default();
-        // The line may have been left behind by a later change; it counts where it says the same as the values.
-        if let Ok(said) = line.parse::<Self>()
-            && (said.malloc_async || said.expandable == expandable)
-            && said.settings == (CachingSettings { memory_limit: None, ..settings })
+        let line = values.get("PYTORCH_CUDA_ALLOC_CONF").and_then(Value::as_str).unwrap_or_default();
+        // The program may have changed settings after it read the line, so the line counts only if it agrees with the values.
+        if let Ok(parsed) = line.parse::<Self>()
+            && (parsed.malloc_async || parsed.expandable == expandable)
+            && parsed.settings == (CachingSettings { memory_limit: None, ..settings })
         {
-            return Ok(said);
+            return Ok(parsed);
         }
         settings.memory_limit = None;
         settings.retry_fit_after_sync = false;
         Ok(Self::of(expandable, settings))
     }
 
-    /// As [`VARIABLE`] has it.
+    /// The value of [`VARIABLE`].
     pub(super) fn text(&self) -> &str {
         &self.text
     }
 
-    /// The text, or words for an empty one.
+    /// The text; "PyTorch's defaults" if it is empty.
     pub(super) fn shown(&self) -> &str {
         if self.text.is_empty() { "PyTorch's defaults" } else { &self.text }
     }
 
-    /// The line of a shell that sets it.
+    /// Shell line that sets it.
     pub(super) fn export(&self) -> String {
         match self.text.as_str() {
             "" => "unset PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF".to_owned(),
@@ -164,14 +164,14 @@ impl Conf {
         }
     }
 
-    /// That line in several that fit a screen, where it does not: a shell puts them together again.
+    /// The same, broken into lines that fit a screen; the shell joins them.
     pub(super) fn export_lines(&self) -> Vec<String> {
-        let whole = self.export();
-        if whole.len() <= LINE {
-            return vec![whole];
+        let line = self.export();
+        if line.len() <= LINE {
+            return vec![line];
         }
         let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
-        // In double quotes a shell takes a backslash and the end of the line away, and PyTorch reads over blanks.
+        // In double quotes a shell removes a backslash before a line break.
         let mut lines = vec![format!("export {VARIABLE}=\"")];
         for part in plain.split_inclusive(',') {
             match lines.last_mut() {
@@ -184,19 +184,19 @@ impl Conf {
         lines.into_iter().enumerate().map(end).collect()
     }
 
-    /// Whether it says something only where a limit is set (`set_per_process_memory_fraction`).
+    /// Whether it has an effect only under a limit (`set_per_process_memory_fraction`).
     pub(super) fn needs_limit(&self) -> bool {
         self.settings.garbage_collection_threshold > 0.0 && !self.expandable && !self.malloc_async
     }
 
-    /// The line of Python without which it does nothing, where that is so: `limit` is what may be reserved.
+    /// The Python line that it requires, if any; `limit` is the memory limit.
     pub(super) fn python(&self, limit: Option<u64>) -> Option<String> {
         let limit = limit.map_or("LIMIT".to_owned(), |limit| limit.to_string());
         let line = format!("torch.cuda.set_per_process_memory_fraction({limit} / torch.cuda.mem_get_info()[1])");
         self.needs_limit().then_some(line)
     }
 
-    /// The settings that its text names.
+    /// The settings in its text.
     pub(super) fn keys(&self) -> impl Iterator<Item = String> + '_ {
         let plain: String = self.text.chars().filter(|c| *c != ' ').collect();
         let parts: Vec<String> = list_parts(&plain).into_iter().map(str::to_owned).collect();
@@ -204,7 +204,7 @@ impl Conf {
         parts.into_iter().filter_map(key)
     }
 
-    /// What is not PyTorch's default, as PyTorch writes it.
+    /// Settings that differ from PyTorch's defaults, in PyTorch's syntax.
     fn changed(&self) -> Vec<String> {
         let mut out = Vec::new();
         if self.malloc_async {
@@ -227,16 +227,16 @@ impl Conf {
         self.changed().len()
     }
 
-    /// Whether both make the allocator do the same.
+    /// Whether the allocator acts the same under both.
     pub(super) fn acts_as(&self, other: &Self) -> bool {
         let kind = |conf: &Self| (conf.malloc_async, conf.expandable);
         kind(self) == kind(other) && (self.malloc_async || self.settings == other.settings)
     }
 
-    /// The backend that follows it.
+    /// The backend that implements it.
     pub(super) fn selection(&self) -> Selection {
         match self {
-            // It has none of the settings.
+            // That backend has none of the settings.
             Self { malloc_async: true, .. } => Selection::of(of_torch(TorchAllocator::MallocAsync)),
             Self { expandable: true, .. } => Selection::with(of_torch(TorchAllocator::Expandable), &self.settings),
             _ => Selection::with(of_torch(TorchAllocator::Native), &self.settings),
@@ -261,10 +261,10 @@ impl Serialize for Conf {
     }
 }
 
-/// Why a text is no setting of PyTorch's allocator.
+/// Why a text is not a setting of PyTorch's allocator.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ParseConfError {
-    #[error("'{0}' is no setting of PyTorch's allocator; there are {names}", names = KEYS.map(|(name, ..)| name).join(", "))]
+    #[error("'{0}' is not a setting of PyTorch's allocator; use one of {names}", names = KEYS.map(|(name, ..)| name).join(", "))]
     Key(String),
     #[error("{key}:{value}: {expected}")]
     Value { key: String, value: String, expected: &'static str },
@@ -275,14 +275,14 @@ pub(crate) enum ParseConfError {
 impl FromStr for Conf {
     type Err = ParseConfError;
 
-    /// As PyTorch reads it: blanks say nothing, and of a key that stands twice the last counts.
+    /// Parses as PyTorch does: ignores blanks, and of a repeated key uses the last value.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut out = Self { text: text.trim().to_owned(), ..Self::torch() };
         let plain: String = text.chars().filter(|c| *c != ' ').collect();
         let parts = list_parts(&plain);
         let last = parts.len() - 1;
         for (at, part) in parts.into_iter().enumerate() {
-            // PyTorch lets the last comma stand alone, and the whole text be empty.
+            // PyTorch accepts a trailing comma and an empty text.
             if part.is_empty() && at == last {
                 continue;
             }
@@ -309,20 +309,20 @@ mod tests {
     }
 
     #[test]
-    fn reads_what_pytorch_reads() {
+    fn conf_parses_every_syntax_of_pytorch() {
         assert!(read("").acts_as(&Conf::torch()) && read("backend:native,").acts_as(&Conf::torch()));
         let all = read("garbage_collection_threshold:0.8, max_split_size_mb:64,roundup_power2_divisions:4");
         let CachingSettings { max_split_size, garbage_collection_threshold, roundup_power2_divisions, .. } =
             all.settings;
         assert_eq!((max_split_size, garbage_collection_threshold), (Some(64 * MIB), 0.8));
         assert!(roundup_power2_divisions.0.iter().all(|count| *count == 4));
-        // As a snapshot shows what PyTorch made of it.
+        // The values are those that a snapshot of PyTorch contains.
         let list = read("roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:True");
         assert_eq!(list.settings.roundup_power2_divisions.0, [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 8, 8, 8, 8]);
         assert!(list.expandable && list.selection().name() == "pytorch-expandable");
         assert_eq!(read("max_non_split_rounding_mb:64").settings.max_non_split_rounding, 64 * MIB);
         assert_eq!(read("backend:cudaMallocAsync").selection().name(), "stream-ordered");
-        // What says nothing of the device's memory is read over; the last of two counts.
+        // Host settings are ignored; of a repeated key the last counts.
         let host = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8,release_lock_on_hipmalloc:False";
         assert!(read(host).acts_as(&Conf::torch()));
         assert!(!read("expandable_segments:True,expandable_segments:False").expandable);
@@ -330,9 +330,12 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_pytorch_refuses_and_what_no_replay_can_follow() {
+    fn conf_rejects_invalid_and_unsupported_values() {
         for (text, words) in [
-            ("max_split_mb:64", "'max_split_mb' is no setting of PyTorch's allocator; there are backend, max_split_"),
+            (
+                "max_split_mb:64",
+                "'max_split_mb' is not a setting of PyTorch's allocator; use one of backend, max_split_",
+            ),
             ("max_split_size_mb:19", "PyTorch takes 20 or more"),
             ("max_split_size_mb:-1", "whole number"),
             ("max_split_size_mb", "key:value"),
@@ -354,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back() {
+    fn conf_text_round_trips() {
         let divisions = "[4:0,>:8]".parse().unwrap();
         let settings = CachingSettings {
             max_split_size: Some(96 * MIB),
@@ -384,16 +387,16 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_says_what_it_ran_under() {
-        let recorded = |told: Value| Conf::recorded(told.as_object().unwrap()).unwrap();
+    fn recorded_conf_matches_the_snapshot_values() {
+        let recorded = |values: Value| Conf::recorded(values.as_object().unwrap()).unwrap();
         let divisions = json!({"1": 4, "2": 8});
-        let told = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:64,max_split_size_mb:128",
+        let values = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:64,max_split_size_mb:128",
             "max_split_size": 128 << 20, "expandable_segments": false, "garbage_collection_threshold": 0.0});
-        assert_eq!(recorded(told).text(), "max_non_split_rounding_mb:64,max_split_size_mb:128");
-        // A line that says something else is not what ran.
-        let told = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "max_split_size": -1,
+        assert_eq!(recorded(values).text(), "max_non_split_rounding_mb:64,max_split_size_mb:128");
+        // A line that contradicts the values is ignored.
+        let values = json!({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "max_split_size": -1,
             "expandable_segments": true, "roundup_power2_divisions": divisions, "memory_limit": 5});
-        assert_eq!(recorded(told).text(), "expandable_segments:True,roundup_power2_divisions:[1:4,2:8]");
+        assert_eq!(recorded(values).text(), "expandable_segments:True,roundup_power2_divisions:[1:4,2:8]");
         assert!(recorded(json!({})).acts_as(&Conf::torch()));
     }
 }

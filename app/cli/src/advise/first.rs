@@ -1,6 +1,6 @@
-//! The answer in one line, for programs that ran here.
+//! The answer in one line, for `run` and `try`.
 
-use super::{Advice, Asked, Other, Outcome, Verdict, advice};
+use super::{Advice, Other, Outcome, Request, Verdict, advice};
 use crate::advise::recorded_run::RecordedRun;
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
@@ -9,22 +9,22 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use vramlab::{Bytes, Selection};
 
-/// What is advised for one snapshot.
+/// The advice for one snapshot.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct First {
     verdict: Verdict,
-    /// The setting to try, as `PYTORCH_CUDA_ALLOC_CONF` has it; `null` where there is none that is better.
+    /// The setting to try, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`; `null` if no tested setting is better.
     pub(crate) conf: Option<String>,
-    /// What is said of it.
+    /// The advice in one sentence.
     pub(crate) sentence: String,
     saving_percent: Option<f64>,
-    /// What the program would reserve under it.
+    /// Predicted peak reserved bytes under it.
     pub(crate) predicted_reserved_bytes: Option<u64>,
-    /// Calls of the driver that it would make.
+    /// Predicted driver calls under it.
     pub(crate) predicted_driver_calls: Option<u64>,
-    /// What ran, as the recording has it.
+    /// Recorded peak of reserved bytes.
     pub(crate) recorded_reserved_bytes: Option<u64>,
-    /// Calls of the driver that it made, by its replay under the same settings.
+    /// Driver calls of the replay under the recorded settings.
     pub(crate) recorded_driver_calls: Option<u64>,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct First {
 /// # Errors
 /// Those of reading it and of replays.
 pub(crate) fn first(file: &Path, limit: Option<u64>) -> Result<First> {
-    let recording = Recording::read(file, None, limit, &ReadArgs::default())?;
+    let (recording, builder) = Recording::read_to_replay(file, None, limit, &ReadArgs::default())?;
     if recording.events.is_empty() {
         return Ok(First {
             verdict: Verdict::NotRecorded,
@@ -46,38 +46,38 @@ pub(crate) fn first(file: &Path, limit: Option<u64>) -> Result<First> {
             recorded_driver_calls: None,
         });
     }
-    let happened = RecordedRun::of(limit, &recording)?;
-    Ok(told(&advice(file, &happened, &Asked::default(), false, &recording)?))
+    let run = RecordedRun::new(limit, &recording, builder)?;
+    Ok(first_of(&advice(file, &run, &Request::default(), false, &recording)?))
 }
 
-/// What a program comes to in a replay of its history.
+/// Result of a replay.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub(crate) struct Replayed {
     pub(crate) reserved_bytes: u64,
     pub(crate) driver_calls: u64,
 }
 
-/// Replays a snapshot's history under an allocator, or under the settings that it had; `None` where memory runs out.
+/// Replays a snapshot under an allocator, or under its own settings; `None` if memory runs out.
 ///
 /// # Errors
 /// Those of reading the snapshot and of the replay.
 pub(crate) fn replayed(file: &Path, limit: Option<u64>, alloc: Option<&Selection>) -> Result<Option<Replayed>> {
-    let happened = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
-    let trial = happened.trial(file)?;
+    let run = RecordedRun::read(file, None, limit, &ReadArgs::default())?;
+    let trial = run.trial(file)?;
     Ok(match alloc {
-        Some(alloc) => figures(&trial.under(Other { alloc: alloc.clone() }, alloc)?),
-        None => figures(&trial.run(&happened.conf)?),
+        Some(alloc) => totals(&trial.under(Other { alloc: alloc.clone() }, alloc)?),
+        None => totals(&trial.run(&run.conf)?),
     })
 }
 
-fn figures<T>(outcome: &Outcome<T>) -> Option<Replayed> {
+fn totals<T>(outcome: &Outcome<T>) -> Option<Replayed> {
     let (reserved_bytes, driver_calls) = (outcome.peak_reserved_bytes, outcome.calls());
     outcome.runs().then_some(Replayed { reserved_bytes, driver_calls })
 }
 
-fn told(advice: &Advice) -> First {
+fn first_of(advice: &Advice) -> First {
     let first = advice.settings.first();
-    let conf = first.filter(|_| matches!(advice.verdict, Verdict::Change | Verdict::NotSaid));
+    let conf = first.filter(|_| matches!(advice.verdict, Verdict::Change | Verdict::Inconclusive));
     First {
         verdict: advice.verdict,
         conf: conf.map(|setting| setting.conf().text().to_owned()),
@@ -91,22 +91,25 @@ fn told(advice: &Advice) -> First {
 }
 
 fn sentence(advice: &Advice) -> String {
-    let Some(first) = advice.settings.first() else { return "no setting was tried".to_owned() };
+    let Some(first) = advice.settings.first() else { return "no setting was tested".to_owned() };
     let reserved = Bytes(first.outcome.peak_reserved_bytes);
-    let ran = advice.recorded.peak_reserved_bytes.map_or(String::new(), |bytes| format!(" for {}", Bytes(bytes)));
+    let recorded =
+        advice.recorded.peak_reserved_bytes.map_or(String::new(), |bytes| format!(" instead of {}", Bytes(bytes)));
     match advice.verdict {
         Verdict::Change => {
             let less = advice.saving_percent.map_or(String::new(), |saving| format!(" (-{saving:.1} %)"));
-            format!("{} reserves {reserved}{ran}{less}", first.export)
+            format!("{} reserves {reserved}{recorded}{less}", first.export)
         }
         Verdict::Keep => {
             let tried = advice.settings.len() + advice.also_tried.len();
-            format!("keep the settings: none of {tried} saves 2 %")
+            format!("keep the current settings: none of {tried} tested saves 2 %")
         }
-        Verdict::NotSaid => "the recording does not reach back far enough to say; --events keeps more".to_owned(),
+        Verdict::Inconclusive => "inconclusive: the recording starts too late; raise --events".to_owned(),
         Verdict::OutOfMemory => match advice.needed_bytes {
-            Some(needed) => format!("no setting mends the out-of-memory; {} are needed", Bytes(needed)),
-            None => "no setting mends the out-of-memory".to_owned(),
+            Some(needed) => {
+                format!("no tested setting avoids the out-of-memory; at least {} are needed", Bytes(needed))
+            }
+            None => "no tested setting avoids the out-of-memory".to_owned(),
         },
         Verdict::NotRecorded => "no allocation was recorded".to_owned(),
     }

@@ -1,4 +1,4 @@
-//! The answer for a snapshot without events: what was held when it was taken, and how to record what a replay needs.
+//! The answer for a snapshot without events: its contents, and how to record the events that a replay needs.
 
 use super::conf::Conf;
 use super::{AdviseArgs, LimitSource, Verdict};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use terminal::Page;
 
-/// Prints what `explain` says of it.
+/// Prints the explanation of the snapshot, and how to record events.
 ///
 /// # Errors
 /// Those of explaining it.
@@ -22,21 +22,21 @@ pub(super) fn answer(file: &Path, recording: &Recording, args: &AdviseArgs, limi
     explain::show(file, recording, &mut page)?;
     page.title("What would help");
     let [before, after] = RECORD;
-    page.labelled("", 2, "No setting can be compared: that takes the events of the work, and none were recorded.");
+    page.labelled("", 2, "No setting can be compared: the snapshot contains no events.");
     page.labelled("", 2, "Before the work:");
     page.labelled("", 2, before);
     page.labelled("", 2, "After it, or when memory ran out:");
     page.labelled("", 2, after);
     page.gap();
-    page.line("Next: record the events so, and give the new snapshot to vramlab advise");
+    page.line("Next: record the events as above, then run vramlab advise on the new snapshot");
     page.print()
 }
 
-/// The keys of [`Advice`](super::Advice); `null` is what is not known without events.
+/// The keys of [`Advice`](super::Advice); `null` where events would be needed.
 fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Value> {
     let settings = &recording.summary.allocator_settings;
-    let own = recording.settings.memory_limit.map(|own| (own, LimitSource::Recorded));
-    let limit = limit.map(|limit| (limit, LimitSource::Given)).or(own);
+    let recorded = recording.settings.memory_limit.map(|limit| (limit, LimitSource::Recorded));
+    let limit = limit.map(|limit| (limit, LimitSource::Given)).or(recorded);
     let mut out = json!({
         "trace": file.display().to_string(),
         "events": 0,
@@ -75,8 +75,8 @@ fn advice(file: &Path, recording: &Recording, limit: Option<u64>) -> Result<Valu
         "ordered_plan_end": null,
         "unknown": {
             "deferred_frees": null,
-            "prologue_allocations": recording.before.blocks.len(),
-            "prologue_reserved_bytes": recording.before.segments.iter().map(|one| one.segment.bytes).sum::<u64>(),
+            "prologue_allocations": recording.initial.blocks.len(),
+            "prologue_reserved_bytes": recording.initial.segments.iter().map(|initial| initial.segment.bytes).sum::<u64>(),
             "undetermined_blocks": null,
             "device_free_bytes": null,
             "limit": null,

@@ -1,7 +1,7 @@
-//! What a change of the program would gain, where its memory is held by what no setting reaches: calls of `empty_cache`, memory of
-//! other streams, workspaces, what an earlier part left in the cache, private pools.
+//! Program changes that reduce memory where no setting does: calls of `empty_cache`, memory of other streams, workspaces, memory
+//! cached by an earlier part, private pools.
 //!
-//! Each is shown by events, and a replay without it says what it costs.
+//! Events show each cause, and a replay without the cause measures its cost.
 
 use super::evaluate::{Of, Outcome, Trial};
 use super::evidence::Evidence;
@@ -19,83 +19,83 @@ use vramlab::contract::BlockState;
 use vramlab::histories::formats::{Action, StackId};
 use vramlab::histories::replay::History;
 
-/// Lines that are named.
+/// Number of source lines that a sentence names.
 const LINES: usize = 3;
 
-/// What of a program could be changed.
+/// Cause of memory use that a program change removes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Cause {
-    /// `empty_cache` gives segments back that are fetched again.
+    /// `empty_cache` releases segments that are allocated again.
     EmptyCache,
-    /// Requests miss while memory is free that other streams allocated.
+    /// Requests miss the cache while blocks of other streams are free.
     OtherStreams,
-    /// Workspaces of cuBLAS are held to the end.
+    /// Workspaces of cuBLAS stay allocated to the end.
     Workspaces,
-    /// What was cached before the recording began is not used.
+    /// Memory cached before recording started is not used.
     LeftoverCache,
-    /// Private pools of the program keep segments that nothing uses.
+    /// Private pools keep unused segments reserved.
     PrivatePools,
 }
 
 impl Cause {
-    /// What to do.
+    /// Advice.
     fn remedy(self) -> &'static str {
         match self {
-            Self::EmptyCache => "Call torch.cuda.empty_cache() once a phase, if at all.",
+            Self::EmptyCache => "Call torch.cuda.empty_cache() once per phase, if at all.",
             Self::OtherStreams => {
-                "Allocate on one stream; another one that uses such memory is told by tensor.record_stream(stream)."
+                "Allocate on one stream; call tensor.record_stream(s) for each other stream s that uses the tensor."
             }
             Self::Workspaces => {
-                "CUBLAS_WORKSPACE_CONFIG=:16:8 makes them so small, and may make products slower; each stream that calls cuBLAS has one."
+                "CUBLAS_WORKSPACE_CONFIG=:16:8 reduces them to this size and may slow GEMMs; each stream that calls cuBLAS has one."
             }
             Self::LeftoverCache => "Call torch.cuda.empty_cache() once, where the earlier part ends.",
             Self::PrivatePools => {
-                "Delete the MemPool as soon as what lies in it is freed: while it lives, empty_cache gives nothing of it back."
+                "Delete the MemPool as soon as its blocks are freed: while it exists, empty_cache releases none of it."
             }
         }
     }
 }
 
-/// A line of the program.
+/// A source line of the program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Line {
     /// `null` where the recording has no frames for it.
     pub(super) line: Option<String>,
-    /// How often it did that.
+    /// Number of occurrences.
     pub(super) times: u64,
 }
 
-/// A change of the program, and what it gains.
+/// A program change and its gain.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Change {
-    /// What could be changed.
+    /// Cause that the change removes.
     pub(super) cause: Cause,
-    /// Where, the line that does most first.
+    /// Source lines, the most frequent first.
     pub(super) lines: Vec<Line>,
-    /// Calls of `empty_cache`, requests that miss, workspaces, or private pools.
+    /// Number of `empty_cache` calls, cache misses, workspaces or private pools.
     pub(super) times: u64,
-    /// Bytes that it is about: given back, asked for, or held.
+    /// Their bytes: released, requested or reserved.
     pub(super) bytes: u64,
-    /// Segments that went back, were taken by requests that miss, or are free in private pools.
+    /// Segments that were released, were allocated on cache misses, or are free in private pools.
     pub(super) segments: u64,
-    /// What the recorded settings come to without it; `null` for what was cached before the recording began.
+    /// Replay under the recorded settings without the cause; `null` for memory cached before recording started.
     pub(super) without: Option<Outcome<Of>>,
-    /// The peak with which that is compared: that of the replay under the recorded settings; for `other-streams` with frees that
-    /// complete at once, as they do on one stream.
+    /// Peak to compare with: of the replay under the recorded settings; for `other-streams` with frees that complete immediately,
+    /// as on one stream.
     pub(super) instead_of_bytes: Option<u64>,
-    /// What is reserved less at the peak then, in percent; `null` where the recording does not say.
+    /// Reduction of the reserved peak in percent; `null` where the recording does not show it.
     pub(super) saving_percent: Option<f64>,
     #[serde(skip)]
-    what: String,
+    description: String,
 }
 
 impl Change {
-    /// What the events show, and what the recorded settings come to without it.
+    /// The cause as events show it, with source lines.
     pub(super) fn sentence(&self) -> String {
-        let mut out = self.what.clone();
+        let mut out = self.description.clone();
         let named: Vec<String> =
-            self.lines.iter().filter_map(|one| Some(format!("{} ({})", one.line.as_ref()?, one.times))).collect();
+            self.lines.iter().filter_map(|line| Some(format!("{} ({})", line.line.as_ref()?, line.times))).collect();
         if !named.is_empty() {
             let shown = named[..named.len().min(LINES)].join(", ");
             let more = named.len().saturating_sub(LINES);
@@ -104,29 +104,29 @@ impl Change {
         out + "."
     }
 
-    /// What the recorded settings come to without it.
+    /// The replay under the recorded settings without the cause.
     pub(super) fn gain(&self, replayed: &Outcome<Of>) -> String {
         let saving = match self.saving_percent {
             Some(saving) if saving > 0.0 => format!(" (-{saving:.1} %)"),
             _ => String::new(),
         };
         let Some((without, instead)) = self.without.as_ref().zip(self.instead_of_bytes) else {
-            return format!("Without that {} less are reserved at the peak{saving}.", Bytes(self.bytes));
+            return format!("Without it, peak reserved falls by {}{saving}.", Bytes(self.bytes));
         };
         let begins = match self.cause {
             Cause::OtherStreams => "On one stream",
-            Cause::Workspaces => "With 128 KiB for each",
-            _ => "Without that",
+            Cause::Workspaces => "With 128 KiB each",
+            _ => "Without it",
         };
         let (peak, instead_of) = (Bytes(without.peak_reserved_bytes), Bytes(instead));
         let mut out = match (replayed.runs(), without.runs()) {
-            (false, true) => format!("{begins} it runs, and reserves {peak}"),
+            (false, true) => format!("{begins}: no out-of-memory, peak reserved {peak}"),
             _ if instead != replayed.peak_reserved_bytes => {
-                format!("{begins} it reserves {peak} instead of {instead_of} with frees that complete at once{saving}")
+                format!("{begins}: peak reserved {peak} instead of {instead_of} without deferred frees{saving}")
             }
-            _ => format!("{begins} it reserves {peak} instead of {instead_of}{saving}"),
+            _ => format!("{begins}: peak reserved {peak} instead of {instead_of}{saving}"),
         };
-        // On one stream nothing waits for another, which takes calls of its own.
+        // Waiting for other streams takes driver calls of its own, which a single stream does not make.
         if self.cause != Cause::OtherStreams && without.calls() != replayed.calls() {
             let (calls, were) = (counted(without.calls(), "driver call"), replayed.calls());
             out += &format!(", in {calls} instead of {were}");
@@ -144,49 +144,50 @@ impl Change {
     }
 }
 
-/// All changes that are worth it, the one that saves most first.
+/// Changes with a worthwhile gain, the largest saving first.
 pub(super) fn changes(
     recording: &Recording,
-    happened: &RecordedRun,
+    run: &RecordedRun,
     trial: &Trial,
     evidence: &Evidence,
     replayed: &Outcome<Of>,
 ) -> Result<Vec<Change>> {
-    let reserved = happened.recorded.as_recorded.map(|told| told.reserved);
+    let reserved = run.trace.recorded_peaks.map(|peaks| peaks.reserved);
     let mut out = Vec::new();
-    for found in all(recording, happened, evidence)? {
-        let Found { cause, what, lines, times, bytes, segments, change } = found;
+    for finding in findings(recording, run, evidence)? {
+        let Finding { cause, description, lines, times, bytes, segments, removal } = finding;
         let (without, instead_of_bytes, saving_percent) = (None, None, None);
-        let mut found =
-            Change { cause, lines, times, bytes, segments, without, instead_of_bytes, saving_percent, what };
-        match change {
-            None => found.saving_percent = reserved.map(|reserved| share(bytes, reserved)),
-            Some(change) => {
+        let mut change =
+            Change { cause, lines, times, bytes, segments, without, instead_of_bytes, saving_percent, description };
+        match removal {
+            None => change.saving_percent = reserved.map(|reserved| share(bytes, reserved)),
+            Some(removal) => {
                 let conf = &replayed.of.conf;
-                let without = trial.changed(change)?.run(conf)?;
+                let without = trial.changed(removal)?.run(conf)?;
                 let (peak, mut instead_of) = (without.peak_reserved_bytes, replayed.peak_reserved_bytes);
                 if cause == Cause::OtherStreams {
                     instead_of =
                         trial.changed(History::complete_at_once)?.run(conf)?.peak_reserved_bytes.min(instead_of);
                 }
-                let own = share(instead_of.saturating_sub(peak), instead_of);
-                found.saving_percent = evidence.saving(peak).filter(|_| replayed.runs()).map(|said| said.min(own));
-                found.instead_of_bytes = Some(instead_of);
-                found.without = Some(without);
+                let replayed_saving = share(instead_of.saturating_sub(peak), instead_of);
+                change.saving_percent =
+                    evidence.saving(peak).filter(|_| replayed.runs()).map(|saving| saving.min(replayed_saving));
+                change.instead_of_bytes = Some(instead_of);
+                change.without = Some(without);
             }
         }
-        if is_worth_it(&found, replayed) {
-            out.push(found);
+        if is_worth_it(&change, replayed) {
+            out.push(change);
         }
     }
-    out.sort_by(|one, other| other.saving_percent.unwrap_or(0.0).total_cmp(&one.saving_percent.unwrap_or(0.0)));
+    out.sort_by(|a, b| b.saving_percent.unwrap_or(0.0).total_cmp(&a.saving_percent.unwrap_or(0.0)));
     Ok(out)
 }
 
 /// A part in percent.
-fn share(part: u64, whole: u64) -> f64 {
+fn share(part: u64, total: u64) -> f64 {
     // CAST: bytes of a device, below 2^53.
-    if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 }
+    if total == 0 { 0.0 } else { 100.0 * part as f64 / total as f64 }
 }
 
 fn is_worth_it(change: &Change, replayed: &Outcome<Of>) -> bool {
@@ -200,52 +201,51 @@ fn is_worth_it(change: &Change, replayed: &Outcome<Of>) -> bool {
     let saves = change.saving_percent.unwrap_or_else(|| share(instead.saturating_sub(peak), instead));
     without.runs()
         && match change.cause {
-            // What it is called for is a lower peak.
+            // Programs call it to lower the peak, so the gain is in driver calls.
             Cause::EmptyCache => peak <= instead + instead / 50 && 10 * without.calls() < 9 * replayed.calls(),
             _ => saves >= WORTH,
         }
 }
 
-/// Whether a change of the program comes before the settings.
+/// Whether the screen shows program changes before settings.
 pub(super) fn comes_first(changes: &[Change], verdict: Verdict, saving: Option<f64>) -> bool {
     let best = changes.first().map(|first| first.saving_percent.unwrap_or(0.0));
     match verdict {
         Verdict::Keep | Verdict::OutOfMemory => best.is_some(),
-        Verdict::NotSaid => best > Some(0.0),
+        Verdict::Inconclusive => best > Some(0.0),
         Verdict::Change | Verdict::NotRecorded => best > Some(saving.unwrap_or(0.0)),
     }
 }
 
-// What the events show of a program's use of memory. Each rule looks at them once.
+// Rules that examine the events, each in one pass.
 
 /// A workspace under `CUBLAS_WORKSPACE_CONFIG=:16:8`: eight buffers of 16 KiB.
 const SMALL_WORKSPACE: u64 = 8 * (16 << 10);
 
-/// A change of a history.
-type OfHistory = Box<dyn Fn(&mut History)>;
+/// Removes a cause from a compiled trace.
+type Removal = Box<dyn Fn(&mut History)>;
 
-/// What a rule found.
-struct Found {
+/// Result of a rule.
+struct Finding {
     cause: Cause,
-    what: String,
+    description: String,
     lines: Vec<Line>,
     times: u64,
     bytes: u64,
     segments: u64,
-    /// What leaves it out of a history; `None` where all of `bytes` is too much.
-    change: Option<OfHistory>,
+    /// Removes the cause; `None` where the gain is `bytes`.
+    removal: Option<Removal>,
 }
 
-/// What all rules find.
-fn all(recording: &Recording, happened: &RecordedRun, evidence: &Evidence) -> Result<Vec<Found>> {
-    let found = [
+fn findings(recording: &Recording, run: &RecordedRun, evidence: &Evidence) -> Result<Vec<Finding>> {
+    let findings = [
         empty_cache(recording),
         other_streams(recording)?,
         workspaces(recording),
-        leftover(happened, evidence),
+        prior_cache(run, evidence),
         private_pools(recording),
     ];
-    Ok(found.into_iter().flatten().collect())
+    Ok(findings.into_iter().flatten().collect())
 }
 
 /// The lines of stacks, those that did it most often first.
@@ -255,14 +255,15 @@ fn lines(recording: &Recording, stacks: impl IntoIterator<Item = (StackId, u64)>
         *sums.entry(explain::line_of(&recording.origins, stack)).or_default() += times;
     }
     let mut lines: Vec<Line> = sums.into_iter().map(|(line, times)| Line { line, times }).collect();
-    lines.sort_by_key(|one| Reverse(one.times));
+    lines.sort_by_key(|line| Reverse(line.times));
     lines
 }
 
-/// Calls that give segments back of which half or more are fetched again. A call that gives nothing back leaves no event.
-fn empty_cache(recording: &Recording) -> Option<Found> {
+/// `empty_cache` calls whose released segments are allocated again, at least half of them. A call that releases nothing leaves no
+/// event.
+fn empty_cache(recording: &Recording) -> Option<Finding> {
     let releases = Releases::of(recording);
-    let (mut stacks, mut gone) = (HashMap::<StackId, u64>::new(), HashMap::<u64, u64>::new());
+    let (mut stacks, mut released) = (HashMap::<StackId, u64>::new(), HashMap::<u64, u64>::new());
     let (mut segments, mut bytes, mut again) = (0, 0, 0);
     let mut inside = None;
     for (index, event) in recording.events.iter().enumerate() {
@@ -270,7 +271,7 @@ fn empty_cache(recording: &Recording) -> Option<Found> {
             Action::SegmentFree | Action::SegmentUnmap
                 if recording.origins.has_frames() && releases.by(index).is_call() =>
             {
-                // Other frames are not those of the call.
+                // Other frames do not belong to the call.
                 let named = releases.by(index) == By::NamedCall;
                 let stack = if named { event.origin.stack } else { StackId::default() };
                 if inside.replace(stack) != Some(stack) {
@@ -278,12 +279,12 @@ fn empty_cache(recording: &Recording) -> Option<Found> {
                 }
                 segments += 1;
                 bytes += event.bytes;
-                *gone.entry(event.bytes).or_default() += 1;
+                *released.entry(event.bytes).or_default() += 1;
                 continue;
             }
             Action::SegmentAlloc | Action::SegmentMap => {
-                if let Some(left) = gone.get_mut(&event.bytes).filter(|left| **left > 0) {
-                    *left -= 1;
+                if let Some(count) = released.get_mut(&event.bytes).filter(|count| **count > 0) {
+                    *count -= 1;
                     again += 1;
                 }
             }
@@ -292,46 +293,53 @@ fn empty_cache(recording: &Recording) -> Option<Found> {
         inside = None;
     }
     let times: u64 = stacks.values().sum();
-    let what = format!(
-        "empty_cache gave {} back in {}, {again} of which were fetched again; {} did it",
+    let description = format!(
+        "{} to empty_cache released {} in {}, of which {again} were allocated again",
+        counted(times, "call"),
         Bytes(bytes),
-        counted(segments, "segment"),
-        counted(times, "call")
+        counted(segments, "segment")
     );
     let lines = lines(recording, stacks);
-    let change: OfHistory = Box::new(History::without_empty_cache);
-    (times > 1 && 2 * again >= segments).then(|| Found {
+    let removal: Removal = Box::new(History::without_empty_cache);
+    (times > 1 && 2 * again >= segments).then(|| Finding {
         cause: Cause::EmptyCache,
-        what,
+        description,
         lines,
         times,
         bytes,
         segments,
-        change: Some(change),
+        removal: Some(removal),
     })
 }
 
-/// Requests that took memory from the device while a block was free on another stream, where they are a tenth of those that took
-/// some.
-fn other_streams(recording: &Recording) -> Result<Option<Found>> {
+/// Cache misses with a fitting free block on another stream, if they are at least a tenth of all cache misses.
+fn other_streams(recording: &Recording) -> Result<Option<Finding>> {
     let misses = explain::misses(recording)?;
     let times: u64 = misses.other_streams.values().map(|(times, _)| times).sum();
     let bytes = misses.other_streams.values().map(|(_, bytes)| bytes).sum();
     if times == 0 || 10 * times < misses.all {
         return Ok(None);
     }
-    let what = format!(
-        "{times} of {} that found no free block on their stream found one on another, for {}",
-        counted(misses.all, "request"),
+    let description = format!(
+        "{times} of {} ({}) had a fitting free block on another stream",
+        if misses.all == 1 { "1 cache miss".to_owned() } else { format!("{} cache misses", misses.all) },
         Bytes(bytes)
     );
     let lines = lines(recording, misses.other_streams.into_iter().map(|(stack, (times, _))| (stack, times)));
-    let change: OfHistory = Box::new(History::on_one_stream);
-    Ok(Some(Found { cause: Cause::OtherStreams, what, lines, times, bytes, segments: times, change: Some(change) }))
+    let removal: Removal = Box::new(History::on_one_stream);
+    Ok(Some(Finding {
+        cause: Cause::OtherStreams,
+        description,
+        lines,
+        times,
+        bytes,
+        segments: times,
+        removal: Some(removal),
+    }))
 }
 
-/// Workspaces of cuBLAS that are held to the end, larger than they can be made. Only frames of C++ show them.
-fn workspaces(recording: &Recording) -> Option<Found> {
+/// cuBLAS workspaces that stay allocated to the end and could be smaller. Only C++ frames show them.
+fn workspaces(recording: &Recording) -> Option<Finding> {
     let mut live: BTreeMap<u64, (u64, StackId, u64)> = BTreeMap::new();
     let mut numbers = 0..;
     for event in recording.events.iter() {
@@ -348,50 +356,54 @@ fn workspaces(recording: &Recording) -> Option<Found> {
             _ => {}
         }
     }
-    // Reading frames takes long, and few blocks are held to the end.
+    // Few blocks stay allocated to the end, which saves reading the frames of the others.
     live.retain(|_, (_, stack, _)| is_cublas_workspace(&recording.origins, *stack));
     let numbers: BTreeSet<u64> = live.values().map(|(number, ..)| *number).collect();
     let (times, bytes) = (live.len() as u64, live.values().map(|(.., bytes)| bytes).sum());
     let small = move |number: u64| numbers.contains(&number).then_some(SMALL_WORKSPACE);
-    let change: OfHistory = Box::new(move |history| history.resize_allocations(&small));
-    (times > 0).then(|| Found {
+    let removal: Removal = Box::new(move |history| history.resize_allocations(&small));
+    (times > 0).then(|| Finding {
         cause: Cause::Workspaces,
-        what: format!("cuBLAS holds {} of {} in all to the end", counted(times, "workspace"), Bytes(bytes)),
+        description: format!(
+            "cuBLAS keeps {} allocated to the end, {} in total",
+            counted(times, "workspace"),
+            Bytes(bytes)
+        ),
         lines: lines(recording, live.values().map(|(_, stack, _)| (*stack, 1))),
         times,
         bytes,
         segments: 0,
-        change: Some(change),
+        removal: Some(removal),
     })
 }
 
-/// What was cached before the first event and still was, unused, when most was reserved.
-fn leftover(happened: &RecordedRun, evidence: &Evidence) -> Option<Found> {
-    // What was held then had been needed once.
-    let least = evidence.needed_reserved_bytes?.max(evidence.held_before());
-    let beyond = happened.recorded.as_recorded?.reserved.saturating_sub(least);
-    let before = &happened.leftover;
-    // What goes back before the first allocation is in the way of nothing.
+/// Memory cached before recording started and still unused at the peak.
+fn prior_cache(run: &RecordedRun, evidence: &Evidence) -> Option<Finding> {
+    // The earlier part of the program needed that memory once.
+    let least = evidence.needed_reserved_bytes?.max(evidence.prior_reserved());
+    let beyond = run.trace.recorded_peaks?.reserved.saturating_sub(least);
+    let before = &run.prior_cache;
+    // Segments released before the first allocation do not add to the peak.
     let later = before.returned_unused_bytes - before.returned_at_once_bytes;
     let bytes = beyond.min(before.kept_unused_bytes + later);
-    (bytes > 0).then(|| Found {
+    (bytes > 0).then(|| Finding {
         cause: Cause::LeftoverCache,
-        what: format!("{} were cached before the recording began, and unused at the peak", Bytes(bytes)),
+        description: format!("{} were cached before recording started and unused at the peak", Bytes(bytes)),
         lines: Vec::new(),
         times: 0,
         bytes,
         segments: 0,
-        change: None,
+        removal: None,
     })
 }
 
-/// Segments of `MemPool`s without a block in them at the end. Where frames show CUDA graphs it is theirs: a graph writes to its
+/// Segments of `MemPool`s without a block at the end. Programs whose frames show CUDA graphs are left out: a graph writes to its
 /// memory at each launch.
-fn private_pools(recording: &Recording) -> Option<Found> {
-    let held = recording.summary.ending().unwrap_or_default().iter();
-    let idle = held.filter(|segment| {
+fn private_pools(recording: &Recording) -> Option<Finding> {
+    let ending = recording.summary.ending().unwrap_or_default().iter();
+    let idle = ending.filter(|segment| {
         segment.device == recording.device
-            && segment.pool_id.is_some_and(|(graph, own)| graph == 0 && own != 0)
+            && segment.pool_id.is_some_and(|(graph, mem_pool)| graph == 0 && mem_pool != 0)
             && segment.blocks.iter().all(|block| block.state == BlockState::Free)
     });
     let (mut segments, mut bytes, mut pools) = (0, 0, BTreeSet::new());
@@ -401,20 +413,20 @@ fn private_pools(recording: &Recording) -> Option<Found> {
         pools.extend(segment.pool_id);
     }
     let graphs = !recording.origins.has_frames() || explain::captures_graphs(&recording.origins);
-    let what = format!(
-        "{} of private pools, {}, are free in {} at the end",
+    let description = format!(
+        "{} ({}) of {} are free at the end",
         counted(segments, "segment"),
         Bytes(bytes),
         counted(pools.len() as u64, "MemPool")
     );
-    let change: OfHistory = Box::new(History::without_private_pools);
-    (segments > 0 && !graphs).then(|| Found {
+    let removal: Removal = Box::new(History::without_private_pools);
+    (segments > 0 && !graphs).then(|| Finding {
         cause: Cause::PrivatePools,
-        what,
+        description,
         lines: Vec::new(),
         times: pools.len() as u64,
         bytes,
         segments,
-        change: Some(change),
+        removal: Some(removal),
     })
 }

@@ -1,10 +1,10 @@
-//! Several histories at once, as of the ranks of a job: one setting for all of them, and which rank is unlike the others.
+//! Several recordings, such as the ranks of a job: one setting for all of them, and the outliers.
 
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome, Setting, bound};
 use super::recorded_run::RecordedRun;
 use super::sentences::at_least;
-use super::{Advice, AdviseArgs, Asked, search};
+use super::{Advice, AdviseArgs, Request, search};
 use crate::gpus::Gpus;
 use crate::reading::{Unread, each};
 use crate::words::size;
@@ -14,118 +14,118 @@ use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use terminal::{Cell, Column, Page, Table};
 
-/// Settings that are looked at closely on every rank.
-const CLOSELY: usize = 3;
-/// Rows of the table.
+/// Number of settings with a search for the minimum memory, on every rank.
+const DETAILED: usize = 3;
+/// Maximum number of rows of the table.
 const SHOWN: usize = 8;
 
-/// What is said of all; the keys are described in `analysis/schema.md`.
+/// The answer for all recordings; the keys are described in `analysis/schema.md`.
 #[derive(Debug, Serialize)]
 pub(super) struct Ranks {
-    /// The histories: those in which memory ran out first, then by how far their peak is from the median.
+    /// The recordings: first those that ran out of memory, then by the distance of their peak from the median.
     ranks: Vec<Rank>,
     unread: Vec<Unread>,
-    /// Each setting with the largest figures of all histories.
+    /// Each setting with its largest values over all recordings.
     settings: Vec<ForAll>,
-    /// The history that needs most, in full.
+    /// The full answer for the recording that needs most.
     worst: Advice,
 }
 
 impl Ranks {
-    /// Whether every history runs under some setting.
-    pub(super) fn mends(&self) -> bool {
+    /// Whether some setting runs every recording within the limit.
+    pub(super) fn fits(&self) -> bool {
         self.settings.iter().any(|setting| !setting.out_of_memory && !setting.over_limit)
     }
 }
 
-/// One history.
+/// One recording.
 #[derive(Debug, Serialize)]
 struct Rank {
     trace: String,
     #[serde(flatten)]
     gpus: Gpus,
-    /// Most bytes that the recording program held from the device.
+    /// Recorded peak of reserved bytes.
     recorded_peak_reserved_bytes: Option<u64>,
-    /// Most bytes asked for at once.
+    /// Peak requested bytes.
     live_bytes: u64,
-    /// Whether a request was refused when it was recorded.
+    /// Whether the recorded program ran out of memory.
     ran_out_of_memory: bool,
-    /// Most bytes that may be reserved.
+    /// Limit on reserved bytes.
     limit_bytes: Option<u64>,
-    /// The settings for all, in their order.
+    /// The settings for all ranks, in their order.
     settings: Vec<Setting>,
 }
 
 impl Rank {
-    /// What it had reserved, or would have.
+    /// Recorded peak, or that of the replay under the first setting.
     fn reserved(&self) -> u64 {
         let replayed = self.settings.first().map_or(0, |setting| setting.outcome.peak_reserved_bytes);
         self.recorded_peak_reserved_bytes.unwrap_or(replayed)
     }
 }
 
-/// A setting under which all ranks run: the worst of their figures.
+/// A setting for all ranks, with the largest values of any rank.
 #[derive(Debug, Serialize)]
 struct ForAll {
     /// From 1.
     rank: usize,
-    /// What `PYTORCH_CUDA_ALLOC_CONF` is set to.
+    /// Value of `PYTORCH_CUDA_ALLOC_CONF`.
     conf: Conf,
-    /// The line of a shell that sets it.
+    /// Shell line that sets it.
     export: String,
     peak_reserved_bytes: u64,
-    /// The least limit under which every history runs.
+    /// Minimum memory in which every recording runs.
     smallest_memory_bytes: Option<u64>,
-    /// Whether a request of any history is refused.
+    /// Whether a request of any recording fails.
     out_of_memory: bool,
-    /// On some rank more is reserved than the limit that was given.
+    /// Whether a rank exceeds `--limit`.
     over_limit: bool,
-    /// The history that needs most under it.
+    /// The recording that needs most under it.
     worst: String,
 }
 
-/// The first look at a history.
-struct First {
+/// Outcomes of a recording under all settings.
+struct Survey {
     file: PathBuf,
     recorded: Conf,
     outcomes: Vec<Outcome<Of>>,
 }
 
-/// Looks at every file twice: under all settings, then closely under those that are best for all. No more histories are in
-/// memory at a time than there are threads, and of large ones fewer.
-pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, asked: &Asked) -> Result<Ranks> {
-    let given = &asked.confs;
+/// Processes every file twice: under all settings, then the best settings for all in detail. Memory holds at most one recording
+/// per thread, and fewer large ones.
+pub(super) fn advise_all(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, request: &Request) -> Result<Ranks> {
+    let requested = &request.confs;
     let load = |file: &Path| RecordedRun::read(file, args.gpu, limit, &args.read);
-    let (firsts, unread) = each("histories", files, |file| {
-        let happened = load(file)?;
-        let trial = happened.trial(file)?;
-        let versions = asked.versions(&happened)?;
-        let mut confs = given.clone();
-        if given.is_empty() {
+    let (surveys, unread) = each("recordings", files, |file| {
+        let run = load(file)?;
+        let trial = run.trial(file)?;
+        let versions = request.versions(&run)?;
+        let mut confs = requested.clone();
+        if requested.is_empty() {
             confs = search::grid(&Conf::torch(), trial.limit.is_some());
-            confs.extend((!confs.iter().any(|conf| conf.acts_as(&happened.conf))).then(|| happened.conf.clone()));
-            confs.retain(|conf| asked.allowed(versions).permits(conf));
+            confs.extend((!confs.iter().any(|conf| conf.acts_as(&run.conf))).then(|| run.conf.clone()));
+            confs.retain(|conf| request.allowed(versions).permits(conf));
         }
         let outcomes = confs.iter().map(|conf| trial.run(conf)).collect::<Result<_>>()?;
-        Ok(First { file: file.to_owned(), outcomes, recorded: happened.conf })
+        Ok(Survey { file: file.to_owned(), outcomes, recorded: run.conf })
     })?;
-    let chosen = for_all(&firsts, if given.is_empty() { CLOSELY } else { given.len() });
-    let readable: Vec<PathBuf> = firsts.into_iter().map(|first| first.file).collect();
-    let (mut ranks, _) = each("histories again", &readable, |file| {
-        let happened = load(file)?;
-        let trial = happened.trial(file)?;
-        let closely = |(at, conf): (usize, &Conf)| {
-            let setting = trial.closely(trial.run(conf)?)?;
+    let chosen = for_all(&surveys, if requested.is_empty() { DETAILED } else { requested.len() });
+    let readable: Vec<PathBuf> = surveys.into_iter().map(|survey| survey.file).collect();
+    let (mut ranks, _) = each("recordings, in detail", &readable, |file| {
+        let run = load(file)?;
+        let trial = run.trial(file)?;
+        let detailed = |(at, conf): (usize, &Conf)| {
+            let setting = trial.detailed(trial.run(conf)?)?;
             Ok(Setting { rank: at + 1, ..setting })
         };
         Ok(Rank {
             trace: file.display().to_string(),
-            gpus: happened.recorded.gpus.clone(),
-            recorded_peak_reserved_bytes: happened.recorded.as_recorded.map(|told| told.reserved),
-            live_bytes: bound(&happened.recorded.history),
-            ran_out_of_memory: happened.out_of_memory().is_some(),
-            limit_bytes: happened.limit.map(|(limit, _)| limit),
-            settings: chosen.iter().enumerate().map(closely).collect::<Result<_>>()?,
+            gpus: run.trace.gpus.clone(),
+            recorded_peak_reserved_bytes: run.trace.recorded_peaks.map(|peaks| peaks.reserved),
+            live_bytes: bound(&run.trace.history),
+            ran_out_of_memory: run.out_of_memory().is_some(),
+            limit_bytes: run.limit.map(|(limit, _)| limit),
+            settings: chosen.iter().enumerate().map(detailed).collect::<Result<_>>()?,
         })
     })?;
     let settings = (0..chosen.len()).map(|at| worst_of(&ranks, at)).collect();
@@ -135,25 +135,27 @@ pub(super) fn of(files: &[PathBuf], args: &AdviseArgs, limit: Option<u64>, asked
         (rank.ran_out_of_memory, first.map(|first| first.outcome.out_of_memory), rank.reserved())
     });
     let worst = worst.map_or(readable[0].clone(), |rank| PathBuf::from(&rank.trace));
-    let worst = super::of(&worst, &super::read(&worst, args)?, args, limit, asked)?;
+    let (recording, builder) = super::read(&worst, args)?;
+    let worst = super::of(&worst, (&recording, builder), args, limit, request)?;
     Ok(Ranks { settings, worst, ranks, unread })
 }
 
-/// The settings that are best for all: each is as good as it is on the rank that needs most.
-fn for_all(firsts: &[First], most: usize) -> Vec<Conf> {
-    let Some(one) = firsts.first() else { return Vec::new() };
-    let on =
-        |first: &First, conf: &Conf| first.outcomes.iter().find(|other| other.of.conf.text() == conf.text()).cloned();
+/// The best settings for all ranks, each judged by the rank that needs most under it.
+fn for_all(surveys: &[Survey], count: usize) -> Vec<Conf> {
+    let Some(first) = surveys.first() else { return Vec::new() };
+    let on = |survey: &Survey, conf: &Conf| {
+        survey.outcomes.iter().find(|other| other.of.conf.text() == conf.text()).cloned()
+    };
     let mut worst: Vec<Outcome<Of>> = Vec::new();
-    for outcome in &one.outcomes {
-        let everywhere: Option<Vec<Outcome<Of>>> = firsts.iter().map(|first| on(first, &outcome.of.conf)).collect();
-        // A setting that some rank was not tried under is that of one rank alone.
+    for outcome in &first.outcomes {
+        let everywhere: Option<Vec<Outcome<Of>>> = surveys.iter().map(|survey| on(survey, &outcome.of.conf)).collect();
+        // A setting that some rank did not test is the recorded setting of another rank.
         let key =
             |outcome: &Outcome<Of>| (outcome.out_of_memory, outcome.over_limit, outcome.expected_peak_reserved_bytes);
         worst.extend(everywhere.and_then(|all| all.into_iter().max_by_key(key)));
     }
-    search::rank(&mut worst, &one.recorded);
-    search::distinct(&worst, most).into_iter().map(|outcome| outcome.of.conf).collect()
+    search::rank(&mut worst, &first.recorded);
+    search::distinct(&worst, count).into_iter().map(|outcome| outcome.of.conf).collect()
 }
 
 fn worst_of(ranks: &[Rank], at: usize) -> ForAll {
@@ -181,8 +183,7 @@ fn outliers_first(ranks: &mut [Rank]) {
     ranks.sort_by_key(|rank| (!rank.ran_out_of_memory, std::cmp::Reverse(rank.reserved().abs_diff(median))));
 }
 
-/// As much of a path as tells it from the others: the file's name, or where some are the same, what follows the folders that
-/// all have in common.
+/// The part of a path that distinguishes it: the file name, or if several are equal, the path below the common directories.
 fn name(trace: &str, all: &[&str]) -> String {
     let file = |trace: &str| Path::new(trace).file_name().map(|name| name.to_string_lossy().into_owned());
     let names: Vec<Option<String>> = all.iter().map(|trace| file(trace)).collect();
@@ -196,18 +197,18 @@ fn name(trace: &str, all: &[&str]) -> String {
     parts[start..].iter().collect::<PathBuf>().display().to_string()
 }
 
-/// The table over the ranks, then the worst in full.
-pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
+/// Adds a table of the ranks, then the full answer for the worst.
+pub(super) fn report(answer: &Ranks, all: bool, page: &mut Page) {
     let mut table = Table::new([
-        Column::text("history"),
+        Column::text("recording"),
         Column::left("memory"),
         Column::right("reserved"),
-        Column::right("asked for").priority(2),
-        Column::right("under 1"),
-        Column::right("runs in").priority(1),
+        Column::right("requested").priority(2),
+        Column::right("setting 1"),
+        Column::right("minimum memory").priority(1),
     ]);
-    let all_traces: Vec<&str> = found.ranks.iter().map(|rank| rank.trace.as_str()).collect();
-    for rank in found.ranks.iter().take(SHOWN) {
+    let all_traces: Vec<&str> = answer.ranks.iter().map(|rank| rank.trace.as_str()).collect();
+    for rank in answer.ranks.iter().take(SHOWN) {
         let first = rank.settings.first();
         let name = rank.gpus.named(&name(&rank.trace, &all_traces));
         let state = if rank.ran_out_of_memory { "ran out" } else { "sufficed" };
@@ -218,43 +219,45 @@ pub(super) fn report(found: &Ranks, all: bool, page: &mut Page) {
             Cell::from(size(rank.live_bytes)),
             Cell::or_dash(first.map(|first| {
                 let reserved = size(first.outcome.peak_reserved_bytes);
-                if first.outcome.out_of_memory { format!("{reserved} (runs out)") } else { reserved }
+                if first.outcome.out_of_memory { format!("{reserved} (out of memory)") } else { reserved }
             })),
             Cell::or_dash(first.and_then(|first| first.smallest_memory_bytes).map(at_least)),
         ]);
     }
-    match found.ranks.len() {
-        1 => page.line("1 history"),
-        count => page.line(format!("{count} histories, those least like the others first")),
+    match answer.ranks.len() {
+        1 => page.line("1 recording"),
+        count => page.line(format!("{count} recordings, outliers first")),
     }
     page.gap();
     page.table(&table);
-    if let more @ 1.. = found.ranks.len().saturating_sub(SHOWN) {
-        page.note(format!("{more} more are nearer to the median; --json has all"));
+    if let more @ 1.. = answer.ranks.len().saturating_sub(SHOWN) {
+        page.note(format!("{more} more are nearer to the median; --json lists all"));
     }
-    for setting in &found.settings {
+    for setting in &answer.settings {
         page.title(format!("{}. {}", setting.rank, setting.conf.shown()));
-        let lines = setting.conf.export_lines().into_iter().chain(setting.conf.python(found.worst.limit_bytes));
+        let lines = setting.conf.export_lines().into_iter().chain(setting.conf.python(answer.worst.limit_bytes));
         lines.for_each(|line| page.labelled("", 2, &line));
         let runs = match (setting.out_of_memory, setting.smallest_memory_bytes.map(at_least)) {
-            (true, Some(least)) => format!("runs out of memory; every rank would run in {least}"),
-            (true, None) => "runs out of memory".to_owned(),
-            (false, Some(least)) if setting.over_limit => format!("that is over the limit; every rank runs in {least}"),
-            (false, Some(least)) => format!("every rank runs in {least} or more"),
-            (false, None) => "every rank runs".to_owned(),
+            (true, Some(least)) => format!("out of memory; minimum memory for all ranks {least}"),
+            (true, None) => "out of memory".to_owned(),
+            (false, Some(least)) if setting.over_limit => {
+                format!("above the limit; minimum memory for all ranks {least}")
+            }
+            (false, Some(least)) => format!("minimum memory for all ranks {least}"),
+            (false, None) => "no rank runs out of memory".to_owned(),
         };
         page.labelled(
             "",
             2,
             &format!(
-                "reserves {} at most ({}); {runs}",
+                "peak reserved {} ({}); {runs}",
                 size(setting.peak_reserved_bytes),
                 name(&setting.worst, &all_traces)
             ),
         );
     }
-    super::sentences::report(&found.worst, all, page);
-    super::sentences::end(&found.worst, page);
+    super::sentences::report(&answer.worst, all, page);
+    super::sentences::end(&answer.worst, page);
 }
 
 #[cfg(test)]
@@ -262,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_tells_a_history_from_the_others() {
+    fn names_distinguish_the_recordings() {
         let same = ["job/0/snap.pickle", "job/1/snap.pickle", "job/1/b/snap.pickle"];
         let names: Vec<String> = same.iter().map(|trace| name(trace, &same)).collect();
         assert_eq!(names, ["0/snap.pickle", "1/snap.pickle", "1/b/snap.pickle"]);

@@ -1,9 +1,9 @@
-//! What the history itself says: what it ran under, whether memory ran out, and which limit it had.
+//! The recorded run: its settings, whether memory ran out, and the memory limit.
 
 use super::conf::Conf;
 use super::evaluate::Trial;
 use crate::explain::{By, Releases};
-use crate::history::Compiled;
+use crate::history::{Trace, TraceBuilder};
 use crate::reading::ReadArgs;
 use crate::recording::Recording;
 use crate::replay::{Bounds, Search};
@@ -13,74 +13,79 @@ use std::fmt;
 use std::path::Path;
 use vramlab::Bytes;
 use vramlab::histories::formats::Action;
-use vramlab::histories::memory::{Leftover, LimitBound, Peaks};
+use vramlab::histories::memory::{LimitBound, PriorCache};
 use vramlab::histories::replay::OutOfMemory;
 use vramlab::policy::size::Size;
 
-/// How the limit is known under which settings are compared.
+/// Source of the memory limit under which settings are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum LimitSource {
     /// `--limit`.
     Given,
-    /// The history names it.
+    /// Contained in the recording.
     Recorded,
-    /// What was reserved when memory ran out, with what the device still had.
+    /// Inferred from an out-of-memory event: reserved bytes plus the device's free bytes.
     OutOfMemory,
-    /// The cache was released during requests, by the stacks of what went back: what was reserved at most.
+    /// Inferred from cache flushes that stack traces show: the highest reserved bytes.
     Retries,
-    /// When garbage was collected (`garbage_collection_threshold`): just below what the first of the collections allows.
+    /// Inferred from garbage collections (`garbage_collection_threshold`): just below the limit that the first of them allows.
     Collections,
 }
 
-/// A history and what it says.
+/// The recorded run: its trace, its settings, and the limit that the recording shows.
 pub(super) struct RecordedRun {
-    pub(super) recorded: Compiled,
-    /// What was cached before the recording began.
-    pub(super) leftover: Leftover,
-    /// Segments, or parts of expandable ones, that the recording takes from the device and gives back.
+    pub(super) trace: Trace,
+    /// Memory cached before recording started.
+    pub(super) prior_cache: PriorCache,
+    /// Segments, or mapped ranges of expandable ones, that the recording shows allocated and released.
     pub(super) segments: (u64, u64),
-    /// Releases of the cache from which the limit is told.
+    /// Cache flushes from which the limit is inferred.
     pub(super) retries: Option<Retries>,
     pub(super) conf: Conf,
+    /// Limit for the comparison of settings.
     pub(super) limit: Option<(u64, LimitSource)>,
-    /// Whether a replay under the same settings and that limit should do what the history shows.
+    /// Whether a replay under the same settings and that limit should match the recording.
     pub(super) repeats: bool,
     /// Whether there was a limit that is not known.
     pub(super) limit_missing: bool,
 }
 
 impl RecordedRun {
-    /// Reads a file. `limit` is the memory that there is to be.
+    /// Reads a file. `limit` is the memory for which settings are compared.
     pub(super) fn read(path: &Path, gpu: Option<u16>, limit: Option<u64>, reading: &ReadArgs) -> Result<Self> {
-        Self::of(limit, &Recording::read(path, gpu, None, reading)?)
+        let (recording, builder) = Recording::read_to_replay(path, gpu, None, reading)?;
+        Self::new(limit, &recording, builder)
     }
 
-    /// What a history says. One that only the whole of it tells the memory limit of is compiled twice.
-    pub(super) fn of(limit: Option<u64>, recording: &Recording) -> Result<Self> {
-        let load = |own: &dyn Fn(Option<&Peaks>) -> Option<u64>| recording.compiled(own);
-        // A program that held more than the limit ran under another one, if any.
-        let own = |told: Option<&Peaks>| limit.filter(|limit| told.is_none_or(|told| told.reserved <= *limit));
-        let mut recorded = load(&own)?;
-        let known = recorded.settings.memory_limit;
-        let told = recorded.limit_bound;
-        let retries = Retries::of(recording).filter(|_| recorded.history.out_of_memory().is_empty());
-        let inferred = match (inferred_limit(&recorded), told) {
+    /// Compiles a recording. Where the compiled trace shows a limit, the events are compiled again under that.
+    pub(super) fn new(limit: Option<u64>, recording: &Recording, builder: TraceBuilder) -> Result<Self> {
+        let refused = recording.events.count(Action::Oom) > 0;
+        let retries = if refused { None } else { Retries::of(recording) };
+        // A program that reserved more than the limit ran under another one, if any.
+        let peaks = builder.peaks(&recording.summary);
+        let given = limit.filter(|limit| peaks.is_none_or(|peaks| peaks.reserved <= *limit));
+        let infers = refused || retries.is_some() || recording.settings.garbage_collection_threshold > 0.0;
+        let copy = if infers { builder.copy().ok() } else { None };
+        let mut trace = recording.finish(builder, given)?;
+        let known = trace.settings.memory_limit;
+        let bound = trace.limit_bound;
+        let inferred = match (inferred_limit(&trace), bound) {
             (Some(limit), _) => Some((limit, LimitSource::OutOfMemory)),
             (None, LimitBound::Below(below)) => Some((below - 1, LimitSource::Collections)),
             (None, _) => retries.map(|retries| (retries.least, LimitSource::Retries)),
         };
-        // One that is given may be for another GPU: the history was recorded under less.
-        let other = matches!(told, LimitBound::Below(below) if known.is_some_and(|known| known >= below));
-        let mut limit_missing = known.is_none() && told == LimitBound::Unknown;
+        // A given limit may be for another GPU: the program was recorded under a lower one.
+        let other = matches!(bound, LimitBound::Below(below) if known.is_some_and(|known| known >= below));
+        let mut limit_missing = known.is_none() && bound == LimitBound::Unknown;
         if (known.is_none() || limit.is_some() && other)
             && let Some((inferred, source)) = inferred
         {
-            // With the limit, what went back before memory ran out is told from calls of `empty_cache`. It is not quite
-            // the limit, so the history may contradict it.
-            match load(&|_| Some(inferred)) {
-                Ok(again) => recorded = again,
-                Err(_) => limit_missing = source == LimitSource::Collections,
+            // Under the limit, segments released before memory ran out are told from calls of `empty_cache`. The inferred limit
+            // is not exact, so the events may contradict it.
+            match copy.map(|builder| recording.finish(builder, Some(inferred))) {
+                Some(Ok(again)) => trace = again,
+                _ => limit_missing = source == LimitSource::Collections,
             }
         }
         let limit = match (limit, known) {
@@ -88,67 +93,64 @@ impl RecordedRun {
             (None, Some(limit)) => Some((limit, LimitSource::Recorded)),
             (None, None) => inferred.filter(|_| !limit_missing),
         };
-        let conf = Conf::recorded(&recorded.allocator_settings)?;
-        let as_recorded = recorded.as_recorded;
+        let conf = Conf::recorded(&trace.allocator_settings)?;
         let repeats = match limit {
             None | Some((_, LimitSource::Recorded | LimitSource::Collections | LimitSource::Retries)) => true,
-            Some((limit, LimitSource::Given)) => !other && as_recorded.is_some_and(|told| told.reserved <= limit),
+            Some((limit, LimitSource::Given)) => !other && peaks.is_some_and(|peaks| peaks.reserved <= limit),
             Some((_, LimitSource::OutOfMemory)) => false,
         };
         let count = |actions: [Action; 2]| actions.map(|action| recording.events.count(action) as u64).iter().sum();
         let segments =
             (count([Action::SegmentAlloc, Action::SegmentMap]), count([Action::SegmentFree, Action::SegmentUnmap]));
-        // Where events of segments are missing, what was reserved is no more than a lower bound.
-        let shown = recorded.as_recorded.map_or(0, |told| told.reserved);
-        let missing = segments == (0, 0) && lies_outside(recording)
-            || Bounds::of(&recorded, Search::Off, |_| {})?.check("", shown).is_err();
+        // Where events of segments are missing, the peak of reserved memory is no more than a lower bound.
+        let peak = peaks.map_or(0, |peaks| peaks.reserved);
+        let missing = segments == (0, 0) && has_blocks_outside(recording)
+            || Bounds::of(&trace, Search::Off, |_| {})?.check("", peak).is_err();
         if missing {
-            recorded.as_recorded = None;
-            recorded.seen_reserved = recorded.seen_reserved.max(shown);
+            trace.recorded_peaks = None;
+            trace.least_reserved = trace.least_reserved.max(peak);
         }
-        let leftover = Leftover::of(&recording.events, &recording.before);
+        let prior_cache = PriorCache::of(&recording.events, &recording.initial);
         let retries = retries.filter(|_| matches!(limit, Some((_, LimitSource::Retries))));
-        Ok(Self { recorded, leftover, segments, retries, conf, limit, repeats, limit_missing })
+        Ok(Self { trace, prior_cache, segments, retries, conf, limit, repeats, limit_missing })
     }
 
-    /// What replays it in the memory that there is to be.
+    /// Replays in the memory for which settings are compared.
     pub(super) fn trial<'a>(&'a self, path: &'a Path) -> Result<Trial<'a>> {
         let of_device = self.limit.is_some_and(|(_, source)| source == LimitSource::Given);
-        Trial::new(path, &self.recorded.history, self.limit.map(|(limit, _)| limit), of_device)
+        Trial::new(path, &self.trace.history, self.limit.map(|(limit, _)| limit), of_device)
     }
 
-    /// That memory did not run out, as far as the recording shows it.
-    fn did_not_run_out(&self) -> &'static str {
-        match self.leftover.reserved_bytes {
+    fn no_out_of_memory(&self) -> &'static str {
+        match self.prior_cache.reserved_bytes {
             0 => "Memory did not run out.",
-            _ => "Memory did not run out in what was recorded.",
+            _ => "Memory did not run out during the recording.",
         }
     }
 
-    /// The last request that was refused when the history was recorded.
+    /// The last out-of-memory event.
     pub(super) fn out_of_memory(&self) -> Option<&OutOfMemory> {
-        self.recorded.history.out_of_memory().last()
+        self.trace.history.out_of_memory().last()
     }
 }
 
-/// The memory that there was when it ran out: what was reserved, and what the device still had where that was less than the
-/// segment that it was asked for. Where it had more, a limit refused it, of which the history shows the least that it can
-/// have been.
-fn inferred_limit(recorded: &Compiled) -> Option<u64> {
-    let last = recorded.history.out_of_memory().last()?;
-    let most = recorded.as_recorded.map_or(0, |told| told.reserved);
-    let size = Size::Torch(recorded.settings.roundup_power2_divisions);
+/// Memory at the last out-of-memory event: reserved bytes, plus the device's free bytes if they were less than the requested
+/// segment. If they were more, a limit refused the request, and the result is a lower bound on it.
+fn inferred_limit(trace: &Trace) -> Option<u64> {
+    let last = trace.history.out_of_memory().last()?;
+    let peak = trace.recorded_peaks.map_or(0, |peaks| peaks.reserved);
+    let size = Size::Torch(trace.settings.roundup_power2_divisions);
     let segment = size.segment(size.round(last.requested_bytes));
-    let left = last.device_free_bytes.filter(|free| *free < segment).unwrap_or(0);
-    let at_end = last.held.filter(|_| last.complete).map_or(0, |held| held.reserved_bytes + left);
-    Some(most.max(at_end)).filter(|limit| *limit > 0)
+    let free = last.device_free_bytes.filter(|free| *free < segment).unwrap_or(0);
+    let at_end = last.held.filter(|_| last.complete).map_or(0, |held| held.reserved_bytes + free);
+    Some(peak.max(at_end)).filter(|limit| *limit > 0)
 }
 
-/// Whether a block lies in no segment that was held before the first event.
-fn lies_outside(recording: &Recording) -> bool {
-    let segments = &recording.before.segments;
+/// Whether a block is outside every segment that was reserved before recording started.
+fn has_blocks_outside(recording: &Recording) -> bool {
+    let segments = &recording.initial.segments;
     let inside = |addr: u64| {
-        let at = segments.partition_point(|one| one.addr <= addr);
+        let at = segments.partition_point(|segment| segment.addr <= addr);
         at.checked_sub(1).is_some_and(|at| addr - segments[at].addr < segments[at].segment.bytes)
     };
     recording.events.iter().any(|event| event.action == Action::Alloc && !inside(event.addr))
@@ -157,111 +159,104 @@ fn lies_outside(recording: &Recording) -> bool {
 impl fmt::Display for RecordedRun {
     /// One or two sentences.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Compiled { history, as_recorded, seen_reserved, .. } = &self.recorded;
+        let Trace { history, recorded_peaks, least_reserved, .. } = &self.trace;
         let events = history.events();
         if let Some(last) = self.out_of_memory() {
-            write!(f, "Out of memory at event {} of {events}: {} asked for", last.event, Bytes(last.requested_bytes))?;
+            write!(f, "Out of memory at event {} of {events}: {} requested", last.event, Bytes(last.requested_bytes))?;
             if let Some(held) = &last.held {
-                write!(
-                    f,
-                    " while {} were reserved, {} of them allocated",
-                    Bytes(held.reserved_bytes),
-                    Bytes(held.allocated_bytes)
-                )?;
+                write!(f, " with {} reserved, {} allocated", Bytes(held.reserved_bytes), Bytes(held.allocated_bytes))?;
                 if held.pending_bytes > 0 {
-                    write!(f, ", {} waiting for other streams", Bytes(held.pending_bytes))?;
+                    write!(f, ", {} pending on other streams", Bytes(held.pending_bytes))?;
                 }
                 match held.free_blocks {
-                    0 => write!(f, " and nothing free")?,
-                    1 => write!(f, " and {} free in one piece", Bytes(held.free_bytes))?,
-                    pieces => {
+                    0 => f.write_str(", none free")?,
+                    1 => write!(f, ", {} free in one block", Bytes(held.free_bytes))?,
+                    blocks => {
                         let (free, largest) = (Bytes(held.free_bytes), Bytes(held.largest_free_bytes));
-                        write!(f, " and {free} free in {pieces} pieces, the largest {largest}")?;
+                        write!(f, ", {free} free in {blocks} blocks, the largest {largest}")?;
                     }
                 }
             } else {
-                write!(f, " while {} were live", Bytes(last.live_bytes))?;
+                write!(f, " with {} live", Bytes(last.live_bytes))?;
             }
             f.write_str(".")?;
-            if let before @ 1.. = history.refused_allocations() - 1 {
-                let times = if before == 1 { "once".to_owned() } else { format!("{before} times") };
-                write!(f, " It was refused {times} before.")?;
+            if let earlier @ 1.. = history.refused_allocations() - 1 {
+                write!(f, " Earlier refused requests: {earlier}.")?;
             }
             return Ok(());
         }
-        match as_recorded {
-            Some(told) => {
-                // What was cached before, and went back unused, was not for this.
-                let unneeded = self.leftover.returned_at_once_bytes > 0;
+        match recorded_peaks {
+            Some(peaks) => {
+                // A cache that was released unused was not needed.
+                let unneeded = self.prior_cache.returned_at_once_bytes > 0;
                 let reserved =
-                    if unneeded { told.reserved.min(self.leftover.peak_in_use_bytes) } else { told.reserved };
+                    if unneeded { peaks.reserved.min(self.prior_cache.peak_in_use_bytes) } else { peaks.reserved };
                 // CAST: bytes of a device, below 2^53.
-                let above = 100.0 * (reserved as f64 / told.requested.max(1) as f64 - 1.0);
-                let (without, requested) = (if unneeded { "Without that, at" } else { "At" }, Bytes(told.requested));
-                f.write_str(self.did_not_run_out())?;
-                write!(
-                    f,
-                    " {without} most {} were reserved, {above:.1} % more than the {requested} ",
-                    Bytes(reserved)
-                )?;
+                let above = 100.0 * (reserved as f64 / peaks.requested.max(1) as f64 - 1.0);
+                let (peak, requested) = (
+                    if unneeded { "Peak reserved without that cache" } else { "Peak reserved" },
+                    Bytes(peaks.requested),
+                );
+                f.write_str(self.no_out_of_memory())?;
+                write!(f, " {peak}: {}, {above:.1} % above peak requested ({requested}", Bytes(reserved))?;
                 f.write_str(match history.deferred_frees() {
-                    0 => "that were asked for at most.",
-                    _ => "asked for at most, frees that waited included.",
+                    0 => ").",
+                    _ => ", deferred frees included).",
                 })
             }
             None => {
-                write!(f, "{} ", self.did_not_run_out())?;
-                if *seen_reserved > 0 {
-                    write!(f, "At least {} were reserved. ", Bytes(*seen_reserved))?;
+                write!(f, "{} ", self.no_out_of_memory())?;
+                if *least_reserved > 0 {
+                    write!(f, "Peak reserved: at least {}. ", Bytes(*least_reserved))?;
                 }
-                write!(f, "At most {} were live.", Bytes(history.max_live_bytes()))
+                write!(f, "Peak live: {}.", Bytes(history.max_live_bytes()))
             }
         }
     }
 }
 
-// A GPU or a limit that was full without a request being refused: PyTorch released its cache, asked again and was served. Nothing
-// names that in a snapshot, but frames and the order of events do (`Releases`).
+// Cache flushes that served a request: PyTorch released its cache, retried and succeeded. A snapshot has no event for that; stack
+// frames and the order of events show it (`Releases`).
 
-/// Requests during which the cache was released, and the memory that there was.
+/// Requests that flushed the cache, and the range of the memory limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Retries {
-    /// How many stacks show.
+    /// Number of flushes that stack traces show.
     pub(super) count: u64,
-    /// So much was reserved at least once.
+    /// Lower bound: so much was reserved.
     pub(super) least: u64,
-    /// With so much more than this, no cache would have been released.
+    /// Upper bound: with more memory the cache would not have been flushed.
     pub(super) most: u64,
 }
 
 impl Retries {
-    /// What stacks show; `None` where they show no release, where segments also go back to collections of garbage, or where the
-    /// releases contradict what was reserved. Linear in the events.
+    /// Flushes that stack traces show; `None` where they show none, where garbage collection releases segments as well, or where
+    /// they contradict the reserved bytes. Linear in the events.
     pub(super) fn of(recording: &Recording) -> Option<Self> {
         if recording.settings.garbage_collection_threshold > 0.0 {
             return None;
         }
-        let mut reserved: u64 = recording.before.segments.iter().map(|one| one.segment.bytes).sum();
+        let mut reserved: u64 = recording.initial.segments.iter().map(|initial| initial.segment.bytes).sum();
         let mut out = Self { count: 0, least: reserved, most: u64::MAX };
         let releases = Releases::of(recording);
-        // What was reserved before segments went back one after another, where a request did that.
-        let mut going: Option<(u64, bool)> = None;
+        // Bytes reserved before a run of released segments, and whether a request released all of them.
+        let mut run: Option<(u64, bool)> = None;
         for (index, event) in recording.events.iter().enumerate() {
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
                     let by_request = releases.by(index) == By::Request;
-                    going = Some(going.map_or((reserved, by_request), |(held, all)| (held, all && by_request)));
+                    run = Some(run.map_or((reserved, by_request), |(before, all)| (before, all && by_request)));
                     reserved = reserved.saturating_sub(event.bytes);
                 }
                 Action::SegmentAlloc | Action::SegmentMap => {
-                    if let Some((held, _)) = going.take().filter(|(_, by_request)| *by_request) {
+                    if let Some((before, _)) = run.take().filter(|(_, by_request)| *by_request) {
                         out.count += 1;
-                        out.most = out.most.min(held + event.bytes - 1);
+                        out.most = out.most.min(before + event.bytes - 1);
                     }
                     reserved += event.bytes;
                     out.least = out.least.max(reserved);
                 }
-                _ => going = None,
+                _ => run = None,
             }
         }
         Some(out).filter(|out| out.count > 0 && out.least <= out.most)

@@ -1,4 +1,4 @@
-//! Which settings are tried: a coarse grid, then around the best of each kind; and which of them is best.
+//! Settings to test: a coarse grid, then settings near the best of each kind; and their ranking.
 
 use super::conf::Conf;
 use super::evaluate::{Of, Outcome};
@@ -7,16 +7,16 @@ use vramlab::policy::size::torch::Divisions;
 
 const MIB: u64 = 1 << 20;
 
-/// Settings whose peaks differ by less are as good as each other: then fewer changes and cheaper calls decide.
-const AS_GOOD: f64 = 0.005;
-/// So much more may a setting reserve that works alone, and still come before one that needs a line of Python.
-const ALONE: f64 = 0.02;
+/// Peaks that differ by less count as equal: then fewer changes and fewer driver calls decide.
+const EQUAL: f64 = 0.005;
+/// A setting may reserve this much more than one that needs a line of Python, and still precede it.
+const WITHOUT_PYTHON: f64 = 0.02;
 
-/// Bounds for splitting, in MiB.
+/// Values of `max_split_size_mb`.
 const SPLITS: [u64; 6] = [32, 64, 128, 256, 512, 1024];
-/// Steps between two powers of two.
+/// Values of `roundup_power2_divisions`.
 const DIVISIONS: [u64; 4] = [2, 4, 8, 16];
-/// Shares of the limit above which idle segments go back.
+/// Values of `garbage_collection_threshold`.
 const THRESHOLDS: [f64; 3] = [0.6, 0.8, 0.9];
 
 fn divided(settings: CachingSettings, count: u64) -> CachingSettings {
@@ -27,7 +27,7 @@ fn split(settings: CachingSettings, mib: u64) -> CachingSettings {
     CachingSettings { max_split_size: Some(mib * MIB), ..settings }
 }
 
-/// The coarse grid, the recorded setting first. Garbage is collected under a limit only.
+/// The coarse grid, the recorded setting first. PyTorch collects garbage only under a limit.
 pub(super) fn grid(recorded: &Conf, limited: bool) -> Vec<Conf> {
     let plain = CachingSettings::default();
     let mut out = vec![recorded.clone(), Conf::torch()];
@@ -54,7 +54,7 @@ pub(super) fn grid(recorded: &Conf, limited: bool) -> Vec<Conf> {
     distinct
 }
 
-/// What lies around a setting: one value changed at a time.
+/// Settings that differ from a setting in one value.
 pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
     let now = conf.settings;
     let mut out = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
         if count > 2 {
             with(divided(now, count / 2));
         }
-        // Only larger requests rounded, or only smaller ones.
+        // Round only larger requests, or only smaller ones.
         for at in [2, 4, 6, 8] {
             for above in [true, false] {
                 let mut list = [0; 16];
@@ -78,7 +78,7 @@ pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
     } else {
         DIVISIONS.iter().for_each(|count| with(divided(now, *count)));
     }
-    // Expandable segments pass the rest over.
+    // Expandable segments ignore the other settings.
     if !conf.expandable {
         if let Some(bytes) = now.max_split_size {
             for (up, down) in [(2, 1), (1, 2), (3, 2), (2, 3)] {
@@ -92,7 +92,7 @@ pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
             let threshold = now.garbage_collection_threshold;
             let near = if threshold > 0.0 { vec![threshold - 0.1, threshold + 0.05] } else { THRESHOLDS.to_vec() };
             for threshold in near.into_iter().filter(|threshold| (0.25..1.0).contains(threshold)) {
-                // Two digits, as people write it.
+                // Two digits are enough.
                 let garbage_collection_threshold = (threshold * 100.0).round() / 100.0;
                 with(CachingSettings { garbage_collection_threshold, ..now });
             }
@@ -101,7 +101,7 @@ pub(super) fn around(conf: &Conf, limited: bool) -> Vec<Conf> {
     out
 }
 
-/// Adds those of `confs` to `tried` that do something else than all that are there; returns them.
+/// Adds to `tried` those of `confs` that act differently from all in it, and returns them.
 pub(super) fn new_ones(confs: Vec<Conf>, tried: &mut Vec<Conf>) -> Vec<Conf> {
     let mut fresh = Vec::new();
     for conf in confs {
@@ -113,48 +113,49 @@ pub(super) fn new_ones(confs: Vec<Conf>, tried: &mut Vec<Conf>) -> Vec<Conf> {
     fresh
 }
 
-/// Puts the best first. What runs out of memory comes last, and before it what reserves more than there is. Among the others the peak decides, and where peaks are as good
-/// as each other, whether anything has to be changed (`recorded` does not), how much, and the time in driver calls.
+/// Sorts the best first. Settings that run out of memory come last, preceded by those that exceed the limit. Among the others
+/// the peak decides; for equal peaks the number of changes to the `recorded` setting and the number of driver calls.
 pub(super) fn rank(outcomes: &mut Vec<Outcome<Of>>, recorded: &Conf) {
-    let mut left = std::mem::take(outcomes);
-    while !left.is_empty() {
-        let over = left.iter().all(|outcome| !outcome.runs());
+    let mut remaining = std::mem::take(outcomes);
+    while !remaining.is_empty() {
+        let over = remaining.iter().all(|outcome| !outcome.runs());
         let fits = |outcome: &Outcome<Of>| !outcome.out_of_memory && outcome.over_limit == over;
-        let runs: Vec<&Outcome<Of>> = left.iter().filter(|outcome| fits(outcome)).collect();
+        let runs: Vec<&Outcome<Of>> = remaining.iter().filter(|outcome| fits(outcome)).collect();
         let next = if runs.is_empty() {
-            // What goes on for longer needs less, as far as that tells.
+            // A later failure indicates that the setting needs less.
             let reached =
                 |outcome: &Outcome<Of>| outcome.first_failure.as_ref().map_or(0, |failure| failure.allocation);
             let key = |outcome: &Outcome<Of>| (std::cmp::Reverse(reached(outcome)), outcome.of.conf.changes());
-            (0..left.len()).min_by_key(|at| key(&left[*at]))
+            (0..remaining.len()).min_by_key(|at| key(&remaining[*at]))
         } else {
             let peak = |outcome: &Outcome<Of>| outcome.expected_peak_reserved_bytes;
             // CAST: bytes of a device, below 2^53.
             let near = |bytes: u64, least: u64, share: f64| bytes as f64 <= least as f64 * (1.0 + share);
-            // A program that ran under such a setting has the line that it needs.
-            let alone = |outcome: &Outcome<Of>| recorded.needs_limit() || !outcome.of.conf.needs_limit();
+            // A program that ran under such a setting has the line of Python already.
+            let without_python = |outcome: &Outcome<Of>| recorded.needs_limit() || !outcome.of.conf.needs_limit();
             let least = runs.iter().map(|outcome| peak(outcome)).min().unwrap_or(0);
-            let least_alone = runs.iter().filter(|outcome| alone(outcome)).map(|outcome| peak(outcome)).min();
-            let least_alone = least_alone.filter(|bytes| near(*bytes, least, ALONE));
+            let least_without_python =
+                runs.iter().filter(|outcome| without_python(outcome)).map(|outcome| peak(outcome)).min();
+            let least_without_python = least_without_python.filter(|bytes| near(*bytes, least, WITHOUT_PYTHON));
             let good = |outcome: &Outcome<Of>| {
                 fits(outcome)
-                    && match least_alone {
-                        Some(least) => alone(outcome) && near(peak(outcome), least, AS_GOOD),
-                        None => near(peak(outcome), least, AS_GOOD),
+                    && match least_without_python {
+                        Some(least) => without_python(outcome) && near(peak(outcome), least, EQUAL),
+                        None => near(peak(outcome), least, EQUAL),
                     }
             };
             let cost = |outcome: &Outcome<Of>| {
                 let conf = &outcome.of.conf;
                 (!conf.acts_as(recorded), conf.changes(), outcome.calls())
             };
-            (0..left.len()).filter(|at| good(&left[*at])).min_by_key(|at| cost(&left[*at]))
+            (0..remaining.len()).filter(|at| good(&remaining[*at])).min_by_key(|at| cost(&remaining[*at]))
         };
-        // There is one: those that run have a least one, and otherwise all are looked at.
-        outcomes.push(left.remove(next.unwrap_or(0)));
+        // `next` is never `None`: settings that run have a minimum, and otherwise all are candidates.
+        outcomes.push(remaining.remove(next.unwrap_or(0)));
     }
 }
 
-/// The best of what is ranked, and others behind it that differ from those before by more than a value: at most `count`.
+/// The best of the ranking, and the next ones of other kinds: at most `count`.
 pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>> {
     let keys = |conf: &Conf| {
         let now = &conf.settings;
@@ -169,7 +170,7 @@ pub(super) fn distinct(ranked: &[Outcome<Of>], count: usize) -> Vec<Outcome<Of>>
     };
     let mut out: Vec<Outcome<Of>> = Vec::new();
     for outcome in ranked {
-        if out.len() < count && !out.iter().any(|taken| keys(&taken.of.conf) == keys(&outcome.of.conf)) {
+        if out.len() < count && !out.iter().any(|chosen| keys(&chosen.of.conf) == keys(&outcome.of.conf)) {
             out.push(outcome.clone());
         }
     }
@@ -202,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_memory_comes_first_and_small_differences_do_not_count() {
+    fn rank_puts_the_lowest_peak_first_within_half_a_percent() {
         let list = [
             outcome("max_split_size_mb:32", 900, 2, 1),
             outcome("roundup_power2_divisions:4", 1000, 0, 10),
@@ -216,14 +217,14 @@ mod tests {
         let fewer_calls = "roundup_power2_divisions:4";
         assert_eq!(order(&ranked)[..2], [fewer_calls, "expandable_segments:True"]);
         assert_eq!(order(&ranked)[3..], ["", "max_split_size_mb:32", "max_split_size_mb:64"]);
-        // What ran already is not changed for nothing.
+        // An equally good recorded setting is kept.
         let mut ranked = list.to_vec();
         rank(&mut ranked, &"expandable_segments:True".parse().unwrap());
         assert_eq!(order(&ranked)[0], "expandable_segments:True");
     }
 
     #[test]
-    fn a_setting_that_works_alone_comes_first_where_it_is_as_good() {
+    fn rank_prefers_settings_without_python_within_2_percent() {
         let collects = "garbage_collection_threshold:0.8";
         let near =
             [outcome(collects, 1000, 0, 1), outcome("max_split_size_mb:64", 1019, 0, 1), outcome("", 1100, 0, 1)];
@@ -233,14 +234,14 @@ mod tests {
             order(&ranked).iter().map(|conf| (*conf).to_owned()).collect::<Vec<_>>()
         };
         assert_eq!(ranked(&near, ""), ["max_split_size_mb:64", collects, ""]);
-        // That program has its limit.
+        // That program sets its limit already.
         assert_eq!(ranked(&near, "garbage_collection_threshold:0.6")[0], collects);
         let far = [outcome(collects, 1000, 0, 1), outcome("max_split_size_mb:64", 1021, 0, 1)];
         assert_eq!(ranked(&far, "")[0], collects);
     }
 
     #[test]
-    fn what_reserves_more_than_there_is_comes_behind_what_does_not() {
+    fn rank_puts_settings_over_the_limit_behind_those_within() {
         let over = |conf, peak| Outcome { over_limit: true, ..outcome(conf, peak, 0, 1) };
         let mut ranked = vec![
             outcome("max_split_size_mb:32", 900, 2, 1),
@@ -259,13 +260,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_tried_twice_and_garbage_only_under_a_limit() {
+    fn grid_has_no_duplicates_and_collects_only_under_a_limit() {
         for limited in [false, true] {
             let mut tried = grid(&Conf::torch(), limited);
             for (at, conf) in tried.iter().enumerate() {
                 assert!(!tried[..at].iter().any(|other| other.acts_as(conf)), "{}", conf.text());
                 assert!(limited || !conf.needs_limit());
-                // What is proposed can be exported.
+                // Every proposal can be exported.
                 assert!(conf.text().parse::<Conf>().unwrap().acts_as(conf), "{}", conf.text());
             }
             for conf in tried.clone() {
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_best_are_of_another_kind() {
+    fn distinct_returns_settings_of_different_kinds() {
         let ranked = [
             "roundup_power2_divisions:4",
             "roundup_power2_divisions:8",

@@ -1,7 +1,7 @@
-//! What each release of PyTorch 2 reads of its allocator's settings, and which of them wrote a snapshot.
+//! Allocator settings and snapshot keys of each release of PyTorch 2, and the releases that may have written a snapshot.
 //!
-//! Taken from the wheels for Linux on PyPI, 2.0 to 2.15: the names stand in `libc10.so` and `libc10_cuda.so`, a snapshot's keys
-//! in `libtorch_python.so`, and which variable is read in the header `c10/cuda/CUDAAllocatorConfig.h`.
+//! Taken from the Linux wheels on PyPI, 2.0 to 2.15: settings are strings in `libc10.so` and `libc10_cuda.so`, snapshot keys in
+//! `libtorch_python.so`, and the variable in the header `c10/cuda/CUDAAllocatorConfig.h`.
 
 use super::conf::{Conf, KEYS, ParseConfError, VARIABLE};
 use anyhow::{Result, bail};
@@ -10,7 +10,7 @@ use std::fmt;
 use std::str::FromStr;
 use vramlab::histories::formats::{Cut, Frame, Keys, Origins};
 
-/// Where a snapshot has a key.
+/// Location of a key in a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Within {
     Outermost,
@@ -19,13 +19,13 @@ enum Within {
     Settings,
 }
 
-/// A key that snapshots have from one release on.
+/// A key that snapshots contain from one release on.
 #[derive(Debug)]
 struct Sign {
     since: u16,
     key: &'static str,
     within: Within,
-    /// Whether it stands there even if it says nothing: then a snapshot without it is older.
+    /// Whether it is written even if empty: then a snapshot without it is older.
     always: bool,
 }
 
@@ -33,7 +33,7 @@ const fn sign(since: u16, within: Within, key: &'static str) -> Sign {
     Sign { since, key, within, always: true }
 }
 
-const fn at_times(since: u16, within: Within, key: &'static str) -> Sign {
+const fn optional(since: u16, within: Within, key: &'static str) -> Sign {
     Sign { since, key, within, always: false }
 }
 
@@ -45,37 +45,37 @@ const SIGNS: [Sign; 12] = [
     sign(8, Within::Event, "compile_context"),
     sign(9, Within::Settings, "graph_capture_record_stream_reuse"),
     sign(10, Within::Event, "user_metadata"),
-    at_times(11, Within::Event, "forward_frames"),
+    optional(11, Within::Event, "forward_frames"),
     sign(12, Within::Event, "pool_id"),
     sign(13, Within::Settings, "max_cached_size"),
-    at_times(14, Within::Outermost, "host_segments"),
-    at_times(15, Within::Event, "internal_metadata"),
+    optional(14, Within::Outermost, "host_segments"),
+    optional(15, Within::Event, "internal_metadata"),
 ];
 
-/// A release of PyTorch 2 by its second number; 0 stands for 2.0 and what came before.
+/// A release of PyTorch 2 by its minor version; 0 stands for 2.0 and earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Torch(u16);
 
 impl FromStr for Torch {
-    type Err = NoVersion;
+    type Err = ParseTorchError;
 
-    /// As `torch.__version__` says it; the first two numbers count.
-    fn from_str(text: &str) -> Result<Self, NoVersion> {
+    /// Parses `torch.__version__`, of which the first two numbers count.
+    fn from_str(text: &str) -> Result<Self, ParseTorchError> {
         let mut numbers = text.split(['.', '+']).map(str::parse::<u16>);
         match (numbers.next(), numbers.next()) {
             (Some(Ok(1)), Some(Ok(_))) => Ok(Self(0)),
             (Some(Ok(2)), Some(Ok(minor))) => Ok(Self(minor)),
-            _ => Err(NoVersion(text.to_owned())),
+            _ => Err(ParseTorchError(text.to_owned())),
         }
     }
 }
 
-/// Why a text is no [`Torch`].
+/// The text is not a [`Torch`] version.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no version of PyTorch; write one such as 2.9")]
-pub(super) struct NoVersion(String);
+#[error("'{0}' is not a version of PyTorch; write one such as 2.9")]
+pub(super) struct ParseTorchError(String);
 
-/// The releases that may be meant.
+/// A range of releases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Versions {
     first: u16,
@@ -84,21 +84,21 @@ pub(super) struct Versions {
 }
 
 impl Versions {
-    /// Those from which nothing is known of the program.
+    /// The range for a recording without snapshot keys.
     const ANY: Self = Self { first: 1, last: None };
 
     pub(super) fn given(torch: Torch) -> Self {
         Self { first: torch.0, last: Some(torch.0) }
     }
 
-    /// Those that write what a snapshot has, know the settings that it ran under, and write nothing that it lacks.
-    pub(super) fn told(keys: Keys, settings: &Map<String, Value>, cut: Option<Cut>) -> Self {
+    /// The releases that write the snapshot's keys, have its settings, and write no key that it lacks.
+    pub(super) fn inferred(keys: Keys, settings: &Map<String, Value>, cut: Option<Cut>) -> Self {
         let has = |sign: &Sign| match sign.within {
             Within::Settings => settings.contains_key(sign.key),
             _ => keys.has(sign.key),
         };
-        // What is not there says something only where it would stand.
-        let would_stand = |sign: &Sign| match sign.within {
+        // An absent key indicates an older release only if the snapshot has the object that would contain it.
+        let has_parent = |sign: &Sign| match sign.within {
             Within::Outermost => cut.is_none(),
             Within::Segment => keys.has("blocks"),
             Within::Event => keys.has("action"),
@@ -111,34 +111,34 @@ impl Versions {
         let known = line.iter().flat_map(Conf::keys).filter_map(|key| since(&key));
         let written = SIGNS.iter().filter(|sign| has(sign)).map(|sign| sign.since);
         let first = written.chain(known).max().unwrap_or(0);
-        let lacking = SIGNS.iter().filter(|sign| sign.since > first && sign.always && !has(sign) && would_stand(sign));
+        let lacking = SIGNS.iter().filter(|sign| sign.since > first && sign.always && !has(sign) && has_parent(sign));
         Self { first, last: lacking.map(|sign| sign.since - 1).min() }
     }
 
-    /// Whether all of them know a setting.
-    fn know(self, setting: &str) -> bool {
+    /// Whether all releases have a setting.
+    fn have(self, setting: &str) -> bool {
         since(setting).is_some_and(|since| since <= self.first)
     }
 
-    /// Whether none of them knows a setting.
+    /// Whether every release lacks a setting.
     fn lack(self, setting: &str) -> bool {
         self.last.is_some_and(|last| since(setting).is_none_or(|since| since > last))
     }
 
-    /// Whether anything is known of them.
-    pub(super) fn are_told(self) -> bool {
+    /// Whether the range is known.
+    pub(super) fn are_known(self) -> bool {
         self != Self::ANY
     }
 
-    /// Refuses what none of them knows.
+    /// Refuses settings that every release lacks.
     ///
     /// # Errors
     /// One line that names the first such setting.
     pub(super) fn check(self, conf: &Conf) -> Result<()> {
         let Some(key) = conf.keys().find(|key| self.lack(key)) else { return Ok(()) };
-        let first = since(&key).map_or(String::new(), |since| format!(" came with 2.{since} and"));
+        let first = since(&key).map_or(String::new(), |since| format!(" requires PyTorch 2.{since} and"));
         let text = conf.text();
-        bail!("--conf {text:?}: {key}{first} is not known to PyTorch {self}; --torch names another version")
+        bail!("--conf {text:?}: {key}{first} is not available in PyTorch {self}; use --torch for another version")
     }
 }
 
@@ -159,33 +159,32 @@ fn since(setting: &str) -> Option<u16> {
     KEYS.iter().find(|(name, ..)| *name == setting).map(|(_, since, _)| *since)
 }
 
-/// What may be advised.
+/// Settings that may be advised.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allowed<'a> {
     pub(super) versions: Versions,
-    /// Settings that are to be left out.
+    /// Excluded settings.
     pub(super) without: &'a [String],
 }
 
 impl Allowed<'_> {
     pub(super) fn permits(self, conf: &Conf) -> bool {
-        conf.keys().all(|key| self.versions.know(&key) && !self.without.contains(&key))
+        conf.keys().all(|key| self.versions.have(&key) && !self.without.contains(&key))
     }
 }
 
-/// Refuses what is no setting.
+/// Refuses an unknown setting.
 ///
 /// # Errors
-/// A name that no release knows.
+/// No release has a setting of this name.
 pub(super) fn check_name(setting: &str) -> Result<(), ParseConfError> {
     since(setting).map(drop).ok_or_else(|| ParseConfError::Key(setting.to_owned()))
 }
 
-// Whether stack frames show that the program cannot have expandable segments: it ran on Windows, or shares memory between
-// processes by CUDA IPC.
+// Stack frames may show that the program cannot use expandable segments: it ran on Windows, or shares memory through CUDA IPC.
 
-/// Parts of the names of functions that share memory or open what is shared: of PyTorch in Python and in C++, of the CUDA
-/// runtime, and of kernels that reduce in each other's memory.
+/// Substrings of function names that export or import shared memory: PyTorch in Python and C++, the CUDA runtime, and custom
+/// all-reduce kernels.
 const FUNCTIONS: [&str; 9] = [
     "_share_cuda_",
     "rebuild_cuda_tensor",
@@ -198,10 +197,10 @@ const FUNCTIONS: [&str; 9] = [
     "graph_buffer_ipc_meta",
 ];
 
-/// Files that do so, with the function where not all of the file does.
+/// Files that share memory, with the function if only one of the file does.
 const FILES: [(&str, &str); 2] = [("multiprocessing/reductions.py", "reduce_tensor"), ("custom_all_reduce.", "")];
 
-/// What stands against expandable segments, with the frame (`file:line function`) that shows it.
+/// Why expandable segments are unavailable, with the frame (`file:line function`) that shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Obstacle {
     Windows(String),
@@ -217,14 +216,14 @@ impl fmt::Display for Obstacle {
     }
 }
 
-/// What frames show: the first of them that shows anything.
-pub(super) fn shown(origins: &Origins) -> Option<Obstacle> {
+/// The first obstacle that stack frames show.
+pub(super) fn obstacle(origins: &Origins) -> Option<Obstacle> {
     origins.all_frames().find_map(|Frame { name, filename, line }| {
         let (name, path) = (origins.spelt(name), origins.spelt(filename));
         let file = path.replace('\\', "/");
         let parts: Vec<&str> = file.rsplitn(3, '/').take(2).collect();
         let frame = || format!("{}:{line} {name}", parts.iter().rev().copied().collect::<Vec<_>>().join("/"));
-        if is_of_windows(path) {
+        if is_windows_path(path) {
             return Some(Obstacle::Windows(frame()));
         }
         let shares = FUNCTIONS.iter().any(|part| name.contains(part))
@@ -233,8 +232,8 @@ pub(super) fn shown(origins: &Origins) -> Option<Obstacle> {
     })
 }
 
-/// Whether a path begins with a drive, as `C:\\`.
-fn is_of_windows(path: &str) -> bool {
+/// Whether a path begins with a drive, such as `C:\\`.
+fn is_windows_path(path: &str) -> bool {
     matches!(path.as_bytes(), [drive, b':', b'\\' | b'/', ..] if drive.is_ascii_alphabetic())
 }
 
@@ -247,8 +246,8 @@ mod tests {
 
     const NEWEST: u16 = 15;
 
-    /// The versions of a snapshot with keys of each kind.
-    fn told(outermost: &[&str], segment: &[&str], event: &[&str], settings: &[&str]) -> String {
+    /// Versions inferred from a snapshot with keys of each kind.
+    fn inferred(outermost: &[&str], segment: &[&str], event: &[&str], settings: &[&str]) -> String {
         let with = |mut base: Value, keys: &[&str], value: Value| {
             keys.iter().for_each(|key| base[*key] = value.clone());
             base
@@ -256,59 +255,62 @@ mod tests {
         let event = with(json!({"action": "alloc", "addr": 1, "size": 1, "stream": 0}), event, json!(0));
         let mut segment_keys = json!({"address": 1, "total_size": 1, "blocks": []});
         segment.iter().for_each(|key| segment_keys[*key] = json!(false));
-        let mut whole = json!({"segments": [segment_keys], "device_traces": [[event]]});
+        let mut snapshot = json!({"segments": [segment_keys], "device_traces": [[event]]});
         if !settings.is_empty() {
-            whole["allocator_settings"] = with(json!({}), settings, json!(0));
+            snapshot["allocator_settings"] = with(json!({}), settings, json!(0));
         }
-        let whole = with(whole, outermost, json!([])).to_string();
-        let summary = read_from(Box::new(whole.as_bytes()), &ReadOptions::default(), &mut |_| Ok(())).unwrap();
-        Versions::told(summary.keys, &summary.allocator_settings, summary.cut).to_string()
+        let snapshot = with(snapshot, outermost, json!([])).to_string();
+        let summary = read_from(Box::new(snapshot.as_bytes()), &ReadOptions::default(), &mut |_| Ok(())).unwrap();
+        Versions::inferred(summary.keys, &summary.allocator_settings, summary.cut).to_string()
     }
 
     #[test]
-    fn a_snapshot_tells_the_versions_that_write_such() {
-        assert_eq!(told(&[], &[], &[], &[]), "before 2.1");
+    fn versions_follow_from_the_keys_of_a_snapshot() {
+        assert_eq!(inferred(&[], &[], &[], &[]), "before 2.1");
         let expandable = ["is_expandable"];
-        assert_eq!(told(&[], &expandable, &[], &[]), "2.1");
-        assert_eq!(told(&[], &expandable, &["time_us"], &[]), "2.2");
+        assert_eq!(inferred(&[], &expandable, &[], &[]), "2.1");
+        assert_eq!(inferred(&[], &expandable, &["time_us"], &[]), "2.2");
         let settings = ["expandable_segments"];
-        assert_eq!(told(&[], &expandable, &["time_us"], &settings), "2.3 or 2.4");
+        assert_eq!(inferred(&[], &expandable, &["time_us"], &settings), "2.3 or 2.4");
         let outermost = ["external_annotations"];
-        assert_eq!(told(&outermost, &expandable, &["time_us"], &settings), "2.5 to 2.7");
+        assert_eq!(inferred(&outermost, &expandable, &["time_us"], &settings), "2.5 to 2.7");
         let mut event = vec!["time_us", "compile_context"];
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.8");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.8");
         let mut settings = vec!["expandable_segments", "graph_capture_record_stream_reuse"];
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.9");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.9");
         event.push("user_metadata");
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.10 or 2.11");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.10 or 2.11");
         event.push("forward_frames");
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.11");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.11");
         event.push("pool_id");
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.12");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.12");
         settings.push("max_cached_size");
-        assert_eq!(told(&outermost, &expandable, &event, &settings), "2.13 or newer");
-        assert_eq!(told(&["external_annotations", "host_segments"], &expandable, &event, &settings), "2.14 or newer");
+        assert_eq!(inferred(&outermost, &expandable, &event, &settings), "2.13 or newer");
+        assert_eq!(
+            inferred(&["external_annotations", "host_segments"], &expandable, &event, &settings),
+            "2.14 or newer"
+        );
     }
 
     #[test]
-    fn what_would_not_stand_there_says_nothing() {
-        // An older key that another program left out does not contradict a newer one.
+    fn versions_ignore_keys_whose_parent_is_absent() {
+        // The newest key decides, even if another program left an older one out.
         let settings = ["graph_capture_record_stream_reuse"];
-        assert_eq!(told(&[], &[], &["time_us", "user_metadata"], &settings), "2.10 or 2.11");
-        // It knew what it ran under.
+        assert_eq!(inferred(&[], &[], &["time_us", "user_metadata"], &settings), "2.10 or 2.11");
+        // The version has the settings that the program ran under.
         let line = json!({VARIABLE: "max_non_split_rounding_mb:64", "max_split_size": -1});
-        let whole =
+        let snapshot =
             json!({"segments": [], "device_traces": [], "external_annotations": [], "allocator_settings": line});
-        let summary = read_from(Box::new(whole.to_string().as_bytes()), &ReadOptions::default(), &mut |_| Ok(()));
+        let summary = read_from(Box::new(snapshot.to_string().as_bytes()), &ReadOptions::default(), &mut |_| Ok(()));
         let summary = summary.unwrap();
-        let told = Versions::told(summary.keys, &summary.allocator_settings, None);
-        assert_eq!(told.to_string(), "2.6 to 2.8");
-        let none = Versions::told(Keys::default(), &Map::new(), None);
-        assert_eq!((none.to_string(), none.are_told()), ("2.1 or newer".to_owned(), false));
+        let versions = Versions::inferred(summary.keys, &summary.allocator_settings, None);
+        assert_eq!(versions.to_string(), "2.6 to 2.8");
+        let none = Versions::inferred(Keys::default(), &Map::new(), None);
+        assert_eq!((none.to_string(), none.are_known()), ("2.1 or newer".to_owned(), false));
     }
 
     #[test]
-    fn a_version_is_read_as_torch_says_it() {
+    fn torch_version_parses_as_in_torch() {
         for (text, minor) in [("2.9", 9), ("2.9.1", 9), ("2.11.0+cu130", 11), ("2.16.0a0+git12ab", 16), ("1.13.1", 0)] {
             assert_eq!(text.parse(), Ok(Torch(minor)), "{text}");
         }
@@ -318,34 +320,37 @@ mod tests {
     }
 
     #[test]
-    fn what_a_version_does_not_know_is_not_permitted() {
+    fn settings_that_a_version_lacks_are_not_permitted() {
         let rounding: Conf = "max_non_split_rounding_mb:64,max_split_size_mb:64".parse().unwrap();
         let expandable: Conf = "expandable_segments:True".parse().unwrap();
         let permits =
             |first, last, conf: &Conf| Allowed { versions: Versions { first, last }, without: &[] }.permits(conf);
         assert!(permits(6, Some(6), &rounding) && permits(6, None, &rounding));
-        // Not all of these know it.
+        // Not all of these have it.
         assert!(!permits(5, Some(7), &rounding) && !permits(1, None, &rounding));
         assert!(permits(1, Some(1), &expandable) && !permits(0, Some(0), &expandable));
         assert!(permits(0, Some(0), &Conf::torch()));
         let without = ["expandable_segments".to_owned()];
         assert!(!Allowed { versions: Versions::ANY, without: &without }.permits(&expandable));
-        // To compare under it is refused only where none can.
+        // `--conf` is refused only if no version has the setting.
         let five = Versions { first: 5, last: Some(5) };
         let error = five.check(&rounding).unwrap_err().to_string();
-        assert!(error.contains("max_non_split_rounding_mb came with 2.6 and is not known to PyTorch 2.5"), "{error}");
+        assert!(
+            error.contains("max_non_split_rounding_mb requires PyTorch 2.6 and is not available in PyTorch 2.5"),
+            "{error}"
+        );
         assert!(
             Versions { first: 5, last: Some(7) }.check(&rounding).is_ok() && Versions::ANY.check(&rounding).is_ok()
         );
     }
 
     #[test]
-    fn names_are_those_that_are_read() {
+    fn check_name_accepts_every_setting() {
         assert!(KEYS.iter().all(|(name, ..)| check_name(name).is_ok()) && check_name("expandable").is_err());
-        assert!(KEYS.is_sorted_by_key(|(_, since, _)| *since), "in the order in which they came");
+        assert!(KEYS.is_sorted_by_key(|(_, since, _)| *since), "in release order");
     }
 
-    /// Which variables a release takes CUDA's settings from, the one first that it prefers.
+    /// Variables from which a release reads CUDA's settings, the preferred one first.
     fn variables(minor: u16) -> String {
         match minor {
             9 => format!("`{VARIABLE}`; `PYTORCH_ALLOC_CONF` is known and does nothing for CUDA"),
@@ -355,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_has_the_table() {
+    fn readme_contains_the_table_of_versions() {
         let named = |names: Vec<&str>| {
             let names: Vec<String> = names.into_iter().map(|name| format!("`{name}`")).collect();
             if names.is_empty() { "–".to_owned() } else { names.join(", ") }
@@ -378,14 +383,14 @@ mod tests {
             let frame = Frame { name: origins.text(name).unwrap(), filename: origins.text(file).unwrap(), line: 7 };
             origins.frame(frame).unwrap();
         }
-        shown(&origins)
+        obstacle(&origins)
     }
 
     #[test]
-    fn frames_that_stand_against_expandable_segments_are_found() {
+    fn obstacle_names_the_frame_that_rules_out_expandable() {
         let step = ("step", "/home/me/train.py");
         assert_eq!(of(&[step, ("at::empty", "??"), ("call", "<string>")]), None);
-        // A function of this name is in many training scripts, where it sums over ranks.
+        // Many training scripts have a function of this name that sums over ranks.
         assert_eq!(of(&[("reduce_tensor", "/home/me/train.py")]), None);
         let torch = ("reduce_tensor", "/env/torch/multiprocessing/reductions.py");
         let frame = "multiprocessing/reductions.py:7 reduce_tensor".to_owned();

@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use vramlab::budget::OverBudget;
 use vramlab::histories::formats::{Action, Origins, StackId};
-use vramlab::histories::memory::{BEFORE, Memory, Recorded, Totals};
+use vramlab::histories::memory::{BEFORE, Memory, RecordedEvent, Totals};
 
 /// Points of the curves.
 const POINTS: usize = 512;
@@ -125,7 +125,7 @@ pub(super) fn survey<'r>(
         if is_of_segments(event.action) && !window.probed {
             window.probed = true;
             window.request = next_request(recording, index)
-                .map(|Recorded { bytes, stream, .. }| {
+                .map(|RecordedEvent { bytes, stream, .. }| {
                     Cause::new(&memory, bytes, stream, window.completed, private_pools)
                 })
                 .map(|cause| (cause, memory.totals().reserved));
@@ -223,7 +223,7 @@ fn is_of_segments(action: Action) -> bool {
 }
 
 /// The request that causes the segment event at an index.
-fn next_request(recording: &Recording, index: usize) -> Option<Recorded> {
+fn next_request(recording: &Recording, index: usize) -> Option<RecordedEvent> {
     let skipped = |action| is_of_segments(action) || action == Action::FreeCompleted;
     let next = recording.events.iter_from(index).find(|event| !skipped(event.action))?;
     matches!(next.action, Action::Alloc | Action::Oom).then_some(next)
@@ -314,7 +314,7 @@ fn add_release(
     view: &mut View<'_>,
     explanation: &mut Explanation,
     memory: &Memory,
-    (index, event): (usize, &Recorded),
+    (index, event): (usize, &RecordedEvent),
     window: &Window,
 ) {
     let Some((cause, reserved)) = window.request.filter(|_| window.released > 0) else { return };
@@ -347,7 +347,7 @@ fn add_release(
     push_last(&mut explanation.retries, retry);
 }
 
-fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &Recorded, cause: Cause) -> Refused {
+fn refused(view: &mut View<'_>, memory: &Memory, index: usize, event: &RecordedEvent, cause: Cause) -> Refused {
     Refused {
         asked_bytes: event.bytes,
         stream: event.stream,
@@ -392,7 +392,7 @@ impl Survey {
         self.near_peak.push(level);
     }
 
-    fn add_levels(&mut self, event: &Recorded, index: usize, totals: Totals) {
+    fn add_levels(&mut self, event: &RecordedEvent, index: usize, totals: Totals) {
         let raise = |peak: &mut (usize, u64), level| {
             if level > peak.1 {
                 *peak = (index, level);
@@ -407,7 +407,7 @@ impl Survey {
         self.peak_allocated = self.peak_allocated.max(totals.allocated());
     }
 
-    fn begin_wait(&mut self, memory: &Memory, event: &Recorded) {
+    fn begin_wait(&mut self, memory: &Memory, event: &RecordedEvent) {
         let Some(block) = memory.blocks().get(&event.addr).filter(|block| block.pending.is_none()) else { return };
         let waits = self.waits.entry(block.stream).or_default();
         waits.frees += 1;
@@ -417,7 +417,7 @@ impl Survey {
         *waits.stacks.entry(stack).or_default() += block.bytes;
     }
 
-    fn end_wait(&mut self, memory: &Memory, event: &Recorded, number: u32) {
+    fn end_wait(&mut self, memory: &Memory, event: &RecordedEvent, number: u32) {
         let Some(block) = memory.blocks().get(&event.addr) else { return };
         let Some(since) = block.pending.filter(|since| *since != BEFORE) else { return };
         let waits = self.waits.entry(block.stream).or_default();

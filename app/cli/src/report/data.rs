@@ -7,8 +7,8 @@ use super::replays::ReplaysData;
 use super::run::{Figure, RunData};
 use super::source::Source;
 use super::timeline::{Mark, Stacks, Timeline};
-use crate::history::Compiled;
-use crate::replay::bound::{Bounds, said};
+use crate::history::Trace;
+use crate::replay::bound::{Bounds, search_note};
 use crate::words::RECORD;
 use anyhow::Result;
 use base64::Engine;
@@ -257,7 +257,7 @@ fn snapshot_figures(timeline: &Timeline) -> [Figure; 4] {
 fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>, retries: Option<u64>) -> Vec<Figure> {
     let timeline = &source.timeline;
     let mut out = source.figures.clone();
-    let Some((Compiled { history, as_recorded, .. }, bounds)) = source.compiled.as_ref().zip(bounds) else {
+    let Some((Trace { history, recorded_peaks, .. }, bounds)) = source.compiled.as_ref().zip(bounds) else {
         out.extend(snapshot_figures(timeline));
         return out;
     };
@@ -267,7 +267,7 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>, re
     if let Some(seconds) = span.map(|(last, first)| (last - first) as f64 / 1e9).filter(|seconds| *seconds > 0.0) {
         out.push(("time", format!("{seconds:.3} s")));
     }
-    if let Some(recorded) = as_recorded {
+    if let Some(recorded) = recorded_peaks {
         out.push(("peak reserved, recorded", Bytes(recorded.reserved).to_string()));
         out.push(("segments allocated, released", format!("{}, {}", recorded.segments.0, recorded.segments.1)));
     }
@@ -284,7 +284,7 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>, re
         out.push(("offline placement", Bytes(plan).to_string()));
     }
     if bounds.plan_end == Some(SearchEnd::Memory) {
-        out.push(("placement search", said(bounds.plan_end).to_owned()));
+        out.push(("placement search", search_note(bounds.plan_end).to_owned()));
     }
     if history.refused_allocations() > 0 {
         out.push(("refused requests", history.refused_allocations().to_string()));
@@ -297,7 +297,7 @@ fn figures(source: &Source, exact: Option<&Replayed>, bounds: Option<Bounds>, re
 
 fn notes(source: &Source, served: bool) -> Vec<String> {
     let mut out = source.gpus.clone();
-    let Some(Compiled { history, settings, .. }) = &source.compiled else {
+    let Some(Trace { history, settings, .. }) = &source.compiled else {
         let [before, after] = RECORD;
         out.push(format!(
             "The snapshot has no events. The page shows the memory held when it was taken; comparing settings needs events. To record \
@@ -334,7 +334,7 @@ fn notes(source: &Source, served: bool) -> Vec<String> {
 }
 
 fn settings(source: &Source, others: &[(Selection, Replayed)]) -> Vec<SettingData> {
-    let peaks = source.compiled.as_ref().and_then(|compiled| Some((compiled, compiled.as_recorded?)));
+    let peaks = source.compiled.as_ref().and_then(|compiled| Some((compiled, compiled.recorded_peaks?)));
     let recorded = peaks.map(|(compiled, recorded)| SettingData {
         name: "as recorded".to_owned(),
         peak_reserved_bytes: recorded.reserved,

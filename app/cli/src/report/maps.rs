@@ -3,7 +3,7 @@
 use super::data::Columns;
 use super::source::Source;
 use super::timeline::Timeline;
-use crate::history::{Compiled, Devices, adopted, failed, is_as_recorded};
+use crate::history::{Devices, Trace, adopted, failed, is_as_recorded};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use vramlab::histories::memory::{BlockLifetime, NEVER, SegmentLifetime, SegmentLifetimes};
@@ -46,7 +46,7 @@ pub(super) fn replayed(
     addresses: Addresses,
 ) -> Result<Option<Replayed>> {
     let recorded = addresses == Addresses::Recorded;
-    let Some(Compiled { history, settings, .. }) = &source.compiled else { return Ok(None) };
+    let Some(Trace { history, settings, .. }) = &source.compiled else { return Ok(None) };
     if recorded && history.check_comparable().is_err() {
         return Ok(None);
     }

@@ -2,7 +2,7 @@
 
 use super::run::{Figure, Record, Steps, events_of, trace_of};
 use super::timeline::{Mark, OriginNumbers, Stacks, Timeline};
-use crate::history::Compiled;
+use crate::history::Trace;
 use crate::recording::Recording;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ pub(super) struct Source {
     /// Number of events with unknown actions; they are omitted.
     pub(super) unknown_actions: u64,
     /// The trace to replay; `None` without events.
-    pub(super) compiled: Option<Compiled>,
+    pub(super) compiled: Option<Trace>,
     /// The analyzed GPU and the others' peaks, as lines; empty with one GPU.
     pub(super) gpus: Vec<String>,
     pub(super) stacks: Stacks,
@@ -62,7 +62,7 @@ impl Source {
         let mut out = Self {
             name: input.run.as_ref().unwrap_or(&input.file).display().to_string(),
             file: input.file.clone(),
-            compiled: (!recording.events.is_empty()).then(|| recording.compiled(|_| limit)).transpose()?,
+            compiled: (!recording.events.is_empty()).then(|| recording.trace(limit)).transpose()?,
             gpus: recording.gpus.lines(),
             timeline: Timeline::new(recording, &mut origins),
             unknown_actions: recording.summary.unknown_actions,

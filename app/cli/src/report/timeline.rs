@@ -51,7 +51,7 @@ impl Timeline {
         }
         let segments = recording.summary.segments.iter().filter(|segment| segment.device == recording.device);
         let ending: Vec<Segment> = segments.cloned().collect();
-        let before = &recording.before;
+        let before = &recording.initial;
         for segment in &ending {
             out.streams.enter(segment.stream);
             for block in segment.blocks.iter().filter(|block| block.state != BlockState::Free) {

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use vramlab::Selection;
-use vramlab::histories::workload::Recorded;
+use vramlab::histories::workload::RecordedCalls;
 
 /// Sizes of the cases `alternate`, in bytes: both of the small pool, one of each, both of the large pool.
 const ALTERNATE_BYTES: [[u64; 2]; 3] = [[4 << 10, 64 << 10], [64 << 10, 4 << 20], [4 << 20, 32 << 20]];
@@ -162,7 +162,7 @@ pub(crate) struct Named {
     /// The file's name up to its first dot.
     pub(crate) name: String,
     /// Its calls.
-    pub(crate) calls: Recorded,
+    pub(crate) calls: RecordedCalls,
 }
 
 /// Reads the histories that were named, or those of the sources: all in `experiments/histories`.
@@ -179,7 +179,7 @@ pub(crate) fn read_histories(named: &[PathBuf]) -> Result<Vec<Named>> {
         if found.iter().any(|other| other.name == name) {
             bail!("{}: another history is called {name} too; rename one", file.display());
         }
-        let calls = Recorded::new(&vramlab_cli::read_history(file)?);
+        let calls = RecordedCalls::new(&vramlab_cli::read_history(file)?);
         if calls.allocations() == 0 {
             bail!("{}: there is no allocation in it", file.display());
         }

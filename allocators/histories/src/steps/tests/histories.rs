@@ -2,7 +2,7 @@
 
 use super::{MANY, linear};
 use crate::formats::{Action, Event, Format, Origin, Origins, Summary};
-use crate::memory::{Before, Events, Leftover, Memory, Pool, Recorded, Rules};
+use crate::memory::{Events, InitialState, Memory, Pool, PriorCache, RecordedEvent, Rules};
 use crate::replay::{Addresses, History, HistoryBuilder, ReplaySettings, replay};
 use std::sync::Arc;
 use vramlab_device::budget::Budget;
@@ -176,14 +176,14 @@ fn segments_that_another_allocator_does_not_take() {
 fn follow(what: &str, history: impl Iterator<Item = (Action, u64, u64, u64)>) {
     let mut events = Events::new(&Budget::default());
     for (action, addr, bytes, stream) in history {
-        let event = Recorded { addr, bytes, stream, time_ns: 0, origin: Origin::default(), action };
+        let event = RecordedEvent { addr, bytes, stream, time_ns: 0, origin: Origin::default(), action };
         events.push(event).unwrap();
     }
     let (budget, summary) = (Budget::new(u64::MAX), Summary::new(Format::SnapshotPickle));
     let rules = Rules::new(&summary, 0, &CachingSettings::default());
     linear(what, events.len() as u64, || {
-        let before = Before::new(&events, &rules, &summary, &Origins::new(&budget), 0);
-        let _ = Leftover::of(&events, &before);
+        let before = InitialState::new(&events, &rules, &summary, &Origins::new(&budget), 0);
+        let _ = PriorCache::of(&events, &before);
         let mut memory = Memory::beginning(rules, &before, &budget).unwrap();
         for (index, event, at_once) in events.walk(0) {
             memory.apply(&event, index as u32, at_once).unwrap();

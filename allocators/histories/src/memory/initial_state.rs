@@ -1,7 +1,7 @@
 //! What was there before the first event of a history: what goes without having come, and what is held at the end without
 //! having come.
 
-use super::events::{Events, Recorded};
+use super::events::{Events, RecordedEvent};
 use super::{Rules, Segment};
 use crate::formats::{Action, Origin, Origins, SegmentBlock, Summary};
 use std::collections::HashSet;
@@ -10,16 +10,16 @@ use vramlab_policies::contract::{BlockState, PoolKind};
 
 /// What was there before the first event, as far as the history tells it.
 #[derive(Clone, Debug, Default)]
-pub struct Before {
+pub struct InitialState {
     /// By address.
-    pub segments: Vec<SegmentBefore>,
+    pub segments: Vec<InitialSegment>,
     /// By address.
-    pub blocks: Vec<BlockBefore>,
+    pub blocks: Vec<InitialBlock>,
 }
 
 /// A segment that was there before the first event.
 #[derive(Clone, Copy, Debug)]
-pub struct SegmentBefore {
+pub struct InitialSegment {
     /// Where it begins.
     pub addr: u64,
     /// What it is.
@@ -30,7 +30,7 @@ pub struct SegmentBefore {
 
 /// A block that was there before the first event.
 #[derive(Clone, Copy, Debug)]
-pub struct BlockBefore {
+pub struct InitialBlock {
     /// Where it begins.
     pub addr: u64,
     /// What was asked for.
@@ -45,7 +45,7 @@ pub struct BlockBefore {
     pub origin: Origin,
 }
 
-impl BlockBefore {
+impl InitialBlock {
     /// One that is held at the end, in a segment of this stream.
     pub(crate) fn at_end(block: &SegmentBlock, stream: u64, origin: Origin) -> Self {
         Self {
@@ -60,7 +60,7 @@ impl BlockBefore {
     }
 }
 
-impl Before {
+impl InitialState {
     /// What was there before the first of these events, all of which are `device`'s. Linear in the events and in what was
     /// held at the end.
     #[must_use]
@@ -71,7 +71,7 @@ impl Before {
         let mut seen = Ranges::default();
         let mut made = Ranges::default();
         for (_, event, at_once) in events.walk(0) {
-            let Recorded { addr, bytes, stream, .. } = event;
+            let RecordedEvent { addr, bytes, stream, .. } = event;
             match event.action {
                 Action::Alloc => {
                     live.insert(addr);
@@ -86,7 +86,7 @@ impl Before {
                         seen.insert(addr, addr + bytes);
                         let pending = event.action == Action::FreeCompleted;
                         let origin = Origin::default();
-                        out.blocks.push(BlockBefore { addr, requested: bytes, bytes: None, stream, pending, origin });
+                        out.blocks.push(InitialBlock { addr, requested: bytes, bytes: None, stream, pending, origin });
                     }
                 }
                 Action::SegmentAlloc | Action::SegmentMap if bytes > 0 => made.insert(addr, addr + bytes),
@@ -96,7 +96,7 @@ impl Before {
                         let bytes = end - addr;
                         let small = rules.is_small_segment(addr, bytes, expandable);
                         let segment = Segment { bytes, stream, small, expandable };
-                        out.segments.push(SegmentBefore { addr, segment, at_end: false });
+                        out.segments.push(InitialSegment { addr, segment, at_end: false });
                     }
                     made.remove(addr, addr + bytes);
                 }
@@ -108,12 +108,12 @@ impl Before {
             let small = end.segment_type == PoolKind::Small;
             for (addr, stop) in made.missing(end.address, end.end()) {
                 let segment = Segment { bytes: stop - addr, stream: end.stream, small, expandable: end.is_expandable };
-                out.segments.push(SegmentBefore { addr, segment, at_end: true });
+                out.segments.push(InitialSegment { addr, segment, at_end: true });
             }
             for block in end.blocks.iter().filter(|block| block.state != BlockState::Free) {
                 // It was asked for less than it has.
                 if !live.contains(&block.address) && !seen.overlaps(block.address, block.address + 1) {
-                    out.blocks.push(BlockBefore::at_end(block, end.stream, origins.block(device, block.address)));
+                    out.blocks.push(InitialBlock::at_end(block, end.stream, origins.block(device, block.address)));
                 }
             }
         }

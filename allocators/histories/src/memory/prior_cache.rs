@@ -1,7 +1,7 @@
 //! What was cached before the first event, and what became of it: memory that an earlier part of the program, or an earlier
 //! program of the same process, reserved and the recording does not show in use.
 
-use super::{Before, Events, Recorded, SegmentBefore};
+use super::{Events, InitialSegment, InitialState, RecordedEvent};
 use crate::formats::Action;
 use serde::Serialize;
 use vramlab_device::ranges::Ranges;
@@ -11,7 +11,7 @@ const PAGE: u64 = 2 << 20;
 
 /// What was cached before the first event, and what became of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Leftover {
+pub struct PriorCache {
     /// Held from the device before the first event.
     pub reserved_bytes: u64,
     /// Of that, in blocks.
@@ -26,10 +26,10 @@ pub struct Leftover {
     pub peak_in_use_bytes: u64,
 }
 
-impl Leftover {
+impl PriorCache {
     /// Follows all events. O(log n) for each.
     #[must_use]
-    pub fn of(events: &Events, before: &Before) -> Self {
+    pub fn of(events: &Events, before: &InitialState) -> Self {
         let mut unused = Unused::of(before);
         let mut out = Self { reserved_bytes: unused.bytes, ..Self::default() };
         for block in &before.blocks {
@@ -39,7 +39,7 @@ impl Leftover {
         }
         let (mut reserved, mut allocated) = (out.reserved_bytes, false);
         out.peak_in_use_bytes = reserved - unused.bytes;
-        for Recorded { addr, bytes, action, .. } in events.iter() {
+        for RecordedEvent { addr, bytes, action, .. } in events.iter() {
             match action {
                 Action::Alloc => {
                     allocated = true;
@@ -63,15 +63,15 @@ impl Leftover {
 
 /// Memory from before the first event in which no block has been since.
 struct Unused<'a> {
-    before: &'a Before,
+    before: &'a InitialState,
     ranges: Ranges,
     bytes: u64,
 }
 
 impl<'a> Unused<'a> {
-    fn of(before: &'a Before) -> Self {
+    fn of(before: &'a InitialState) -> Self {
         let mut out = Self { before, ranges: Ranges::default(), bytes: 0 };
-        for SegmentBefore { addr, segment, .. } in &before.segments {
+        for InitialSegment { addr, segment, .. } in &before.segments {
             out.bytes += segment.bytes;
             out.ranges.insert(*addr, addr + segment.bytes);
         }
@@ -109,18 +109,18 @@ impl<'a> Unused<'a> {
 mod tests {
     use super::*;
     use crate::formats::Origin;
-    use crate::memory::{BlockBefore, Segment};
+    use crate::memory::{InitialBlock, Segment};
     use vramlab_device::budget::Budget;
 
     const MIB: u64 = 1 << 20;
 
-    fn leftover(segments: &[(u64, u64, bool)], block: Option<u64>, history: &[(Action, u64, u64)]) -> Leftover {
-        let segment = |&(addr, mib, expandable): &(u64, u64, bool)| SegmentBefore {
+    fn leftover(segments: &[(u64, u64, bool)], block: Option<u64>, history: &[(Action, u64, u64)]) -> PriorCache {
+        let segment = |&(addr, mib, expandable): &(u64, u64, bool)| InitialSegment {
             addr: addr * MIB,
             segment: Segment { bytes: mib * MIB, stream: 0, small: false, expandable },
             at_end: false,
         };
-        let block = block.map(|addr| BlockBefore {
+        let block = block.map(|addr| InitialBlock {
             addr: addr * MIB,
             requested: MIB,
             bytes: Some(MIB),
@@ -128,14 +128,15 @@ mod tests {
             pending: false,
             origin: Origin::default(),
         });
-        let before = Before { segments: segments.iter().map(segment).collect(), blocks: block.into_iter().collect() };
+        let before =
+            InitialState { segments: segments.iter().map(segment).collect(), blocks: block.into_iter().collect() };
         let mut events = Events::new(&Budget::default());
         for &(action, addr, mib) in history {
             let (addr, bytes) = (addr * MIB, mib * MIB);
-            let event = Recorded { addr, bytes, stream: 0, time_ns: 0, origin: Origin::default(), action };
+            let event = RecordedEvent { addr, bytes, stream: 0, time_ns: 0, origin: Origin::default(), action };
             events.push(event).unwrap();
         }
-        Leftover::of(&events, &before)
+        PriorCache::of(&events, &before)
     }
 
     #[test]
@@ -155,7 +156,7 @@ mod tests {
                 (SegmentAlloc, 1000, 10),
             ],
         );
-        let expected = Leftover {
+        let expected = PriorCache {
             reserved_bytes: 197 * MIB,
             in_blocks_bytes: MIB,
             returned_unused_bytes: 140 * MIB,
@@ -172,7 +173,7 @@ mod tests {
         use Action::{Alloc, SegmentUnmap};
         // A block of 3 MiB from the fifth MiB on touches two pages.
         let found = leftover(&[(100, 20, true)], None, &[(Alloc, 104, 3), (SegmentUnmap, 110, 4)]);
-        let Leftover { returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes, .. } = found;
+        let PriorCache { returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes, .. } = found;
         assert_eq!((returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes), (4 * MIB, 12 * MIB, 4 * MIB));
     }
 }
