@@ -160,6 +160,7 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
         blocks_before: recording.initial.blocks.len() as u64,
         segments_before: recording.initial.segments.len() as u64,
         limit_bytes: recording.settings.memory_limit,
+        expandable: is_expandable(recording),
         phases: phases(recording)?,
         ..Explanation::default()
     };
@@ -342,12 +343,16 @@ fn describe_moments(
     Ok(())
 }
 
+/// Whether a recording has expandable segments.
+fn is_expandable(recording: &Recording) -> bool {
+    recording.events.count(Action::SegmentMap) > 0
+}
+
 /// Peak reserved bytes of replays under the recorded policy without a memory limit, with frees that complete as recorded and
 /// immediately. `None` for a recording that cannot be replayed.
 fn replayed_peaks(recording: &Recording) -> [Option<u64>; 2] {
     let Ok(mut trace) = recording.trace(recording.settings.memory_limit) else { return [None; 2] };
-    let expandable = recording.events.count(Action::SegmentMap) > 0;
-    let policy = of_torch(if expandable { TorchAllocator::Expandable } else { TorchAllocator::Native });
+    let policy = of_torch(if is_expandable(recording) { TorchAllocator::Expandable } else { TorchAllocator::Native });
     let (policy, _) = adopted(&Selection::of(policy), &trace.settings);
     let peak = |history: &History| {
         let driver = Devices::Null.make(None).ok()?;

@@ -190,7 +190,11 @@ fn refused(device_free: u64) -> Story {
 fn memory_free_in_two_places_is_reported_with_a_setting() {
     let text = screen(&refused(8 * MIB));
     assert!(text.contains("16 MiB were free, in two places: 8 MiB in segments, 8 MiB on the GPU"), "{text}");
-    assert!(text.contains("expandable_segments:True"), "{text}");
+    assert!(text.contains("neither place alone") && text.contains("expandable_segments:True"), "{text}");
+    let mut expandable = refused(8 * MIB);
+    expandable.events[0]["action"] = json!("segment_map");
+    let text = screen(&expandable);
+    assert!(text.contains("in two places") && !text.contains("expandable_segments:True"), "{text}");
     for free in [MIB, 12 * MIB] {
         let text = screen(&refused(free));
         assert!(!text.contains("two places"), "{text}");
@@ -211,6 +215,43 @@ fn segments_left_by_a_failed_release_belong_to_private_pools() {
     story.segments[0]["segment_type"] = json!("large");
     let text = screen(&story);
     assert!(text.contains("live private pools") && !text.contains("empty_cache"), "{text}");
+}
+
+#[test]
+fn private_pools_are_rows_of_the_table() {
+    let mut story = Story::default();
+    for at in [0, 1] {
+        story.segment(at << 40, 20 * MIB, 0);
+        story.alloc(at << 40, 12 * MIB, 0, json!([script(1, "main")]));
+        story.held(at << 40, 20 * MIB, json!([0, at]));
+        let segment = story.segments.last_mut().unwrap();
+        segment["segment_type"] = json!("large");
+        segment["blocks"][0]["state"] = json!("active_allocated");
+        segment["blocks"][0]["requested_size"] = json!(12 * MIB);
+    }
+    let explanation = explained(&story);
+    let rows = explanation["reserved"]["streams"].as_array().unwrap();
+    let pools: Vec<(&Value, &Value)> = rows.iter().map(|row| (&row["private_pool"], &row["reserved_bytes"])).collect();
+    assert_eq!(pools.len(), 2);
+    for pool in [(&Value::Null, &json!(20 * MIB)), (&json!("0.1"), &json!(20 * MIB))] {
+        assert!(pools.contains(&pool), "{pools:?}");
+    }
+    assert!(screen(&story).contains("large, private 0.1"), "{}", screen(&story));
+    // A free segment of such a pool is not simply releasable.
+    story.segment(2 << 40, 20 * MIB, 0);
+    story.alloc(2 << 40, 20 * MIB, 0, json!([script(2, "main")]));
+    story.free(2 << 40, 20 * MIB, 0);
+    story.segment(3 << 40, 90 * MIB, 0);
+    story.alloc(3 << 40, 90 * MIB, 0, json!([script(3, "main")]));
+    story.held(2 << 40, 20 * MIB, json!([0, 1]));
+    story.held(3 << 40, 90 * MIB, json!([0, 0]));
+    for segment in &mut story.segments[2..] {
+        segment["segment_type"] = json!("large");
+    }
+    let block = &mut story.segments[3]["blocks"][0];
+    (block["state"], block["requested_size"]) = (json!("active_allocated"), json!(90 * MIB));
+    let text = screen(&story);
+    assert!(text.contains("except 20 MiB in private pools"), "{text}");
 }
 
 #[test]

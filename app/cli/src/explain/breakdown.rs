@@ -6,7 +6,7 @@ use super::explanation::{
 };
 use super::moments::{line_of, moment};
 use super::survey::{Survey, Waits, has_private_pools};
-use crate::recording::START;
+use crate::recording::{Recording, START};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use vramlab::histories::memory::{BEFORE, Block, Contents, Memory, Pool, Segment};
@@ -35,17 +35,20 @@ pub(super) fn breakdown(
 ) -> ReservedBreakdown {
     let (one_stream, allocations) = (explanation.streams < 2, explanation.allocations);
     let event_stream = view.recording.events.get(index).map(|event| event.stream);
-    let mut uses: BTreeMap<Pool, StreamUse> = BTreeMap::new();
+    let private = PrivateSegments::new(view.recording);
+    let mut uses: BTreeMap<(Pool, Option<PoolId>), StreamUse> = BTreeMap::new();
     let mut sparse: Vec<(u64, Segment, Contents)> = Vec::new();
     for (&start, segment) in memory.segments() {
         let inside = memory.contents(start, segment);
         let pool = segment.pool();
-        let row = uses.entry(pool).or_insert_with(|| StreamUse {
+        let private_pool = private.pool(start);
+        let row = uses.entry((pool, private_pool)).or_insert_with(|| StreamUse {
             stream: pool.stream,
             pool: pool_name(pool),
-            largest_hole_bytes: memory.largest_hole(pool),
+            private_pool: private_pool.map(|(major, minor)| format!("{major}.{minor}")),
             ..StreamUse::default()
         });
+        row.largest_hole_bytes = row.largest_hole_bytes.max(inside.largest_hole);
         row.segments += 1;
         row.reserved_bytes += segment.bytes;
         row.active_bytes += inside.active;
@@ -70,13 +73,16 @@ pub(super) fn breakdown(
     sparse.truncate(SEGMENTS);
     let pinned = sparse.iter().map(|segment| describe(view, memory, index, segment)).collect();
     let mut ledger = memory.ledger(stream);
-    let pages: u64 = streams.iter().filter(|row| row.stream == stream).map(|row| row.soft_bytes).sum();
+    let rows = || streams.iter().filter(|row| row.stream == stream);
+    let pages: u64 = rows().map(|row| row.soft_bytes).sum();
+    let private_soft: u64 = rows().filter(|row| row.private_pool.is_some()).map(|row| row.soft_bytes).sum();
     (ledger.soft, ledger.hard) = (pages, (ledger.soft + ledger.hard).saturating_sub(pages));
+    let refused = (at == "out_of_memory").then(|| has_private_pools(view.recording));
     ReservedBreakdown {
         at,
         moment: moment(view, memory, index),
         stream,
-        parts: parts(&ledger, one_stream, (at == "out_of_memory").then(|| has_private_pools(view.recording))),
+        parts: parts(&ledger, one_stream, private_soft, refused),
         stranded: stranded(view, &streams, survey, index, allocations),
         streams,
         pending: pending(view, survey),
@@ -120,6 +126,29 @@ fn describe(
     }
 }
 
+/// PyTorch's id of a memory pool.
+type PoolId = (u64, u64);
+
+/// The segments of private pools in the final snapshot: start, end and pool of each.
+struct PrivateSegments(BTreeMap<u64, (u64, PoolId)>);
+
+impl PrivateSegments {
+    fn new(recording: &Recording) -> Self {
+        let segments = recording.summary.ending().unwrap_or_default().iter();
+        let private = segments.filter(|segment| segment.device == recording.device).filter_map(|segment| {
+            let id = segment.pool_id.filter(|id| *id != (0, 0))?;
+            Some((segment.address, (segment.address + segment.total_size, id)))
+        });
+        Self(private.collect())
+    }
+
+    /// The private pool of the segment at an address.
+    fn pool(&self, address: u64) -> Option<PoolId> {
+        let (_, (end, id)) = self.0.range(..=address).next_back()?;
+        (address < *end).then_some(*id)
+    }
+}
+
 /// Bytes of a segment that PyTorch's cache release unmaps or frees: the segment if it has no blocks; of an expandable segment the
 /// whole pages of each free block.
 fn releasable(memory: &Memory, start: u64, segment: &Segment, inside: &Contents) -> u64 {
@@ -138,8 +167,8 @@ fn releasable(memory: &Memory, start: u64, segment: &Segment, inside: &Contents)
 
 /// The breakdown's parts: requested bytes, and the five parts between requested and reserved.
 ///
-/// `refused`: memory ran out, and whether the recording shows private pools.
-fn parts(ledger: &Ledger, one_stream: bool, refused: Option<bool>) -> Vec<Part> {
+/// `private_soft`: the bytes of `soft` in private pools. `refused`: memory ran out, and whether the recording shows private pools.
+fn parts(ledger: &Ledger, one_stream: bool, private_soft: u64, refused: Option<bool>) -> Vec<Part> {
     let Ledger { reserved, requested, internal, soft, hard, stream, pending, .. } = *ledger;
     let part = |name, bytes, text: &str| {
         // CAST: shares for display.
@@ -158,6 +187,12 @@ fn parts(ledger: &Ledger, one_stream: bool, refused: Option<bool>) -> Vec<Part> 
         Some(false) => "free segments and whole free pages that the failed request did not release",
         None => "free segments and whole free pages; empty_cache or a retry releases them",
     };
+    let free = match private_soft {
+        bytes if bytes > 0 && refused.is_none() => {
+            format!("{free}, except {} in private pools (CUDA graphs, MemPools) while these exist", Bytes(bytes))
+        }
+        _ => free.to_owned(),
+    };
     vec![
         part("requested", requested, "requested by the program in live blocks"),
         part(
@@ -165,7 +200,7 @@ fn parts(ledger: &Ledger, one_stream: bool, refused: Option<bool>) -> Vec<Part> 
             internal,
             "lost inside live blocks: requests are rounded up, and small remainders are not split off",
         ),
-        part("soft", soft, free),
+        part("soft", soft, &free),
         part("hard", hard, "free blocks in segments with active blocks; releasable only if expandable"),
         part("stream", stream, "free blocks in other streams' segments; not available to this stream"),
         part("pending", pending, waits),

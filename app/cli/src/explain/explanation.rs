@@ -30,6 +30,9 @@ pub(crate) struct Explanation {
     pub(crate) segments_before: u64,
     /// The memory limit: `--limit`, or the recorded one.
     pub(crate) limit_bytes: Option<u64>,
+    /// Whether the recording has expandable segments.
+    #[serde(skip)]
+    pub(crate) expandable: bool,
     /// The moment of peak active memory.
     pub(crate) peak_active: Moment,
     /// The moment of peak reserved memory; if reserved stayed at its peak, the moment with the most active memory.
@@ -260,6 +263,9 @@ pub(crate) struct StreamUse {
     pub(crate) stream: u64,
     /// `small` or `large`.
     pub(crate) pool: &'static str,
+    /// The private pool (CUDA graph, MemPool), such as `0.1`; `null` for the default pool, and for segments that the final snapshot
+    /// does not contain.
+    pub(crate) private_pool: Option<String>,
     pub(crate) segments: u64,
     pub(crate) reserved_bytes: u64,
     /// In active blocks; includes pending frees.

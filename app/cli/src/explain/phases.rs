@@ -19,7 +19,7 @@ const PAUSE_SHARE: u64 = 20;
 const LEAST_PAUSE_NS: u64 = 100_000_000;
 /// Peaks that differ by less than one part in this many count as equal.
 const SAME: u64 = 200;
-/// PyTorch annotates each optimizer step under names that begin so; they do not name a phase of the program.
+/// PyTorch annotates calls of optimizers under names that begin so; these are not phases of the program.
 const TORCH_ANNOTATIONS: &str = "Optimizer.";
 
 /// A phase of a program.
@@ -87,7 +87,7 @@ pub(crate) fn sentence(phases: &[Phase]) -> Option<String> {
 struct Part {
     name: Option<String>,
     from: usize,
-    /// Whether an annotation of the program covers it.
+    /// Whether an annotation covers it.
     annotated: bool,
 }
 
@@ -190,8 +190,7 @@ fn merge(parts: Vec<Measured>) -> Vec<Phase> {
 /// Extends a part by a neighbour.
 fn absorb(part: &mut Measured, Measured { phase: other, annotated, busiest }: Measured) {
     let phase = &mut part.phase;
-    let between = |a: Option<u64>, b: Option<u64>| a.zip(b).map(|(a, b)| a + b);
-    phase.time_ns = between(phase.time_ns, other.time_ns);
+    phase.time_ns = phase.time_ns.zip(other.time_ns).map(|(time, other)| time + other);
     phase.first_event = phase.first_event.min(other.first_event);
     phase.last_event = phase.last_event.max(other.last_event);
     phase.peak_reserved_bytes = phase.peak_reserved_bytes.max(other.peak_reserved_bytes);
@@ -206,7 +205,7 @@ fn annotated_parts(recording: &Recording) -> Vec<Part> {
     let mut parts = vec![Part::around("the beginning".to_owned(), 0)];
     let mut until = 0;
     let mut last_name: Option<String> = None;
-    for (name, start_ns, end_ns) in recording.outermost() {
+    for (name, start_ns, end_ns) in recording.outermost().filter(|(name, ..)| !name.starts_with(TORCH_ANNOTATIONS)) {
         let from = recording.events.at_time(start_ns);
         if from > until
             && let Some(last) = &last_name
@@ -215,9 +214,8 @@ fn annotated_parts(recording: &Recording) -> Vec<Part> {
         }
         until = end_ns.map_or(recording.events.len(), |end| recording.events.at_time(end));
         if until > from {
-            let annotated = !name.starts_with(TORCH_ANNOTATIONS);
             parts.retain(|part| part.from < from);
-            parts.push(Part { name: Some(name.to_owned()), from, annotated });
+            parts.push(Part { name: Some(name.to_owned()), from, annotated: true });
             last_name = Some(name.to_owned());
         }
     }

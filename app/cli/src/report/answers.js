@@ -215,7 +215,7 @@ const drawBreakdown = (title, parent, explanation, when) => {
   if (breakdown.streams.length > 1) {
     const most = Math.max(...breakdown.streams.map((row) => row.reserved_bytes));
     table(parent, ["stream, pool", "segments", "reserved", "", "active", "pending", "free", "partly used", "largest free block"], breakdown.streams.map((row) => [
-      (row.stream < 65536 ? row.stream : formatAddress(row.stream)) + ", " + row.pool, formatCount(row.segments), formatBytes(row.reserved_bytes), bar(row.reserved_bytes, most),
+      (row.stream < 65536 ? row.stream : formatAddress(row.stream)) + ", " + row.pool + (row.private_pool ? ", private " + row.private_pool : ""), formatCount(row.segments), formatBytes(row.reserved_bytes), bar(row.reserved_bytes, most),
       ...[row.active_bytes, row.pending_bytes, row.soft_bytes, row.hard_bytes, row.largest_hole_bytes].map(formatBytes)]));
   }
   listed(parent, explanation.sentences.streams);

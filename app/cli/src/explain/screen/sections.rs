@@ -11,13 +11,14 @@ use terminal::{Column, Page, duration};
 /// The reason for a refused request; a second sentence where a setting removes it.
 pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> {
     let moment = &last.moment;
+    let two_places = two_places(explanation, last);
+    let cause = if two_places.is_some() { "neither place alone was enough" } else { last.cause.words() };
     let mut out = format!(
-        "{} reserved, {} active; {} free in its stream and pool, largest free block {}: {}",
+        "{} reserved, {} active; {} free in its stream and pool, largest free block {}: {cause}",
         size(moment.reserved_bytes),
         size(moment.active_bytes),
         size(last.free_bytes),
         size(moment.largest_hole_bytes),
-        last.cause.words()
     );
     match (explanation.limit_bytes, last.device_free_bytes) {
         (Some(limit), _) => {
@@ -36,7 +37,7 @@ pub(super) fn refusal(explanation: &Explanation, last: &Refused) -> Vec<String> 
     if explanation.refused > 1 {
         out += &format!("; {} before it", counted(explanation.refused - 1, "refused request"));
     }
-    std::iter::once(out).chain(two_places(explanation, last)).collect()
+    std::iter::once(out).chain(two_places).collect()
 }
 
 /// A refused request for which enough memory was free in total, but neither in segments nor on the GPU alone.
@@ -46,8 +47,9 @@ fn two_places(explanation: &Explanation, last: &Refused) -> Option<String> {
     let (cached, asked) = (last.free_bytes, last.asked_bytes);
     let split = cached < asked && unreserved < asked && cached.saturating_add(unreserved) >= asked;
     split.then(|| {
+        let fix = if explanation.expandable { "" } else { "; expandable_segments:True can combine them" };
         format!(
-            "{} were free, in two places: {} in segments, {} on the GPU; expandable_segments:True can combine them",
+            "{} were free, in two places: {} in segments, {} on the GPU{fix}",
             size(cached + unreserved),
             size(cached),
             size(unreserved)
@@ -109,7 +111,7 @@ pub(super) fn breakdown(explanation: &Explanation, args: &ExplainArgs, page: &mu
         let rows = breakdown.streams.iter().take(usize::from(args.top).max(4)).map(|row| {
             [
                 format!("{:#x}", row.stream),
-                row.pool.to_owned(),
+                row.private_pool.as_ref().map_or(row.pool.to_owned(), |id| format!("{}, private {id}", row.pool)),
                 size(row.reserved_bytes),
                 size(row.active_bytes),
                 size(row.pending_bytes),
