@@ -512,9 +512,9 @@ fn commands_of_the_python_package_are_passed_on() {
         process.args(["steps", "runs/a", "--json"]).current_dir(place.at(".")).env("PATH", path);
         Ran::of(process.output().unwrap())
     };
-    run(false).refused(2, &["steps: the analysis package has this command", "pip install ./analysis"]);
-    let output = run(true);
-    assert_eq!((output.code, output.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{output:?}");
+    run(false).refused(2, &["steps: needs the analysis package", "pip install ./analysis"]);
+    let ran = run(true);
+    assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
     let help = place.run(&["--help"]).ok().stdout;
     assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
 }
