@@ -37,9 +37,10 @@
 //!
 //! | feature | CUDA |
 //! |---|---|
-//! | `cuda-12030`, `cuda-12040`, `cuda-12050`, `cuda-12060`, `cuda-12080`, `cuda-12090` | 12.3 to 12.9 |
-//! | `cuda-13000`, `cuda-13010`, `cuda-13020`, `cuda-13030`, `cuda-13040` | 13.0 to 13.4 |
-//! | `cuda-version-from-build-system` | the version that `nvcc --version` prints |
+//! | `cuda-12060`, `cuda-12080`, `cuda-12090` | 12.6, 12.8, 12.9 |
+//! | `cuda-13000`, `cuda-13010` | 13.0, 13.1 |
+//!
+//! A newer driver serves programs of an older version.
 //!
 //! ```toml
 //! [dependencies]

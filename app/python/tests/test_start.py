@@ -291,7 +291,7 @@ def installed(folder: Path, *, package: bool = True, pth: bool = True) -> Path:
 
 
 def loaded(site: Path, **variables: str) -> tuple[str, str]:
-    """The modules and finders of vramlab in a process that reads the .pth files of a folder, and what it prints to stderr."""
+    """The modules and finders of vramlab in a process that reads the .pth files of a folder, and its stderr."""
     script = f"""
 import site, sys
 before = list(sys.meta_path)
