@@ -44,7 +44,7 @@ fn recorded(about: About, served: Served, addr: u64, start_ns: u64, blocked_ns: 
 /// Makes a call that the driver serves, again after the allocators gave memory back where it was refused for want of memory. `addr`
 /// reads the address that it wrote.
 fn pass_timed(about: About, mut pass: impl FnMut() -> i32, addr: impl FnOnce() -> u64) -> i32 {
-    let start = record::now();
+    let start = record::start();
     let mut code = pass();
     if code == serve::OUT_OF_MEMORY && serve::trim_all() {
         code = pass();

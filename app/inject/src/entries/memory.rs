@@ -32,7 +32,7 @@ pub(super) fn driver_gone(addr: u64) -> Option<(Call, u64)> {
 /// # Safety
 /// `out` is null or may be written.
 unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMut() -> i32) -> i32 {
-    let start = record::now();
+    let start = record::start();
     let serves = may_serve && !out.is_null() && about.bytes > 0 && !streams::is_capturing();
     let served = if serves { serve::current() } else { None };
     let Some(served) = served else {
@@ -67,7 +67,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
 /// # Safety
 /// As of `cuMemAlloc`.
 unsafe fn segment_alloc(out: *mut u64, bytes: usize) -> i32 {
-    let start = record::now();
+    let start = record::start();
     let code = real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
     record::driver_call(start);
     if code == SUCCESS && !out.is_null() {
@@ -80,7 +80,7 @@ unsafe fn segment_alloc(out: *mut u64, bytes: usize) -> i32 {
 
 fn segment_free(addr: u64) -> i32 {
     let bytes = serve::segment_gone(addr);
-    let start = record::now();
+    let start = record::start();
     let code = real!(cuMemFree_v2(addr => u64));
     record::driver_call(start);
     match bytes {
@@ -158,13 +158,15 @@ pub(crate) extern "C" fn cuMemFree_v2(addr: u64) -> i32 {
 }
 
 fn free(addr: u64) -> i32 {
-    let start = record::now();
+    let start = record::start();
     if let Some(held) = serve::take(addr) {
         let about = About { call: Call::Free, bytes: held.bytes, stream: held.handle };
         let place = record::place();
         let served = held.served;
         let blocked = served.free(held);
-        place.fill(recorded(about, Served::Allocator, addr, start, blocked, SUCCESS));
+        if record::is_on() {
+            place.fill(recorded(about, Served::Allocator, addr, start, blocked, SUCCESS));
+        }
         return SUCCESS;
     }
     // A second free, or one inside an allocation: the driver would take a whole segment for the program's.
@@ -255,7 +257,7 @@ macro_rules! allocate_from_pool {
             let pass = || real!($name(out => *mut u64, bytes => usize, pool => u64, stream => u64));
             let about = About { call: Call::FromPool, bytes: bytes as u64, stream };
             let from_allocator = || {
-                let start = record::now();
+                let start = record::start();
                 let code = pass();
                 record::driver_call(start);
                 code
@@ -271,7 +273,7 @@ allocate_from_pool!(cuMemAllocFromPoolAsync_ptsz, true);
 
 /// Frees in the order of a stream.
 fn free_async(addr: u64, stream: u64, per_thread: bool, pass: impl FnOnce() -> i32) -> i32 {
-    let start = record::now();
+    let start = record::start();
     let own = is_per_thread(stream, per_thread);
     if stream > streams::LEGACY || own {
         streams::become_multi();

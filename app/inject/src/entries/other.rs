@@ -12,7 +12,7 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
     if !record::is_on() {
         return pass();
     }
-    let start = record::now();
+    let start = record::start();
     let place = record::place();
     let code = pass();
     place.fill(recorded(About::new(call, bytes), Served::Driver, addr, start, 0, code));
@@ -21,7 +21,7 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
 
 /// Counts a call that an allocator makes for memory.
 fn counted(pass: impl FnOnce() -> i32) -> i32 {
-    let start = record::now();
+    let start = record::start();
     let code = pass();
     record::driver_call(start);
     code
