@@ -110,7 +110,6 @@ fn open() -> Option<&'static Map> {
 }
 
 fn make(path: &std::path::Path) -> std::io::Result<Map> {
-    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the structure is live. A file above the limit would end the program by a signal.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
@@ -119,6 +118,7 @@ fn make(path: &std::path::Path) -> std::io::Result<Map> {
     if most == 0 {
         return Err(std::io::Error::other("the limit on file sizes (ulimit -f) leaves no room"));
     }
+    let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(path)?;
     let bytes = HEADER as u64 + most * RECORD;
     file.set_len(bytes)?;
     make_room(&file, 0, HEADER as u64)?;

@@ -5,8 +5,9 @@
 
 mod held;
 mod pending;
+mod segments;
 
-pub(crate) use held::{Held, holder, owns, range_of, segment_gone, segment_made, take};
+pub(crate) use held::{Held, holder, owns, range_of, take};
 
 use crate::real::real;
 use crate::settings::{self, Free};
@@ -15,10 +16,11 @@ use pending::{Item, Pending};
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use vramlab_device::{CudaDriver, Driver, StreamId};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
+use vramlab_device::{CudaDriver, Driver, HookedDriver, StreamId};
 use vramlab_policies::{AllocError, DeviceAllocator, Request};
 
 /// The driver's codes.
@@ -79,7 +81,7 @@ pub(crate) fn device() -> i32 {
 pub(crate) fn current() -> Option<&'static Served> {
     settings::get().alloc.as_ref()?;
     let context = context();
-    if context == 0 {
+    if context == 0 || BROKEN.load(Acquire) {
         return None;
     }
     let epoch = EPOCH.load(Acquire);
@@ -91,7 +93,7 @@ pub(crate) fn current() -> Option<&'static Served> {
     let mut contexts = lock(&CONTEXTS);
     let known = contexts.iter().find(|(one, _)| *one == context).map(|(_, served)| *served);
     let served = known.unwrap_or_else(|| {
-        let served = open(context).unwrap_or_else(|why| {
+        let served = whole(|| open(context)).unwrap_or(Ok(None)).unwrap_or_else(|why| {
             settings::say(&format!("memory stays the driver's: {why}"));
             None
         });
@@ -100,6 +102,30 @@ pub(crate) fn current() -> Option<&'static Served> {
     });
     let _ = LAST.try_with(|last| last.set((context, epoch, served)));
     served
+}
+
+/// Whether the allocator had a fault, so that the driver serves from then on. What it has served can be freed.
+static BROKEN: AtomicBool = AtomicBool::new(false);
+
+/// Makes a call of an allocator. `None` after a panic, which is said once.
+fn whole<T>(call: impl FnOnce() -> T) -> Option<T> {
+    static QUIET: Once = Once::new();
+    // Only this library's panics come here, not the program's.
+    QUIET.call_once(|| std::panic::set_hook(Box::new(|_| ())));
+    let done = catch_unwind(AssertUnwindSafe(call));
+    let text = |fault: Box<dyn std::any::Any + Send>| match fault.downcast::<String>() {
+        Ok(text) => *text,
+        Err(fault) => fault.downcast::<&str>().map_or_else(|_| "a panic".to_owned(), |text| (*text).to_owned()),
+    };
+    done.map_err(|fault| {
+        if !BROKEN.swap(true, AcqRel) {
+            settings::say(&format!(
+                "memory stays the driver's from here on, because the allocator failed: {}",
+                text(fault)
+            ));
+        }
+    })
+    .ok()
 }
 
 /// An allocator for the current context, if that is the primary one of its device.
@@ -124,6 +150,7 @@ fn open(context: u64) -> Result<Option<&'static Served>, String> {
     // object is never dropped.
     release();
     let driver = opened.inspect(|_| _ = release())?;
+    let driver = HookedDriver::with_hook(Arc::new(driver) as Arc<dyn Driver>, segments::Watch);
     let driver: Arc<dyn Driver> = Arc::new(driver);
     // SAFETY: the legacy stream lives as long as its context.
     let legacy = unsafe { driver.stream_adopt(LEGACY_ID) }.map_err(|error| error.to_string())?;
@@ -206,8 +233,13 @@ impl Served {
         Ok(adopted)
     }
 
-    /// Memory for the program, on the stream `handle`, or for all streams where that is the legacy one.
-    pub(crate) fn allocate(&'static self, bytes: u64, handle: u64) -> Result<u64, i32> {
+    /// Memory for the program, on the stream `handle`, or for all streams where that is the legacy one; else the driver's code. `None`
+    /// after a fault of the allocator.
+    pub(crate) fn allocate(&'static self, bytes: u64, handle: u64) -> Option<Result<u64, i32>> {
+        whole(|| self.allocate_unguarded(bytes, handle))
+    }
+
+    fn allocate_unguarded(&'static self, bytes: u64, handle: u64) -> Result<u64, i32> {
         if self.waiting.load(Acquire) > 0 {
             self.collect(false);
         }

@@ -154,7 +154,7 @@ fn every_way_in_is_served_by_the_allocator() {
 #[ignore = "needs a C compiler"]
 fn every_allocator_serves() {
     let (built, folder) = (Built::get(), tempfile::tempdir().unwrap());
-    // Those that need virtual memory management or a plan find none here, and leave memory to the driver.
+    // Those that need virtual memory management, pools or a plan find none here, and leave memory to the driver.
     for backend in vramlab_policies::backends::all() {
         equal(&mut built.with("address2", "loop", Some(backend.name), folder.path()));
         equal(&mut built.with("address2", "streams", Some(backend.name), folder.path()));

@@ -1,20 +1,21 @@
 //! The memory calls of a run's processes at the driver's boundary: what they cost, and a history of each GPU's memory.
 
-use super::folder::Folder;
+use super::folder::{Folder, create_private};
 use crate::words::counted;
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::{BufReader, Write};
 use std::path::{Path, PathBuf};
 use terminal::duration;
 use vramlab::Bytes;
 use vramlab::histories::calls::{Call, CallRecord, Calls, Counter, Served};
+use vramlab::output::{Existing, OutputFile};
 
 /// Calls of one kind.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(super) struct Kind {
+pub(super) struct CallCost {
     pub(super) call: &'static str,
     pub(super) count: u64,
     /// Those that did not succeed.
@@ -33,7 +34,7 @@ pub(super) struct Kind {
 pub(super) struct CudaProcess {
     pub(super) pid: u32,
     /// In the order of their time.
-    pub(super) calls: Vec<Kind>,
+    pub(super) calls: Vec<CallCost>,
     pub(super) count: u64,
     pub(super) total_ns: u64,
     pub(super) blocked_ns: u64,
@@ -98,9 +99,10 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
     if calls.records.is_empty() {
         return Ok(None);
     }
-    let mut kinds: BTreeMap<Call, Kind> = BTreeMap::new();
+    let mut kinds: BTreeMap<Call, CallCost> = BTreeMap::new();
     for record in &calls.records {
-        let kind = kinds.entry(record.call).or_insert_with(|| Kind { call: record.call.name(), ..Kind::default() });
+        let kind =
+            kinds.entry(record.call).or_insert_with(|| CallCost { call: record.call.name(), ..CallCost::default() });
         kind.count += 1;
         kind.failed += u64::from(record.code != 0);
         kind.served += u64::from(record.served == Served::Allocator);
@@ -108,9 +110,9 @@ fn process(path: &Path, folder: &Folder) -> Result<Option<CudaProcess>> {
         kind.total_ns += record.total_ns;
         kind.blocked_ns += record.blocked_ns;
     }
-    let mut kinds: Vec<Kind> = kinds.into_values().collect();
+    let mut kinds: Vec<CallCost> = kinds.into_values().collect();
     kinds.sort_by_key(|kind| std::cmp::Reverse(kind.total_ns));
-    let sum = |of: fn(&Kind) -> u64| kinds.iter().map(of).sum();
+    let sum = |of: fn(&CallCost) -> u64| kinds.iter().map(of).sum();
     let first = calls.records.iter().map(|record| record.start_ns).min().unwrap_or(0);
     let last = calls.records.iter().map(|record| record.start_ns + record.total_ns).max().unwrap_or(0);
     let threads: std::collections::BTreeSet<u32> = calls.records.iter().map(|record| record.thread).collect();
@@ -169,7 +171,7 @@ impl Memory {
     /// Writes a history for each GPU.
     fn write(calls: &Calls, folder: &Folder) -> Result<Self> {
         let mut out = Self::default();
-        let mut files: BTreeMap<u8, (PathBuf, BufWriter<File>)> = BTreeMap::new();
+        let mut files: BTreeMap<u8, (PathBuf, OutputFile)> = BTreeMap::new();
         let mut time = 0;
         for record in &calls.records {
             let Some((action, size)) = out.apply(record) else { continue };
@@ -178,8 +180,7 @@ impl Memory {
                 std::collections::btree_map::Entry::Vacant(entry) => {
                     let name = format!("calls-{}-gpu{}.jsonl", calls.pid, record.device);
                     let path = folder.path.join(&name);
-                    let file = File::create(&path).with_context(|| path.display().to_string())?;
-                    entry.insert((folder.shown.join(name), BufWriter::new(file)))
+                    entry.insert((folder.shown.join(name), create_private(&path, Existing::Replace)?))
                 }
             };
             // Threads take their places in the record in another order than their calls began.
@@ -198,8 +199,8 @@ impl Memory {
             serde_json::to_writer(&mut *file, &line).with_context(|| path.display().to_string())?;
             file.write_all(b"\n").with_context(|| path.display().to_string())?;
         }
-        for (path, mut file) in files.into_values() {
-            file.flush().with_context(|| path.display().to_string())?;
+        for (path, file) in files.into_values() {
+            file.finish()?;
             out.files.push(path);
         }
         Ok(out)
@@ -263,9 +264,12 @@ impl CudaProcess {
         let streams = if self.threads > 1 { format!(", {} threads", self.threads) } else { String::new() };
         let mut memory = format!("         {} requested at most{streams}", Bytes(self.peak_bytes));
         if let Some(allocator) = &self.allocator {
+            // A pool of the driver does not say.
+            if allocator.reserved_peak_bytes > 0 {
+                memory += &format!("; the allocator reserved {} at most", Bytes(allocator.reserved_peak_bytes));
+            }
             memory += &format!(
-                "; the allocator reserved {} at most, in {} of {}",
-                Bytes(allocator.reserved_peak_bytes),
+                "; the allocator made {} in {}",
                 counted(allocator.driver_calls, "driver call"),
                 time(allocator.driver_ns)
             );

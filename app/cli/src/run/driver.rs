@@ -1,16 +1,17 @@
 //! The library that is put between a program and CUDA's driver (`app/inject`): where it is, and the environment that it needs.
 
-use super::folder::Folder;
+use super::folder::{Folder, create_private};
 use super::launch::{Launch, package};
 use super::report_problem;
 use super::unversioned;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use clap::ValueEnum;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use terminal::RuntimeFailure;
 use vramlab::device::libcuda;
+use vramlab::output::Existing;
 
 /// Name of the library's file.
 const FILE: &str = "libvramlab_inject.so";
@@ -75,7 +76,7 @@ impl AtDriver {
     /// The command's file cannot be started with it, or a file of the run cannot be written.
     pub(super) fn prepare(&self, command: &mut Command, launch: &Launch<'_>, folder: &Folder) -> Result<()> {
         let unversioned = folder.path.join("libcuda.so");
-        std::fs::write(&unversioned, unversioned::library()).with_context(|| unversioned.display().to_string())?;
+        create_private(&unversioned, Existing::Replace)?.fill(unversioned::library())?;
         let theirs = std::env::var_os("LD_PRELOAD").unwrap_or_default();
         for other in OTHERS.iter().filter(|name| theirs.to_string_lossy().contains(*name)) {
             report_problem(format_args!(

@@ -4,13 +4,13 @@ use super::calls::CudaProcess;
 use super::folder::Folder;
 use super::launch::Launch;
 use super::processes::Process;
-use super::{Started, advice_for};
+use super::{Started, advice_for, replay};
 use crate::advise::First;
 use crate::words::counted;
 use serde::Serialize;
 use std::path::PathBuf;
 use terminal::{command, duration, quoted};
-use vramlab::Bytes;
+use vramlab::{Bytes, Selection};
 
 /// Processes that get a line of their own.
 const LINES: usize = 4;
@@ -45,6 +45,8 @@ pub(super) struct Summary {
     cuda: Vec<CudaProcess>,
     /// Why nothing is known from there.
     cuda_missing: Option<String>,
+    /// What the first of them would have needed under the allocator that is suggested.
+    cuda_under: Option<UnderAllocator>,
     /// Why the devices' own figures are missing.
     device_missing: Option<String>,
     /// Most bytes used on a GPU by all processes, as the driver counts them.
@@ -59,6 +61,25 @@ pub(super) struct Summary {
     folder: PathBuf,
     #[serde(skip)]
     folder_removed: bool,
+}
+
+/// A history replayed under an allocator.
+#[derive(Debug, Serialize)]
+struct UnderAllocator {
+    allocator: &'static str,
+    driver_calls: u64,
+    reserved_bytes: u64,
+}
+
+impl UnderAllocator {
+    /// The history of the process that spent most time in memory calls, under the allocator that commands use by default.
+    fn of(launch: &Launch<'_>, folder: &Folder, calls: &[CudaProcess]) -> Option<Self> {
+        let backend = vramlab::backends::find("caching").ok()?;
+        let history = calls.first()?.histories.first()?.file_name()?;
+        let replayed = replay(&folder.path.join(history), launch.limit, Some(&Selection::of(backend))).ok()??;
+        let (driver_calls, reserved_bytes) = (replayed.driver_calls, replayed.reserved_bytes);
+        Some(Self { allocator: backend.name, driver_calls, reserved_bytes })
+    }
 }
 
 /// Looks at what a run left.
@@ -83,6 +104,8 @@ pub(super) fn of(told: &Told<'_>) -> Summary {
             Err(error) => no_advice = Some(error),
         },
     }
+    let calls = started.calls.as_deref().unwrap_or_default();
+    let cuda_under = (*advise && launch.alloc.is_none()).then(|| UnderAllocator::of(launch, folder, calls)).flatten();
     Summary {
         command: launch.shown(),
         exit_code: started.status.code(),
@@ -96,6 +119,7 @@ pub(super) fn of(told: &Told<'_>) -> Summary {
         processes: started.processes.clone(),
         cuda: started.calls.clone().unwrap_or_default(),
         cuda_missing: started.calls.clone().err(),
+        cuda_under,
         device_missing: started.device.missing.clone(),
         device_peak_bytes: started.device.peak(&started.processes),
         worst: worst.and_then(|process| Some(folder.shown.join(&process.best()?.file))),
@@ -180,6 +204,10 @@ impl Summary {
         let Some(history) = first.histories.first() else { return out };
         let history = quoted(&history.to_string_lossy());
         out.push(format!("files    {} in {}", counted(1, "record"), self.folder.display()));
+        if let Some(UnderAllocator { allocator, driver_calls, reserved_bytes }) = &self.cuda_under {
+            let calls = counted(*driver_calls, "driver call");
+            out.push(format!("replay   under {allocator}: {calls}, {} reserved at most", Bytes(*reserved_bytes)));
+        }
         let next = match &self.allocator {
             None => format!("run --alloc caching -- {}", self.command),
             Some(_) => format!("replay {history}"),

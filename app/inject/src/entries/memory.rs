@@ -35,6 +35,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
     let start = record::start();
     let serves = may_serve && !out.is_null() && about.bytes > 0 && !streams::is_capturing();
     let served = if serves { serve::current() } else { None };
+    let served = served.and_then(|served| served.allocate(about.bytes, about.stream));
     let Some(served) = served else {
         if settings::get().alloc.is_some() {
             record::count(Counter::Passed, 1);
@@ -47,7 +48,7 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
         });
         return code;
     };
-    let (addr, code) = match served.allocate(about.bytes, about.stream) {
+    let (addr, code) = match served {
         Ok(addr) => {
             // SAFETY: not null, and the caller says that it may be written.
             unsafe { *out = addr };
@@ -62,45 +63,13 @@ unsafe fn allocate(about: About, out: *mut u64, may_serve: bool, pass: impl FnMu
     code
 }
 
-/// A segment that an allocator takes.
-///
-/// # Safety
-/// As of `cuMemAlloc`.
-unsafe fn segment_alloc(out: *mut u64, bytes: usize) -> i32 {
-    let start = record::start();
-    let code = real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
-    record::driver_call(start);
-    if code == SUCCESS && !out.is_null() {
-        // SAFETY: the driver has written it.
-        serve::segment_made(unsafe { *out }, bytes as u64);
-        record::reserve(bytes as u64, 0);
-    }
-    code
-}
-
-fn segment_free(addr: u64) -> i32 {
-    let bytes = serve::segment_gone(addr);
-    let start = record::start();
-    let code = real!(cuMemFree_v2(addr => u64));
-    record::driver_call(start);
-    match bytes {
-        Some(bytes) if code == SUCCESS => record::reserve(0, bytes),
-        Some(bytes) => serve::segment_made(addr, bytes),
-        None => {}
-    }
-    code
-}
-
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemAlloc_v2(out: *mut u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemAlloc_v2(out => *mut u64, bytes => usize));
     // SAFETY: the caller's promise.
-    call(
-        || unsafe { segment_alloc(out, bytes) },
-        || unsafe { allocate(About::new(Call::Alloc, bytes as u64), out, true, pass) },
-    )
+    call(pass, || unsafe { allocate(About::new(Call::Alloc, bytes as u64), out, true, pass) })
 }
 
 /// Rows begin at multiples of this, so that textures can be bound to them.
@@ -154,7 +123,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocManaged(out: *mut u64, bytes: usize, f
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemFree_v2(addr: u64) -> i32 {
-    call(|| segment_free(addr), || free(addr))
+    call(|| real!(cuMemFree_v2(addr => u64)), || free(addr))
 }
 
 fn free(addr: u64) -> i32 {
@@ -256,14 +225,8 @@ macro_rules! allocate_from_pool {
         pub(crate) unsafe extern "C" fn $name(out: *mut u64, bytes: usize, pool: u64, stream: u64) -> i32 {
             let pass = || real!($name(out => *mut u64, bytes => usize, pool => u64, stream => u64));
             let about = About { call: Call::FromPool, bytes: bytes as u64, stream };
-            let from_allocator = || {
-                let start = record::start();
-                let code = pass();
-                record::driver_call(start);
-                code
-            };
             // SAFETY: the caller's promise.
-            call(from_allocator, || unsafe { allocate_async(about, out, $per_thread, Some(pool), pass) })
+            call(pass, || unsafe { allocate_async(about, out, $per_thread, Some(pool), pass) })
         }
     };
 }

@@ -19,14 +19,6 @@ fn give_back(call: Call, addr: u64, bytes: u64, pass: impl FnOnce() -> i32) -> i
     code
 }
 
-/// Counts a call that an allocator makes for memory.
-fn counted(pass: impl FnOnce() -> i32) -> i32 {
-    let start = record::start();
-    let code = pass();
-    record::driver_call(start);
-    code
-}
-
 /// # Safety
 /// As of the driver's function.
 #[unsafe(no_mangle)]
@@ -75,25 +67,25 @@ pub(crate) unsafe extern "C" fn cuMemCreate(out: *mut u64, bytes: usize, propert
     let pass = || real!(cuMemCreate(out => *mut u64, bytes => usize, properties => *const c_void, flags => u64));
     // SAFETY: the driver has written it.
     let handle = || unsafe { *out };
-    call(|| counted(pass), || pass_timed(About::new(Call::Create, bytes as u64), pass, handle))
+    call(pass, || pass_timed(About::new(Call::Create, bytes as u64), pass, handle))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemRelease(handle: u64) -> i32 {
     let pass = || real!(cuMemRelease(handle => u64));
-    call(|| counted(pass), || give_back(Call::Release, handle, 0, pass))
+    call(pass, || give_back(Call::Release, handle, 0, pass))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemMap(addr: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> i32 {
     let pass = || real!(cuMemMap(addr => u64, bytes => usize, offset => usize, handle => u64, flags => u64));
-    call(|| counted(pass), || pass_timed(About::new(Call::Map, bytes as u64), pass, || addr))
+    call(pass, || pass_timed(About::new(Call::Map, bytes as u64), pass, || addr))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn cuMemUnmap(addr: u64, bytes: usize) -> i32 {
     let pass = || real!(cuMemUnmap(addr => u64, bytes => usize));
-    call(|| counted(pass), || give_back(Call::Unmap, addr, bytes as u64, pass))
+    call(pass, || give_back(Call::Unmap, addr, bytes as u64, pass))
 }
 
 macro_rules! array_create {

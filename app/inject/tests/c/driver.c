@@ -58,7 +58,7 @@ SHOWN R cuDeviceGetCount(int* n) { if (!started) return NOT_INITIALIZED; *n = 2;
 SHOWN R cuDeviceGet(int* d, int n) { if (!started) return NOT_INITIALIZED; *d = n; return n < 2 ? OK : 101; }
 SHOWN R cuDeviceGetName(char* s, int n, int d) { (void)d; snprintf(s, n, "no GPU"); return OK; }
 SHOWN R cuDeviceTotalMem_v2(size_t* b, int d) { (void)d; *b = TOTAL; return OK; }
-SHOWN R cuDeviceGetAttribute(int* v, int a, int d) { (void)d; *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : a == 102 || a == 115 ? 1 : 0; return OK; }
+SHOWN R cuDeviceGetAttribute(int* v, int a, int d) { (void)d; *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 132 : 0; return OK; }
 SHOWN R cuDevicePrimaryCtxRetain(uintptr_t* c, int d) { CALLED; retained[d]++; *c = 0x1000 * (d + 1); return OK; }
 SHOWN R cuDevicePrimaryCtxRelease_v2(int d) { CALLED; if (retained[d] > 0) retained[d]--; return OK; }
 SHOWN R cuDevicePrimaryCtxGetState(int d, unsigned* f, int* a) { *f = 0; *a = retained[d] > 0; return OK; }
