@@ -31,7 +31,7 @@ class CargoHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def dependencies(self) -> list[str]:
         """What this build needs beside what every one needs."""
-        return ["cargo-zigbuild>=0.20", "ziglang>=0.13,<0.16"] if os.environ.get("VRAMLAB_GLIBC") else []
+        return ["cargo-zigbuild>=0.20", "ziglang>=0.15,<0.16"] if os.environ.get("VRAMLAB_GLIBC") else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Is called before the files of the wheel are gathered."""
