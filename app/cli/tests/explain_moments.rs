@@ -175,27 +175,27 @@ fn a_short_part_between_pauses_is_kept_if_it_has_the_peak() {
     assert_eq!(peaks, [45, 4000]);
 }
 
-/// A request of 10 MiB that is refused with 8 MiB free in a segment, and these bytes free on the GPU.
+/// A request of 200 MiB that is refused with 160 MiB free in a segment, and these bytes free on the GPU.
 fn refused(device_free: u64) -> Story {
     let mut story = Story::default();
-    story.segment(0, 11 * MIB, 0);
-    story.alloc(0, 11 * MIB, 0, json!([script(1, "main")]));
-    story.free(0, 11 * MIB, 0);
-    story.alloc(0, 3 * MIB, 0, json!([script(2, "main")]));
-    story.event("oom", device_free, 10 * MIB, 0, json!([script(3, "main")]));
+    story.segment(0, 220 * MIB, 0);
+    story.alloc(0, 220 * MIB, 0, json!([script(1, "main")]));
+    story.free(0, 220 * MIB, 0);
+    story.alloc(0, 60 * MIB, 0, json!([script(2, "main")]));
+    story.event("oom", device_free, 200 * MIB, 0, json!([script(3, "main")]));
     story
 }
 
 #[test]
 fn memory_free_in_two_places_is_reported_with_a_setting() {
-    let text = screen(&refused(8 * MIB));
-    assert!(text.contains("16 MiB were free, in two places: 8 MiB in segments, 8 MiB on the GPU"), "{text}");
+    let text = screen(&refused(160 * MIB));
+    assert!(text.contains("320 MiB were free, in two places: 160 MiB in segments, 160 MiB on the GPU"), "{text}");
     assert!(text.contains("neither place alone") && text.contains("expandable_segments:True"), "{text}");
-    let mut expandable = refused(8 * MIB);
+    let mut expandable = refused(160 * MIB);
     expandable.events[0]["action"] = json!("segment_map");
     let text = screen(&expandable);
     assert!(text.contains("in two places") && !text.contains("expandable_segments:True"), "{text}");
-    for free in [MIB, 12 * MIB] {
+    for free in [20 * MIB, 240 * MIB] {
         let text = screen(&refused(free));
         assert!(!text.contains("two places"), "{text}");
     }
@@ -255,7 +255,7 @@ fn private_pools_are_rows_of_the_table() {
 }
 
 #[test]
-fn a_pending_free_at_the_end_has_no_replayed_peak_below_the_recorded_one() {
+fn a_replay_below_the_recorded_peak_is_not_quoted() {
     let mut story = Story::default();
     story.segment(1 << 40, 2 * MIB, 7);
     story.alloc(1 << 40, MIB, 7, json!([]));

@@ -108,6 +108,21 @@ fn file_names_do_not_become_markup() {
     assert_eq!(data(&dir, "report.html")["histories"][0]["name"], hostile);
 }
 
+#[test]
+fn a_page_offers_its_pictures_and_compares_remap_by_default() {
+    let dir = Place::new();
+    dir.write("a.jsonl", trace());
+    report(&dir, &["a.jsonl", "--plan", "off"]).ok();
+    let text = std::fs::read_to_string(dir.at("report.html")).unwrap();
+    for words in ["vramlab-memory.png", "vramlab-chart.svg"] {
+        assert!(text.contains(words), "{words}");
+    }
+    let settings = data(&dir, "report.html")["histories"][0]["settings"].clone();
+    let names: Vec<&str> =
+        settings.as_array().unwrap().iter().map(|setting| setting["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"remap"), "{names:?}");
+}
+
 #[cfg(unix)]
 #[test]
 fn a_file_name_that_is_not_utf8_is_shown_lossily() {

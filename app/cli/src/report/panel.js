@@ -8,6 +8,24 @@ const make = (kind, parent, attributes = {}, text = "") => {
   return element;
 };
 
+// Saves a data URL as a file.
+const save = (name, url) => make("a", null, { download: name, href: url }).click();
+
+// Canvases, one below the other, as a PNG image.
+const pngOf = (canvases, background) => {
+  const image = document.createElement("canvas"), pen = image.getContext("2d");
+  image.width = Math.max(...canvases.map((canvas) => canvas.width));
+  image.height = canvases.reduce((sum, canvas) => sum + canvas.height, 0);
+  pen.fillStyle = background;
+  pen.fillRect(0, 0, image.width, image.height);
+  let top = 0;
+  for (const canvas of canvases) {
+    pen.drawImage(canvas, 0, top);
+    top += canvas.height;
+  }
+  return image.toDataURL("image/png");
+};
+
 // State shared by all panels of a recording: the visible time range, and the chosen moment.
 class Axis {
   constructor(history) {
@@ -175,6 +193,9 @@ class Panel {
     button("+", "zoom in", () => this.zoomTime(0.5));
     button("−", "zoom out", () => this.zoomTime(2));
     button("all", "show everything", () => this.home());
+    button("PNG", "save the map and its charts as a PNG image", () => {
+      save("vramlab-memory.png", pngOf([this.canvas, this.levels, this.ledger].filter(Boolean), colours().paperText));
+    });
     const form = make("form", this.tools, { role: "search" });
     this.search = make("input", form, { type: "search", placeholder: this.history.about.lines.length ? "address or line" : "address, such as 0x7f…", "aria-label": "find a block" });
     this.answer = make("output", form);

@@ -61,6 +61,17 @@ const lineChart = (parent, { lines, label, width = 480, height = 230, x: ofX, y:
     const line = svg("polyline", root, { class: "line", stroke: tint, points: drawn.map(([x, y]) => toX(x) + "," + toY(y)).join(" ") });
     svg("title", line, {}, name);
   }
+  const button = make("button", figure, { type: "button", class: "more", title: "save the chart as an SVG image" }, "SVG");
+  button.addEventListener("click", () => save("vramlab-chart.svg", svgOf(root)));
+};
+
+// A chart as an SVG document, with the rules of the page's style sheet that it needs.
+const svgOf = (root) => {
+  const copy = root.cloneNode(true), style = svg("style", copy, {});
+  const { ink, faint } = colours();
+  style.textContent = `text { fill: ${ink}; font: 11px system-ui, sans-serif; } .rule { stroke: ${faint}; } .line { fill: none; stroke-width: 1.5; }`;
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  return "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
 };
 
 // One bar per row, of parts [tint, value, text]; all rows share a scale.
