@@ -34,7 +34,7 @@ def find(names: tuple[str, ...] = NAMES) -> str | None:
 
 
 class Browser:
-    """One page in one browser. Collects what the console says and which addresses the page asks for."""
+    """One page in one browser. Collects console messages and requested addresses."""
 
     def __init__(self, program: str) -> None:
         self.profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
@@ -82,7 +82,7 @@ class Browser:
             details = params["exceptionDetails"]
             self.console.append(str(details.get("exception", {}).get("description", details["text"])))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
-            self.console.append(" ".join(str(one.get("value", one.get("description"))) for one in params["args"]))
+            self.console.append(" ".join(str(arg.get("value", arg.get("description"))) for arg in params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
@@ -110,7 +110,7 @@ class Browser:
         return answer["result"].get("value")
 
     def open(self, url: str, ready: str, patience_s: float = 60.0) -> None:
-        """Opens a page and waits until the script `ready` says true."""
+        """Opens a page and waits until the script `ready` returns true."""
         self.call("Page.navigate", url=url)
         end = time.monotonic() + patience_s
         while not self.evaluate(ready):
@@ -154,7 +154,7 @@ def opened(names: tuple[str, ...] = NAMES) -> Iterator[Browser]:
 
 
 def main(pages: list[str], times: int = 5) -> None:
-    """Opens each page several times and says when it was first drawn."""
+    """Opens each page several times and prints the time of its first drawing."""
     program = find()
     if program is None or not pages:
         sys.exit("error: name pages of `vramlab report`, and have Chromium on this machine (CHROMIUM names it)")

@@ -95,7 +95,7 @@ def write_run(
 
 
 def write_trace(folder: Path) -> None:
-    """A segment of 2 MiB that holds one block throughout and one that comes and goes every 100 µs at the same place."""
+    """A segment of 2 MiB with a permanent block and one that is allocated and freed every 100 µs at one address."""
     base = 0x7F00_0000_0000
     calls = [{"start_ns": 1000, "total_ns": 500, "blocked_ns": 0, "call": "mem_alloc", "bytes": 2 * MIB, "addr": base,
               "ok": True}]  # fmt: skip

@@ -80,7 +80,7 @@ WRONG: dict[str, Any] = {
 
 
 def mutations(document: Any) -> Iterator[tuple[str, str]]:
-    """What was changed, and the JSON: each value missing, and of each wrong kind."""
+    """A change and the JSON with it: each value missing, and of each wrong kind."""
     for at, value in places(document):
         name = ".".join(map(str, at)) or "all"
         if at:

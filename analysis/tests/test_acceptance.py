@@ -1,4 +1,4 @@
-"""The acceptance list: how a run is judged beside native's, and the tables made from records."""
+"""The acceptance list: verdicts of runs relative to native, and tables of records."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_job_is_compared_rank_by_rank() -> None:
     assert acceptance.peak_reserved(one) == 100 * MIB, "a rank that does not say counts as nothing"
 
 
-def test_natives_own_spread_is_no_difference() -> None:
+def test_spread_of_native_is_not_a_difference() -> None:
     natives = [run("p", "native", 1.0), run("p", "native", 1.01, repeat=1)]
     assert acceptance.verdict(run("p", "remap", 1.015), natives) == ""
     assert acceptance.verdict(run("p", "remap", 1.2), natives) == "losses differ by 1.6e-01"
@@ -61,7 +61,7 @@ def test_natives_own_spread_is_no_difference() -> None:
     assert acceptance.verdict(run("p", "remap", 1.1, tolerance=0.01), alike).startswith("losses differ by")
 
 
-def test_what_is_no_loss_is_judged_first() -> None:
+def test_failure_precedes_the_comparison_of_losses() -> None:
     natives = [run("p", "native", 1.0)]
     assert acceptance.verdict(failed("p", "remap"), natives) == "ended with 1"
     assert acceptance.verdict(failed("p", "remap", status="hung"), natives) == "did not end"

@@ -58,7 +58,7 @@ def test_from_the_root_of_the_repository(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_figures_of_the_readme_are_what_the_results_say(tmp_path: Path) -> None:
+def test_figures_of_the_readme_match_the_results(tmp_path: Path) -> None:
     done = ask("readme-figures", "-o", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for path in sorted(tmp_path.iterdir()):
@@ -103,11 +103,11 @@ def test_a_file_appears_whole_and_replaces_a_regular_one(tmp_path: Path) -> None
     output.write(path, b"two")
     assert (path.read_text(), other.read_text()) == ("two", "one")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "report.html"]
 
 
 def unwritable(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Names that no file can have, what is there, and what is said."""
+    """Paths that cannot be written, each with its error."""
     folder.mkdir()
     (folder / "target").write_text("kept")
     (folder / "link").symlink_to("target")
@@ -148,7 +148,7 @@ CASES = [
 
 
 def kinds(folder: Path) -> dict[str, tuple[int, str]]:
-    """Everything in a folder: what it is, and what is in it."""
+    """The kinds and contents of all files in a directory."""
     out = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -157,7 +157,7 @@ def kinds(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_writer_refuses_what_is_no_file(
+def test_every_writer_refuses_other_targets_than_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     path, said = unwritable(tmp_path / "place")[case]
@@ -182,7 +182,7 @@ def test_every_writer_refuses_what_is_no_file(
     assert os.stat("/dev/null").st_rdev == null
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_text("before")
 
@@ -192,11 +192,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(AnalysisError, match="No space left on device"):
         output.write(path, "after")
-    assert [one.name for one in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert path.read_text() == "before"
 
 
-def test_what_lies_beside_it_is_left_alone(tmp_path: Path) -> None:
+def test_neighbouring_files_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "report.html.part").write_text("a user's")
     output.write(tmp_path / "report.html", "page")
     assert (tmp_path / "report.html.part").read_text() == "a user's"
@@ -216,4 +216,4 @@ def test_an_extracted_folder_replaces_no_other(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "out" / "capture.json").is_file()
     assert (tmp_path / "out.partial" / "mine").read_text() == "mine"
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert not [one for one in tmp_path.iterdir() if one.name.endswith(".part")]
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]

@@ -198,7 +198,7 @@ def test_values_are_listed_by_name() -> None:
     assert lookup.group("compare")["naive.steps"] == lookup.value("compare.naive.steps")
 
 
-def test_the_readme_shows_what_the_programs_print() -> None:
+def test_samples_of_the_readme_match_the_programs() -> None:
     if missing := samples.check():
         pytest.skip(f"not built, so the README's samples were NOT compared: {', '.join(missing)}; cargo build")
 
@@ -239,7 +239,7 @@ def test_each_figure_of_a_sample_that_is_changed_by_hand_is_noticed() -> None:
     assert not unnoticed
 
 
-def test_what_was_fitted_is_not_counted_as_agreement() -> None:
+def test_fitted_cells_do_not_count_as_agreement() -> None:
     told = agreement.held_out(*agreement.OTHERS)
     assert agreement.FIDELITY not in agreement.OTHERS
     assert told.cells >= 40
@@ -299,7 +299,7 @@ def test_small_blocks_lie_where_the_driver_put_them() -> None:
     assert places["gpu"] == places["sim"]
 
 
-def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:
+def test_time_of_the_profiler_is_the_excess_over_runs_without_it() -> None:
     drawn = style.svg(readme_figure.three_timelines())
     assert len(drawn) < 150_000
     assert "<image" not in drawn
@@ -317,7 +317,7 @@ def test_the_profilers_own_time_is_what_runs_without_it_do_not_take() -> None:
         assert abs(100 * own / captured - share) <= 1
 
 
-def test_runs_of_other_work_are_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_other_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     result = readme_figure.captured("naive")
     wide = result.capture.path.replace("naive-sync-never", "naive-sync-never-hidden-2048")
     assert Path(wide).is_dir()
@@ -369,10 +369,10 @@ def test_nothing_is_written_through_a_link_of_an_archive(tmp_path: Path, name: s
     with pytest.raises(AnalysisError, match="in it is no file of results"):
         repository.unpack(path)
     assert not list((tmp_path / "outside").iterdir())
-    assert sorted(one.name for one in results.iterdir()) == ["LABEL.tar.xz", "made"]
+    assert sorted(path.name for path in results.iterdir()) == ["LABEL.tar.xz", "made"]
 
 
-def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+def test_damaged_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "LABEL.tar.xz"
     path.write_bytes(b"no archive")
     with pytest.raises(AnalysisError, match="not an archive of results"):

@@ -1,4 +1,4 @@
-"""Experiments: shards, what is missing, and directories that hold none."""
+"""Experiments: shards, missing runs, and other directories."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_other_directories_are_refused_in_one_sentence(tmp_path: Path) -> None:
         load_experiment(one, other)
 
 
-def test_results_are_the_latest_and_say_how_to_make_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_the_latest_or_an_error_with_their_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESULTS", str(tmp_path))
     write_experiment(tmp_path / "2026-01-01-sim" / "an-experiment", ARMS[:1])
     write_experiment(tmp_path / "2026-01-02-sim" / "an-experiment", ARMS[1:])
@@ -141,7 +141,7 @@ def test_a_run_keeps_its_name_and_commands_take_it() -> None:
         records.load_run(sim("width"))
 
 
-def test_what_was_left_out_is_said() -> None:
+def test_omitted_files_are_named() -> None:
     run = load_experiment(sim("width")).runs[0].record
     with pytest.raises(AnalysisError, match=r"no steps\.csv .*left out when the experiment was packed"):
         _ = run.steps
@@ -193,16 +193,16 @@ def test_of_a_run_made_twice_the_last_counts(written: Write) -> None:
 
 def session(records: list[dict[str, Any]]) -> inside.Runs:
     """Runs of one session."""
-    records = [one | {"session": "one"} for one in records]
+    records = [record | {"session": "one"} for record in records]
     return inside.Runs(runs=records, every=records)
 
 
-def test_a_line_that_is_no_run_is_refused_by_its_number(written: Write) -> None:
+def test_line_that_is_not_a_run_is_refused_by_its_number(written: Write) -> None:
     with pytest.raises(AnalysisError, match="line 2: not a run of a campaign"):
         inside.load(written(run("timed", "gpt2", "native"), {"program": "gpt2"}))
 
 
-def test_without_results_there_are_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_results_have_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESULTS", str(tmp_path))
     assert inside.load().of() == []
 
@@ -237,12 +237,12 @@ def test_the_smallest_limit_has_no_failure_above_it() -> None:
     assert [point.ms for point in points] == [62.0, None, 61.0, 60.0]
     assert inside.smallest(points) == 1.1
     assert inside.unlimited(runs, "gpt2", "remap") == 50.0
-    assert [one.get_title(loc="left") for one in inside.draw_curves(runs, ["gpt2"]).axes] == ["GPT-2 124 M", ""]
+    assert [ax.get_title(loc="left") for ax in inside.draw_curves(runs, ["gpt2"]).axes] == ["GPT-2 124 M", ""]
     with pytest.raises(AnalysisError, match="no run of native"):
         inside.draw_curves(session(records), ["gpt2"])
 
 
-def test_passes_and_settled_need_what_they_compare() -> None:
+def test_passes_and_settled_need_both_values() -> None:
     assert inside.passes({"device_ms": [1.0] * 16 + [2.0] * 16}) == (1.0, 2.0)
     assert inside.passes({"device_ms": [1.0] * 20}) is None
     after = {"reserved_bytes.all.peak": 110, "active_bytes.all.peak": 100}

@@ -24,15 +24,15 @@ def runs_of(spec: str) -> list[Path]:
 
 
 def texts(figure: Figure) -> list[Text]:
-    """What is written: titles, labels of axes and of bars, legends, names of rows; not the numbers of ticks."""
-    found: list[Text] = [one for one in figure.texts if one.get_text()]
+    """The texts: titles, labels of axes and of bars, legends, names of rows; not the numbers of ticks."""
+    found: list[Text] = [text for text in figure.texts if text.get_text()]
     for legend in figure.legends:
         found += [one for one in (*legend.get_texts(), legend.get_title()) if one.get_text()]
     for axes in figure.axes:
         if not axes.get_visible():
             continue
         found += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]  # type: ignore[attr-defined]
-        found += [one for one in axes.texts if isinstance(one, Annotation)]
+        found += [text for text in axes.texts if isinstance(text, Annotation)]
         if axes.patches:
             found += axes.get_yticklabels()
     found += [one for one in (figure._suptitle, figure._supxlabel) if one is not None]  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def laid_out(figure: Figure) -> None:
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     whole = figure.bbox
-    boxes = [(one.get_text(), one.get_window_extent(renderer), one) for one in texts(figure)]
+    boxes = [(text.get_text(), text.get_window_extent(renderer), text) for text in texts(figure)]
     for text, box, _ in boxes:
         inside = box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1 and box.y0 >= whole.y0 - 1 and box.y1 <= whole.y1 + 1
         assert inside, f"{text!r} leaves the figure: {box} of {whole}"
@@ -59,8 +59,8 @@ def laid_out(figure: Figure) -> None:
 
 def within(axes: Axes, renderer: Any) -> None:
     frame = axes.get_window_extent(renderer)
-    shapes = [one.get_window_extent(renderer) for one in axes.patches if isinstance(one, Rectangle)]
-    shapes += [one.get_window_extent(renderer) for one in axes.texts if isinstance(one, Annotation) and axes.patches]
+    shapes = [patch.get_window_extent(renderer) for patch in axes.patches if isinstance(patch, Rectangle)]
+    shapes += [text.get_window_extent(renderer) for text in axes.texts if isinstance(text, Annotation) and axes.patches]
     for box in shapes:
         assert box.x0 >= frame.x0 - 1, f"{box} begins left of {frame}"
         assert box.x1 <= frame.x1 + 1, f"{box} ends right of {frame}"
@@ -138,7 +138,7 @@ def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
     figure = latency.spectrum(frame, simulated=True)
     lowest = min(line.get_ydata().min() for axes in figure.axes for line in axes.lines)  # type: ignore[union-attr]
     assert lowest > 1
-    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["driver_alloc"]
+    assert [get_text.get_text() for get_text in figure.legends[0].get_texts()] == ["driver_alloc"]
     assert "not drawn, as on the simulated device only driver calls take time: hit" in (
         figure.legends[0].get_title().get_text().replace("\n", " ")
     )
@@ -161,7 +161,7 @@ def test_simulated_times_of_nothing_are_not_drawn(tmp_path: Path) -> None:
     assert measures(run)["allocate_p99_ns"] is None
 
 
-def test_the_calls_of_validation_are_no_part_of_a_step(tmp_path: Path) -> None:
+def test_calls_of_validation_are_excluded_from_a_step(tmp_path: Path) -> None:
     from vramlab_analysis.errors import AnalysisError
     from vramlab_analysis.measures import measures
 

@@ -110,7 +110,7 @@ def check() -> ModuleType:
 
 
 class Runs:
-    """What runs a program when it is unpickled."""
+    """An object that runs a program when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -120,7 +120,7 @@ class Runs:
 
 
 def wheel(folder: Path) -> Path:
-    """A wheel with a script that does what PyTorch's would with a hostile file: it unpickles it."""
+    """A wheel with a script that unpickles a file, as PyTorch's does."""
     path = folder / "torch.whl"
     with zipfile.ZipFile(path, "w") as archive:
         text = "import pickle, sys\nprint(pickle.load(open(sys.argv[2], 'rb')))\n"
@@ -129,7 +129,7 @@ def wheel(folder: Path) -> Path:
 
 
 def hostile(mark: Path) -> dict[str, bytes]:
-    """Files that run a program when something unpickles them, or are no snapshot."""
+    """Files that run a program when they are unpickled, or are not snapshots."""
     command = f"touch {mark}"
     return {
         "reduce": pickle.dumps({**SNAPSHOT, "segments": [Runs(command)]}, 4),

@@ -34,7 +34,7 @@ def chromium() -> Iterator[browser.Browser]:
 
 @pytest.fixture
 def page(chromium: browser.Browser) -> Iterator[browser.Browser]:
-    """The browser. Whatever a test does there, the console stays empty and nothing is asked for but the page."""
+    """The browser. In every test the console stays empty and only the page is requested."""
     chromium.console.clear()
     chromium.asked.clear()
     yield chromium
@@ -44,7 +44,7 @@ def page(chromium: browser.Browser) -> Iterator[browser.Browser]:
 
 
 def built() -> Path:
-    """The program: VRAMLAB, or what the last build left."""
+    """The program: VRAMLAB, or the last build."""
     named = [Path(os.environ["VRAMLAB"])] if "VRAMLAB" in os.environ else []
     found = [
         path
@@ -70,7 +70,7 @@ def frames(line: int) -> list[dict[str, Any]]:
 
 
 def snapshot() -> dict[str, Any]:
-    """One block from beginning to end, one that comes and goes twenty times behind it, one on another stream."""
+    """One permanent block, one after it that is allocated and freed twenty times, one on another stream."""
     events: list[dict[str, Any]] = []
 
     def add(action: str, addr: int, size: int, stream: int = 0, line: int = 1) -> None:
@@ -224,7 +224,7 @@ def test_it_draws_everything_without_a_network(written: Path, page: browser.Brow
     assert "its replay matches every recorded block address" in page.evaluate("document.body.textContent")
 
 
-def test_the_pointer_learns_what_a_block_is(written: Path, page: browser.Browser) -> None:
+def test_pointer_shows_a_block(written: Path, page: browser.Browser) -> None:
     opened(page, written)
     mouse(page, "mouseMoved", point(page, 30, 60 * MIB))
     said = page.evaluate("document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').textContent")
@@ -251,7 +251,7 @@ def test_the_pointer_learns_what_a_block_is(written: Path, page: browser.Browser
     assert f"during step 1{SAID}" in page.evaluate("document.querySelector('.tip').textContent")
 
 
-def test_lines_and_ranges_are_told_apart(written: Path, page: browser.Browser) -> None:
+def test_lines_and_ranges_are_distinguished(written: Path, page: browser.Browser) -> None:
     opened(page, written)
     assert page.evaluate("document.querySelector('[data-tool=colour]').value") == "line"
     legend = page.evaluate("[...document.querySelectorAll('.panel .legend')][0].textContent")
@@ -293,7 +293,7 @@ def test_answers_are_drawn_from_their_figures(written: Path, program: Path, page
         "[...document.querySelector('.answer table.confs').tBodies[0].rows].map(r =>"
         " [r.cells[0].textContent, parseFloat(r.querySelector('.bar i').style.width)])"
     )
-    assert [name for name, _ in rows[1:]] == [one["conf"] or "PyTorch's defaults" for one in advice["settings"]]
+    assert [name for name, _ in rows[1:]] == [setting["conf"] or "PyTorch's defaults" for setting in advice["settings"]]
     peaks = [one["peak_reserved_bytes"] for one in (advice["recorded"]["replayed"], *advice["settings"])]
     for (_, width), peak in zip(rows, peaks, strict=True):
         assert width / rows[0][1] == pytest.approx(peak / peaks[0], rel=1e-3)
@@ -307,11 +307,11 @@ def test_answers_are_drawn_from_their_figures(written: Path, program: Path, page
     assert parts == pytest.approx([p["bytes"] / whole for p in explained["reserved"]["parts"] if p["bytes"]], rel=1e-4)
     # What memory is for stands beside the lines: a bar, and a row for each part.
     who = explained["who"][0]
-    assert [one["purpose"] for one in who["purposes"]] == ["activations"]
-    assert shares(1) == pytest.approx([one["bytes"] / who["moment"]["active_bytes"] for one in who["purposes"]])
+    assert [purpose["purpose"] for purpose in who["purposes"]] == ["activations"]
+    assert shares(1) == pytest.approx([purpose["bytes"] / who["moment"]["active_bytes"] for purpose in who["purposes"]])
     blocks = str(who["purposes"][0]["blocks"])
     assert texts("table.purposes tbody tr:first-child > *")[::3] == ["activations", blocks]
-    lines = [one["line"] for one in who["lines"]]
+    lines = [line["line"] for line in who["lines"]]
     assert len(lines) > 1
     shown = [text for text in texts(".answer td.left, .answer th.left") if any(text.startswith(line) for line in lines)]
     assert [text.split(" › ")[0] for text in shown[: len(lines)]] == lines
@@ -450,7 +450,7 @@ def test_segments_at_a_moment(written: Path, page: browser.Browser) -> None:
     )
 
     def told(row: int, share: float) -> str:
-        """What is at this share of a row: the largest segment fills the first, two of half its size the second."""
+        """The element at this share of a row: the largest segment fills the first, two of half its size the second."""
         wide, tall = box[2] - 86, (box[3] - 45) / 2
         mouse(page, "mouseMoved", (box[0] + 76 + wide * share, box[1] + 23 + tall * (row + 0.5)))
         said: str = page.evaluate(
@@ -535,7 +535,7 @@ def test_runs_are_drawn_from_their_records(tmp_path: Path, page: browser.Browser
     opened(page, tmp_path / "report.html", 800)
 
 
-def test_what_is_installed_beside_the_program_changes_no_page(tmp_path: Path, program: Path) -> None:
+def test_installed_packages_do_not_change_a_page(tmp_path: Path, program: Path) -> None:
     (tmp_path / "a.pickle").write_bytes(pickle.dumps(snapshot(), 4))
     write_run(tmp_path / "run", trace=True)
     # With this environment's Python and the analysis package, and without any Python.

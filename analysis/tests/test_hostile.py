@@ -1,4 +1,4 @@
-"""Records that lie: whatever a field says, a reader ends with a page, a table or one sentence, and no script runs."""
+"""Hostile records: for every value of a field a reader ends with a page, a table or one error, and no script runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORDED = results("where-time-goes", "sim").select(alloc="naive")[0].path
 
 
 def one_line(error: AnalysisError) -> None:
-    """What was said is one line that a terminal shows as it is."""
+    """The error is one line without control characters."""
     assert printable(str(error)) == str(error)
 
 
@@ -40,7 +40,7 @@ def recorded() -> dict[str, object]:
 
 
 def ends_well(folder: Path) -> bool:
-    """Whether the record is taken; every command that reads it ends with a sentence or with what it makes."""
+    """Whether the record is accepted; every command that reads it ends with an error or with its output."""
     try:
         run = records.load_run(folder)
     except AnalysisError as error:
@@ -168,7 +168,7 @@ def test_histograms_cut_and_changed(tmp_path: Path) -> None:
         ({"step_losses": "../../other"}, "step_losses"),
     ],
 )
-def test_the_command_says_one_line(
+def test_error_of_a_command_is_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +187,7 @@ def test_the_command_says_one_line(
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "[NaN]", "1e999", "9" * 5000, '"\\ud800"', "\xff"])
-def test_what_is_no_document(
+def test_other_contents_than_a_document_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     folder = write_run(tmp_path / "run")
@@ -233,7 +233,7 @@ def page() -> Iterator[browser.Browser]:
     yield from browser.opened()
 
 
-def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: browser.Browser) -> None:
+def test_strings_of_a_record_are_escaped_in_the_page(tmp_path: Path, page: browser.Browser) -> None:
     first = hostile_run(tmp_path / "'\"><img src=x onerror=window.hacked=4>")
     second = hostile_run(tmp_path / "<script>window.hacked=5<")
     out = tmp_path / "report.html"
@@ -260,7 +260,7 @@ def test_no_string_of_a_record_becomes_part_of_the_page(tmp_path: Path, page: br
 
 
 class Outside(http.server.ThreadingHTTPServer):
-    """A server that a page must not ask for anything: how often it was connected to, and what it was asked for."""
+    """A server that a page must not connect to: counts connections and requests."""
 
     def __init__(self) -> None:
         self.connected = 0
@@ -288,7 +288,7 @@ def either(request: pytest.FixtureRequest) -> Iterator[browser.Browser]:
     yield from browser.opened(request.param)
 
 
-def test_the_policy_of_the_page_stops_what_escaping_would_miss(tmp_path: Path, either: browser.Browser) -> None:
+def test_content_policy_stops_unescaped_scripts(tmp_path: Path, either: browser.Browser) -> None:
     page, out = either, tmp_path / "report.html"
     report(out, write_run(tmp_path / "run"))
     with Outside() as outside:

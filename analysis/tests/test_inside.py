@@ -1,4 +1,4 @@
-"""Runs inside real programs: what counts of several sessions, and what is compared with what."""
+"""Runs inside real programs: the sessions that count, and the base of comparisons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_arm_is_compared_with_native_of_its_own_session(tmp_path: Path) -> No
     assert inside.driver(runs.machines[0]) == "580.1"
 
 
-def test_a_session_goes_on_over_calls_and_its_last_run_counts(tmp_path: Path) -> None:
+def test_session_spans_calls_and_its_last_run_counts(tmp_path: Path) -> None:
     one = file(
         tmp_path / "a.jsonl", machine("one"), run("timed", "native", 0, ms=10.0), machine("one"),
         run("timed", "native", 0, ms=12.0), run("timed", "native", 1, ms=13.0), machine("one", host="b"),
@@ -55,7 +55,7 @@ def test_a_session_goes_on_over_calls_and_its_last_run_counts(tmp_path: Path) ->
     assert len({one["session"] for one in runs.runs}) == 2
 
 
-def test_a_run_beyond_its_limit_is_no_point_of_the_curve(tmp_path: Path) -> None:
+def test_run_beyond_its_limit_is_left_out_of_the_curve(tmp_path: Path) -> None:
     held = {"stats": {"reserved_bytes.all.peak": 110}}
     lines = [run("curve", "native", 0, ms=10.0, stats={})]
     lines += [run("curve", "remap", 0, over_active=1.1, limit=110, ms=11.0, **held)]

@@ -1,4 +1,4 @@
-"""What the notebook for one's own run tells a newcomer to type, in a new environment and a copy."""
+"""The commands in the notebook for one's own run, in a new environment and a copy of the repository."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Newcomer:
         }
 
     def type(self, *lines: str) -> str:
-        """Runs the lines in one shell at the root. Skips where there is no package index."""
+        """Runs the lines in one shell at the root. Skips without a package index."""
         done = subprocess.run(
             ["bash", "-c", "set -eu\n" + "\n".join(lines)],
             cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False,
@@ -201,7 +201,7 @@ class Environment:
         }
 
     def end(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """How a command ends, elsewhere than in the checkout. Skips where there is no package index."""
+        """Runs a command outside of the checkout. Skips without a package index."""
         done = subprocess.run(
             [str(self.bin / command[0]), *map(str, command[1:])],
             env=self.variables | variables, cwd=self.folder, capture_output=True, text=True, check=False,
@@ -211,7 +211,7 @@ class Environment:
         return done
 
     def run(self, *command: str | Path, **variables: str) -> str:
-        """What a command prints that goes well."""
+        """The output of a successful command."""
         done = self.end(*command, **variables)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -1,4 +1,4 @@
-"""What notebooks say: a statement turns red where its figures refute it, and nothing is shown twice."""
+"""Output of notebooks: refuted statements are red, and nothing is shown twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is put on the page: a paragraph's text, a picture as its kind."""
+    """Collects the output: a paragraph's text, a picture as its kind."""
     shown: list[str] = []
     monkeypatch.setattr(
         notebook, "display", lambda one: shown.append(one.data if isinstance(one.data, str) else type(one).__name__)
@@ -47,7 +47,7 @@ def test_a_table_that_refutes_a_statement_turns_it_red(page: list[str]) -> None:
 
 
 @pytest.mark.parametrize("figures", [{}, {"a": float("nan")}, {"a": 1.0, "b": None}])
-def test_what_was_not_measured_is_no_verdict(figures: dict[str, float]) -> None:
+def test_verdict_needs_values(figures: dict[str, float]) -> None:
     with pytest.raises(AnalysisError, match="are missing"):
         notebook.verdict("it holds", figures, most=1)
 
@@ -71,7 +71,7 @@ def test_a_table_is_repeated_only_where_it_differs(page: list[str]) -> None:
 
 
 def kept(*outputs: tuple[str, str]) -> Any:
-    """A notebook with one cell and these outputs: kind, and what they say."""
+    """A notebook with one cell and these outputs, each a kind and a text."""
     cell = nbformat.v4.new_code_cell("say()")  # type: ignore[no-untyped-call]
     cell.outputs = [
         nbformat.v4.new_output("display_data", {kind: text})  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def kept(*outputs: tuple[str, str]) -> Any:
     return nbformat.v4.new_notebook(cells=[cell])  # type: ignore[no-untyped-call]
 
 
-def test_what_a_notebook_keeps_is_what_it_says(tmp_path: Path) -> None:
+def test_outputs_in_the_file_match_the_execution(tmp_path: Path) -> None:
     path = tmp_path / "a.ipynb"
     table, picture = ("text/markdown", "| a |\n|---|\n| 12 |"), ("image/png", "aGVsbG8=")
     nbformat.write(kept(table, picture), path)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def cells(path: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_what_a_notebook_claims_is_computed(path: Path) -> None:
+def test_claims_of_notebooks_are_computed(path: Path) -> None:
     # What stands there as text stays true whatever is recorded: a claim among it would not be tested.
     assert not [text for text in cells(path, "markdown") if "**Claim" in text]
     measured = re.compile(r"\d\s*(?:[µumn]s|MiB|GiB|times)\b")

@@ -1,4 +1,4 @@
-"""Every figure: axes are labelled and hold something, an allocator has its colour, without data there is no figure."""
+"""Every figure: axes have labels and contents, allocators have their colours, and missing data are errors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_memory(runs: list[tuple[str, Run]]) -> None:
     check(memory.within_steps(run.trace, histories.reserved(run.calls), 0, 1_000_000))
     figure = memory.block_map(histories.lives(run.trace), histories.segments(run.calls), 0, 300_000)
     check(figure)
-    rectangles = [len(one.get_paths()) for one in figure.axes[0].collections]
+    rectangles = [len(collection.get_paths()) for collection in figure.axes[0].collections]
     assert rectangles == [1, 4]
     with pytest.raises(AnalysisError, match="too many for one block map"):
         memory.block_map(histories.lives(run.trace), None, 0, 300_000, most=2)
@@ -220,7 +220,7 @@ def test_flames(tmp_path: Path) -> None:
         flame.load(tmp_path / "none")
 
 
-def test_without_data_there_is_no_figure(runs: list[tuple[str, Run]]) -> None:
+def test_figure_without_data_is_refused(runs: list[tuple[str, Run]]) -> None:
     empty = frame({"naive": [1.0]}).clear()
     for draw in (
         lambda: bars.grouped(empty, value="step_us", unit="µs"),
@@ -263,7 +263,7 @@ def test_words_for_options() -> None:
         {"program": ["trainer", "pytorch", "pytorch"], "loader": ["copy", "workers", "workers"],
          "workers": [None, 2, 2], "pin": [None, "on", "off"]}
     )  # fmt: skip
-    said = [one.replace("\n", " ") for one in runs.select(bars.loaders(runs)).to_series()]
+    said = [to_sery.replace("\n", " ") for to_sery in runs.select(bars.loaders(runs)).to_series()]
     assert said == ["ours: copy", "PyTorch: 2 workers, pinned", "PyTorch: 2 workers"]
     assert bars.loaders(runs.select("program", "loader").head(1)) is not None
 

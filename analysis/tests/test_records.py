@@ -1,4 +1,4 @@
-"""Run records, and what is wrong with those that cannot be read."""
+"""Run records, and errors of unreadable ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vramlab_analysis.measures import measures, step_times
 from vramlab_analysis.records import load_run
 
 
-def test_a_record_says_what_was_written(run_folder: Path) -> None:
+def test_record_has_the_written_values(run_folder: Path) -> None:
     run = load_run(run_folder)
     assert (run.allocator, run.arm, run.ended, run.device) == ("naive", "naive", True, "a device")
     assert run.epochs.select("epoch", "steps").rows() == [(1, 2), (2, 2)]
@@ -52,7 +52,7 @@ def test_measures_are_those_of_the_epochs_after_the_first(run_folder: Path) -> N
     assert told["deallocate_p50_ns"] is None
 
 
-def test_a_record_without_its_table_of_steps_tells_the_rest(tmp_path: Path) -> None:
+def test_record_without_steps_has_its_other_values(tmp_path: Path) -> None:
     document = summary()
     document["settings"]["sync"] = "never"
     document["allocator_stats"]["allocation.all.allocated"] = 62
@@ -89,7 +89,7 @@ def test_a_wait_names_the_kernel_that_was_launched_last(run_folder: Path) -> Non
     assert longest["waited_for"].unique().to_list() == ["gemm"]
 
 
-def test_what_a_program_cannot_tell_stays_absent(tmp_path: Path) -> None:
+def test_unknown_values_remain_absent(tmp_path: Path) -> None:
     told = summary("pytorch")
     told["settings"]["mode"] = "graph"
     for key in ("driver_calls", "latency", "fragmentation", "allocator_stats"):
@@ -143,14 +143,14 @@ def broken(folder: Path, kind: str) -> Path:
         ("experiment", "give one of its runs"),
     ],
 )
-def test_what_is_no_record_is_refused_in_one_sentence(tmp_path: Path, kind: str, said: str) -> None:
+def test_other_directory_than_a_record_is_refused_in_one_sentence(tmp_path: Path, kind: str, said: str) -> None:
     with pytest.raises(AnalysisError, match=said) as refused:
         load_run(broken(tmp_path / "run", kind))
     assert "\n" not in str(refused.value)
     assert str(tmp_path) in str(refused.value)
 
 
-def test_a_killed_run_says_that_it_was_killed(tmp_path: Path) -> None:
+def test_error_of_a_killed_run_names_the_reason(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "run", summary(status="running", epochs=0)))
     assert not run.ended
     with pytest.raises(AnalysisError, match="killed, or is still running"):
@@ -218,7 +218,7 @@ def table(tmp_path: Path, documents: list[dict[str, Any]]) -> list[dict[str, Any
     return steps.frame(runs).to_dicts()
 
 
-def test_graphs_of_several_steps_are_told_from_those_of_one(tmp_path: Path) -> None:
+def test_graphs_of_several_steps_are_distinguished_from_single_steps(tmp_path: Path) -> None:
     def graph(micros: float, **more: Any) -> dict[str, Any]:
         return timed(micros, hidden=128, launch="graph", dtype="f32", **more)
 

@@ -1,4 +1,4 @@
-"""`experiments/nsight/step_kernels.py` on captures that are made up."""
+"""`experiments/nsight/step_kernels.py` on artificial captures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def capture(path: Path, steps: int) -> None:
 
 
 def counters(path: Path, names: list[str]) -> None:
-    """What Nsight Compute prints of four steps; the first reads more."""
+    """Nsight Compute's output for four steps; the first reads more."""
     lines = ["==PROF== Connected", '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
     number = 0
     for step in range(4):
@@ -57,8 +57,10 @@ def test_a_step_has_each_launch_with_its_time_and_its_bytes(tmp_path: Path) -> N
     assert told.returncode == 0, told.stderr
     record = json.loads((tmp_path / "record.jsonl").read_text())
     assert record["step_us"] == pytest.approx(1.05)
-    assert [(one["name"], one["us"]) for one in record["kernels"]] == [(name, ns / 1e3) for name, ns in STEP]
-    assert {(one["blocks"], one["read_bytes"], one["written_bytes"]) for one in record["kernels"]} == {(8, 1000, 500)}
+    assert [(kernel["name"], kernel["us"]) for kernel in record["kernels"]] == [(name, ns / 1e3) for name, ns in STEP]
+    assert {(kernel["blocks"], kernel["read_bytes"], kernel["written_bytes"]) for kernel in record["kernels"]} == {
+        (8, 1000, 500)
+    }
 
 
 @pytest.mark.parametrize(

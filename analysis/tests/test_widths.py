@@ -65,7 +65,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def write_replays(folder: Path, histories: list[str]) -> None:
-    """An experiment of replays alone, each with what the program says of it."""
+    """An experiment of replays, each with the program's output."""
     folder.mkdir()
     (folder / "experiment.json").write_text(json.dumps({"name": "mine", "question": "Which of them reserves least?"}))
     for number, (history, alloc) in enumerate(itertools.product(histories, ("caching", "bfc", "remap:steal=always"))):
@@ -97,7 +97,7 @@ def test_replays_are_a_matrix(pages: dict[str, Path], chromium: browser.Browser)
     assert len(set(shades)) > 1
 
 
-def test_what_several_runs_have_to_say_is_said_once(pages: dict[str, Path], chromium: browser.Browser) -> None:
+def test_note_of_several_runs_is_printed_once(pages: dict[str, Path], chromium: browser.Browser) -> None:
     opened(chromium, pages["an experiment"], 1280)
     notes = chromium.evaluate("[...document.querySelectorAll('.runs > .note')].map((one) => one.textContent)")
     assert len(notes) == 1
@@ -132,7 +132,7 @@ def test_a_narrow_table_names_each_cell_and_stays_folded(pages: dict[str, Path],
     assert chromium.evaluate(f"{cell}.parentElement.getClientRects().length") == 0
 
 
-def test_what_is_too_wide_is_found(pages: dict[str, Path], chromium: browser.Browser) -> None:
+def test_text_that_is_too_wide_is_found(pages: dict[str, Path], chromium: browser.Browser) -> None:
     opened(chromium, pages["a run"], 390)
     chromium.evaluate("document.querySelector('h1').style.width = '420px'")
     assert any(one.startswith("h1 is ") for one in chromium.evaluate(WIDER))

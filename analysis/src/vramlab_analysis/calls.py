@@ -90,7 +90,7 @@ def account(run: Run, skip_epochs: int = 1, per: str | None = None) -> pl.DataFr
         "driver_calls", len(chosen))  # fmt: skip
     names = ("count", "total_ns", "blocked_ns")
     rows = [
-        {"call": name, **{one: figures[one] for one in names}}
+        {"call": name, **{name: figures[name] for name in names}}
         for epoch in chosen for name, figures in epoch.get(key, {}).items()
     ]  # fmt: skip
     return _account(pl.DataFrame(rows, schema={"call": pl.String, **dict.fromkeys(names, pl.Int64)}), periods)

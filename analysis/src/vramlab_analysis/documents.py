@@ -174,7 +174,7 @@ def _digits(text: str) -> str:
     spans = [match.span() for rule in _RULES for match in rule.finditer(text)]
     characters = list(text)
     for start, end in spans:
-        characters[start:end] = [" " if one.isdigit() else one for one in characters[start:end]]
+        characters[start:end] = [" " if character.isdigit() else character for character in characters[start:end]]
     return "".join(characters)
 
 

@@ -62,7 +62,7 @@ def run_one(path: Path) -> tuple[Any, float]:
     figures = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     if not figures:
         raise AnalysisError(f"{path.name}: drew no figure.")
-    largest = max(len(base64.b64decode(one)) for one in figures)
+    largest = max(len(base64.b64decode(figure)) for figure in figures)
     if largest > MOST_BYTES_FIGURE:
         raise AnalysisError(f"{path.name}: a figure has {largest:,} bytes, and at most {MOST_BYTES_FIGURE:,} are kept.")
     clean(notebook)
@@ -97,7 +97,7 @@ def outputs(cell: Any) -> list[str]:
             texts.append("a picture")
         else:
             texts.append(data.get("text/markdown") or data.get("text/plain", ""))
-    return ["".join(one) if isinstance(one, list) else str(one) for one in texts]
+    return ["".join(text) if isinstance(text, list) else str(text) for text in texts]
 
 
 def compare(path: Path, fresh: Any) -> None:

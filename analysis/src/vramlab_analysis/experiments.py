@@ -218,7 +218,7 @@ def load_experiment(*directories: str | Path) -> Experiment:
         raise AnalysisError(f"{paths[0]}: no run is finished yet; `experiments run` continues it.")
     first = documents[0]
     name = str(first.get("name") or first.get("spec", {}).get("name") or paths[0].name)
-    return Experiment(name, first, [entries[one] for one in sorted(entries)], paths)
+    return Experiment(name, first, [entries[entry] for entry in sorted(entries)], paths)
 
 
 @cache

@@ -77,7 +77,11 @@ class Runs:
     def machine(self, *parts: str) -> str:
         """The machines of the runs of these parts, in words."""
         machines = [self.machines[run["call"]] for run in self.of(*parts) if run["call"] is not None]
-        words = [f"{one['gpu']}, driver {driver(one)}, PyTorch {one['torch']}" for one in machines if "gpu" in one]
+        words = [
+            f"{machine['gpu']}, driver {driver(machine)}, PyTorch {machine['torch']}"
+            for machine in machines
+            if "gpu" in machine
+        ]
         return "; ".join(dict.fromkeys(words)) or "unknown machine"
 
 
@@ -322,7 +326,7 @@ def draw_coverage(runs: Runs) -> Figure:
     for (row, column), count in np.ndenumerate(counts):
         axes.text(column, row, str(count) if count else "·", ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(ARMS)), list(ARMS), rotation=25, ha="right", fontsize=7)
-    axes.set_yticks(range(len(programs)), [PROGRAMS.get(one, one) for one in programs], fontsize=7)
+    axes.set_yticks(range(len(programs)), [PROGRAMS.get(program, program) for program in programs], fontsize=7)
     axes.set_title("completed runs by program and allocator")
     return figure
 

@@ -74,12 +74,12 @@ def markdown(table: pl.DataFrame) -> str:
     for work, lines in table.group_by(WORK, maintain_order=True):
         dataset, layers, hidden, batch, lr, seed, init = work
         rows = [head]
-        for one in lines.iter_rows(named=True):
-            shares = ["–" if one[key] is None else f"{100 * one[key]:+.2f} %" for key in ("to_f32", "to_other")]
-            early = "–" if one["early"] is None else f"{one['early']:.1e}"
-            scale, last = f"{one['loss_scale']:g}", "–" if one["last"] is None else f"{one['last']:.4f}"
+        for row in lines.iter_rows(named=True):
+            shares = ["–" if row[key] is None else f"{100 * row[key]:+.2f} %" for key in ("to_f32", "to_other")]
+            early = "–" if row["early"] is None else f"{row['early']:.1e}"
+            scale, last = f"{row['loss_scale']:g}", "–" if row["last"] is None else f"{row['last']:.4f}"
             rows.append(
-                [arithmetic(one), scale, one["program"], one["device"], str(one["steps"]), last, *shares, early]
+                [arithmetic(row), scale, row["program"], row["device"], str(row["steps"]), last, *shares, early]
             )
         title = f"{dataset}, {layers} layers of {hidden}, batch {batch}, rate {lr:g}, seed {seed}, {init}"
         parts.append(f"{title}\n\n{aligned(rows, [False, True, False, False, True, True, True, True, True])}")

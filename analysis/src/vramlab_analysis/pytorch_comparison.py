@@ -45,7 +45,7 @@ def record() -> tuple[dict[str, Any], dict[tuple[int, str], dict[str, Any]]]:
 def table() -> str:
     """The times of all arms by width and type."""
     cells = record()[1]
-    heads = {arm: head for arm, head in ARMS.items() if any(arm in one["arms"] for one in cells.values())}
+    heads = {arm: head for arm, head in ARMS.items() if any(arm in cell["arms"] for cell in cells.values())}
     body = []
     for (width, dtype), one in cells.items():
         row = [f"{width}, {dtype}"]
@@ -68,7 +68,7 @@ def values() -> dict[str, Any]:
             found.setdefault(f"captured.{dtype}", []).append(ratio)
     return {
         "widths": span(width for width, _ in cells),
-        **{key: span(one[key] for one in cells.values()) for key in ("rounds", "steps")},
+        **{key: span(cell[key] for cell in cells.values()) for key in ("rounds", "steps")},
         **{key: machine[key] for key in ("gpu", "driver")},
         "day": machine["at"][:10],
         **{name: {"min": min(ratios), "max": max(ratios)} for name, ratios in found.items()},

@@ -90,7 +90,7 @@ def latency_spectrum() -> Figure:
     """Percentiles of allocate and free under each allocator."""
     experiment = results("latency", "gpu")
     parts = [
-        histograms.spectrum([one for entry in experiment.select(alloc=name) for one in entry.record.histograms], "all")
+        histograms.spectrum([log for entry in experiment.select(alloc=name) for log in entry.record.histograms], "all")
         .with_columns(group=pl.lit(name))
         for name in ("naive", "caching", "stream-ordered")
     ]  # fmt: skip

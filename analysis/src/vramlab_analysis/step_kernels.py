@@ -30,7 +30,9 @@ def _steps() -> list[dict[str, Any]]:
     if not paths:
         raise AnalysisError("experiments/results: no step-kernels.jsonl.")
     steps: list[dict[str, Any]] = [parse_json(line, str(paths[-1])) for line in read_bytes(paths[-1]).splitlines()]
-    steps = [step for step in steps if not any(part in one["name"] for one in step["kernels"] for part in REMOVED)]
+    steps = [
+        step for step in steps if not any(part in kernel["name"] for kernel in step["kernels"] for part in REMOVED)
+    ]
     return sorted(steps, key=lambda step: (step["dtype"], step["width"]))
 
 
@@ -53,9 +55,9 @@ def table() -> str:
     for step in _steps():
         kernels = step["kernels"]
         forward, back = (
-            sum(one["us"] for one in kernels if one["name"].startswith(names)) for names in (FORWARD, BACK)
+            sum(kernel["us"] for kernel in kernels if kernel["name"].startswith(names)) for names in (FORWARD, BACK)
         )
-        times = [step["step_us"], forward, back, sum(one["us"] for one in kernels) - forward - back]
+        times = [step["step_us"], forward, back, sum(kernel["us"] for kernel in kernels) - forward - back]
         moved, least = sum(map(_moved, kernels)), least_bytes(step["width"], step["dtype"])
         body.append([
             f"{step['dtype']}, {step['width']}", str(len(kernels)), *(f"{us:,.1f}" for us in times),
@@ -69,9 +71,9 @@ def values() -> dict[str, Any]:
     narrow, wide = (edge(step["width"] for step in _steps()) for edge in (min, max))
     found: dict[str, Any] = {"narrow": {"width": narrow}, "wide": {"width": wide}}
     for step in _steps():
-        times = [one["us"] for one in step["kernels"]]
+        times = [kernel["us"] for kernel in step["kernels"]]
         if step["width"] == narrow:
             found["narrow"][step["dtype"]] = {"min": min(times), "mean": sum(times) / len(times)}
         if step["width"] == wide:
-            found["wide"][step["dtype"]] = max(_moved(one) / one["us"] for one in step["kernels"]) / 1e6
+            found["wide"][step["dtype"]] = max(_moved(kernel) / kernel["us"] for kernel in step["kernels"]) / 1e6
     return found

@@ -35,7 +35,7 @@ def gather(paths: list[str]) -> list[Run]:
             runs.append(load_run(path))
             continue
         experiment = load_experiment(path)
-        entries = [one for one in experiment.runs if one.done and one.meta.get("program") in ("trainer", "pytorch")]
+        entries = [run for run in experiment.runs if run.done and run.meta.get("program") in ("trainer", "pytorch")]
         missing = experiment.missing()
         if missing:
             print(f"note: {path} lacks {len(missing)} runs, such as {missing[0]}", file=sys.stderr)
@@ -102,12 +102,12 @@ def markdown(table: pl.DataFrame) -> str:
     for work, lines in table.group_by("device", "dataset", "layers", "batch", "loader", maintain_order=True):
         device, dataset, layers, batch, loader = work
         rows = [["hidden", "type", "program", "launch", "µs a step", "spread", "to PyTorch's best"]]
-        for one in lines.iter_rows(named=True):
-            kind = arithmetic(one)
-            ratio = "–" if one["ratio"] is None else f"{one['ratio']:.2f} ({one['best_mode']})"
-            spread = f"{one['low_us']:.1f} – {one['high_us']:.1f}" if one["repeats"] > 1 else "–"
-            name = str(one["program"]) + (f", {one['how']}" if one["how"] else "")
-            rows.append([str(one["hidden"]), kind, name, str(one["launch"]), f"{one['step_us']:.1f}", spread, ratio])
+        for row in lines.iter_rows(named=True):
+            kind = arithmetic(row)
+            ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f} ({row['best_mode']})"
+            spread = f"{row['low_us']:.1f} – {row['high_us']:.1f}" if row["repeats"] > 1 else "–"
+            name = str(row["program"]) + (f", {row['how']}" if row["how"] else "")
+            rows.append([str(row["hidden"]), kind, name, str(row["launch"]), f"{row['step_us']:.1f}", spread, ratio])
         text = f"{device}: {dataset}, {layers} layers, batch {batch}, {loader} batches\n\n"
         parts.append(text + aligned(rows, [True, False, False, False, True, True, True]))
     return "\n\n".join(parts)

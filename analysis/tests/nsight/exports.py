@@ -44,7 +44,7 @@ ADDED = {
 
 
 class Export:
-    """An export that is being written, table by table as rows come: tables without rows are not there."""
+    """An export, written table by table; tables without rows are missing."""
 
     def __init__(self, path: Path, version: str = OLD) -> None:
         self.path = path

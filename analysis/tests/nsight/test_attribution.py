@@ -1,4 +1,4 @@
-"""Who waited for what, on captures made by hand."""
+"""Attribution of waits, on captures made by hand."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_free_waits_for_the_kernel_queued_before_it(tmp_path: Path, version: s
     assert (alloc.outstanding, alloc.returned_before, alloc.waits_for, alloc.grounds) == (25, 25, names.NOTHING, "seen")
 
 
-def test_what_is_seen_outweighs_the_documents(export: Export) -> None:
+def test_observation_outweighs_documentation(export: Export) -> None:
     for at in range(0, 25_000, 1000):
         export.kernel("k", (at, at + 5), (at + 10, at + 500))
         export.call("cuMemFree_v2", at + 20, at + 30)  # returns while the kernel runs
@@ -201,7 +201,7 @@ def test_time_of_each_kind_adds_up(tmp_path: Path) -> None:
 # The device's idle time, gaps between kernels, memory by place, pictures.
 
 
-def test_idle_time_goes_to_what_the_host_did(export: Export) -> None:
+def test_idle_time_is_attributed_to_host_activity(export: Export) -> None:
     export.kernel("a", (0, 5), (10, 100))
     export.call("cuMemFree_v2", 50, 130)
     export.call("cuMemAlloc_v2", 140, 200)

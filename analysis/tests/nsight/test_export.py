@@ -66,7 +66,7 @@ def test_kernels_without_their_launches_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "text", "database", "report", "folder"])
-def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path, capsys: Any, kind: str) -> None:
+def test_other_file_than_an_export_is_refused_in_one_line(tmp_path: Path, capsys: Any, kind: str) -> None:
     path = tmp_path / ("x.nsys-rep" if kind == "report" else "x.sqlite")
     if kind in ("text", "report"):
         path.write_text("no database, whatever its name says " * 100)
@@ -98,7 +98,7 @@ def test_machines_get_json_and_csv(tmp_path: Path, capsys: Any) -> None:
     assert lines[0].startswith("start_ns,duration_ns,waited_ns")
 
 
-def test_an_extracted_folder_says_the_same(tmp_path: Path) -> None:
+def test_extracted_directory_equals_its_export(tmp_path: Path) -> None:
     path = training(tmp_path / "x.sqlite")
     capture = load(path)
     extracted.write(capture, tmp_path / "a")
@@ -116,7 +116,7 @@ def test_an_extracted_folder_says_the_same(tmp_path: Path) -> None:
     assert {call.process for call in again.calls} == {0}
 
 
-def test_a_folder_without_ranges_says_so(tmp_path: Path) -> None:
+def test_directory_without_ranges_has_a_note(tmp_path: Path) -> None:
     capture = load(training(tmp_path / "x.sqlite"))
     extracted.write(capture, tmp_path / "a", ranges=False)
     again = load(tmp_path / "a")
@@ -146,7 +146,7 @@ class _Median:
 
 
 class _StatsReport:
-    """What a report finds in the module that Nsight Systems brings."""
+    """The part of Nsight Systems' module that a report uses."""
 
     _arg_opts: ClassVar[list[Any]] = []
 
@@ -181,7 +181,7 @@ def test_the_report_for_nsys_stats(tmp_path: Path, monkeypatch: Any, calls: bool
 
 
 @pytest.mark.parametrize("name", ["__init__", "names", "capture", "export", "attribution", "allocator"])
-def test_what_nsys_runs_keeps_to_its_python(name: str) -> None:
+def test_report_for_nsys_runs_on_its_python(name: str) -> None:
     """Nsight Systems 2023.4 brings Python 3.8."""
     path = ROOT / "analysis/src/vramlab_analysis/nsight" / f"{name}.py"
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
@@ -257,7 +257,7 @@ def test_every_column_of_a_table_mutated(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "data", [b"", b"x", b"\xfd7zXZ\x00garbage", lzma.compress(b"\xff\xfe" * 9), lzma.compress(b'"' * 200_000)]
 )
-def test_what_is_no_table(folder: Path, capsys: pytest.CaptureFixture[str], data: bytes) -> None:
+def test_other_contents_than_a_table_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], data: bytes) -> None:
     for file in ("calls.csv.xz", "work.csv.xz"):
         kept = (folder / file).read_bytes()
         (folder / file).write_bytes(data)
@@ -265,7 +265,7 @@ def test_what_is_no_table(folder: Path, capsys: pytest.CaptureFixture[str], data
         (folder / file).write_bytes(kept)
 
 
-def test_every_field_of_a_record_beside_it_mutated(
+def test_record_next_to_a_capture_with_every_field_mutated(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = write_run(tmp_path / "run", trace=True)

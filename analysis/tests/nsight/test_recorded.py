@@ -1,4 +1,4 @@
-"""The captures of real training steps that are kept, and what the same processes logged of themselves."""
+"""Recorded captures of training steps, and the logs of the same processes."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Capture:
     @property
     def step_count(self) -> int:
         """The number of training steps."""
-        return sum(last - first + 1 for first, last in (step_numbers(one.text) or (1, 1) for one in self.steps))
+        return sum(last - first + 1 for first, last in (step_numbers(step.text) or (1, 1) for step in self.steps))
 
     def launch_path(self, work: Work) -> str:
         """Ranges around the call that queued the work."""

@@ -139,7 +139,7 @@ def _tables(capture: Capture, partial: Path, own: Any, ranges: bool) -> None:
         about["own"] = own.about
         number = {
             id: place
-            for place, id in enumerate(dict.fromkeys(one.stream for one in own.calls if one.stream is not None))
+            for place, id in enumerate(dict.fromkeys(call.stream for call in own.calls if call.stream is not None))
         }
         first = own.calls[0].start if own.calls else 0
         write_table(partial / "own.csv.xz", OWN, (

@@ -83,7 +83,10 @@ def counts() -> Mapping[str, Any]:
     """Programs, runs and differences by the number of GPUs, `1` and `2`; programs whose native runs agree in all bits,
     `bits`; skipped programs; machines in words; the repeated runs: `runs`, `hung`, `failed` and the programs' names."""
     runs = _runs()
-    values: dict[str, Any] = {"machines": [], "days": dates(one["at"] for one in runs.machines if "at" in one)}
+    values: dict[str, Any] = {
+        "machines": [],
+        "days": dates(machine["at"] for machine in runs.machines if "at" in machine),
+    }
     for gpus in (1, 2):
         programs, arms = runs.programs(gpus), _arms(gpus)
         values[str(gpus)] = {
@@ -92,10 +95,10 @@ def counts() -> Mapping[str, Any]:
             "differences": sum(len(runs.differences(program, arm)) for program in programs for arm in arms),
             "bits": sum(acceptance.spread(runs.of(program, acceptance.NATIVE)) == 0 for program in programs),
         }
-    machines = [one for one in runs.machines if "gpu" in one]
-    words = (f"{one['gpu']}, driver {inside.driver(one)}, PyTorch {one['torch']}" for one in machines)
+    machines = [machine for machine in runs.machines if "gpu" in machine]
+    words = (f"{machine['gpu']}, driver {inside.driver(machine)}, PyTorch {machine['torch']}" for machine in machines)
     values["machines"] = "; ".join(dict.fromkeys(words))
-    values["builds"] = listed(dict.fromkeys(one["build"][:8] for one in machines if one.get("build")))
+    values["builds"] = listed(dict.fromkeys(machine["build"][:8] for machine in machines if machine.get("build")))
     programs = sorted({run["program"] for run in runs.runs})
     skipped = [f"`{program}` ({why})" for program in programs if (why := runs.skip_reason(program))]
     values["skipped"] = listed(skipped) if skipped else "none"

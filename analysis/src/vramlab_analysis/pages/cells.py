@@ -34,7 +34,7 @@ def listed(words: Iterable[str]) -> str:
 
 def step_table(spec: str) -> pl.DataFrame:
     """The table of step times of a spec."""
-    entries = [one for one in results(spec, "gpu").runs if one.done and one.meta["program"] in ("trainer", "pytorch")]
+    entries = [run for run in results(spec, "gpu").runs if run.done and run.meta["program"] in ("trainer", "pytorch")]
     return steps.frame([entry.record for entry in entries])
 
 

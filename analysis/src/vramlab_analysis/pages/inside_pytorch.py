@@ -76,10 +76,10 @@ def campaign() -> Mapping[str, Any]:
     ]
     machines = [runs.machines[call] for call in dict.fromkeys(run["call"] for run in quoted)]
     values: dict[str, Any] = {
-        "gpu": listed(dict.fromkeys(one["gpu"] for one in machines)),
-        "driver": listed(dict.fromkeys(inside.driver(one) for one in machines)),
-        "day": listed(dict.fromkeys(one["at"][:10] for one in machines)),
-        "build": listed(dict.fromkeys(one["build"][:8] for one in machines)),
+        "gpu": listed(dict.fromkeys(machine["gpu"] for machine in machines)),
+        "driver": listed(dict.fromkeys(inside.driver(machine) for machine in machines)),
+        "day": listed(dict.fromkeys(machine["at"][:10] for machine in machines)),
+        "build": listed(dict.fromkeys(machine["build"][:8] for machine in machines)),
         "turns": span(len(runs.of("timed", program=one, arm=arm)) for one in PROGRAMS for arm in ARMS),
     }
     slowest = 0.0
@@ -150,7 +150,7 @@ def _verdict(low: float, high: float, bar: float) -> str:
 def checks() -> str:
     """The checks of an allocator under PyTorch, without the one that times a call."""
     lines = {
-        run["arm"]: [one.split() for one in run["checks"] if f" {SPEED} " not in one]
+        run["arm"]: [check.split() for check in run["checks"] if f" {SPEED} " not in check]
         for run in inside.load().every
         if run["part"] == "checks"
     }
@@ -210,7 +210,7 @@ def nsight() -> Mapping[str, Any]:
     """Frees that waited in a PyTorch program under `naive`, and the number of such calls under `caching`."""
     captures = json.loads("".join(_logs()["nsight.json"]))
     frees = {
-        arm: next((one for one in captures[arm]["calls"] if one["call"] == "cuMemFree"), {"count": 0})
+        arm: next((call for call in captures[arm]["calls"] if call["call"] == "cuMemFree"), {"count": 0})
         for arm in ("naive", "caching")
     }
     if not frees["naive"]["count"]:
@@ -235,12 +235,12 @@ def rmm() -> str:
                 resources.setdefault(name, []).append(one)
     body = []
     for name, runs in resources.items():
-        times = (statistics.median(ns for one in runs for ns in one[key]) / 1e3 for key in ("ns", "ns_large"))
+        times = (statistics.median(ns for run in runs for ns in run[key]) / 1e3 for key in ("ns", "ns_large"))
         held = (
-            "not tested" if key not in runs[0] else "yes" if all(one[key] for one in runs) else "no"
+            "not tested" if key not in runs[0] else "yes" if all(run[key] for run in runs) else "no"
             for key in ("buffers", "arrays", "all_freed")
         )
-        body.append([f"`{name}`", *(f"{one:.1f}" for one in times), *held])
+        body.append([f"`{name}`", *(f"{time:.1f}" for time in times), *held])
     head = ["1 KiB and its free, µs", "1 MiB", "contents survive", "CuPy's sums are right", "all memory freed"]
     return markdown(["resource of RMM", *head], body)
 

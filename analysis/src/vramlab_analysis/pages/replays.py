@@ -232,7 +232,7 @@ def growth() -> Mapping[str, Any]:
         }
         firsts += [sum(row[3] for row in rows if row[0] == 0) / 1e3 for rows in runs]
         means = [[statistics.mean(row[3] for row in rows if row[0] == number) for rows in runs] for number in range(3)]
-        ranges.append([(min(one), max(one)) for one in means])
+        ranges.append([(min(mean), max(mean)) for mean in means])
     overlap = sum(max(a[0], b[0]) <= min(a[1], b[1]) for a, b in zip(*ranges, strict=True))
     return values | {"first": {"min_s": min(firsts), "max_s": max(firsts)}, "overlapping": overlap}
 
@@ -246,7 +246,8 @@ def steals() -> str:
         for row in read_json(newest(f"replay-limit-{name}.json")):
             requests = (row["requests"].get(path) for path in ("steal", "retry"))
             means = (
-                f"{1e3 * one['driver_s'] / one['count']:.1f} ms, {one['count']}" if one else "none" for one in requests
+                f"{1e3 * request['driver_s'] / request['count']:.1f} ms, {request['count']}" if request else "none"
+                for request in requests
             )
             limit = row["limit_bytes"] / row["lower_bound_bytes"]
             body.append([

@@ -230,7 +230,7 @@ def memory() -> Mapping[str, Any]:
     """Peak bytes reserved and requested, by arm."""
     runs = {run.record.arm: run.record for run in results("memory", "gpu").select()}
     levels = ("reserved", "requested")
-    return {arm: {one: run.statistic(f"{one}_bytes.all.peak") for one in levels} for arm, run in runs.items()}
+    return {arm: {level: run.statistic(f"{level}_bytes.all.peak") for level in levels} for arm, run in runs.items()}
 
 
 @group("latency")
@@ -238,7 +238,11 @@ def latency() -> Mapping[str, Any]:
     """Nanoseconds of an allocation, `p50` and `p999`, by allocator."""
     values = {}
     for alloc in ("caching", "stream-ordered", "naive"):
-        found = [one for entry in results("latency", "gpu").select(alloc=alloc) for one in entry.record.histograms]
+        found = [
+            histogram
+            for entry in results("latency", "gpu").select(alloc=alloc)
+            for histogram in entry.record.histograms
+        ]
         found = [one for one in found if one.operation == "allocate"]
         values[alloc] = {name: histograms.percentile(found, share) for name, share in (("p50", 0.5), ("p999", 0.999))}
     return values

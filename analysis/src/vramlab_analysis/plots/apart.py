@@ -51,7 +51,7 @@ def fastest(panels: list[tuple[str, pl.DataFrame]], *, bound: float, group: str 
     for _, part in panels:
         nonempty(part, "ratios")
     figure, axes_of = style.new(
-        1, len(panels), height=3.2, squeeze=False, width_ratios=[max(1, len(one)) for one in groups]
+        1, len(panels), height=3.2, squeeze=False, width_ratios=[max(1, len(group)) for group in groups]
     )
     names = style.order([name for _, part in panels for name in part["name"]])
     labels: dict[str, Any] = {}

@@ -76,7 +76,7 @@ def grouped(
                 fontsize=min(7.0, max(5.0, room / max(len(number(centre)), 1))),
             )
     if group:
-        axes.set_xticks(range(len(groups)), [str(one) for one in groups])
+        axes.set_xticks(range(len(groups)), [str(group) for group in groups])
         axes.set_xlabel(group_label or group.replace("_", " "))
         if len(labelled) > 1:
             figure.legend(loc="outside upper right", ncols=len(labelled))
@@ -163,7 +163,7 @@ def allocations_by_epoch(runs: list[tuple[str, Run]], *, title: str = "") -> Fig
     figure, axes = style.new()
     epochs = 0
     for below, (name, run) in zip(range(len(runs) - 1, -1, -1), runs, strict=True):
-        counts = [taken(one.get("driver_calls", {})) for one in run.summary["epochs"]]
+        counts = [taken(epoch.get("driver_calls", {})) for epoch in run.summary["epochs"]]
         counts.insert(0, taken(run.summary.get("driver_calls", {})) - sum(counts))
         # Where lines overlap, the lower ones are wider.
         axes.plot(

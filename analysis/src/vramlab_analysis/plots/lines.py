@@ -163,6 +163,6 @@ def _swept(
             capsize=2.5,
             label=str(who),
         )
-    axes.set_xticks(list(places.values()), [names(one) for one in places])
+    axes.set_xticks(list(places.values()), [names(place) for place in places])
     axes.set_ylim(0, max(1.06 * scale * float(lines["high"].max() or 0), axes.get_ylim()[1]))  # type: ignore[arg-type]
     style.grid(axes)
