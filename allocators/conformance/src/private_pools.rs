@@ -280,7 +280,7 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     let [pool, other] = [0, 1].map(|_| allocator.pool_create().granted());
     refused(stranger.pool_begin(pool, stream), "there is no pool");
     refused(stranger.pool_release(pool), "there is no pool");
-    refused(allocator.pool_end(stream), "in no pool");
+    refused(allocator.pool_end(stream), "is not in a pool");
     allocator.pool_begin(pool, stream).granted();
     refused(allocator.pool_begin(other, stream), "end that first");
     refused(allocator.pool_release(pool), "end that first");

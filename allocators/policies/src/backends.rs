@@ -44,13 +44,13 @@ use crate::contract::{AllocError, Block};
 
 const NOT_LIVE: &str = "it is not among the live blocks";
 
-/// The error for a block that is not held here; it holds the block.
+/// The error for a block that is not live here; it contains the block.
 #[cold]
 fn foreign(allocator: &str, block: Block) -> AllocError {
     AllocError::foreign(allocator, NOT_LIVE, block)
 }
 
-/// The error for a block that is not held here and that the caller keeps.
+/// The error for a block that is not live here and that the caller keeps.
 #[cold]
 fn not_held(allocator: &str, block: &Block) -> AllocError {
     AllocError::not_held(allocator, NOT_LIVE, block)

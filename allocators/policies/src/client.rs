@@ -1,4 +1,4 @@
-//! What programs hold: buffers that free themselves, and graphs that keep the memory that they use.
+//! Owners of memory in programs: buffers that free themselves, and graphs that keep their memory.
 
 mod buffer;
 mod graph;

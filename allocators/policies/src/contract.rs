@@ -1,6 +1,6 @@
-//! What every allocator promises: requests, blocks, statistics, snapshots, errors.
+//! The contract of every allocator: requests, blocks, statistics, snapshots, errors.
 //!
-//! [`DeviceAllocator`] is the upper seam: a small core that every backend implements, and optional [`Parts`] that are asked for. An
+//! [`DeviceAllocator`] is the upper seam: a small core that every backend implements, and optional [`Parts`] that callers query. An
 //! [`Instrument`] wraps an allocator; programs use one through [`Memory`](crate::Memory).
 
 mod allocator;

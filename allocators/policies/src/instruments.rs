@@ -1,6 +1,6 @@
-//! Instruments: decorators that measure or check and change nothing that an allocator returns.
+//! Instruments: wrappers that measure or check and change nothing that an allocator returns.
 //!
-//! | instrument | says |
+//! | instrument | reports |
 //! |---|---|
 //! | [`Timed`] | latency histograms by operation and path |
 //! | [`EventTrace`] | every allocation and free in order |
@@ -9,13 +9,13 @@
 //! | [`Limit`] | refuses what exceeds a byte budget |
 //! | [`Checker`] | broken contracts: overlap, foreign blocks, writes after free, leaks |
 //!
-//! Each is an [`Instrument`](crate::Instrument): it says what it watches, and all other calls pass. One of another crate is written
-//! in the same way (`experiments/examples/out-of-tree/src/census.rs`).
+//! Each is an [`Instrument`](crate::Instrument): it names the calls that it watches, and forwards all others. An instrument of
+//! another crate is written in the same way (`experiments/examples/out-of-tree/src/census.rs`).
 //!
-//! Each reports its own cost, so that a result can say what measuring it added.
+//! Each reports its own cost, so that a result can contain the cost of measuring.
 
 /// The stream of each block that [`restore`](crate::contract::Takeover::restore) and
-/// [`pool_restore`](crate::contract::PrivatePools::pool_restore) hand out, in their order.
+/// [`pool_restore`](crate::contract::PrivatePools::pool_restore) return, in their order.
 pub fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
     let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
     snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))

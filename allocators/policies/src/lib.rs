@@ -1,5 +1,4 @@
-//! Allocation policies: the contract of an allocator, the parts that policies are made of, the backends, and the instruments that
-//! wrap them.
+//! Allocation policies: the contract of an allocator, the parts of policies, the backends, and the instruments that wrap them.
 
 pub mod backends;
 pub mod client;
@@ -22,6 +21,6 @@ pub use sync::restless;
 /// A stream for tests on devices that check none.
 #[cfg(test)]
 pub(crate) const fn stream(number: u64) -> vramlab_device::StreamId {
-    // SAFETY: the tests give it to no driver, or to the null device, which looks at no stream.
+    // SAFETY: the tests pass it to no driver, or to the null device, which ignores streams.
     unsafe { vramlab_device::StreamId::from_raw(number) }
 }

@@ -1,15 +1,15 @@
-//! The memory that an allocator holds: segments from the device, cut into blocks.
+//! The memory of an allocator: segments from the device, split into blocks.
 //!
-//! A [`Space`] knows where each block lies, what lies beside it, who owns it and what state it is in. It cuts blocks, joins
-//! free neighbours and keeps the [`Account`]: PyTorch's statistics, the ledger and their exact peaks. Every policy that is
-//! put together from [parts](crate::policy) stands on it. It decides nothing: which free block serves a request is the
-//! policy's business. It works on integers, and knows neither a device nor a clock.
+//! A [`Space`] has each block's address, neighbours, owner and state. It splits and coalesces blocks and keeps the [`Account`]:
+//! PyTorch's statistics, the breakdown of reserved memory and their exact peaks. Every policy that consists of
+//! [parts](crate::policy) uses it. It decides nothing: the policy chooses the free block for a request. It works on integers,
+//! without a device or a clock.
 //!
 //! ```
 //! use vramlab_policies::space::{Account, FreeList, Owner, Space, State};
 //! use vramlab_device::StreamId;
 //!
-//! // SAFETY: no driver is given this stream.
+//! // SAFETY: no driver gets this stream.
 //! let stream = unsafe { StreamId::from_raw(7) };
 //! let list = FreeList { owner: Owner::of(stream), pool: None };
 //! let mut space = Space::new(Account::new());
@@ -41,15 +41,15 @@ pub struct Segment {
     pub addr: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Bytes of it that have memory behind them: all, unless it is [expandable](Self::expandable).
+    /// Mapped bytes: all, unless it is [expandable](Self::expandable).
     pub mapped: u64,
-    /// Who asked for it, and from which pool.
+    /// The stream and pool of the request that allocated it.
     pub list: FreeList,
-    /// Whether it is a range of addresses whose memory comes and goes in parts.
+    /// Whether it is a range of addresses in which memory is mapped and unmapped.
     pub expandable: bool,
     /// The block at its first address.
     pub first: BlockId,
-    /// Blocks that are held or pending.
+    /// Number of live or pending blocks.
     pub busy: u32,
 }
 
@@ -59,11 +59,11 @@ pub struct Space {
     account: Account,
     blocks: Slab<Record>,
     segments: Slab<Segment>,
-    /// Searches so far, by which free blocks age.
+    /// Number of searches, the clock of free blocks' ages.
     searches: u64,
 }
 
-/// What a free block adds to the count and bytes of blocks that are parts of their segments.
+/// The contribution of a free block to the count and bytes of blocks that are parts of their segments.
 fn counted(split: bool, bytes: u64) -> (i64, i64) {
     if split { (1, bytes.cast_signed()) } else { (0, 0) }
 }
@@ -72,7 +72,7 @@ impl Index<BlockId> for Space {
     type Output = Record;
 
     /// # Panics
-    /// When there is no such block any more.
+    /// When the block does not exist any more.
     fn index(&self, block: BlockId) -> &Record {
         &self.blocks[block.key()]
     }
@@ -82,47 +82,47 @@ impl Index<SegmentId> for Space {
     type Output = Segment;
 
     /// # Panics
-    /// When there is no such segment any more.
+    /// When the segment does not exist any more.
     fn index(&self, segment: SegmentId) -> &Segment {
         &self.segments[segment.0]
     }
 }
 
 impl Space {
-    /// Nothing held. `account` says what is counted.
+    /// An empty space. `account` decides which quantities are counted.
     #[must_use]
     pub fn new(account: Account) -> Self {
         Self { account, blocks: Slab::default(), segments: Slab::default(), searches: 0 }
     }
 
-    /// What was counted.
+    /// The counted quantities.
     #[must_use]
     pub fn account(&self) -> &Account {
         &self.account
     }
 
-    /// The account, to count what only the policy sees: retries, refusals, waits.
+    /// The account, to count events that only the policy sees: retries, refusals, waits.
     pub fn account_mut(&mut self) -> &mut Account {
         &mut self.account
     }
 
-    /// Counts a search of the free blocks, by which they grow older.
+    /// Counts a search of the free blocks, which increases their age.
     pub fn count_search(&mut self) {
         self.searches += 1;
     }
 
-    /// Searches that were counted since a free block became free.
+    /// Number of searches since a free block became free.
     #[must_use]
     pub fn age(&self, block: BlockId) -> u64 {
         self.now().saturating_sub(self[block].idle_since).unsigned_abs()
     }
 
-    /// Makes a free block as old as `age` searches.
+    /// Sets a free block's age to `age` searches.
     pub fn set_age(&mut self, block: BlockId, age: u64) {
         self.record(block).idle_since = self.now() - age.cast_signed();
     }
 
-    /// Searches so far. Signed, because a block may have become free before the count began.
+    /// Number of searches. Signed, because a block may have become free before the count began.
     fn now(&self) -> i64 {
         self.searches.cast_signed()
     }
@@ -156,15 +156,15 @@ impl Space {
         first
     }
 
-    /// Adds a segment that the device gave: one free block, which is returned.
+    /// Adds a new segment of the device: one free block, which is returned.
     pub fn add_segment(&mut self, list: FreeList, addr: u64, bytes: u64) -> BlockId {
         let block = self.add_whole(list, addr, bytes, State::Free);
         self.account.segment_added(list, bytes);
         block
     }
 
-    /// Cuts a segment that is one free block into blocks that are known: their sizes in address order, each with the bytes
-    /// that the client asked for if it is held. Returns the blocks.
+    /// Splits a segment that is one free block into known blocks: their sizes in address order, each with the requested bytes if it
+    /// is live. Returns the blocks.
     ///
     /// # Panics
     /// When the segment is not one free block, or the parts do not fill it.
@@ -187,14 +187,13 @@ impl Space {
         blocks
     }
 
-    /// Takes out a segment of which no block is held or pending, once it has gone back to the device. Returns its blocks
-    /// that were free.
+    /// Removes a segment without live or pending blocks, after its release to the device. Returns its free blocks.
     ///
     /// # Panics
-    /// When a block of it is held or pending.
+    /// When a block of it is live or pending.
     pub fn remove_segment(&mut self, segment: SegmentId) -> Vec<FreeBlock> {
         let Segment { list, bytes, mapped, busy, expandable, first, .. } = self[segment];
-        assert_eq!(busy, 0, "a segment in use should not go back");
+        assert_eq!(busy, 0, "a segment in use should not be released");
         let several = self[first].next.is_some();
         let (mut gone, mut next) = (Vec::new(), Some(first));
         while let Some(block) = next {
@@ -216,11 +215,11 @@ impl Space {
         gone
     }
 
-    /// Cuts the front of `bytes` off a block, without counting anything. Returns the rest.
+    /// Splits the front of `bytes` off a block, without counting. Returns the remainder.
     fn cut(&mut self, block: BlockId, bytes: u64) -> BlockId {
         let now = self.now();
         let front = self.record(block);
-        debug_assert!(0 < bytes && bytes < front.bytes, "a cut should leave something on both sides");
+        debug_assert!(0 < bytes && bytes < front.bytes, "both parts of a split should have bytes");
         let rest = Record {
             addr: front.addr + bytes,
             bytes: front.bytes - bytes,
@@ -238,7 +237,7 @@ impl Space {
         rest
     }
 
-    /// Joins a block with its next neighbour, without counting anything.
+    /// Coalesces a block with its next neighbour, without counting.
     fn join_next(&mut self, block: BlockId) {
         let next = self[block].next.expect("there should be a neighbour to join with");
         let gone = self.blocks.remove(next.key());
@@ -249,7 +248,7 @@ impl Space {
         }
     }
 
-    /// Makes a block held that is counted as free and not as split.
+    /// Makes a block live that is counted as free and not as split.
     fn hold(&mut self, block: BlockId, requested: u64) {
         let record = self.record(block);
         (record.state, record.requested) = (State::Held, requested);
@@ -263,8 +262,8 @@ impl Space {
         self.account.taken(list, owner.list, bytes, requested);
     }
 
-    /// Hands a free block to the client, who asked for `requested` bytes: the front `bytes` of it. Returns the rest, if
-    /// there is one: it stays free.
+    /// Allocates the front `bytes` of a free block for a request of `requested` bytes. Returns the remainder, if there is one: it
+    /// stays free.
     ///
     /// # Panics
     /// When the block is not free or too small.
@@ -274,8 +273,7 @@ impl Space {
         rest
     }
 
-    /// Hands the last `bytes` of a free block to the client, who asked for `requested` bytes; what lies in front of them stays
-    /// free. Returns the block that is held.
+    /// Allocates the last `bytes` of a free block for a request of `requested` bytes; its front stays free. Returns the live block.
     ///
     /// # Panics
     /// When the block is not free or too small.
@@ -285,20 +283,20 @@ impl Space {
         held
     }
 
-    /// Cuts a free block in two: its front of `bytes`, and the rest, which is returned.
+    /// Splits a free block in two: its front of `bytes`, and the remainder, which is returned.
     ///
     /// # Panics
-    /// When the block is not free, or nothing would be left on a side.
+    /// When the block is not free, or one of the two would be empty.
     pub fn cut_apart(&mut self, block: BlockId, bytes: u64) -> BlockId {
         let Record { state, bytes: size, .. } = self[block];
-        assert!(state == State::Free && 0 < bytes && bytes < size, "a cut should leave something free on both sides");
+        assert!(state == State::Free && 0 < bytes && bytes < size, "both parts of a split should have bytes");
         let before = counted(self[block].is_split(), size);
         let behind = self.cut(block, bytes);
         self.recount(block, before, (2, size.cast_signed()));
         behind
     }
 
-    /// Joins a free block with the one behind it, which is free too and of its list. Returns what that was.
+    /// Coalesces a free block with the one behind it, which is free too and of its list. Returns the removed block.
     ///
     /// # Panics
     /// When one of them is not free, or they are of different lists.
@@ -313,8 +311,8 @@ impl Space {
         gone
     }
 
-    /// Cuts a free block at an offset, of which `bytes` will be taken: the rest of them is counted as free, if there is one.
-    /// Returns what lies behind the cut.
+    /// Splits a free block at an offset, from which `bytes` will be taken: the remainder is counted as free, if there is one.
+    /// Returns the block behind the split.
     fn cut_free(&mut self, block: BlockId, bytes: u64, at: u64) -> Option<BlockId> {
         let Record { state, bytes: size, .. } = self[block];
         assert!(state == State::Free && bytes <= size, "a block should be free and large enough to be taken");
@@ -332,13 +330,13 @@ impl Space {
         }
     }
 
-    /// Lets a held block belong to another owner from now on, who took it over.
+    /// Gives a live block to another owner, who took it over.
     pub fn hand_over(&mut self, block: BlockId, owner: Owner) {
         debug_assert_eq!(self[block].state, State::Held);
         self.record(block).list.owner = owner;
     }
 
-    /// Lets a held or pending block belong to the owner of its segment again, so that it joins what is free there.
+    /// Gives a live or pending block back to the owner of its segment, so that it coalesces with free neighbours there.
     pub fn hand_back(&mut self, block: BlockId) {
         let list = self[self[block].segment].list;
         let record = self.record(block);
@@ -346,14 +344,13 @@ impl Space {
         record.list = list;
     }
 
-    /// Lets a free block belong to an owner from now on, who may have had it before, and joins it with that owner's free
-    /// neighbours.
+    /// Gives a free block to an owner, possibly its current one, and coalesces it with that owner's free neighbours.
     ///
     /// # Panics
     /// When the block is not free.
     pub fn give(&mut self, block: BlockId, owner: Owner) -> Joined {
         let Record { state, bytes, .. } = self[block];
-        assert_eq!(state, State::Free, "only a free block can be given away");
+        assert_eq!(state, State::Free, "only a free block can change its owner");
         let before = counted(self[block].is_split(), bytes);
         self.record(block).list.owner = owner;
         let (joined, count, size) = self.join_around(block);
@@ -362,31 +359,31 @@ impl Space {
         joined
     }
 
-    /// Takes a held block back from the client, while streams may still use it.
+    /// Notes the client's free of a live block, while streams may still use it.
     ///
     /// # Panics
-    /// When the block is not held.
+    /// When the block is not live.
     pub fn defer(&mut self, block: BlockId) {
         let record = self.record(block);
-        assert_eq!(record.state, State::Held, "only what is held should be freed");
+        assert_eq!(record.state, State::Held, "only a live block should be freed");
         record.state = State::Pending;
         let Record { list, bytes, requested, segment, .. } = *record;
         let owner = self[segment].list;
         self.account.let_go(list, owner, bytes, requested);
     }
 
-    /// Makes a block reusable that was held or pending, and joins it with free neighbours of the same free list.
+    /// Makes a live or pending block reusable, and coalesces it with free neighbours of the same free list.
     ///
     /// # Panics
-    /// When the block is neither held nor pending.
+    /// When the block is neither live nor pending.
     pub fn free(&mut self, block: BlockId) -> Joined {
         self.make_free(block, true)
     }
 
-    /// Makes a block reusable that was held or pending, and leaves it apart from its neighbours, see [`give`](Self::give).
+    /// Makes a live or pending block reusable without coalescing it, see [`give`](Self::give).
     ///
     /// # Panics
-    /// When the block is neither held nor pending.
+    /// When the block is neither live nor pending.
     pub fn free_apart(&mut self, block: BlockId) -> FreeBlock {
         self.make_free(block, false).block
     }
@@ -396,7 +393,7 @@ impl Space {
             self.defer(block);
         }
         let Record { state, list, bytes, requested, segment, .. } = self[block];
-        assert_eq!(state, State::Pending, "only what is held or pending should become free");
+        assert_eq!(state, State::Pending, "only a live or pending block should become free");
         let now = self.now();
         let record = self.record(block);
         (record.state, record.requested, record.idle_since) = (State::Free, 0, now);
@@ -421,7 +418,7 @@ impl Space {
         joined
     }
 
-    /// Joins a block with neighbours of its list and state. Also what the neighbours counted for.
+    /// Coalesces a block with neighbours of its list and state. Also returns the counts of the neighbours.
     fn join_around(&mut self, block: BlockId) -> (Joined, i64, i64) {
         let like = |space: &Self, a: BlockId, b: BlockId| {
             let (a, b) = (&space[a], &space[b]);

@@ -1,5 +1,5 @@
-//! What threads share a shard by: a lock for a few dozen instructions. Under `--cfg loom` the same code runs on loom's
-//! primitives, so that its models check what ships.
+//! The lock by which threads share a shard, for a few dozen instructions. Under `--cfg loom` the same code runs on loom's
+//! primitives, so that its models check the released code.
 
 #[cfg(loom)]
 mod primitives {
@@ -8,7 +8,7 @@ mod primitives {
     pub(crate) use loom::sync::{Mutex, MutexGuard};
     pub(crate) use loom::thread::{ThreadId, yield_now};
 
-    /// The thread that asks.
+    /// The calling thread.
     pub(crate) fn this_thread() -> ThreadId {
         loom::thread::current().id()
     }
@@ -20,10 +20,10 @@ mod primitives {
     pub(crate) use std::sync::{Mutex, MutexGuard};
     pub(crate) use std::thread::yield_now;
 
-    /// The number of a thread, which no other thread of the process ever has.
+    /// The number of a thread, unique in the process.
     pub(crate) type ThreadId = u64;
 
-    /// The thread that asks. Unlike `std::thread::current` it can be asked until the thread has ended.
+    /// The calling thread. Unlike `std::thread::current` it works until the thread has ended.
     pub(crate) fn this_thread() -> ThreadId {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         std::thread_local!(static OWN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
@@ -49,7 +49,7 @@ mod primitives {
         }
     }
 
-    /// A pointer that may be written through.
+    /// A pointer for writing.
     #[derive(Debug)]
     pub(crate) struct MutPtr<T>(*mut T);
 
@@ -80,21 +80,21 @@ use std::ops::{Deref, DerefMut};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-/// Locks a mutex. What a panicking thread left behind is used as it is: every holder restores the invariants before it
-/// calls anything that can panic.
+/// Locks a mutex. A value that a panicking thread left is used as it is: every holder restores the invariants before it calls
+/// anything that can panic.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     restless::pause();
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Threads of stress tests give up their time slice at some of the locks that they take, so that what happens between two locks
-/// is seen in more orders. On a machine with two cores such orders are too rare to wait for. Nothing of it is in builds without
-/// debug assertions, nor under loom, which tries every order itself.
+/// Threads of stress tests yield their time slice at some of the locks that they take, so that more orders of events between two
+/// locks occur. On a machine with two cores such orders are rare. Builds without debug assertions have none of this, nor do builds
+/// under loom, which tries every order itself.
 pub mod restless {
     #[cfg(all(debug_assertions, not(loom)))]
     thread_local!(static STATE: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
 
-    /// From now on this thread pauses at one lock of sixteen; which ones, the seed says.
+    /// From now on this thread pauses at one lock of sixteen, chosen by the seed.
     #[inline]
     pub fn begin(seed: u64) {
         #[cfg(all(debug_assertions, not(loom)))]
@@ -124,20 +124,20 @@ pub mod restless {
 
 /// A lock for critical sections of a few dozen instructions without calls to a device.
 ///
-/// Taking it free costs one atomic exchange, and releasing it a plain store, where a [`std::sync::Mutex`] needs a second
+/// Taking it when it is free costs one atomic exchange, and releasing it a plain store, where a [`std::sync::Mutex`] needs a second
 /// exchange to see whether a thread sleeps. A thread that finds it taken spins shortly and then yields its time slice.
 pub(crate) struct SpinLock<T> {
     taken: AtomicBool,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through a guard only, and `taken` lets one guard live at a time; so threads get it one
-// after the other, which `T: Send` allows.
+// SAFETY: the value is accessed through a guard only, and `taken` allows one guard at a time; so threads get it one after the
+// other, which `T: Send` allows.
 unsafe impl<T: Send> Sync for SpinLock<T> {}
 // SAFETY: the lock owns its value.
 unsafe impl<T: Send> Send for SpinLock<T> {}
 
-/// Looks at the lock before yielding the time slice.
+/// Number of tries before yielding the time slice.
 const SPINS: u32 = 64;
 
 impl<T> SpinLock<T> {
@@ -184,7 +184,7 @@ pub(crate) struct SpinGuard<'a, T> {
 }
 
 impl<'a, T> SpinGuard<'a, T> {
-    /// The guard of a lock that keeps its word and its value apart. Clears `taken` in the end.
+    /// The guard of a lock that stores its word and its value separately. It clears `taken` when dropped.
     ///
     /// # Safety
     /// The caller has changed `taken` from false to true, and uses of `value` are by guards with this `taken` only.
@@ -199,8 +199,8 @@ impl<T> Deref for SpinGuard<'_, T> {
 
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the guard exists, so `taken` is ours, and no other guard gives out the value. The reference is shared,
-        // as others that this guard gave out may still live.
+        // SAFETY: the guard exists, so `taken` is ours, and no other guard has the value. The reference is shared, as others from
+        // this guard may still live.
         self.value.with(|value| unsafe { &*value })
     }
 }

@@ -1,37 +1,37 @@
 //! # `bfc`: best fit with coalescing, of TensorFlow, XLA and JAX
 //!
-//! The policy of `tsl::BFCAllocator`, from which ONNX Runtime's arena comes.
+//! The policy of `tsl::BFCAllocator`, from which ONNX Runtime's arena is derived.
 //!
-//! *Idea.* Regions from the device grow in powers of two, so there are few calls. A free block is cut only when what is left
-//! would be worth something, and is joined with its neighbours when it is free again.
+//! *Idea.* Regions from the device grow in powers of two, so there are few calls. A free block is split only when the remainder is
+//! large enough, and is coalesced with its neighbours when it is free again.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 256 bytes.
-//! 2. The smallest free block that fits is taken; of equal ones that with the lowest address. (There it stands in one of 21 bins
-//!    by power of two. The bins are looked at from the smallest up, each in order of size, so this is the best fit.)
-//! 3. The block is cut if it is at least twice as large as the request, or if `max_dead_bytes_per_chunk` would be left. Else the
-//!    request gets all of it.
-//! 4. When none fits, a region is taken: at first of `initial_region`, and twice as much each time; a request that is larger
-//!    doubles it until it fits, and then that is the size of the next one, too. Never more than `memory_limit` leaves. If the
-//!    device refuses, nine tenths of it are asked for (in 32-bit floating point), and so on down to what is needed.
-//! 5. Then pending frees are waited for; with `garbage_collection` the regions of which nothing is used go back if that makes
-//!    enough room, and a region is asked for again.
+//! 2. The smallest free block that fits is taken; of equal blocks the one with the lowest address. (There it is in one of 21 bins
+//!    by power of two. The bins are searched from the smallest up, each in order of size, so this is the best fit.)
+//! 3. The block is split if it is at least twice as large as the request, or if the remainder is at least
+//!    `max_dead_bytes_per_chunk`. Otherwise the request gets all of it.
+//! 4. When none fits, a region is allocated: at first of `initial_region`, and twice as much each time; a request that is larger
+//!    doubles it until it fits, and the next region has that size, too. A region never exceeds the remaining `memory_limit`. If the
+//!    device refuses, nine tenths of the size are requested (in 32-bit floating point), and so on down to the size of the request.
+//! 5. Then deferred frees are waited for; with `garbage_collection` unused regions are released if that makes enough room, and a
+//!    region is requested again.
 //!
-//! *A free* (`free`). The block is joined with the free block behind it, then with the one in front of it.
+//! *A free* (`free`). The block is coalesced with the free block behind it, then with the one in front of it.
 //!
 //! *Without growth* (`allow_growth=off`, as JAX has it by default with three quarters of the device) the first region is the
 //! whole `memory_limit`.
 //!
-//! *ONNX Runtime* has two settings more. With `extend=same-as-requested` a region is as large as the request (there it is
-//! `kSameAsRequested`). `max_dead_bytes_per_chunk` is what is fixed at 128 MiB in the others.
+//! *ONNX Runtime* has two more settings. With `extend=same-as-requested` a region has the size of the request (`kSameAsRequested`
+//! there). `max_dead_bytes_per_chunk` is fixed at 128 MiB in the others.
 //!
-//! *What is different.* There one stream does all the work, or a time stamp in each block says when all streams may have it.
-//! Here a block is its stream's; where that has none, another stream's is taken and its last use waited for on the device, as
-//! ONNX Runtime does; and before a request is refused, the free blocks of all streams are put together. The debugging statistics
-//! are not modelled, nor is the retry that sleeps for up to ten seconds.
+//! *Differences.* There one stream does all the work, or a time stamp in each block shows when all streams may have it. Here a
+//! block belongs to its stream; a stream without a fitting block takes another stream's and waits for its last use on the device,
+//! as in ONNX Runtime; and before a request is refused, the free blocks of all streams are combined. The debugging statistics and
+//! the retry that sleeps for up to ten seconds are not modelled.
 //!
-//! *Good at* few driver calls, and at large blocks that are not cut up. *Bad at* memory: blocks that are not cut waste up to
-//! half of themselves, and a region that doubles may never be needed.
+//! *Good at* few driver calls, and at keeping large blocks unsplit. *Bad at* memory: unsplit blocks waste up to half of their size,
+//! and a doubled region may never be needed.
 //!
 //! *Cost.* O(log n) in the free blocks for a request and for a free. An event is recorded at each free.
 //!
@@ -55,7 +55,7 @@ use vramlab_device::{Driver, DriverError};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "bfc",
-    summary: "best fit with coalescing, of TensorFlow, XLA and ONNX Runtime: regions that double, few cuts",
+    summary: "best fit with coalescing, of TensorFlow, XLA and ONNX Runtime: regions that double, few splits",
     capabilities: Capabilities {
         streams: StreamUse::Any,
         coalesces: false,
@@ -73,7 +73,7 @@ pub static BACKEND: Backend = Backend {
 };
 
 vramlab_device::named! {
-    /// How large a region is.
+    /// The size of a region.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum Extend {
@@ -88,17 +88,17 @@ vramlab_device::settings! {
     /// Settings of BFC.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct BfcSettings {
-        /// Most bytes that may be reserved.
+        /// Maximum of reserved bytes.
         pub memory_limit: Option<u64> = None, bytes().or("none");
-        /// Take regions as they are needed, and not the whole limit at once.
+        /// Allocate regions on demand, not the whole limit at the start.
         pub allow_growth: bool = true, switch();
         /// Bytes of the first region.
         pub initial_region: u64 = 2 << 20, bytes().at_least(GUARANTEED_ALIGN).at_most(1 << 48);
-        /// How large a region is: ONNX Runtime's arena_extend_strategy.
+        /// Size of a region: ONNX Runtime's arena_extend_strategy.
         pub extend: Extend = Extend::NextPowerOfTwo, choice();
-        /// A rest of as many bytes is cut off from any block.
+        /// A remainder of at least this size is split off any block.
         pub max_dead_bytes_per_chunk: u64 = BFC_LARGEST_REST, bytes();
-        /// Give regions back that are wholly free before a request is refused.
+        /// Release unused regions before a request is refused.
         pub garbage_collection: bool = false, switch();
     }
     check BfcSettings::consistent;
@@ -116,7 +116,9 @@ impl BfcSettings {
             return Ok(());
         }
         match (self.memory_limit, self.extend) {
-            (None, _) => Err("allow_growth=off takes the whole memory_limit at once; set memory_limit, too".to_owned()),
+            (None, _) => {
+                Err("allow_growth=off takes the whole memory_limit at the start; set memory_limit, too".to_owned())
+            }
             (_, Extend::SameAsRequested) => {
                 Err("allow_growth=off and extend=same-as-requested contradict each other; leave one out".to_owned())
             }
@@ -168,7 +170,7 @@ impl Policy for Bfc {
         }
     }
 
-    /// 5. Before a request is refused the free blocks of all streams are put together.
+    /// 5. Before a request is refused the free blocks of all streams are combined.
     fn find_again(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
         match self.find(heap, list, bytes)? {
             Some(found) => Ok(Some(found)),

@@ -1,18 +1,17 @@
 //! # `caching`: PyTorch's native caching allocator, for speed
 //!
-//! The policy is that of [`pytorch`], which is the one to read. Tests hold it to the same addresses, paths,
-//! statistics and snapshots. Here it is written so that threads on streams of their own do not wait for each other
-//! and a hit takes one short lock.
+//! The policy is that of [`pytorch`], which is the one to read. Tests require the same addresses, paths, statistics and snapshots.
+//! This version is written so that threads on streams of their own do not wait for each other and a hit takes one short lock.
 //!
-//! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a
-//! large pool (20 MiB segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address).
-//! Blocks are split and coalesced inside their segment; segments go back to the driver only under pressure.
+//! *Policy.* Requests are rounded to 512 bytes and served from a small pool (up to 1 MiB, 2 MiB segments) or a large pool (20 MiB
+//! segments, or 2 MiB multiples from 10 MiB on) by best fit over (stream, size, address). Blocks are split and coalesced inside
+//! their segment; segments are released to the driver only under pressure.
 //!
-//! *Where to look.* `Caching::serve` and `Caching::free` below are the two paths. `growth` has what `pytorch`'s steps on a miss
-//! work on, `pending` uses on other streams, `capture` graph captures, `pool` private pools. What makes it fast is one file each,
-//! with a paragraph that says what it is and what it is worth:
+//! *Structure.* `Caching::serve` and `Caching::free` below are the two paths. `growth` has the segments for `pytorch`'s steps on a
+//! miss, `pending` uses on other streams, `capture` graph captures, `pool` private pools. Each technique for speed is one file,
+//! with a paragraph on its idea and its effect:
 //!
-//! | file | what |
+//! | file | technique |
 //! |---|---|
 //! | `shard` | each stream has its own lock, blocks and counts |
 //! | `totals` | exact peaks over all streams without a counter that all write |
@@ -25,14 +24,14 @@
 //! blocks but for the few of one size bin, no driver call, no allocation. A miss costs a `cuMemAlloc`; a refused miss
 //! costs a synchronise and the release of every idle segment.
 //!
-//! *Graph capture.* A capture has blocks and segments of its own under the same policy, as PyTorch's private pools; the
-//! segments go back to the device when it is released. Nothing is looked at for it while no capture is open.
+//! *Graph capture.* A capture has blocks and segments of its own under the same policy, as PyTorch's private pools; the segments
+//! are released after the capture. It costs nothing while no capture is open.
 //!
-//! *Good at* repeating workloads: after the first step there are no driver calls. *Bad at* sizes that keep
-//! changing (hard fragmentation), and at memory used on several streams (each stream keeps its own blocks).
+//! *Good at* repeating workloads: after the first step there are no driver calls. *Bad at* sizes that keep changing
+//! (fragmentation), and at memory used on several streams (each stream keeps its own blocks).
 //!
-//! *Threads.* Misses take turns and hold no shard's lock while they call the device. A block knows its shard and record, so a
-//! free looks nothing up by address, whichever thread it comes from.
+//! *Threads.* Misses take turns and hold no shard's lock while they call the device. A block contains the numbers of its shard and
+//! record, so a free from any thread needs no search by address.
 //!
 //! *Source.* PyTorch, `c10/cuda/CUDACachingAllocator.cpp` (2.11), whose rules this follows address for address.
 
@@ -96,22 +95,22 @@ pub static BACKEND: Backend = Backend {
     },
 };
 
-/// No device has as many bytes.
+/// No device has this many bytes.
 const NO_LIMIT: u64 = u64::MAX;
 
 /// See the [module](self).
 ///
 /// Locks are taken in the order `growth`, `pending`, `captures`, `pools`, the sums of `totals`, one shard; after these only
-/// `oversize_allocations` or `completed`, or the table's numbers and then its further ones, which are held over nothing.
+/// `oversize_allocations` or `completed`, or the table's numbers and then its further ones, during which no other lock is taken.
 #[derive(Debug)]
 pub struct Caching {
     driver: Arc<dyn Driver>,
     settings: CachingSettings,
-    /// Which blocks a request may take, and which are split.
+    /// The rule for the blocks that a request may take or split.
     split: Split,
-    /// Blocks of at least this many bytes are counted as oversize.
+    /// Blocks of at least this size are counted as oversize.
     max_split: u64,
-    /// Most bytes that may be held from the device, or [`NO_LIMIT`].
+    /// Maximum of reserved bytes, or [`NO_LIMIT`].
     memory_limit: AtomicU64,
     /// Whether idle segments are collected when there is a limit, so that searches are counted.
     collects: bool,
@@ -119,18 +118,18 @@ pub struct Caching {
     totals: Totals,
     growth: Mutex<Growth>,
     pending: Mutex<Pending>,
-    /// Entries in `pending`, open captures and streams in private pools, so that a request sees without a lock that there are
-    /// none.
+    /// Entries in `pending`, open captures and streams in private pools, so that a request knows without a lock whether there are
+    /// any.
     waiting: AtomicUsize,
     captures: Mutex<Captures<Pool>>,
     /// Open captures.
     capturing: AtomicUsize,
     pools: Mutex<Pools>,
-    /// Searches of the free blocks of the large pool so far, counted only if garbage is collected; the age of a free
-    /// block is what was added since it became free.
+    /// Number of searches of the free blocks of the large pool, counted only if garbage is collected; the age of a free block is
+    /// the increase since it became free.
     searches: AtomicU64,
     oversize_allocations: Mutex<Gauge>,
-    /// Where blocks lay whose free has stopped waiting, if that is asked for.
+    /// Addresses of completed deferred frees, if requested.
     completed: Mutex<Option<Vec<DeviceAddr>>>,
 }
 
@@ -172,7 +171,7 @@ impl Caching {
     /// PyTorch's `malloc`.
     fn serve(&self, request: Request, stream: StreamId) -> Result<Block, AllocError> {
         request.validate()?;
-        // Blocks whose events have completed are free again before the search. Captures and pools are looked for with them.
+        // Blocks whose events have completed are free again before the search. The same check finds captures and pools.
         let (processed, shard) = match self.waiting.load(Acquire) {
             0 => (true, self.shards.of_stream(stream)),
             _ => (self.process_events_for(stream)?, self.shard_for(stream)),
@@ -180,7 +179,7 @@ impl Caching {
         self.serve_from(shard, request, processed)
     }
 
-    /// Serves a request from one shard. `processed` says whether pending frees were looked at for it.
+    /// Serves a request from one shard. `processed` is true when deferred frees were processed for it.
     #[inline(always)]
     fn serve_from(&self, shard: &Shard, request: Request, processed: bool) -> Result<Block, AllocError> {
         let wanted = self.wanted(request);
@@ -197,7 +196,7 @@ impl Caching {
         Wanted { pool, rounded, requested: request.bytes, now: self.count_search(pool) }
     }
 
-    /// Takes the best fit out of a stream's cache; `None` when nothing fits.
+    /// Takes the best fit from a stream's cache; `None` when nothing fits.
     #[inline(always)]
     fn serve_cached(&self, shard: &Shard, wanted: Wanted) -> Option<Served> {
         let served = self.totals.enter(shard, &self.shards).serve(wanted, &self.split)?;
@@ -216,7 +215,7 @@ impl Caching {
         if block.bytes() >= self.max_split {
             lock(&self.oversize_allocations).decrease(1);
         }
-        // Used by other streams, or held when a capture began.
+        // Used by other streams, or live when a capture began.
         if cache.blocks()[index].shared {
             drop(cache);
             return self.defer(shard.id, index);
@@ -225,7 +224,7 @@ impl Caching {
         Ok(if joined { Path::Coalesce } else { Path::Hit })
     }
 
-    /// Counts a search of the free blocks of the large pool, if garbage is collected; says how many there were.
+    /// Counts a search of the free blocks of the large pool, if garbage is collected; returns the number before.
     #[inline]
     fn count_search(&self, pool: PoolKind) -> u64 {
         if self.collects && pool == PoolKind::Large {
@@ -234,7 +233,7 @@ impl Caching {
         self.searches.load(Relaxed)
     }
 
-    /// Counts a block that `max_split_size` makes one of its own.
+    /// Counts a block that is oversize by `max_split_size`.
     #[inline(always)]
     fn count_oversize(&self, served: Served) {
         if served.bytes >= self.max_split {
@@ -242,12 +241,12 @@ impl Caching {
         }
     }
 
-    /// The shard that a block says it is from; `None` if that is none of this allocator's.
+    /// The shard in a block's token; `None` if it belongs to another allocator.
     fn shard_of(&self, block: &Block) -> Option<&Shard> {
         self.shards.by_id(block.token().parts().0)
     }
 
-    /// The live record behind a block, if there is one.
+    /// The live record of a block, if there is one.
     #[inline]
     fn find(cache: &BlockCache, block: &Block) -> Option<BlockIndex> {
         let (_, index): (_, BlockIndex) = block.token().parts();
@@ -256,12 +255,12 @@ impl Caching {
     }
 }
 
-/// The block as the client gets it. Its token is the shard's number and the record's index. No other allocator has the number, so
-/// the search for the shard that a free makes anyway tells a block of another allocator.
+/// The block for the client. Its token is the shard's number and the record's index. No other allocator has the number, so the
+/// search for the shard in a free also detects a block of another allocator.
 #[inline(always)]
 fn hand_out(shard: &Shard, served: Served, requested: u64, path: Path) -> Block {
-    let token = Token::of(shard.id, served.index);
-    // SAFETY: a shard hands out a part of a segment that no other record has, until it is given back to it.
+    let token = Token::new(shard.id, served.index);
+    // SAFETY: a shard allocates a part of a segment that no other record has, until it is freed in that shard.
     unsafe { Block::new(DeviceAddr::handed_out(served.addr), served.bytes, requested, path, token) }
 }
 
@@ -432,14 +431,14 @@ impl Drop for Caching {
     fn drop(&mut self) {
         self.unpin_all();
         // An error cannot be returned here, and it ends a release, so that is tried twice: one call that fails once does not keep
-        // the rest. What stays goes with the device context.
+        // the remainder reserved. Segments that remain are released with the device context.
         for _ in 0..2 {
             if release_cached(&mut self.grown(), 0).is_ok() {
                 break;
             }
         }
         for event in lock(&self.pending).events().take() {
-            // SAFETY: the event is in no queue any more and belongs to this allocator alone.
+            // SAFETY: the event is in no queue any more and belongs to this allocator only.
             let _ = unsafe { self.driver.event_destroy(event) };
         }
     }

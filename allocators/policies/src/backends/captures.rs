@@ -1,10 +1,10 @@
-//! The captures of an allocator: which streams are in one, and what each keeps. Every backend has such a list.
+//! The captures of an allocator: their streams, and the state of each. Every backend has such a list.
 
 use crate::contract::{AllocError, CaptureId};
 use std::collections::BTreeMap;
 use vramlab_device::{Driver, StreamId};
 
-/// Captures by number; each keeps a `T`.
+/// Captures by number, each with a state `T`.
 #[derive(Debug)]
 pub(super) struct Captures<T> {
     open: BTreeMap<StreamId, CaptureId>,
@@ -30,24 +30,24 @@ fn no_capture(allocator: &'static str, capture: CaptureId) -> AllocError {
 }
 
 impl<T> Captures<T> {
-    /// Whether there is none, neither open nor ended.
+    /// Whether there is no capture, neither open nor ended.
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty()
     }
 
-    /// Whether none is open.
+    /// Whether no capture is open.
     pub(super) fn all_ended(&self) -> bool {
         self.open.is_empty()
     }
 
-    /// An error if the stream is in a capture.
+    /// An error if the stream is captured.
     pub(super) fn need_none_on(&self, allocator: &'static str, stream: StreamId) -> Result<(), AllocError> {
         let Some(open) = self.open.get(&stream) else { return Ok(()) };
         let reason = format!("stream {} is in capture {open} already; end that one first", stream.get());
         Err(AllocError::Capture { allocator, reason })
     }
 
-    /// Opens a capture on a stream that is in none. What it keeps may depend on its number.
+    /// Opens a capture on a stream that is not captured. Its state may depend on its number.
     pub(super) fn begin(&mut self, stream: StreamId, keeps: impl FnOnce(CaptureId) -> T) -> CaptureId {
         let id = CaptureId::next();
         self.open.insert(stream, id);
@@ -55,7 +55,7 @@ impl<T> Captures<T> {
         id
     }
 
-    /// What the open capture of a stream keeps.
+    /// The state of a stream's open capture.
     pub(super) fn open_on(&mut self, stream: StreamId) -> Option<&mut T> {
         let id = self.open.get(&stream)?;
         self.all.get_mut(id).map(|(_, keeps)| keeps)
@@ -66,24 +66,24 @@ impl<T> Captures<T> {
         self.open.contains_key(&stream)
     }
 
-    /// What the open capture of a stream keeps, or some other open one if that stream has none.
+    /// The state of a stream's open capture, or of some other open one if that stream has none.
     pub(super) fn open_of(&mut self, stream: StreamId) -> Option<&mut T> {
         let id = self.open.get(&stream).or_else(|| self.open.values().next())?;
         self.all.get_mut(id).map(|(_, keeps)| keeps)
     }
 
-    /// What each capture keeps, and whether that is open.
+    /// The state of each capture, and whether it is open.
     pub(super) fn each(&mut self) -> impl Iterator<Item = (bool, &mut T)> {
         let open = &self.open;
         self.all.iter_mut().map(|(id, (stream, keeps))| (open.get(stream) == Some(id), keeps))
     }
 
-    /// What each capture keeps.
+    /// The state of each capture.
     pub(super) fn kept(&self) -> impl Iterator<Item = &T> {
         self.all.values().map(|(_, keeps)| keeps)
     }
 
-    /// The stream of an open capture and what that keeps.
+    /// The stream of an open capture and its state.
     pub(super) fn find_open(
         &mut self,
         allocator: &'static str,
@@ -101,7 +101,7 @@ impl<T> Captures<T> {
         self.open.remove(&stream);
     }
 
-    /// Forgets a capture that has ended; what it kept.
+    /// Removes an ended capture and returns its state.
     pub(super) fn release(&mut self, allocator: &'static str, capture: CaptureId) -> Result<T, AllocError> {
         let (stream, _) = self.all.get(&capture).ok_or_else(|| no_capture(allocator, capture))?;
         if self.open.get(stream) == Some(&capture) {

@@ -1,53 +1,54 @@
-//! # `pytorch-expandable`: PyTorch's allocator with expandable segments, to be read
+//! # `pytorch-expandable`: PyTorch's allocator with expandable segments, written to be read
 //!
 //! This is the policy by which PyTorch 2.11 serves `torch.empty(…, device="cuda")` under
-//! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same answers of the device it puts every
-//! block at the same address, maps and unmaps the same parts in the same order, and counts the same statistics.
+//! `PYTORCH_ALLOC_CONF=expandable_segments:True`. Given the same requests and the same results of the device it returns the same
+//! addresses, maps and unmaps the same ranges in the same order, and counts the same statistics.
 //!
-//! *Idea.* The native policy ([`pytorch`](super::pytorch)) takes segments of fixed sizes. When sizes change, what is left in a segment is
-//! often too small for the next request, and the segment cannot go back while one block in it lives. Here a segment is a range
-//! of addresses that is larger than the device's memory. Memory is put behind it as it is needed, so free memory at its
-//! end is never too small: it grows.
+//! *Idea.* The native policy ([`pytorch`](super::pytorch)) allocates segments of fixed sizes. When sizes change, the remainder of a
+//! segment is often too small for the next request, and the segment is not releasable while one block in it is live. Here a segment
+//! is a range of addresses that is larger than the device's memory. Memory is mapped in it on demand, so free memory at its end is
+//! never too small: it grows.
 //!
 //! *A request* (`allocate`):
-//! 1. Frees that waited for other streams are carried out where these are done; the size is rounded up; up to 1 MiB the small
-//!    pool serves it, above that the large pool. All that is as in `pytorch`.
-//! 2. Best fit among the free blocks of the stream and pool, but a block in front of a hole counts as large as both together.
-//!    From the smallest block that fits the search goes on to the next larger one while that counts for less (`find`). So
-//!    memory at the growing end stays whole while there is an inner block.
-//! 3. When none fits, memory is mapped: behind the lowest run of free blocks and holes that is large enough, only what it
-//!    lacks, in whole handles of 2 MiB (small pool) or 20 MiB (large pool). Without such a run a new range of addresses is
-//!    reserved: nine eighths of the device's memory, one for each stream and pool.
-//! 4. Where the limit or the device refuses (`grow`), all pending frees are waited for, all free memory is unmapped in whole
+//! 1. Deferred frees whose streams have completed take effect; the size is rounded up; up to 1 MiB the small pool serves it, above
+//!    that the large pool. All this is as in `pytorch`.
+//! 2. Best fit among the free blocks of the stream and pool, where a block in front of a hole counts with the size of both
+//!    together. From the smallest block that fits the search continues to the next larger one while that counts for less (`find`).
+//!    So memory at the growing end stays unsplit while there is an inner block.
+//! 3. When none fits, memory is mapped: in the lowest run of free blocks and holes that is large enough, only the missing bytes, in
+//!    whole handles of 2 MiB (small pool) or 20 MiB (large pool). Without such a run a new range of addresses is reserved: nine
+//!    eighths of the device's memory, one for each stream and pool.
+//! 4. Where the limit or the device refuses (`grow`), all deferred frees are waited for, all free memory is unmapped in whole
 //!    handles, and mapping is tried again.
-//! 5. What is left of the block is cut off and stays free, from 512 bytes on.
+//! 5. The remainder of the block is split off and stays free, from 512 bytes on.
 //!
-//! *A free* is that of `pytorch`. Free blocks are joined over the borders of handles.
+//! *A free* is that of `pytorch`. Free blocks coalesce across handles.
 //!
 //! *Graphs.* A private pool has ranges of its own.
 //!
-//! *Known faults* of PyTorch are followed. Each has a setting that mends it:
+//! *Known faults* of PyTorch are reproduced. Each has a setting that fixes it:
 //! - After memory was released, free blocks are not searched again (`retry_fit_after_sync`; pytorch #189504).
-//! - A request can need several holes. When the memory ends after the first, what was mapped stays (`rollback`; #188008).
-//! - The limit is compared with a whole segment of the native policy, 20 MiB for 2 MiB, though only what is lacking is mapped.
-//!   So it refuses too early, and by the last handle too late (`limit_shortfall`). A limit that is set at run time is held: what will
-//!   be mapped is compared with it, too.
+//! - A request can need several holes. When the memory ends after the first, the new memory stays mapped (`rollback`; #188008).
+//! - The limit is compared with a whole segment of the native policy, 20 MiB for 2 MiB, although only the missing bytes are mapped.
+//!   So it refuses too early, and by the last handle too late (`limit_shortfall`). A limit that is set at run time is enforced: the
+//!   bytes to be mapped are compared with it, too.
 //! - Each retry releases its handles and creates new ones (`reuse_handles`; #166116).
 //! - Nine eighths of the memory for each stream and pool use up the addresses when there are many streams
 //!   (`expandable_segments_reserve`; #192269).
 //!
-//! Garbage collection and the release of oversize blocks do nothing here: PyTorch passes expandable segments over.
+//! Garbage collection and the release of oversize blocks have no effect here: PyTorch excludes expandable segments.
 //!
 //! *Good at* sizes that keep changing, on one stream. *Bad at* several streams: free memory of one serves no other until
 //! a retry has unmapped it. A retry waits for each stream and unmaps everything.
 //!
 //! Also *bad at* a few large sizes that recur. A native segment of 10 MiB or more is as large as its request and serves that size
-//! again; in one range smaller blocks cut such a hole. PyTorch's GPT-2 under FSDP reserves 10,748 MiB here and 10,400 natively. Its
-//! two streams for communication are not why: they take 660 MiB here and 688 there. The main stream takes 10,088 for 9,712, with
-//! at most 9,442 active. The last memory that is mapped there is for a request of 1,178 MiB, while 1,323 MiB are free in pieces.
+//! again; in one range smaller blocks split such a hole. PyTorch's GPT-2 under FSDP reserves 10,748 MiB here and 10,400 natively.
+//! Its two streams for communication are not the reason: they take 660 MiB here and 688 there. The main stream takes 10,088 instead
+//! of 9,712, with at most 9,442 active. The last mapping there is for a request of 1,178 MiB, while 1,323 MiB are free but
+//! fragmented.
 //!
-//! *Cost.* As `pytorch`, and in 2 a step for each block that is passed over, in 3 a step for each hole. Mapping 20 MiB takes about
-//! 30 µs on an H200, of which `cuMemSetAccess` is 20 (`experiments calibrate`).
+//! *Cost.* As `pytorch`, and in 2 a step for each skipped block, in 3 a step for each hole. Mapping 20 MiB takes about 30 µs on an
+//! H200, of which `cuMemSetAccess` is 20 (`experiments calibrate`).
 //!
 //! *Source.* PyTorch 2.11, `c10/cuda/CUDACachingAllocator.cpp`; its functions are named where their rules are.
 
@@ -88,11 +89,11 @@ vramlab_device::settings! {
     /// Settings under PyTorch's names, and switches for its faults.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct ExpandableSettings extends torch: PyTorchSettings {
-        /// Unmap what a request got when the memory does not suffice for all of it. PyTorch does not.
+        /// Unmap the memory mapped for a request that does not get all of it. PyTorch does not.
         pub rollback: bool = false, switch();
-        /// Compare the limit with what will be mapped. PyTorch compares it with a segment of its native policy.
+        /// Compare the limit with the bytes to be mapped. PyTorch compares it with a segment of its native policy.
         pub limit_shortfall: bool = false, switch();
-        /// Map the handles that a retry has unmapped, and release only what is left of them. PyTorch releases all.
+        /// Map the handles that a retry has unmapped, and release only the others. PyTorch releases all.
         pub reuse_handles: bool = false, switch();
         /// Addresses that a segment reserves; larger requests are refused. PyTorch: nine eighths of the device's memory.
         pub expandable_segments_reserve: Option<u64> = None, bytes().at_least(20 << 20).or("none");
@@ -104,7 +105,7 @@ vramlab_device::settings! {
 pub struct PyTorchExpandable {
     settings: ExpandableSettings,
     rules: Rules,
-    /// Whether the limit was set at run time. Such a one is held; that of the settings is PyTorch's.
+    /// Whether the limit was set at run time. Such a limit is enforced; that of the settings is PyTorch's.
     holds_limit: bool,
 }
 
@@ -160,12 +161,12 @@ impl PyTorchExpandable {
     }
 }
 
-/// `should_split`, and what `get_free_block` says of oversize blocks.
+/// `should_split`, and the rule of `get_free_block` for oversize blocks.
 pub(super) fn split(settings: &PyTorchSettings) -> Split {
     Split::TorchExpandable { max_split: settings.max_split(), max_non_split_rounding: settings.max_non_split_rounding }
 }
 
-/// Says of which setting a device lacks what is needed, where it is not the backend.
+/// Names the setting that needs a missing capability of the device, where the backend itself does not need it.
 pub(super) fn needed_for(setting: &'static str) -> impl Fn(AllocError) -> AllocError {
     move |error| match error {
         AllocError::Unsupported { allocator, device, .. } => {
@@ -182,8 +183,8 @@ pub(super) fn find(heap: &mut Heap, list: FreeList, bytes: u64, largest: u64) ->
         heap.space()[block].bytes + hole
     };
     let mut found = heap.find(list, bytes, u64::MAX)?;
-    // Only as long as each counts for less than the one before: the least of all may lie further on. Behind a block without
-    // a hole there is none that counts for less.
+    // Only as long as each counts for less than the one before: the minimum of all may follow later. Behind a block without a hole
+    // none counts for less.
     while heap.hole_behind(found).is_some()
         && let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found))
     {
@@ -213,7 +214,7 @@ impl Policy for PyTorchExpandable {
         if let Some(block) = self.map(heap, miss)? {
             return Ok(Some((block, Path::DriverAlloc)));
         }
-        // `release_cached_blocks`: not for a private pool, nor while a graph is captured. Then nothing can be waited for.
+        // `release_cached_blocks`: not for a private pool, nor while a graph is captured, when no wait is allowed.
         if heap.is_capturing() || miss.list.owner.private.is_some() {
             return Ok(None);
         }

@@ -1,17 +1,16 @@
-//! # `naive`: the driver for every request
+//! # `naive`: a driver call for every request
 //!
-//! *Policy.* Each request is one `cuMemAlloc` of exactly the bytes asked for, each free one `cuMemFree`.
-//! Nothing is kept.
+//! *Policy.* Each request is one `cuMemAlloc` of exactly the requested bytes, each free one `cuMemFree`. Nothing is cached.
 //!
-//! *Cost.* Allocate: one driver call (1 us on an H200 in a page that is held, 33 us for a new page; `experiments calibrate`). Free: one driver call that
-//! waits until the whole device is idle, so its cost is the work that is still queued.
+//! *Cost.* Allocate: one driver call (1 us on an H200 in a page that is already mapped, 33 us for a new page; `experiments
+//! calibrate`). Free: one driver call that waits until the whole device is idle, so its cost is the work that is still queued.
 //!
-//! *Good at* wasting nothing that the driver does not waste itself, and at finding use after free: memory goes
-//! back at once. *Bad at* everything else: the host can never run ahead of the device.
+//! *Good at* wasting only what the driver itself wastes, and at finding use after free: memory is released immediately. *Bad at*
+//! everything else: the host can never run ahead of the device.
 //!
-//! *Graph capture.* What is freed in a capture stays the graph's until that is released. Meanwhile it serves the capture's
-//! next request of exactly its size, so that several steps in one graph take no more than one; every other request is a
-//! `cuMemAlloc` as ever.
+//! *Graph capture.* Memory that is freed in a capture stays reserved for the graph until the capture is released. Meanwhile it
+//! serves the capture's next request of exactly its size, so that several steps in one graph need no more than one; every other
+//! request is a `cuMemAlloc` as usual.
 //!
 //! *Source.* `cuMemAlloc`, `cuMemFree`:
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>; what "raw CUDA" programs do.
@@ -31,7 +30,7 @@ use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "naive",
-    summary: "asks the driver for each tensor and gives it back (cuMemAlloc, cuMemFree)",
+    summary: "one driver allocation and one driver free for each tensor (cuMemAlloc, cuMemFree)",
     capabilities: Capabilities {
         graph_capture: GraphCapture::Pinned,
         streams: StreamUse::Any,
@@ -57,24 +56,24 @@ pub struct Naive {
 struct State {
     stats: Stats,
     live: BTreeMap<DeviceAddr, (u64, StreamId)>,
-    /// Blocks whose free the driver refused: gone from the client's side, still held from the device.
+    /// Blocks whose free the driver refused: freed by the client, still reserved.
     refused: BTreeMap<DeviceAddr, (u64, StreamId)>,
     captures: Captures<Kept>,
     peak: Ledger,
 }
 
-/// What a capture keeps.
+/// The state of a capture.
 #[derive(Debug, Default)]
 struct Kept {
-    /// Blocks that were allocated in it and that the client holds.
+    /// Live blocks that were allocated in it.
     own: BTreeSet<DeviceAddr>,
-    /// Those of them that work on other streams was announced for.
+    /// Those that work on other streams was announced for.
     shared: BTreeSet<DeviceAddr>,
     /// Blocks that were allocated in it and freed: pinned.
     pinned: BTreeMap<DeviceAddr, (u64, StreamId)>,
-    /// Those of them that later requests of the capture can have, by size.
+    /// Those that later requests of the capture can have, by size.
     idle: BTreeMap<u64, Vec<DeviceAddr>>,
-    /// Blocks from before whose free waits for its end.
+    /// Blocks from before whose free is deferred to its end.
     waiting: BTreeMap<DeviceAddr, (u64, StreamId)>,
 }
 
@@ -88,13 +87,13 @@ impl State {
         Ledger { reserved, requested: reserved - pending, pending, ..Ledger::default() }
     }
 
-    /// Blocks that are gone from the client's side and still held from the device.
+    /// Blocks that the client freed and that are still reserved.
     fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
         let kept = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
         self.refused.iter().chain(kept)
     }
 
-    /// Keeps a block that is freed where a capture wants it.
+    /// Keeps a freed block where a capture needs it.
     fn keep(&mut self, addr: DeviceAddr, block: (u64, StreamId)) -> bool {
         if self.captures.is_empty() {
             return false;
@@ -102,14 +101,13 @@ impl State {
         if let Some((_, kept)) = self.captures.each().find(|(_, kept)| kept.own.contains(&addr)) {
             kept.own.remove(&addr);
             kept.pinned.insert(addr, block);
-            // What another stream may still use is left alone: nothing says when it is done.
+            // A block that another stream may still use is not reused: nothing shows when its use has completed.
             if !kept.shared.remove(&addr) {
                 kept.idle.entry(block.0).or_default().push(addr);
             }
             return true;
         }
-        // Any capture may use the block, whatever stream it is freed on, and a graph cannot be made of addresses that are
-        // gone.
+        // Any capture may use the block, whatever stream it is freed on, and a graph cannot be made of released addresses.
         let open = self.captures.each().find(|(is_open, _)| *is_open);
         open.map(|(_, kept)| kept.waiting.insert(addr, block)).is_some()
     }
@@ -121,7 +119,7 @@ impl State {
         kept.pinned.remove(&addr);
         kept.own.insert(addr);
         self.live.insert(addr, (bytes, stream));
-        // It was held from the driver all the time; only the client's side moves.
+        // It was reserved all the time; only its state for the client changes.
         self.stats.count_held(ANY, bytes);
         Some(addr)
     }
@@ -131,7 +129,7 @@ impl Naive {
     /// A naive allocator on `driver`.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>) -> Self {
-        // Segments are known from the start: a zero is a figure, an absent one is not.
+        // Segments are counted from the start: a zero is a value, an absent one is not.
         let stats = Stats { segment: Some(PooledGauge::default()), ..Stats::default() };
         Self { tokens: Tokens::next(), driver, state: Mutex::new(State { stats, ..State::default() }) }
     }
@@ -140,29 +138,29 @@ impl Naive {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives a block that is in no list back to the driver, or puts it among the refused ones.
+    /// Releases a block that is in no list to the driver, or puts it among the refused ones.
     fn give_back(&self, addr: DeviceAddr, bytes: u64, owner: StreamId) -> Result<(), DriverError> {
-        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits
-        // for the device, so work queued on any stream is done first.
+        // SAFETY: the address was live here, so it came from this driver and is freed once. The driver itself waits for the device,
+        // so work queued on any stream completes first.
         let freed = unsafe { self.driver.mem_free(addr) };
         let mut state = self.lock();
         if freed.is_err() {
             state.refused.insert(addr, (bytes, owner));
             return freed;
         }
-        // A block is a segment, and nothing is rounded.
+        // A block is a segment, without rounding.
         state.stats.count_reusable(ANY, bytes, bytes);
         state.stats.count_segment_gone(ANY, bytes, u64::MAX);
         Ok(())
     }
 
-    /// Tries the frees again that the driver refused; the bytes that went, or the first error.
+    /// Repeats the frees that the driver refused; returns the released bytes, or the first error.
     fn retry_refused(&self) -> Result<u64, DriverError> {
         let refused = std::mem::take(&mut self.lock().refused);
         self.give_all_back(refused)
     }
 
-    /// Gives blocks back that are in no list; the bytes that went, or the first error.
+    /// Releases blocks that are in no list; returns the released bytes, or the first error.
     fn give_all_back(&self, blocks: BTreeMap<DeviceAddr, (u64, StreamId)>) -> Result<u64, DriverError> {
         let (mut released, mut outcome) = (0, Ok(()));
         for (addr, (bytes, owner)) in blocks {
@@ -188,7 +186,7 @@ impl DeviceAllocator for Naive {
         request.validate()?;
         let bytes = request.bytes;
         if let Some(addr) = self.lock().reuse(bytes, stream) {
-            // SAFETY: the driver's memory of this size, which came back from its last block in this capture.
+            // SAFETY: the driver's memory of this size, whose last block was freed in this capture.
             return Ok(unsafe { Block::new(addr, bytes, bytes, Path::Hit, self.tokens.token()) });
         }
         let addr = match self.driver.mem_alloc(bytes) {
@@ -212,7 +210,7 @@ impl DeviceAllocator for Naive {
         if state.stats.reserved_bytes.all.current > state.peak.reserved {
             state.peak = state.ledger();
         }
-        // SAFETY: the driver has just handed out this memory, and it goes back with the block.
+        // SAFETY: the driver has just allocated this memory, and it is released with the block.
         Ok(unsafe { Block::new(addr, bytes, bytes, Path::DriverAlloc, self.tokens.token()) })
     }
 
@@ -221,7 +219,7 @@ impl DeviceAllocator for Naive {
         if block.token() != self.tokens.token() {
             return Err(foreign(self.name(), block));
         }
-        // The record goes before the memory: once the driver has it back, another thread may be given the address.
+        // The record is removed before the memory is released: afterwards another thread may be given the address.
         let mut state = self.lock();
         let Some((bytes, owner)) = state.live.remove(&addr) else { return Err(foreign(self.name(), block)) };
         state.stats.count_let_go(ANY, bytes);
@@ -237,7 +235,7 @@ impl DeviceAllocator for Naive {
         let addr = block.addr();
         let state = &mut *self.lock();
         if let Some((_, owner)) = state.live.get(&addr).filter(|_| block.token() == self.tokens.token()) {
-            // The driver's free waits for every stream, so there is nothing to remember outside of captures.
+            // The driver's free waits for every stream, so uses need not be remembered outside of captures.
             if *owner != stream
                 && let Some((_, kept)) = state.captures.each().find(|(_, kept)| kept.own.contains(&addr))
             {
@@ -248,7 +246,7 @@ impl DeviceAllocator for Naive {
         Err(not_held(self.name(), block))
     }
 
-    /// No block names a stream to wait for: the driver's free waits for the whole device.
+    /// No block waits for a stream: the driver's free waits for the whole device.
     fn forget_stream(&self, _stream: StreamId) {}
 
     fn stats(&self) -> Stats {
@@ -283,7 +281,7 @@ impl DeviceAllocator for Naive {
         self.lock().peak
     }
 
-    /// Nothing is kept, so only frees that the driver refused are left to try again.
+    /// Nothing is cached, so only frees that the driver refused are repeated.
     fn trim(&self, _keep_bytes: u64) -> Result<u64, AllocError> {
         Ok(self.retry_refused()?)
     }
@@ -321,7 +319,7 @@ impl GraphMemory for Naive {
         Ok(self.give_all_back(kept.pinned).map(|_| ())?)
     }
 
-    /// What is freed after other streams used it waits for the end of the capture.
+    /// A block that is freed after other streams used it becomes reusable at the end of the capture.
     fn set_reuse_in_captures(&self, _on: bool) -> bool {
         false
     }
@@ -329,14 +327,14 @@ impl GraphMemory for Naive {
 
 impl Drop for Naive {
     fn drop(&mut self) {
-        // Captures that were not released: their graphs are of no more use without their memory.
+        // Captures that were not released: without their memory their graphs are useless.
         let mut captures = std::mem::take(&mut self.lock().captures);
         for (_, kept) in captures.each() {
             for blocks in [&mut kept.waiting, &mut kept.pinned] {
                 let _ = self.give_all_back(std::mem::take(blocks));
             }
         }
-        // An error cannot be returned here; what is refused again goes with the device context.
+        // An error cannot be returned here; memory that is refused again is released with the device context.
         let _ = self.retry_refused();
     }
 }

@@ -1,25 +1,25 @@
-//! # `paddle`: PaddlePaddle's growing best fit, which hands out the end of a block
+//! # `paddle`: PaddlePaddle's growing best fit, which allocates the end of a block
 //!
 //! The policy of `AutoGrowthBestFitAllocator`, PaddlePaddle's default, with its `StreamSafe` wrapper.
 //!
-//! *Idea.* Best fit over chunks that are taken as they are needed. A block is cut at its *end*, so the free part stays where it
-//! is and only becomes shorter. All others here hand out the front.
+//! *Idea.* Best fit over chunks that are allocated on demand. A block is split at its *end*, so the free part keeps its address and
+//! only becomes shorter. All other policies here allocate the front.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 256 bytes.
-//! 2. Of the stream's free blocks the smallest that fits is taken; of equal ones that with the lowest address.
-//! 3. Its last bytes are handed out. What lies in front of them stays free.
-//! 4. When none fits, a chunk of `chunk_size` is taken, or of what the request needs if that is more. Its end is handed out,
-//!    too. If the device has no memory, the chunks of which nothing is used go back, and it is asked for as much again.
+//! 2. The smallest free block of the stream that fits is taken; of equal blocks the one with the lowest address.
+//! 3. Its last bytes are allocated. Its front stays free.
+//! 4. When none fits, a chunk of `chunk_size` is allocated, or of the size of the request if that is more. Its end is allocated,
+//!    too. If the device has no memory, unused chunks are released, and the device is asked again.
 //!
-//! *A free* (`free`). The block is joined with the free blocks in front of it and behind it. If other streams use it, it first
-//! waits for an event on each of them.
+//! *A free* (`free`). The block is coalesced with the free blocks in front of it and behind it. If other streams use it, the free
+//! is deferred until an event on each of them completes.
 //!
-//! *What is different from PaddlePaddle.* The events stand behind the work that was queued before the free; there they stand
-//! behind what was queued when the use was announced.
+//! *Differences from PaddlePaddle.* The events are recorded behind the work that was queued before the free; there behind the work
+//! that was queued when the use was announced.
 //!
-//! *Good at* what other best-fit allocators are good at. *Bad at* sizes that keep changing, and at small chunks: with the
-//! default of 1 MiB most larger requests are a call of the device.
+//! *Good at* the workloads of other best-fit allocators. *Bad at* sizes that keep changing, and at small chunks: with the default
+//! of 1 MiB most larger requests are a driver call.
 //!
 //! *Cost.* O(log n) in the free blocks for a request and for a free.
 //!
@@ -42,7 +42,7 @@ use vramlab_device::settings::{Settings as _, bytes};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "paddle",
-    summary: "PaddlePaddle's growing best fit, which hands out the end of a block",
+    summary: "PaddlePaddle's growing best fit, which allocates the end of a block",
     capabilities: Pooled::<Paddle>::CAPABILITIES,
     compared: false,
     constructor: &With(|driver, settings: &PaddleSettings| Ok(Arc::new(Paddle::new(driver, *settings)))),
@@ -52,9 +52,9 @@ vramlab_device::settings! {
     /// Settings of PaddlePaddle's growing best fit.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct PaddleSettings {
-        /// Bytes of a chunk, if the request does not need more: FLAGS_auto_growth_chunk_size_in_mb.
+        /// Bytes of a chunk, if the request is not larger: FLAGS_auto_growth_chunk_size_in_mb.
         pub chunk_size: u64 = 1 << 20, bytes().at_least(GUARANTEED_ALIGN).at_most(1 << 48);
-        /// Most bytes that may be reserved.
+        /// Maximum of reserved bytes.
         pub memory_limit: Option<u64> = None, bytes().or("none");
     }
     check PaddleSettings::consistent;

@@ -1,33 +1,32 @@
-//! # `plan`: a program that repeats itself is served where an offline plan says
+//! # `plan`: a program that repeats itself is served at the addresses of an offline plan
 //!
-//! *Idea.* Training steps ask for the same blocks in the same order. From one recorded run it is known when each block comes and
-//! goes, and can place them all beforehand (`histories::plan`). That needs hardly
-//! more than what is in use at once, and no search at run time. `vramlab plan HISTORY -o FILE` makes the plan of a recorded
-//! history, a PyTorch snapshot or the event trace of an earlier run of the trainer; `--alloc plan:file=FILE` follows it.
+//! *Idea.* Training steps request the same blocks in the same order. One recorded run contains the begin and end of each block, so
+//! all blocks can be placed beforehand (`histories::plan`). That needs hardly more than the peak of active memory, and no search at
+//! run time. `vramlab plan HISTORY -o FILE` makes the plan from a recording, a PyTorch snapshot or the event trace of an earlier
+//! run of the trainer; `--alloc plan:file=FILE` follows it.
 //!
-//! *A request* is looked up in the plan: the block that is due, if it has as many bytes and its stream is the same, or one that
-//! is due within the next 256. If every byte of its place is free, it is served there. The first one takes the arena from
-//! the device, one segment of the plan's size. Where the program departs from the plan, the request is served by
-//! [`pytorch`]'s rules from other segments, and counted (`num_unplanned`; the others are `num_planned`). The
-//! plan is never changed.
+//! *A request* is compared with the plan's next block, which must have the same bytes and stream, and then with the following 256.
+//! If every byte of the planned range is free, the request is served there. The first one allocates the arena, one segment of the
+//! plan's size. Where the program departs from the plan, the request is served by [`pytorch`]'s rules from other segments, and
+//! counted (`num_unplanned`; the others are `num_planned`). The plan is never changed.
 //!
-//! *A free* joins the block with free neighbours. If other streams use it, it waits for events on them first.
+//! *A free* coalesces the block with free neighbours. If other streams use it, the free is deferred until events on them complete.
 //!
-//! *Streams.* Within a stream memory can be used again at once. A plan also says where memory goes from one stream to another,
-//! but what it was made from ran at another speed. So each free records an event if the plan has several streams, and a block
-//! that gets another stream's memory asks for it: if the work is not over, its stream is made to wait on the device (with
-//! `wait=off` the request is served elsewhere). Where no event could be recorded, the memory stays with its stream.
+//! *Streams.* Within a stream memory is reusable immediately. A plan also moves memory from one stream to another, but the recorded
+//! run had another speed. So each free records an event if the plan has several streams, and a block that gets another stream's
+//! memory queries it: if the work has not completed, its stream waits on the device (with `wait=off` the request is served
+//! elsewhere). Where no event could be recorded, the memory stays with its stream.
 //!
 //! *Graphs.* Requests of a capture are served from private pools by `pytorch`'s rules.
 //!
-//! *Good at* programs whose shapes do not change. *Bad at* all others: then the arena is reserved besides what they need.
-//! Without a file, the default, it is `pytorch` that begins with no segment of a snapshot.
+//! *Good at* programs whose shapes do not change. *Bad at* all others: the arena is reserved in addition to their own segments.
+//! Without a file, the default, it is `pytorch` without support for starting from a snapshot.
 //!
-//! *Cost.* O(log n) in the free blocks, a comparison for a request that is due, and up to 256 for one that is not. An event a
-//! free with several streams.
+//! *Cost.* O(log n) in the free blocks, one comparison for a request in the planned order, and up to 256 for another one. An event
+//! for each free with several streams.
 //!
-//! *Source.* STAlloc (2025) serves from a profiled plan with a dynamic rest; static planners of compilers (TVM, TFLite) do the
-//! same without a rest.
+//! *Source.* STAlloc (2025) serves from a profiled plan with dynamic memory for other requests; static planners of compilers (TVM,
+//! TFLite) do the same without dynamic memory.
 
 mod order;
 mod table;
@@ -56,7 +55,7 @@ pub const UNIT: u64 = 512;
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "plan",
-    summary: "serves a program that repeats itself where an offline plan says, and falls back on pytorch's rules",
+    summary: "serves repeating programs at the addresses of an offline plan, other requests by pytorch's rules",
     capabilities: Capabilities {
         restores: false,
         private_pools: false,
@@ -66,7 +65,7 @@ pub static BACKEND: Backend = Backend {
     // Without a plan it places every block where `caching` does.
     compared: false,
     constructor: &Varying {
-        // A plan says where memory goes from one stream to another.
+        // A plan moves memory from one stream to another.
         capabilities: |default, settings: &PlanSettings| match settings.file.0 {
             Some(_) => Capabilities { streams: StreamUse::Any, ..default },
             None => default,
@@ -76,20 +75,20 @@ pub static BACKEND: Backend = Backend {
 };
 
 vramlab_device::settings! {
-    /// Which plan is followed, and how.
+    /// The plan, and how it is followed.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct PlanSettings {
         /// The plan, as `vramlab plan` writes it.
         pub file: PlanFile = PlanFile::default(), text("the name of a file, or none");
-        /// Let a stream wait for another one whose memory it gets, rather than serve it from elsewhere.
+        /// Let a stream wait for another one whose memory it gets, instead of serving it elsewhere.
         pub wait: bool = true, switch();
-        /// Most bytes that may be reserved, the arena included.
+        /// Maximum of reserved bytes, the arena included.
         pub memory_limit: Option<u64> = None, bytes().or("none");
     }
     check PlanSettings::readable;
 }
 
-/// How a file is mended.
+/// How to fix a file.
 const HOW_TO: &str = "`vramlab plan HISTORY --out FILE` writes plans";
 
 impl PlanSettings {
@@ -103,7 +102,7 @@ impl PlanSettings {
 
     fn readable(&self) -> Result<(), String> {
         self.table().map(|_| ()).map_err(|error| match error {
-            // Who asks names the allocator.
+            // The caller names the allocator.
             AllocError::File { path, reason, .. } => format!("cannot use {}: {reason}", path.display()),
             other => other.to_string(),
         })
@@ -120,15 +119,15 @@ pub struct Plan {
     planned: Option<Planned>,
 }
 
-/// A plan that is followed.
+/// A plan with its state.
 #[derive(Debug)]
 struct Planned {
     schedule: Schedule,
-    /// Only kept if the plan has several streams.
+    /// Used only if the plan has several streams.
     owners: LastOwners,
     /// The segment that planned requests are served from, until it is released.
     arena: Option<Arena>,
-    /// Whether the device had no memory for the arena. It is asked again when something was given back.
+    /// Number of releases when the device had no memory for the arena. It is asked again after another release.
     refused_at: Option<u64>,
     served: u64,
     elsewhere: u64,
@@ -180,7 +179,7 @@ impl Planned {
         Ok((self.arena, Path::DriverAlloc))
     }
 
-    /// Serves a request where the plan says; `None` when it is none of the plan's, or its place is not free.
+    /// Serves a request at its planned address; `None` when it is not in the plan, or the address is not free.
     fn serve(
         &mut self,
         heap: &mut Heap,
@@ -248,7 +247,7 @@ impl Policy for Plan {
         false
     }
 
-    /// A plan knows of one pool.
+    /// A plan has one pool.
     fn has_private_pools(&self) -> bool {
         false
     }

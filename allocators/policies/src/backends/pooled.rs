@@ -1,7 +1,7 @@
-//! The contract of an allocator over a heap: what every policy that is put together from parts has in common.
+//! The contract of an allocator over a heap, common to every policy that consists of parts.
 //!
-//! A [`Policy`] says how a request is served and what a free does. [`Pooled`] makes a
-//! [`DeviceAllocator`] of it: one lock, tokens, announced uses, graphs, reports, and the end.
+//! A [`Policy`] has the rules of a request and a free. [`Pooled`] makes a [`DeviceAllocator`] of it: one lock, tokens, announced
+//! uses, graphs, reports, and teardown.
 
 mod captures;
 mod policy;
@@ -25,9 +25,9 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
-/// An allocator whose rules are `P`.
+/// An allocator with the rules `P`.
 ///
-/// One lock is held over every operation, calls of the device included.
+/// One lock is held during every operation, driver calls included.
 #[derive(Debug)]
 pub struct Pooled<P: Policy> {
     tokens: Tokens,
@@ -44,7 +44,7 @@ struct State<P> {
 }
 
 impl<P: Policy> Pooled<P> {
-    /// What every allocator over a heap can do.
+    /// Capabilities of every allocator over a heap.
     pub const CAPABILITIES: Capabilities = Capabilities {
         graph_capture: GraphCapture::Pinned,
         streams: StreamUse::Own,
@@ -64,16 +64,15 @@ impl<P: Policy> Pooled<P> {
     /// An allocator over a heap, with a policy of another crate.
     ///
     /// # Safety
-    /// What the policy names goes to clients as memory of their own, and nothing here looks whether it may. The policy
-    /// promises:
-    /// - The block that [`allocate`](Policy::allocate) names was [taken](Heap::take) for `owner` in this call, with at least
-    ///   the bytes that were asked for, and was not put back.
+    /// Clients get the blocks that the policy returns, without a further check. The policy promises:
+    /// - The block that [`allocate`](Policy::allocate) returns was [taken](Heap::take) for `owner` in this call, with at least the
+    ///   requested bytes, and was not put back.
     /// - A taken block is put back once, and only in the [`free`](Policy::free) of that block: by [`Heap::put`] if `users` is
     ///   empty or the owner's later work is behind theirs, else by [`Heap::put_after`] with all of them.
     /// - [`rules`](Policy::rules) always gives the same rule for sizes, and blocks are multiples of its granule.
     /// - A part of its own ([`Fit::by`](crate::policy::fit::Fit::by), `Size::Custom`, `Split::Custom`) does what its trait says.
     ///
-    /// The heap is new: no block of it is taken, and its part `fit` is used by no other heap.
+    /// The heap is new: no block of it is taken, and no other heap uses its part `fit`.
     pub unsafe fn new(heap: Heap, policy: P) -> Self {
         Self::over(heap, policy)
     }
@@ -89,14 +88,14 @@ impl<P: Policy> Pooled<P> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The block as the client gets it. Its token names the record.
+    /// The block for the client. Its token names the record.
     fn mint(&self, heap: &Heap, block: BlockId, path: Path) -> Block {
         let record = &heap.space()[block];
         let addr = DeviceAddr::handed_out(record.addr);
         let token = self.tokens.of_record(block.number());
-        // SAFETY: segments come from the device aligned, and part `size` rounds to multiples of 256. Blocks of a space do not
-        // overlap, and the policy promises (see `new`) that this one was just taken, and that it stays so until it comes back
-        // and its uses are done.
+        // SAFETY: segments of the device are aligned, and part `size` rounds to multiples of 256. Blocks of a space do not overlap,
+        // and the policy promises (see `new`) that this one was just taken, and that it stays taken until it is freed and its uses
+        // have completed.
         unsafe { Block::new(addr, record.bytes, record.requested, path, token) }
     }
 
@@ -107,7 +106,7 @@ impl<P: Policy> Pooled<P> {
         Ok(self.mint(&state.heap, block, path))
     }
 
-    /// Whether a private pool can go back to a checkpoint when some blocks are given back; these blocks.
+    /// Whether a private pool can be restored to a checkpoint when some blocks are freed; returns these blocks.
     fn check_restore(
         &self,
         state: &mut State<P>,
@@ -123,7 +122,7 @@ impl<P: Policy> Pooled<P> {
         let (mut ids, mut given) = (Vec::new(), BTreeSet::new());
         for (block, _) in held {
             let Some(id) = self.find(&state.heap, block) else { return Err(not_held(self.name, block)) };
-            // One that another stream uses waits once it is freed.
+            // A block that another stream uses is deferred once it is freed.
             if !state.heap.is_used_elsewhere(id) {
                 given.insert(block.addr());
             }
@@ -135,7 +134,7 @@ impl<P: Policy> Pooled<P> {
         Ok(ids)
     }
 
-    /// The held block that a client's block stands for, if it is one of this allocator's.
+    /// The live block of a client's block, if it belongs to this allocator.
     fn find(&self, heap: &Heap, block: &Block) -> Option<BlockId> {
         heap.space().find_held(self.tokens.record(block.token())?, block.addr().get())
     }
@@ -149,7 +148,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
     fn settings(&self) -> serde_json::Value {
         let state = self.lock();
         let mut settings = state.policy.rules().settings.clone();
-        // It may have changed.
+        // The limit may have changed.
         if let Some(limit) = settings.get_mut("memory_limit") {
             *limit = state.heap.limit().into();
         }
@@ -160,7 +159,7 @@ impl<P: Policy> DeviceAllocator for Pooled<P> {
         request.validate()?;
         let state = &mut *self.lock();
         let captured = state.captures.open_on(stream).and_then(|kept| kept.private);
-        let private = captured.or_else(|| state.pools.of(stream).map(PrivatePool::id));
+        let private = captured.or_else(|| state.pools.pool_of(stream).map(PrivatePool::id));
         self.serve(state, Owner { stream, private }, request)
     }
 
@@ -285,7 +284,7 @@ impl<P: Policy> crate::contract::PrivatePools for Pooled<P> {
 
     fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError> {
         let state = self.lock();
-        // A policy that cuts blocks by a scheme of its own cannot take over what was cut otherwise.
+        // A policy that splits blocks by a scheme of its own cannot take over other blocks.
         if !state.policy.restores() {
             return Err(no_checkpoints(self.name));
         }
@@ -305,7 +304,8 @@ impl<P: Policy> crate::contract::PrivatePools for Pooled<P> {
         };
         for held in ids {
             let users = state.heap.take_uses(held);
-            // Blocks elsewhere in the pool may wait for other streams. One whose stream takes no event is set aside, and `trim` says so.
+            // Blocks elsewhere in the pool may wait for other streams. One whose stream records no event is stranded, and `trim`
+            // reports it.
             if let Err(AllocError::Driver(error)) = state.policy.free(&mut state.heap, held, &users) {
                 state.heap.note_pending_error(error);
             }
@@ -351,12 +351,12 @@ impl<P: Policy> MemoryLimit for Pooled<P> {
 impl<P: Policy> Takeover for Pooled<P> {
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let state = &mut *self.lock();
-        // A snapshot does not say where ranges of addresses begin.
+        // A snapshot does not contain the beginning of ranges of addresses.
         if state.heap.source().is_expandable() || !state.policy.restores() {
             return Ok(None);
         }
         let pools = &state.pools;
-        let owner = |stream| Owner { stream, private: pools.of(stream).map(PrivatePool::id) };
+        let owner = |stream| Owner { stream, private: pools.pool_of(stream).map(PrivatePool::id) };
         let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
         Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }
@@ -393,12 +393,12 @@ impl<P: Policy> Drop for Pooled<P> {
     fn drop(&mut self) {
         let state = &mut *self.lock();
         state.end_all_captures();
-        // Other segments go back by calls that wait for the device themselves.
+        // Other segments are released by calls that wait for the device themselves.
         if state.heap.source().is_expandable() {
             state.heap.end();
         }
-        // An error cannot be returned here. It ends a round, so one call that fails once does not keep the rest; what stays
-        // goes with the device's context.
+        // An error cannot be returned here. It ends a round, so one call that fails once does not keep the remainder reserved;
+        // segments that remain are released with the device's context.
         for _ in 0..2 {
             if release_cached(&mut state.heap, 0).is_ok() {
                 break;

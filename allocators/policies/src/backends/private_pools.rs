@@ -1,4 +1,4 @@
-//! The private pools of an allocator: which there are, and which streams' requests go to one.
+//! The private pools of an allocator, and the streams that are in one.
 
 use crate::contract::{AllocError, BlockState, CaptureId, PrivatePool, SegmentInfo, Snapshot};
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ impl PrivatePools {
         pool
     }
 
-    /// An error unless a pool is one of these.
+    /// An error unless this allocator has the pool.
     pub(super) fn need(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
         if self.alive.contains(&pool) {
             return Ok(());
@@ -31,7 +31,7 @@ impl PrivatePools {
         refused(allocator, format!("there is no pool {pool}, or it has been released"))
     }
 
-    /// Lets a stream's requests go to a pool.
+    /// Serves a stream's requests from a pool.
     pub(super) fn begin(
         &mut self,
         allocator: &'static str,
@@ -46,16 +46,16 @@ impl PrivatePools {
         Ok(())
     }
 
-    /// Lets a stream's requests go where they went before.
+    /// Ends `begin`: the stream's requests are served as before.
     pub(super) fn end(&mut self, allocator: &'static str, stream: StreamId) -> Result<(), AllocError> {
         match self.routes.remove(&stream) {
             Some(_) => Ok(()),
-            None => refused(allocator, format!("stream {} is in no pool", stream.get())),
+            None => refused(allocator, format!("stream {} is not in a pool", stream.get())),
         }
     }
 
-    /// The pool that a stream's requests go to.
-    pub(super) fn of(&self, stream: StreamId) -> Option<PrivatePool> {
+    /// The pool that serves a stream's requests.
+    pub(super) fn pool_of(&self, stream: StreamId) -> Option<PrivatePool> {
         self.routes.get(&stream).copied()
     }
 
@@ -69,7 +69,7 @@ impl PrivatePools {
         Ok(pool.id())
     }
 
-    /// An error while a pool may be asked for memory.
+    /// An error unless a pool was released.
     pub(super) fn need_released(&self, allocator: &'static str, pool: PrivatePool) -> Result<(), AllocError> {
         if self.alive.contains(&pool) {
             return refused(allocator, format!("pool {pool} has not been released"));
@@ -78,8 +78,9 @@ impl PrivatePools {
     }
 }
 
-/// What keeps a private pool from going back to a checkpoint: all memory where the checkpoint holds something has to be there `now`, in a
-/// segment of the same list, and free or in blocks that are `given` back. A segment of fixed size has to be the same one.
+/// An error if a private pool cannot be restored to a checkpoint: all memory of live blocks of the checkpoint must still be
+/// reserved `now`, in a segment of the same list, and free or in blocks that are `given`. A segment of fixed size must be the same
+/// one.
 pub(super) fn obstacle(
     now: &Snapshot,
     checkpoint: &Snapshot,
@@ -90,7 +91,7 @@ pub(super) fn obstacle(
         let before = now.segments.partition_point(|other| other.addr.get() <= start);
         let around = before.checked_sub(1).map(|at| &now.segments[at]).filter(|around| is_same(around, segment));
         let Some(around) = around else {
-            return Err(format!("memory of the checkpoint at {start:#x} is not there"));
+            return Err(format!("memory of the checkpoint at {start:#x} was released"));
         };
         let inside = around.blocks.iter().filter(|block| {
             let addr = block.addr.get();
@@ -111,7 +112,7 @@ pub(super) fn obstacle(
     Ok(())
 }
 
-/// Whether a segment of a checkpoint lies in one that is there now.
+/// Whether a segment of a checkpoint is inside a segment that is reserved now.
 fn is_same(now: &SegmentInfo, before: &SegmentInfo) -> bool {
     let (now_end, end) = (now.addr.get() + now.bytes, before.addr.get() + before.bytes);
     let covers = match before.expandable {

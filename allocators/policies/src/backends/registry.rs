@@ -1,6 +1,6 @@
-//! The backends by name, with their settings and what they can do.
+//! The backends by name, with their settings and capabilities.
 //!
-//! To add one, write a file beside `naive.rs` that ends in its entry, and name the entry in `BUILT_IN`:
+//! To add a backend, write a file next to `naive.rs` that ends in its entry, and name the entry in `BUILT_IN`:
 //!
 //! ```
 //! use vramlab_policies::backends::{Backend, Capabilities, With};
@@ -10,22 +10,22 @@
 //!
 //! pub static BACKEND: Backend = Backend {
 //!     name: "mine",
-//!     summary: "what it does, in one line",
+//!     summary: "one line for help texts",
 //!     capabilities: Capabilities { snapshot: true, ..Capabilities::LEAST },
 //!     compared: true,
 //!     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Mine::new(driver)))),
 //! };
 //!
-//! // A crate of its own enters it when it starts; the library's own stand in `BUILT_IN`.
+//! // Another crate registers it at its start; the library's own backends are in `BUILT_IN`.
 //! vramlab_policies::backends::register(&BACKEND).unwrap();
 //! assert!(vramlab_policies::backends::find("mine").is_ok());
 //! ```
 //!
-//! After that, `trainer::cli::main` and `vramlab_cli::main` (the program `vramlab`) have it in their lists:
+//! After that, the lists of `trainer::cli::main` and `vramlab_cli::main` (the program `vramlab`) contain it:
 //! `experiments/examples/out-of-tree` is such a crate.
 //!
-//! Help, the commands, specs, records, comparisons and the tests that ask something of every backend read this list. None of
-//! them asks for a backend by name: what differs between backends is a setting or a [capability](Capabilities).
+//! Help, commands, specs, records, comparisons and the tests of every backend read this list. None of them tests a backend's name:
+//! backends differ by settings and [capabilities](Capabilities).
 
 mod capabilities;
 mod selection;
@@ -58,13 +58,13 @@ const BUILT_IN: &[&Backend] = &[
     &super::plan::BACKEND,
 ];
 
-/// The backend that commands use where none is named.
+/// The default backend of commands.
 const DEFAULT: &Backend = &super::caching::BACKEND;
 
-/// Those that were [registered](register).
+/// [Registered](register) backends.
 static REGISTERED: RwLock<Vec<&'static Backend>> = RwLock::new(Vec::new());
 
-/// What an entry of the list says about a backend.
+/// An entry of the list of backends.
 #[derive(Debug)]
 pub struct Backend {
     /// Name on command lines and in records: lower-case letters, digits, `-` and `_`. The allocator's
@@ -72,17 +72,17 @@ pub struct Backend {
     pub name: &'static str,
     /// One line of help.
     pub summary: &'static str,
-    /// What it can do with its default settings. [`Selection::capabilities`] says it for others.
+    /// Its capabilities with its default settings; [`Selection::capabilities`] has those of other settings.
     pub capabilities: Capabilities,
-    /// Whether comparisons take it when no allocators are named. One that would repeat another's column, or that few people
-    /// choose between, says `false`.
+    /// Whether comparisons include it when no allocators are named. False for one that would repeat another's column, or that few
+    /// people choose between.
     pub compared: bool,
-    /// Its settings, and how it is made from them.
+    /// Its settings, and its constructor.
     pub constructor: &'static dyn Constructor,
 }
 
 impl Backend {
-    /// Its settings in their order, with their defaults as values.
+    /// Its settings in their order, with their default values.
     #[must_use]
     pub fn settings(&self) -> Vec<Setting> {
         self.constructor.settings().list()
@@ -116,18 +116,18 @@ impl Serialize for Backend {
     }
 }
 
-/// Makes an allocator from settings. [`With`] and [`Varying`] are the ones to use.
+/// Makes an allocator from settings. Use [`With`] or [`Varying`].
 pub trait Constructor: fmt::Debug + Sync {
     /// The default settings.
     fn settings(&self) -> Box<dyn Settings>;
 
-    /// What an allocator with these settings can do. `default` is what it can do with the default ones.
+    /// The capabilities of an allocator with these settings. `default` are those of the default settings.
     fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
         let _ = settings;
         default
     }
 
-    /// An allocator on `driver`. `settings` is what [`settings`](Self::settings) gave, with some of them changed.
+    /// An allocator on `driver`. `settings` are of the type that [`settings`](Self::settings) returns.
     ///
     /// # Errors
     /// [`AllocError::Unsupported`] when the device lacks what the backend needs; [`AllocError::Driver`] when setting it up
@@ -135,7 +135,7 @@ pub trait Constructor: fmt::Debug + Sync {
     fn build(&self, driver: Arc<dyn Driver>, settings: &dyn Settings) -> Result<Arc<dyn DeviceAllocator>, AllocError>;
 }
 
-/// How a backend is made from settings of type `S`.
+/// The constructor of a backend with settings of type `S`.
 type Build<S> = fn(Arc<dyn Driver>, &S) -> Result<Arc<dyn DeviceAllocator>, AllocError>;
 
 /// A backend with settings of type `S`, whose defaults are the type's.
@@ -152,12 +152,12 @@ impl<S: Settings + Default> Constructor for With<S> {
     }
 }
 
-/// A backend with settings of type `S`, some of which change what it can do.
+/// A backend with settings of type `S`, some of which change its capabilities.
 #[derive(Debug)]
 pub struct Varying<S> {
-    /// What it can do with these settings, from what it can do with the default ones.
+    /// The capabilities with these settings, from those of the default ones.
     pub capabilities: fn(Capabilities, &S) -> Capabilities,
-    /// How it is made.
+    /// Its constructor.
     pub build: Build<S>,
 }
 
@@ -167,7 +167,7 @@ impl<S: Settings + Default> Constructor for Varying<S> {
     }
 
     fn capabilities(&self, default: Capabilities, settings: &dyn Settings) -> Capabilities {
-        // Settings of another type build nothing.
+        // Settings of another type are refused.
         settings.get_as().map_or(default, |settings| (self.capabilities)(default, settings))
     }
 
@@ -176,28 +176,30 @@ impl<S: Settings + Default> Constructor for Varying<S> {
     }
 }
 
-/// Settings as the type that they are of.
+/// Settings as their concrete type.
 fn typed<S: Settings>(settings: &dyn Settings) -> Result<&S, AllocError> {
     settings.get_as().ok_or_else(|| AllocError::Settings { found: format!("{settings:?}") })
 }
 
-/// Why a backend cannot be registered.
+/// The reason why a backend cannot be registered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegisterError {
-    /// There is one of this name.
-    #[error("there is an allocator '{0}' already")]
+    /// Another backend has the name.
+    #[error("an allocator '{0}' already exists")]
     Taken(&'static str),
     /// The name cannot be written on a command line.
-    #[error("'{0}' is no name for an allocator: write lower-case letters, digits, '-' and '_', a letter first")]
+    #[error(
+        "'{0}' is not a valid name for an allocator: write lower-case letters, digits, '-' and '_', a letter first"
+    )]
     BadName(&'static str),
 }
 
-/// Enters a backend of another crate, so that every command and test that goes through the list finds it. Call it before
-/// arguments are read. Entering the same one again does nothing.
+/// Registers a backend of another crate, so that every command and test that uses the list has it. Call it before arguments are
+/// read. A second registration has no effect.
 ///
 /// # Errors
-/// [`RegisterError`] where its name is taken by another or is none.
+/// [`RegisterError`] where another backend has its name or the name is not valid.
 pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
     let name = backend.name;
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
@@ -216,20 +218,20 @@ pub fn register(backend: &'static Backend) -> Result<(), RegisterError> {
     }
 }
 
-/// The backends that a comparison takes where none is named: those whose entries [say so](Backend::compared).
+/// The default backends of a comparison: those whose entries are [compared](Backend::compared).
 #[must_use]
 pub fn compared() -> Vec<&'static Backend> {
     all().into_iter().filter(|backend| backend.compared).collect()
 }
 
-/// Every backend: the library's own, then those that were registered, in order.
+/// Every backend: the library's own, then the registered ones, in order.
 #[must_use]
 pub fn all() -> Vec<&'static Backend> {
     let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
     BUILT_IN.iter().chain(registered.iter()).copied().collect()
 }
 
-/// Which of its allocators PyTorch takes (`backend` and `expandable_segments` of `PYTORCH_ALLOC_CONF`).
+/// The allocator that PyTorch uses (`backend` and `expandable_segments` of `PYTORCH_ALLOC_CONF`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TorchAllocator {
     /// `backend:native`
@@ -262,7 +264,7 @@ pub struct UnknownBackend {
 /// The backend of a name.
 ///
 /// # Errors
-/// [`UnknownBackend`], which names the nearest and all.
+/// [`UnknownBackend`], which names the most similar name and all names.
 pub fn find(name: &str) -> Result<&'static Backend, UnknownBackend> {
     let all = all();
     let unknown = || UnknownBackend { name: name.to_owned(), among: all.iter().map(|backend| backend.name).collect() };

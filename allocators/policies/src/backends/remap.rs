@@ -1,61 +1,63 @@
-//! # `remap`: expandable segments whose free pages move to where memory is lacking
+//! # `remap`: expandable segments whose free pages move to where a request needs memory
 //!
-//! *Idea.* With expandable segments ([`pytorch-expandable`](super::expandable)) free memory can serve a request only where it
-//! lies: in one piece, on its own stream and in its own pool. The memory itself is not bound to a place, only its address is. So
-//! here memory is pages, of 2 MiB unless `handle` says otherwise, and a request that lacks some takes pages that are free
-//! elsewhere before it is refused. No live block moves and no address changes; only what lies behind free addresses does.
+//! *Idea.* With expandable segments ([`pytorch-expandable`](super::expandable)) free memory can serve a request only in one piece,
+//! on its own stream and in its own pool. But only addresses are fixed; the memory behind them is not. So here memory consists of
+//! pages, of 2 MiB unless `handle` sets another size, and a request that needs memory takes pages that are free elsewhere before it
+//! is refused. No live block moves and no address changes; only the memory behind free addresses does.
 //!
-//! *A request* is placed as `pytorch-expandable` places it until a page has moved. When no free block fits, a run of free blocks
-//! and holes that is large enough gets the memory it lacks (`grow`):
-//! 1. New pages from the device, ten at a time in the large pool, so that with room to spare there are as many mappings as there.
-//! 2. When the limit or the device refuses, pages that are free: those that have been free longest, wherever they lie,
-//!    whichever stream and pool had them. They are mapped here as well, with one `cuMemSetAccess` a run of pages. With
-//!    `steal=always` this comes first, with `steal=1.05` where reserved memory would pass 1.05 times the most bytes that were
-//!    active. What is lacking then comes from the device.
-//! 3. When these do not suffice, frees that are pending and pages that are still in use are waited for, the oldest first.
+//! *A request* is placed as by `pytorch-expandable` until a page has moved. When no free block fits, a sufficient run of free
+//! blocks and holes gets the missing memory (`grow`):
+//! 1. New pages from the device, ten at a time in the large pool, so that with enough room there are as many mappings as there.
+//! 2. When the limit or the device refuses, free pages: those that have been free longest, of any address, stream and pool. They
+//!    are mapped here as well, with one `cuMemSetAccess` per run of pages. With `steal=always` this step comes first, with
+//!    `steal=1.05` where reserved memory would exceed 1.05 times the peak of active bytes. The remainder is allocated by the
+//!    device.
+//! 3. When these are not sufficient, deferred frees and pages that are still in use are waited for, the oldest first.
 //!
-//! *Mappings are kept.* A page belongs to one place, and stays mapped where it was before. If it is free when such a place is to be
-//! filled again, it goes back there without a call of the driver. So that this happens, the places of requests are
-//! remembered in their order once a page has moved. A program that repeats itself is served where it was served before, if
-//! what lies there is free; what it lacks are pages that are mapped there. After some steps of training no page is mapped any
-//! more. An address has one mapping: where its page is in use elsewhere, other addresses are taken, of which there are plenty. There
-//! are at most eight kept mappings a page; then those that were not used longest are undone. Pages that go back to the device
-//! lose theirs, and pages that lie side by side are unmapped by one call.
+//! *Mappings are kept.* A page belongs to one address, and stays mapped at its earlier ones. If it is free when such an address is
+//! to be filled again, it moves back without a driver call. To make this likely, the addresses of requests are remembered in their
+//! order once a page has moved. A program that repeats itself is served at the same addresses again, if they are free; the pages
+//! that it lacks there have kept mappings. After some training steps no page is mapped any more. An address has one mapping: where
+//! its page is in use elsewhere, other addresses are used, of which there are plenty. A page has at most eight kept mappings;
+//! beyond that those that were not used longest are removed. Pages that are released lose theirs, and adjacent pages are unmapped
+//! by one call.
 //!
-//! *Safe.* Later work of the stream that freed a page comes after what used it, so that stream may use the page at another
-//! address at once. Others take it when the host knows that the work is over, by an event behind the last free that touched
-//! it. `cuMemUnmap` does not wait, so a mapping is undone only when the work that used its address is over. Until it is asked whether
-//! work is over, no event is recorded; then one behind all that its stream was given, and from there on one by each free that
-//! leaves whole pages free. A program with one stream never asks before it undoes mappings. Nothing waits for the whole device.
+//! *Safety.* Later work of the stream that freed a page follows the work that used it, so that stream may use the page at another
+//! address immediately. Others take it when the host knows that the work has completed, by an event behind the last free of the
+//! page. `cuMemUnmap` does not wait, so a mapping is removed only when the work that used its address has completed. Until the
+//! first query for completion no event is recorded; then one behind all queued work of the stream, and from there on one for each
+//! free that leaves whole pages free. A program with one stream queries only before it removes mappings. Nothing waits for the
+//! whole device.
 //!
 //! *A free* is that of [`pytorch`](super::pytorch).
 //!
-//! *Graphs* write to their memory at each launch, so that of a private pool is never taken. Such a pool gets no more pages than it
-//! lacks.
+//! *Graphs* write to their memory at each launch, so pages of a private pool are never taken. Such a pool gets no more pages than
+//! it needs.
 //!
-//! *Good at* programs that nearly fill the device and repeat themselves. *Bad at* many small live blocks that each keep a page. A
-//! page that moves for the first time costs a map, and its run the access: 0.7 and 22 µs on an H200 (`experiments calibrate`).
+//! *Good at* programs that nearly fill the device and repeat themselves. *Bad at* many small live blocks that each keep a page in
+//! use. A page that moves for the first time costs a map, and its run the access: 0.7 and 22 µs on an H200 (`experiments
+//! calibrate`).
 //!
-//! *Shared pages* stay. The pages of a block that was exported to other processes, and those of a range that was pinned because something
-//! registered it by its address, are neither moved nor unmapped until the block is free and the pin is undone.
+//! *Shared pages* stay. The pages of a block that was exported to other processes, and those of a range that was pinned because a
+//! library registered its address, are neither moved nor unmapped until the block is free and the range unpinned.
 //!
-//! *What is left.* A page that is partly in use cannot be taken. With `steal=always` memory grows only when there is no other, so
-//! what is reserved beyond active is about one page for each free piece between blocks. That is much of a small program, and
-//! little of a large one.
+//! *Limits.* A page that is partly in use cannot be taken. With `steal=always` memory grows only when there is no free page, so
+//! reserved memory exceeds active memory by about one page for each free piece between blocks. That is much for a small program,
+//! and little for a large one.
 //!
-//! *Larger pages* (`handle=8M`) take fewer calls, because a page is one handle of the device, and serve less well, because one
-//! small block keeps all of a page.
+//! *Larger pages* (`handle=8M`) take fewer calls, because a page is one handle of the device, but one small block keeps all of a
+//! page in use.
 //!
-//! *One pool* (`small_pool=off`) lets small blocks fill what large ones leave of their pages. A small program gains most.
+//! *One pool* (`small_pool=off`) lets small blocks fill the remainders of pages with large ones. A small program gains most.
 //!
-//! *Cost.* As `pytorch-expandable`, a word for each page that a free touches, an event a free once it was asked whether work is
-//! over, and O(n log n) in the free pages for a steal. Once a page moved, a request of more than 1 MiB
-//! looks up where it was served before, in O(log n) for each of its pages, and free blocks are listed by their addresses, too.
+//! *Cost.* As `pytorch-expandable`, a word for each page of a free, an event for each free after the first query for completion,
+//! and O(n log n) in the free pages for a steal. Once a page has moved, a request of more than 1 MiB looks up its earlier
+//! addresses, in O(log n) for each of its pages, and free blocks are indexed by address, too.
 //!
-//! *Others.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists the
-//! blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one place at a
-//! time, whatever the size, and no kernel sees it twice. The VPMM of openvm's stark-backend also harvests free regions into a
-//! hole, but maps them twice until an event has passed, and grows by the shortfall before it harvests.
+//! *Related work.* GMLake maps the pages of several free blocks a second time into a new range and keeps both, so each page lists
+//! the blocks over it; it does so for one stream, and for requests of at least 512 MiB. Here a page belongs to one address at a
+//! time, whatever the size, and no kernel sees it twice. The VPMM of openvm's stark-backend also moves free regions into a hole,
+//! but maps them twice until an event has completed, and allocates the missing bytes before it moves regions.
 
 mod steal;
 
@@ -80,7 +82,7 @@ use vramlab_device::{Driver, DriverError};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "remap",
-    summary: "expandable segments whose free pages are mapped where memory is lacking before a request is refused",
+    summary: "expandable segments whose free pages are remapped for requests before one is refused",
     capabilities: Capabilities {
         needs: Needs::Vmm,
         segments: SegmentUse::Expandable,
@@ -96,17 +98,17 @@ vramlab_device::settings! {
     /// Settings of `remap`.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct RemapSettings {
-        /// When free pages are taken before new ones: when those are refused, always, or when reserved memory would pass so
-        /// many times the most bytes that were active.
+        /// When free pages are taken before new ones: when those are refused, always, or when reserved memory would exceed a
+        /// multiple of the peak of active bytes.
         pub steal: Steal = Steal::Pressure, text(steal::FORM);
         /// Bytes of a page, which is one handle of the device; multiples of 2M.
         pub handle: u64 = PAGE, bytes().at_least(PAGE).at_most(1 << 30);
-        /// A pool of their own for blocks of at most 1 MiB. Without it they may lie between large ones, and fill what is left of
+        /// A pool of their own for blocks of at most 1 MiB. Without it they may be between large ones, and fill the remainders of
         /// their pages.
         pub small_pool: bool = true, switch();
         /// Rounding to equal steps between powers of two.
         pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
-        /// Most bytes that may be reserved.
+        /// Maximum of reserved bytes.
         pub memory_limit: Option<u64> = None, bytes().or("none");
     }
     check RemapSettings::consistent;
@@ -127,18 +129,18 @@ impl RemapSettings {
 pub struct Remap {
     settings: RemapSettings,
     rules: Rules,
-    /// Handles that are mapped at a time in the large pool: as much memory as one of `pytorch-expandable`.
+    /// Handles that are mapped together in the large pool: as much memory as one of `pytorch-expandable`.
     large: u64,
 }
 
 /// The smallest page, and the default.
 const PAGE: u64 = SMALL_SEGMENT;
 
-/// Blocks up to this size are served by the best fit: they lie beside others of their size, and hardly move pages.
+/// Blocks up to this size are served by best fit: they are next to others of their size, and hardly move pages.
 const SMALL: u64 = SMALL_MAX;
 
 impl Remap {
-    /// An allocator with these rules on a device. A page is a multiple of what the device makes handles of.
+    /// An allocator with these rules on a device. A page is a multiple of the device's granularity.
     ///
     /// # Errors
     /// [`AllocError::Unsupported`] on a device without virtual memory management.
@@ -152,14 +154,14 @@ impl Remap {
         let divisions = settings.roundup_power2_divisions;
         let size = if settings.small_pool { Size::Torch(divisions) } else { Size::TorchOnePool(divisions) };
         let settings = RemapSettings { handle, ..settings };
-        // The smallest rest is cut off in both pools.
+        // The smallest remainder is split off in both pools.
         let split = Split::TorchExpandable { max_split: u64::MAX, max_non_split_rounding: 0 };
         let (name, json, ladder) = (BACKEND.name, settings.json(), Ladder::default());
         let rules = Rules { name, settings: json, size, split, ladder };
         Ok(Pooled::over(heap, Self { settings, rules, large: LARGE_SEGMENT.div_ceil(handle) }))
     }
 
-    /// A free block in the place where the request was served when the program came here before; else the best fit.
+    /// A free block at an earlier address of the request in the program's order; else the best fit.
     fn find_as_before(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
         let fits = find(heap, list, bytes, u64::MAX);
         let places = if bytes > SMALL { heap.places_before(list, bytes) } else { Vec::new() };
@@ -212,13 +214,13 @@ impl Remap {
         Ok(self.map_free_pages(heap, miss, limit, true)?.map(|(block, _)| (block, Path::Retry)))
     }
 
-    /// Maps new pages where no more than `most` bytes are reserved then: in the large pool as many at a time as a handle of
+    /// Maps new pages unless reserved memory would exceed `most` bytes: in the large pool as many together as a handle of
     /// `pytorch-expandable` has.
     fn map_new_pages(&self, heap: &mut Heap, miss: &Miss, most: u64) -> Result<Option<BlockId>, DriverError> {
         if passes(most, heap, self.settings.handle) > 0 {
             return Ok(None);
         }
-        // What a private pool has stays there.
+        // Memory of a private pool stays there.
         let several = miss.list.pool != Some(PoolKind::Small) && miss.list.owner.private.is_none();
         let pages = if several { self.large } else { 1 };
         let Some(first) = heap.find_hole(miss.list, miss.bytes)? else { return Ok(None) };
@@ -228,22 +230,22 @@ impl Remap {
         heap.fill(first, miss.bytes, pages, true)
     }
 
-    /// Moves pages that are free elsewhere for what would pass `most` bytes, and maps new ones for the rest. Fewer may be found;
-    /// then new ones take their place as far as the limit allows.
+    /// Moves free pages for the bytes that would exceed `most`, and maps new ones for the remainder. If fewer are free, new ones
+    /// replace them as far as the limit allows.
     fn map_free_pages(&self, heap: &mut Heap, miss: &Miss, most: u64, wait: bool) -> Result<Found, DriverError> {
-        // A device does not say how much of it it would give.
+        // A device does not report how much it could still allocate.
         let wanted = |heap: &Heap, lacking| if most == u64::MAX { lacking } else { passes(most, heap, lacking) };
         let found = heap.move_pages(miss.list, miss.bytes, wanted, wait)?;
         Ok(found.map(|(block, moved)| (block, if moved > 0 { Path::Steal } else { Path::DriverAlloc })))
     }
 }
 
-/// By how much `more` bytes would pass `most`.
+/// By how much `more` bytes would exceed `most`.
 fn passes(most: u64, heap: &Heap, more: u64) -> u64 {
     (heap.space().account().reserved() + more).saturating_sub(most)
 }
 
-/// Pages that were taken so far.
+/// Number of moved pages.
 fn stolen_pages(heap: &Heap) -> u64 {
     heap.space().account().stats().steals.map_or(0, |steals| steals.pages)
 }

@@ -6,26 +6,26 @@ use crate::policy::size::Size;
 use crate::space::{FreeList, Owner};
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
-/// Segments that can be cut as another allocator's were.
+/// Segments that can be split like another allocator's.
 pub(super) trait Restores: Segments {
-    /// A block that the client holds.
+    /// A live block.
     type Held;
 
-    /// Gives back a segment that is new.
+    /// Releases a new segment.
     fn give_back(&mut self, segment: Self::Block) -> Result<(), DriverError>;
 
-    /// Makes a new segment as old as `age` searches, if it is one free block.
+    /// Sets the age of a new segment to `age` searches, if it is one free block.
     fn leave_whole(&mut self, list: FreeList, segment: Self::Block, age: u64);
 
-    /// Cuts a new segment into blocks: their sizes, each with the bytes that the client asked for if it is held. Returns those
-    /// that are. No two free ones lie side by side.
+    /// Splits a new segment into blocks: their sizes, each with the requested bytes if it is live. Returns the live ones. No two
+    /// free ones are adjacent.
     fn cut(&mut self, list: FreeList, segment: Self::Block, parts: &[(u64, Option<u64>)]) -> Vec<Self::Held>;
 }
 
-/// The allocator's name, how it rounds, and whom the segments of a stream serve.
+/// The allocator's name, its rounding, and the owner that the segments of a stream serve.
 type Rules<'a> = (&'static str, &'a Size, &'a dyn Fn(StreamId) -> Owner);
 
-/// See [`restore`](crate::contract::Takeover::restore). Returns the blocks that the client holds.
+/// See [`restore`](crate::contract::Takeover::restore). Returns the live blocks.
 pub(super) fn restore<S: Restores>(
     segments: &mut S,
     rules: Rules<'_>,
@@ -45,11 +45,11 @@ pub(super) fn restore<S: Restores>(
     Ok(held)
 }
 
-/// A segment of the snapshot, whose list its blocks are in, and the segment that takes its place.
+/// A segment of the snapshot, the free list of its blocks, and the new segment.
 type Made<'a, B> = (&'a SegmentInfo, FreeList, B);
 
-/// Takes the segments from the device, the last first: drivers hand addresses out from the top downwards, so they come to lie
-/// in their order. Those without a block in use only if there is memory for all.
+/// Allocates the segments, the last first: drivers assign addresses from the top downwards, so the segments keep their order. Those
+/// without an active block are allocated only if there is memory for all.
 fn make_segments<'a, S: Restores>(
     segments: &mut S,
     (name, size, owner): Rules<'_>,
@@ -91,7 +91,7 @@ fn give_back<S: Restores>(segments: &mut S, made: Vec<Made<'_, S::Block>>) -> Re
     made.into_iter().try_for_each(|(_, _, segment)| segments.give_back(segment))
 }
 
-/// Refuses what is no segment cut into blocks.
+/// Refuses a segment whose blocks do not fill it.
 fn check(segment: &SegmentInfo, size: &Size) -> Result<(), AllocError> {
     let sizes = segment.blocks.iter().map(|block| block.bytes);
     let whole = |bytes: u64| bytes > 0 && bytes.is_multiple_of(size.granule());

@@ -1,39 +1,39 @@
-//! # `rmm-arena`: RMM's arenas, cut from one block of the device
+//! # `rmm-arena`: RMM's arenas in one block of the device
 //!
 //! The policy of `rmm::mr::arena_memory_resource` of NVIDIA's RAPIDS, without its size classes. Given the same requests on the
-//! same streams it puts every block where RMM puts it (`vramlab replay HISTORY --alloc rmm-arena --against FILE`).
+//! same streams every block has the address that RMM returns (`vramlab replay HISTORY --alloc rmm-arena --against FILE`).
 //!
-//! *Idea.* One large block is taken from the device and cut into superblocks. Each stream has an arena of superblocks for its
+//! *Idea.* The device allocates one large block, which is split into superblocks. Each stream has an arena of superblocks for its
 //! small requests, so streams do not get in each other's way. Large requests are served from the global arena. Its memory
-//! serves every stream, because the host waits for a stream before it takes a large block back.
+//! serves every stream, because the host waits for a stream before it frees a large block.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 256 bytes.
-//! 2. Above 1 MiB the global arena serves it. The lowest free range that is large enough is chosen, and with it the superblock
-//!    that it lies in. If that superblock is empty and at least 1 MiB larger than the request, it is cut, so that a superblock
-//!    of the request's size remains. The request gets the front of the range.
-//! 3. Up to 1 MiB the stream's arena serves it: again from the lowest free range that is large enough.
+//! 2. Above 1 MiB the global arena serves it. The lowest free range that is large enough is chosen, in its superblock. If that
+//!    superblock is empty and at least 1 MiB larger than the request, it is split, so that a superblock of the request's size
+//!    remains. The request gets the front of the range.
+//! 3. Up to 1 MiB the stream's arena serves it, also from the lowest free range that is large enough.
 //! 4. If there is none, the stream's arena gets a superblock of the global arena. It is chosen as in 2; an empty and large one is
-//!    cut to 1 MiB. Large blocks may be in use in it.
-//! 5. If there is none, the host waits for the device. All superblocks of streams go back to the global arena, also those with
-//!    blocks in use. Then the request is tried again.
+//!    split to 1 MiB. It may have live large blocks.
+//! 5. If there is none, the host waits for the device. All superblocks of streams return to the global arena, also those with live
+//!    blocks. Then the request is tried again.
 //!
-//! *A free* (`free`). A small block goes back to its stream's arena at once. The host waits for the stream first if the block
-//! is large, or if its superblock is no longer in the stream's arena. Free ranges of one superblock are joined. An empty
-//! superblock of the global arena is joined with empty ones beside it; streams keep theirs.
+//! *A free* (`free`). A small block returns to its stream's arena immediately. The host waits for the stream first if the block is
+//! large, or if its superblock is no longer in the stream's arena. Free ranges of one superblock coalesce. An empty superblock of
+//! the global arena is joined with adjacent empty ones; streams keep theirs.
 //!
-//! *What is different from RMM.* The block is taken from the device at the first request. As in RMM it is half of what is free
-//! unless `arena_size` says otherwise. Where the device refuses that half, it is 1 GiB or less. (A simulated GPU that computes
-//! has no more memory than its host.) RMM knows nothing of uses on other streams: a free that was announced (`record_use`)
-//! waits for them as in [`pytorch`](super::pytorch). RMM gives the block back at its end only; here also when the program asks
-//! for it (`trim`) and nothing of it is in use. RMM has an arena for each thread that uses the per-thread default stream,
-//! which no driver here makes. Private pools of graphs are [`Pooled`]'s.
+//! *Differences from RMM.* The block is allocated by the device at the first request. As in RMM it is half of the free memory
+//! unless `arena_size` sets another size. Where the device refuses that half, it is 1 GiB or less. (A simulated GPU that computes
+//! has no more memory than its host.) RMM does not know uses on other streams: a free that was announced (`record_use`) waits for
+//! them as in [`pytorch`](super::pytorch). RMM releases the block only at its end; here also when the program requests it (`trim`)
+//! and no block is live. RMM has an arena for each thread that uses the per-thread default stream, which no driver here creates.
+//! Private pools of graphs are [`Pooled`]'s.
 //!
 //! *Good at* small requests from many streams, and at driver calls: it makes one. *Bad at* asynchronous work, since each free
 //! of more than 1 MiB waits for its stream, and at sharing the device: its size never changes.
 //!
 //! *Cost.* O(log n) in the free ranges, and a step for each lower range of the request's power of two that is too small. Giving a
-//! superblock to another arena takes a step for each free range in it. (RMM's sets are searched from the front.)
+//! superblock to another arena takes a step for each free range in it. (RMM searches its sets from the front.)
 //!
 //! *Source.* RMM 26.10: `detail/arena.hpp`, `detail/arena_memory_resource_impl.cpp`; its functions are named where their rules are.
 
@@ -58,7 +58,7 @@ use vramlab_device::{Driver, DriverError, StreamId};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "rmm-arena",
-    summary: "RMM's arenas: one block of the device, cut into superblocks for each stream and for large requests",
+    summary: "RMM's arenas: one block of the device, split into superblocks for each stream and for large requests",
     capabilities: Capabilities {
         streams: StreamUse::Any,
         coalesces: false,
@@ -71,7 +71,7 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &RmmArenaSettings| Ok(Arc::new(RmmArena::new(driver, *settings)))),
 };
 
-/// Most bytes that are taken where the device refuses half of what is free.
+/// Maximum that is allocated where the device refuses half of the free memory.
 const SMALLER: u64 = 1 << 30;
 
 /// `superblock::minimum_size`, and the largest request that a stream's arena serves.
@@ -81,7 +81,7 @@ vramlab_device::settings! {
     /// Settings of RMM's arenas.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RmmArenaSettings {
-        /// Bytes that are taken from the device at the first request; by default half of what is free then.
+        /// Bytes that the device allocates at the first request; by default half of its free memory.
         pub arena_size: Option<u64> = None, bytes().at_least(SUPERBLOCK).at_most(1 << 48).or("auto");
     }
     check RmmArenaSettings::consistent;
@@ -102,11 +102,11 @@ pub struct RmmArena {
     settings: RmmArenaSettings,
     /// Those of requests in a capture.
     rules: Rules,
-    /// Whose the block of the device is on the heap's account.
+    /// The owner of the device's block in the heap.
     home: Option<FreeList>,
     arena: Option<Arena>,
     arenas: Arenas,
-    /// Frees that wait for other streams, by offset: their bytes.
+    /// Deferred frees, by offset: their bytes.
     pending: BTreeMap<u64, u64>,
 }
 
@@ -124,7 +124,7 @@ impl RmmArena {
         Pooled::over(heap, Self { settings, rules, home: None, arena: None, arenas, pending })
     }
 
-    /// `global_arena::initialize`: takes the block from the device. False when it has no memory for it.
+    /// `global_arena::initialize`: allocates the block. False when the device has no memory for it.
     fn begin(&mut self, heap: &mut Heap, list: FreeList) -> Result<bool, DriverError> {
         (self.home, self.arena, self.arenas) = (None, None, Arenas::default());
         self.pending.clear();
@@ -136,11 +136,11 @@ impl RmmArena {
         while bytes >= SUPERBLOCK {
             match Arena::reserve(heap, list, bytes) {
                 Ok(Some(arena)) => {
-                    (self.home, self.arena, self.arenas) = (Some(list), Some(arena), Arenas::of(bytes));
+                    (self.home, self.arena, self.arenas) = (Some(list), Some(arena), Arenas::new(bytes));
                     return Ok(true);
                 }
                 refused if self.settings.arena_size.is_some() => return refused.map(|_| false),
-                // What a simulated GPU says when its host has no memory.
+                // The error of a simulated GPU whose host has no memory.
                 Err(error) if error.code != DriverError::OPERATING_SYSTEM => return Err(error),
                 _ => bytes = half(bytes).min(SMALLER),
             }
@@ -153,7 +153,7 @@ impl RmmArena {
         self.arena.filter(|arena| arena.is_reserved(heap))
     }
 
-    /// Frees what waited for streams that are done by now.
+    /// Frees the blocks whose deferred free has completed.
     fn note_completed(&mut self, heap: &mut Heap) {
         let Some(arena) = self.reserved_arena(heap) else { return };
         self.pending.retain(|offset, bytes| {
@@ -180,7 +180,7 @@ impl RmmArena {
     fn refuse(&self, heap: &mut Heap, list: FreeList, requested: u64, needed: u64) -> AllocError {
         heap.space_mut().account_mut().count_refusal();
         let mut report = heap.refusal(BACKEND.name, self.home.unwrap_or(list), requested, needed);
-        // Not what lies side by side in two superblocks.
+        // Adjacent ranges in two superblocks do not count as one.
         report.largest_free_bytes = Some(self.arenas.largest_free());
         AllocError::OutOfMemory(Box::new(report))
     }
@@ -191,7 +191,7 @@ impl Policy for RmmArena {
         &self.rules
     }
 
-    /// The arena's size is settled when it is made.
+    /// The arena's size is fixed when it is made.
     fn set_memory_limit(&mut self, _heap: &mut Heap, _bytes: Option<u64>) -> bool {
         false
     }
@@ -207,7 +207,7 @@ impl Policy for RmmArena {
         // 1.
         let bytes = self.rules.size.round(requested);
         let list = FreeList { owner, pool: None };
-        // A trim may have given it back.
+        // A trim may have released it.
         let begins = self.reserved_arena(heap).is_none();
         if begins && !self.begin(heap, list)? {
             let needed = self.settings.arena_size.unwrap_or(bytes).max(bytes);
@@ -242,7 +242,7 @@ impl Policy for RmmArena {
         let waited = if stays_with_stream { Ok(()) } else { wait(heap.driver().as_ref(), owner.stream) };
         if waited.is_err() || !users.is_empty() {
             self.pending.insert(offset, bytes);
-            // What the host could not wait for is one more use.
+            // A wait that failed is one more use.
             let own = waited.is_err().then_some(owner.stream);
             let users: Vec<StreamId> = users.iter().copied().chain(own).collect();
             let put = heap.put_after(block, &users);
@@ -260,7 +260,7 @@ impl Policy for RmmArena {
     }
 }
 
-/// Lets the host wait for a stream, or for the whole device where the stream is gone.
+/// Waits on the host for a stream, or for the whole device where the stream was destroyed.
 fn wait(driver: &dyn Driver, stream: StreamId) -> Result<(), DriverError> {
     match driver.stream_synchronize(stream) {
         Err(error) if error.code == DriverError::INVALID_HANDLE => driver.device_synchronize(),
@@ -268,7 +268,7 @@ fn wait(driver: &dyn Driver, stream: StreamId) -> Result<(), DriverError> {
     }
 }
 
-/// What is free, and whose it is. Ranges are offsets from the beginning of the block.
+/// Free ranges and their holders, as offsets from the beginning of the block.
 #[derive(Debug, Default)]
 struct Arenas {
     /// By offset. They cover the whole block.
@@ -285,7 +285,7 @@ type Holder = Option<StreamId>;
 struct Superblock {
     bytes: u64,
     holder: Holder,
-    /// Free ranges by offset: their bytes. No two of them touch.
+    /// Free ranges by offset: their bytes. No two of them are adjacent.
     free: BTreeMap<u64, u64>,
 }
 
@@ -297,7 +297,7 @@ impl Superblock {
 
 impl Arenas {
     /// A global arena of one superblock.
-    fn of(bytes: u64) -> Self {
+    fn new(bytes: u64) -> Self {
         let mut arenas = Self::default();
         arenas.insert_empty(0, bytes);
         arenas
@@ -308,7 +308,7 @@ impl Arenas {
         self.free.insert(None, start, bytes, ());
     }
 
-    /// The superblock that an offset lies in.
+    /// The superblock that contains an offset.
     fn start_of(&self, offset: u64) -> u64 {
         let below = self.superblocks.range(..=offset).next_back();
         *below.expect("superblocks should cover every block").0
@@ -318,12 +318,12 @@ impl Arenas {
         self.superblocks.get_mut(&start).expect("a superblock should be there until it is joined with another")
     }
 
-    /// Whose arena an offset lies in.
+    /// The holder of an offset.
     fn holder(&self, offset: u64) -> Holder {
         self.superblocks[&self.start_of(offset)].holder
     }
 
-    /// `arena::allocate_sync`: takes a range for a stream. Its offset, and whether it was cut off a larger one.
+    /// `arena::allocate_sync`: takes a range for a stream. Returns its offset, and whether it was split off a larger one.
     fn allocate(&mut self, stream: StreamId, bytes: u64) -> Option<(u64, bool)> {
         let holder = (bytes <= SUPERBLOCK).then_some(stream);
         let own = holder.and_then(|_| self.free.find(holder, bytes, u64::MAX)).map(|(offset, ())| offset);
@@ -339,8 +339,8 @@ impl Arenas {
         Some((offset, bytes < size))
     }
 
-    /// `global_arena::acquire`, `first_fit`: gives the global arena's first superblock with room to a holder. The offset of its
-    /// first range that is large enough.
+    /// `global_arena::acquire`, `first_fit`: gives the global arena's first sufficient superblock to a holder. Returns the offset
+    /// of its first range that is large enough.
     fn acquire(&mut self, holder: Holder, bytes: u64) -> Option<u64> {
         let (offset, ()) = self.free.find(None, bytes, u64::MAX)?;
         let (start, due) = (self.start_of(offset), bytes.max(SUPERBLOCK));
@@ -355,7 +355,7 @@ impl Arenas {
         Some(offset)
     }
 
-    /// Gives a superblock to a holder, with all that is in it.
+    /// Gives a superblock to a holder, with all its ranges.
     fn hand(&mut self, start: u64, holder: Holder) {
         let superblock = self.superblocks.get_mut(&start).expect("only a superblock can be given away");
         let before = std::mem::replace(&mut superblock.holder, holder);
@@ -367,7 +367,7 @@ impl Arenas {
         }
     }
 
-    /// `superblock::coalesce`, `global_arena::deallocate_sync`: makes a range free. True when it was joined with another.
+    /// `superblock::coalesce`, `global_arena::deallocate_sync`: makes a range free. True when it was coalesced with another.
     fn free(&mut self, offset: u64, bytes: u64) -> bool {
         let start = self.start_of(offset);
         let superblock = self.superblocks.get_mut(&start).expect("what is freed should be in a superblock");
@@ -388,7 +388,7 @@ impl Arenas {
         high - low > bytes
     }
 
-    /// `global_arena::coalesce`: joins a superblock of the global arena with those beside it, if they are empty.
+    /// `global_arena::coalesce`: joins a superblock of the global arena with adjacent empty ones.
     fn join(&mut self, start: u64) {
         let empty = |superblock: &Superblock| superblock.holder.is_none() && superblock.is_empty();
         let Some(own) = self.superblocks.get(&start).filter(|own| empty(own)) else { return };
@@ -419,7 +419,7 @@ impl Arenas {
         }
     }
 
-    /// The largest range that is free.
+    /// The largest free range.
     fn largest_free(&self) -> u64 {
         self.superblocks.values().flat_map(|superblock| superblock.free.values()).max().copied().unwrap_or(0)
     }

@@ -1,47 +1,48 @@
 //! # `rmm-pool`: RMM's pool, whose streams take each other's memory
 //!
 //! The policy of `rmm::mr::pool_memory_resource` of NVIDIA's RAPIDS. Given the same requests on the same streams, and the same
-//! memory from the device, it puts every block where RMM puts it (`vramlab replay HISTORY --alloc rmm-pool --against FILE`).
+//! memory from the device, every block has the address that RMM returns (`vramlab replay HISTORY --alloc rmm-pool --against FILE`).
 //!
-//! *Idea.* A few large blocks from the device, cut exactly. Each stream has a list of free blocks. A stream that finds nothing
-//! in its own takes from another's, and lets its later work wait on the device for an event: the host never waits.
+//! *Idea.* A few large blocks from the device, split exactly. Each stream has a list of free blocks. A stream without a fitting
+//! block takes one of another, and its later work waits on the device for an event: the host never waits.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 256 bytes. There are no classes and no pools.
-//! 2. The smallest block of the own list that fits is taken, of equal ones that with the lowest address.
-//! 3. Else the other streams' lists are looked at, in the order in which the streams came. The first that has a block that
-//!    fits gives it. What is left of the block stays in that list.
-//! 4. Else the lists of the other streams are taken over whole, one after another, each joined with the own list, until a
-//!    block that fits has come together.
-//! 5. Else the device is asked for as much as the pool has already, so that it doubles; for half of that if it refuses, and so
-//!    on down to what the request needs. With a `maximum_pool_size` it is half of what is left up to that. If less is left than
-//!    the request needs, wholly free blocks of the device go back first, from the lowest address up, until enough is.
-//! 6. What is left of a block is always cut off.
+//! 2. The smallest block of the own list that fits is taken; of equal blocks the one with the lowest address.
+//! 3. Otherwise the other streams' lists are searched, in the order of the streams' first requests. The first list with a fitting
+//!    block serves the request. The remainder of the block stays in that list.
+//! 4. Otherwise the lists of the other streams are taken over completely, one after another, each coalesced with the own list,
+//!    until a fitting block exists.
+//! 5. Otherwise the device is asked for the current size of the pool, so that it doubles; for half of that if it refuses, and so on
+//!    down to the size of the request. With a `maximum_pool_size` it is half of the remaining bytes up to that. If less remains
+//!    than the request needs, entirely free blocks of the device are released first, from the lowest address up, until enough
+//!    remains.
+//! 6. The remainder of a block is always split off.
 //!
-//! *A free* (`free`). The block is joined with the free blocks beside it that are in the list of its stream, and an event is
-//! recorded on the stream. Blocks from two calls of the device are never joined.
+//! *A free* (`free`). The block is coalesced with adjacent free blocks in the list of its stream, and an event is recorded on the
+//! stream. Blocks from two allocations of the device never coalesce.
 //!
-//! *The first block* is in the list of the legacy default stream, which comes before all others. No driver here makes that stream,
-//! so every stream takes from this list by step 3: what is left stays there, and what a stream frees beside it is not joined with
-//! it before step 4. (In a program that works on the default stream itself, RMM joins both.)
+//! *The first block* is in the list of the legacy default stream, which precedes all others. No driver here creates that stream, so
+//! every stream takes from this list by step 3: remainders stay there, and adjacent blocks that a stream frees do not coalesce with
+//! them before step 4. (In a program that works on the default stream itself, RMM coalesces both.)
 //!
-//! *The event that is too old.* After step 4 a stream has blocks that others freed. Its own event was recorded before it waited
-//! for those, so a third stream that takes such a block waits for too little, and may write while the first still reads
+//! *The event that is too old.* After step 4 a stream has blocks that others freed. Its own event was recorded before it waited for
+//! those, so a third stream that takes such a block waits for too little, and may write while the first still reads
 //! (<https://github.com/rapidsai/rmm/issues/2489>). `record_after_merge` records the event again, as RMM's fix does
-//! (<https://github.com/rapidsai/rmm/pull/2490>). Without it the pool is RMM's before the fix: no block lies elsewhere, but what
-//! three streams compute may be wrong.
+//! (<https://github.com/rapidsai/rmm/pull/2490>). Without it the pool is RMM's before the fix: all addresses are the same, but the
+//! results of three streams may be wrong.
 //!
-//! *What is different from RMM.* Streams are ordered as they came. RMM orders them by the addresses of their events. The
-//! first block is taken at the first request, and is at most half of what the device has. RMM knows nothing of uses on other
-//! streams: a free that was announced (`record_use`) waits for them as in [`pytorch`](super::pytorch). Without a maximum RMM gives
-//! memory back at its end only; here also when the program asks for it (`trim`), if a block of the device is wholly free. Private
-//! pools of graphs are [`Pooled`]'s.
+//! *Differences from RMM.* Streams are ordered by their first request. RMM orders them by the addresses of their events. The first
+//! block is allocated at the first request, and is at most half of the device's memory. RMM does not know uses on other streams: a
+//! free that was announced (`record_use`) waits for them as in [`pytorch`](super::pytorch). Without a maximum RMM releases memory
+//! only at its end; here also when the program requests it (`trim`), if a block of the device is entirely free. Private pools of
+//! graphs are [`Pooled`]'s.
 //!
-//! *Good at* few driver calls and at streams that come and go. *Bad at* memory: doubling reserves up to twice what is needed,
-//! and what a stream took waits for work that has nothing to do with it.
+//! *Good at* few driver calls and at short-lived streams. *Bad at* memory: doubling reserves up to twice the needed bytes, and a
+//! stream that took a block waits for unrelated work.
 //!
-//! *Cost.* O(log n) in the free blocks, and in step 3 for each stream. Step 4 goes through whole lists. An event is recorded at
-//! each free. (RMM's lists are searched from the front, so its requests take time in proportion to the free blocks.)
+//! *Cost.* O(log n) in the free blocks, and in step 3 for each stream. Step 4 visits whole lists. An event is recorded at each
+//! free. (RMM's lists are searched from the front, so its requests take time in proportion to the free blocks.)
 //!
 //! *Source.* RMM 26.10: `detail/stream_ordered_memory_resource.hpp`, `detail/coalescing_free_list.hpp`,
 //! `detail/pool_memory_resource_impl.cpp`; its functions are named where their rules are.
@@ -62,7 +63,7 @@ use vramlab_device::{Driver, DriverError, StreamId};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "rmm-pool",
-    summary: "RMM's pool: exact cuts, streams that take each other's blocks, a pool that doubles",
+    summary: "RMM's pool: exact splits, streams that take each other's blocks, a pool that doubles",
     capabilities: Capabilities {
         streams: StreamUse::Any,
         coalesces: false,
@@ -77,9 +78,9 @@ vramlab_device::settings! {
     /// Settings of RMM's pool.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RmmPoolSettings {
-        /// Bytes that are taken from the device at the first request.
+        /// Bytes that the device allocates at the first request.
         pub initial_pool_size: u64 = 256 << 20, bytes().at_most(1 << 48);
-        /// Most bytes that are held from the device.
+        /// Maximum of reserved bytes.
         pub maximum_pool_size: Option<u64> = None, bytes().at_most(1 << 48).or("none");
         /// Record a stream's event again when it took over the lists of others: RMM's fix of a race between three streams.
         pub record_after_merge: bool = true, switch();
@@ -110,7 +111,7 @@ impl RmmPoolSettings {
 pub struct RmmPool {
     settings: RmmPoolSettings,
     rules: Rules,
-    /// Whether the initial block has been taken.
+    /// Whether the initial block was allocated.
     begun: bool,
 }
 
@@ -128,7 +129,7 @@ impl RmmPool {
         Pooled::over(heap, Self { settings, rules, begun: false })
     }
 
-    /// `reclaim_free_blocks`: makes room below the maximum. By now all that is free is in the list of the request's stream.
+    /// `reclaim_free_blocks`: makes room below the maximum. By now all free memory is in the list of the request's stream.
     fn reclaim(&self, heap: &mut Heap, miss: &Miss) -> Result<(), DriverError> {
         let Some(maximum) = self.settings.maximum_pool_size.filter(|maximum| miss.bytes <= *maximum) else {
             return Ok(());
@@ -160,7 +161,7 @@ impl Policy for RmmPool {
         if self.begun || list.owner.private.is_some() {
             return Ok(());
         }
-        // RMM refuses to work where the device has less. Something is left for others then, such as the graphs' pools.
+        // RMM refuses to work where the device has less. Here some memory remains for others, such as the graphs' pools.
         let most =
             heap.driver().mem_info().map_or(u64::MAX, |info| info.free / 2 / GUARANTEED_ALIGN * GUARANTEED_ALIGN);
         let mut bytes = self.settings.initial_pool_size.min(most);

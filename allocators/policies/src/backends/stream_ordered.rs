@@ -1,28 +1,29 @@
-//! # `stream-ordered`: the driver's own pool
+//! # `stream-ordered`: the CUDA memory pool
 //!
-//! *Policy.* Each request is one `cuMemAllocFromPoolAsync` on a pool of this allocator's own, each free one
-//! `cuMemFreeAsync` on the block's stream. What the pool keeps is set by its release threshold (here: everything,
-//! unless told otherwise; CUDA's default is nothing), what it reuses across streams by its three reuse policies.
+//! *Policy.* Each request is one `cuMemAllocFromPoolAsync` on a pool of this allocator's own, each free one `cuMemFreeAsync` on the
+//! block's stream. The release threshold sets how much memory the pool keeps (here everything by default; CUDA's default is
+//! nothing), its three reuse policies the reuse across streams.
 //!
-//! *Cost.* Allocate and free: one driver call each, 0.4 us on an H200 while the pool has room; 29 us more for each 32 MiB
-//! that it has to take from the device. With a low threshold each synchronise gives free memory back, at 36 us for 32 MiB
-//! (`experiments calibrate`).
+//! *Cost.* Allocate and free: one driver call each, 0.4 us on an H200 while the pool has room; 29 us more for each 32 MiB that the
+//! pool allocates from the device. With a low threshold each synchronise releases free memory, at 36 us for 32 MiB (`experiments
+//! calibrate`).
 //!
-//! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory is not the pool's: it
-//! belongs to the graph, and the device accounts for it ([`Stats::graph_memory`]). Reserved bytes and the ledger do not
-//! hold it, so that in a capture active bytes can exceed reserved ones. While any capture is open a refused request is not
-//! tried again, because that would take a synchronise. Whether a block is the graph's or the pool's is asked of the driver: a
-//! capture that only this allocator knows of takes from the pool. Memory of graphs of which it knows nothing stays with the
-//! driver, which keeps it for the next graph; [`trim`](DeviceAllocator::trim) does not ask for it, at the price of calls for nothing.
+//! *Graph capture.* The driver captures allocations and frees as nodes of the graph. That memory belongs to the graph, not to the
+//! pool, and the device counts it ([`Stats::graph_memory`]). Reserved bytes and the breakdown do not contain it, so that in a
+//! capture active bytes can exceed reserved ones. While any capture is open a refused request is not repeated, because that would
+//! take a synchronise. The driver is asked whether a block is the graph's or the pool's: a capture that only this allocator knows
+//! of takes from the pool. Memory of graphs that it does not know stays with the driver, which keeps it for the next graph;
+//! [`trim`](DeviceAllocator::trim) does not release it, which would take calls without effect in most programs.
 //!
-//! *Limit.* The driver does not say by how much a request would let the pool grow. Under a limit the counters are read before and after
-//! each request; a pool that grew too far is trimmed before the request is tried again or refused, so the limit is passed inside
-//! of a call at most. Memory of graphs is not the pool's and not counted.
+//! *Limit.* The driver does not report by how much a request would let the pool grow. Under a limit the counters are read before
+//! and after each request; a pool that grew too far is trimmed before the request is repeated or refused, so the limit is exceeded
+//! at most inside of a call. Memory of graphs is not the pool's and not counted.
 //!
-//! *Streams that are gone.* A block whose stream was [forgotten](DeviceAllocator::forget_stream) is freed on a stream of this allocator.
+//! *Destroyed streams.* A block whose stream was [forgotten](DeviceAllocator::forget_stream) is freed on a stream of this
+//! allocator.
 //!
-//! *Good at* sharing memory between streams and with libraries that use the same pool, and at returning memory.
-//! *Bad at* explaining itself: there are two counters and no blocks to look at.
+//! *Good at* sharing memory between streams and with libraries that use the same pool, and at releasing memory. *Bad at* diagnosis:
+//! there are two counters and no visible blocks.
 //!
 //! *Source.* CUDA programming guide, "Stream-Ordered Memory Allocator":
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>.
@@ -48,7 +49,7 @@ use vramlab_device::{
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "stream-ordered",
-    summary: "the driver's own pool (cuMemAllocFromPoolAsync, cuMemFreeAsync)",
+    summary: "a CUDA memory pool (cuMemAllocFromPoolAsync, cuMemFreeAsync)",
     capabilities: Capabilities {
         graph_capture: GraphCapture::DriverNodes,
         streams: StreamUse::Any,
@@ -72,43 +73,43 @@ pub struct StreamOrdered {
     pool: PoolId,
     settings: PoolSettings,
     state: Mutex<State>,
-    /// Most bytes that the pool may hold, `u64::MAX` for no limit.
+    /// Maximum of the pool's reserved bytes, `u64::MAX` for no limit.
     limit: AtomicU64,
-    /// Held by requests under a limit, so that each sees what it lets the pool grow by.
+    /// Locked by requests under a limit, so that each sees by how much it lets the pool grow.
     growing: Mutex<()>,
-    /// Read while a block is in no list and its streams are named to the driver, written when a stream is forgotten.
+    /// Locked for reading while a block is in no list and the driver gets its streams, for writing when a stream is forgotten.
     streams: RwLock<()>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// A stream of this allocator's own, for frees of blocks whose stream is gone.
+    /// A stream of this allocator's own, for frees of blocks whose stream was destroyed.
     heir: Option<StreamId>,
     stats: Stats,
     live: HashMap<DeviceAddr, LiveBlock>,
-    /// Blocks whose free the driver refused: gone from the client's side, still held by the pool.
+    /// Blocks whose free the driver refused: freed by the client, still reserved in the pool.
     refused: VecDeque<(DeviceAddr, LiveBlock)>,
     /// Their bytes.
     stranded: Gauge,
     /// Blocks that are in no list because their free is being queued.
     leaving: Leaving,
     captures: Captures<Kept>,
-    /// Bytes of blocks that were allocated in captures and are held.
+    /// Bytes of live blocks that were allocated in captures.
     captured: u64,
-    /// The account of graphs' memory as it was last read; absent until the first capture.
+    /// The counters of graphs' memory when last read; absent until the first capture.
     graph_memory: Option<PoolCounters>,
-    /// The ledger when reserved was last seen at a new peak.
+    /// The breakdown when reserved was last seen at a new peak.
     peak: Ledger,
-    /// The counters as they were last read, for when the driver does not answer.
+    /// The counters when last read, for when the driver does not respond.
     counters: PoolCounters,
-    /// Addresses of blocks since the pool last may have given memory back: it holds what lies behind them.
+    /// Addresses of blocks since the pool last may have released memory: it has the memory behind them.
     held: Ranges,
-    /// Whether the driver would not let its peaks start again when it was asked to.
+    /// Whether the driver refused to restart its peaks.
     stale_peaks: bool,
 }
 
-/// Blocks on their way to the pool, which may have them already. The account holds them until the driver has said so; the
-/// statistics do not, since the pool's counters are read beside them.
+/// Blocks whose free is being queued, which the pool may have already. The account contains them until the call returns; the
+/// statistics do not, since the pool's counters are read together with them.
 #[derive(Clone, Copy, Debug, Default)]
 struct Leaving {
     blocks: u64,
@@ -122,27 +123,27 @@ struct LiveBlock {
     uses: Vec<StreamId>,
 }
 
-/// What a capture keeps.
+/// The state of a capture.
 #[derive(Debug, Default)]
 struct Kept {
     /// Whether the driver captures the stream too.
     begun: bool,
-    /// Blocks that were allocated in it and that the client holds.
+    /// Live blocks that were allocated in it.
     own: BTreeSet<DeviceAddr>,
-    /// Blocks from before whose free waits for its end.
+    /// Blocks from before whose free is deferred to its end.
     waiting: Vec<(DeviceAddr, LiveBlock)>,
 }
 
-/// Whose a block is that is freed.
+/// The owner of a freed block.
 enum Owner {
     Pool,
-    /// A capture that is open.
+    /// An open capture.
     Capture,
     /// A graph.
     Graph,
 }
 
-/// Ranges of addresses that are remembered. A driver's pool has a few.
+/// Number of address ranges that are remembered. A CUDA memory pool has a few.
 const MOST_RANGES: usize = 4_096;
 
 const ANY: PoolKind = PoolKind::Large;
@@ -154,13 +155,13 @@ impl State {
         self.leaving.bytes += bytes;
     }
 
-    /// What was to become of it is decided.
+    /// The free was queued or refused.
     fn decided(&mut self, bytes: u64) {
         self.leaving.blocks -= 1;
         self.leaving.bytes -= bytes;
     }
 
-    /// The statistics without what is on its way to the pool.
+    /// The statistics without the blocks whose free is being queued.
     fn stats_now(&self) -> Stats {
         let Leaving { blocks, bytes } = self.leaving;
         let mut stats = self.stats.clone();
@@ -170,12 +171,12 @@ impl State {
         stats
     }
 
-    /// Bytes that the client asked for and the pool has not got back.
+    /// Requested bytes of blocks that the pool has not got back.
     fn requested_of_pool(&self) -> u64 {
         self.stats.requested_bytes.all.current - self.leaving.bytes - self.captured
     }
 
-    /// The ledger by the counters as they were last read.
+    /// The breakdown by the counters when last read.
     fn ledger(&self) -> Ledger {
         let PoolCounters { reserved, used, .. } = self.counters;
         // A driver reads one counter after the other.
@@ -194,7 +195,7 @@ impl State {
         }
     }
 
-    /// Whose a block is that is freed now; a capture's is its own no longer.
+    /// The owner of a block that is freed now; a capture's block is removed from it.
     fn owner_of(&mut self, addr: DeviceAddr, bytes: u64) -> Owner {
         let Some(open) = self.captures.each().find_map(|(open, kept)| kept.own.remove(&addr).then_some(open)) else {
             return Owner::Pool;
@@ -205,11 +206,11 @@ impl State {
 }
 
 impl StreamOrdered {
-    /// A pool of its own on `driver`.
+    /// A new pool on `driver`.
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] on a device without stream-ordered pools; [`AllocError::Driver`] when the pool
-    /// could not be made.
+    /// [`AllocError::Unsupported`] on a device without stream-ordered pools; [`AllocError::Driver`] when the pool could not be
+    /// created.
     pub fn new(driver: Arc<dyn Driver>, settings: PoolSettings) -> Result<Self, AllocError> {
         let Some(pools) = driver.pools() else {
             return Err(AllocError::Unsupported {
@@ -219,9 +220,9 @@ impl StreamOrdered {
             });
         };
         let pool = pools.pool_create(settings)?;
-        // What counts is what is in effect, not what was asked for.
+        // The settings in effect count, not the requested ones.
         let settings = pools.pool_settings(pool).inspect_err(|_| {
-            // SAFETY: just created, nothing was allocated from it, and the id goes no further.
+            // SAFETY: just created, nothing was allocated from it, and no other code has the id.
             let _ = unsafe { pools.pool_destroy(pool) };
         })?;
         let (limit, growing, streams) = (AtomicU64::new(u64::MAX), Mutex::default(), RwLock::default());
@@ -236,7 +237,7 @@ impl StreamOrdered {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The pool's counters, or what they were when the driver last answered.
+    /// The pool's counters, or the last values when the driver does not respond.
     fn counters(&self, state: &mut State) -> PoolCounters {
         if let Ok(counters) = self.pools().pool_counters(self.pool) {
             state.counters = counters;
@@ -244,11 +245,11 @@ impl StreamOrdered {
         state.counters
     }
 
-    /// Takes the ledger when the pool has grown to a new peak.
+    /// Takes the breakdown when the pool has grown to a new peak.
     ///
-    /// A pool that keeps its memory grows only for addresses that it has not handed out before, which after the first
-    /// steps there are none of: so its counters are read without a driver call on each request. One with a release
-    /// threshold gives memory back when any thread synchronises, so there one counter is read each time.
+    /// A pool that keeps its memory grows only for new addresses, of which there are none after the first steps: so its counters
+    /// are read without a driver call for each request. One with a release threshold releases memory when any thread synchronises,
+    /// so there one counter is read each time.
     fn watch_growth(&self, state: &mut State, addr: DeviceAddr, bytes: u64) {
         let (start, end) = (addr.get(), addr.get() + bytes);
         let may_have_grown = match self.settings.release_threshold {
@@ -261,7 +262,7 @@ impl StreamOrdered {
         let Ok(counters) = self.pools().pool_counters(self.pool) else { return };
         state.counters = counters;
         if state.held.len() == MOST_RANGES {
-            // What is forgotten is only looked at again.
+            // A forgotten range is only read again.
             state.held = Ranges::default();
         }
         state.held.insert(start, end);
@@ -291,8 +292,8 @@ impl StreamOrdered {
         self.streams.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A block of the pool, which grows to `limit` at most. How much it would grow by is known only afterwards, so what was too much
-    /// goes back at once.
+    /// A block of the pool, which grows to `limit` at most. Its growth is known only afterwards, so excess memory is released
+    /// immediately.
     fn take_within(&self, limit: Option<u64>, bytes: u64, stream: StreamId) -> Result<DeviceAddr, DriverError> {
         let Some(limit) = limit else { return self.pools().mem_alloc_async(self.pool, bytes, stream) };
         let beyond =
@@ -306,9 +307,10 @@ impl StreamOrdered {
         if reserved <= limit.max(before.reserved) {
             return Ok(addr);
         }
-        // SAFETY: the pool has just handed it out, and no other code knows of it.
+        // SAFETY: the pool has just allocated it, and no other code knows of it.
         unsafe { self.pools().mem_free_async(addr, stream) }?;
-        // The host has to know that it is free before it can go back. A trim keeps at least what it is told to, in whole granules.
+        // The host has to know that it is free before it can be released. A trim keeps at least the requested size, in whole
+        // granules.
         if self.lock().captures.all_ended() {
             self.driver.stream_synchronize(stream)?;
             self.trim_pool(before.reserved)?;
@@ -316,7 +318,7 @@ impl StreamOrdered {
         Err(beyond())
     }
 
-    /// Whether a request on `stream` becomes a part of a graph: the driver is asked until it says so, once for each capture.
+    /// Whether a request on `stream` becomes a part of a graph: the driver is asked until it confirms, once for each capture.
     fn is_of_graph(&self, stream: StreamId) -> Result<bool, DriverError> {
         let mut state = self.lock();
         let Some(kept) = state.captures.open_on(stream) else { return Ok(false) };
@@ -324,7 +326,7 @@ impl StreamOrdered {
         Ok(kept.begun)
     }
 
-    /// The account of graphs' memory, once there has been a capture.
+    /// The counters of graphs' memory, once there has been a capture.
     fn read_graph_memory(&self, state: &mut State) {
         if state.graph_memory.is_some()
             && let Some(Ok(memory)) = self.driver.graphs().map(GraphDriver::graph_memory)
@@ -333,7 +335,7 @@ impl StreamOrdered {
         }
     }
 
-    /// Gives back memory that no graph uses any more; the bytes that went.
+    /// Releases memory that no graph uses any more; returns the bytes.
     fn trim_graph_memory(&self) -> Result<u64, DriverError> {
         let graphs = self.driver.graphs().filter(|_| self.lock().graph_memory.is_some());
         let Some(graphs) = graphs else { return Ok(0) };
@@ -342,7 +344,7 @@ impl StreamOrdered {
         Ok(before.saturating_sub(graphs.graph_memory()?.reserved))
     }
 
-    /// Lets the pool give memory back.
+    /// Lets the pool release memory.
     fn trim_pool(&self, keep_bytes: u64) -> Result<(), DriverError> {
         self.pools().pool_trim_to(self.pool, keep_bytes)?;
         self.lock().held = Ranges::default();
@@ -372,8 +374,8 @@ impl DeviceAllocator for StreamOrdered {
                 return Err(self.out_of_memory(bytes));
             }
             Err(error) if error.is_out_of_memory() => {
-                // Frees that are still queued keep their memory; after a synchronise the pool can reuse or give it
-                // back. RMM and PyTorch retry in the same way.
+                // Frees that are still queued keep their memory; after a synchronise the pool can reuse or release it. RMM and
+                // PyTorch retry in the same way.
                 self.wait_and_reclaim()?;
                 self.trim_pool(0)?;
                 self.lock().stats.num_alloc_retries += 1;
@@ -398,13 +400,13 @@ impl DeviceAllocator for StreamOrdered {
         if !captured {
             self.watch_growth(&mut state, addr, bytes);
         }
-        // SAFETY: the pool has just handed out this memory, and it goes back with the block.
+        // SAFETY: the pool has just allocated this memory, and it is released with the block.
         Ok(unsafe { Block::new(addr, bytes, bytes, path, self.tokens.token()) })
     }
 
     unsafe fn deallocate(&self, block: Block, _stream: StreamId) -> Result<Path, AllocError> {
         let addr = block.addr();
-        // The record goes before the memory: the pool may hand the address out again at once.
+        // The record is removed before the memory: the pool may return the address again immediately.
         if block.token() != self.tokens.token() {
             return Err(foreign(self.name(), block));
         }
@@ -456,7 +458,7 @@ impl DeviceAllocator for StreamOrdered {
         if own.is_empty() {
             return;
         }
-        // Without a stream of its own the frees are refused, and tried again on a fresh one.
+        // Without a stream of its own the frees are refused, and repeated on a new one.
         if state.heir.is_none() {
             state.heir = self.driver.stream_create().ok();
         }
@@ -472,7 +474,7 @@ impl DeviceAllocator for StreamOrdered {
         let mut stats = state.stats_now();
         stats.graph_memory = state.graph_memory;
         stats.stranded_bytes = Some(state.stranded).filter(|gauge| gauge.allocated > 0);
-        // Only the level and its peak are known; how much came and went in all is not.
+        // Only the level and its peak are known; the sums of increases and decreases are not.
         stats.reserved_totals_unknown = true;
         stats.reserved_bytes.all = Gauge {
             current: counters.reserved,
@@ -504,12 +506,13 @@ impl DeviceAllocator for StreamOrdered {
     }
 
     fn trim(&self, keep_bytes: u64) -> Result<u64, AllocError> {
-        // Read first: above its threshold the pool gives memory back at the synchronise already.
+        // Read first: above its threshold the pool already releases memory at the synchronise.
         let before = self.pools().pool_counters(self.pool)?.reserved;
         // A capture cannot be waited for.
         let nothing_captured = self.lock().captures.all_ended();
         let refused = if nothing_captured { self.wait_and_reclaim() } else { self.retry_refused() };
-        // What the driver refuses, or what a stream that is gone may still use, is no reason to keep the rest.
+        // Memory that the driver refuses to release, or that a destroyed stream may still use, does not keep the remainder
+        // reserved.
         self.trim_pool(keep_bytes)?;
         let released = before.saturating_sub(self.pools().pool_counters(self.pool)?.reserved);
         let released = released + self.trim_graph_memory()?;
@@ -553,7 +556,7 @@ impl GraphMemory for StreamOrdered {
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         let state = &mut *self.lock();
         let kept = state.captures.release(self.name(), capture)?;
-        // What the client still holds went with the graph.
+        // Live blocks of the capture were released with the graph.
         let gone: Vec<LiveBlock> = kept.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
         for block in gone {
             state.captured -= block.bytes;
@@ -583,16 +586,16 @@ impl Drop for StreamOrdered {
             captures.each().flat_map(|(_, kept)| std::mem::take(&mut kept.waiting)).collect::<Vec<_>>()
         };
         self.lock().refused.extend(waiting);
-        // An error cannot be returned here; what is refused again goes with the device context.
+        // An error cannot be returned here; memory that is refused again is released with the device context.
         let _ = self.wait_and_reclaim();
         for _ in 0..2 {
-            // SAFETY: the pool belongs to this allocator alone; blocks still live were leaked by their owners.
+            // SAFETY: the pool belongs to this allocator only; blocks still live were leaked by their owners.
             if unsafe { self.pools().pool_destroy(self.pool) }.is_ok() {
                 break;
             }
         }
         if let Some(heir) = self.lock().heir.take() {
-            // SAFETY: made here and known to no other code. What is left on it is done first.
+            // SAFETY: made here and known to no other code. Work that remains on it completes first.
             let _ = unsafe { self.driver.stream_destroy(heir) };
         }
     }

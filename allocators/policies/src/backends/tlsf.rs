@@ -1,29 +1,30 @@
 //! # `tlsf`: two-level segregated fit
 //!
-//! The allocator of real-time systems: a request and a free look at one class, however many blocks there are. (The original
-//! finds it in two bitmaps; here it is found in an ordered map.)
+//! The allocator of real-time systems: a request and a free search one class, however many blocks there are. (The original finds it
+//! in two bitmaps, this one in an ordered map.)
 //!
-//! *Idea.* Free blocks stand in lists by size class, each a power of two cut into 32 parts. A request goes to the first list in which *every* block is large enough, so it never has to look at a second one.
+//! *Idea.* Free blocks are in lists by size class, each a power of two divided into 32 parts. A request takes a block of the first
+//! list in which *every* block is large enough, so it searches no second one.
 //!
 //! *A request* (`allocate`):
 //! 1. The size is rounded up to 512 bytes.
-//! 2. In the first class of which all blocks fit and that has one, the block that became free last is taken. A block of
-//!    exactly the wanted size may be missed, if smaller ones are of its class.
-//! 3. What is left of it is cut off.
-//! 4. When none fits, a segment of `segment` bytes is taken, or, if that is less than the request needs, of the size from which on
-//!    its search finds a block. If the device has no memory, pending frees are waited for, idle segments go back, and it is asked
-//!    again.
+//! 2. In the first non-empty class whose blocks all fit, the block that became free last is taken. A block of exactly the requested
+//!    size may be missed, if its class also has smaller ones.
+//! 3. The remainder is split off.
+//! 4. When none fits, a segment of `segment` bytes is allocated, or, if that is less than the request needs, of the size from which
+//!    on its search finds a block. If the device has no memory, deferred frees are waited for, idle segments are released, and the
+//!    device is asked again.
 //!
-//! *A free* (`free`). The block is joined with the free blocks in front of it and behind it, and put first in its list. Blocks
-//! of different segments are never joined.
+//! *A free* (`free`). The block is coalesced with the free blocks in front of it and behind it, and put first in its list. Blocks
+//! of different segments never coalesce.
 //!
-//! *What is different from the original.* The lists lie in host memory and blocks have no headers, because the host cannot
-//! write the device's memory; so a block has no overhead and the smallest is one unit of 512 bytes. Sizes are not bounded by
-//! 4 GiB. Each stream has lists of its own.
+//! *Differences from the original.* The lists are in host memory and blocks have no headers, because the host cannot write the
+//! device's memory; so a block has no overhead and the smallest is one unit of 512 bytes. Sizes are not bounded by 4 GiB. Each
+//! stream has lists of its own.
 //!
-//! *Good at* even times. *Bad at* memory that is nearly full: what is missed, up to 3 % below each size, counts then.
+//! *Good at* constant times. *Bad at* memory that is nearly full: missed blocks, up to 3 % below each size, matter then.
 //!
-//! *Cost.* O(log n) in the classes that have a block, of which there are at most some hundreds, and in the blocks of one.
+//! *Cost.* O(log n) in the non-empty classes, of which there are at most some hundreds, and in the blocks of one.
 //!
 //! *Source.* M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
 //! <https://github.com/mattconte/tlsf>. The classes are in [`fit::tlsf`](crate::policy::fit::tlsf).
@@ -54,7 +55,7 @@ vramlab_device::settings! {
     pub struct TlsfSettings {
         /// Bytes of a segment, if the request does not need more.
         pub segment: u64 = 32 << 20, bytes().at_least(2 << 20).at_most(1 << 48);
-        /// Most bytes that may be reserved.
+        /// Maximum of reserved bytes.
         pub memory_limit: Option<u64> = None, bytes().or("none");
     }
     check TlsfSettings::consistent;

@@ -1,11 +1,11 @@
-//! Owners of memory: what the trainer sees.
+//! Owners of memory: the trainer's view of an allocator.
 
 use crate::contract::{AllocError, Block, DeviceAllocator, Path, Request};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
-/// An allocator, and the place where errors from dropped buffers wait for the next fallible call.
+/// An allocator, and the error of a dropped buffer until the next fallible call.
 #[derive(Debug)]
 pub struct Memory {
     allocator: Arc<dyn DeviceAllocator>,
@@ -28,7 +28,7 @@ impl Memory {
     /// A buffer of `bytes` for work on `stream`, freed when it is dropped.
     ///
     /// # Errors
-    /// Those of [`DeviceAllocator::allocate`], and the first error that an earlier drop left behind.
+    /// Those of [`DeviceAllocator::allocate`], and the first error of an earlier drop.
     pub fn allocate(self: &Arc<Self>, bytes: u64, stream: StreamId) -> Result<DeviceBuffer, AllocError> {
         self.check()?;
         let block = self.allocator.allocate(Request::new(bytes), stream)?;
@@ -40,7 +40,7 @@ impl Memory {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner).push(error);
     }
 
-    /// Returns the first error that a dropped buffer left behind, if any, and forgets it.
+    /// Takes the first error of a dropped buffer, if any.
     ///
     /// # Errors
     /// That error.
@@ -52,9 +52,9 @@ impl Memory {
 
 /// Device memory that is freed when dropped.
 ///
-/// The free takes effect on the stream that the buffer was allocated on, after everything queued on it so far;
-/// work on other streams is announced with [`record_use`](Self::record_use). An error of that free is kept and
-/// comes back from the next fallible call on the [`Memory`].
+/// The free takes effect on the stream that the buffer was allocated on, after everything queued on it so far; announce work on
+/// other streams with [`record_use`](Self::record_use). An error of that free is kept and returned by the next fallible call on the
+/// [`Memory`].
 #[derive(Debug)]
 pub struct DeviceBuffer {
     block: Option<Block>,
@@ -73,7 +73,7 @@ impl DeviceBuffer {
         self.block().addr()
     }
 
-    /// Size that was asked for, in bytes.
+    /// Requested size, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.block().requested()
@@ -85,7 +85,7 @@ impl DeviceBuffer {
         self.stream
     }
 
-    /// How the allocation was served.
+    /// The path of the allocation.
     #[must_use]
     pub fn path(&self) -> Path {
         self.block().path()
@@ -103,8 +103,8 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let Some(block) = self.block.take() else { return };
-        // SAFETY: who queued work on this memory, by an unsafe call, promised that it stays valid until then. On the buffer's own
-        // stream the free comes later by itself; work on others was announced with `record_use` or has been waited for.
+        // SAFETY: the code that queued work on this memory, by an unsafe call, promised that it stays valid until then. On the
+        // buffer's own stream the free is queued later; work on others was announced with `record_use` or has been waited for.
         let freed = unsafe { self.memory.allocator.deallocate(block, self.stream) };
         if let Err(error) = freed {
             self.memory.defer(error);
@@ -133,7 +133,7 @@ impl PinnedBuffer {
         Ok(Self { driver: Arc::clone(driver), ptr, bytes })
     }
 
-    /// The memory to fill. The caller waits first for copies that still read it.
+    /// The memory to fill. The caller first waits for copies that still read it.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: `ptr` is valid and initialised for `bytes` (host_alloc zeroes it) and borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.bytes) }
@@ -145,11 +145,11 @@ impl PinnedBuffer {
     /// Those of [`Driver::copy_to_device_async`].
     ///
     /// # Safety
-    /// `dst` is valid for `bytes`, and neither this buffer changes nor does it or `dst` go away until the stream
-    /// has passed the copy.
+    /// `dst` is valid for `bytes`. Until the stream has passed the copy, this buffer does not change and both it and `dst` stay
+    /// allocated.
     ///
     /// # Panics
-    /// When the range lies outside of the buffer.
+    /// When the range is outside of the buffer.
     pub unsafe fn copy_to(
         &self,
         offset: usize,
@@ -160,15 +160,15 @@ impl PinnedBuffer {
         assert!(offset <= self.bytes && bytes <= self.bytes - offset, "a copy should stay inside its buffer");
         // SAFETY: the offset was just checked.
         let src = unsafe { self.ptr.add(offset) };
-        // SAFETY: the caller keeps both sides valid; the source lies in memory from `host_alloc`.
+        // SAFETY: the caller keeps both sides valid; the source is in memory from `host_alloc`.
         unsafe { self.driver.copy_to_device_async(dst, src, bytes, stream) }
     }
 }
 
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated with this size in `new`, freed here only; users of `copy_to` promised to wait. A failing
-        // free leaves the memory to the end of the process, which is all that could be done about it.
+        // SAFETY: allocated with this size in `new`, freed only here; users of `copy_to` promised to wait. After a failing free the
+        // memory stays allocated until the process ends; nothing more could be done.
         let _ = unsafe { self.driver.host_free(self.ptr, self.bytes) };
     }
 }

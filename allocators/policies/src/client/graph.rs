@@ -1,18 +1,18 @@
-//! Graphs with the memory that their kernels use: the trainer's side of graph capture.
+//! Graphs with the memory of their kernels: the trainer's side of graph capture.
 
 use crate::client::Memory;
 use crate::contract::{AllocError, CaptureId};
 use std::sync::Arc;
 use vramlab_device::{CallKind, Driver, DriverError, GraphDriver, GraphId, StreamId};
 
-/// A capture that is under way. Work that is queued on the stream, and buffers that are allocated on it, are those of the
-/// graph. Dropped, it ends without one.
+/// An open capture. Work that is queued on the stream, and buffers that are allocated on it, belong to the graph. Dropping it ends
+/// the capture without a graph.
 ///
-/// The graph keeps the memory of the capture. Memory from before that captured work uses has to live as long as the graph:
-/// who queues that work promises it (see [`Driver`]).
+/// The graph keeps the memory of the capture. Memory from before the capture that captured work uses must live as long as the
+/// graph: the code that queues that work promises it (see [`Driver`]).
 ///
-/// A capture can make [several graphs](Self::cut) that use the same memory one after another, as PyTorch's graphs of one pool
-/// do: what a first one frees serves the next.
+/// A capture can make [several graphs](Self::cut) that use the same memory one after another, as PyTorch's graphs of one pool do:
+/// memory freed in one graph serves the next.
 ///
 /// ```
 /// # use vramlab_policies::backends::caching;
@@ -34,26 +34,26 @@ use vramlab_device::{CallKind, Driver, DriverError, GraphDriver, GraphId, Stream
 /// # graph.release()?;
 /// # Ok(()) }
 /// ```
-#[must_use = "a dropped Capture throws away what was captured"]
+#[must_use = "a dropped Capture discards the captured work"]
 #[derive(Debug)]
 pub struct Capture {
     memory: Arc<Memory>,
     driver: Arc<dyn Driver>,
     stream: StreamId,
     id: Option<CaptureId>,
-    /// Graphs that are whole.
+    /// Complete graphs.
     made: Vec<GraphId>,
 }
 
-/// What was captured, ready to be launched, and its pinned memory. Dropped, it waits for its last launch, is destroyed and
-/// gives up the memory; an error of that comes back from the next fallible call on the [`Memory`].
+/// A captured graph, ready to be launched, and its pinned memory. When dropped, it waits for its last launch, is destroyed and
+/// releases the memory; an error of that is returned by the next fallible call on the [`Memory`].
 #[derive(Debug)]
 pub struct Graph {
     memory: Arc<Memory>,
     driver: Arc<dyn Driver>,
     /// Until it is released; graphs in the order of their capture.
     held: Option<(Vec<GraphId>, CaptureId)>,
-    /// Streams that it was launched on since they were last waited for, the one of the last launch at the end.
+    /// Streams of launches since they were last waited for, that of the last launch at the end.
     launched_on: Vec<StreamId>,
 }
 
@@ -93,12 +93,12 @@ impl Capture {
         AllocError::Capture { allocator: self.memory.allocator().name(), reason: "it is over".into() }
     }
 
-    /// Makes a graph of what was captured so far and goes on with the next one, which uses the same memory.
-    /// [`Graph::launch_nth`] launches them by number. Buffers of the capture have to be gone, as at its end.
+    /// Makes a graph of the work captured so far and continues with the next one, which uses the same memory. [`Graph::launch_nth`]
+    /// launches them by number. Buffers of the capture must be freed before, as at its end.
     ///
     /// # Errors
-    /// [`AllocError::Driver`] when the capture was not whole, its graph could not be made, or the next one is refused. The
-    /// capture is over then and its memory given up.
+    /// [`AllocError::Driver`] when the capture was incomplete, its graph could not be made, or the next one is refused. The capture
+    /// has ended then and its memory is released.
     pub fn cut(&mut self) -> Result<(), AllocError> {
         let id = self.id.ok_or_else(|| self.over())?;
         let graphs = graphs(self.driver.as_ref());
@@ -117,8 +117,8 @@ impl Capture {
     /// Ends the capture and makes the graph.
     ///
     /// # Errors
-    /// [`AllocError::Driver`] when the capture was not whole or its graph could not be made, [`AllocError::CaptureLive`]
-    /// when buffers of the capture are still there. There is no graph then, and its memory is given up.
+    /// [`AllocError::Driver`] when the capture was incomplete or its graph could not be made, [`AllocError::CaptureLive`] when
+    /// buffers of the capture are still live. There is no graph then, and its memory is released.
     pub fn end(mut self) -> Result<Graph, AllocError> {
         let id = self.id.take().ok_or_else(|| self.over())?;
         let made = graphs(self.driver.as_ref()).capture_end(self.stream);
@@ -145,7 +145,7 @@ impl Capture {
         Ok(Graph { memory, driver, held: Some((std::mem::take(&mut self.made), id)), launched_on: Vec::new() })
     }
 
-    /// Destroys the graphs that were made.
+    /// Destroys the graphs.
     fn destroy(&mut self) {
         for graph in std::mem::take(&mut self.made) {
             // SAFETY: made by this capture, never launched, and no other code has its id.
@@ -154,16 +154,16 @@ impl Capture {
         }
     }
 
-    /// Ends the driver's capture, if there still is one.
+    /// Ends the driver's capture, if it is still open.
     fn abort(&self) {
-        // A driver that does not say is asked to end it; the answer to that is what counts.
+        // A driver that cannot report its state is asked to end it; the result of that counts.
         if self.driver.stream_is_capturing(self.stream).unwrap_or(true) {
             let aborted = graphs(self.driver.as_ref()).capture_abort(self.stream);
             self.note(aborted.map_err(AllocError::from));
         }
     }
 
-    /// Gives up the allocator's side of a capture that came to nothing.
+    /// Releases the allocator's side of a failed capture.
     fn give_up(&mut self, id: CaptureId) {
         self.id = None;
         self.note(self.memory.allocator().capture_end(id));
@@ -171,8 +171,8 @@ impl Capture {
         self.note(self.memory.allocator().capture_release(id));
     }
 
-    /// Keeps an error for the next fallible call. Buffers that are left of a capture that comes to nothing are none: the
-    /// program is on its way out of it.
+    /// Keeps an error for the next fallible call. Live buffers of a failed capture are not an error: the program is about to drop
+    /// them.
     fn note(&self, outcome: Result<(), AllocError>) {
         if let Err(error) = outcome
             && !matches!(error, AllocError::CaptureLive { .. })
@@ -192,8 +192,7 @@ impl Drop for Capture {
 }
 
 impl Graph {
-    /// Queues everything that was captured on `stream`, which has to outlive the graph; of [several](Capture::cut) graphs the
-    /// first.
+    /// Launches the captured work on `stream`, which must outlive the graph; of [several](Capture::cut) graphs the first.
     ///
     /// # Errors
     /// Those of [`launch_nth`](Self::launch_nth).
@@ -201,12 +200,11 @@ impl Graph {
         self.launch_nth(0, stream)
     }
 
-    /// Queues one of several graphs, numbered from 0 on in the order of their capture. They share their memory, so a launch
-    /// on another stream than the last one first waits for that on the host.
+    /// Launches one of several graphs, numbered from 0 on in the order of their capture. They share their memory, so a launch on
+    /// another stream than the last one first waits for the last stream on the host.
     ///
     /// # Errors
-    /// Those of [`GraphDriver::graph_launch`] and of waiting; `CUDA_ERROR_INVALID_HANDLE` when there is no graph of this
-    /// number.
+    /// Those of [`GraphDriver::graph_launch`] and of waiting; `CUDA_ERROR_INVALID_HANDLE` when there is no graph with this number.
     pub fn launch_nth(&mut self, number: usize, stream: StreamId) -> Result<(), DriverError> {
         let held = self.held.as_ref().map_or(&[][..], |(held, _)| held);
         let Some(graph) = held.get(number).copied() else {
@@ -220,17 +218,16 @@ impl Graph {
             self.launched_on.retain(|other| *other != stream);
             self.launched_on.push(stream);
         }
-        // SAFETY: the capture's memory is pinned: only this graph has its id, so it is not given up before this graph is gone.
-        // What
-        // else captured work uses, the code that queued it keeps until then (`Driver`, "Captures").
+        // SAFETY: the capture's memory is pinned: only this graph has its id, so it is not released before this graph is destroyed.
+        // The code that queued captured work keeps everything else that it uses until then (`Driver`, "Captures").
         unsafe { graphs(self.driver.as_ref()).graph_launch(graph, stream) }
     }
 
-    /// Waits for the last launch, destroys the graph and gives up its memory.
+    /// Waits for the last launch, destroys the graph and releases its memory.
     ///
     /// # Errors
-    /// [`AllocError::Driver`] when one of these is refused. Waiting and destroying are then tried once more; if that fails
-    /// as well, the memory stays pinned as long as the allocator lives, because the device may still use it.
+    /// [`AllocError::Driver`] when one of these is refused. Waiting and destroying are then tried once more; if that fails as well,
+    /// the memory stays pinned until the allocator is dropped, because the device may still use it.
     pub fn release(mut self) -> Result<(), AllocError> {
         self.give_up()
     }
@@ -241,7 +238,7 @@ impl Graph {
             self.driver.stream_synchronize(*stream)?;
         }
         while let Some(graph) = held.last().copied() {
-            // SAFETY: the graph is ours, `held` forgets it as soon as it is gone, and its launches have finished.
+            // SAFETY: the graph is ours, `held` forgets it as soon as it is destroyed, and its launches have finished.
             unsafe { graphs(self.driver.as_ref()).graph_destroy(graph) }?;
             held.pop();
         }

@@ -8,33 +8,33 @@ use vramlab_device::DeviceAddr;
 pub const GUARANTEED_ALIGN: u64 = 256;
 
 vramlab_device::named! {
-    /// How an operation was served; latency is reported by operation and path, because their costs differ by
-    /// orders of magnitude.
+    /// The path that served an operation; latency is reported by operation and path, because their costs differ by orders of
+    /// magnitude.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
     // As wide as a copy of a `Block` reads it, see `Block::new`.
     #[repr(u64)]
     pub enum Path {
-        /// A cached block was handed out whole, or a block went back to the cache.
+        /// A cached block was allocated without a split, or a freed block was put into the cache.
         Hit "hit",
         /// A cached block was split.
         Split "split",
-        /// A freed block was joined with a free neighbour.
+        /// A freed block was coalesced with a free neighbour.
         Coalesce "coalesce",
-        /// The free waits for events of other streams.
+        /// The free is deferred until events of other streams complete.
         Deferred "deferred",
-        /// The allocating or freeing stream was made to wait for another stream's use.
+        /// The allocating or freeing stream waits on the device for another stream's use.
         WaitInserted "wait_inserted",
-        /// The driver's own pool served it (what happened inside is not visible).
+        /// A CUDA memory pool served it (its internal path is not visible).
         Pool "pool",
-        /// The driver was asked for memory.
+        /// The driver allocated memory.
         DriverAlloc "driver_alloc",
-        /// Memory went back to the driver.
+        /// Memory was released to the driver.
         DriverFree "driver_free",
-        /// Old cached segments were released first because the garbage collection threshold was passed.
+        /// Old cached segments were released first because the garbage collection threshold was exceeded.
         Collect "collect",
-        /// Free pages that lay elsewhere were mapped for it.
+        /// Free pages from other addresses were mapped for it.
         Steal "steal",
-        /// The device refused; the cache was released and the device asked again.
+        /// The device refused; the cache was released and the device was asked again.
         Retry "retry",
         /// The operation failed.
         Failed "failed",
@@ -43,7 +43,7 @@ vramlab_device::named! {
 
 /// A live block of device memory.
 ///
-/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile. Nor does making one up:
+/// Affine: neither `Clone` nor `Copy`, so freeing it twice does not compile. Forging one does not compile either:
 ///
 /// ```compile_fail,E0133
 /// let addr = vramlab_device::DeviceAddr::new(4096).unwrap();
@@ -62,7 +62,7 @@ vramlab_device::named! {
 pub struct Block {
     bytes: u64,
     requested: u64,
-    /// First address, and in its low bits, which are zero for every block, the path: half a cache line in all.
+    /// First address, and the path in its low bits, which are zero for every block: together half a cache line.
     place: DeviceAddr,
     token: Token,
 }
@@ -70,17 +70,17 @@ pub struct Block {
 const _: () = assert!(size_of::<Block>() == 32, "a block is written in two halves of 16 bytes");
 
 impl Block {
-    /// Mints a block, for implementations of [`DeviceAllocator`](crate::DeviceAllocator). `token` is one of the allocator's
-    /// [`Tokens`](super::Tokens): it tells its blocks from those of others, also of its own kind, because devices hand out the
-    /// same addresses. An allocator refuses a block whose token is not one of its own.
+    /// Makes a block, for implementations of [`DeviceAllocator`](crate::DeviceAllocator). `token` is one of the allocator's
+    /// [`Tokens`](super::Tokens): it distinguishes its blocks from those of others, also of its own kind, because devices return
+    /// the same addresses. An allocator refuses a block with the token of another allocator.
     ///
     /// # Safety
-    /// `addr` is a multiple of [`GUARANTEED_ALIGN`]. From there `bytes` bytes, at least `requested`, are device memory that
-    /// belongs to this block alone: no other live block shares a byte, and none is given back to the device or handed out
-    /// again before the block has come back to the allocator and its uses are done.
-    // Written in two halves, as a copy reads it: a processor forwards a store to a load only if the load lies within the store.
-    // Otherwise each copy of a block that was just made waits for the stores. Written word by word, the recorded histories take
-    // 3 to 10 % longer (`experiments/notes/caching.md`). The alignment keeps each half in one cache line.
+    /// `addr` is a multiple of [`GUARANTEED_ALIGN`]. From there `bytes` bytes, at least `requested`, are device memory of this
+    /// block only: no other live block shares a byte, and none is released to the device or allocated again before the block has
+    /// been freed and its uses have completed.
+    // Written in two halves, as a copy reads it: a processor forwards a store to a load only if the load is within the store.
+    // Otherwise each copy of a new block waits for the stores. Written word by word, replays of recorded traces take 3 to 10 %
+    // longer (`experiments/notes/caching.md`). The alignment keeps each half in one cache line.
     #[inline(always)]
     pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: Token) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
@@ -89,12 +89,12 @@ impl Block {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_store_si128};
-            // SAFETY: every x86-64 processor has this instruction, which touches no memory.
+            // SAFETY: every x86-64 processor has this instruction, which accesses no memory.
             let half = |low: u64, high: u64| unsafe { _mm_set_epi64x(high.cast_signed(), low.cast_signed()) };
             let mut block = std::mem::MaybeUninit::<Self>::uninit();
             let at = block.as_mut_ptr().cast::<__m128i>();
-            // SAFETY: a block is as large as two halves and aligned like one, and laid out as it is declared. All four
-            // words are written before it is read, and `place` is an address.
+            // SAFETY: a block is as large as two halves and aligned like one, and has the declared layout. All four words are
+            // written before it is read, and `place` is an address.
             unsafe {
                 _mm_store_si128(at, half(bytes, requested));
                 _mm_store_si128(at.add(1), half(place.get(), token.get()));
@@ -105,10 +105,10 @@ impl Block {
         Self { bytes, requested, place, token }
     }
 
-    /// Copies the block for an instrument to hand on: written as [`new`](Self::new) writes it.
+    /// Copies the block for an instrument to pass on: written as [`new`](Self::new) writes it.
     #[inline(always)]
     pub(crate) fn hand_on(self) -> Self {
-        // SAFETY: what held of the block that is consumed holds of this one.
+        // SAFETY: the promises for the consumed block hold for this one.
         unsafe { Self::new(self.addr(), self.bytes, self.requested, self.path(), self.token) }
     }
 
@@ -125,7 +125,7 @@ impl Block {
         self.bytes
     }
 
-    /// Size that was asked for, in bytes.
+    /// Requested size, in bytes.
     #[must_use]
     pub fn requested(&self) -> u64 {
         self.requested
@@ -135,11 +135,11 @@ impl Block {
     #[must_use]
     #[inline(always)]
     pub fn path(&self) -> Path {
-        // CAST: below the number of paths, as `new` wrote it.
+        // CAST: less than the number of paths, as `new` wrote it.
         Path::ALL[(self.place.get() % GUARANTEED_ALIGN) as usize]
     }
 
-    /// What says which allocator it is from.
+    /// The token of the allocator that made it.
     #[must_use]
     #[inline(always)]
     pub fn token(&self) -> Token {
@@ -169,8 +169,8 @@ mod tests {
             assert_eq!(path as u64, number, "a path is stored by its place in the order");
             let addr = DeviceAddr::new(0x7f00_0000_0100 + number * GUARANTEED_ALIGN).unwrap();
             // CAST: few paths.
-            let token = Token::of(number as u32, 7);
-            // SAFETY: the block was just handed out and is not used.
+            let token = Token::new(number as u32, 7);
+            // SAFETY: the block is new and not used.
             let made = || unsafe { Block::new(addr, u64::MAX - number, number, path, token) };
             for block in [made(), made().hand_on()] {
                 assert_eq!((block.addr(), block.bytes(), block.requested()), (addr, u64::MAX - number, number));

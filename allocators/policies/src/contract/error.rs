@@ -1,12 +1,12 @@
-//! Why an allocator could not do what it was asked.
+//! Errors of allocators.
 
 use crate::contract::Block;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use vramlab_device::{Bytes, Driver, DriverError, StreamId};
 
-/// What was known when an allocation could not be served. Made by [`new`](Self::new) and the methods that add to it; what none of
-/// them adds is absent.
+/// The facts about an allocation that could not be served. Made by [`new`](Self::new) and the methods that add to it; facts that
+/// none of them adds are absent.
 ///
 /// ```
 /// use vramlab_policies::{AllocError, OomReport};
@@ -20,13 +20,13 @@ use vramlab_device::{Bytes, Driver, DriverError, StreamId};
 pub struct OomReport {
     /// Backend that gave up.
     pub allocator: String,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
-    /// Bytes that would have been taken from the device to serve the request, after rounding.
+    /// Bytes that the request needed from the device, after rounding.
     pub needed_bytes: u64,
-    /// Bytes held from the device at that moment.
+    /// Reserved bytes at that moment.
     pub reserved_bytes: u64,
-    /// Bytes in blocks that the client holds or that a stream still uses.
+    /// Active bytes: in live blocks or still used by a stream.
     pub active_bytes: u64,
     /// Largest free block that the request's stream could use; absent when the backend cannot see its blocks.
     pub largest_free_bytes: Option<u64>,
@@ -36,25 +36,24 @@ pub struct OomReport {
     pub limit_bytes: Option<u64>,
     /// Free and total memory of the device, if it answered.
     pub device_bytes: Option<(u64, u64)>,
-    /// What its user can change about the allocator against free memory in pieces, such as `set max_split_size`; absent
-    /// where it has no such setting.
+    /// Setting of the allocator that reduces fragmentation, such as `set max_split_size`; absent where it has no such setting.
     pub against_fragmentation: Option<String>,
 }
 
 impl OomReport {
-    /// The report of an allocator that refused a request, which would have needed as many bytes from the device.
+    /// The report of an allocator that refused a request, with the bytes that the request needed from the device.
     #[must_use]
     pub fn new(allocator: &str, requested_bytes: u64) -> Self {
         Self { allocator: allocator.into(), requested_bytes, needed_bytes: requested_bytes, ..Self::default() }
     }
 
-    /// Sets the bytes that would have been taken from the device, after rounding.
+    /// Sets the bytes that the request needed from the device, after rounding.
     #[must_use]
     pub fn needing(self, needed_bytes: u64) -> Self {
         Self { needed_bytes, ..self }
     }
 
-    /// Sets the bytes that were reserved, and those of them in blocks that the client held or a stream still used.
+    /// Sets the reserved bytes and the active ones among them.
     #[must_use]
     pub fn with_memory(self, reserved_bytes: u64, active_bytes: u64) -> Self {
         Self { reserved_bytes, active_bytes, ..self }
@@ -78,13 +77,13 @@ impl OomReport {
         Self { device_bytes: driver.mem_info().ok().map(|info| (info.free, info.total)), ..self }
     }
 
-    /// Adds what can be changed about the allocator against free memory in pieces, if anything.
+    /// Adds the setting that reduces fragmentation, if there is one.
     #[must_use]
     pub fn with_setting(self, against_fragmentation: Option<String>) -> Self {
         Self { against_fragmentation, ..self }
     }
 
-    /// One sentence that says what would have helped, from the figures at hand.
+    /// One sentence with the remedy, from the known values.
     #[must_use]
     pub fn advice(&self) -> String {
         let free = self.reserved_bytes.saturating_sub(self.active_bytes);
@@ -113,7 +112,7 @@ impl fmt::Display for OomReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "out of memory: {} asked of '{}' (needs {} from the device), {} reserved, {} active",
+            "out of memory: {} requested from '{}' (needs {} from the device), {} reserved, {} active",
             Bytes(self.requested_bytes),
             self.allocator,
             Bytes(self.needed_bytes),
@@ -133,8 +132,7 @@ impl fmt::Display for OomReport {
     }
 }
 
-/// A block that an allocator would not take, for who has it to give it to its owner. Copies of an error share it, so it is
-/// handed out once.
+/// A block that an allocator refused to free, for its owner to take back. Clones of an error share it, so it is returned once.
 #[derive(Clone, Debug, Default)]
 pub struct Refused(Arc<Mutex<Option<Block>>>);
 
@@ -143,7 +141,7 @@ impl Refused {
         Self(Arc::new(Mutex::new(Some(block))))
     }
 
-    /// The block; `None` when it was taken before, or never given away.
+    /// The block; `None` when it was taken before, or the caller kept it.
     #[must_use]
     pub fn take(&self) -> Option<Block> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
@@ -151,7 +149,7 @@ impl Refused {
 }
 
 impl PartialEq for Refused {
-    /// What else an error says of a block tells it from others.
+    /// The other fields identify the block.
     fn eq(&self, _: &Self) -> bool {
         true
     }
@@ -159,41 +157,41 @@ impl PartialEq for Refused {
 
 impl Eq for Refused {}
 
-/// Why an allocator could not do what it was asked.
+/// An allocator's error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// Neither the backend nor the device has the memory, after everything releasable was released.
     #[error("{0}")]
     OutOfMemory(Box<OomReport>),
-    /// The request can never be served, whatever is free.
+    /// No allocator can serve the request, however much memory is free.
     #[error("invalid request of {bytes} bytes aligned to {align}: {reason}")]
     InvalidRequest {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
-        /// Alignment asked for, in bytes.
+        /// Requested alignment, in bytes.
         align: u64,
-        /// What is wrong with it.
+        /// The fault.
         reason: &'static str,
     },
-    /// A block came to an allocator that did not make it, or that no longer holds it.
-    #[error("block at {addr:#x} ({bytes} bytes) is not held by '{allocator}': {reason}")]
+    /// A block was passed to an allocator that did not make it, or in which it is no longer live.
+    #[error("block at {addr:#x} ({bytes} bytes) is not live in '{allocator}': {reason}")]
     ForeignBlock {
         /// Address of the block.
         addr: u64,
         /// Size of the block in bytes.
         bytes: u64,
-        /// Allocator that was asked.
+        /// The allocator of the call.
         allocator: String,
-        /// What gave it away.
+        /// The evidence.
         reason: &'static str,
-        /// The block, if it was to be freed: it is as live as before, and its owner can still free it.
+        /// The block, if it was to be freed: it is still live, and its owner can free it.
         block: Refused,
     },
     /// The device has no such API.
     #[error("'{allocator}' needs {capability}, which {device} does not have")]
     Unsupported {
-        /// Backend that was asked for.
+        /// The selected backend.
         allocator: &'static str,
         /// Missing capability.
         capability: &'static str,
@@ -203,9 +201,9 @@ pub enum AllocError {
     /// The allocator does not do this on any device; its [`Capabilities`](crate::backends::Capabilities) say so.
     #[error("'{allocator}' has no {capability}")]
     Incapable {
-        /// Allocator that was asked.
+        /// Allocator of the call.
         allocator: &'static str,
-        /// What it lacks.
+        /// The missing capability.
         capability: &'static str,
     },
     /// An allocator was given settings that are not of its type.
@@ -214,49 +212,49 @@ pub enum AllocError {
         /// The settings.
         found: String,
     },
-    /// A file that the settings name cannot be used.
+    /// A file in the settings cannot be used.
     #[error("'{allocator}' cannot use {}: {reason}", path.display())]
     File {
-        /// Backend that was asked for.
+        /// The selected backend.
         allocator: &'static str,
         /// The file.
         path: std::path::PathBuf,
-        /// What is wrong with it, and how to mend it.
+        /// The fault in it, and its fix.
         reason: String,
     },
-    /// A capture ended while blocks that were allocated in it were held.
+    /// A capture ended while blocks that were allocated in it were live.
     #[error(
         "{bytes} bytes in {blocks} block(s) of '{allocator}' are still held at the end of the capture that they were allocated in: \
          free them before the capture ends, or allocate them before it begins"
     )]
     CaptureLive {
-        /// Allocator whose capture ended.
+        /// Allocator of the capture.
         allocator: &'static str,
-        /// Blocks that are held.
+        /// Number of live blocks.
         blocks: usize,
         /// Their size in bytes.
         bytes: u64,
     },
-    /// A private pool cannot be used or released as asked.
+    /// A private pool cannot be used or released in this state.
     #[error("private pool of '{allocator}': {reason}")]
     PrivatePool {
-        /// Allocator that was asked.
+        /// Allocator of the call.
         allocator: &'static str,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// A capture cannot begin, end or be released as asked.
+    /// A capture cannot begin, end or be released in this state.
     #[error("graph capture with '{allocator}': {reason}")]
     Capture {
-        /// Allocator that was asked.
+        /// Allocator of the call.
         allocator: &'static str,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// The checker found that a contract was broken.
+    /// The checker found a violation of the contract.
     #[error("checker: {0}")]
     Violation(String),
-    /// A driver call failed for another reason than memory.
+    /// A driver call failed for another reason than lack of memory.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
@@ -268,21 +266,21 @@ impl From<OomReport> for AllocError {
 }
 
 impl AllocError {
-    /// An error for a block that `allocator` does not hold and that was to be freed.
+    /// An error for a block that is not live in `allocator` and that was to be freed.
     #[must_use]
     pub fn foreign(allocator: &str, reason: &'static str, block: Block) -> Self {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::new(block) }
     }
 
-    /// The error for a block that is not held here and that the caller keeps.
+    /// The error for a block that is not live here and that the caller keeps.
     #[must_use]
     pub fn not_held(allocator: &str, reason: &'static str, block: &Block) -> Self {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         Self::ForeignBlock { addr, bytes, allocator: allocator.into(), reason, block: Refused::default() }
     }
 
-    /// Adds what can be changed about the allocator, if memory was free but in pieces.
+    /// Adds the setting that reduces fragmentation, if enough memory was free but fragmented.
     #[must_use]
     pub(crate) fn with_setting(mut self, against_fragmentation: impl FnOnce() -> Option<String>) -> Self {
         if let Self::OutOfMemory(report) = &mut self {
@@ -291,7 +289,7 @@ impl AllocError {
         self
     }
 
-    /// Whether memory was short, so that freeing some and asking again may help.
+    /// Whether the device had too little memory, so that freeing some and trying again may help.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         match self {
@@ -302,10 +300,10 @@ impl AllocError {
     }
 }
 
-/// Why a private pool did not go back to a checkpoint: nothing changed.
+/// Error of a private pool that could not be restored to a checkpoint: nothing changed.
 #[derive(Debug)]
 pub struct RestoreError {
-    /// The blocks that were given back, which the client holds as before.
+    /// The blocks that were passed in, which are still live.
     pub held: Vec<(Block, StreamId)>,
     /// The reason.
     pub error: AllocError,
@@ -332,7 +330,7 @@ mod tests {
         let advice = |largest, others, limit_bytes| {
             OomReport::new("a", 20).with_memory(100, 60).with_free(largest, others).with_limit(limit_bytes).advice()
         };
-        // 40 are free: 20 of its own stream in pieces, and as many of another.
+        // 40 are free: 20 of its own stream in fragments, and 20 of another stream.
         assert!(advice(10, 20, None).contains("fragmentation"));
         assert!(advice(10, 30, None).contains("another stream"));
         assert!(advice(10, 15, None).ends_with("(fragmentation): allocate large tensors first"));

@@ -1,33 +1,33 @@
-//! What can happen to blocks and segments, as every log of an allocator has it: our traces and the histories of others.
+//! Events of blocks and segments, as every log of an allocator has them: our traces and recordings of other allocators.
 
 use serde::Serialize;
 
 vramlab_device::named! {
-    /// What happened. The names are those of PyTorch's snapshots, and `record_use`, which they lack.
+    /// The kind of an event. The names are those of PyTorch's snapshots, and `record_use`, which they lack.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
     #[serde(rename_all = "snake_case")]
     #[repr(u8)]
     pub enum Action {
-        /// A block was handed out; `bytes` were asked for.
+        /// A block was allocated; `bytes` is the requested size.
         Alloc "alloc",
-        /// The client let go of a block.
+        /// The client freed a block.
         FreeRequested "free_requested",
-        /// The block became reusable: with the request, or later when streams still used it.
+        /// The block became reusable: with the free request, or later when other streams still used it.
         FreeCompleted "free_completed",
-        /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0 in histories.
+        /// Work queued on `stream`, not the stream of the allocation, uses the block at `addr`; `bytes` is 0 in recordings.
         RecordUse "record_use",
-        /// A segment was obtained from the device.
+        /// A segment was allocated by the device.
         SegmentAlloc "segment_alloc",
-        /// A segment went back to the device.
+        /// A segment was released to the device.
         SegmentFree "segment_free",
-        /// A part of an expandable segment was mapped.
+        /// A range of an expandable segment was mapped.
         SegmentMap "segment_map",
-        /// A part of an expandable segment was unmapped.
+        /// A range of an expandable segment was unmapped.
         SegmentUnmap "segment_unmap",
         /// A snapshot was taken; `bytes` are active.
         Snapshot "snapshot",
-        /// A request of `bytes` was refused; `addr` holds the bytes that were free on the device, 0 where the log does not
-        /// say.
+        /// A request of `bytes` was refused; `addr` contains the bytes that were free on the device, 0 where the log does not
+        /// contain them.
         Oom "oom",
     }
 }
@@ -35,17 +35,17 @@ vramlab_device::named! {
 /// One event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What happened.
+    /// The kind.
     pub action: Action,
     /// Device, counted from 0.
     pub device: u16,
     /// First address.
     pub addr: u64,
-    /// Bytes: those asked for, or the segment's.
+    /// Requested bytes, or bytes of the segment.
     pub bytes: u64,
-    /// Stream handle as the log has it.
+    /// Stream handle as in the log.
     pub stream: u64,
-    /// Nanoseconds from a start of the log's own choice; 0 throughout in logs without times.
+    /// Nanoseconds since an arbitrary start; 0 throughout in logs without times.
     pub time_ns: u64,
 }
 

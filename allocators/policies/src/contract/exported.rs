@@ -1,4 +1,4 @@
-//! A block's memory as other processes can map it.
+//! A block's memory, for other processes to map.
 
 use std::sync::Arc;
 use vramlab_device::Shareable;

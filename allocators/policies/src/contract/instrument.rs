@@ -1,4 +1,4 @@
-//! Allocators around an allocator, which watch or check it.
+//! Wrappers around an allocator, which watch or check it.
 
 use crate::contract::{
     AllocError, Block, CaptureId, Completions, DeviceAllocator, Exported, GraphMemory, Ledger, MemoryLimit, Pages,
@@ -8,13 +8,13 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use vramlab_device::{DeviceAddr, StreamId};
 
-/// An allocator around another: one method, and those that it watches. All others pass the call on to the allocator
-/// [inside](Self::inner), captures, pools and notices of streams included, so it cannot lose one.
+/// An allocator around another: one method, and the methods that it watches. All others forward the call to the allocator
+/// [inside](Self::inner), captures, pools and notices of streams included, so no call is lost.
 ///
-/// Every instrument is a [`DeviceAllocator`], which has the parts that the allocator inside has. It changes nothing that a client
-/// can see: what it hands out came from the allocator inside in the same call, and what it takes back it passes on. Blocks come by
+/// Every instrument is a [`DeviceAllocator`] with the parts of the allocator inside. It changes nothing that a client can see: it
+/// returns the blocks that the allocator inside returned in the same call, and forwards every freed block. Blocks are allocated by
 /// [`allocate`](Self::allocate), [`allocate_in`](Self::allocate_in), [`restore`](Self::restore) and
-/// [`pool_restore`](Self::pool_restore), and go by [`deallocate`](Self::deallocate) and [`pool_restore`](Self::pool_restore).
+/// [`pool_restore`](Self::pool_restore), and freed by [`deallocate`](Self::deallocate) and [`pool_restore`](Self::pool_restore).
 ///
 /// ```
 /// use std::sync::Arc;
@@ -37,26 +37,26 @@ use vramlab_device::{DeviceAddr, StreamId};
 /// }
 /// ```
 ///
-/// Both traits have the methods of the core: code that calls an instrument by its type imports [`DeviceAllocator`] alone, or calls it
-/// as `dyn DeviceAllocator`.
+/// Both traits have the methods of the core: code that calls an instrument by its type imports only [`DeviceAllocator`], or calls
+/// it as `dyn DeviceAllocator`.
 ///
-/// *Cost.* None beyond what an instrument does: `allocate` and `deallocate` are one call of the allocator inside. A call of a part
-/// asks each allocator inside for its parts first.
+/// *Cost.* Only that of the instrument: `allocate` and `deallocate` are one call of the allocator inside. A call of a part first
+/// gets the parts of each allocator inside.
 pub trait Instrument: Send + Sync + fmt::Debug {
-    /// The allocator inside, always the same.
+    /// The allocator inside; always the same one.
     fn inner(&self) -> &dyn DeviceAllocator;
 
-    /// As [`DeviceAllocator::name`], which it is by default.
+    /// By default [`DeviceAllocator::name`] of the allocator inside.
     fn name(&self) -> &'static str {
         self.inner().name()
     }
 
-    /// As [`DeviceAllocator::settings`], which it is by default.
+    /// By default [`DeviceAllocator::settings`] of the allocator inside.
     fn settings(&self) -> serde_json::Value {
         self.inner().settings()
     }
 
-    /// As [`DeviceAllocator::allocate`], which it is by default.
+    /// By default [`DeviceAllocator::allocate`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -65,7 +65,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().allocate(request, stream)
     }
 
-    /// As [`DeviceAllocator::deallocate`], which it is by default.
+    /// By default [`DeviceAllocator::deallocate`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -74,11 +74,11 @@ pub trait Instrument: Send + Sync + fmt::Debug {
     /// As of [`DeviceAllocator::deallocate`].
     #[inline(always)]
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         unsafe { self.inner().deallocate(block, stream) }
     }
 
-    /// As [`DeviceAllocator::record_use`], which it is by default.
+    /// By default [`DeviceAllocator::record_use`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -86,32 +86,32 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().record_use(block, stream)
     }
 
-    /// As [`DeviceAllocator::forget_stream`], which it is by default.
+    /// By default [`DeviceAllocator::forget_stream`] of the allocator inside.
     fn forget_stream(&self, stream: StreamId) {
         self.inner().forget_stream(stream);
     }
 
-    /// As [`DeviceAllocator::stats`], which it is by default.
+    /// By default [`DeviceAllocator::stats`] of the allocator inside.
     fn stats(&self) -> Stats {
         self.inner().stats()
     }
 
-    /// As [`DeviceAllocator::reset_peaks`], which it is by default.
+    /// By default [`DeviceAllocator::reset_peaks`] of the allocator inside.
     fn reset_peaks(&self) {
         self.inner().reset_peaks();
     }
 
-    /// As [`DeviceAllocator::snapshot`], which it is by default.
+    /// By default [`DeviceAllocator::snapshot`] of the allocator inside.
     fn snapshot(&self) -> Option<Snapshot> {
         self.inner().snapshot()
     }
 
-    /// As [`DeviceAllocator::ledger_at_peak`], which it is by default.
+    /// By default [`DeviceAllocator::ledger_at_peak`] of the allocator inside.
     fn ledger_at_peak(&self) -> Ledger {
         self.inner().ledger_at_peak()
     }
 
-    /// As [`DeviceAllocator::trim`], which it is by default.
+    /// By default [`DeviceAllocator::trim`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -119,7 +119,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().trim(keep_bytes)
     }
 
-    /// As [`GraphMemory::capture_begin`], which it is by default.
+    /// By default [`GraphMemory::capture_begin`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -127,7 +127,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().capture_begin(stream)
     }
 
-    /// As [`GraphMemory::capture_end`], which it is by default.
+    /// By default [`GraphMemory::capture_end`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -135,7 +135,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().capture_end(capture)
     }
 
-    /// As [`GraphMemory::capture_release`], which it is by default.
+    /// By default [`GraphMemory::capture_release`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -143,12 +143,12 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().capture_release(capture)
     }
 
-    /// As [`GraphMemory::set_reuse_in_captures`], which it is by default.
+    /// By default [`GraphMemory::set_reuse_in_captures`] of the allocator inside.
     fn set_reuse_in_captures(&self, on: bool) -> bool {
         self.inner().set_reuse_in_captures(on)
     }
 
-    /// As [`PrivatePools::allocate_in`], which it is by default.
+    /// By default [`PrivatePools::allocate_in`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -156,7 +156,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().allocate_in(request, stream, pool)
     }
 
-    /// As [`PrivatePools::pool_create`], which it is by default.
+    /// By default [`PrivatePools::pool_create`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -164,7 +164,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_create()
     }
 
-    /// As [`PrivatePools::pool_begin`], which it is by default.
+    /// By default [`PrivatePools::pool_begin`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -172,7 +172,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_begin(pool, stream)
     }
 
-    /// As [`PrivatePools::pool_end`], which it is by default.
+    /// By default [`PrivatePools::pool_end`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -180,7 +180,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_end(stream)
     }
 
-    /// As [`PrivatePools::pool_release`], which it is by default.
+    /// By default [`PrivatePools::pool_release`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -188,7 +188,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_release(pool)
     }
 
-    /// As [`PrivatePools::pool_trim`], which it is by default.
+    /// By default [`PrivatePools::pool_trim`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -196,7 +196,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_trim(pool)
     }
 
-    /// As [`PrivatePools::pool_checkpoint`], which it is by default.
+    /// By default [`PrivatePools::pool_checkpoint`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -204,7 +204,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pool_checkpoint(pool)
     }
 
-    /// As [`PrivatePools::pool_restore`], which it is by default.
+    /// By default [`PrivatePools::pool_restore`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -217,11 +217,11 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         unsafe { self.inner().pool_restore(pool, checkpoint, held) }
     }
 
-    /// As [`Pages::export`], which it is by default.
+    /// By default [`Pages::export`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -229,12 +229,12 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().export(block)
     }
 
-    /// As [`Pages::exported_descriptor`], which it is by default.
+    /// By default [`Pages::exported_descriptor`] of the allocator inside.
     fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
         self.inner().exported_descriptor(number)
     }
 
-    /// As [`Pages::pin`], which it is by default.
+    /// By default [`Pages::pin`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -242,7 +242,7 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().pin(addr, bytes)
     }
 
-    /// As [`Pages::unpin`], which it is by default.
+    /// By default [`Pages::unpin`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -250,12 +250,12 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().unpin(addr, bytes)
     }
 
-    /// As [`MemoryLimit::set_memory_limit`], which it is by default.
+    /// By default [`MemoryLimit::set_memory_limit`] of the allocator inside.
     fn set_memory_limit(&self, bytes: Option<u64>) -> bool {
         self.inner().set_memory_limit(bytes)
     }
 
-    /// As [`Takeover::restore`], which it is by default.
+    /// By default [`Takeover::restore`] of the allocator inside.
     ///
     /// # Errors
     /// Those of the allocator inside.
@@ -263,12 +263,12 @@ pub trait Instrument: Send + Sync + fmt::Debug {
         self.inner().restore(snapshot, age)
     }
 
-    /// As [`Completions::tell_completed`], which it is by default.
+    /// By default [`Completions::tell_completed`] of the allocator inside.
     fn tell_completed(&self, on: bool) {
         self.inner().tell_completed(on);
     }
 
-    /// As [`Completions::take_completed`], which it is by default.
+    /// By default [`Completions::take_completed`] of the allocator inside.
     fn take_completed(&self) -> Vec<DeviceAddr> {
         self.inner().take_completed()
     }
@@ -290,7 +290,7 @@ impl<I: Instrument> DeviceAllocator for I {
 
     #[inline(always)]
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         unsafe { Instrument::deallocate(self, block, stream) }
     }
 
@@ -388,7 +388,7 @@ impl<I: Instrument> PrivatePools for I {
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         unsafe { Instrument::pool_restore(self, pool, checkpoint, held) }
     }
 }

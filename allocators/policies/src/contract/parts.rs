@@ -1,4 +1,4 @@
-//! What an allocator may do beyond [`DeviceAllocator`]: parts that are asked for.
+//! Optional parts of an allocator beyond [`DeviceAllocator`].
 
 use crate::contract::{
     AllocError, Block, CaptureId, DeviceAllocator, Exported, PrivatePool, Request, RestoreError, Snapshot,
@@ -12,15 +12,15 @@ use vramlab_device::{DeviceAddr, StreamId};
 pub struct Parts<'a> {
     /// Memory of captured graphs.
     pub graphs: Option<&'a dyn GraphMemory>,
-    /// Memory that only requests which name it are served from.
+    /// Memory that serves only requests which name it.
     pub private_pools: Option<&'a dyn PrivatePools>,
-    /// Memory in pages that others map or register.
+    /// Pages that other processes map or libraries register.
     pub pages: Option<&'a dyn Pages>,
-    /// A limit on reserved memory that changes.
+    /// A limit on reserved memory that can change.
     pub limit: Option<&'a dyn MemoryLimit>,
     /// Segments and blocks of another allocator.
     pub takeover: Option<&'a dyn Takeover>,
-    /// When deferred frees complete.
+    /// Completion of deferred frees.
     pub completions: Option<&'a dyn Completions>,
 }
 
@@ -45,96 +45,98 @@ impl fmt::Debug for Parts<'_> {
 
 /// Memory of captured graphs; see [graph capture](crate::DeviceAllocator#graph-capture).
 pub trait GraphMemory: Send + Sync {
-    /// Lets blocks of `stream` come from memory of a new capture; see [graph capture](crate::DeviceAllocator#graph-capture).
+    /// Serves allocations on `stream` from memory of a new capture; see [graph capture](crate::DeviceAllocator#graph-capture).
     ///
     /// # Errors
-    /// [`AllocError::Incapable`] when the allocator serves no captures, [`AllocError::Unsupported`] when the device has no
-    /// graphs, [`AllocError::Capture`] when the stream is in a capture already.
+    /// [`AllocError::Incapable`] when the allocator does not support captures, [`AllocError::Unsupported`] when the device has no
+    /// graphs, [`AllocError::Capture`] when the stream is already captured.
     fn capture_begin(&self, stream: StreamId) -> Result<CaptureId, AllocError>;
 
-    /// Ends a capture, after the driver has: its memory stays pinned, and frees that waited for it are carried out.
+    /// Ends a capture, after the driver's end: its memory stays pinned, and frees that were deferred to the end take effect.
     ///
     /// # Errors
-    /// [`AllocError::CaptureLive`] when blocks of the capture are still held; [`AllocError::Driver`] when a free that
-    /// waited was refused. The capture has ended in both cases. [`AllocError::Capture`] when it had before.
+    /// [`AllocError::CaptureLive`] when blocks of the capture are still live; [`AllocError::Driver`] when a deferred free was
+    /// refused. The capture has ended in both cases. [`AllocError::Capture`] when it had ended before.
     fn capture_end(&self, capture: CaptureId) -> Result<(), AllocError>;
 
-    /// Gives up the memory of a capture that has ended: its graph is gone and the last launch has finished. What is still
-    /// held of it can be freed as ever, unless the driver owns it: then it is gone with the graph and its free is
-    /// [`AllocError::ForeignBlock`].
+    /// Releases the memory of an ended capture: its graph is destroyed and the last launch has finished. Blocks of it that are
+    /// still live can be freed as usual, unless the driver owns their memory: then they were released with the graph and their free
+    /// is [`AllocError::ForeignBlock`].
     ///
     /// # Errors
-    /// [`AllocError::Capture`] when there is no such capture or it has not ended; [`AllocError::Driver`] when the driver
-    /// refused to take memory back. What it refused is kept for the next request or [`trim`](crate::DeviceAllocator::trim).
+    /// [`AllocError::Capture`] when there is no such capture or it has not ended; [`AllocError::Driver`] when the driver refused to
+    /// release memory. That memory stays reserved for the next request or [`trim`](crate::DeviceAllocator::trim).
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError>;
 
-    /// Sets whether a block that is freed inside a capture, after other streams used it there, may be reused within that capture once the
-    /// order of the graph's nodes allows it (PyTorch's `graph_capture_record_stream_reuse`). Off at first: such a block waits for
-    /// the end of the capture. To look costs time for each node that is captured. False where an allocator cannot; then nothing was done.
+    /// Sets whether a block that is freed inside a capture, after other streams used it there, may be reused within that capture
+    /// once the order of the graph's nodes allows it (PyTorch's `graph_capture_record_stream_reuse`). Off by default: such a block
+    /// becomes reusable at the end of the capture. The search takes time for each captured node. Returns false, without effect,
+    /// where an allocator cannot do this.
     fn set_reuse_in_captures(&self, on: bool) -> bool;
 }
 
-/// Memory that only requests which name it are served from; see [private pools](crate::DeviceAllocator#private-pools).
+/// Memory that serves only requests which name it; see [private pools](crate::DeviceAllocator#private-pools).
 pub trait PrivatePools: Send + Sync {
-    /// As [`allocate`](crate::DeviceAllocator::allocate), from the memory of a private pool, wherever the stream's requests go otherwise.
+    /// As [`allocate`](crate::DeviceAllocator::allocate), from the memory of a private pool, whatever pool the stream is in.
     ///
     /// # Errors
-    /// As [`allocate`](crate::DeviceAllocator::allocate); [`AllocError::PrivatePool`] when there is no such pool or it was released.
+    /// As [`allocate`](crate::DeviceAllocator::allocate); [`AllocError::PrivatePool`] when there is no such pool or it was
+    /// released.
     fn allocate_in(&self, request: Request, stream: StreamId, pool: PrivatePool) -> Result<Block, AllocError>;
 
-    /// Makes a private pool, which holds nothing yet; see [private pools](crate::DeviceAllocator#private-pools).
+    /// Makes an empty private pool; see [private pools](crate::DeviceAllocator#private-pools).
     ///
     /// # Errors
-    /// [`AllocError::Incapable`] when the allocator has none.
+    /// [`AllocError::Incapable`] when the allocator has no private pools.
     fn pool_create(&self) -> Result<PrivatePool, AllocError>;
 
-    /// Lets later requests of `stream` be served from a private pool (PyTorch's `beginAllocateToPool`).
+    /// Serves later requests of `stream` from a private pool (PyTorch's `beginAllocateToPool`).
     ///
     /// # Errors
-    /// [`AllocError::PrivatePool`] when there is no such pool, or it was released, or the stream is in one already.
+    /// [`AllocError::PrivatePool`] when there is no such pool, or it was released, or the stream is already in a pool.
     fn pool_begin(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError>;
 
-    /// Lets later requests of `stream` be served as they were before (PyTorch's `endAllocateToPool`).
+    /// Serves later requests of `stream` as before [`pool_begin`](Self::pool_begin) (PyTorch's `endAllocateToPool`).
     ///
     /// # Errors
-    /// [`AllocError::PrivatePool`] when the stream is in none.
+    /// [`AllocError::PrivatePool`] when the stream is not in a pool.
     fn pool_end(&self, stream: StreamId) -> Result<(), AllocError>;
 
-    /// Says that no more requests will come for a private pool (PyTorch's `releasePool`). Its idle segments go back when idle
-    /// memory goes back the next time: by [`trim`](crate::DeviceAllocator::trim), or because memory is short. Blocks of it that are held can be
-    /// freed as ever.
+    /// Announces that a private pool will get no more requests (PyTorch's `releasePool`). Its free segments are released when free
+    /// memory is released the next time: by [`trim`](crate::DeviceAllocator::trim), or because memory is short. Its live blocks can
+    /// be freed as usual.
     ///
     /// # Errors
     /// [`AllocError::PrivatePool`] when there is no such pool, or it was released before, or a stream is in it.
     fn pool_release(&self, pool: PrivatePool) -> Result<(), AllocError>;
 
-    /// Gives back what is idle of a released private pool, and nothing else (PyTorch's `emptyCache` of a pool); says how many
-    /// bytes. Waits for no work: blocks that other streams still use stay.
+    /// Releases the free segments of a released private pool, and nothing else (PyTorch's `emptyCache` of a pool); returns the
+    /// bytes. It does not wait: blocks that other streams still use stay.
     ///
     /// # Errors
     /// [`AllocError::PrivatePool`] when the pool has not been released; [`AllocError::Driver`] when the driver refused.
     fn pool_trim(&self, pool: PrivatePool) -> Result<u64, AllocError>;
 
-    /// The segments and blocks of a private pool at this moment, for [`pool_restore`](Self::pool_restore) (PyTorch's
+    /// The current segments and blocks of a private pool, for [`pool_restore`](Self::pool_restore) (PyTorch's
     /// `getCheckpointState`). Takes time in proportion to all blocks.
     ///
     /// # Errors
-    /// [`AllocError::Incapable`] when the allocator cannot see its blocks, or cannot go back.
+    /// [`AllocError::Incapable`] when the allocator cannot see its blocks, or cannot restore a checkpoint.
     fn pool_checkpoint(&self, pool: PrivatePool) -> Result<Snapshot, AllocError>;
 
-    /// Lets a private pool be as it was at a [checkpoint](Self::pool_checkpoint): first the blocks of it that are held come
-    /// back, then each block that was held then lies where it lay, and is held by the client. Segments that came since are
-    /// free. Returns these blocks in the order of the checkpoint (PyTorch's `setCheckpointPoolState`).
+    /// Restores a private pool to a [checkpoint](Self::pool_checkpoint): first frees the live blocks of the pool, then allocates
+    /// each block that was live at the checkpoint, at its former address. Newer segments are free afterwards. Returns these blocks
+    /// in the order of the checkpoint (PyTorch's `setCheckpointPoolState`).
     ///
     /// # Errors
-    /// [`AllocError::PrivatePool`] when there is no such pool, memory of the checkpoint is there no more, or a block in it was not
-    /// given back here or is used by another stream; [`AllocError::ForeignBlock`] for a block of another allocator;
-    /// [`AllocError::Incapable`] for an allocator that cuts blocks by a scheme of its own. Nothing has changed then, and the error has the
-    /// blocks that were given back.
+    /// [`AllocError::PrivatePool`] when there is no such pool, memory of the checkpoint was released, or a block in it was not
+    /// passed in or is used by another stream; [`AllocError::ForeignBlock`] for a block of another allocator;
+    /// [`AllocError::Incapable`] for an allocator that splits blocks by a scheme of its own. Nothing has changed then, and the
+    /// error contains the blocks that were passed in.
     ///
     /// # Safety
-    /// `held` is every block of the pool that the client holds, each with the stream that it was allocated on, given back as by
-    /// [`deallocate`](crate::DeviceAllocator::deallocate). The pool is asked for no memory meanwhile.
+    /// `held` is every live block of the pool, each with the stream that it was allocated on, freed as by
+    /// [`deallocate`](crate::DeviceAllocator::deallocate). The pool gets no request meanwhile.
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
@@ -143,25 +145,24 @@ pub trait PrivatePools: Send + Sync {
     ) -> Result<Vec<Block>, RestoreError>;
 }
 
-/// Memory in pages that other processes map, or that something outside of the allocator registers.
+/// Memory in pages that other processes map, or that a library registers.
 pub trait Pages: Send + Sync {
-    /// Handles by which other processes map the memory around a block that is held here: whole pages, from the one in which the
-    /// block begins to the one in which it ends. They are the same handles for as long as the block is held, and each page stays
-    /// where it is. The driver makes a handle for each page that has none yet.
+    /// Handles by which other processes map the memory around a live block: whole pages, from the one in which the block begins to
+    /// the one in which it ends. The handles stay the same while the block is live, and each page stays mapped at its address. The
+    /// driver makes a handle for each page that has none yet.
     ///
     /// # Errors
-    /// [`AllocError::ForeignBlock`] when the block is not held here. [`AllocError::Incapable`] when its memory is not mapped in
+    /// [`AllocError::ForeignBlock`] when the block is not live here. [`AllocError::Incapable`] when its memory is not mapped in
     /// pages: then it belongs to an allocation of the driver, which has handles of its own. [`AllocError::Unsupported`] when the
     /// device's memory has no handles, and [`AllocError::Driver`] when it refused one.
     fn export(&self, block: &Block) -> Result<Exported, AllocError>;
 
-    /// A copy of a file descriptor that [`export`](Self::export) returned, by its number; `None` when it is of no block that is
-    /// still held.
+    /// A duplicate of a file descriptor that [`export`](Self::export) returned, by its number; `None` when it does not belong to a
+    /// live block.
     fn exported_descriptor(&self, number: i32) -> Option<OwnedFd>;
 
-    /// Keeps the memory behind a range of addresses where it is until [`unpin`](Self::unpin), also while it is free: the pages that
-    /// the range touches are neither moved nor unmapped. For memory that something outside of the allocator has registered by
-    /// its address. It is counted.
+    /// Keeps the memory of an address range mapped where it is until [`unpin`](Self::unpin), also while it is free: the pages in
+    /// the range are neither moved nor unmapped. For memory that a library has registered by its address. Pins are counted.
     ///
     /// # Errors
     /// [`AllocError::Incapable`] when the allocator's memory is not mapped in pages.
@@ -176,21 +177,20 @@ pub trait Pages: Send + Sync {
 
 /// A limit on reserved memory that changes while the allocator runs.
 pub trait MemoryLimit: Send + Sync {
-    /// Changes the most bytes that may be held from the device, as the setting `memory_limit` sets it at the start; `None` for
-    /// as many as the device has. Nothing goes back at once: memory above a lower limit goes when a request meets it. False
-    /// where an allocator has no limit of its own; then nothing was done.
+    /// Changes the maximum of reserved bytes, as the setting `memory_limit` sets it at the start; `None` removes the limit. Nothing
+    /// is released immediately: memory above a lower limit is released when a request meets it. Returns false, without effect,
+    /// where an allocator has no limit of its own.
     fn set_memory_limit(&self, bytes: Option<u64>) -> bool;
 }
 
-/// Segments and blocks that another allocator held.
+/// Segments and blocks of another allocator.
 pub trait Takeover: Send + Sync {
-    /// Takes over segments and blocks that another allocator held, before the first allocation: the blocks that are not
-    /// free in the order of the snapshot, each held by the client. Segments come from the device; their addresses in the
-    /// snapshot say nothing but their order. Segments without a block in use are left out where memory is short, since
-    /// an allocator in need would have given them back. `age` says for how many searches of the cache such a segment had
-    /// been idle, for allocators that collect by age. Segments of a stream that is in a [private pool](PrivatePools::pool_begin) become
-    /// that pool's; such may be taken over one pool after another. `None` when an allocator keeps no segments of its own: then nothing
-    /// was done.
+    /// Takes over segments and blocks of another allocator, before the first allocation: returns the blocks that are not free, in
+    /// the order of the snapshot, as live blocks. Segments are allocated by the device; of their addresses in the snapshot only the
+    /// order matters. Segments without an active block are skipped where memory is short, since an allocator would have released
+    /// them. `age` returns the number of cache searches for which such a segment had been idle, for allocators that collect by age.
+    /// Segments of a stream that is in a [private pool](PrivatePools::pool_begin) become that pool's; they may be taken over one
+    /// pool after another. `None`, without effect, when an allocator keeps no segments of its own.
     ///
     /// # Errors
     /// [`AllocError::OutOfMemory`] when memory is short, [`AllocError::InvalidRequest`] when the blocks do not fill their
@@ -198,18 +198,17 @@ pub trait Takeover: Send + Sync {
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError>;
 }
 
-/// When frees that had to wait for other streams complete.
+/// Completion of frees that were deferred for other streams.
 pub trait Completions: Send + Sync {
-    /// Remembers from now on, or no longer, where blocks lay whose free had to wait, once they are reusable: a history has them
-    /// as `free_completed`.
+    /// Starts or stops remembering the addresses of deferred frees once they complete: a recording has them as `free_completed`.
     fn tell_completed(&self, on: bool);
 
-    /// First addresses of blocks whose free [waited](crate::Path::Deferred) and that have become reusable since the last call, in that
-    /// order, if [they are remembered](Self::tell_completed). It may be handed out again by then.
+    /// First addresses of blocks whose free was [deferred](crate::Path::Deferred) and that have become reusable since the last
+    /// call, in that order, if [they are remembered](Self::tell_completed). The memory may already be allocated again.
     fn take_completed(&self) -> Vec<DeviceAddr>;
 }
 
-/// The parts by the names of their methods. Without the part, the answer is that there is none: an error, `false` or `None`.
+/// The parts by the names of their methods. Without the part, the result is an error, `false` or `None`.
 impl dyn DeviceAllocator + '_ {
     /// [`GraphMemory::capture_begin`].
     ///
@@ -310,7 +309,7 @@ impl dyn DeviceAllocator + '_ {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         match self.parts().private_pools {
-            // SAFETY: passed on.
+            // SAFETY: the caller's promise is passed on.
             Some(pools) => unsafe { pools.pool_restore(pool, checkpoint, held) },
             None => Err(RestoreError { held, error: no_private_pools(self.name()) }),
         }
@@ -362,7 +361,7 @@ impl dyn DeviceAllocator + '_ {
         self.parts().takeover.map_or(Ok(None), |part| part.restore(snapshot, age))
     }
 
-    /// [`Completions::tell_completed`]; false without that part, whose frees never wait or are not seen to.
+    /// [`Completions::tell_completed`]; false without that part, whose frees are never deferred or not observed.
     pub fn tell_completed(&self, on: bool) -> bool {
         let completions = self.parts().completions;
         completions.inspect(|completions| completions.tell_completed(on)).is_some()
@@ -374,22 +373,22 @@ impl dyn DeviceAllocator + '_ {
     }
 }
 
-/// The answer of allocators that serve no captures.
+/// The error of allocators that do not support captures.
 fn no_graphs(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "graph capture" }
 }
 
-/// The answer of allocators without private pools.
+/// The error of allocators without private pools.
 pub(crate) fn no_private_pools(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "private pools" }
 }
 
-/// The answer of allocators whose pools cannot go back.
+/// The error of allocators whose pools have no checkpoints.
 pub(crate) fn no_checkpoints(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "checkpoints of private pools" }
 }
 
-/// The answer of allocators whose memory is not mapped in pages.
+/// The error of allocators whose memory is not mapped in pages.
 pub(crate) fn no_pages(allocator: &'static str) -> AllocError {
     AllocError::Incapable { allocator, capability: "pages of memory that others can map or register by themselves" }
 }

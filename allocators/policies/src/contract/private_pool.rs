@@ -1,15 +1,15 @@
-//! Captures and private pools: memory that only requests which name them are served from.
+//! Captures and private pools: memory that serves only requests which name it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A capture of the allocator that began it. No two captures of a process share one, so who was not given it cannot end or
-/// release a capture, and another allocator knows nothing of it.
+/// A capture of the allocator that began it. Captures are unique in the process, so only code that was given one can end or release
+/// it, and another allocator does not know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CaptureId(u64);
 
 impl CaptureId {
-    /// The next one, for an allocator that begins a capture.
+    /// The next capture, for an allocator that begins one.
     #[must_use]
     pub fn next() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
@@ -32,13 +32,12 @@ impl fmt::Display for CaptureId {
 
 /// A private pool of the allocator that made it (PyTorch's `torch.cuda.MemPool`, and the pool that CUDA graphs share).
 ///
-/// No two pools of a process share one, so who was not given it cannot use or release a pool, and another allocator knows
-/// nothing of it.
+/// Pools are unique in the process, so only code that was given one can use or release it, and another allocator does not know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PrivatePool(CaptureId);
 
 impl PrivatePool {
-    /// The next one, for an allocator that makes a pool.
+    /// The next pool, for an allocator that makes one.
     #[must_use]
     pub fn next() -> Self {
         Self(CaptureId::next())

@@ -1,4 +1,4 @@
-//! What an allocator holds at one moment, and the five ways in which reserved memory is not in use.
+//! An allocator's memory at one moment, and the five parts of reserved memory that are not requested.
 
 use crate::contract::{CaptureId, PoolKind};
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use vramlab_device::{DeviceAddr, StreamId};
 /// State of a block inside a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
-    /// Held by the client (`active_allocated` in PyTorch's snapshots).
+    /// Live (`active_allocated` in PyTorch's snapshots).
     Allocated,
     /// Freed by the client, still used by a stream (`active_pending_free`).
     PendingFree,
@@ -16,47 +16,46 @@ pub enum BlockState {
     Free,
 }
 
-/// A part of a segment.
+/// A block of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockInfo {
     /// First address.
     pub addr: DeviceAddr,
     /// Size in bytes.
     pub bytes: u64,
-    /// Bytes that the client asked for; 0 when free.
+    /// Requested bytes; 0 when free.
     pub requested: u64,
     /// State.
     pub state: BlockState,
 }
 
-/// Memory obtained from the device in one call, cut into blocks without gaps.
+/// Memory that the device allocated in one call, split into blocks without gaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentInfo {
     /// First address.
     pub addr: DeviceAddr,
     /// Size in bytes.
     pub bytes: u64,
-    /// Stream that owns its free blocks.
+    /// Stream of its free blocks.
     pub stream: StreamId,
     /// Pool, for backends that have two.
     pub pool: Option<PoolKind>,
-    /// Capture or private pool that it belongs to.
+    /// Capture or private pool of the segment.
     pub private: Option<CaptureId>,
-    /// Whether it is a part of a range of addresses that memory can be added to.
+    /// Whether it is a mapped range of an expandable segment.
     pub expandable: bool,
     /// Blocks in address order.
     pub blocks: Vec<BlockInfo>,
 }
 
 impl SegmentInfo {
-    /// Whether no block of it is in use.
+    /// Whether it has no active block.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.blocks.iter().all(|block| block.state == BlockState::Free)
     }
 
-    /// The sizes of its blocks in address order, each with the bytes that were asked for if it is in use. Free neighbours are one
-    /// here.
+    /// The sizes of its blocks in address order, each with the requested bytes if it is active. Free neighbours count as one here.
     #[must_use]
     pub fn parts(&self) -> Vec<(u64, Option<u64>)> {
         let mut parts: Vec<(u64, Option<u64>)> = Vec::with_capacity(self.blocks.len());
@@ -78,39 +77,39 @@ pub struct Snapshot {
     pub segments: Vec<SegmentInfo>,
 }
 
-/// How the parts of a [`Ledger`] were told apart.
+/// How the parts of a [`Ledger`] were determined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Attribution {
     /// Block by block, from a snapshot.
     #[default]
     Blocks,
-    /// From a driver pool's two counters. A pool shows no segments to its client and its driver may release
-    /// any free page of it, so all its free bytes count as soft.
+    /// From the two counters of a CUDA memory pool. A pool shows no segments to its client and its driver may release any free page
+    /// of it, so all its free bytes count as soft.
     PoolCounters,
 }
 
-/// Where `reserved - requested` went. The five parts add up to it exactly.
+/// The breakdown of `reserved - requested`. The five parts add up to it exactly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
-    /// Rounding inside blocks that the client holds.
+    /// Rounding inside live blocks.
     pub internal: u64,
-    /// Free bytes in segments of the requesting stream that are wholly free: they could go back to the device.
+    /// Free bytes in segments of the requesting stream that are entirely free: they are releasable.
     pub soft: u64,
-    /// Free bytes in segments of the requesting stream that are partly in use: they cannot.
+    /// Free bytes in segments of the requesting stream that are partly used: they are not releasable.
     pub hard: u64,
     /// Free bytes in segments of other streams, which the requesting stream could not use.
     pub stream: u64,
-    /// Bytes that the client freed and that wait for events of other streams.
+    /// Bytes of deferred frees.
     pub pending: u64,
-    /// Bytes held from the device.
+    /// Reserved bytes.
     pub reserved: u64,
-    /// Bytes that the client asked for in the blocks that it holds.
+    /// Requested bytes in live blocks.
     pub requested: u64,
-    /// How the parts were told apart.
+    /// How the parts were determined.
     pub attribution: Attribution,
-    /// Highest bytes held from the device, if that was more than `reserved`: the peak itself was not seen, and the ledger
-    /// is of the highest level that was. Absent when the ledger is of the peak.
+    /// Peak reserved bytes, if that was more than `reserved`: the peak itself was not observed, and the breakdown is of the highest
+    /// level that was. Absent when the breakdown is of the peak.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak_reserved: Option<u64>,
 }
@@ -124,7 +123,7 @@ impl Ledger {
 }
 
 impl Sum for Ledger {
-    /// Adds up ledgers that were told apart alike.
+    /// Adds up breakdowns that were determined in the same way.
     fn sum<I: Iterator<Item = Self>>(ledgers: I) -> Self {
         ledgers.fold(Self::default(), |sum, next| Self {
             internal: sum.internal + next.internal,
@@ -141,7 +140,7 @@ impl Sum for Ledger {
 }
 
 impl Snapshot {
-    /// The ledger of this moment as seen by a request on `stream`.
+    /// The breakdown at this moment as seen by a request on `stream`.
     #[must_use]
     pub fn ledger(&self, stream: StreamId) -> Ledger {
         let mut ledger = Ledger::default();

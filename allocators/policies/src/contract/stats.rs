@@ -4,17 +4,17 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 use vramlab_device::PoolCounters;
 
-/// What a peak is.
+/// The kind of a peak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PeakKind {
-    /// The highest value that there was.
+    /// The highest value.
     #[default]
     Exact,
     /// An upper bound: the value was never higher, and may never have been that high.
     AtMost,
 }
 
-/// A quantity over time: where it is, how far it went, and how much came and went in all.
+/// A quantity over time: its level, its peak, and the sums of increases and decreases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauge {
     /// Value now.
@@ -37,26 +37,26 @@ impl Gauge {
         self.peak = self.peak.max(self.current);
     }
 
-    /// Takes `amount` away.
+    /// Subtracts `amount`.
     pub fn decrease(&mut self, amount: u64) {
         debug_assert!(self.current >= amount, "a gauge should not go below zero");
         self.current = self.current.saturating_sub(amount);
         self.freed += amount;
     }
 
-    /// Lets the sums start at those of `before`, which was taken earlier.
+    /// Subtracts the sums of `before`, which was taken earlier.
     fn start_at(&mut self, before: &Self) {
         self.allocated = self.allocated.saturating_sub(before.allocated);
         self.freed = self.freed.saturating_sub(before.freed);
     }
 
-    /// Lets the peak start again from the current value.
+    /// Restarts the peak from the current value.
     pub fn reset_peak(&mut self) {
         (self.peak, self.peak_is) = (self.current, PeakKind::Exact);
     }
 }
 
-/// Which of the two size classes of PyTorch's policy a quantity belongs to.
+/// The size class of PyTorch's policy that a quantity belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PoolKind {
     /// Requests of at most 1 MiB after rounding.
@@ -99,7 +99,7 @@ impl PooledGauge {
         }
     }
 
-    /// Takes `amount` from the total and from `pool`.
+    /// Subtracts `amount` from the total and from `pool`.
     pub fn decrease(&mut self, pool: PoolKind, amount: u64) {
         self.all.decrease(amount);
         if let Some(gauge) = self.pool(pool) {
@@ -125,39 +125,39 @@ impl PooledGauge {
         each.filter_map(|(now, before)| now.zip(before)).for_each(|(now, before)| now.start_at(before));
     }
 
-    /// Lets the peaks start again from the current values.
+    /// Restarts the peaks from the current values.
     pub fn reset_peak(&mut self) {
         self.each().into_iter().flatten().for_each(Gauge::reset_peak);
     }
 }
 
-/// Pages of free memory that were unmapped where they lay, to be mapped where memory was lacking.
+/// Pages of free memory that were unmapped to be mapped where a request needed memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Steals {
-    /// Requests for which some were taken.
+    /// Requests that took pages.
     pub requests: u64,
-    /// Pages that were taken.
+    /// Number of pages.
     pub pages: u64,
     /// Bytes in them.
     pub bytes: u64,
 }
 
-/// What an allocator did, in PyTorch's terms. A quantity that a backend cannot know is `None` and is left
-/// out of the serialised form; it is never reported as zero. The default is that of a backend without pools: what not every
-/// backend knows is absent.
+/// Counts of an allocator's operations, in PyTorch's terms. A quantity that a backend cannot know is `None` and is left out of the
+/// serialised form; it is never reported as zero. The default is that of a backend without pools: quantities that only some
+/// backends know are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Blocks held by the client.
+    /// Live blocks.
     pub allocation: PooledGauge,
-    /// Segments held from the device.
+    /// Reserved segments.
     pub segment: Option<PooledGauge>,
-    /// Blocks held by the client or still used by a stream.
+    /// Live blocks and deferred frees.
     pub active: PooledGauge,
-    /// Free blocks that cannot go back to the device because their segment is partly in use.
+    /// Free blocks that are not releasable because their segment is partly used.
     pub inactive_split: Option<PooledGauge>,
     /// Bytes of `allocation` blocks, after rounding.
     pub allocated_bytes: PooledGauge,
-    /// Bytes held from the device.
+    /// Reserved bytes.
     pub reserved_bytes: PooledGauge,
     /// Whether the running totals of `reserved_bytes` are unknown, and only its level and peak are known.
     pub reserved_totals_unknown: bool,
@@ -165,34 +165,34 @@ pub struct Stats {
     pub active_bytes: PooledGauge,
     /// Bytes of `inactive_split` blocks.
     pub inactive_split_bytes: Option<PooledGauge>,
-    /// Bytes that the client asked for, before rounding, until the block is reusable.
+    /// Requested bytes, before rounding, until the block is reusable.
     pub requested_bytes: PooledGauge,
-    /// Bytes of freed blocks that a stream may still use which cannot be waited for, because it is gone. They become
-    /// reusable when the allocator next waits for the whole device: when memory runs out, or at
-    /// [`trim`](crate::DeviceAllocator::trim). Absent while there never were any.
+    /// Bytes of deferred frees that wait for a destroyed stream, for which there is no event. They become reusable when the
+    /// allocator next waits for the whole device: when memory runs out, or at [`trim`](crate::DeviceAllocator::trim). Absent while
+    /// there never were any.
     pub stranded_bytes: Option<Gauge>,
     /// Blocks of at least `max_split_size`.
     pub oversize_allocations: Option<Gauge>,
     /// Segments of at least `max_split_size`.
     pub oversize_segments: Option<Gauge>,
-    /// Device allocations tried again after the whole cache was released.
+    /// Device allocations that were repeated after a cache flush.
     pub num_alloc_retries: u64,
     /// Requests refused for lack of memory.
     pub num_ooms: u64,
-    /// Times that all outstanding events were waited for.
+    /// Number of waits for all pending events.
     pub num_sync_all_streams: u64,
-    /// The device's account of memory that belongs to graphs, for a backend whose captured blocks are such memory; absent
-    /// before its first capture.
+    /// The driver's counters of memory that belongs to graphs, for a backend whose captured blocks are such memory; absent before
+    /// its first capture.
     pub graph_memory: Option<PoolCounters>,
-    /// Requests that were served where a plan says; absent without a plan.
+    /// Requests that were served at the planned address; absent without a plan.
     pub num_planned: Option<u64>,
-    /// Requests that were not, because the plan does not have them or its place was not free; absent without a plan.
+    /// Other requests, because the plan does not have them or their address was not free; absent without a plan.
     pub num_unplanned: Option<u64>,
-    /// Free pages that were mapped elsewhere; absent for a policy that does not move pages.
+    /// Free pages that were moved; absent for a policy that does not move pages.
     pub steals: Option<Steals>,
-    /// Allocation calls to the driver that succeeded.
+    /// Successful allocation calls to the driver.
     pub num_device_alloc: u64,
-    /// Free calls to the driver that succeeded.
+    /// Successful free calls to the driver.
     pub num_device_free: u64,
 }
 
@@ -217,7 +217,7 @@ impl Stats {
         }
     }
 
-    /// Counts a block of `bytes` that the client takes, who asked for `requested`.
+    /// Counts the allocation of a block of `bytes` for a request of `requested`.
     pub(crate) fn count_taken(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.count_held(pool, bytes);
         self.active.increase(pool, 1);
@@ -225,59 +225,59 @@ impl Stats {
         self.requested_bytes.increase(pool, requested);
     }
 
-    /// Counts a block that the client takes, where it was counted as active all the time.
+    /// Counts the allocation of a block that was counted as active all the time.
     pub(crate) fn count_held(&mut self, pool: PoolKind, bytes: u64) {
         self.allocation.increase(pool, 1);
         self.allocated_bytes.increase(pool, bytes);
     }
 
-    /// Counts a block that the client gives back. Until it [is reusable](Self::count_reusable) it is active.
+    /// Counts a free request. Until the block [is reusable](Self::count_reusable) it is active.
     pub(crate) fn count_let_go(&mut self, pool: PoolKind, bytes: u64) {
         self.allocation.decrease(pool, 1);
         self.allocated_bytes.decrease(pool, bytes);
     }
 
-    /// Counts a block that was given back and is used by no stream any more.
+    /// Counts a freed block that no stream uses any more.
     pub(crate) fn count_reusable(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.active.decrease(pool, 1);
         self.active_bytes.decrease(pool, bytes);
         self.requested_bytes.decrease(pool, requested);
     }
 
-    /// Counts memory that came from the device.
+    /// Counts memory that the device allocated.
     pub(crate) fn count_reserved(&mut self, pool: PoolKind, bytes: u64) {
         self.num_device_alloc += 1;
         self.reserved_bytes.increase(pool, bytes);
     }
 
-    /// Counts memory that went back to the device.
+    /// Counts memory that was released to the device.
     pub(crate) fn count_released(&mut self, pool: PoolKind, bytes: u64) {
         self.num_device_free += 1;
         self.reserved_bytes.decrease(pool, bytes);
     }
 
-    /// Counts a segment that came; from `oversize` bytes on it is counted as oversize, too.
+    /// Counts a new segment; from `oversize` bytes on it is counted as oversize, too.
     pub(crate) fn count_segment(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
         self.count_reserved(pool, bytes);
         self.segment.iter_mut().for_each(|gauge| gauge.increase(pool, 1));
         self.oversize_segments.iter_mut().filter(|_| bytes >= oversize).for_each(|gauge| gauge.increase(1));
     }
 
-    /// Counts a segment that went, see [`count_segment`](Self::count_segment).
+    /// Counts a released segment, see [`count_segment`](Self::count_segment).
     pub(crate) fn count_segment_gone(&mut self, pool: PoolKind, bytes: u64, oversize: u64) {
         self.count_released(pool, bytes);
         self.segment.iter_mut().for_each(|gauge| gauge.decrease(pool, 1));
         self.oversize_segments.iter_mut().filter(|_| bytes >= oversize).for_each(|gauge| gauge.decrease(1));
     }
 
-    /// Lets every peak start again from its current value (`torch.cuda.reset_peak_memory_stats`).
+    /// Restarts every peak from its current value (`torch.cuda.reset_peak_memory_stats`).
     pub fn reset_peaks(&mut self) {
         self.pooled_mut().into_iter().flatten().for_each(PooledGauge::reset_peak);
         self.plain_mut().into_iter().flatten().for_each(Gauge::reset_peak);
     }
 
-    /// These figures with sums and counts that start at those of `before`, which were taken earlier; levels and peaks
-    /// stay as they are.
+    /// These statistics with sums and counts relative to those of `before`, which were taken earlier; levels and peaks stay as they
+    /// are.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         let (mut out, mut before) = (self.clone(), before.clone());
@@ -304,8 +304,8 @@ impl Stats {
         }
     }
 
-    /// Names of the gauges whose peaks are upper bounds ([`PeakKind::AtMost`]). Under `caching` with several threads that do
-    /// not take turns, peaks of streams are added up, which need not have been at the same time.
+    /// Names of the gauges whose peaks are upper bounds ([`PeakKind::AtMost`]). Under `caching` with several threads that do not
+    /// take turns, the peaks of streams are added up, which need not have occurred at the same time.
     #[must_use]
     pub fn upper_bounds(&self) -> Vec<&'static str> {
         let bound = |gauge: &PooledGauge| gauge.all.peak_is == PeakKind::AtMost;
@@ -348,7 +348,7 @@ impl Stats {
         ]
     }
 
-    /// Every known figure as `("allocated_bytes.all.peak", value)`, in a fixed order.
+    /// Every known value as `("allocated_bytes.all.peak", value)`, in a fixed order.
     #[must_use]
     pub fn entries(&self) -> Vec<(String, u64)> {
         let mut out = Vec::with_capacity(128);

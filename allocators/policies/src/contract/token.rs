@@ -1,31 +1,31 @@
-//! Tokens: what a block carries to say which allocator it is from.
+//! Tokens: the part of a block that identifies its allocator.
 //!
-//! Devices hand out the same addresses, so an address does not tell. No two allocators of a process have a token in common,
+//! Devices return the same addresses, so an address does not identify the allocator. No two allocators of a process share a token,
 //! whatever their kind and wherever they are written.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
-/// What a [`Block`](super::Block) carries to say which allocator it is from. Comes from the allocator's [`Tokens`].
+/// The part of a [`Block`](super::Block) that identifies its allocator. Made by the allocator's [`Tokens`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct Token(u64);
 
 impl Token {
-    /// Of the allocator, or part of one, that has this number, for the record that has that.
+    /// The token of record `record` of the allocator, or part of one, with number `owner`.
     #[inline(always)]
-    pub(crate) fn of(owner: u32, record: u32) -> Self {
+    pub(crate) fn new(owner: u32, record: u32) -> Self {
         Self(u64::from(owner) << 32 | u64::from(record))
     }
 
-    /// What it was made [of](Self::of).
+    /// The numbers that it was made from, see [`new`](Self::new).
     #[inline(always)]
     pub(crate) fn parts(self) -> (u32, u32) {
         // CAST: the upper and the lower half.
         ((self.0 >> 32) as u32, self.0 as u32)
     }
 
-    /// As it lies in a block.
+    /// As stored in a block.
     #[inline(always)]
     pub(super) fn get(self) -> u64 {
         self.0
@@ -58,33 +58,33 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Those of an allocator that is being made. They begin anew after 2^32 allocators.
+    /// Tokens for a new allocator. The numbers repeat after 2^32 allocators.
     #[must_use]
     pub fn next() -> Self {
         Self { owner: Self::owners(1) }
     }
 
-    /// Numbers for an allocator whose parts have tokens of their own: the first of `parts` that follow each other.
+    /// Tokens for an allocator whose parts have tokens of their own: the first of `parts` consecutive numbers.
     pub(crate) fn owners(parts: u32) -> u32 {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         // Relaxed: only uniqueness matters. It wraps around.
         NEXT.fetch_add(parts, Relaxed)
     }
 
-    /// The token of an allocator that tells its blocks apart by their addresses.
+    /// The token of an allocator that identifies its blocks by their addresses.
     #[must_use]
     pub fn token(&self) -> Token {
         self.of_record(0)
     }
 
-    /// The token of the block that an allocator has under this number.
+    /// The token of the block with this number.
     #[must_use]
     #[inline(always)]
     pub fn of_record(&self, record: u32) -> Token {
-        Token::of(self.owner, record)
+        Token::new(self.owner, record)
     }
 
-    /// The number that a token was made of; `None` for a token of another allocator.
+    /// The block's number in a token; `None` for a token of another allocator.
     #[must_use]
     #[inline(always)]
     pub fn record(&self, token: Token) -> Option<u32> {

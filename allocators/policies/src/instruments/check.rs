@@ -1,12 +1,11 @@
-//! The checker: contracts that are broken are found and named.
+//! The checker: detects and names violations of contracts.
 //!
-//! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is handed out and again when
-//! it comes back, unless another stream may still read it. So reading memory that was never written, or was freed,
-//! gives NaN; and writing memory that was freed is found when the block is handed out the next time and is no longer
-//! all `0xFF`.
+//! Every byte of a block is filled with `0xFF`, a NaN in every float type, when the block is allocated and again when it is freed,
+//! unless another stream may still read it. So reading memory that was never written, or was freed, returns NaN; and a write to
+//! freed memory is detected when the block is allocated the next time and is no longer all `0xFF`.
 //!
-//! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a
-//! capture is never filled. There addresses alone are checked: no other block may have them until the capture is released.
+//! Nothing is filled or read on a stream that is captured, because the graph would do so at each launch, and memory of a capture is
+//! never filled. For it only addresses are checked: no other block may have them until the capture is released.
 
 use super::restored_streams;
 use crate::contract::{
@@ -19,19 +18,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::ranges::Ranges;
 use vramlab_device::{DeviceAddr, Driver, StreamId};
 
-/// The value of each byte of memory that no client holds.
+/// The value of each byte of free memory.
 pub const POISON: u8 = 0xFF;
 
-/// What the checker found.
+/// The checker's findings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
-    /// Operations that were checked.
+    /// Number of checked operations.
     pub operations: u64,
-    /// Bytes that were compared with the poison when they were handed out again.
+    /// Bytes that were compared with the poison when they were allocated again.
     pub verified_bytes: u64,
-    /// Broken contracts, in the order in which they were found.
+    /// Violations, in order.
     pub violations: Vec<String>,
-    /// Blocks that are still held: address and bytes.
+    /// Live blocks: address and bytes.
     pub live: Vec<(u64, u64)>,
 }
 
@@ -46,30 +45,29 @@ pub struct Checker {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     bytes: u64,
-    /// Which allocator it is from.
+    /// The token of its allocator.
     token: Token,
     stream: StreamId,
-    /// Whether work on another stream was announced. It may still read the block after the free, so that must not
-    /// poison it.
+    /// Whether work on another stream was announced. It may still read the block after the free, so that must not poison it.
     shared: bool,
     /// Whether it is memory of a capture.
     captured: bool,
 }
 
-/// What is known of a capture.
+/// The state of a capture.
 #[derive(Debug)]
 struct Captured {
     stream: StreamId,
     open: bool,
-    /// Addresses that its blocks had.
+    /// Addresses of its blocks.
     ranges: Ranges,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Blocks that the client holds, by address.
+    /// Live blocks, by address.
     live: BTreeMap<u64, Held>,
-    /// Ranges that were poisoned when they came back and should be untouched.
+    /// Ranges that were poisoned when they were freed and should be unchanged.
     poisoned: Ranges,
     captures: BTreeMap<CaptureId, Captured>,
     report: CheckReport,
@@ -81,12 +79,12 @@ impl State {
         AllocError::Violation(text)
     }
 
-    /// What is wrong when a block of `bytes` at `addr` shares a byte with one that is held.
+    /// A violation if a block of `bytes` at `addr` shares a byte with a live one.
     fn overlap(&self, addr: u64, bytes: u64) -> Option<String> {
         let before = self.live.range(..addr + bytes).next_back().map(|(other, held)| (*other, held.bytes));
         let (other, len) = before.filter(|(other, len)| other + len > addr)?;
         Some(format!(
-            "overlap: block at {addr:#x} ({bytes} bytes) was handed out while {other:#x} ({len} bytes) is held"
+            "overlap: block at {addr:#x} ({bytes} bytes) was allocated while {other:#x} ({len} bytes) is live"
         ))
     }
 
@@ -95,7 +93,7 @@ impl State {
         self.captures.values_mut().find(|capture| capture.open && capture.stream == stream)
     }
 
-    /// Finds a capture whose memory a block must not be.
+    /// Finds a capture that pins the memory of a block.
     fn pinned_by(&self, addr: u64, bytes: u64, stream: StreamId) -> Option<CaptureId> {
         let others = self.captures.iter().filter(|(_, capture)| !(capture.open && capture.stream == stream));
         others.into_iter().find(|(_, capture)| capture.ranges.overlaps(addr, addr + bytes)).map(|(id, _)| *id)
@@ -116,7 +114,7 @@ impl Checker {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was found so far. At the end of a program every block that is still live is a leak.
+    /// The findings so far. At the end of a program every live block is a leak.
     #[must_use]
     pub fn report(&self) -> CheckReport {
         let state = self.lock();
@@ -124,8 +122,7 @@ impl Checker {
         CheckReport { live, ..state.report.clone() }
     }
 
-    /// Whether what is queued on the stream becomes a part of a graph. A driver that does not say counts as one that
-    /// captures.
+    /// Whether work queued on the stream becomes a part of a graph. A driver that does not report it counts as one that captures.
     fn is_captured(&self, state: &mut State, stream: StreamId) -> bool {
         if state.open_on(stream).is_some() {
             return true;
@@ -134,8 +131,8 @@ impl Checker {
         any && self.driver.stream_is_capturing(stream).unwrap_or(true)
     }
 
-    /// Forgets what was known of the contents of a block, and of its whole segment where that is fresh from the driver: of
-    /// everything where a backend does not show its segments.
+    /// Forgets the contents of a block, and of its whole segment if that is new: of everything where a backend does not show its
+    /// segments.
     fn forget(&self, state: &mut State, block: &Block) {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         state.poisoned.remove(addr, addr + bytes);
@@ -154,7 +151,7 @@ impl Checker {
         }
     }
 
-    /// Contents are only kept by backends that show their segments; a driver's pool may remap what is free.
+    /// Contents are only kept by backends that show their segments; a CUDA memory pool may remap free memory.
     fn verify(&self, state: &mut State, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let (addr, bytes) = (block.addr().get(), block.bytes());
         if !matches!(block.path(), Path::Hit | Path::Split) {
@@ -163,9 +160,9 @@ impl Checker {
         }
         for (start, end) in state.poisoned.remove(addr, addr + bytes) {
             let Some(at) = DeviceAddr::new(start) else { continue };
-            // CAST: the range was handed out by an allocator that holds it.
+            // CAST: the range was allocated by an allocator that owns it.
             let mut seen = vec![0u8; (end - start) as usize];
-            // SAFETY: the range lies in the block that was just handed out.
+            // SAFETY: the range is in the block that was just allocated.
             unsafe { self.driver.copy_to_host(&mut seen, at, stream)? };
             state.report.verified_bytes += end - start;
             if let Some(offset) = seen.iter().position(|byte| *byte != POISON) {
@@ -180,15 +177,15 @@ impl Checker {
         Ok(())
     }
 
-    /// Checks what serves a request, and fills it.
+    /// Checks an allocated block, and fills it.
     fn checked(
         &self,
         request: Request,
         stream: StreamId,
         allocate: impl FnOnce(&dyn DeviceAllocator) -> Result<Block, AllocError>,
     ) -> Result<Block, AllocError> {
-        // Held over the allocation: another thread that is handed a part of a fresh segment must not look at it before this
-        // one has forgotten what lay at its addresses before.
+        // Held during the allocation: another thread that gets a part of a new segment must not read it before this one has
+        // forgotten the earlier contents of its addresses.
         let mut state = self.lock();
         let block = allocate(self.inner.as_ref())?;
         state.report.operations += 1;
@@ -202,7 +199,7 @@ impl Checker {
         }
         if let Some(capture) = state.pinned_by(addr, bytes, stream) {
             let text = format!(
-                "overlap: block at {addr:#x} ({bytes} bytes) was handed out while capture {} pins its memory",
+                "overlap: block at {addr:#x} ({bytes} bytes) was allocated while capture {} pins its memory",
                 capture
             );
             return Err(state.violation(text));
@@ -215,7 +212,7 @@ impl Checker {
         }
         state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: false });
         let checked = self.verify(&mut state, &block, stream);
-        // SAFETY: the block was just handed out for use on this stream.
+        // SAFETY: the block was just allocated for use on this stream.
         let filled = unsafe { self.driver.fill_bytes(block.addr(), POISON, block.requested(), stream) };
         if let Err(error) = checked.and(filled.map_err(AllocError::from)) {
             state.live.remove(&addr);
@@ -227,7 +224,7 @@ impl Checker {
         Ok(block)
     }
 
-    /// Notes blocks that are held without having been asked for, which hold what was there before.
+    /// Notes live blocks that were taken over, which keep their earlier contents.
     fn note_restored(&self, state: &mut State, blocks: &[Block], snapshot: &Snapshot) {
         for (block, stream) in blocks.iter().zip(restored_streams(snapshot)) {
             let (addr, bytes, token) = (block.addr().get(), block.bytes(), block.token());
@@ -258,11 +255,11 @@ impl Instrument for Checker {
         let (addr, bytes, requested) = (block.addr().get(), block.bytes(), block.requested());
         let mut state = self.lock();
         state.report.operations += 1;
-        // Another allocator can hold a block at the same address.
+        // Another allocator can have a live block at the same address.
         let token = block.token();
         let held = state.live.get(&addr).is_some_and(|held| held.token == token).then(|| state.live.remove(&addr));
         let Some(held) = held.flatten() else {
-            let text = format!("free of {addr:#x} ({bytes} bytes), which is not held");
+            let text = format!("free of {addr:#x} ({bytes} bytes), which is not live");
             return Err(state.violation(text));
         };
         let owner = held.stream;
@@ -274,12 +271,12 @@ impl Instrument for Checker {
         let filled = if quiet {
             Ok(())
         } else {
-            // SAFETY: the block is still ours and its uses were queued before (the caller's promise).
+            // SAFETY: the block is still live and its uses were queued before (the caller's promise).
             unsafe { self.driver.fill_bytes(block.addr(), POISON, requested, stream) }
         };
         // SAFETY: the caller's promise is the inner allocator's.
         let path = unsafe { self.inner.deallocate(block, stream) }?;
-        // The block is back in either case; a failing fill only leaves it without poison.
+        // The block was freed in either case; a failing fill only leaves it without poison.
         filled?;
         if !quiet && matches!(path, Path::Hit | Path::Coalesce) {
             state.poisoned.insert(addr, addr + requested);
@@ -295,11 +292,11 @@ impl Instrument for Checker {
         Ok(())
     }
 
-    /// What blocks that were taken over hold is from before, so they are not filled.
+    /// The contents of blocks that were taken over are from before, so they are not filled.
     fn restore(&self, snapshot: &Snapshot, age: &dyn Fn(DeviceAddr) -> u64) -> Result<Option<Vec<Block>>, AllocError> {
         let state = &mut *self.lock();
         let Some(blocks) = self.inner.restore(snapshot, age)? else { return Ok(None) };
-        // Their segments are fresh from the driver.
+        // Their segments are new.
         for segment in self.inner.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
             state.poisoned.remove(segment.addr.get(), segment.addr.get() + segment.bytes);
         }
@@ -318,12 +315,12 @@ impl Instrument for Checker {
         for (block, _) in &held {
             let addr = block.addr().get();
             if state.live.get(&addr).is_none_or(|known| known.token != block.token()) {
-                let text = format!("restore of pool {pool} takes back {addr:#x}, which is not held");
+                let text = format!("restore of pool {pool} frees {addr:#x}, which is not live");
                 state.report.violations.push(text);
             }
             gone.push(addr);
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         gone.iter().for_each(|addr| _ = state.live.remove(addr));
         self.note_restored(state, &restored, checkpoint);
@@ -347,7 +344,7 @@ impl Instrument for Checker {
     }
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
-        // Before the memory: once it is back, another thread may be handed it.
+        // Before the release: afterwards another thread may get the memory.
         let known = self.lock().captures.remove(&capture);
         let released = self.inner.capture_release(capture);
         if let (Err(AllocError::Capture { .. }), Some(known)) = (&released, known) {
@@ -358,14 +355,14 @@ impl Instrument for Checker {
 }
 
 impl CheckReport {
-    /// Whether nothing is wrong, given that the program has ended.
+    /// Whether there is no finding, given that the program has ended.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.violations.is_empty() && self.live.is_empty()
     }
 }
 
-/// Panics unless a snapshot keeps the invariants of the whole layout.
+/// Panics unless a snapshot satisfies the invariants of the whole layout.
 ///
 /// # Panics
 /// As [`assert_tiled`], or when two free neighbours were not coalesced.
@@ -379,10 +376,10 @@ pub fn assert_layout(snapshot: &Snapshot) {
     }
 }
 
-/// Checks a snapshot whose free neighbours may stay apart, because they are of different streams.
+/// Checks a snapshot whose free neighbours may be uncoalesced, because they are of different streams.
 ///
 /// # Panics
-/// When blocks do not tile a segment, segments overlap, or a block is smaller than what was asked for.
+/// When blocks do not tile a segment, segments overlap, or a block is smaller than its request.
 pub fn assert_tiled(snapshot: &Snapshot) {
     let mut end = 0;
     for segment in &snapshot.segments {
@@ -394,7 +391,7 @@ pub fn assert_tiled(snapshot: &Snapshot) {
                 "blocks should tile their segment: one is at {:#x}, not {at:#x}",
                 block.addr.get()
             );
-            assert!(block.bytes > 0 && block.requested <= block.bytes, "a block should hold what was asked for");
+            assert!(block.bytes > 0 && block.requested <= block.bytes, "a block should have the requested bytes");
             at += block.bytes;
         }
         end = segment.addr.get() + segment.bytes;

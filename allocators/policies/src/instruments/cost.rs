@@ -1,4 +1,4 @@
-//! What instruments themselves cost.
+//! The cost of instruments.
 
 use crate::backends::{Caching, CachingSettings};
 use crate::contract::{AllocError, DeviceAllocator, Request};
@@ -7,9 +7,9 @@ use vramlab_device::{Driver, InstrumentCost, NullDriver, StreamId};
 
 const ROUNDS: usize = 5;
 
-/// Measures what `wrap` adds to an allocation and a free that hit the cache of a caching allocator on the null
-/// device, by the machine's clock: the median of five rounds of `pairs` pairs, with and without it in turn. 10,000
-/// pairs take some milliseconds; an instrument that leaves a trace of each operation somewhere wants fewer.
+/// Measures the time that `wrap` adds to an allocation and a free that hit the cache of a caching allocator on the null device, by
+/// the machine's clock: the median of five rounds of `pairs` pairs, alternately with and without it. 10,000 pairs take some
+/// milliseconds; an instrument that stores a record of each operation needs fewer.
 ///
 /// # Errors
 /// Those of the allocator, which has no reason to fail.
@@ -41,7 +41,7 @@ pub fn measure_cost_on(
         let start = clock.now_ns();
         for _ in 0..pairs {
             let block = allocator.allocate(Request::new(4096), stream)?;
-            // SAFETY: nothing uses the block but the instrument, on this stream.
+            // SAFETY: only the instrument uses the block, on this stream.
             unsafe { allocator.deallocate(block, stream)? };
         }
         // CAST: a duration in nanoseconds, far below 2^53.

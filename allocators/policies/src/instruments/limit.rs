@@ -1,4 +1,4 @@
-//! A byte limit on what the client holds, the same for every backend.
+//! A byte limit on live blocks, the same for every backend.
 
 use crate::contract::{
     AllocError, Block, DeviceAllocator, Instrument, OomReport, Path, PrivatePool, Request, RestoreError, Snapshot,
@@ -8,11 +8,11 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vramlab_device::{DeviceAddr, StreamId};
 
-/// Refuses an allocation that would take the bytes in live blocks over the limit.
+/// Refuses an allocation that would raise the bytes in live blocks above the limit.
 ///
-/// What the backend reserves beyond them, it does not bound. Most backends have a limit of their own, on reserved bytes:
-/// the setting `memory_limit`, under which they release what is idle before they give up. This one is for backends without,
-/// see [`Selection::set_memory_limit`](crate::Selection::set_memory_limit).
+/// It does not bound reserved memory beyond them. Most backends have a limit of their own, on reserved bytes: the setting
+/// `memory_limit`, under which they release idle segments before they give up. This one is for backends without it, see
+/// [`Selection::set_memory_limit`](crate::Selection::set_memory_limit).
 #[derive(Debug)]
 pub struct Limit {
     inner: Arc<dyn DeviceAllocator>,
@@ -24,13 +24,12 @@ pub struct Limit {
 struct State {
     /// Bytes in `live` and in requests that are being served.
     held: u64,
-    /// Blocks that were handed out: their bytes and what the backend calls them, by which one of another allocator at the
-    /// same address is told apart.
+    /// Allocated blocks: their bytes and tokens, which distinguish them from another allocator's block at the same address.
     live: HashMap<DeviceAddr, (u64, Token)>,
 }
 
 impl State {
-    /// Takes `bytes` if they fit.
+    /// Adds `bytes` if they fit.
     fn take(&mut self, bytes: u64, limit: u64) -> bool {
         let sum = self.held.checked_add(bytes).filter(|sum| *sum <= limit);
         self.held = sum.unwrap_or(self.held);
@@ -39,8 +38,8 @@ impl State {
 }
 
 impl Limit {
-    /// Keeps the blocks that `inner` has handed out through this decorator at or below `limit` bytes. They come back the
-    /// same way: a block that was not handed out here is [`AllocError::ForeignBlock`].
+    /// Keeps the blocks that `inner` allocates through this wrapper at or below `limit` bytes. They are freed through it, too: the
+    /// free of a block that was not allocated here is [`AllocError::ForeignBlock`].
     #[must_use]
     pub fn new(inner: Arc<dyn DeviceAllocator>, limit: u64) -> Self {
         Self { inner, limit, state: Mutex::default() }
@@ -50,7 +49,7 @@ impl Limit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a request if it keeps to the limit.
+    /// Serves a request if the limit allows it.
     fn within(
         &self,
         request: Request,
@@ -69,9 +68,9 @@ impl Limit {
             }
         };
         let mut state = self.lock();
-        // The block may be larger than the request; what it really takes is counted.
+        // The block may be larger than the request; its actual size is counted.
         if state.take(block.bytes() - bytes, self.limit) {
-            // A block of a graph goes with the graph, and its address may come again.
+            // A block of a graph is released with the graph, and its address may be returned again.
             let gone = state.live.insert(block.addr(), (block.bytes(), block.token()));
             state.held -= gone.map_or(0, |(bytes, _)| bytes);
             return Ok(block);
@@ -108,11 +107,11 @@ impl Instrument for Limit {
         {
             let mut state = self.lock();
             if state.live.get(&addr) != Some(&(block.bytes(), block.token())) {
-                return Err(AllocError::foreign(self.inner.name(), "it was not handed out under this limit", block));
+                return Err(AllocError::foreign(self.inner.name(), "it was not allocated under this limit", block));
             }
             state.live.remove(&addr);
-            // Before the memory goes: another thread may be given the address at once. After a failing free, too, the
-            // block is gone from the client's side.
+            // Before the release: afterwards another thread may be given the address immediately. Also after a failing free the
+            // client has freed the block.
             state.held -= block.bytes();
         }
         // SAFETY: the caller's promise is the inner allocator's.
@@ -135,7 +134,7 @@ impl Instrument for Limit {
         Err(self.refuse(bytes))
     }
 
-    /// What was held at the checkpoint is held again, also above the limit.
+    /// Blocks of the checkpoint are live again, also above the limit.
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
@@ -143,8 +142,8 @@ impl Instrument for Limit {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         let gone: Vec<DeviceAddr> = held.iter().map(|(block, _)| block.addr()).collect();
-        // No other thread is handed what goes: it is of a pool that is asked for no memory.
-        // SAFETY: passed on.
+        // No other thread gets the freed blocks: they are of a pool that gets no request.
+        // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         let mut state = self.lock();
         for (bytes, _) in gone.iter().filter_map(|addr| state.live.remove(addr)).collect::<Vec<_>>() {

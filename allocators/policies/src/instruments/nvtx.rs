@@ -1,7 +1,7 @@
 //! Ranges on the timeline of a profiler, by NVTX push and pop.
 //!
-//! On when a tool is there: Nsight Systems sets `NVTX_INJECTION64_PATH` for the programs it starts. Off, a range
-//! costs one branch.
+//! On when a tool is attached: Nsight Systems sets `NVTX_INJECTION64_PATH` for the programs that it starts. Off, a range costs one
+//! branch.
 
 pub mod memory;
 mod stream_names;
@@ -96,7 +96,7 @@ impl Ranges {
     /// Names a stream of the GPU, which a tool otherwise shows by number.
     ///
     /// # Safety
-    /// `stream` is a live stream of a [`CudaDriver`](vramlab_device::CudaDriver): the tool takes its value for CUDA's handle.
+    /// `stream` is a live stream of a [`CudaDriver`](vramlab_device::CudaDriver): the tool takes its value as CUDA's handle.
     pub unsafe fn name_stream(self, stream: StreamId, name: &str) {
         if self.on {
             // SAFETY: the caller's promise.
@@ -105,8 +105,8 @@ impl Ranges {
     }
 }
 
-/// A range `alloc 1.5 MiB` or `free 1.5 MiB` around each operation, with a mark inside that names the path when
-/// it is not a plain hit. (NVTX wants a range's name before the path is known.)
+/// A range `alloc 1.5 MiB` or `free 1.5 MiB` around each operation, with a mark inside that names the path when it is not a plain
+/// hit. (NVTX needs a range's name before the path is known.)
 #[derive(Debug)]
 pub struct Nvtx {
     inner: Arc<dyn DeviceAllocator>,

@@ -1,4 +1,4 @@
-//! A value for each thread, behind a lock that no other thread takes but to read it.
+//! A value for each thread, behind a lock that other threads take only to read it.
 
 use crate::sync::{SpinGuard, SpinLock};
 use std::cell::Cell;
@@ -11,7 +11,7 @@ thread_local! {
     static END: End = const { End };
 }
 
-/// Notes the end of a thread, before `thread_local` does: it comes later, and what comes last goes first.
+/// Notes the end of a thread, before `thread_local` does: it is made later, and the last one made is dropped first.
 struct End;
 
 impl Drop for End {
@@ -29,7 +29,7 @@ struct Slot<T>(SpinLock<T>);
 #[derive(Debug)]
 pub(super) struct PerThread<T: Send> {
     slots: ThreadLocal<Slot<T>>,
-    /// The value of threads that have dropped their variables and go on, as in handlers of `atexit`.
+    /// The value of threads that have dropped their variables and continue, as in handlers of `atexit`.
     ended: Slot<T>,
     /// Held while values are made or collected, so that a collector misses none.
     all: Mutex<()>,
@@ -62,7 +62,7 @@ impl<T: Send + Default> PerThread<T> {
         slot.0.lock()
     }
 
-    /// Shows every thread's value to `visit` at one moment at which no thread is inside.
+    /// Passes every thread's value to `visit` at one moment at which no thread is inside.
     pub(super) fn collect<R>(&self, visit: impl FnMut(&mut T) -> R) -> Vec<R> {
         let _all = self.all.lock().unwrap_or_else(PoisonError::into_inner);
         let slots = self.slots.iter().chain([&self.ended]);
@@ -81,7 +81,7 @@ mod tests {
         let counts = &PerThread::<(u64, u64)>::new();
         let mut total = 0;
         let mut add = |(first, second): (u64, u64)| {
-            assert_eq!(first, second, "a thread was seen inside");
+            assert_eq!(first, second, "a thread was inside");
             total += first;
         };
         thread::scope(|scope| {
@@ -115,7 +115,7 @@ mod tests {
         }
         thread_local!(static LATE: Late = const { Late });
         let ran = thread::spawn(|| {
-            // The first to come is the last to go.
+            // The first one made is dropped last.
             LATE.with(|_| ());
             *COUNTS.get_or_init(PerThread::new).enter() += 1;
         });

@@ -9,7 +9,7 @@ use vramlab_device::clock::Reader;
 use vramlab_device::{Clock, StreamId};
 
 vramlab_device::named! {
-    /// An operation of the upper seam.
+    /// An operation of an allocator.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
     pub enum Operation {
@@ -25,7 +25,7 @@ vramlab_device::named! {
 pub struct LatencyRow {
     /// Operation.
     pub operation: String,
-    /// How it was served.
+    /// Its path.
     pub path: String,
     /// Number of operations.
     pub count: u64,
@@ -55,18 +55,17 @@ fn empty() -> Histogram<u64> {
     Histogram::new_with_bounds(1, MAX_NS, DIGITS).expect("the bounds are constants that the histogram accepts")
 }
 
-/// Times each operation. Histograms keep three significant digits from 1 ns to 60 s; what lies outside is
-/// clamped. Percentiles are of the closed loop of the caller: no correction for coordinated omission applies,
-/// because nothing is scheduled.
+/// Times each operation. Histograms have three significant digits from 1 ns to 60 s; values outside are clamped. Percentiles are of
+/// the closed loop of the caller: there is no correction for coordinated omission, because nothing is scheduled.
 ///
 /// On the simulated device the clock is virtual and only driver calls take time, so a hit takes none.
 ///
-/// The machine's clock is read while the processor may have instructions of a few nanoseconds in flight; to wait for them
-/// would double what a cached allocation takes.
+/// The machine's clock is read while the processor may have instructions of a few nanoseconds in flight; waiting for them would
+/// double the time of a cached allocation.
 ///
-/// *Cost.* Two reads of the clock and one count in a histogram of the calling thread's own, behind a lock of its own: no line
-/// shared with other threads, no allocation but that of a histogram when a thread first takes a path (200 KiB each). Reading
-/// adds the threads' counts up. Counts of threads that have ended are kept.
+/// *Cost.* Two reads of the clock and one count in a histogram of the calling thread's own, behind a lock of its own: no cache line
+/// shared with other threads, no allocation but that of a histogram when a thread first takes a path (200 KiB each). Reading adds
+/// the threads' counts up. Counts of threads that have ended are kept.
 #[derive(Debug)]
 pub struct Timed {
     inner: Arc<dyn DeviceAllocator>,
@@ -93,7 +92,7 @@ impl Timed {
         served.map(Block::hand_on)
     }
 
-    /// Counts an operation that began at `start` and is over.
+    /// Counts an operation that began at `start` and has completed.
     #[inline(always)]
     fn record(&self, operation: Operation, path: Path, start: u64) {
         let ns = self.clock.scale().nanoseconds(self.clock.read().saturating_sub(start));
@@ -101,7 +100,7 @@ impl Timed {
         counts.0[operation as usize][path as usize].get_or_insert_with(empty).saturating_record(ns);
     }
 
-    /// The histograms recorded so far, by operation and path, of all threads together.
+    /// The recorded histograms, by operation and path, of all threads together.
     #[must_use]
     pub fn histograms(&self) -> Vec<(Operation, Path, Histogram<u64>)> {
         let mut sums = Counts::default();
@@ -117,7 +116,7 @@ impl Timed {
         each.filter_map(|((operation, path), sum)| Some((operation, path, sum?))).collect()
     }
 
-    /// Percentiles of everything recorded so far.
+    /// Percentiles of all recorded operations.
     #[must_use]
     pub fn rows(&self) -> Vec<LatencyRow> {
         let row = |(operation, path, histogram): (Operation, Path, Histogram<u64>)| LatencyRow {

@@ -11,17 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vramlab_device::clock::Reader;
 use vramlab_device::{Clock, DeviceAddr, StreamId};
 
-/// An event, and how it was served. Written as a line of `trace.jsonl` (`analysis/schema.md`), which histories are read from.
+/// An event with its path. Written as a line of `trace.jsonl` (`analysis/schema.md`), a format for recordings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traced {
-    /// One of [`Action::Alloc`], [`Action::FreeRequested`], [`Action::RecordUse`] and [`Action::Oom`], with the bytes that were
-    /// asked for. Its time is the device's clock when the operation had been served, but for a free when it was asked for. So a
-    /// block's life in the trace lies within its life in the allocator, and a free comes before the next allocation at its
-    /// address on whatever thread.
+    /// One of [`Action::Alloc`], [`Action::FreeRequested`], [`Action::RecordUse`] and [`Action::Oom`], with the requested bytes.
+    /// Its time is the device's clock after the operation, but for a free before it. So a block's life in the trace is within its
+    /// life in the allocator, and a free precedes the next allocation at its address on any thread.
     pub event: Event,
     /// Size of the block in bytes; 0 for a refused request.
     pub block: u64,
-    /// How it was served.
+    /// Its path.
     pub path: Path,
 }
 
@@ -31,7 +30,7 @@ impl Serialize for Traced {
         let mut line = serializer.serialize_struct("Traced", 7)?;
         line.serialize_field("time_ns", &time_ns)?;
         line.serialize_field("action", &action)?;
-        // A request that was refused has none.
+        // A refused request has none.
         if addr != 0 {
             line.serialize_field("addr", &addr)?;
         }
@@ -48,15 +47,14 @@ impl Serialize for Traced {
 #[repr(align(128))]
 struct Sequence(AtomicU64);
 
-/// What a thread has seen: each event with its place among those of all threads, and its time in ticks.
+/// The events of a thread, each with its position among those of all threads, and its time in ticks.
 type Log = Vec<(u64, Traced)>;
 
-/// Keeps the operations in memory until they are taken. None is ever lost: memory is what bounds a trace, 64 bytes an event until
-/// they are taken.
+/// Keeps the operations in memory until they are taken. None is lost: memory bounds a trace, at 64 bytes an event until they are
+/// taken.
 ///
-/// *Order.* All threads share a counter that gives each event its place. A free is counted before the block goes back,
-/// everything else once it is done, so the free of an address comes before the next allocation there, on whatever thread. So
-/// a trace can always be replayed.
+/// *Order.* All threads share a counter that gives each event its position. A free is counted before the block is freed, everything
+/// else after it, so the free of an address precedes the next allocation there, on any thread. So a trace can always be replayed.
 ///
 /// *Cost.* One read of the clock, one step of the counter and a record in a buffer of the calling thread's own, behind a lock of
 /// its own.
@@ -66,7 +64,7 @@ pub struct EventTrace {
     clock: Reader,
     sequence: Sequence,
     logs: PerThread<Log>,
-    /// The latest time that was told, in ticks.
+    /// The latest time that was returned, in ticks.
     last: Mutex<u64>,
 }
 
@@ -78,8 +76,8 @@ impl EventTrace {
         Self { inner, clock, sequence, logs, last: Mutex::default() }
     }
 
-    /// The events since the last call, in order. Times do not go back. While it empties the buffers other threads' operations
-    /// wait, so that none of the events that come later belongs before one that was returned.
+    /// The events since the last call, in order. Times do not decrease. While it empties the buffers other threads' operations
+    /// wait, so that no later event belongs before a returned one.
     #[must_use]
     pub fn take(&self) -> Vec<Traced> {
         let last = &mut *self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -93,13 +91,13 @@ impl EventTrace {
         events.into_iter().map(told).collect()
     }
 
-    /// An event that is over now, with its place. It is made inside the log, so that a thread that takes the events takes either
-    /// this one with all that came before, or none that comes after.
+    /// An event that ends now, with its position. It is made inside the log, so that a thread that takes the events takes either
+    /// this one with all earlier ones, or none of the later ones.
     #[inline(always)]
     fn event(&self, action: Action, block: (u64, u64, u64), stream: StreamId, path: Path) -> (u64, Traced) {
         let (addr, bytes, block) = block;
         let (stream, time_ns) = (stream.get(), self.clock.now());
-        // Relaxed: all threads see one order of this counter, and that is all that is asked of it.
+        // Relaxed: all threads see one order of this counter, which is sufficient.
         let place = self.sequence.0.fetch_add(1, Relaxed);
         (place, Traced { event: Event { action, device: 0, addr, bytes, stream, time_ns }, block, path })
     }
@@ -133,7 +131,7 @@ impl EventTrace {
     }
 }
 
-/// Address, bytes that were asked for, and bytes.
+/// Address, requested bytes, and bytes.
 #[inline(always)]
 fn place(block: &Block) -> (u64, u64, u64) {
     (block.addr().get(), block.requested(), block.bytes())
@@ -154,7 +152,7 @@ impl Instrument for EventTrace {
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
         let log = &mut *self.logs.enter();
-        // Before the free: once the block is back, another thread may be handed its address.
+        // Before the free: afterwards another thread may be given the address.
         let (number, event) = self.event(Action::FreeRequested, place(&block), stream, Path::Failed);
         // SAFETY: the caller's promise is the inner allocator's.
         let freed = unsafe { self.inner.deallocate(block, stream) };
@@ -177,7 +175,7 @@ impl Instrument for EventTrace {
         Ok(restored)
     }
 
-    /// What comes back is in the trace as freed, and what lies where it lay before as allocated.
+    /// Freed blocks are in the trace as freed, and restored ones as allocated.
     unsafe fn pool_restore(
         &self,
         pool: PrivatePool,
@@ -185,7 +183,7 @@ impl Instrument for EventTrace {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         let gone: Vec<_> = held.iter().map(|(block, stream)| (place(block), *stream)).collect();
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         gone.into_iter().for_each(|(place, stream)| self.push(Action::FreeRequested, place, stream, Path::Hit));
         for (block, stream) in restored.iter().zip(restored_streams(checkpoint)) {

@@ -1,10 +1,11 @@
 //! Frees inside a capture of blocks that other streams use there (PyTorch's `graph_capture_record_stream_reuse`).
 //!
-//! No event tells in a capture when a use is over, so such a block waits for the end, unless this part is asked. The order of the
-//! graph's nodes tells as much: a freed block remembers where its own stream and those that use it had come. It is reusable for a
-//! request of its stream when that stream's next work will come behind all of these nodes, because streams joined.
+//! Inside a capture no event reports that a use has completed, so by default such a block becomes reusable at the end. With this
+//! part the order of the graph's nodes decides: a freed block remembers the last nodes of its own stream and of the streams that
+//! use it. It is reusable for a request of its stream when that stream's next work follows all of these nodes, because streams
+//! joined.
 //!
-//! *Cost.* Each node of a graph is looked at once for each stream that asks, in a request that could use such a block.
+//! *Cost.* Each node of a graph is visited once for each stream, in a request that could use such a block.
 //!
 //! *Source.* PyTorch 2.9 and later, `record_free_markers` and `free_safe_blocks_in_capture` of `c10/cuda/CUDACachingAllocator.cpp`.
 
@@ -16,15 +17,15 @@ use vramlab_device::{CapturedWork, Driver, DriverError, StreamId};
 #[derive(Clone, Debug)]
 struct Waiting<B> {
     freed: Freed<B>,
-    /// Where the streams had come.
+    /// The last nodes of the streams.
     behind: CapturedWork,
 }
 
-/// The blocks that were freed in captures that are open, or were when it was last asked.
+/// The blocks that were freed in captures which are open, or were open at the last request.
 #[derive(Debug)]
 pub(super) struct Captured<B> {
     waiting: Vec<Waiting<B>>,
-    /// What the next work of a stream comes behind, as far as it was asked.
+    /// Nodes that the next work of a stream follows, as far as known.
     past: BTreeMap<StreamId, CapturedWork>,
 }
 
@@ -34,7 +35,7 @@ impl<B> Default for Captured<B> {
     }
 }
 
-/// Where all of these streams have come in the capture that they share; `None` if there is none, or nothing in it yet.
+/// The last nodes of these streams in the capture that they share; `None` if there is no such capture or it is empty.
 fn front(driver: &dyn Driver, streams: impl Iterator<Item = StreamId>) -> Result<Option<CapturedWork>, DriverError> {
     let Some(graphs) = driver.graphs() else { return Ok(None) };
     let mut all = CapturedWork::default();
@@ -54,27 +55,27 @@ impl<B: Copy> Captured<B> {
         self.waiting.is_empty()
     }
 
-    /// Takes in a block that is freed now; false if one of its streams is in no capture.
+    /// Adds a freed block; false if one of its streams is not in a capture.
     ///
     /// # Errors
-    /// Those of the driver; then it did not.
+    /// Those of the driver; the block was not added then.
     pub(super) fn add(&mut self, driver: &dyn Driver, freed: &Freed<B>) -> Result<bool, DriverError> {
         let streams = std::iter::once(freed.stream).chain(freed.users.iter().copied());
         let Some(behind) = front(driver, streams)? else { return Ok(false) };
         if self.waiting.is_empty() {
-            // What is known of captures that have ended is of no use.
+            // State of ended captures is obsolete.
             self.past.retain(|_, past| past.capture == behind.capture);
         }
         self.waiting.push(Waiting { freed: freed.clone(), behind });
         Ok(true)
     }
 
-    /// Lets no block wait for a stream whose work is done, once the captures are over.
+    /// Removes a stream whose work has completed, once the captures have ended.
     pub(super) fn forget_stream(&mut self, stream: StreamId) {
         self.waiting.iter_mut().for_each(|waiting| waiting.freed.users.retain(|user| *user != stream));
     }
 
-    /// Moves the blocks of a stream to `done` that its next work comes behind.
+    /// Moves the blocks of a stream that its next work follows to `done`.
     ///
     /// # Errors
     /// Those of the driver.
@@ -98,7 +99,7 @@ impl<B: Copy> Captured<B> {
         Ok(())
     }
 
-    /// Every block: nothing is captured any more.
+    /// Every block: no capture is open any more.
     pub(super) fn take(&mut self) -> Vec<Freed<B>> {
         self.past.clear();
         std::mem::take(&mut self.waiting).into_iter().map(|waiting| waiting.freed).collect()

@@ -1,15 +1,15 @@
-//! Events that are recorded behind the work of a stream, and used again when they are no longer waited for.
+//! Events that are recorded behind the work of a stream, and reused when nothing waits for them any more.
 #![forbid(unsafe_code)]
 
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
-/// Events that wait for their next use.
+/// Idle events.
 #[derive(Debug, Default)]
 pub struct Events(Vec<EventId>);
 
 impl Events {
-    /// Records an event behind what is queued on a stream. `None` while the stream is captured, when it would become a part of
-    /// the graph; `capturing` says whether any is. The event belongs to the caller until it is [given back](Self::reuse).
+    /// Records an event behind the queued work of a stream. `None` while the stream is captured, when the event would become a part
+    /// of the graph; `capturing` is true while any capture is open. The event belongs to the caller until [`reuse`](Self::reuse).
     ///
     /// # Errors
     /// Those of the driver.
@@ -35,12 +35,12 @@ impl Events {
         }
     }
 
-    /// Takes back an event that is no longer waited for.
+    /// Takes back an event that nothing waits for.
     pub(crate) fn reuse(&mut self, event: EventId) {
         self.0.push(event);
     }
 
-    /// Every event, to be destroyed.
+    /// Every event, for destruction.
     pub(crate) fn take(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.0)
     }
@@ -59,7 +59,7 @@ mod tests {
         let mut events = Events::default();
         driver.fail(CallKind::EventRecord, 0, DriverError::ILLEGAL_STATE);
         assert!(events.record(&driver, stream, false).is_err());
-        // A second one would have to be made, which fails.
+        // A second event would have to be created, which fails.
         driver.fail(CallKind::EventCreate, 0, DriverError::OUT_OF_MEMORY);
         let event = events.record(&driver, stream, false).unwrap().unwrap();
         events.reuse(event);

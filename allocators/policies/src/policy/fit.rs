@@ -1,7 +1,6 @@
 //! Part `fit`: which free block serves a request.
 //!
-//! Each kind keeps the index of free blocks that it searches. Blocks are told apart by [`FreeList`]: a search looks at one
-//! list and never hands out a block of another.
+//! Each kind has its own index of free blocks. A search uses the blocks of one [`FreeList`] and never returns a block of another.
 #![forbid(unsafe_code)]
 
 mod best;
@@ -14,34 +13,35 @@ use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// An index of free blocks, with a rule for choosing one: a kind of [`Fit`]. What it holds is what was inserted and not removed
-/// since. It names no other block, and a found one has the size that was asked for.
+/// An index of free blocks, with a rule for choosing one: a kind of [`Fit`]. It contains exactly the blocks that were inserted and
+/// not removed since, and a search returns one of them of the requested size.
 pub trait FreeBlocks: fmt::Debug + Send {
-    /// A block was just made: it came from the device, or a cut left it. Inserting it comes next.
+    /// Called before the insertion of a new block, from the device or from a split.
     fn made(&mut self, _block: BlockId) {}
 
     /// Adds a block that became free.
     fn insert(&mut self, block: FreeBlock);
 
-    /// Takes out a block that is no longer free, or no longer of this size; false when it is not there.
+    /// Removes a block that is no longer free or changed its size; false when it is not in the index.
     fn remove(&mut self, block: FreeBlock) -> bool;
 
-    /// Takes out a block, and adds one that has come in its place; false when the first is not there.
+    /// Removes a block and inserts its successor; false when the first is not in the index.
     fn replace(&mut self, gone: FreeBlock, block: FreeBlock) -> bool {
         let known = self.remove(gone);
         self.insert(block);
         known
     }
 
-    /// A block of a list that has at least `bytes` and at most `largest`, which is no less.
+    /// A block of a list that has at least `bytes` and at most `largest`, where `largest` is not less than `bytes`.
     fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId>;
 
-    /// Bytes from which on a free block is surely found for a request of `bytes`: a new segment for it has at least as many.
+    /// The size from which on a free block is always found for a request of `bytes`: a new segment for the request has at least
+    /// this size.
     fn surely_found(&self, bytes: u64) -> u64 {
         bytes
     }
 
-    /// The block that comes after one of its list in the order of best fit.
+    /// The next block of the list in the order of best fit.
     fn next_larger(&self, _block: FreeBlock) -> Option<BlockId> {
         None
     }
@@ -54,7 +54,7 @@ pub trait FreeBlocks: fmt::Debug + Send {
 #[derive(Debug)]
 pub struct Fit {
     blocks: Box<dyn FreeBlocks>,
-    /// The same blocks by their addresses, for policies that ask what lies at one.
+    /// The same blocks by address, for policies that search by address.
     by_address: Option<BTreeMap<u64, FreeBlock>>,
 }
 
@@ -64,21 +64,21 @@ impl Fit {
         Self { blocks: Box::new(blocks), by_address: None }
     }
 
-    /// The smallest block that fits; of equal ones that with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove
-    /// and search take O(log n).
+    /// The smallest block that fits; of equal blocks the one with the lowest address (PyTorch, RMM's pool, BFC). Insert, remove and
+    /// search take O(log n).
     #[must_use]
     pub fn best() -> Self {
         Self::by(best::Best::default())
     }
 
-    /// The block with the lowest address that fits. A search looks at one block of each larger power of two, and
-    /// at those of its own that lie in front of what it finds.
+    /// The block with the lowest address that fits. A search visits one block of each larger power of two, and those blocks of its
+    /// own power that precede the result.
     #[must_use]
     pub fn first() -> Self {
         Self::by(lowest::Lowest::<FreeList, BlockId>::default())
     }
 
-    /// The smallest block that fits; of equal ones that which was made first (CuPy). O(log n).
+    /// The smallest block that fits; of equal blocks the oldest one (CuPy). O(log n).
     #[must_use]
     pub fn oldest() -> Self {
         Self::by(oldest::Oldest::default())
@@ -90,8 +90,8 @@ impl Fit {
         Self::by(tlsf::Tlsf::default())
     }
 
-    /// The first block that fits behind the last one that was chosen, and from the lowest address on when the end is
-    /// reached. A search looks at the blocks in between.
+    /// The first block that fits behind the last chosen one, continuing from the lowest address when the end is reached. A search
+    /// visits the blocks in between.
     #[must_use]
     pub fn next() -> Self {
         Self::by(next::Next::default())
@@ -103,19 +103,19 @@ impl Fit {
         self.blocks.surely_found(bytes)
     }
 
-    /// Adds a block that was just made: it came from the device, or a cut left it.
+    /// Inserts a new block, from the device or from a split.
     pub fn insert_new(&mut self, block: FreeBlock) {
         self.blocks.made(block.id);
         self.insert(block);
     }
 
-    /// Takes out a block of which a cut left another, which is added.
+    /// Removes a block and inserts the block that a split left of it.
     pub fn replace_by_new(&mut self, gone: FreeBlock, block: FreeBlock) {
         self.blocks.made(block.id);
         self.replace(gone, block);
     }
 
-    /// Adds a block that became free.
+    /// Inserts a block that became free.
     pub fn insert(&mut self, block: FreeBlock) {
         self.blocks.insert(block);
         if let Some(by_address) = &mut self.by_address {
@@ -123,7 +123,7 @@ impl Fit {
         }
     }
 
-    /// Takes out a block that is no longer free, or no longer of this size.
+    /// Removes a block that is no longer free or changed its size.
     pub fn remove(&mut self, block: FreeBlock) {
         let known = self.blocks.remove(block);
         debug_assert!(known, "{block:?} should be in the index");
@@ -132,7 +132,7 @@ impl Fit {
         }
     }
 
-    /// Takes out a block, and adds one that has come in its place: what a cut left of it, or what it was joined with.
+    /// Removes a block and inserts its successor: the remainder of a split, or the coalesced block.
     pub fn replace(&mut self, gone: FreeBlock, block: FreeBlock) {
         let known = self.blocks.replace(gone, block);
         debug_assert!(known, "{gone:?} should be in the index");
@@ -147,34 +147,34 @@ impl Fit {
         if bytes > largest { None } else { self.blocks.find(list, bytes, largest) }
     }
 
-    /// The block that comes after a free one of its list in the order of best fit: the next in size, then in address.
-    /// `None` after the last, and for other rules.
+    /// The next free block of the list in the order of best fit: the next in size, then in address. `None` after the last, and for
+    /// other rules.
     #[must_use]
     pub fn next_larger(&self, block: FreeBlock) -> Option<BlockId> {
         self.blocks.next_larger(block)
     }
 
-    /// Lists the blocks by their addresses, too, so that [`at`](Self::at) finds them. `all` are those that were inserted and not removed
-    /// since. From then on each insert and remove takes O(log n) more, until [`forget_addresses`](Self::forget_addresses).
+    /// Starts an index by address, which [`at`](Self::at) searches. `all` are the blocks in the index now. From then on each insert
+    /// and remove takes O(log n) more, until [`forget_addresses`](Self::forget_addresses).
     pub fn list_addresses(&mut self, all: impl Iterator<Item = FreeBlock>) {
         if self.by_address.is_none() {
             self.by_address = Some(all.map(|block| (block.addr, block)).collect());
         }
     }
 
-    /// Stops listing the blocks by their addresses.
+    /// Drops the index by address.
     pub fn forget_addresses(&mut self) {
         self.by_address = None;
     }
 
-    /// The block that an address lies in, while blocks are [listed by their addresses](Self::list_addresses). O(log n).
+    /// The free block that contains an address, while the [index by address](Self::list_addresses) exists. O(log n).
     #[must_use]
     pub fn at(&self, addr: u64) -> Option<FreeBlock> {
         let (_, block) = self.by_address.as_ref()?.range(..=addr).next_back()?;
         (addr < block.addr + block.bytes).then_some(*block)
     }
 
-    /// Takes out every block of a list; they are returned in the order of the index.
+    /// Removes every block of a list and returns them in the order of the index.
     pub fn drain(&mut self, list: FreeList) -> Vec<FreeBlock> {
         let blocks = self.blocks.of(list);
         blocks.iter().for_each(|block| self.remove(*block));
@@ -280,7 +280,7 @@ mod tests {
             fit.insert_new(block(at, 8));
         }
         assert_eq!(found(&mut fit, 8, 99), Some(30));
-        // What is taken and comes back keeps its age, whatever its size was in between.
+        // A block that is taken and freed keeps its age, whatever its size was in between.
         fit.remove(block(30, 8));
         assert_eq!(found(&mut fit, 8, 99), Some(10));
         fit.insert(block(30, 9));
@@ -288,7 +288,7 @@ mod tests {
         fit.remove(block(30, 9));
         fit.insert(block(30, 8));
         assert_eq!(found(&mut fit, 8, 99), Some(30));
-        // A name that is given to another block makes it the youngest.
+        // An id that is reused for another block makes it the youngest.
         fit.remove(block(30, 8));
         fit.insert_new(block(30, 8));
         assert_eq!(found(&mut fit, 8, 99), Some(10));

@@ -1,4 +1,4 @@
-//! What the parts of an allocator work on: its memory, the index of its free blocks, its source, its pending frees.
+//! The memory of an allocator, on which its parts work: blocks, the index of free ones, the source, deferred frees.
 
 mod checkpoint;
 mod extend;
@@ -18,7 +18,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, EventId, StreamId};
 
-/// The memory of an allocator with what its parts need. A policy searches it, takes blocks and puts them back, and asks for segments when it has to.
+/// The memory of an allocator with the state that its parts need. A policy searches it, takes and frees blocks, and allocates
+/// segments.
 #[derive(Debug)]
 pub struct Heap {
     space: Space,
@@ -31,17 +32,17 @@ pub struct Heap {
     pinned: BTreeSet<CaptureId>,
     /// Number of open captures.
     captures: usize,
-    /// The first error by which blocks that were put are of no use to other streams for now.
+    /// The first error by which other streams cannot take freed blocks for now.
     event_error: Option<DriverError>,
-    /// Whether all work on the device is over and no more comes, at the end.
+    /// Whether all work on the device has completed and no more follows, at the end.
     ended: bool,
 }
 
 impl Heap {
-    /// An empty heap, of parts that know of no block yet.
+    /// An empty heap, of parts without blocks.
     ///
     /// # Panics
-    /// When the space holds a segment: it would not be the source's, to which idle segments go back.
+    /// When the space has a segment: it would not come from the source, to which segments are released.
     #[must_use]
     pub fn new(space: Space, fit: Fit, stream: Stream, source: Source) -> Self {
         assert!(space.segments().next().is_none(), "a heap begins empty");
@@ -59,25 +60,25 @@ impl Heap {
         }
     }
 
-    /// A heap without pools, whose segments are one call of the driver each. `limit` is the most bytes that are held.
+    /// A heap without pools, whose segments are one driver allocation each. `limit` is the maximum of reserved bytes.
     #[must_use]
     pub fn plain(driver: Arc<dyn Driver>, limit: Option<u64>, fit: Fit) -> Self {
         Self::new(Space::new(Account::new()), fit, Stream::Own, Source::Plain { driver, limit })
     }
 
-    /// Lets streams take the free blocks of others. The heap is still empty.
+    /// Lets streams take the free blocks of other streams. The heap is still empty.
     #[must_use]
     pub fn with_steals(self) -> Self {
         Self { stream: Stream::Steal(LastFrees::default()), ..self }
     }
 
-    /// Sets the rule for joining free neighbours. The heap is still empty.
+    /// Sets the rule for coalescing. The heap is still empty.
     #[must_use]
     pub fn with_join(self, join: Join) -> Self {
         Self { join, ..self }
     }
 
-    /// The memory that is held.
+    /// The segments and blocks.
     #[must_use]
     pub fn space(&self) -> &Space {
         &self.space
@@ -95,7 +96,7 @@ impl Heap {
         &self.source
     }
 
-    /// Changes the most bytes that may be held from the device. Nothing goes back for it.
+    /// Changes the maximum of reserved bytes. Nothing is released.
     pub fn set_limit(&mut self, bytes: Option<u64>) {
         self.source.set_limit(bytes);
     }
@@ -104,9 +105,9 @@ impl Heap {
         Arc::clone(self.source.driver())
     }
 
-    // Searching, taking, putting back.
+    // Search, take, free.
 
-    /// Bytes from which on part `fit` [surely finds](crate::policy::fit::FreeBlocks::surely_found) a free block for `bytes`.
+    /// The size from which on part `fit` [always finds](crate::policy::fit::FreeBlocks::surely_found) a free block for `bytes`.
     #[must_use]
     pub fn surely_found(&self, bytes: u64) -> u64 {
         self.fit.surely_found(bytes)
@@ -119,13 +120,13 @@ impl Heap {
             found.map(|block| &self.space[block]).is_none_or(|found| {
                 (found.state, found.list) == (State::Free, list) && (bytes..=largest).contains(&found.bytes)
             }),
-            "part `fit` should find what was asked for"
+            "part `fit` should return a free block of the requested list and size"
         );
         found
     }
 
-    /// A free block that fits, of another stream whose blocks may be taken, by part `stream`. Later work of the list's stream waits on the
-    /// device until that block's last use is over.
+    /// A free block that fits, of another stream whose blocks may be taken, by part `stream`. Later work of the list's stream waits
+    /// on the device until that block's last use has completed.
     ///
     /// # Errors
     /// Those of the driver.
@@ -139,9 +140,9 @@ impl Heap {
         Ok(None)
     }
 
-    /// Takes over all free blocks of other streams, one stream after another, until one that fits has come together. Later
-    /// work of the list's stream waits on the device until the last uses of what it took are over. With `record` its own
-    /// event is recorded again behind these waits, for those who take from it before its next free.
+    /// Takes over all free blocks of other streams, one stream after another, until a fitting block exists. Later work of the
+    /// list's stream waits on the device until the last uses of the taken blocks have completed. With `record` its own event is
+    /// recorded again behind these waits, for streams that take from it before its next free.
     ///
     /// # Errors
     /// Those of the driver.
@@ -153,7 +154,7 @@ impl Heap {
         record: bool,
     ) -> Result<Option<BlockId>, DriverError> {
         for other in self.others(list) {
-            // An event is waited for only where there is something to wait for.
+            // Wait for an event only where the list has a block.
             if self.fit.find(other, 0, u64::MAX).is_none() {
                 continue;
             }
@@ -173,7 +174,7 @@ impl Heap {
         Ok(None)
     }
 
-    /// The lists of other streams that may serve a request of this one.
+    /// The lists of other streams that may serve a request of this list.
     fn others(&mut self, list: FreeList) -> Vec<FreeList> {
         if !matches!(self.stream, Stream::Steal(_)) || list.owner.private.is_some() {
             return Vec::new();
@@ -183,7 +184,8 @@ impl Heap {
         others.map(|stream| FreeList { owner: Owner::of(stream), pool: list.pool }).collect()
     }
 
-    /// Hands a free block to the client of `list`, who asked for `requested` bytes: its front `bytes`; the rest stays free.
+    /// Allocates the front `bytes` of a free block to the client of `list`, who requested `requested` bytes; the remainder stays
+    /// free.
     pub fn take(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) {
         let whole = self.space.as_free(block);
         match self.space.take(block, bytes, requested) {
@@ -195,20 +197,20 @@ impl Heap {
         }
     }
 
-    /// The free block that has all of `bytes` from `addr` on. O(log n); the first call lists every free block by its address.
+    /// The free block with all of `bytes` from `addr` on. O(log n); the first call indexes every free block by its address.
     pub(crate) fn free_around(&mut self, addr: u64, bytes: u64) -> Option<BlockId> {
         self.fit.list_addresses(self.space.free_blocks());
         self.fit.at(addr).filter(|block| block.addr + block.bytes >= addr + bytes).map(|block| block.id)
     }
 
-    /// As [`take`](Self::take), from `addr` on, which is in the free block: the front and the rest stay free.
+    /// As [`take`](Self::take), from `addr` on, an address in the free block: its front and its remainder stay free.
     pub(crate) fn take_at(&mut self, block: BlockId, addr: u64, list: FreeList, bytes: u64, requested: u64) -> BlockId {
         let block = self.begin_free(block, addr);
         self.take(block, list, bytes, requested);
         block
     }
 
-    /// Hands out the last `bytes` of a free block; what lies in front of them stays free. Returns the block that is held.
+    /// Allocates the last `bytes` of a free block; its front stays free. Returns the live block.
     pub fn take_end(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> BlockId {
         self.fit.remove(self.space.as_free(block));
         let held = self.space.take_end(block, bytes, requested);
@@ -221,13 +223,13 @@ impl Heap {
         held
     }
 
-    /// Puts a block that the index does not have now on a list, joined with free neighbours of that.
+    /// Puts a block that is not in the index on a list, coalesced with free neighbours of that list.
     fn give(&mut self, block: BlockId, list: FreeList) {
         let joined = self.space.give(block, list.owner);
         self.index_joined(&joined);
     }
 
-    /// Puts what became of a block into the index, in the place of its neighbours that are a part of it now.
+    /// Inserts a freed block into the index, in the place of the neighbours that it was coalesced with.
     fn index_joined(&mut self, joined: &Joined) {
         match joined.absorbed {
             [Some(front), behind] => {
@@ -239,7 +241,7 @@ impl Heap {
         }
     }
 
-    /// Makes a held or pending block reusable, joined with its free neighbours; true when there were any.
+    /// Makes a live or pending block reusable, coalesced with its free neighbours; true when there were any.
     pub fn put(&mut self, block: BlockId) -> bool {
         self.end_export(block);
         if matches!(self.stream, Stream::Arena) {
@@ -261,8 +263,8 @@ impl Heap {
         joined.any()
     }
 
-    /// Joins the free blocks of a list with their neighbours, where [`Join::OnMiss`] left them apart; true when there were
-    /// any to join. O(n log n) in the blocks.
+    /// Coalesces the free blocks of a list, where [`Join::OnMiss`] did not do so earlier; true when there were any free neighbours.
+    /// O(n log n) in the blocks.
     pub fn join(&mut self, list: FreeList) -> bool {
         if self.join == Join::AtFree {
             return false;
@@ -275,7 +277,7 @@ impl Heap {
                 continue;
             }
             let joined = self.space.give(block.id, list.owner);
-            // What lies in front has been back in the index for a while; what lies behind is not there yet.
+            // The block in front was inserted into the index before; the block behind was not.
             let [front, behind] = joined.absorbed;
             front.into_iter().for_each(|front| self.fit.remove(front));
             gone.extend(behind.map(|behind| behind.id));
@@ -285,10 +287,10 @@ impl Heap {
         any
     }
 
-    /// Cuts a free block in two that stay free: its front of `bytes`, and the rest, which is returned.
+    /// Splits a free block into two free ones: its front of `bytes`, and the remainder, which is returned.
     ///
     /// # Panics
-    /// When the block is not free, or nothing would be left on a side.
+    /// When the block is not free, or one of the two would be empty.
     pub fn cut(&mut self, block: BlockId, bytes: u64) -> BlockId {
         self.fit.remove(self.space.as_free(block));
         let rest = self.space.cut_apart(block, bytes);
@@ -297,7 +299,7 @@ impl Heap {
         rest
     }
 
-    /// Joins a free block with the free one behind it in its list, where [`Join::OnMiss`] left them apart.
+    /// Coalesces a free block with the free one behind it in its list, where [`Join::OnMiss`] did not do so earlier.
     ///
     /// # Panics
     /// When one of them is not free, or they are of different lists.
@@ -310,7 +312,7 @@ impl Heap {
 
     // Segments.
 
-    /// Cuts a new segment into blocks that are known, see [`Space::carve`].
+    /// Splits a new segment into known blocks, see [`Space::carve`].
     pub(crate) fn carve(&mut self, whole: BlockId, parts: &[(u64, Option<u64>)]) -> Vec<BlockId> {
         self.fit.remove(self.space.as_free(whole));
         let blocks = self.space.carve(whole, parts);
@@ -320,41 +322,41 @@ impl Heap {
         blocks
     }
 
-    // Frees that wait.
+    // Deferred frees.
 
-    /// Announces that work on `user` uses a held block.
+    /// Announces that work on `user` uses a live block.
     pub(crate) fn announce(&mut self, block: BlockId, user: StreamId) {
         if user != self.space[block].list.owner.stream {
             self.pending.announce(block, user);
         }
     }
 
-    /// Lets no block wait for a stream whose work is done.
+    /// Removes a stream whose work has completed from all blocks that wait for it.
     pub(crate) fn forget_stream(&mut self, stream: StreamId) {
         let mut done = Vec::new();
         self.pending.forget_stream(stream, &mut done);
         self.put_completed(done);
     }
 
-    /// Whether another stream was announced to use a held block.
+    /// Whether another stream was announced to use a live block.
     pub(crate) fn is_used_elsewhere(&self, block: BlockId) -> bool {
         self.pending.is_used_elsewhere(block)
     }
 
-    /// Keeps an error of a pending free for [`take_pending_error`](Self::take_pending_error).
+    /// Keeps an error of a deferred free for [`take_pending_error`](Self::take_pending_error).
     pub(crate) fn note_pending_error(&mut self, error: DriverError) {
         self.pending.note_error(error);
     }
 
-    /// The streams that a block was announced to, which are forgotten here.
+    /// Removes and returns the streams that were announced to use a block.
     pub(crate) fn take_uses(&mut self, block: BlockId) -> Vec<StreamId> {
         self.pending.take_uses(block)
     }
 
-    /// Takes a held or pending block back that waits for what is queued on some streams; it is reusable when that is done.
+    /// Defers the free of a live or pending block; it is reusable when the queued work of `users` has completed.
     ///
     /// # Errors
-    /// Those of the driver; the block waits all the same.
+    /// Those of the driver; the block waits nevertheless.
     pub fn put_after(&mut self, block: BlockId, users: &[StreamId]) -> Result<(), DriverError> {
         if self.space[block].state == State::Held {
             self.space.defer(block);
@@ -365,7 +367,7 @@ impl Heap {
         self.pending.wait_for(self.source.driver().as_ref(), freed, capturing)
     }
 
-    /// Queues an event on a stream; `None` while the stream is captured. It goes back by [`reuse`](Self::reuse).
+    /// Records an event on a stream; `None` while the stream is captured. Return it by [`reuse`](Self::reuse).
     ///
     /// # Errors
     /// Those of the driver.
@@ -374,7 +376,7 @@ impl Heap {
         self.pending.events().record(self.source.driver().as_ref(), stream, capturing)
     }
 
-    /// Takes back an event that is no longer waited for.
+    /// Takes back an event that nothing waits for.
     pub(crate) fn reuse(&mut self, event: EventId) {
         self.pending.events().reuse(event);
     }
@@ -388,7 +390,7 @@ impl Heap {
         self.pending.reuses_in_captures()
     }
 
-    /// Makes blocks reusable whose last use by another stream is over. Does not wait.
+    /// Makes blocks reusable whose last use by another stream has completed. Does not wait.
     ///
     /// # Errors
     /// Those of the driver.
@@ -396,7 +398,8 @@ impl Heap {
         self.process(None)
     }
 
-    /// As [`process_events`](Self::process_events), for a request of a stream. In a capture that is what tells which blocks it may have.
+    /// As [`process_events`](Self::process_events), for a request of a stream. In a capture the stream decides which blocks it may
+    /// have.
     ///
     /// # Errors
     /// Those of the driver.
@@ -414,7 +417,7 @@ impl Heap {
         self.take_event_error().and(outcome)
     }
 
-    /// Makes pending blocks reusable, and remembers where they lay if that is asked for.
+    /// Makes pending blocks reusable, and remembers their addresses if requested.
     fn put_completed(&mut self, done: Vec<BlockId>) {
         for block in done {
             let addr = DeviceAddr::handed_out(self.space[block].addr);
@@ -428,31 +431,31 @@ impl Heap {
         &mut self.pending.completed
     }
 
-    /// The error, if there was one, by which a block that was just [put](Self::put) is of no use to other streams for now.
+    /// The error, if there was one, by which other streams cannot take a block that was just [put](Self::put).
     ///
     /// # Errors
-    /// That one.
+    /// That error.
     pub(crate) fn take_event_error(&mut self) -> Result<(), DriverError> {
         self.event_error.take().map_or(Ok(()), Err)
     }
 
-    /// An error by which a pending free was set aside outside of a free. It is given once.
+    /// The error of a deferred free that no free call returned. It is returned once.
     ///
     /// # Errors
-    /// That one.
+    /// That error.
     pub(crate) fn take_pending_error(&mut self) -> Result<(), DriverError> {
         self.pending.take_error().map_or(Ok(()), Err)
     }
 
     // Graphs.
 
-    /// A graph is being captured, whose memory is the private pool `private`.
+    /// Notes the begin of a capture, whose memory is the private pool `private`.
     pub(crate) fn begin_capture(&mut self, private: CaptureId) {
         self.pin(private);
         self.captures += 1;
     }
 
-    /// Lets the segments of a private pool stay until [`unpin`](Self::unpin).
+    /// Keeps the segments of a private pool reserved until [`unpin`](Self::unpin).
     pub(crate) fn pin(&mut self, private: CaptureId) {
         self.pinned.insert(private);
     }
@@ -461,12 +464,12 @@ impl Heap {
         self.captures -= 1;
     }
 
-    /// The graph of a private pool is gone, or the pool was released.
+    /// The graph of a private pool was destroyed, or the pool was released.
     pub(crate) fn unpin(&mut self, private: CaptureId) {
         self.pinned.remove(&private);
     }
 
-    /// Whether a graph may use the segments of a list, so that they stay.
+    /// Whether a graph may use the segments of a list, so that they stay reserved.
     fn is_pinned(&self, list: FreeList) -> bool {
         list.owner.private.is_some_and(|private| self.pinned.contains(&private))
     }
@@ -494,7 +497,7 @@ impl Heap {
     pub(crate) fn destroy_events(&mut self) {
         let events = [self.pending.events().take(), self.stream.take_events(), self.source.take_events()].concat();
         for event in events {
-            // SAFETY: the event is in no queue any more and belongs to this heap alone. An error cannot be returned here.
+            // SAFETY: the event is in no queue any more and belongs to this heap only. An error cannot be returned here.
             let _ = unsafe { self.source.driver().event_destroy(event) };
         }
     }

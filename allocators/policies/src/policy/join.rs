@@ -1,19 +1,19 @@
-//! Part `join`: when free neighbours become one block.
+//! Part `join`: when free neighbours coalesce.
 #![forbid(unsafe_code)]
 
 use serde::Serialize;
 
 vramlab_device::named! {
-    /// When free neighbours are joined.
+    /// When free neighbours coalesce.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum Join {
-        /// As soon as one of them becomes free (PyTorch, RMM's pool, BFC): a free costs more, and a search finds the largest
-        /// blocks that there are.
+        /// When one of them becomes free (PyTorch, RMM's pool, BFC): a free costs more, and a search finds the largest possible
+        /// blocks.
         #[default]
         AtFree "at-free",
-        /// When no free block fits a request ("deferred coalescing", Knuth's and Lea's): a block that comes back is there for
-        /// the next request of its size as it was. The miss joins all free blocks of the list, O(n log n).
+        /// When no free block fits a request ("deferred coalescing", Knuth's and Lea's): a freed block serves the next request of
+        /// its size unchanged. The miss coalesces all free blocks of the list, O(n log n).
         OnMiss "on-miss",
     }
 }
@@ -36,7 +36,7 @@ mod tests {
         FreeList { owner: Owner::of(crate::stream(1)), pool: None }
     }
 
-    /// A heap with one segment of 8 KiB that is cut into blocks of 1 KiB, all held.
+    /// A heap with one segment of 8 KiB that is split into live blocks of 1 KiB.
     fn eight(join: Join) -> (Heap, Vec<BlockId>) {
         let source = Source::Plain { driver: Arc::new(NullDriver::new(1 << 20)), limit: None };
         let mut heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, source).with_join(join);
@@ -66,7 +66,7 @@ mod tests {
     fn blocks_stay_apart_until_none_fits() {
         let (mut heap, blocks) = eight(Join::OnMiss);
         for at in [1, 0, 2, 5, 6] {
-            assert!(!heap.put(blocks[at]), "nothing is joined at a free");
+            assert!(!heap.put(blocks[at]), "a free does not coalesce");
         }
         assert_eq!(sizes(&heap), [1; 8]);
         let split = heap.space().account().stats().inactive_split_bytes;
@@ -80,7 +80,7 @@ mod tests {
         );
         let found = heap.find(list(), 3 * KIB, u64::MAX).unwrap();
         assert_eq!(heap.space()[found].bytes, 3 * KIB);
-        // A segment of which all is free can go back, joined or not.
+        // A segment whose blocks are all free can be released, coalesced or not.
         for at in [3, 4, 7] {
             heap.put(blocks[at]);
         }

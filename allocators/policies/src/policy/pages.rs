@@ -1,7 +1,7 @@
-//! When pages of free memory were last used, and whether that work is over.
+//! The last uses of pages of free memory, and whether that work has completed.
 //!
-//! A page is a handle of an expandable source. It can be taken from one place and mapped at another when all of it is free and
-//! the work that used it is over. The work of a stream is over up to a free when the event is that was recorded there.
+//! A page is a handle of an expandable source. It can be unmapped and mapped at another address when all of it is free and the work
+//! that used it has completed. The work of a stream before a free has completed when the event recorded at that free has.
 #![forbid(unsafe_code)]
 
 use super::events::Events;
@@ -9,7 +9,7 @@ use super::places::Places;
 use std::collections::{BTreeMap, VecDeque};
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
 
-/// Events of a stream that wait for this many are looked at, so that there are never many more.
+/// A stream with this number of pending events is polled, so that there are never many more.
 const MANY: usize = 64;
 
 /// See the [module](self).
@@ -17,59 +17,59 @@ const MANY: usize = 64;
 pub(super) struct Pages {
     /// Bytes of a page.
     page: u64,
-    /// Frees so far.
+    /// Number of frees.
     frees: u64,
-    /// The last frees of pages, by the first address of the range that they lie in.
+    /// The last frees of pages, by the first address of the range of addresses.
     ranges: BTreeMap<u64, LastFrees>,
     streams: BTreeMap<StreamId, Frees>,
     events: Events,
-    /// Whether it was asked if some work is over. Until then no event is recorded: one costs as much as all else that a free does, and a
-    /// program with one stream asks only before mappings are undone. From then on each free has its own, so that nothing is
-    /// waited for that was queued later.
+    /// Whether completion was queried. Until then no event is recorded: an event costs as much as the remainder of a free, and a
+    /// program with one stream queries only before mappings are removed. From then on each free has an event of its own, so that no
+    /// wait includes later work.
     asked: bool,
-    /// Where requests were served since pages moved first.
+    /// Addresses of requests since pages were first moved.
     pub(super) places: Places,
 }
 
-/// The last frees of the pages of a range, all of whose blocks are of one stream.
+/// The last frees of the pages of a range, all of whose blocks belong to one stream.
 #[derive(Debug)]
 struct LastFrees {
     stream: StreamId,
-    /// Number of the free that touched each page last, up to the last page that was ever used; 0 for pages that never were.
+    /// Number of the last free of each page, up to the last page that was ever used; 0 for pages that were never used.
     frees: Vec<u64>,
 }
 
 /// Frees on a stream.
 #[derive(Debug, Default)]
 struct Frees {
-    /// Frees up to a number, whose work is over when the event is, oldest first. An event is missing where none could be recorded;
-    /// it is recorded later, which is late but safe.
+    /// Number of a free, and the event whose completion shows that the work up to it has completed, oldest first. An event is
+    /// missing where none could be recorded; it is recorded later, which is late but safe.
     waiting: VecDeque<(u64, Option<EventId>)>,
-    /// Frees behind the last of these, and the number of the latest one.
+    /// Number of frees after the last of these, and the number of the latest one.
     without: u64,
     latest: u64,
-    /// The last one whose work is over.
+    /// The last free whose work has completed.
     over: u64,
 }
 
-/// A stream that is gone takes no event.
+/// A destroyed stream records no event.
 fn unless_gone(error: DriverError) -> Result<(), DriverError> {
     if error.code == DriverError::INVALID_HANDLE { Ok(()) } else { Err(error) }
 }
 
 impl Pages {
-    /// Pages of so many bytes, none of which was used.
+    /// Unused pages of `page` bytes.
     pub(super) fn new(page: u64) -> Self {
         let (ranges, streams) = (BTreeMap::new(), BTreeMap::new());
         let (events, places) = (Events::default(), Places::default());
         Self { page, frees: 0, ranges, streams, events, asked: false, places }
     }
 
-    /// Notes that the pages from `start` to `end` became free on a stream, to which the range of addresses belongs that begins at
-    /// `base`. Writes a word for each of them.
+    /// Notes that the pages from `start` to `end` became free on the stream of the range that begins at `base`. Writes one word for
+    /// each of them.
     ///
     /// # Errors
-    /// Those of the driver: the pages are of no use for now.
+    /// Those of the driver: the pages cannot be moved for now.
     pub(super) fn freed(
         &mut self,
         driver: &dyn Driver,
@@ -102,14 +102,14 @@ impl Pages {
     /// Records an event behind the frees of a stream that have none.
     fn record(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
         let Some(frees) = self.streams.get_mut(&stream).filter(|frees| frees.without > 0) else { return Ok(()) };
-        // A stream that is gone takes no event; its pages stay where they are.
+        // A destroyed stream records no event; its pages are not moved.
         let event = self.events.record(driver, stream, capturing).or_else(|error| unless_gone(error).map(|()| None));
         frees.waiting.push_back((frees.latest, event.clone().unwrap_or(None)));
         frees.without = 0;
         event.map(|_| ())
     }
 
-    /// Forgets the pages of a range that is given back.
+    /// Forgets the pages of a range that is released.
     pub(super) fn forget(&mut self, base: u64) {
         self.ranges.remove(&base);
     }
@@ -117,12 +117,12 @@ impl Pages {
     /// The last free of a page, and its stream.
     fn last(&self, page: u64) -> Option<(StreamId, u64)> {
         let (base, range) = self.ranges.range(..=page).next_back()?;
-        // CAST: number of a page. Of a range behind this one nothing is noted, and it begins behind the last page of this.
+        // CAST: number of a page. Nothing is noted of the range behind this one, and it begins behind the last page of this one.
         let free = *range.frees.get(((page - base) / self.page) as usize)?;
         (free > 0).then_some((range.stream, free))
     }
 
-    /// Finds out which frees of a stream are over by now.
+    /// Finds the frees of a stream whose work has completed.
     fn poll(&mut self, driver: &dyn Driver, stream: StreamId, capturing: bool) -> Result<(), DriverError> {
         while let Some(event) = self.oldest(driver, stream, capturing)? {
             if !driver.event_query(event)? {
@@ -133,7 +133,7 @@ impl Pages {
         Ok(())
     }
 
-    /// The event of the oldest frees of a stream that may not be over, recorded now where it is missing.
+    /// The event of the oldest frees of a stream that may not have completed, recorded now where it is missing.
     fn oldest(
         &mut self,
         driver: &dyn Driver,
@@ -164,7 +164,7 @@ impl Pages {
         }
     }
 
-    /// Number of the free that touched a page last; 0 for a page that was never used.
+    /// Number of the last free of a page; 0 for a page that was never used.
     pub(super) fn last_free(&self, page: u64) -> u64 {
         self.last(page).map_or(0, |(_, free)| free)
     }
@@ -174,8 +174,8 @@ impl Pages {
         self.streams.get(&stream).map_or(0, |frees| frees.latest)
     }
 
-    /// Whether the work before a free of a stream is over. With `wait` the host waits for it, and for what was queued before its
-    /// event. False also where a stream is gone, of which that cannot be known.
+    /// Whether the work before a free of a stream has completed. With `wait` the host waits for it, and for all work queued before
+    /// its event. False also for a destroyed stream, for which this is unknown.
     ///
     /// # Errors
     /// Those of the driver.
@@ -200,7 +200,7 @@ impl Pages {
         Ok(true)
     }
 
-    /// Whether the work that used an address is over, for which the host waits. False where its stream is gone.
+    /// Waits on the host for the work that used an address. False where its stream was destroyed.
     ///
     /// # Errors
     /// Those of the driver.
@@ -209,7 +209,7 @@ impl Pages {
         self.is_over(driver, stream, free, true)
     }
 
-    /// Every event, for the end.
+    /// Every event, for destruction.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         let waiting = std::mem::take(&mut self.streams).into_values().flat_map(|frees| frees.waiting);
         let waiting: Vec<EventId> = waiting.filter_map(|(_, event)| event).collect();
@@ -238,7 +238,7 @@ mod tests {
         work(&driver, stream);
         pages.freed(&driver, stream, 0, (8 * PAGE, 9 * PAGE), false).unwrap();
         pages.freed(&driver, stream, 0, (0, 2 * PAGE), false).unwrap();
-        // Now that it is asked, the frees so far get an event, and later ones one each.
+        // From this query on the frees so far get an event, and later ones one each.
         assert!(!pages.is_over(&driver, stream, 2, false).unwrap());
         work(&driver, stream);
         pages.freed(&driver, stream, 0, (PAGE, 3 * PAGE), false).unwrap();
@@ -251,13 +251,13 @@ mod tests {
         };
         assert!(is_over(3 * PAGE, false), "nothing ever used it");
         assert!(!is_over(0, false));
-        // Waiting for the first page waits for nothing that was queued after its event.
+        // Waiting for the first page does not wait for work queued after its event.
         assert!(is_over(0, true));
         assert!(!is_over(PAGE, false));
         driver.device_synchronize().unwrap();
         assert!(is_over(2 * PAGE, false));
         assert_eq!(pages.latest(stream), 3);
-        assert_eq!(pages.take_events().len(), 2, "none is left behind");
+        assert_eq!(pages.take_events().len(), 2, "all are returned");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Frees that wait for streams other than the block's own (PyTorch's `record_stream`).
+//! Deferred frees: blocks that other streams use when they are freed (PyTorch's `record_stream`).
 //!
-//! A block that other streams were announced to use is not reusable when the client frees it. An event is queued on each of
-//! those streams, and the block is free when the last of them has completed.
+//! A block that other streams were announced to use is not reusable when the client frees it. An event is recorded on each of those
+//! streams, and the block is reusable when the last event has completed.
 
 use super::captured::Captured;
 use super::events::Events;
@@ -17,43 +17,43 @@ pub(crate) struct Freed<B> {
     pub(crate) bytes: u64,
     /// Its own stream.
     pub(crate) stream: StreamId,
-    /// The other streams that it was announced to.
+    /// The other streams that were announced to use it.
     pub(crate) users: Vec<StreamId>,
-    /// Whether it is of a private pool. Captures are served from such, so no other block is of use within one.
+    /// Whether it belongs to a private pool. Captures are served from private pools, so no other block is reusable within one.
     pub(crate) private: bool,
 }
 
-/// A block that waits for an event.
+/// A deferred free in the queue of one stream.
 #[derive(Clone, Copy, Debug)]
 struct Waiting<B> {
-    /// Missing where it could not be made, or the stream is being captured; it is recorded later, which is late but safe.
+    /// Missing where it could not be recorded, or the stream is being captured; it is recorded later, which is late but safe.
     event: Option<EventId>,
     block: B,
 }
 
-/// A block that waits.
+/// The state of a deferred free.
 #[derive(Clone, Copy, Debug, Default)]
 struct Left {
-    /// Streams that it still waits for.
+    /// Number of streams that it still waits for.
     streams: u32,
-    /// How many of these take no event any more.
+    /// The number of these streams that record no event any more.
     gone: u32,
     bytes: u64,
 }
 
-/// The blocks that wait, oldest first by stream. An allocator names its blocks by a `B`.
+/// Deferred frees, oldest first by stream. An allocator identifies its blocks by a `B`.
 #[derive(Debug)]
 pub struct Pending<B = BlockId> {
     queues: BTreeMap<StreamId, VecDeque<Waiting<B>>>,
     left: BTreeMap<B, Left>,
-    /// Whether blocks that are freed in a capture may be reused within it; the others wait for its end.
+    /// Whether blocks that are freed in a capture may be reused within it; otherwise they wait for its end.
     reuses_in_captures: bool,
     captured: Captured<B>,
     events: Events,
-    /// Bytes of blocks used by streams that take no event any more, because they are gone. Nothing but a wait for the whole
-    /// device tells that their work is over.
+    /// Bytes of deferred frees that wait for destroyed streams, which record no event. Only a wait for the whole device shows that
+    /// their work has completed.
     stranded: Gauge,
-    /// The first error by which a block was stranded outside of a free, until it is taken.
+    /// The first error of a deferred free that no free call returned, until it is taken.
     error: Option<DriverError>,
     /// Streams that were announced to use a live block.
     uses: BTreeMap<B, Vec<StreamId>>,
@@ -78,7 +78,7 @@ impl<B> Default for Pending<B> {
 }
 
 impl<B: Copy + Ord> Pending<B> {
-    /// Whether no block waits for anything but a stream that is gone.
+    /// Whether no block waits, except for destroyed streams.
     pub(crate) fn is_empty(&self) -> bool {
         self.queues.is_empty() && self.captured.is_empty()
     }
@@ -92,7 +92,7 @@ impl<B: Copy + Ord> Pending<B> {
         self.reuses_in_captures
     }
 
-    /// Bytes of blocks that wait for streams that are gone; `None` when there never were any.
+    /// Bytes of blocks that wait for destroyed streams; `None` when there never were any.
     #[must_use]
     pub fn stranded_bytes(&self) -> Option<Gauge> {
         Some(self.stranded).filter(|gauge| gauge.allocated > 0)
@@ -119,17 +119,17 @@ impl<B: Copy + Ord> Pending<B> {
         self.uses.remove(&block).unwrap_or_default()
     }
 
-    /// Lets the peak start again.
+    /// Restarts the peak.
     pub(crate) fn reset_peaks(&mut self) {
         self.stranded.reset_peak();
     }
 
-    /// Keeps an error that the call in hand is not the place to tell.
+    /// Keeps an error that the current call cannot return.
     pub(crate) fn note_error(&mut self, error: DriverError) {
         self.error.get_or_insert(error);
     }
 
-    /// Lets nothing wait any more for a stream whose work is done; notes in `done` the blocks that waited for no other.
+    /// Removes a stream whose work has completed; adds the blocks that waited only for it to `done`.
     pub(crate) fn forget_stream(&mut self, stream: StreamId, done: &mut Vec<B>) {
         self.captured.forget_stream(stream);
         self.uses.values_mut().for_each(|users| users.retain(|user| *user != stream));
@@ -139,20 +139,21 @@ impl<B: Copy + Ord> Pending<B> {
         }
     }
 
-    /// An error that a request would not have been the place to tell, once.
+    /// The error that an earlier call could not return, once.
     pub(crate) fn take_error(&mut self) -> Option<DriverError> {
         self.error.take()
     }
 
-    /// The events that wait for their next use.
+    /// The idle events.
     pub(crate) fn events(&mut self) -> &mut Events {
         &mut self.events
     }
 
-    /// Lets a block wait for what is queued on the streams that use it. `capturing` says whether any graph is being captured.
+    /// Defers a block until the queued work of the streams that use it has completed. `capturing` is true while any capture is
+    /// open.
     ///
     /// # Errors
-    /// Those of the driver. The block waits all the same: where a stream takes no event, for the whole device.
+    /// Those of the driver. The block waits nevertheless: for the whole device, where a stream records no event.
     pub(crate) fn wait_for(
         &mut self,
         driver: &dyn Driver,
@@ -201,7 +202,7 @@ impl<B: Copy + Ord> Pending<B> {
         }
     }
 
-    /// One of the streams of a block is done with it; true when it was the last.
+    /// Counts one stream of a block as completed; true when it was the last.
     fn complete(&mut self, block: B, done: &mut Vec<B>) {
         let left = self.left.entry(block).or_default();
         left.streams -= 1;
@@ -211,11 +212,11 @@ impl<B: Copy + Ord> Pending<B> {
         }
     }
 
-    /// PyTorch's `process_events`: notes in `done` the blocks whose events have completed. Each stream's queue is looked at
-    /// until its first event that has not. `asking` is the stream of the request that it is done for, if it is for one.
+    /// PyTorch's `process_events`: adds the blocks whose events have completed to `done`. Each stream's queue is read up to its
+    /// first pending event. `asking` is the stream of the request that needs memory, if there is one.
     ///
     /// # Errors
-    /// Those of the driver; `done` is right all the same.
+    /// Those of the driver; `done` is correct nevertheless.
     pub(crate) fn process(
         &mut self,
         driver: &dyn Driver,
@@ -230,7 +231,7 @@ impl<B: Copy + Ord> Pending<B> {
         captured.and(self.drain(driver, capturing, false, done, |event| driver.event_query(event)))
     }
 
-    /// Lets what was freed in captures wait for events when these are over.
+    /// Records events for blocks that were freed in captures once these have ended.
     fn after_captures(&mut self, driver: &dyn Driver, capturing: bool, done: &mut Vec<B>) -> Result<(), DriverError> {
         if capturing || self.captured.is_empty() {
             return Ok(());
@@ -238,20 +239,20 @@ impl<B: Copy + Ord> Pending<B> {
         let mut outcome = Ok(());
         for freed in self.captured.take() {
             if freed.users.is_empty() {
-                // All streams that it waited for are gone.
+                // All streams that it waited for were destroyed.
                 done.push(freed.block);
                 continue;
             }
-            // Each waits, whatever became of the others.
+            // Each waits, whatever the result for the others.
             outcome = outcome.and(self.wait_for_events(driver, &freed, false));
         }
         outcome
     }
 
-    /// Waits for every pending free, and for the whole device where that is the only way.
+    /// Waits for every deferred free, and for the whole device where necessary.
     ///
     /// # Errors
-    /// Those of the driver; `done` is right all the same.
+    /// Those of the driver; `done` is correct nevertheless.
     pub(crate) fn synchronize(
         &mut self,
         driver: &dyn Driver,
@@ -261,7 +262,7 @@ impl<B: Copy + Ord> Pending<B> {
         let captured = self.after_captures(driver, capturing, done);
         captured
             .and(self.drain(driver, capturing, true, done, |event| driver.event_synchronize(event).map(|()| true)))?;
-        // A device that is captured cannot be waited for, and one that refuses to be keeps what was set aside.
+        // A device with an open capture cannot be waited for; if the wait is refused, the state does not change.
         if self.stranded.current == 0 || capturing || driver.device_synchronize().is_err() {
             return Ok(());
         }
@@ -275,8 +276,8 @@ impl<B: Copy + Ord> Pending<B> {
         Ok(())
     }
 
-    /// Completes frees from the front of each queue while `is_done` says so. A stream that takes no event strands the blocks
-    /// that wait for it; `all` says whether it does as well when no event can be made for it now.
+    /// Completes frees from the front of each queue while `is_done` returns true. A stream that records no event strands the blocks
+    /// that wait for it; `all` strands them also when no event can be recorded for it now.
     fn drain(
         &mut self,
         driver: &dyn Driver,
@@ -342,7 +343,7 @@ mod tests {
             Self { driver, streams, pending: Pending::default() }
         }
 
-        /// Blocks that are done.
+        /// Completed blocks.
         fn process(&mut self) -> Vec<u32> {
             let mut done = Vec::new();
             self.pending.process(&self.driver, false, None, &mut done).unwrap();
@@ -361,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_is_done_with_its_last_stream_and_the_events_are_used_again() {
+    fn block_completes_with_its_last_stream_and_events_are_reused() {
         let mut bench = Bench::new();
         for number in 0..3 {
             let block = BlockId::numbered(number);

@@ -1,19 +1,19 @@
-//! Where requests were served, in order, so that a program that repeats itself is served in the same places again.
+//! Addresses of earlier requests, in order, so that a program that repeats itself gets the same addresses again.
 //!
-//! A request is looked for behind the one that the last request was found to repeat. Where another one follows there, the latest
-//! request is looked for that came after the same ones, and then the latest of this size.
+//! A request is expected to repeat the successor of the request that the last one repeated. Otherwise the search takes the latest
+//! request that followed the same sequence, and then the latest request of this size.
 
 use crate::space::FreeList;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 
-/// Requests in a row by which a place in the order is recognised.
+/// Length of the sequence of requests that identifies a position.
 const ALIKE: usize = 32;
 
-/// Requests that are remembered: many steps of training.
+/// Number of remembered requests: many steps of training.
 const MANY: usize = 1 << 16;
 
-/// A request's list and size, and where it was served.
+/// A request's list, size and address.
 #[derive(Clone, Copy, Debug)]
 struct Served {
     list: FreeList,
@@ -28,15 +28,15 @@ struct Served {
 #[derive(Debug, Default)]
 pub(super) struct Places {
     served: Vec<Served>,
-    /// Which of these comes next if the program repeats itself.
+    /// Index of the next request if the program repeats itself.
     next: usize,
-    /// The latest request behind the same row of requests, and the latest of the same size.
+    /// The latest request after the same sequence of requests, and the latest of the same size.
     latest: HashMap<u64, usize, BuildHasherDefault<DefaultHasher>>,
-    /// Sum over the last row of requests, each weighted by how long ago it was.
+    /// Sum over the last requests, weighted by age.
     row: u64,
 }
 
-/// Earlier times that are looked at.
+/// Maximum number of earlier repetitions that a search returns.
 const TIMES: usize = 8;
 
 const WEIGHT: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -46,7 +46,7 @@ impl Places {
         BuildHasherDefault::<DefaultHasher>::default().hash_one((list, bytes))
     }
 
-    /// The row with one more request.
+    /// The sum with one more request.
     fn row_with(&self, hash: u64) -> u64 {
         let out = self.served.len().checked_sub(ALIKE).map_or(0, |first| self.served[first].hash);
         // CAST: a small number.
@@ -54,8 +54,8 @@ impl Places {
         self.row.wrapping_mul(WEIGHT).wrapping_add(hash).wrapping_sub(faded)
     }
 
-    /// Where such a request was served when it came in the same order, the last time first. What lives from one step to the next
-    /// is in two places in turn.
+    /// Addresses of such a request when it occurred in the same order, the latest first. A block that lives from one step to the
+    /// next alternates between two addresses.
     pub(super) fn before(&mut self, list: FreeList, bytes: u64) -> Vec<u64> {
         let same = |served: &&Served| served.list == list && served.bytes == bytes;
         if self.served.get(self.next).filter(same).is_none() {
@@ -73,10 +73,10 @@ impl Places {
         places
     }
 
-    /// Notes where a request was served.
+    /// Notes the address of a request.
     pub(super) fn served(&mut self, list: FreeList, bytes: u64, place: u64) {
         if self.served.len() == MANY {
-            // The older half goes; what is remembered of the rest is found by its order.
+            // The older half is removed; indices of the newer half are adjusted.
             self.served.drain(..MANY / 2);
             self.next = self.next.saturating_sub(MANY / 2);
             self.served.iter_mut().for_each(|one| one.repeats = one.repeats.and_then(|at| at.checked_sub(MANY / 2)));
@@ -94,7 +94,7 @@ impl Places {
         self.served.push(Served { list, bytes, hash, place, repeats });
     }
 
-    /// Forgets every place.
+    /// Forgets every address.
     pub(super) fn clear(&mut self) {
         *self = Self::default();
     }
@@ -107,11 +107,11 @@ mod tests {
     use vramlab_device::StreamId;
 
     fn list() -> FreeList {
-        // SAFETY: no driver is given this stream.
+        // SAFETY: no driver gets this stream.
         FreeList { owner: Owner::of(unsafe { StreamId::from_raw(1) }), pool: None }
     }
 
-    /// Asks where each request of a step was served before, and says where it is served now.
+    /// Looks up each request of a step, and notes its new address.
     fn step(places: &mut Places, requests: &[(u64, u64)]) -> Vec<Vec<u64>> {
         let mut before = Vec::new();
         for (bytes, place) in requests {

@@ -1,4 +1,4 @@
-//! Part `size`: how a request is rounded, which pool serves it, and how large a segment for it is.
+//! Part `size`: how a request is rounded, which pool serves it, and the size of its segment.
 #![forbid(unsafe_code)]
 
 mod divisions;
@@ -7,7 +7,7 @@ pub mod torch;
 use crate::contract::PoolKind;
 use std::fmt;
 
-/// Segments of policies that have no sizes of their own for them are multiples of this: a page of the device.
+/// Policies without segment sizes of their own round them to this: a page of the device.
 const PAGE: u64 = 2 << 20;
 
 /// A rule for sizes.
@@ -15,11 +15,11 @@ const PAGE: u64 = 2 << 20;
 pub enum Size {
     /// PyTorch: multiples of 512 bytes, or steps between powers of two; a small and a large pool. See [`torch`].
     Torch(torch::Divisions),
-    /// PyTorch's sizes, of blocks and of segments, from one pool: small blocks may lie between large ones.
+    /// PyTorch's sizes of blocks and of segments, in one pool: small blocks may be between large ones.
     TorchOnePool(torch::Divisions),
-    /// Multiples of so many bytes, which are a multiple of 256; one pool. RMM and TensorFlow's BFC take 256, CuPy 512.
+    /// Multiples of this number of bytes, which is a multiple of 256; one pool. RMM and TensorFlow's BFC take 256, CuPy 512.
     Multiple(u64),
-    /// Powers of two from 512 bytes on, one pool: blocks of one size class are all alike, at up to half of each wasted.
+    /// Powers of two from 512 bytes on, one pool: blocks of one size class are equal, with up to half of each wasted.
     PowerOfTwo,
     /// Another rule, with one pool.
     Custom(&'static dyn SizeRule),
@@ -27,13 +27,13 @@ pub enum Size {
 
 /// A rule for sizes of another crate: [`Size::Custom`].
 pub trait SizeRule: fmt::Debug + Sync {
-    /// Every block is a multiple of this many bytes, which are a multiple of 256.
+    /// Every block size is a multiple of this number of bytes, which is a multiple of 256.
     fn granule(&self) -> u64;
 
-    /// The size of the block for a request of `bytes`, which are at most 2^62: no less, and a multiple of the granule.
+    /// The block size for a request of `bytes`, at most 2^62: not less, and a multiple of the granule.
     fn round(&self, bytes: u64) -> u64;
 
-    /// The size of a segment for a rounded size: no less.
+    /// The segment size for a rounded size: not less.
     fn segment(&self, rounded: u64) -> u64 {
         rounded.next_multiple_of(PAGE)
     }
@@ -48,7 +48,7 @@ impl PartialEq for dyn SizeRule {
 impl Eq for dyn SizeRule {}
 
 impl Size {
-    /// Every block is a multiple of this many bytes.
+    /// Every block size is a multiple of this number of bytes.
     #[must_use]
     pub fn granule(&self) -> u64 {
         match self {
@@ -58,7 +58,7 @@ impl Size {
         }
     }
 
-    /// The size of the block for a request of `bytes`, which are at most 2^62.
+    /// The block size for a request of `bytes`, at most 2^62.
     #[must_use]
     pub fn round(&self, bytes: u64) -> u64 {
         match self {
@@ -69,19 +69,19 @@ impl Size {
         }
     }
 
-    /// The pool that serves a rounded size; `None` where there is only one.
+    /// The pool that serves a rounded size; `None` where there is only one pool.
     #[must_use]
     pub fn pool(&self, rounded: u64) -> Option<PoolKind> {
         matches!(self, Self::Torch(_)).then(|| torch::pool_of(rounded))
     }
 
-    /// The pool of a segment that another allocator made and kept in `pool`.
+    /// The pool for a segment that another allocator had in `pool`.
     #[must_use]
     pub(crate) fn pool_of_segment(&self, pool: Option<PoolKind>) -> Option<PoolKind> {
         matches!(self, Self::Torch(_)).then(|| pool.unwrap_or(PoolKind::Large))
     }
 
-    /// The size of a segment for a rounded size.
+    /// The segment size for a rounded size.
     #[must_use]
     pub fn segment(&self, rounded: u64) -> u64 {
         match self {

@@ -17,20 +17,20 @@ use vramlab_device::{DeviceAddr, Driver, DriverError, EventId};
 /// A source of segments on a device.
 #[derive(Debug)]
 pub enum Source {
-    /// One call of the driver a segment (`cuMemAlloc`, `cuMemFree`), all at addresses of their own.
+    /// Each segment is one driver allocation (`cuMemAlloc`, `cuMemFree`) with its own address.
     Plain {
         /// The device.
         driver: Arc<dyn Driver>,
-        /// Most bytes that may be held from it at once.
+        /// Maximum of reserved bytes.
         limit: Option<u64>,
     },
-    /// Ranges of addresses, each behind which memory comes and goes in parts.
+    /// Expandable segments: ranges of addresses in which memory is mapped and unmapped.
     Expandable(Expandable),
 }
 
-/// Why a call for whole segments has nothing to do with an expandable source, and one for parts with a plain one.
-const IN_PARTS: &str = "memory of this source should come and go in parts";
-const IN_SEGMENTS: &str = "memory of this source should come and go in whole segments";
+/// The functions for whole segments exclude an expandable source, and those for mapped ranges a plain one.
+const IN_PARTS: &str = "this source should map and unmap ranges";
+const IN_SEGMENTS: &str = "this source should allocate and release whole segments";
 
 impl Source {
     /// The device.
@@ -42,7 +42,7 @@ impl Source {
         }
     }
 
-    /// Most bytes that may be held from the device.
+    /// Maximum of reserved bytes.
     #[must_use]
     pub fn limit(&self) -> Option<u64> {
         match self {
@@ -51,7 +51,7 @@ impl Source {
         }
     }
 
-    /// Changes the most bytes that may be held.
+    /// Changes the maximum of reserved bytes.
     pub(super) fn set_limit(&mut self, bytes: Option<u64>) {
         match self {
             Self::Plain { limit, .. } => *limit = bytes,
@@ -59,10 +59,10 @@ impl Source {
         }
     }
 
-    /// The source as one whose memory comes in parts.
+    /// The source as an expandable one.
     ///
     /// # Panics
-    /// When it is none.
+    /// When it is plain.
     pub(super) fn expandable(&mut self) -> &mut Expandable {
         match self {
             Self::Expandable(expandable) => expandable,
@@ -70,10 +70,10 @@ impl Source {
         }
     }
 
-    /// What is mapped, of a source whose memory comes in parts.
+    /// The mapped pages of an expandable source.
     ///
     /// # Panics
-    /// When it is none.
+    /// When it is plain.
     pub(super) fn mapped(&self) -> &Mapped {
         match self {
             Self::Expandable(expandable) => &expandable.mapped,
@@ -81,10 +81,10 @@ impl Source {
         }
     }
 
-    /// Unmapped ranges by free list and address, of a source whose memory comes in parts.
+    /// Unmapped ranges of an expandable source, by free list and address.
     ///
     /// # Panics
-    /// When it is none.
+    /// When it is plain.
     pub(super) fn holes(&self) -> &BTreeMap<(FreeList, u64), BlockId> {
         match self {
             Self::Expandable(expandable) => &expandable.holes,
@@ -92,10 +92,10 @@ impl Source {
         }
     }
 
-    /// Pages that stay mapped, of a source whose memory comes in parts.
+    /// Pages of an expandable source that stay mapped.
     ///
     /// # Panics
-    /// When it is none.
+    /// When it is plain.
     pub(super) fn shared(&self) -> &Shared {
         match self {
             Self::Expandable(expandable) => &expandable.shared,
@@ -126,10 +126,10 @@ impl Source {
         }
     }
 
-    /// Bytes in which memory of a pool comes and goes in parts.
+    /// Bytes of a handle in a pool of an expandable source.
     ///
     /// # Panics
-    /// When it does not.
+    /// When it is plain.
     pub(super) fn handle_bytes(&self, pool: Option<PoolKind>) -> u64 {
         match self {
             Self::Expandable(expandable) => expandable.handle_bytes(pool),
@@ -137,14 +137,14 @@ impl Source {
         }
     }
 
-    /// Whether memory comes and goes in parts.
+    /// Whether segments are expandable.
     #[must_use]
     pub fn is_expandable(&self) -> bool {
         matches!(self, Self::Expandable(_))
     }
 
-    /// The address of a new segment; `None` when the device has no memory, or when `reserved` bytes are held and as many
-    /// more would pass the limit.
+    /// The address of a new segment; `None` when the device has no memory, or when the limit does not allow `bytes` beyond the
+    /// `reserved` ones.
     ///
     /// # Errors
     /// Any other error of the driver.
@@ -160,13 +160,13 @@ impl Source {
         }
     }
 
-    /// Gives a segment back, which waits until the whole device is idle.
+    /// Releases a segment, which waits until the whole device is idle.
     ///
     /// # Errors
-    /// Those of the driver: then the segment is still held.
+    /// Those of the driver: the segment is still reserved then.
     ///
     /// # Safety
-    /// The segment came from this source, is given back once, and only work that is queued still uses it.
+    /// The segment came from this source, is released once, and only queued work still uses it.
     pub(super) unsafe fn release(&self, addr: DeviceAddr) -> Result<(), DriverError> {
         let Self::Plain { driver, .. } = self else { unreachable!("{IN_PARTS}") };
         // SAFETY: the caller promises it, and the call itself waits for queued work.

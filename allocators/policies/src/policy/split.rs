@@ -1,4 +1,4 @@
-//! Part `split`: whether a free block may serve a request, and whether what is left of it is cut off.
+//! Part `split`: whether a free block may serve a request, and whether it is split.
 #![forbid(unsafe_code)]
 
 use super::size::torch::{MIN_BLOCK, SMALL_MAX, pool_of};
@@ -8,44 +8,43 @@ use std::fmt;
 /// A rule for splitting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// PyTorch: a rest is kept from 512 bytes on in the small pool, above 1 MiB in the large one.
+    /// PyTorch: a remainder is split off from 512 bytes on in the small pool, above 1 MiB in the large one.
     Torch {
-        /// Blocks of at least this many bytes are never split and serve only requests that are as large;
-        /// `u64::MAX` for no bound.
+        /// Blocks of at least this size are never split and serve only requests of at least this size; `u64::MAX` for no bound.
         max_split: u64,
         /// How much larger than the request such a block may be.
         max_non_split_rounding: u64,
     },
-    /// PyTorch with expandable segments: a rest is kept from 512 bytes on in both pools. The bounds are those of
-    /// [`Torch`](Self::Torch), but a block that is too large is cut all the same when it serves because memory was asked for.
+    /// PyTorch with expandable segments: a remainder is split off from 512 bytes on in both pools. The bounds are those of
+    /// [`Torch`](Self::Torch), but a block above them is split nevertheless when memory was mapped for the request.
     TorchExpandable {
-        /// Blocks of at least this many bytes serve only requests that are as large; `u64::MAX` for no bound.
+        /// Blocks of at least this size serve only requests of at least this size; `u64::MAX` for no bound.
         max_split: u64,
         /// How much larger than the request such a block may be.
         max_non_split_rounding: u64,
     },
-    /// Every rest is kept (RMM's pool).
+    /// Every remainder is split off (RMM's pool).
     Always,
-    /// A rest is kept when it is as large as the request, or as a bound (BFC).
+    /// A remainder is split off when it is as large as the request, or as a bound (BFC).
     Bfc {
         /// The bound.
         largest_rest: u64,
     },
-    /// None is: a block serves as a whole, however large it is.
+    /// Never: a block serves a request as a whole, however large it is.
     Never,
     /// Another rule.
     Custom(&'static dyn SplitRule),
 }
 
-/// A rule for splitting of another crate: [`Split::Custom`].
+/// A rule of another crate: [`Split::Custom`].
 pub trait SplitRule: fmt::Debug + Sync {
     /// The largest block that may serve a request of this rounded size.
     fn largest(&self, _bytes: u64) -> u64 {
         u64::MAX
     }
 
-    /// Whether a request of `bytes` that is served by a block of `size`, which is no less, leaves a rest of its own. Not where nothing
-    /// would be left.
+    /// Whether a request of `bytes` splits the block of `size` that serves it. `size` is at least `bytes`; equal sizes leave no
+    /// remainder.
     fn cuts(&self, bytes: u64, size: u64) -> bool;
 }
 
@@ -57,7 +56,7 @@ impl PartialEq for dyn SplitRule {
 
 impl Eq for dyn SplitRule {}
 
-/// The bound that TensorFlow and XLA have by default, and ONNX Runtime as `max_dead_bytes_per_chunk`.
+/// The default bound of TensorFlow and XLA, and of ONNX Runtime as `max_dead_bytes_per_chunk`.
 pub const BFC_LARGEST_REST: u64 = 128 << 20;
 
 impl Split {
@@ -78,7 +77,7 @@ impl Split {
         }
     }
 
-    /// Whether a request of `bytes` that is served by a block of `size` leaves a rest of its own.
+    /// Whether a request of `bytes` splits the block of `size` that serves it.
     #[must_use]
     pub fn cuts(&self, pool: Option<PoolKind>, bytes: u64, size: u64) -> bool {
         let rest = size - bytes;

@@ -1,4 +1,4 @@
-//! Part `stream`: which streams' free blocks a stream may take, and what that costs.
+//! Part `stream`: which streams' free blocks a stream may take, and the cost of that.
 
 use std::collections::BTreeMap;
 use vramlab_device::{Driver, DriverError, EventId, StreamId};
@@ -6,31 +6,31 @@ use vramlab_device::{Driver, DriverError, EventId, StreamId};
 /// A rule for streams.
 #[derive(Debug)]
 pub enum Stream {
-    /// A stream takes blocks that were freed on it and no others, so no stream waits (PyTorch).
+    /// A stream takes only blocks that were freed on it, so no stream waits (PyTorch).
     Own,
-    /// A stream that finds nothing among its own blocks takes one of another stream, and its later work waits on the device
-    /// for that stream's last free (RMM's pool). Each free records an event.
+    /// A stream without a fitting block takes one of another stream, and its later work waits on the device for that stream's last
+    /// free (RMM's pool). Each free records an event.
     Steal(LastFrees),
     /// The policy decides which stream takes memory of its arena, and orders the streams itself. A freed block returns to the
     /// stream of its segment.
     Arena,
 }
 
-/// By stream, an event behind the work that came before its last free.
+/// By stream, an event behind the work before its last free.
 #[derive(Debug, Default)]
 pub struct LastFrees {
     last: BTreeMap<StreamId, LastFree>,
-    /// The streams in the order in which they came, in which their blocks are looked at.
+    /// The streams in the order of their first request, in which their blocks are searched.
     order: Vec<StreamId>,
 }
 
-/// What is known of a stream's last free.
+/// The last free of a stream.
 #[derive(Clone, Copy, Debug, Default)]
 struct LastFree {
-    /// Missing until something is freed on the stream: until then all that it has is fresh from the device.
+    /// Missing until a block is freed on the stream: until then all its memory is new from the device.
     event: Option<EventId>,
-    /// Whether the event does not stand behind that free, because the driver refused it or the stream is gone or being
-    /// captured. Then no other stream takes this stream's blocks until its next free, or until the whole device was waited for.
+    /// True where the event is not behind that free, because the driver refused it or the stream was destroyed or is captured. Then
+    /// no other stream takes this stream's blocks until its next free, or until a wait for the whole device.
     unordered: bool,
 }
 
@@ -56,7 +56,7 @@ impl LastFrees {
         };
         match driver.event_record(event, stream) {
             Ok(()) => last.unordered = false,
-            // The stream is gone, which is no error of the client: its blocks wait for the whole device.
+            // The stream was destroyed, which is not an error of the client: its blocks wait for the whole device.
             Err(error) if error.code == DriverError::INVALID_HANDLE => {}
             Err(error) => return Err(error),
         }
@@ -65,7 +65,7 @@ impl LastFrees {
 }
 
 impl Stream {
-    /// Notes that a stream has come, unless it is known.
+    /// Notes a stream, unless it is known.
     pub(super) fn came(&mut self, stream: StreamId) {
         if let Self::Steal(last) = self {
             last.of(stream);
@@ -77,14 +77,14 @@ impl Stream {
         matches!(self, Self::Steal(last) if last.last.values().any(|last| last.unordered))
     }
 
-    /// Notes that all work on the device is done, so the blocks of every stream can be taken.
+    /// Notes that all work on the device has completed, so the blocks of every stream can be taken.
     pub(super) fn synchronized(&mut self) {
         if let Self::Steal(last) = self {
             last.last.values_mut().for_each(|last| last.unordered = false);
         }
     }
 
-    /// Notes that a block was freed on a stream. `capturing` says whether any graph is being captured.
+    /// Notes that a block was freed on a stream. `capturing` is true while any capture is open.
     ///
     /// # Errors
     /// Those of the driver: then no other stream takes this stream's blocks for now.
@@ -95,7 +95,7 @@ impl Stream {
         }
     }
 
-    /// The streams whose blocks a stream may take, in the order in which they came.
+    /// The streams whose blocks a stream may take, in the order of their first request.
     #[must_use]
     pub fn others(&self, taker: StreamId) -> Vec<StreamId> {
         let Self::Steal(last) = self else { return Vec::new() };
@@ -103,17 +103,17 @@ impl Stream {
         last.order.iter().filter(free).copied().collect()
     }
 
-    /// Lets later work of `taker` wait for what was queued on `owner` before its last free.
+    /// Makes later work of `taker` wait for the work queued on `owner` before its last free.
     ///
     /// # Errors
-    /// Those of the driver: then nothing may be taken.
+    /// Those of the driver: then no block may be taken.
     pub(super) fn order(&self, driver: &dyn Driver, owner: StreamId, taker: StreamId) -> Result<(), DriverError> {
         let Self::Steal(last) = self else { return Ok(()) };
         let event = last.last.get(&owner).and_then(|last| last.event);
         event.map_or(Ok(()), |event| driver.stream_wait_event(taker, event))
     }
 
-    /// Every event, for the end.
+    /// Every event, for destruction.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         match self {
             Self::Own | Self::Arena => Vec::new(),
@@ -162,13 +162,13 @@ mod tests {
         let rest = heap.find(owner, 1, u64::MAX).unwrap();
         assert_eq!((heap.space()[rest].bytes, heap.find(taker, 1, u64::MAX)), (BYTES / 4 * 3, None));
         heap.put(block);
-        assert_eq!(heap.find(taker, 1, u64::MAX), Some(block), "it stays the taker's");
+        assert_eq!(heap.find(taker, 1, u64::MAX), Some(block), "it stays with the taker");
     }
 
     #[test]
     fn nothing_is_taken_without_an_order() {
         let (mut heap, [_, taker], _) = freed(Stream::Own);
-        assert_eq!(heap.steal(taker, 1, u64::MAX).unwrap(), None, "by this rule never");
+        assert_eq!(heap.steal(taker, 1, u64::MAX).unwrap(), None, "this rule never takes one");
         let (mut heap, [owner, taker], faulty) = freed(Stream::Steal(LastFrees::default()));
         faulty.fail(CallKind::StreamWaitEvent, 0, DriverError::ILLEGAL_STATE);
         assert!(heap.steal(taker, 1, u64::MAX).is_err());
@@ -203,7 +203,7 @@ mod tests {
     fn what_is_taken_over_is_joined_with_what_the_stream_has() {
         let (mut heap, [owner, taker], _) = freed(Stream::Steal(LastFrees::default()));
         let whole = heap.find(owner, BYTES, u64::MAX).unwrap();
-        // Each has a half, and neither half is enough.
+        // Each stream has one half, and neither half is sufficient.
         heap.take(whole, taker, BYTES / 2, 1);
         heap.put(whole);
         assert_eq!(heap.steal(taker, BYTES, u64::MAX).unwrap(), None);

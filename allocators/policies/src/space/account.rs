@@ -1,32 +1,33 @@
-//! The account: what blocks and segments add up to, with exact peaks.
+//! The account: sums over blocks and segments, with exact peaks.
 
 use super::FreeList;
 use crate::contract::{Gauge, Ledger, PoolKind, PooledGauge, Stats};
 use vramlab_device::StreamId;
 
-/// PyTorch's statistics and the ledger, counted as blocks change state. Peaks are exact: one change is counted at a time.
+/// PyTorch's statistics and the breakdown of reserved memory, counted as blocks change state. Peaks are exact: one change is
+/// counted at a time.
 ///
-/// The ledger tells free bytes by the stream that asked for their *segment*.
+/// The breakdown attributes free bytes to the stream that allocated their *segment*.
 #[derive(Clone, Debug)]
 pub struct Account {
     stats: Stats,
-    /// Segments and blocks of at least this many bytes are counted as oversize.
+    /// Segments and blocks of at least this size are counted as oversize.
     oversize: u64,
     /// In the order of streams.
     by_stream: Vec<(StreamId, Sums)>,
     peak: Ledger,
-    /// Stream of the request that took reserved memory to its peak.
+    /// Stream of the request that last raised the peak of reserved memory.
     grown_by: StreamId,
 }
 
-/// What the segments that a stream asked for hold, in bytes.
+/// Bytes in the segments that a stream allocated.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sums {
     reserved: u64,
-    /// In segments of which no block is held or pending.
+    /// In segments without live or pending blocks.
     idle: u64,
     held: u64,
-    /// What the client asked for in the held blocks.
+    /// Requested bytes of the live blocks.
     requested: u64,
     pending: u64,
 }
@@ -48,7 +49,7 @@ impl Sums {
     }
 }
 
-/// Gauges without pools take no notice of the pool.
+/// Gauges without pools ignore the pool.
 fn pool(list: FreeList) -> PoolKind {
     list.pool.unwrap_or(PoolKind::Large)
 }
@@ -68,7 +69,7 @@ impl Account {
         Self::of(stats, u64::MAX)
     }
 
-    /// An account that also counts by pool, and what is of at least `oversize` bytes.
+    /// An account that also counts by pool, and sizes of at least `oversize` bytes.
     #[must_use]
     pub fn with_pools(oversize: u64) -> Self {
         Self::of(Stats::with_pools(), oversize)
@@ -84,25 +85,25 @@ impl Account {
         &self.stats
     }
 
-    /// Bytes held from the device.
+    /// Reserved bytes.
     #[must_use]
     pub fn reserved(&self) -> u64 {
         self.stats.reserved_bytes.all.current
     }
 
-    /// The ledger of this moment, as a request on `stream` sees it.
+    /// The current breakdown, as seen by a request on `stream`.
     #[must_use]
     pub fn ledger(&self, stream: StreamId) -> Ledger {
         self.by_stream.iter().map(|(owner, sums)| sums.ledger(*owner == stream)).sum()
     }
 
-    /// The ledger when reserved memory last reached a new peak.
+    /// The breakdown when reserved memory last reached a new peak.
     #[must_use]
     pub fn ledger_at_peak(&self) -> Ledger {
         self.peak
     }
 
-    /// Notes the ledger if a request of `stream` took reserved memory to a new peak.
+    /// Notes the breakdown if a request of `stream` raised the peak of reserved memory.
     pub fn note_peak(&mut self, stream: StreamId) {
         if self.reserved() > self.peak.reserved {
             self.peak = self.ledger(stream);
@@ -110,13 +111,13 @@ impl Account {
         }
     }
 
-    /// Lets every peak start again from the current value.
+    /// Restarts every peak from the current value.
     pub fn reset_peaks(&mut self) {
         self.stats.reset_peaks();
         self.peak = self.ledger(self.grown_by);
     }
 
-    /// Counts a device allocation that is tried again after the cache was released.
+    /// Counts a device allocation that is repeated after a cache flush.
     pub fn count_retry(&mut self) {
         self.stats.num_alloc_retries += 1;
     }
@@ -126,13 +127,12 @@ impl Account {
         self.stats.num_ooms += 1;
     }
 
-    /// Counts a wait for all outstanding events.
+    /// Counts a wait for all pending events.
     pub fn count_wait(&mut self) {
         self.stats.num_sync_all_streams += 1;
     }
 
-    /// Counts pages that were taken from where they lay, and a request for which that was done: `(0, 0, 0)` says that some may
-    /// be.
+    /// Counts moved pages, and requests for which pages were moved: `(0, 0, 0)` announces that pages may be moved.
     pub fn count_stolen(&mut self, requests: u64, pages: u64, bytes: u64) {
         let steals = self.stats.steals.get_or_insert_default();
         steals.requests += requests;
@@ -161,7 +161,7 @@ impl Account {
         (sums.reserved, sums.idle) = (sums.reserved - bytes, sums.idle - bytes);
     }
 
-    /// Memory came behind a part of an expandable segment that is in use, or not, as `busy` says.
+    /// Counts newly mapped memory of an expandable segment, which is in use if `busy`.
     pub(super) fn mapped(&mut self, list: FreeList, bytes: u64, busy: bool) {
         self.stats.count_reserved(pool(list), bytes);
         let sums = self.sums(list);
@@ -176,14 +176,14 @@ impl Account {
         sums.idle -= if busy { 0 } else { bytes };
     }
 
-    /// What was still mapped of an expandable segment that goes.
+    /// Counts the mapped remainder of an expandable segment that is removed.
     pub(super) fn unmapped(&mut self, list: FreeList, bytes: u64) {
         if bytes > 0 {
             self.unmapped_part(list, bytes, false);
         }
     }
 
-    /// The first block of a segment is taken.
+    /// The first block of a segment was taken.
     pub(super) fn segment_busy(&mut self, segment: FreeList, mapped: u64) {
         self.sums(segment).idle -= mapped;
     }
@@ -193,7 +193,7 @@ impl Account {
         self.sums(segment).idle += mapped;
     }
 
-    /// The client takes a block.
+    /// Counts an allocation of the client.
     pub(super) fn taken(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_taken(pool(list), bytes, requested);
         self.oversize(bytes).for_each(|gauge| gauge.increase(1));
@@ -201,7 +201,7 @@ impl Account {
         (sums.held, sums.requested) = (sums.held + bytes, sums.requested + requested);
     }
 
-    /// The client gives a block back, which is pending now.
+    /// Counts a free of the client; the block is pending now.
     pub(super) fn let_go(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_let_go(pool(list), bytes);
         self.oversize(bytes).for_each(|gauge| gauge.decrease(1));
@@ -210,19 +210,19 @@ impl Account {
         sums.pending += bytes;
     }
 
-    /// The gauge of blocks of at least so many bytes, where a block is one.
+    /// The gauge for oversize blocks, if a block is oversize.
     fn oversize(&mut self, bytes: u64) -> impl Iterator<Item = &mut Gauge> {
         let oversize = self.oversize;
         self.stats.oversize_allocations.iter_mut().filter(move |_| bytes >= oversize)
     }
 
-    /// A pending block is reusable.
+    /// A pending block became reusable.
     pub(super) fn freed(&mut self, list: FreeList, segment: FreeList, bytes: u64, requested: u64) {
         self.stats.count_reusable(pool(list), bytes, requested);
         self.sums(segment).pending -= bytes;
     }
 
-    /// The number and bytes of free blocks that are parts of segments change by this much in all.
+    /// Changes the number and bytes of free blocks that are parts of segments.
     pub(super) fn split_changed(&mut self, list: FreeList, blocks: i64, bytes: i64) {
         self.stats.inactive_split.iter_mut().for_each(|gauge| gauge.change(pool(list), blocks));
         self.stats.inactive_split_bytes.iter_mut().for_each(|gauge| gauge.change(pool(list), bytes));

@@ -1,29 +1,29 @@
-//! Blocks: where they lie, what lies beside them, whose they are.
+//! Blocks: their address, neighbours and owner.
 
 use crate::contract::{CaptureId, PoolKind};
 use vramlab_device::StreamId;
 
-/// Names a block of a [`Space`](super::Space) while it exists; names of blocks that are gone are used again.
+/// Identifies a block of a [`Space`](super::Space) while it exists; ids of removed blocks are reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(pub(super) u32);
 
 impl BlockId {
-    /// The lowest name.
+    /// The lowest id.
     pub(crate) const LOWEST: Self = Self(0);
 
-    /// A name for tests of what keeps names.
+    /// An id for tests of indices.
     #[cfg(test)]
     pub(crate) fn numbered(number: u32) -> Self {
         Self(number)
     }
 
-    /// The name as a number, to be written into a token.
+    /// The id as a number, to be written into a token.
     #[must_use]
     pub fn number(self) -> u32 {
         self.0
     }
 
-    /// The name of what has this key.
+    /// The id of the record with this key.
     pub(super) fn of(key: usize) -> Self {
         Self(u32::try_from(key).expect("memory should end before 2^32 blocks"))
     }
@@ -34,29 +34,29 @@ impl BlockId {
     }
 }
 
-/// Names a segment while it exists.
+/// Identifies a segment while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SegmentId(pub(super) usize);
 
 /// State of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Can be handed out.
+    /// Reusable.
     Free,
-    /// Held by the client.
+    /// Live.
     Held,
     /// Freed by the client and still used by a stream, so not yet reusable.
     Pending,
-    /// Addresses without memory behind them.
+    /// Unmapped addresses.
     Unmapped,
 }
 
-/// Whose memory a block is.
+/// The owner of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Owner {
     /// The stream that allocates it.
     pub stream: StreamId,
-    /// The private pool that it belongs to, if it does: a capture's, or one that the program [made](crate::contract::PrivatePool).
+    /// The private pool that it belongs to, if any: a capture's, or one that the program [made](crate::contract::PrivatePool).
     pub private: Option<CaptureId>,
 }
 
@@ -68,25 +68,25 @@ impl Owner {
     }
 }
 
-/// Free blocks that serve the same requests, and are joined when they lie side by side.
+/// Free blocks that serve the same requests, and coalesce when they are adjacent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FreeList {
-    /// Whose they are.
+    /// Their owner.
     pub owner: Owner,
     /// Pool, for policies that have a small one and a large one.
     pub pool: Option<PoolKind>,
 }
 
-/// What is known of a block.
+/// The record of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// First address.
     pub addr: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Bytes that the client asked for; 0 unless it is held or pending.
+    /// Requested bytes; 0 unless it is live or pending.
     pub requested: u64,
-    /// The free list that it is in, or goes to when it is freed.
+    /// Its free list, now or after its free.
     pub list: FreeList,
     /// State.
     pub state: State,
@@ -96,7 +96,7 @@ pub struct Record {
     pub next: Option<BlockId>,
     /// The segment that it is a part of.
     pub segment: SegmentId,
-    /// Searches that had been counted when it became free.
+    /// Number of searches when it became free.
     pub(super) idle_since: i64,
 }
 
@@ -108,7 +108,7 @@ impl Record {
     }
 }
 
-/// A free block as an index of free blocks keeps it.
+/// A free block, as the entry of an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FreeBlock {
     /// Its list.
@@ -117,7 +117,7 @@ pub struct FreeBlock {
     pub addr: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Its name.
+    /// Its id.
     pub id: BlockId,
 }
 
@@ -127,17 +127,17 @@ impl FreeBlock {
     }
 }
 
-/// What became of a block that was freed.
+/// The result of a free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joined {
-    /// Free neighbours that are a part of it now, and no blocks any more.
+    /// Former free neighbours that were coalesced into it.
     pub absorbed: [Option<FreeBlock>; 2],
     /// The free block.
     pub block: FreeBlock,
 }
 
 impl Joined {
-    /// Whether there was a neighbour to join with.
+    /// Whether a neighbour was coalesced.
     #[must_use]
     pub fn any(&self) -> bool {
         self.absorbed.iter().any(Option::is_some)

@@ -1,11 +1,11 @@
-//! Looking at what is held: blocks by number, segments that are idle, snapshots.
+//! Read access: blocks by number, idle segments, snapshots.
 
 use super::{BlockId, FreeBlock, FreeList, Segment, SegmentId, Space, State};
 use crate::contract::{BlockInfo, BlockState, SegmentInfo, Snapshot};
 use vramlab_device::DeviceAddr;
 
 impl Space {
-    /// The held block with this number, if it lies at this address.
+    /// The live block with this number, if it begins at this address.
     #[must_use]
     pub fn find_held(&self, number: u32, addr: u64) -> Option<BlockId> {
         let record = self.blocks.get(BlockId(number).key())?;
@@ -15,7 +15,7 @@ impl Space {
     /// A free block as an index of free blocks keeps it.
     ///
     /// # Panics
-    /// When there is no such block any more.
+    /// When the block does not exist any more.
     #[must_use]
     pub fn as_free(&self, block: BlockId) -> FreeBlock {
         FreeBlock::of(block, &self[block])
@@ -42,21 +42,21 @@ impl Space {
         free.map(|(key, record)| FreeBlock::of(BlockId::of(key), record))
     }
 
-    /// Blocks that are held for an owner of a free list, and their bytes.
+    /// The number and bytes of an owner's live blocks in some free lists.
     #[must_use]
     pub fn held_where(&self, wanted: impl Fn(&FreeList) -> bool) -> (usize, u64) {
         let held = self.blocks.iter().filter(|(_, block)| block.state == State::Held && wanted(&block.list));
         held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
     }
 
-    /// Segments and blocks in address order. Of an expandable segment each range that has memory is a segment of its own,
-    /// as PyTorch shows it.
+    /// Segments and blocks in address order. Each mapped range of an expandable segment is a segment of its own, as PyTorch shows
+    /// it.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         self.snapshot_where(|_| true)
     }
 
-    /// As [`snapshot`](Self::snapshot), of segments of some free lists.
+    /// As [`snapshot`](Self::snapshot), for segments of some free lists.
     pub(crate) fn snapshot_where(&self, wanted: impl Fn(&FreeList) -> bool) -> Snapshot {
         let mut segments = Vec::new();
         for (id, segment) in self.segments().filter(|(_, segment)| wanted(&segment.list)) {

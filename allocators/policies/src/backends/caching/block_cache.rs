@@ -1,8 +1,7 @@
-//! The segments of one stream, cut into blocks: what `caching` does without asking a device.
+//! The segments of one stream, split into blocks: the part of `caching` that needs no device.
 //!
-//! [`BlockCache::serve`] hands a free block out, and [`BlockCache::take_back`] makes one free again. Both are PyTorch's rules
-//! in PyTorch's order. Freed blocks are joined with their free neighbours at once, so every free list is complete at all
-//! times.
+//! [`BlockCache::serve`] allocates a free block, and [`BlockCache::take_back`] frees one. Both are PyTorch's rules in PyTorch's
+//! order. Freed blocks are coalesced with their free neighbours immediately, so every free list is complete at all times.
 #![forbid(unsafe_code)]
 
 use super::blocks::{BlockIndex, BlockRecord, BlockSlab, NONE, State};
@@ -17,7 +16,7 @@ use vramlab_device::{DeviceAddr, StreamId};
 /// The blocks of one stream.
 #[derive(Debug, Default)]
 pub(super) struct BlockCache {
-    /// What they add up to.
+    /// Their counts.
     tally: Tally,
     /// Every block.
     blocks: BlockSlab,
@@ -27,7 +26,7 @@ pub(super) struct BlockCache {
     large: RangedIndex,
 }
 
-/// A block that was handed out.
+/// An allocated block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Served {
     /// Its record.
@@ -36,32 +35,32 @@ pub(super) struct Served {
     pub(super) addr: u64,
     /// Size in bytes.
     pub(super) bytes: u64,
-    /// Whether it was cut off a larger block.
+    /// Whether it was split off a larger block.
     pub(super) split: bool,
 }
 
 impl Served {
-    /// How the client is told that it was served.
+    /// The path of the allocation.
     pub(super) fn path(&self) -> Path {
         if self.split { Path::Split } else { Path::Hit }
     }
 }
 
-/// A request as the cache sees it.
+/// A request to the cache.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
     /// Pool that serves it.
     pub(super) pool: PoolKind,
     /// Bytes, rounded.
     pub(super) rounded: u64,
-    /// Bytes as the client asked for them.
+    /// Requested bytes.
     pub(super) requested: u64,
-    /// Searches so far, for the age of free blocks.
+    /// Number of searches, for the age of free blocks.
     pub(super) now: u64,
 }
 
 impl BlockCache {
-    /// What the blocks add up to.
+    /// The counts of the blocks.
     pub(super) fn tally(&self) -> &Tally {
         &self.tally
     }
@@ -77,7 +76,7 @@ impl BlockCache {
         free.map(|(_, block)| block)
     }
 
-    /// PyTorch's `get_free_block` and `alloc_found_block`: hands out the best fit of the request's pool, if there is one.
+    /// PyTorch's `get_free_block` and `alloc_found_block`: allocates the best fit of the request's pool, if there is one.
     #[inline(always)]
     pub(super) fn serve(&mut self, wanted: Wanted, split: &Split) -> Option<Served> {
         let Self { tally, blocks, small, large } = self;
@@ -87,8 +86,8 @@ impl BlockCache {
         }
     }
 
-    /// Hands out the first part of a segment that is new. The segment goes into no free list first: it need not be the best fit,
-    /// because another block may have become free meanwhile.
+    /// Allocates the first part of a new segment. The segment does not enter a free list first: it may not be the best fit, because
+    /// another block may have become free meanwhile.
     pub(super) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, split: &Split) -> Served {
         let whole = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes);
@@ -99,8 +98,8 @@ impl BlockCache {
         served
     }
 
-    /// Takes a block back from the client: reusable at once, and joined with free neighbours; true when there were any.
-    /// `now` counts searches.
+    /// Frees a live block: reusable immediately, and coalesced with free neighbours; true when there were any. `now` is the number
+    /// of searches.
     #[inline(always)]
     pub(super) fn take_back(&mut self, index: BlockIndex, now: u64) -> bool {
         let block = &self.blocks[index];
@@ -108,7 +107,7 @@ impl BlockCache {
         self.make_free(index, now)
     }
 
-    /// Takes a block back from the client that streams still use.
+    /// Defers the free of a live block that streams still use.
     pub(super) fn defer(&mut self, index: BlockIndex) {
         let block = &mut self.blocks[index];
         self.tally.take_back(block.pool, block.bytes, block.requested);
@@ -116,23 +115,23 @@ impl BlockCache {
         (block.state, block.shared) = (State::Pending, false);
     }
 
-    /// A pending block is used by no stream any more, and reusable.
+    /// Makes a pending block that no stream uses any more reusable.
     pub(super) fn end_pending(&mut self, index: BlockIndex, now: u64) {
         self.tally.remove_pending(self.blocks[index].bytes);
         self.make_free(index, now);
     }
 
-    /// Flags a block as used by other streams, so that its free looks at them; or takes that back.
+    /// Sets or clears the flag of a block that other streams use it, so that its free searches for them.
     pub(super) fn set_shared(&mut self, index: BlockIndex, shared: bool) {
         self.blocks[index].shared = shared;
     }
 
-    /// Lets the peaks of the counts start again.
+    /// Restarts the peaks of the counts.
     pub(super) fn restart_peaks(&mut self) {
         self.tally.restart_peaks();
     }
 
-    /// Makes a block free and joins it with free neighbours; true when there were any.
+    /// Makes a block free and coalesces it with free neighbours; true when there were any.
     #[inline(always)]
     fn make_free(&mut self, index: BlockIndex, now: u64) -> bool {
         let Self { tally, blocks, small, large } = self;
@@ -150,9 +149,8 @@ impl BlockCache {
         }
     }
 
-    /// Adds a segment whose blocks are known, of which at least one is in use: sizes in order that add up to it, no two
-    /// free ones beside each other, each with the bytes that the client asked for if it is in use. Returns the records of
-    /// those in use.
+    /// Adds a segment with known blocks, of which at least one is in use: sizes in order that add up to it, no two free ones
+    /// adjacent, each with the requested bytes if it is in use. Returns the records of those in use.
     pub(super) fn add_segment(&mut self, segment: BlockRecord, parts: &[(u64, Option<u64>)]) -> Vec<BlockIndex> {
         let (pool, whole) = (segment.pool, segment.bytes);
         self.tally.add_segment(whole);
@@ -178,7 +176,7 @@ impl BlockCache {
         used
     }
 
-    /// Takes a free block that is a whole segment out, record and all; `None` when it is in use by now.
+    /// Removes a free block that is a whole segment, with its record; `None` when it is in use by now.
     pub(super) fn remove_segment(&mut self, index: BlockIndex, addr: u64) -> Option<BlockRecord> {
         let block = *self.blocks.find(index, addr).filter(|block| block.is_free() && !block.is_split())?;
         match block.pool {
@@ -190,7 +188,7 @@ impl BlockCache {
         Some(block)
     }
 
-    /// Adds a segment that is one free block, as it was when there had been `freed_at` searches.
+    /// Adds a segment that is one free block, in the state after `freed_at` searches.
     pub(super) fn restore_segment(&mut self, segment: BlockRecord, freed_at: u64) {
         let index = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes);
@@ -240,8 +238,8 @@ fn serve(
     Some(served)
 }
 
-/// PyTorch's `alloc_found_block`: hands out a block that is in no free list, without what is worth keeping of it. The rest
-/// keeps the record; the caller puts it into a free list.
+/// PyTorch's `alloc_found_block`: allocates a block that is in no free list, and splits off its remainder. The remainder keeps the
+/// record; the caller puts it into a free list.
 #[inline(always)]
 fn hand_out(
     blocks: &mut BlockSlab,
@@ -279,7 +277,7 @@ fn hand_out(
     Served { index, addr, bytes, split: cuts }
 }
 
-/// PyTorch's `free_block` and `try_merge_blocks`: makes a block free, and one with the free blocks beside it.
+/// PyTorch's `free_block` and `try_merge_blocks`: frees a block and coalesces it with adjacent free blocks.
 #[inline(always)]
 fn make_free(
     free: &mut impl FreeIndex,
@@ -301,7 +299,7 @@ fn make_free(
     (whole.state, whole.requested, whole.freed_at) = (State::Free, 0, now);
     let (bytes, is_part) = (whole.bytes, whole.is_split());
     free.insert(blocks, index);
-    // As PyTorch counts it: the neighbours were free parts and are gone, the whole is one if it is still a part.
+    // As PyTorch counts it: the neighbours were free parts and are removed, the coalesced block is one if it is still a part.
     let joined = u64::from(below) + u64::from(above);
     if is_part {
         tally.join_splits(pool, freed, joined);

@@ -1,8 +1,8 @@
-//! Records of blocks: where a block lies, its state and its neighbours.
+//! Records of blocks: address, state and neighbours.
 //!
-//! Records lie in one array and are linked by 32-bit indices: to their address neighbours inside one segment, and inside the index
-//! of free blocks. A block that is handed out carries the index of its record, so a free looks nothing up. Index 0 is no block.
-//! Its record exists, so that a link may be followed, and its links be written, without a branch.
+//! Records are in one array and linked by 32-bit indices: to their address neighbours inside one segment, and inside the index of
+//! free blocks. An allocated block carries the index of its record, so a free needs no search. Index 0 stands for no block. Its
+//! record exists, so that a link may be followed, and its links be written, without a branch.
 #![forbid(unsafe_code)]
 
 use crate::contract::{BlockState, PoolKind};
@@ -10,19 +10,19 @@ use std::ops::{Index, IndexMut};
 
 /// Index of a record in its [`BlockSlab`].
 pub(super) type BlockIndex = u32;
-/// No block. It lies above every block.
+/// No block. Its address is above every block.
 pub(super) const NONE: BlockIndex = 0;
 
-/// What a record describes.
+/// The state of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// Nothing; the record is used again.
+    /// Vacant; the record will be reused.
     Vacant,
-    /// A block that can be handed out.
+    /// A reusable block.
     Free,
-    /// A block that the client holds.
+    /// A live block.
     Allocated,
-    /// A block that the client let go of and other streams still use.
+    /// A block that the client freed and other streams still use.
     Pending,
 }
 
@@ -34,24 +34,24 @@ pub(super) struct BlockRecord {
     pub(super) addr: u64,
     /// Size in bytes.
     pub(super) bytes: u64,
-    /// Bytes that the client asked for; 0 when the block is free.
+    /// Requested bytes; 0 when the block is free.
     pub(super) requested: u64,
-    /// Searches of the large pool before the block became free.
+    /// Number of searches of the large pool before the block became free.
     pub(super) freed_at: u64,
     /// Neighbour at the lower address in the same segment, or [`NONE`].
     pub(super) prev: BlockIndex,
     /// Neighbour at the higher address in the same segment, or [`NONE`]. Of a vacant record: the next vacant one.
     pub(super) next: BlockIndex,
-    /// How a free block hangs in its index.
+    /// The links of a free block in its index.
     pub(super) links: Links,
     pub(super) state: State,
     /// Pool of its segment.
     pub(super) pool: PoolKind,
-    /// Whether a free of the block has to look for streams that use it, and for graph captures.
+    /// Whether a free of the block has to search for streams that use it, and for graph captures.
     pub(super) shared: bool,
 }
 
-/// Links of a free block. What they mean, the index that the block is in says.
+/// Links of a free block. The index that contains the block defines their meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Links {
     pub(super) left: BlockIndex,
@@ -60,7 +60,7 @@ pub(super) struct Links {
 }
 
 impl BlockRecord {
-    /// A whole segment as one free block that is in no index yet.
+    /// A segment as one free block that is in no index yet.
     pub(super) fn segment(addr: u64, bytes: u64, pool: PoolKind) -> Self {
         let links = Links::default();
         let (requested, freed_at, prev, next) = (0, 0, NONE, NONE);
@@ -88,7 +88,7 @@ impl BlockRecord {
     }
 }
 
-/// Records with stable indices; vacant ones are used again, the last first.
+/// Records with stable indices; vacant ones are reused, the last first.
 #[derive(Clone, Debug)]
 pub(super) struct BlockSlab {
     records: Vec<BlockRecord>,
@@ -142,7 +142,7 @@ impl BlockSlab {
         (record.state, record.next) = (State::Vacant, next);
     }
 
-    /// The record at an index if it is of a live block that begins at `addr`.
+    /// The record at an index if it is that of a live block that begins at `addr`.
     #[inline]
     pub(super) fn find(&self, index: BlockIndex, addr: u64) -> Option<&BlockRecord> {
         self.records.get(index as usize).filter(|record| record.addr == addr && record.state != State::Vacant)
@@ -160,7 +160,7 @@ impl BlockSlab {
         self[high].prev = low;
     }
 
-    /// Cuts the first `bytes` off a block. Returns the new block at the front; the rest keeps its record.
+    /// Splits the first `bytes` off a block. Returns the new block at the front; the remainder keeps its record.
     ///
     /// # Panics
     /// With 2^32 live records.
@@ -177,7 +177,7 @@ impl BlockSlab {
         front
     }
 
-    /// Takes a neighbour of the same segment into a block; the neighbour's record becomes vacant.
+    /// Coalesces a block with a neighbour of the same segment; the neighbour's record becomes vacant.
     #[inline]
     pub(super) fn absorb(&mut self, index: BlockIndex, neighbour: BlockIndex) {
         let BlockRecord { addr, bytes, prev, next, .. } = self[neighbour];

@@ -1,7 +1,7 @@
-//! Memory of graph captures (PyTorch's private pools): a shard of its own for each, which no stream leads to.
+//! Memory of graph captures (PyTorch's private pools): each has a shard of its own that is not in the streams' table.
 //!
-//! While a capture is open, `waiting` is not zero, so that every request looks for one; and the stream's live blocks are
-//! flagged as shared, so that their frees do. Without a capture nothing is looked at.
+//! While a capture is open, `waiting` is not zero, so that every request searches for one; and the stream's live blocks are flagged
+//! as shared, so that their frees do. Without a capture there is no search.
 
 use super::blocks::State;
 use super::shard::Shard;
@@ -13,23 +13,23 @@ use crate::sync::lock;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use vramlab_device::StreamId;
 
-/// What a capture keeps.
+/// The state of a capture.
 #[derive(Debug)]
 pub(super) struct Pool {
     /// Number of its shard.
     shard: u32,
-    /// Blocks whose free waits for the end, by shard and record.
+    /// Blocks whose free is deferred to the end, by shard and record.
     waiting: Vec<(u32, BlockIndex)>,
 }
 
-/// Blocks that are held, and their bytes.
+/// Number and bytes of live blocks.
 fn held(shard: &Shard) -> (usize, u64) {
     let shard = shard.lock();
     let held = shard.cache().blocks().iter().filter(|(_, block)| block.state == State::Allocated);
     held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
 }
 
-/// Makes a shard another private pool's if nothing is left in it; true if so. PyTorch serves no pool from what another has left.
+/// Gives a shard to another private pool if it has no segment; true if so. PyTorch serves no pool from another's leftover memory.
 fn claim(shard: &Shard, private: CaptureId) -> bool {
     let mut shard = shard.lock();
     let vacant = !shard.is_pinned() && shard.cache().blocks().iter().next().is_none();
@@ -40,8 +40,8 @@ fn claim(shard: &Shard, private: CaptureId) -> bool {
 }
 
 impl Caching {
-    /// Flags every block that a stream holds as shared, so that its free looks for a capture; or takes that back from
-    /// those that no other stream was announced to use.
+    /// Sets the shared flag of every live block of a stream, so that its free searches for a capture; or clears the flag of those
+    /// that no other stream was announced to use.
     fn flag_held(&self, shard: &Shard, shared: bool) {
         let mut counted = self.totals.enter(shard, &self.shards);
         let (cache, uses) = counted.parts();
@@ -62,7 +62,7 @@ impl Caching {
         self.any_capture() || self.driver.is_capture_noted()
     }
 
-    /// The shard that serves a stream: that of its open capture, if it has one, or of the private pool that it is in.
+    /// The shard that serves a stream: that of its open capture, or of its private pool, if it has one.
     pub(super) fn shard_for(&self, stream: StreamId) -> &Shard {
         let captured = match self.any_capture() {
             true => lock(&self.captures).open_on(stream).and_then(|pool| self.shards.by_id(pool.shard)),
@@ -83,7 +83,7 @@ impl Caching {
         Ok(capture)
     }
 
-    /// A shard for a stream's part of a private pool, pinned: one that an earlier pool has left, or a new one.
+    /// A pinned shard for a stream's part of a private pool: an empty one of an earlier pool, or a new one.
     pub(super) fn private_shard(&self, stream: StreamId, private: CaptureId) -> &Shard {
         let mut own = self.shards.private().into_iter().filter(|shard| shard.stream == stream);
         own.find(|shard| claim(shard, private)).unwrap_or_else(|| {
@@ -93,8 +93,8 @@ impl Caching {
         })
     }
 
-    /// Lets the free of a block wait for the end of a capture, if it is the capture's own or its stream's; false when
-    /// there is none to wait for.
+    /// Defers the free of a block to the end of a capture, if it belongs to the capture or its stream; false when there is no such
+    /// capture.
     pub(super) fn defer_to_capture(&self, shard: &Shard, index: BlockIndex) -> bool {
         let reuses = lock(&self.pending).reuses_in_captures();
         let captures = &mut *lock(&self.captures);
@@ -111,7 +111,7 @@ impl Caching {
             let block = cache.blocks()[index];
             waiting.add_block(block.pool, block.bytes, block.requested);
             if pool.shard == shard.id {
-                // Other streams used it in the graph, which is over when the capture is.
+                // Other streams used it in the graph, which ends with the capture.
                 uses.remove(&index);
             }
             cache.defer(index);
@@ -150,7 +150,7 @@ impl Caching {
         Ok(())
     }
 
-    /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
+    /// Lets every segment be released, whatever captures there were; frees deferred to the end of a capture take effect.
     pub(super) fn unpin_all(&self) {
         let mut captures = std::mem::take(&mut *lock(&self.captures));
         self.capturing.store(0, Release);
@@ -185,7 +185,7 @@ mod tests {
         let id = caching.capture_begin(stream).unwrap();
         assert_eq!((flagged(), caching.waiting.load(Acquire)), (3, 1));
         caching.capture_end(id).unwrap();
-        // What another stream was announced to use stays flagged.
+        // A block that another stream was announced to use stays flagged.
         assert_eq!((flagged(), caching.waiting.load(Acquire), caching.any_capture()), (1, 0, false));
         for block in blocks {
             // SAFETY: the null device queues no work.

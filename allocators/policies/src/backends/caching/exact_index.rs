@@ -1,15 +1,15 @@
 //! Free blocks of the small pool of one stream: best fit in a few instructions, as each size has a bin of its own.
 //!
-//! A small pool knows 4,096 sizes, from 512 bytes to 2 MiB. The blocks of one size hang in pairing heaps by address (Fredman,
-//! Sedgewick, Sleator and Tarjan, *The Pairing Heap*, 1986), linked through their records. A block that comes is a heap of its own
-//! before the others of its bin. A search for the lowest block melds the heaps of its bin into one, whose root that block is. Most
-//! blocks leave from the middle instead, because a neighbour was freed, and there only the links beside them are touched.
+//! A small pool has 4,096 sizes, from 512 bytes to 2 MiB. The blocks of one size are in pairing heaps by address (Fredman,
+//! Sedgewick, Sleator and Tarjan, *The Pairing Heap*, 1986), linked through their records. A new block is a heap of its own before
+//! the others of its bin. A search for the lowest block melds the heaps of its bin into one, whose root that block is. Most blocks
+//! are removed from the middle instead, because a neighbour was freed, which changes only the adjacent links.
 //!
-//! *Worth.* With the index of the large pool here as well, the recorded histories take 5 to 18 % longer
+//! *Effect.* With the index of the large pool here as well, replays of recorded traces take 5 to 18 % longer
 //! (`experiments/notes/caching.md`).
 //!
-//! *Cost.* Insertion O(1); search and removal amortised O(log k) in the k blocks of one size, and O(1) for most. 16 KiB for
-//! the bins, of which the system backs the pages that are used.
+//! *Cost.* Insertion O(1); search and removal amortised O(log k) in the k blocks of one size, and O(1) for most. 16 KiB for the
+//! bins, of which the system backs the used pages.
 #![forbid(unsafe_code)]
 
 use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
@@ -34,7 +34,7 @@ impl FreeIndex for ExactIndex {
     #[inline(always)]
     fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex) {
         let bin = bin_of(blocks[index].bytes);
-        // Whether the bin holds a block is hard to predict, so there is no branch: the links of no block may be written.
+        // Whether the bin has a block is hard to predict, so there is no branch: the links of record 0 may be written.
         let next = self.0.head(bin);
         blocks[index].links = Links { left: NONE, right: next, up: NONE };
         blocks[next].links.up = index;
@@ -68,7 +68,7 @@ impl FreeIndex for ExactIndex {
 // Links of a heap: `left` is the first child, `right` the next sibling, and `up` the sibling before, or the parent for
 // a first child. The roots of a bin's heaps are siblings; the first has no `up`.
 
-/// Joins two heaps; returns the root.
+/// Melds two heaps; returns the root.
 #[inline]
 fn meld(blocks: &mut BlockSlab, a: BlockIndex, b: BlockIndex) -> BlockIndex {
     let (root, child) = if blocks[a].addr < blocks[b].addr { (a, b) } else { (b, a) };
@@ -78,7 +78,7 @@ fn meld(blocks: &mut BlockSlab, a: BlockIndex, b: BlockIndex) -> BlockIndex {
     root
 }
 
-/// The bin's heaps without a block that is not alone there; returns the first.
+/// The bin's heaps without a block that has siblings; returns the first.
 fn without(blocks: &mut BlockSlab, mut first: BlockIndex, index: BlockIndex) -> BlockIndex {
     let Links { left, right, up } = blocks[index].links;
     if up == NONE {
@@ -99,8 +99,8 @@ fn without(blocks: &mut BlockSlab, mut first: BlockIndex, index: BlockIndex) -> 
     heap
 }
 
-/// Joins a list of siblings to one heap: in pairs from the first to the last, and then the pairs from the last to the
-/// first, which is what makes removal logarithmic.
+/// Melds a list of siblings to one heap: in pairs from the first to the last, and then the pairs from the last to the first, which
+/// makes removal logarithmic.
 fn meld_siblings(blocks: &mut BlockSlab, first: BlockIndex) -> BlockIndex {
     let (mut at, mut pairs) = (first, NONE);
     while at != NONE {

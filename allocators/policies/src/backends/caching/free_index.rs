@@ -1,10 +1,10 @@
-//! What the index of a pool's free blocks can do, and the bins that both indices are made of.
+//! The interface of an index of a pool's free blocks, and the bins of both indices.
 #![forbid(unsafe_code)]
 
 use super::blocks::{BlockIndex, BlockSlab, NONE};
 use std::hint::select_unpredictable;
 
-/// The free blocks of one pool and one stream. The links of an index lie in the blocks' records, which every call is given.
+/// The free blocks of one pool and one stream. The links of an index are in the blocks' records, which every call gets.
 pub(super) trait FreeIndex {
     /// Adds a free block.
     fn insert(&mut self, blocks: &mut BlockSlab, index: BlockIndex);
@@ -20,12 +20,12 @@ const WORD: usize = 64;
 /// Number of bins.
 pub(super) const BINS: usize = WORD * WORD;
 
-/// Bins of blocks, and a bitmap of two levels that finds the first bin from a number on that holds any.
+/// Bins of blocks, and a bitmap of two levels that finds the first non-empty bin from a number on.
 #[derive(Clone, Debug)]
 pub(super) struct Bins {
     /// The block of each bin that leads to the others, or [`NONE`].
     heads: Box<[BlockIndex; BINS]>,
-    /// A bit for each bin that holds a block.
+    /// A bit for each non-empty bin.
     words: [u64; WORD],
     /// A bit for each word that is not zero.
     summary: u64,
@@ -64,12 +64,12 @@ impl Bins {
         self.summary ^= u64::from(word == 0) << (bin / WORD);
     }
 
-    /// The first bin from `bin` on that holds a block.
+    /// The first non-empty bin from `bin` on.
     #[inline(always)]
     pub(super) fn first_from(&self, bin: usize) -> Option<usize> {
         let (page, slot) = (bin / WORD, bin % WORD);
         let own = self.words[page] & (u64::MAX << slot);
-        // Shifted twice, because all 64 bits may have to go. Both words are read, so that no branch is predicted wrongly.
+        // Shifted twice, because all 64 bits may be shifted out. Both words are read, so that no branch is mispredicted.
         let above = self.summary & (u64::MAX << page << 1);
         if own == 0 && above == 0 {
             return None;
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!(bench.best_fit(MIN_BLOCK), Some(high));
     }
 
-    /// Against an ordered set, with sizes that crowd into few bins and sizes that spread over all.
+    /// Compares with an ordered set, with sizes in few bins and sizes over all bins.
     fn agrees_with_an_ordered_set<I: FreeIndex + Default>(spread: u64) {
         let mut bench = Bench::<I>::default();
         let mut model: BTreeSet<(u64, u64, BlockIndex)> = BTreeSet::new();
@@ -153,7 +153,7 @@ mod tests {
                 model.remove(&key);
                 bench.drop(key.2);
             }
-            // Something is cut off the front of one, as a split does.
+            // Splits off the front of one.
             if let Some(key) = model.range(((2 + random(spread)) * MIN_BLOCK, 0, 0)..).next().copied() {
                 let cut = MIN_BLOCK * if random(2) == 0 { 1 } else { 1 + random(key.0 / MIN_BLOCK - 1) };
                 bench.index.remove(&mut bench.blocks, key.2);

@@ -1,6 +1,6 @@
-//! What is done when no free block fits. [`pytorch`](crate::backends::pytorch)'s ladder is climbed; here is what it works on.
+//! Steps when no free block fits: the segments on which [`pytorch`](crate::backends::pytorch)'s ladder works.
 //!
-//! One thread at a time is here. It holds no shard's lock while it calls the device, so that others go on with hits.
+//! One thread at a time is here. It holds no shard's lock while it calls the device, so that other threads continue with hits.
 
 use super::shard::Shard;
 use super::{Caching, hand_out};
@@ -15,14 +15,14 @@ use crate::sync::MutexGuard;
 use std::sync::atomic::Ordering::Relaxed;
 use vramlab_device::{DeviceAddr, DriverError, StreamId};
 
-/// What is known of the segments as a whole.
+/// State of the segments of all shards.
 #[derive(Debug)]
 pub(super) struct Growth {
     /// The gauges of segments and the counters; those of blocks are the [totals](super::totals)'.
     pub(super) stats: Stats,
-    /// The ledger when reserved last reached a new peak.
+    /// The breakdown when reserved memory last reached a new peak.
     pub(super) peak: Ledger,
-    /// Stream of the request that took it there.
+    /// Stream of the request that raised it.
     grown_by: StreamId,
 }
 
@@ -32,13 +32,13 @@ impl Default for Growth {
     }
 }
 
-/// The segments of every shard. While it lives none comes or goes.
+/// The segments of every shard. While it lives none is added or removed.
 pub(super) struct Grown<'a> {
     pub(super) caching: &'a Caching,
     growth: MutexGuard<'a, Growth>,
 }
 
-/// What serves a request that no free block fitted.
+/// A block for a request that no free block fitted.
 pub(super) enum Found {
     /// A block that became free meanwhile.
     Served(Served),
@@ -46,7 +46,7 @@ pub(super) enum Found {
     New(BlockRecord),
 }
 
-/// A free block that is a whole segment, as it was seen.
+/// A free block that was a whole segment when it was read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Whole<'a> {
     shard: &'a Shard,
@@ -56,7 +56,7 @@ pub(super) struct Whole<'a> {
 }
 
 impl Caching {
-    /// Every segment at this moment, in address order. The caller holds `growth`, so none comes or goes meanwhile.
+    /// Every current segment, in address order. The caller holds `growth`, so none is added or removed meanwhile.
     pub(super) fn all_segments(&self) -> Snapshot {
         let shards = self.shards.by_stream();
         let of_shard = |shard: &Shard| {
@@ -68,14 +68,14 @@ impl Caching {
         Snapshot { segments }
     }
 
-    /// The ledger of this moment as seen by a request on `stream`: what [`Snapshot::ledger`] says of
-    /// [`all_segments`](Self::all_segments), from what each shard counts. The caller holds `growth`.
+    /// The current breakdown as seen by a request on `stream`: that of [`Snapshot::ledger`] for
+    /// [`all_segments`](Self::all_segments), from the counts of each shard. The caller holds `growth`.
     fn ledger(&self, stream: StreamId) -> Ledger {
         let ledger_of = |shard: &Shard| shard.lock().cache().tally().ledger(shard.stream == stream);
         self.shards.by_stream().into_iter().map(ledger_of).sum()
     }
 
-    /// Peaks start again; see [`DeviceAllocator::reset_peaks`].
+    /// Restarts peaks; see [`DeviceAllocator::reset_peaks`].
     pub(super) fn restart_growth_peaks(&self, growth: &mut Growth) {
         growth.stats.reset_peaks();
         growth.peak = self.ledger(growth.grown_by);
@@ -86,7 +86,7 @@ impl Caching {
         Grown { caching: self, growth: self.lock_growth() }
     }
 
-    /// Serves a request that no free block fitted. `processed` says whether this thread has looked at the pending frees for it.
+    /// Serves a request that no free block fitted. `processed` is true when this thread has processed deferred frees for it.
     #[cold]
     pub(super) fn grow(&self, shard: &Shard, wanted: Wanted, processed: bool) -> Result<Block, AllocError> {
         let grown = &mut self.grown();
@@ -116,7 +116,7 @@ impl Caching {
         Ok(hand_out(shard, served, wanted.requested, path))
     }
 
-    /// The block that serves a request; it is cut out of a segment that is new.
+    /// The block that serves a request; a new segment is split for it.
     fn take(&self, shard: &Shard, found: Found, wanted: Wanted) -> Served {
         match found {
             Found::Served(served) => served,
@@ -139,10 +139,10 @@ impl Caching {
 }
 
 impl Grown<'_> {
-    /// A segment goes back to the device.
+    /// Releases a segment to the device.
     ///
     /// # Safety
-    /// It came from `mem_alloc`, is given back once, and only work that is queued still uses it.
+    /// It came from `mem_alloc`, is released once, and only queued work still uses it.
     pub(super) unsafe fn give_back(&mut self, segment: &BlockRecord) -> Result<(), DriverError> {
         // SAFETY: the caller promises it, and the call itself waits for queued work.
         unsafe { self.caching.driver.mem_free(DeviceAddr::handed_out(segment.addr)) }?;
@@ -208,11 +208,10 @@ impl<'a> Segments for Grown<'a> {
 
     fn release(&mut self, whole: Whole<'a>) -> Result<u64, DriverError> {
         let enter = || self.caching.totals.enter(whole.shard, &self.caching.shards);
-        // The record goes before the memory: another thread may be given the address at once.
+        // The record is removed before the memory is released: another thread may be given the address immediately.
         let Some(segment) = enter().remove_segment(whole.index, whole.addr) else { return Ok(0) };
-        // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and no thread can take it
-        // any more, and no queued work of its own stream or of recorded streams uses it later than the device-wide wait
-        // inside the call.
+        // SAFETY: the block is a whole segment, so its address came from `mem_alloc`; it was free and no thread can take it any
+        // more, and queued work of its own stream or of recorded streams completes in the device-wide wait inside the call.
         if let Err(error) = unsafe { self.give_back(&segment) } {
             self.caching.totals.enter(whole.shard, &self.caching.shards).restore_segment(segment, whole.freed_at);
             return Err(error);

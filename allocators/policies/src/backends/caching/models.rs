@@ -1,9 +1,9 @@
-//! Models of what threads do to one another, run through all interleavings by loom:
+//! Models of concurrent threads, run through all interleavings by loom:
 //! `RUSTFLAGS="--cfg loom" cargo test -p vramlab --lib --release models`.
 //!
-//! The code is the allocator's own, on loom's atomics and mutexes; the device is the null one. Interleavings are
-//! explored up to three preemptions, which is where nearly all races show (Musuvathi and Qadeer, *Iterative Context
-//! Bounding*, 2007); `LOOM_MAX_PREEMPTIONS` sets another bound.
+//! The code is the allocator's own, on loom's atomics and mutexes; the device is the null one. Interleavings are explored up to
+//! three preemptions, where nearly all races occur (Musuvathi and Qadeer, *Iterative Context Bounding*, 2007);
+//! `LOOM_MAX_PREEMPTIONS` sets another bound.
 
 use super::watched_lock::WatchedLock;
 use super::{Caching, CachingSettings};
@@ -41,7 +41,7 @@ fn overlap(a: &Block, b: &Block) -> bool {
     a.addr().get() < b.addr().get() + b.bytes() && b.addr().get() < a.addr().get() + a.bytes()
 }
 
-/// What holds at every moment, and with `live` blocks at the end.
+/// Invariants at every moment, and with `live` blocks at the end.
 fn check(stats: &Stats) {
     let all = |gauge: &crate::contract::PooledGauge| gauge.all;
     for gauge in [stats.allocation, stats.allocated_bytes, stats.active_bytes, stats.requested_bytes] {
@@ -90,7 +90,7 @@ fn threads_on_streams_of_their_own() {
         other.join().expect("the thread should end");
         check_end(&caching, 1);
         let stats = caching.stats();
-        // Both were held at once in some interleavings, and the bound may say so in all.
+        // Both were live simultaneously in some interleavings, and the bound may assume so in all.
         assert!((1024..=1536).contains(&stats.allocated_bytes.all.peak), "{:?}", stats.allocated_bytes);
         assert_eq!((stats.allocation.all.allocated, stats.num_device_alloc), (2, 2));
         give(&caching, block, A);
@@ -141,7 +141,7 @@ fn two_threads_on_one_stream_get_blocks_apart() {
 }
 
 #[test]
-fn a_block_is_freed_by_another_thread_while_its_stream_allocates() {
+fn block_is_freed_by_another_thread_while_stream_allocates() {
     explore(|| {
         let caching = caching(CachingSettings::default());
         let (sent, kept) = (take(&caching, 512, A), take(&caching, 512, A));
@@ -173,7 +173,7 @@ fn a_shared_block_is_freed_while_another_stream_allocates() {
         give(&caching, shared, A);
         let theirs = other.join().expect("the thread should end");
         check_end(&caching, 1);
-        // The null device is done at once, so the next request finds the event over.
+        // The null device completes immediately, so the next request finds the event completed.
         let again = take(&caching, 512, A);
         check_end(&caching, 2);
         let stats = caching.stats();
@@ -184,10 +184,10 @@ fn a_shared_block_is_freed_while_another_stream_allocates() {
 }
 
 #[test]
-fn a_block_that_waited_is_not_missed_while_another_thread_frees_it() {
+fn pending_block_is_found_while_another_thread_frees_it() {
     explore(|| {
         let caching = caching(CachingSettings::default());
-        // A whole segment, so that its stream has nothing else to hand out.
+        // A whole segment, so that its stream has no other free block.
         let shared = take(&caching, 10 * MIB, A);
         caching.record_use(&shared, B).expect("the block should be known");
         give(&caching, shared, A);
@@ -225,7 +225,7 @@ fn statistics_are_read_while_others_work() {
     });
 }
 
-/// Memory is trimmed while another thread asks for `bytes`, which come from a segment of `segment` bytes.
+/// Trims while another thread requests `bytes`, which are served from a segment of `segment` bytes.
 fn trim_against_allocation(bytes: u64, segment: u64) {
     explore(move || {
         let caching = caching(CachingSettings::default());
@@ -280,7 +280,7 @@ fn a_limit_holds_while_two_streams_press_against_it() {
         };
         let mine = cycle(&caching, A);
         let theirs = other.join().expect("the thread should end");
-        assert!(mine || theirs, "one of them should have got the memory");
+        assert!(mine || theirs, "one of them should have been served");
         check_end(&caching, 0);
     });
 }

@@ -1,7 +1,7 @@
 //! Deferred frees: blocks that another stream was announced to use (`record_stream`) wait for an event on it, as in PyTorch.
 //!
-//! The queues are those of [`policy::pending`](crate::policy::pending). While they hold any block, `waiting` is not zero, so that
-//! every request looks at them.
+//! The queues are those of [`policy::pending`](crate::policy::pending). While they have any block, `waiting` is not zero, so that
+//! every request processes them.
 
 use super::blocks::BlockIndex;
 use super::{Caching, not_held};
@@ -12,15 +12,15 @@ use std::sync::TryLockError;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use vramlab_device::{DeviceAddr, Driver, DriverError, StreamId};
 
-/// A pending block, by the number of its shard and its record.
+/// A pending block, by the numbers of its shard and record.
 type PendingBlock = (u32, BlockIndex);
 
-/// Blocks whose free waits for other streams.
+/// Deferred frees.
 pub(super) type Pending = pending::Pending<PendingBlock>;
 
 impl Caching {
-    /// Works on the queues with the device, and frees the blocks that the work puts into its list. It is told whether any graph is
-    /// being captured.
+    /// Processes the queues with the device, and frees the blocks that the work puts into its list. Its last argument is true while
+    /// any graph is captured.
     fn work_on(
         &self,
         pending: &mut Pending,
@@ -29,7 +29,7 @@ impl Caching {
         let (was_empty, mut done) = (pending.is_empty(), Vec::new());
         let outcome = work(pending, self.driver.as_ref(), self.is_capturing(), &mut done);
         done.into_iter().for_each(|(shard_id, index)| self.complete(shard_id, index));
-        // Before the lock is let go, so that a thread that sees no pending block finds none.
+        // Before the lock is released, so that a thread that sees no pending block is right.
         match (was_empty, pending.is_empty()) {
             (true, false) => self.waiting.fetch_add(1, Release),
             (false, true) => self.waiting.fetch_sub(1, Relaxed),
@@ -38,7 +38,7 @@ impl Caching {
         outcome
     }
 
-    /// Lets a pending block wait for what is queued on some streams.
+    /// Defers a pending block until the queued work of some streams has completed.
     fn wait_for(&self, pending: &mut Pending, freed: Freed<PendingBlock>) -> Result<(), DriverError> {
         self.work_on(pending, |pending, driver, capturing, _| pending.wait_for(driver, freed, capturing))
     }
@@ -75,7 +75,7 @@ impl Caching {
         }
     }
 
-    /// Frees a block whose free waited for the end of a capture; streams that it was announced to are waited for now.
+    /// Frees a block whose free was deferred to the end of a capture; uses on other streams are waited for now.
     pub(super) fn free_after_capture(&self, shard_id: u32, index: BlockIndex) -> Result<(), DriverError> {
         let Some(shard) = self.shards.by_id(shard_id) else { return Ok(()) };
         let pending = &mut *lock(&self.pending);
@@ -91,8 +91,8 @@ impl Caching {
         self.wait_for(pending, Freed { block, bytes, stream, users, private })
     }
 
-    /// PyTorch's `process_events`, for a request of a stream: frees blocks whose events have completed. False when another thread is
-    /// at it.
+    /// PyTorch's `process_events`, for a request of a stream: frees blocks whose events have completed. False when another thread
+    /// does it now.
     #[cold]
     pub(super) fn process_events_for(&self, stream: StreamId) -> Result<bool, DriverError> {
         match self.pending.try_lock() {
@@ -104,7 +104,7 @@ impl Caching {
         }
     }
 
-    /// As [`process_events_for`](Self::process_events_for), but waits for a thread that is at it.
+    /// As [`process_events_for`](Self::process_events_for), but waits for another thread that does it now.
     pub(super) fn wait_and_process_events(&self, asking: Option<StreamId>) -> Result<(), DriverError> {
         self.process(&mut lock(&self.pending), asking)
     }
@@ -113,7 +113,7 @@ impl Caching {
         self.work_on(pending, |pending, driver, capturing, done| pending.process(driver, capturing, asking, done))
     }
 
-    /// Nothing waits any more for a stream whose work is done.
+    /// Removes a stream whose work has completed from all blocks that wait for it.
     pub(super) fn end_pending_of(&self, stream: StreamId) {
         let forgotten = self.work_on(&mut lock(&self.pending), |pending, _, _, done| {
             pending.forget_stream(stream, done);
@@ -122,12 +122,12 @@ impl Caching {
         debug_assert_eq!(forgotten, Ok(()));
     }
 
-    /// Waits for every pending free.
+    /// Waits for every deferred free.
     pub(super) fn synchronize_pending(&self) -> Result<(), DriverError> {
         self.work_on(&mut lock(&self.pending), Pending::synchronize)
     }
 
-    /// A pending block is used by no stream any more.
+    /// Makes a pending block that no stream uses any more reusable.
     fn complete(&self, shard_id: u32, index: BlockIndex) {
         let Some(shard) = self.shards.by_id(shard_id) else { return };
         let now = self.searches.load(Relaxed);

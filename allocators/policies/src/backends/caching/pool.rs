@@ -1,6 +1,6 @@
-//! Private pools that programs make (PyTorch's `MemPool`): a shard for each stream that asks one for memory.
+//! Private pools of programs (PyTorch's `MemPool`): a shard for each stream that allocates from one.
 //!
-//! While a stream is in a pool, `waiting` is not zero, so that every request looks for one. Otherwise nothing is looked at.
+//! While a stream is in a pool, `waiting` is not zero, so that every request searches for one. Otherwise there is no search.
 
 use super::Caching;
 use super::growth::Found;
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Release;
 use vramlab_device::StreamId;
 
-/// The pools, and the number of the shard of each stream that asked one for memory.
+/// The pools, and the number of the shard of each stream that allocated from one.
 #[derive(Debug, Default)]
 pub(super) struct Pools {
     pub(super) known: PrivatePools,
@@ -23,7 +23,7 @@ pub(super) struct Pools {
 }
 
 impl Caching {
-    /// Lets requests of a stream go to a pool.
+    /// Serves requests of a stream from a pool.
     pub(super) fn begin_pool(&self, pool: PrivatePool, stream: StreamId) -> Result<(), AllocError> {
         let pools = &mut *lock(&self.pools);
         pools.known.begin(self.name(), pool, stream)?;
@@ -35,11 +35,11 @@ impl Caching {
     /// The shard of the private pool that a stream is in.
     pub(super) fn shard_in_pool(&self, stream: StreamId) -> Option<&Shard> {
         let pools = &*lock(&self.pools);
-        let pool = pools.known.of(stream)?;
+        let pool = pools.known.pool_of(stream)?;
         pools.shards.get(&(pool, stream)).and_then(|shard| self.shards.by_id(*shard))
     }
 
-    /// The shard of a stream's part of a pool, which may be asked for memory.
+    /// The shard of a stream's part of an existing pool.
     pub(super) fn shard_of_pool(&self, pool: PrivatePool, stream: StreamId) -> Result<&Shard, AllocError> {
         let pools = &mut *lock(&self.pools);
         pools.known.need(self.name(), pool)?;
@@ -51,7 +51,7 @@ impl Caching {
         }))
     }
 
-    /// Whether a private pool can go back to a checkpoint when some blocks are given back.
+    /// Whether a private pool can be restored to a checkpoint when some blocks are freed.
     fn check_restore(
         &self,
         pool: PrivatePool,
@@ -59,7 +59,7 @@ impl Caching {
         held: &[(Block, StreamId)],
     ) -> Result<(), AllocError> {
         lock(&self.pools).known.need(self.name(), pool)?;
-        // Blocks that other streams use wait once they are freed.
+        // Blocks that other streams use are deferred once they are freed.
         self.wait_and_process_events(None)?;
         let mut given = BTreeSet::new();
         for (block, _) in held {
@@ -93,7 +93,8 @@ impl Caching {
             return Err(RestoreError { held, error });
         }
         for (block, _) in held {
-            // Blocks elsewhere in the pool may wait for other streams. One whose stream takes no event is set aside, and `trim` says so.
+            // Blocks elsewhere in the pool may wait for other streams. One whose stream records no event is stranded, and `trim`
+            // reports it.
             if let Err(AllocError::Driver(error)) = self.free(block) {
                 lock(&self.pending).note_error(error);
             }
@@ -111,7 +112,7 @@ impl Caching {
                 found.and_then(|index| cache.remove_segment(index, addr))
             };
             let Some(whole) = whole else {
-                // What is held again by then goes back; it was just handed out, so its free cannot fail.
+                // Blocks that are live again by then are freed; they were just allocated, so their free cannot fail.
                 restored.into_iter().for_each(|block| _ = self.free(block));
                 let reason = format!("the segment of pool {pool} at {addr:#x} was taken by another thread meanwhile");
                 let error = AllocError::PrivatePool { allocator: self.name(), reason };
@@ -122,7 +123,7 @@ impl Caching {
         Ok(restored)
     }
 
-    /// Lets the segments of a pool go back.
+    /// Lets the segments of a pool be released.
     pub(super) fn release_pool(&self, pool: PrivatePool) -> Result<(), AllocError> {
         let pools = &mut *lock(&self.pools);
         pools.known.release(self.name(), pool)?;

@@ -1,29 +1,29 @@
 //! Free blocks of the large pool of one stream: best fit through bins by size, 128 for each doubling.
 //!
-//! Inside a bin the blocks hang in a tree ordered by (size, address). The tree is a treap (Seidel and Aragon, *Randomized Search
-//! Trees*, 1996) whose priorities are a hash of the record's index, so the same history builds the same tree; its links lie in the
-//! block records.
+//! Inside a bin the blocks are in a tree ordered by (size, address). The tree is a treap (Seidel and Aragon, *Randomized Search
+//! Trees*, 1996) whose priorities are a hash of the record's index, so the same operations build the same tree; its links are in
+//! the block records.
 //!
-//! *Worth.* With an ordered set (`BTreeSet`) in its place the recorded histories take 3 % (`mlp`) to 51 % (`gpt2`) more
+//! *Effect.* With an ordered set (`BTreeSet`) in its place replays of recorded traces take 3 % (`mlp`) to 51 % (`gpt2`) more
 //! instructions (`experiments/notes/caching.md`).
 //!
-//! *Cost.* Search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin,
-//! which seldom holds more than a few. 16 KiB for the bins, of which the system backs the pages that are used.
+//! *Cost.* Search, insertion and removal O(1) in the number of bins and expected O(log k) in the k blocks of one bin, which seldom
+//! has more than a few. 16 KiB for the bins, of which the system backs the used pages.
 #![forbid(unsafe_code)]
 
 use super::blocks::{BlockIndex, BlockSlab, Links, NONE};
 use super::free_index::{BINS, Bins, FreeIndex};
 use crate::policy::size::torch::{MIN_BLOCK, SMALL_MAX};
 
-/// Bits of the size below its leading one that tell bins apart: as many as there are bins for, because every block in the bin of
-/// one that is looked for costs a look at its record.
+/// Bits of the size below its leading one that select the bin: as many as the number of bins allows, because every block in the
+/// searched bin costs a read of its record.
 const STEPS_LOG2: u32 = 7;
 
-/// The bin of a block. Bins are open below and closed above, so that a whole segment is in one bin with what is left of it when a
-/// little is cut off. Sizes up to [`SMALL_MAX`], which a large pool does not have, share the first, and those from 4 PiB on the
-/// last but one; the last stays empty.
+/// The bin of a block. Bins are open below and closed above, so that a segment is in one bin with its remainder after a small
+/// split. Sizes up to [`SMALL_MAX`], which a large pool does not have, share the first, and those from 4 PiB on the last but one;
+/// the last stays empty.
 ///
-/// A float's exponent and first bits of mantissa are this very scale, so the conversion to one does the work.
+/// A float's exponent and first bits of mantissa are exactly this scale, so the conversion to one does the work.
 #[inline(always)]
 fn bin_of(bytes: u64) -> usize {
     const DROPPED: u32 = f64::MANTISSA_DIGITS - 1 - STEPS_LOG2;
@@ -114,7 +114,7 @@ fn insert_below(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex) -> 
     root
 }
 
-/// Parts a tree in the blocks before and after one that is not in it.
+/// Splits a tree into the blocks before and after one that is not in it.
 fn split(blocks: &mut BlockSlab, root: BlockIndex, at: BlockIndex) -> (BlockIndex, BlockIndex) {
     if root == NONE {
         return (NONE, NONE);
@@ -131,7 +131,7 @@ fn split(blocks: &mut BlockSlab, root: BlockIndex, at: BlockIndex) -> (BlockInde
     }
 }
 
-/// Takes a block out of a tree; returns the root.
+/// Removes a block from a tree; returns the root.
 #[inline]
 fn remove(blocks: &mut BlockSlab, root: BlockIndex, index: BlockIndex) -> BlockIndex {
     let Links { left, right, .. } = blocks[root].links;

@@ -17,7 +17,7 @@ impl Caching {
         snapshot: &Snapshot,
         age: &dyn Fn(DeviceAddr) -> u64,
     ) -> Result<Vec<Block>, AllocError> {
-        // The count of searches only grows, so it starts where the oldest age can be told.
+        // The number of searches only grows, so it starts at the oldest age.
         if self.collects {
             let oldest = snapshot.segments.iter().map(|segment| age(segment.addr)).max().unwrap_or(0);
             self.searches.fetch_max(oldest, Relaxed);
@@ -33,7 +33,7 @@ impl Restores for Grown<'_> {
 
     fn give_back(&mut self, segment: Found) -> Result<(), DriverError> {
         let Found::New(segment) = segment else { return Ok(()) };
-        // SAFETY: the device gave it, and no client has seen it yet.
+        // SAFETY: the device allocated it, and no client has seen it yet.
         unsafe { Grown::give_back(self, &segment) }
     }
 

@@ -1,9 +1,9 @@
-//! Shards: each stream has its own blocks, free lists and counts behind a lock of its own, so threads on streams of
-//! their own never wait for each other.
+//! Shards: each stream has blocks, free lists and counts behind a lock of its own, so threads on streams of their own never wait
+//! for each other.
 //!
-//! *Worth.* With one thread nothing. Sixteen threads make 187 million allocations and frees a second on streams of their
-//! own, and 2.1 million where they share one stream and so one lock (`experiments/notes/caching.md`). A shard is found by
-//! its stream without a lock, in a hash table whose slots are filled once.
+//! *Effect.* None with one thread. Sixteen threads make 187 million allocations and frees a second on streams of their own, and 2.1
+//! million where they share one stream and so one lock (`experiments/notes/caching.md`). A stream's shard is found without a lock,
+//! in a hash table whose slots are filled once.
 
 use crate::backends::caching::block_cache::BlockCache;
 use crate::backends::caching::blocks::BlockIndex;
@@ -19,7 +19,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 use vramlab_device::StreamId;
 
-/// What one stream owns. Threads on streams of their own share nothing here.
+/// The state of one stream. Threads on streams of their own share nothing here.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Shard {
@@ -48,31 +48,31 @@ impl Shard {
         Self { id, stream, state: WatchedLock::new(ShardState::default()) }
     }
 
-    /// The free list of a pool of it.
+    /// The free list of one of its pools.
     pub(super) fn list(&self, pool: PoolKind) -> FreeList {
         FreeList { owner: Owner { stream: self.stream, private: self.lock().private() }, pool: Some(pool) }
     }
 
-    /// The shard to look at. No lock of a shard is held over a call to the device, nor while another shard's is taken.
+    /// Locks the shard for reading. No lock of a shard is held over a call to the device, nor while another shard's is taken.
     #[inline]
     pub(super) fn lock(&self) -> Locked<'_> {
         Locked(self.state.lock())
     }
 
-    /// The shard to work on; `None` while it may not change its levels.
+    /// The shard for changes; `None` while it may not change its levels.
     #[inline(always)]
     pub(super) fn lock_leased(&self) -> Option<Counted<'_>> {
         let state = self.state.lock();
         state.lease.is_some().then_some(Counted(state))
     }
 
-    /// Locks the shard to work on; the caller holds `Sums`, so that no other thread changes any levels meanwhile.
+    /// Locks the shard for changes; the caller holds `Sums`, so that no other thread changes any levels meanwhile.
     pub(super) fn lock_with(&self, _sums: &mut Sums) -> Counted<'_> {
         Counted(self.state.lock())
     }
 }
 
-/// A locked shard whose blocks can be looked at, but not changed.
+/// A locked shard whose blocks can be read, but not changed.
 pub(super) struct Locked<'a>(SpinGuard<'a, ShardState>);
 
 impl Locked<'_> {
@@ -81,7 +81,7 @@ impl Locked<'_> {
         &self.0.cache
     }
 
-    /// Whether a graph may use its segments, so that none goes back to the device.
+    /// Whether a graph may use its segments, so that they stay reserved.
     pub(super) fn is_pinned(&self) -> bool {
         self.0.pinned
     }
@@ -91,7 +91,7 @@ impl Locked<'_> {
         (self.0.private, self.0.pinned) = (Some(private), true);
     }
 
-    /// Lets its segments go back to the device.
+    /// Lets its segments be released.
     pub(super) fn unpin(&mut self) {
         self.0.pinned = false;
     }
@@ -106,18 +106,18 @@ impl Locked<'_> {
         &mut self.0.uses
     }
 
-    /// What lets it change its levels.
+    /// The lease for changes of its levels.
     pub(super) fn lease(&mut self) -> &mut Option<Lease> {
         &mut self.0.lease
     }
 
-    /// Lets the peaks of its counts start again.
+    /// Restarts the peaks of its counts.
     pub(super) fn restart_peaks(&mut self) {
         self.0.cache.restart_peaks();
     }
 }
 
-/// A locked shard that may change its levels: [`Totals`](super::totals::Totals) know of it. Leads to its blocks.
+/// A locked shard that may change its levels, with the knowledge of [`Totals`](super::totals::Totals). Leads to its blocks.
 pub(super) struct Counted<'a>(SpinGuard<'a, ShardState>);
 
 impl Counted<'_> {
@@ -144,13 +144,13 @@ impl DerefMut for Counted<'_> {
     }
 }
 
-/// Slots that are looked up without a lock; a power of two.
+/// Slots that are searched without a lock; a power of two.
 const SLOTS: usize = 512;
-/// Streams that get a slot. Those beyond are found under a lock, so that no number of streams makes probing long.
+/// Streams that get a slot. Further streams are found under a lock, so that probing stays short.
 const SLOTTED: usize = SLOTS / 2;
 
-/// Tokens' owners that a table takes at a time, one for each shard: for the streams and private pools of nearly every program
-/// those that it begins with are enough.
+/// Tokens' owners that a table takes at a time, one for each shard: nearly every program needs only the first ones for its streams
+/// and private pools.
 const OWNERS: u32 = 1 << 12;
 
 /// Finds a stream's shard. Shards are made at a stream's first use and live as long as the allocator.
@@ -160,9 +160,9 @@ pub(super) struct ShardTable {
     slots: Box<[AtomicPtr<Shard>; SLOTS]>,
     /// By number: row `r` holds 2^r shards, so that a shard never moves.
     rows: [OnceLock<Row>; u32::BITS as usize],
-    /// Number of the first shard. [`OWNERS`] follow each other and may wrap around.
+    /// Number of the first shard. [`OWNERS`] are consecutive and may wrap around.
     first: u32,
-    /// The first numbers of further shards, so many each.
+    /// The first numbers of further shards, [`OWNERS`] each.
     further: Mutex<Vec<u32>>,
     numbers: Mutex<Numbers>,
 }
@@ -170,12 +170,12 @@ pub(super) struct ShardTable {
 #[derive(Debug, Default)]
 struct Numbers {
     by_stream: BTreeMap<StreamId, u32>,
-    /// Of shards that no stream leads to, oldest first: those of private pools, captures' and others.
+    /// Shards that are not in the streams' table, oldest first: those of captures and private pools.
     private: Vec<u32>,
 }
 
 impl Numbers {
-    /// Shards so far.
+    /// Number of shards.
     fn count(&self) -> u32 {
         u32::try_from(self.by_stream.len() + self.private.len()).expect("there should be fewer than 2^32 shards")
     }
@@ -188,7 +188,7 @@ fn first_slot(stream: StreamId) -> usize {
     (stream.get().wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SLOTS.ilog2())) as usize
 }
 
-/// Row and column of the shard that comes after `before` others.
+/// Row and column of shard number `before`.
 fn place(before: u32) -> (usize, usize) {
     let position = u64::from(before) + 1;
     // CAST: at most 32, and below 2^32.
@@ -201,7 +201,7 @@ impl ShardTable {
         Self::numbered(Tokens::owners(OWNERS))
     }
 
-    /// One whose shards are numbered from `first` on.
+    /// A table whose shards are numbered from `first` on.
     fn numbered(first: u32) -> Self {
         Self {
             first,
@@ -225,11 +225,11 @@ impl ShardTable {
         }
     }
 
-    /// What a slot holds; `slot` may run over.
+    /// The shard in a slot; `slot` may exceed the number of slots.
     #[inline(always)]
     fn in_slot(&self, slot: usize) -> Option<&Shard> {
-        // SAFETY: `register` stores nothing but references to shards in `rows`, which are neither moved nor dropped
-        // before the table is, and with `Release`, so the shard is seen as it was made.
+        // SAFETY: `register` stores only references to shards in `rows`, which are neither moved nor dropped before the table is,
+        // and with `Release`, so the shard is seen complete.
         unsafe { self.slots[slot % SLOTS].load(Acquire).as_ref() }
     }
 
@@ -250,7 +250,7 @@ impl ShardTable {
         if let Some(shard) = numbers.by_stream.get(&stream).and_then(|id| self.by_id(*id)) {
             return shard;
         }
-        // By number before by stream: the owner of a block or of the lease is looked up by number without the lock.
+        // By number before by stream: the owner of a block or of the lease is found by number without the lock.
         let made = self.put(numbers.count(), stream);
         numbers.by_stream.insert(stream, made.id);
         if numbers.by_stream.len() <= SLOTTED {
@@ -262,7 +262,7 @@ impl ShardTable {
         made
     }
 
-    /// Makes a shard for a stream's part of a private pool, which the stream does not lead to.
+    /// Makes a shard for a stream's part of a private pool, which is not in the streams' table.
     pub(super) fn make_private(&self, stream: StreamId) -> &Shard {
         let numbers = &mut *lock(&self.numbers);
         let made = self.put(numbers.count(), stream);
@@ -280,7 +280,7 @@ impl ShardTable {
         lock(&self.numbers).private.contains(&shard.id)
     }
 
-    /// Makes the shard that comes after `before` others, and files it under its number. The caller holds the numbers.
+    /// Makes shard number `before`, and files it under its number. The caller holds the numbers.
     fn put(&self, before: u32, stream: StreamId) -> &Shard {
         let (owners, at) = ((before / OWNERS) as usize, before % OWNERS);
         let first = match owners {
@@ -298,7 +298,7 @@ impl ShardTable {
         row[column].get_or_init(|| Box::new(Shard::new(first.wrapping_add(at), stream)))
     }
 
-    /// The shard with a number; `None` for a number that was never given.
+    /// The shard with a number; `None` for an unused number.
     #[inline]
     pub(super) fn by_id(&self, id: u32) -> Option<&Shard> {
         let at = id.wrapping_sub(self.first);
@@ -307,7 +307,7 @@ impl ShardTable {
         self.rows.get(row)?.get()?.get(column)?.get().map(|shard| &**shard)
     }
 
-    /// How many shards came before one that has none of the first numbers; `None` where that is another allocator's.
+    /// Position of a shard that has none of the first numbers; `None` for another allocator's.
     #[cold]
     fn before(&self, id: u32) -> Option<u32> {
         let further = lock(&self.further);
@@ -331,15 +331,15 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn a_shard_that_can_be_found_by_its_stream_can_be_found_by_its_number() {
-        // Miri runs a thread at a time, slowly, and changes threads where it likes.
+    fn shard_found_by_stream_is_found_by_number() {
+        // Miri runs a thread at a time, slowly, and switches threads anywhere.
         for round in 0..if cfg!(miri) { 2 } else { 200u64 } {
             let table = ShardTable::numbered(7);
             let streams: Vec<StreamId> =
                 (0..SLOTTED as u64).map(|number| crate::stream(round << 16 | number)).collect();
             thread::scope(|scope| {
                 scope.spawn(|| streams.iter().for_each(|stream| assert_eq!(table.of_stream(*stream).stream, *stream)));
-                // Looks as `of_stream` does, but makes none.
+                // Searches as `of_stream` does, but makes none.
                 for stream in &streams {
                     let probe = || (0..SLOTS).map(|step| table.in_slot(first_slot(*stream) + step));
                     let found = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
@@ -353,9 +353,9 @@ mod tests {
 
     #[test]
     fn each_stream_has_one_shard_however_many_there_are() {
-        // Numbers run over the end.
+        // Numbers wrap around.
         let table = ShardTable::numbered(u32::MAX - 700);
-        // Handles that crowd, as those of a driver do, and more streams than slots.
+        // Clustered handles, as those of a driver, and more streams than slots.
         let streams: Vec<StreamId> =
             (0..2_000u64).map(|number| crate::stream(0x7f00_0000_0000 + number * 16)).collect();
         for (number, stream) in streams.iter().enumerate().rev() {

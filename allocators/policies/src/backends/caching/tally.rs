@@ -1,17 +1,17 @@
-//! What one stream's blocks add up to: how many and how many bytes are held, requested, and free in parts of segments.
+//! Counts of one stream's blocks: number and bytes of live blocks, requested bytes, and free parts of segments.
 #![forbid(unsafe_code)]
 
 use crate::contract::{Ledger, PoolKind};
 
-/// What is counted, of the blocks that the client holds and of the free blocks that cannot go back to the device.
+/// The counted quantities of live blocks and of free blocks that are not releasable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(super) enum Quantity {
-    /// Blocks that the client holds.
+    /// Live blocks.
     Blocks,
     /// Their bytes, after rounding.
     Bytes,
-    /// The bytes that the client asked for in them.
+    /// Requested bytes in them.
     Requested,
     /// Free blocks of partly used segments.
     Split,
@@ -22,7 +22,7 @@ pub(super) enum Quantity {
 /// Number of quantities.
 pub(super) const QUANTITIES: usize = 5;
 
-/// Which blocks a figure is about.
+/// The blocks that a value counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(super) enum Scope {
@@ -43,12 +43,12 @@ impl From<PoolKind> for Scope {
     }
 }
 
-/// One figure for each scope and quantity.
+/// One value for each scope and quantity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Figures([[u64; QUANTITIES]; 3]);
 
 impl Figures {
-    /// The figure.
+    /// The value.
     #[must_use]
     #[inline]
     pub(super) fn get(&self, scope: Scope, quantity: Quantity) -> u64 {
@@ -60,7 +60,7 @@ impl Figures {
         &mut self.0[scope as usize][quantity as usize]
     }
 
-    /// Combines two sets figure by figure.
+    /// Combines two sets value by value.
     #[must_use]
     pub(super) fn zip(&self, other: &Self, combine: impl Fn(u64, u64) -> u64) -> Self {
         let mut out = *self;
@@ -72,7 +72,7 @@ impl Figures {
         out
     }
 
-    /// Adds a block's figures to the quantities of held blocks, in its pool and over all.
+    /// Adds a block's values to the quantities of live blocks, in its pool and over all.
     pub(super) fn add_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         for scope in [pool.into(), Scope::All] {
             *self.at(scope, Quantity::Blocks) += 1;
@@ -81,7 +81,7 @@ impl Figures {
         }
     }
 
-    /// Takes a block's figures away.
+    /// Subtracts a block's values.
     pub(super) fn remove_block(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         for scope in [pool.into(), Scope::All] {
             *self.at(scope, Quantity::Blocks) -= 1;
@@ -91,7 +91,7 @@ impl Figures {
     }
 }
 
-/// How much there is of a quantity, and the most that there was.
+/// Level and peak of a quantity.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
     current: u64,
@@ -124,7 +124,7 @@ pub(super) struct Tally {
     segments: u64,
     /// Bytes of the segments that are one free block.
     idle: u64,
-    /// Bytes of the blocks whose free waits.
+    /// Bytes of deferred frees.
     pending: u64,
 }
 
@@ -142,7 +142,7 @@ impl Tally {
         self.levels[Scope::All as usize][quantity as usize].decrease(amount);
     }
 
-    /// A block was handed out.
+    /// A block was allocated.
     #[inline(always)]
     pub(super) fn hand_out(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.increase(pool, Quantity::Blocks, 1);
@@ -150,7 +150,7 @@ impl Tally {
         self.increase(pool, Quantity::Requested, requested);
     }
 
-    /// A block is no longer the client's.
+    /// A block was freed by the client.
     #[inline(always)]
     pub(super) fn take_back(&mut self, pool: PoolKind, bytes: u64, requested: u64) {
         self.decrease(pool, Quantity::Blocks, 1);
@@ -165,11 +165,10 @@ impl Tally {
         self.increase(pool, Quantity::SplitBytes, bytes);
     }
 
-    /// A block of `bytes` in a segment in use became free, and one with `joined` free parts beside it, of which there are
-    /// at most two.
+    /// A block of `bytes` in a segment in use became free, and was coalesced with `joined` adjacent free parts, at most two.
     #[inline(always)]
     pub(super) fn join_splits(&mut self, pool: PoolKind, bytes: u64, joined: u64) {
-        // The change as a whole, by what was not free before, as PyTorch counts it.
+        // The change in total, by the bytes that were not free before, as PyTorch counts it.
         self.increases[pool as usize][Quantity::Split as usize] += u64::from(joined == 0);
         for scope in [pool.into(), Scope::All] {
             self.levels[scope as usize][Quantity::Split as usize].change(1u64.wrapping_sub(joined));
@@ -190,19 +189,19 @@ impl Tally {
         self.decrease(pool, Quantity::SplitBytes, bytes);
     }
 
-    /// A segment came, as one free block.
+    /// A segment was added, as one free block.
     pub(super) fn add_segment(&mut self, bytes: u64) {
         self.segments += bytes;
         self.idle += bytes;
     }
 
-    /// A segment went, as one free block.
+    /// A segment was removed, as one free block.
     pub(super) fn remove_segment(&mut self, bytes: u64) {
         self.segments -= bytes;
         self.idle -= bytes;
     }
 
-    /// A block that was a whole segment is so no longer, or no longer free.
+    /// A block that was a whole segment was split or allocated.
     #[inline(always)]
     pub(super) fn begin_segment(&mut self, bytes: u64) {
         self.idle -= bytes;
@@ -214,17 +213,17 @@ impl Tally {
         self.idle += bytes;
     }
 
-    /// A block that the client let go of waits.
+    /// A freed block waits for other streams.
     pub(super) fn add_pending(&mut self, bytes: u64) {
         self.pending += bytes;
     }
 
-    /// A block has waited long enough.
+    /// A block's wait has completed.
     pub(super) fn remove_pending(&mut self, bytes: u64) {
         self.pending -= bytes;
     }
 
-    /// Where the bytes of the segments are, for a request on the stream itself (`own`) or on another one.
+    /// The breakdown of the segments' bytes, for a request on the stream itself (`own`) or on another one.
     #[must_use]
     pub(super) fn ledger(&self, own: bool) -> Ledger {
         let level = |quantity: Quantity| self.levels[Scope::All as usize][quantity as usize].current;
@@ -236,7 +235,7 @@ impl Tally {
         Ledger { reserved: self.segments, requested, internal, pending, soft, hard, stream, ..Ledger::default() }
     }
 
-    /// Levels now.
+    /// Current levels.
     #[must_use]
     pub(super) fn current(&self) -> Figures {
         Figures(self.levels.map(|levels| levels.map(|level| level.current)))
@@ -258,7 +257,7 @@ impl Tally {
         Figures([small, large, all])
     }
 
-    /// Lets the peaks start again from the levels.
+    /// Restarts the peaks from the levels.
     pub(super) fn restart_peaks(&mut self) {
         for level in self.levels.iter_mut().flatten() {
             level.peak = level.current;
@@ -270,7 +269,7 @@ impl Tally {
 mod tests {
     use super::*;
 
-    /// Levels and peaks, each changed by itself.
+    /// Levels and peaks, each changed independently.
     #[derive(Default)]
     struct Naive {
         levels: [[u64; QUANTITIES]; 3],
@@ -288,7 +287,7 @@ mod tests {
         }
     }
 
-    /// Blocks come and go in both pools: few at first, then many and few in turn, at times as many all along.
+    /// Blocks are allocated and freed in both pools: few at first, then alternately many and few, at times equally many.
     #[test]
     fn peaks_are_those_of_every_moment() {
         let mut seed = 5u64;

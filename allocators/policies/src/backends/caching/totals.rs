@@ -1,17 +1,16 @@
-//! What all shards add up to, and its peaks, without a counter that all streams write.
+//! The sums over all shards, and their peaks, without a counter that all streams write.
 //!
-//! The peak of a sum is not the sum of the peaks: it takes the sum at the time. So the right to change levels is
-//! *leased* to one shard at a time. A lease says what all other shards add up to, and while it lasts they do not change; so
-//! the holder's own peaks say how high the sum went. Work on another shard first ends the lease and takes one for that
-//! shard, which costs two short locks. Work on one stream never does.
+//! The peak of a sum is not the sum of the peaks: it needs the sum at that time. So the right to change levels is *leased* to one
+//! shard at a time. A lease contains the sum of all other shards, which do not change while it lasts; so the holder's own peaks
+//! determine the peak of the sum. Work on another shard first ends the lease and takes one for that shard, which costs two short
+//! locks. Work on one stream never does.
 //!
-//! Peaks are therefore exact in a program with one thread, whatever its streams, and with several threads that take turns.
-//! After [`TURNS`] leases that another thread took, every shard gets one without an end. From then on the peaks of all
-//! shards are added up, and the sum is called a bound ([`PeakKind::AtMost`]). [`Totals::restart_peaks`] makes them exact
-//! again.
+//! Peaks are therefore exact in a program with one thread, whatever its streams, and with several threads that take turns. After
+//! [`TURNS`] leases that another thread took, every shard gets a permanent one. From then on the peaks of all shards are added up,
+//! and the sum is reported as a bound ([`PeakKind::AtMost`]). [`Totals::restart_peaks`] makes them exact again.
 //!
-//! *Worth.* Exact peaks without a line of memory that every thread writes at every call. With such a line sixteen threads take
-//! about twelve times as long for an allocation and its free, and one thread as long (`experiments/notes/caching.md`).
+//! *Effect.* Exact peaks without a cache line that every thread writes at every call. With such a line sixteen threads take about
+//! twelve times as long for an allocation and its free, and one thread as long (`experiments/notes/caching.md`).
 
 use super::shard::{Counted, Locked, Shard, ShardTable};
 use crate::backends::caching::tally::{Figures, Quantity, Scope};
@@ -24,7 +23,7 @@ pub(super) const TURNS: u32 = if cfg!(loom) { 2 } else { 64 };
 /// The right of a shard to change its levels.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Lease {
-    /// What all other shards add up to while it lasts; nothing where all shards have one.
+    /// The sum of all other shards while it lasts; nothing where all shards have one.
     others: Figures,
 }
 
@@ -34,7 +33,7 @@ pub(super) struct Totals {
     sums: Mutex<Sums>,
 }
 
-/// What was known when the last lease ended.
+/// The state when the last lease ended.
 #[derive(Debug, Default)]
 pub(super) struct Sums {
     /// Sum of all shards' levels.
@@ -43,7 +42,7 @@ pub(super) struct Sums {
     peak: Figures,
     /// Highest sums with pending blocks.
     active_peak: Figures,
-    /// Blocks whose free waits for other streams.
+    /// Deferred frees.
     pending: Figures,
     /// Highest `pending` since every shard has a lease.
     pending_peak: Figures,
@@ -54,7 +53,7 @@ pub(super) struct Sums {
     turns: u32,
 }
 
-/// Which shards may change their levels.
+/// The shards that may change their levels.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Holder {
     /// No shard.
@@ -67,22 +66,21 @@ enum Holder {
 }
 
 impl Sums {
-    /// Takes levels that the sums reached into the peaks.
+    /// Raises the peaks to levels that the sums reached.
     fn reach(&mut self, sums: &Figures) {
         let active = sums.zip(&self.pending, |sum, waiting| sum + waiting);
         self.active_peak = self.active_peak.zip(&active, u64::max);
         self.peak = self.peak.zip(sums, u64::max);
     }
 
-    /// Gives a shard the lease; its peaks start from its levels.
+    /// Gives a shard the lease; its peaks restart from its levels.
     fn begin_lease(&mut self, shard: &mut Locked<'_>) {
         let others = self.current.zip(&shard.cache().tally().current(), |sum, own| sum - own);
         shard.restart_peaks();
         *shard.lease() = Some(Lease { others });
     }
 
-    /// Ends the lease of the one shard that has it. Until the sums are unlocked no levels change then, unless all have
-    /// one.
+    /// Ends the lease of the one shard that has it. Until the sums are unlocked no levels change then, unless all have one.
     fn end_lease(&mut self, table: &ShardTable) {
         let Holder::Shard(id) = self.holder else { return };
         self.holder = Holder::None;
@@ -130,7 +128,7 @@ impl Totals {
             sums.begin_lease(&mut shard.lock());
             sums.holder = Holder::Shard(shard.id);
         } else {
-            // No level changes before this is done: shards ask for a lease first.
+            // No level changes before this has completed: shards take a lease first.
             for shard in table.by_stream() {
                 shard.lock().restart_peaks();
             }
@@ -162,14 +160,14 @@ impl Totals {
         out
     }
 
-    /// Lets the peaks start again from the levels, exact again.
+    /// Restarts the peaks from the levels, exact again.
     pub(super) fn restart_peaks(&self, table: &ShardTable) {
         let sums = &mut *lock(&self.sums);
         sums.end_lease(table);
         let mut current = Figures::default();
         for shard in table.by_stream() {
             let shard = &mut shard.lock();
-            // Once its levels are read they stay, until the sums are unlocked.
+            // Levels do not change after they are read, until the sums are unlocked.
             *shard.lease() = None;
             current = current.zip(&shard.cache().tally().current(), |sum, own| sum + own);
         }

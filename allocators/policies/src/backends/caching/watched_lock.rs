@@ -1,24 +1,24 @@
 //! A shard's lock, for threads that share one stream.
 //!
-//! A call reads and writes a dozen lines of a shard. A lock that is passed on in the order of arrival moves them to another core
-//! at each call. This one is unfair on purpose: a thread that comes back soon finds it free, so that the lines stay in one core
-//! for a run of calls. What threads that wait do must not disturb that run: each look at the lock takes its line away from the
-//! core that works. So one of them, the watcher, looks at the lock, and the others look at a second word.
+//! A call reads and writes a dozen cache lines of a shard. A lock that is passed on in the order of arrival moves them to another
+//! core at each call. This one is unfair on purpose: a thread that returns soon finds it free, so that the lines stay in one core
+//! for a run of calls. Waiting threads must not disturb that run: each read of the lock takes its line away from the working core.
+//! So one of them, the watcher, polls the lock, and the others poll a second word.
 
 use crate::sync::{AtomicBool, SpinGuard, UnsafeCell, restless, yield_now};
 use std::fmt;
 use std::hint::spin_loop;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-/// Pauses before the watcher's first look: about as long as a call takes.
+/// Pauses before the watcher's first poll: about as long as a call takes.
 const FIRST_PAUSES: u32 = 16;
-/// Pauses between two looks of the watcher at most. They double up to here, so that the holder gets a run of calls.
+/// Maximum of pauses between two polls of the watcher. They double up to here, so that the holder gets a run of calls.
 const MOST_PAUSES: u32 = 64;
-/// Looks of the watcher before it yields its time slice between any two, as the holder may have no core.
+/// Polls of the watcher before it yields its time slice between any two, as the holder may not be running.
 const WATCHES: u32 = 20;
-/// Pauses between two looks of any other thread at the second word. Waits are long where many wait.
+/// Pauses between two polls of any other thread at the second word. Waits are long where many threads wait.
 const POLL_PAUSES: u32 = 32;
-/// Looks at the second word before a thread yields its time slice between any two; as often it looks at the lock itself.
+/// Polls of the second word before a thread yields its time slice between any two; after the same number it polls the lock itself.
 const POLLS: u32 = 16;
 
 /// Two cache lines, as processors fetch lines in pairs.
@@ -27,16 +27,16 @@ struct Apart<T>(T);
 
 /// A lock for critical sections of a few dozen instructions without calls to a device.
 ///
-/// Taking it free costs one atomic exchange, and releasing it a plain store. Its two words and its value lie on cache lines of
-/// their own: 256 bytes beside the value. No order of the threads that wait is promised.
+/// Taking it when it is free costs one atomic exchange, and releasing it a plain store. Its two words and its value are on cache
+/// lines of their own: 256 bytes in addition to the value. The order of waiting threads is not defined.
 pub(super) struct WatchedLock<T> {
     taken: Apart<AtomicBool>,
     watched: Apart<AtomicBool>,
     value: Apart<UnsafeCell<T>>,
 }
 
-// SAFETY: the value is reached through a guard only, and `taken` lets one guard live at a time; so threads get it one
-// after the other, which `T: Send` allows.
+// SAFETY: the value is accessed through a guard only, and `taken` allows one guard at a time; so threads get it one after the
+// other, which `T: Send` allows.
 unsafe impl<T: Send> Sync for WatchedLock<T> {}
 // SAFETY: the lock owns its value.
 unsafe impl<T: Send> Send for WatchedLock<T> {}
@@ -53,11 +53,11 @@ impl<T> WatchedLock<T> {
         if self.taken.0.compare_exchange(false, true, Acquire, Relaxed).is_err() {
             self.wait();
         }
-        // SAFETY: this thread has set `taken`, here or in `wait`, and guards of the value come from here only.
+        // SAFETY: this thread has set `taken`, here or in `wait`, and guards of the value are made only here.
         unsafe { SpinGuard::holding(&self.value.0, &self.taken.0) }
     }
 
-    /// Comes back with the lock.
+    /// Returns with the lock.
     #[cold]
     fn wait(&self) {
         let mut looks = 0u32;
@@ -67,7 +67,7 @@ impl<T> WatchedLock<T> {
             if looks >= POLLS || cfg!(loom) {
                 yield_now();
             }
-            // A watcher without a core would hold up all others at a lock that is free.
+            // A watcher that is not running would block all others at a free lock.
             if looks.is_multiple_of(POLLS) && take(&self.taken.0) {
                 return;
             }
@@ -76,7 +76,7 @@ impl<T> WatchedLock<T> {
         self.watched.0.store(false, Release);
     }
 
-    /// Comes back with the lock; the caller is the watcher.
+    /// Returns with the lock; the caller is the watcher.
     fn watch(&self) {
         let (mut pauses, mut looks) = (FIRST_PAUSES, 0u32);
         loop {
@@ -93,7 +93,7 @@ impl<T> WatchedLock<T> {
     }
 }
 
-/// Sets a word unless it is set. Looks first, as a failed exchange takes the line away from its owner, too.
+/// Sets a word unless it is set. Reads first, as a failed exchange takes the line away from its owner, too.
 fn take(word: &AtomicBool) -> bool {
     !word.load(Relaxed) && word.compare_exchange(false, true, Acquire, Relaxed).is_ok()
 }
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn no_update_is_lost_and_no_thread_waits_for_ever() {
-        // More threads than cores, of which some lose theirs while they hold the lock. Miri runs a thread at a time, slowly.
+        // More threads than cores, some of which are suspended while they hold the lock. Miri runs a thread at a time, slowly.
         let (threads, rounds) = if cfg!(miri) { (3, 20) } else { (24, 4_000u64) };
         let (done, over) = mpsc::channel();
         thread::spawn(move || {

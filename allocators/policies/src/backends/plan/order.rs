@@ -1,4 +1,4 @@
-//! Which stream had each byte of the arena last, so that a stream gets another's memory only behind its work.
+//! The stream that last used each byte of the arena, so that a stream gets another's memory only behind its work.
 
 use crate::policy::Heap;
 use crate::policy::grow::Segments as _;
@@ -7,18 +7,18 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use vramlab_device::{DriverError, EventId, StreamId};
 
-/// What is known of the last use of a block's memory.
+/// The last use of a block's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LastUse {
-    /// The client holds it, or it was freed and no event says when its work is over.
+    /// The block is live, or was freed and no event shows when its work completes.
     Unknown,
-    /// It is over when this event is.
+    /// It completes with this event.
     Before(EventId),
-    /// It is over.
+    /// It has completed.
     Over,
 }
 
-/// A block that was there last, or is there now.
+/// The last block at some addresses.
 #[derive(Clone, Copy, Debug)]
 struct Owner {
     stream: StreamId,
@@ -27,25 +27,25 @@ struct Owner {
     ranges: u32,
 }
 
-/// What lies at an offset: where it ends, and whose it is.
+/// The range at an offset: its end, and its block.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     end: u64,
     owner: usize,
 }
 
-/// What has to happen before a stream can have some memory.
+/// The condition for a stream to use some memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Nothing.
+    /// None.
     Known,
-    /// Its later work has to wait for these events.
+    /// Its later work waits for these events.
     Waits(Vec<EventId>),
-    /// It cannot have it.
+    /// It cannot use it.
     Unknown,
 }
 
-/// The last owner of each byte of the arena. O(log n) an operation, and an event for each free.
+/// The last block of each byte of the arena. O(log n) per operation, and an event for each free.
 #[derive(Debug, Default)]
 pub(super) struct LastOwners {
     /// By offset.
@@ -60,7 +60,7 @@ impl LastOwners {
         first.into_iter().chain(rest).map(|(start, piece)| (*start, *piece)).collect()
     }
 
-    /// Whether a stream can have a range that is free. While a graph is captured no event is asked for.
+    /// Whether a stream can use a free range. While a graph is captured no event is queried.
     ///
     /// # Errors
     /// Those of the driver.
@@ -91,7 +91,7 @@ impl LastOwners {
         Ok(if waits.is_empty() { Order::Known } else { Order::Waits(waits) })
     }
 
-    /// A stream has a range now.
+    /// Gives a range to a stream.
     pub(super) fn take(&mut self, heap: &mut Heap, range: Range<u64>, stream: StreamId) {
         for (start, piece) in self.overlapping(&range) {
             self.pieces.remove(&start);
@@ -115,10 +115,10 @@ impl LastOwners {
         self.pieces.insert(range.start, Piece { end: range.end, owner });
     }
 
-    /// The block at an offset is freed: its uses are over when what its stream was given until now is done.
+    /// Frees the block at an offset: its uses complete with all work queued on its stream until now.
     ///
     /// # Errors
-    /// Those of the driver: then only its own stream can have the memory.
+    /// Those of the driver: then only its own stream can use the memory.
     pub(super) fn free(&mut self, heap: &mut Heap, offset: u64) -> Result<(), DriverError> {
         let Some(piece) = self.pieces.get(&offset).copied() else { return Ok(()) };
         let owner = &mut self.owners[piece.owner];
@@ -128,7 +128,7 @@ impl LastOwners {
         Ok(())
     }
 
-    /// Forgets everything: the memory is gone, or the allocator ends.
+    /// Forgets everything: the memory was released, or the allocator ends.
     pub(super) fn clear(&mut self, heap: &mut Heap) {
         self.pieces.clear();
         for (_, owner) in std::mem::take(&mut self.owners).iter() {

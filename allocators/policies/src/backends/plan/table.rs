@@ -1,4 +1,4 @@
-//! A plan as a file, and which of its blocks a request is.
+//! A plan as a file, and the mapping of requests to its blocks.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -6,29 +6,29 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use vramlab_device::{StreamId, input};
 
-/// What a file begins with.
+/// The value of a file's first key.
 const FORMAT: &str = "vramlab-plan-1";
-/// Requests are looked for so far beyond the first that has not come.
+/// Number of blocks that are searched after the first missing one.
 const WINDOW: usize = 256;
-/// No device has more.
+/// No device has more memory.
 const MOST_BYTES: u64 = 1 << 48;
 
-/// One block of a plan: bytes that are asked for, number of the stream, offset.
+/// One block of a plan: requested bytes, number of the stream, offset.
 pub type Placement = (u64, u32, u64);
 
-/// A plan as it is kept in a file: JSON, one array for each block in the order of the requests.
+/// A plan in the form of its file: JSON, one array for each block in the order of the requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanTable {
     format: String,
-    /// Bytes that it needs.
+    /// Bytes of the arena.
     pub bytes: u64,
     /// Its blocks.
     pub blocks: Vec<Placement>,
 }
 
 impl PlanTable {
-    /// A plan of so many bytes.
+    /// A plan of `bytes` bytes.
     #[must_use]
     pub fn new(bytes: u64, blocks: Vec<Placement>) -> Self {
         Self { format: FORMAT.to_owned(), bytes, blocks }
@@ -37,22 +37,22 @@ impl PlanTable {
     /// Reads a plan from a file.
     ///
     /// # Errors
-    /// One line: what is wrong with the file. It does not name it.
+    /// One line with the fault in the file, without its name.
     pub fn read(path: &Path) -> Result<Self, String> {
         let text = input::read_text(path, input::TABLE).map_err(|error| error.to_string())?;
         let table: Self = serde_json::from_str(&text).map_err(|error| {
-            // It quotes the file.
-            format!("it is no plan ({})", input::excerpt(&error.to_string(), 160))
+            // The error quotes the file.
+            format!("it is not a plan ({})", input::excerpt(&error.to_string(), 160))
         })?;
         if table.format != FORMAT {
-            return Err(format!("it is no plan of the format {FORMAT}"));
+            return Err(format!("it is not a plan of the format {FORMAT}"));
         }
         let fits = |&(requested, _, offset): &Placement| {
             let end = requested.checked_next_multiple_of(super::UNIT).and_then(|bytes| offset.checked_add(bytes));
             requested > 0 && offset.is_multiple_of(super::UNIT) && end.is_some_and(|end| end <= table.bytes)
         };
         match table.blocks.iter().position(|block| !fits(block)) {
-            Some(at) => Err(format!("block {} lies outside of the plan's {} bytes, or askew", at + 1, table.bytes)),
+            Some(at) => Err(format!("block {} is outside of the plan's {} bytes, or not aligned", at + 1, table.bytes)),
             None if table.bytes > MOST_BYTES => Err("no device has more than 256 TiB".to_owned()),
             None => Ok(table),
         }
@@ -68,7 +68,7 @@ impl PlanTable {
     }
 }
 
-/// The name of a plan's file.
+/// The file name of a plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanFile(pub Option<PathBuf>);
 
@@ -96,18 +96,18 @@ impl Serialize for PlanFile {
     }
 }
 
-/// Follows a program through a plan.
+/// The position of a program in a plan.
 ///
-/// A request is a block of the plan if it asks for the same bytes on the same stream, and comes when that block is due, or up
-/// to some hundred requests early or late. When all have come the plan begins again.
+/// A request matches a block of the plan if it has the same bytes and stream, and comes in its turn, or up to some hundred requests
+/// early or late. After the last block the plan starts again.
 #[derive(Debug)]
 pub(super) struct Schedule {
     table: PlanTable,
-    /// Blocks that have come.
+    /// Blocks that were requested.
     come: Vec<bool>,
-    /// The first that is still waited for.
+    /// The first block that was not requested.
     next: usize,
-    /// The streams that the plan's are.
+    /// The program's streams of the plan's stream numbers.
     streams: Vec<Option<StreamId>>,
 }
 
@@ -117,9 +117,9 @@ impl Schedule {
         streams.sort_unstable();
         streams.dedup();
         let mut table = table;
-        // Numbers need not be close together.
+        // Numbers may have gaps.
         for (_, stream, _) in &mut table.blocks {
-            // CAST: not more than there were numbers.
+            // CAST: at most the count of the numbers.
             *stream = streams.partition_point(|number| number < stream) as u32;
         }
         Self { come: vec![false; table.blocks.len()], next: 0, streams: vec![None; streams.len()], table }
@@ -134,7 +134,7 @@ impl Schedule {
         self.streams.len() > 1
     }
 
-    /// The offset of the block that a request is; `None` when it is none.
+    /// The offset of the block that a request matches; `None` when it matches none.
     pub(super) fn find(&mut self, requested: u64, stream: StreamId) -> Option<u64> {
         let known = self.streams.contains(&Some(stream));
         let end = (self.next + WINDOW).min(self.come.len());
@@ -146,7 +146,7 @@ impl Schedule {
         let (_, number, offset) = self.table.blocks[at];
         self.streams[number as usize] = Some(stream);
         self.come[at] = true;
-        // What is long overdue does not come any more.
+        // A block that is long overdue will not be requested.
         self.next = self.next.max(at.saturating_sub(WINDOW / 2));
         while self.come.get(self.next) == Some(&true) {
             self.next += 1;
@@ -174,11 +174,11 @@ mod tests {
         assert_eq!(schedule.find(100, stream(5)), Some(0));
         assert_eq!(schedule.find(200, stream(5)), None, "that is of another stream");
         assert_eq!(schedule.find(300, stream(6)), Some(1536), "early");
-        assert_eq!(schedule.find(100, stream(6)), None, "the first stream's is waited for");
+        assert_eq!(schedule.find(100, stream(6)), None, "it is due on the first stream");
         assert_eq!(schedule.find(100, stream(5)), Some(1024));
         assert_eq!(schedule.find(100, stream(5)), None);
         assert_eq!(schedule.find(200, stream(6)), Some(512));
-        assert_eq!(schedule.find(100, stream(5)), Some(0), "all have come, and it begins again");
+        assert_eq!(schedule.find(100, stream(5)), Some(0), "all were requested, and the plan starts again");
     }
 
     #[test]
@@ -187,11 +187,11 @@ mod tests {
         let mut schedule = Schedule::new(PlanTable::new(1024, blocks));
         assert!(
             (1..999).all(|at| schedule.find(1000 + at, stream(1)).is_some()),
-            "one that never comes is passed over"
+            "a block that is never requested is skipped"
         );
         assert_eq!(schedule.find(7, stream(1)), None);
         assert!(schedule.find(1999, stream(1)).is_some());
-        assert!(schedule.find(7, stream(1)).is_some(), "until the plan begins again");
+        assert!(schedule.find(7, stream(1)).is_some(), "until the plan starts again");
     }
 
     #[test]
@@ -205,9 +205,9 @@ mod tests {
         for (text, words) in [
             (String::new(), "no plan"),
             ("[]".to_owned(), "no plan"),
-            (blocks("[]").replace(FORMAT, "other"), "no plan of the format"),
-            (blocks("[[1, 0, 0], [513, 0, 512]]"), "block 2 lies outside"),
-            (blocks("[[1, 0, 8]]"), "askew"),
+            (blocks("[]").replace(FORMAT, "other"), "not a plan of the format"),
+            (blocks("[[1, 0, 0], [513, 0, 512]]"), "block 2 is outside"),
+            (blocks("[[1, 0, 8]]"), "not aligned"),
             (blocks("[[0, 0, 0]]"), "block 1"),
             (blocks("[[18446744073709551615, 0, 0]]"), "block 1"),
             (blocks("[]").replace("1024", "1000000000000000000"), "256 TiB"),

@@ -1,4 +1,4 @@
-//! Memory of graphs: each capture has a private pool, which no other request is served from.
+//! Memory of graphs: each capture has a private pool, which serves no other request.
 
 use super::{Policy, State};
 use crate::backends::captures::need_graphs;
@@ -7,12 +7,12 @@ use crate::policy::grow::release_private;
 use crate::space::BlockId;
 use vramlab_device::StreamId;
 
-/// What a capture keeps.
+/// The state of a capture.
 #[derive(Debug)]
 pub(super) struct Kept {
     /// Its private pool.
     pub(super) private: Option<CaptureId>,
-    /// Blocks whose free waits for the end.
+    /// Blocks whose free is deferred to the end.
     waiting: Vec<BlockId>,
 }
 
@@ -25,10 +25,10 @@ impl<P: Policy> State<P> {
         Ok(capture)
     }
 
-    /// Lets the free of a block wait for the end of its stream's capture; false when there is none to wait for.
+    /// Defers the free of a block to the end of its stream's capture; false when there is no such capture.
     ///
-    /// A block from before the capture stays as it is until the end. One of the capture's own is reusable at once, unless
-    /// another stream uses it in the graph.
+    /// A block from before the capture is freed at the end. A block of the capture is reusable immediately, unless another stream
+    /// uses it in the graph.
     pub(super) fn defer_to_capture(&mut self, block: BlockId) -> bool {
         let owner = self.heap.space()[block].list.owner;
         let Some(kept) = self.captures.open_on(owner.stream) else { return false };
@@ -36,7 +36,7 @@ impl<P: Policy> State<P> {
             if self.heap.reuses_in_captures() {
                 return false;
             }
-            // The other streams' work is a part of the graph, and over when that is.
+            // The other streams' work is a part of the graph, and completes with it.
             if self.heap.take_uses(block).is_empty() {
                 return false;
             }
@@ -49,7 +49,7 @@ impl<P: Policy> State<P> {
         true
     }
 
-    /// Frees a block whose free waited for the end of a capture; streams that it was announced to are waited for now.
+    /// Frees a block whose free was deferred to the end of a capture; uses on other streams are waited for now.
     fn free_after_capture(&mut self, block: BlockId) -> Result<(), AllocError> {
         let users = self.heap.take_uses(block);
         self.policy.free(&mut self.heap, block, &users).map(|_| ())
@@ -78,7 +78,7 @@ impl<P: Policy> State<P> {
         Ok(())
     }
 
-    /// Lets every segment go back, whatever captures there were; frees that waited for one are carried out.
+    /// Lets every segment be released, whatever captures there were; frees deferred to the end of a capture take effect.
     pub(super) fn end_all_captures(&mut self) {
         self.heap.unpin_all();
         let mut captures = std::mem::take(&mut self.captures);

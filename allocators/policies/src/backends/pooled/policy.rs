@@ -1,4 +1,4 @@
-//! What a policy says by itself: its [rules](Rules), and the steps of a request and a free that differ from every other's.
+//! The policy's side: its [rules](Rules), and the steps of a request and a free that differ from the common ones.
 
 use crate::contract::{AllocError, Path, Stats};
 use crate::policy::Heap;
@@ -18,21 +18,21 @@ pub struct Rules {
     pub settings: serde_json::Value,
     /// How requests are rounded.
     pub size: Size,
-    /// Which free blocks may serve, and which are split.
+    /// Which free blocks may serve, and whether they are split.
     pub split: Split,
-    /// What is done when no free block fits.
+    /// The steps when no free block fits.
     pub ladder: Ladder,
 }
 
-/// A free block that serves a request, and how it was found.
+/// A free block that serves a request, and its path.
 pub type Found = Option<(BlockId, Path)>;
 
-/// The rules of an allocator. What a policy leaves out is done by its [`Rules`].
+/// The rules of an allocator. The default of each method follows the [`Rules`].
 pub trait Policy: fmt::Debug + Send {
-    /// Its parts. They stay the same.
+    /// Its parts, always the same.
     fn rules(&self) -> &Rules;
 
-    /// What comes before the search for a free block of `list`.
+    /// Runs before the search for a free block of `list`.
     ///
     /// # Errors
     /// Those of the driver.
@@ -40,7 +40,7 @@ pub trait Policy: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Looks for a free block of at least `bytes`.
+    /// Searches for a free block of at least `bytes`.
     ///
     /// # Errors
     /// Those of the driver.
@@ -49,7 +49,7 @@ pub trait Policy: fmt::Debug + Send {
         Ok(heap.find(list, bytes, largest).map(|block| (block, Path::Hit)))
     }
 
-    /// Looks for a free block once more, after pending frees were waited for.
+    /// Searches for a free block again, after deferred frees were waited for.
     ///
     /// # Errors
     /// Those of the driver.
@@ -57,7 +57,7 @@ pub trait Policy: fmt::Debug + Send {
         self.find(heap, list, bytes)
     }
 
-    /// Bytes of a segment for a rounded size.
+    /// Segment size for a rounded size.
     fn segment(&self, bytes: u64) -> u64 {
         self.rules().size.segment(bytes)
     }
@@ -71,7 +71,7 @@ pub trait Policy: fmt::Debug + Send {
         self.rules().ladder.climb(heap, miss, again)
     }
 
-    /// Takes `bytes` of a free block, or the whole block. Returns the block that is held, and whether it was split off.
+    /// Takes `bytes` of a free block, or the whole block. Returns the live block, and whether it was split off.
     fn take(&self, heap: &mut Heap, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> (BlockId, bool) {
         let size = heap.space()[block].bytes;
         let cut = self.rules().split.cuts(list.pool, bytes, size);
@@ -79,31 +79,30 @@ pub trait Policy: fmt::Debug + Send {
         (block, cut)
     }
 
-    /// Serves a request of `owner` for `requested` bytes, which are valid. Returns the block that the client holds now, and how
-    /// it was served.
+    /// Serves a valid request of `owner` for `requested` bytes. Returns the live block, and the path.
     ///
     /// # Errors
-    /// [`AllocError::OutOfMemory`], or [`AllocError::Driver`] for any other failing driver call. The heap is right all the
-    /// same.
+    /// [`AllocError::OutOfMemory`], or [`AllocError::Driver`] for any other failing driver call. The heap is consistent
+    /// nevertheless.
     fn allocate(&mut self, heap: &mut Heap, owner: Owner, requested: u64) -> Result<(BlockId, Path), AllocError> {
         serve(self, heap, owner, requested)
     }
 
-    /// Takes a block back that other streams were announced to use: `users`. It is held, or pending since a capture.
+    /// Frees a block that other streams (`users`) were announced to use. It is live, or pending since a capture.
     ///
     /// # Errors
-    /// Those of the driver. The block is the client's no more.
+    /// Those of the driver. The client has freed the block nevertheless.
     fn free(&mut self, heap: &mut Heap, block: BlockId, users: &[StreamId]) -> Result<Path, AllocError> {
         put_back(heap, block, users)
     }
 
-    /// Changes the most bytes that may be held from the device, also while it runs; false where that cannot be done.
+    /// Changes the maximum of reserved bytes, also while it runs; false where that is not supported.
     fn set_memory_limit(&mut self, heap: &mut Heap, bytes: Option<u64>) -> bool {
         heap.set_limit(bytes);
         true
     }
 
-    /// Whether it can begin with segments of another allocator, and go back to a checkpoint of a private pool.
+    /// Whether it supports segments of another allocator, and checkpoints of private pools.
     fn restores(&self) -> bool {
         true
     }
@@ -113,15 +112,15 @@ pub trait Policy: fmt::Debug + Send {
         true
     }
 
-    /// What its user can set against free memory in pieces, for errors: `set max_split_size`. `None` where there is nothing.
+    /// The setting that reduces fragmentation, for errors: `set max_split_size`. `None` where there is none.
     fn against_fragmentation(&self) -> Option<String> {
         None
     }
 
-    /// Adds what it counts itself to the statistics.
+    /// Adds its own counters to the statistics.
     fn count(&self, _stats: &mut Stats) {}
 
-    /// Ends: events go back to the heap.
+    /// Teardown: returns events to the heap.
     fn end(&mut self, _heap: &mut Heap) {}
 }
 
@@ -131,7 +130,7 @@ impl Policy for Rules {
     }
 }
 
-/// A request, step by step. [`Policy::allocate`] does this unless a policy says otherwise.
+/// A request, step by step. The default of [`Policy::allocate`].
 ///
 /// # Errors
 /// Those of [`Policy::allocate`].
@@ -141,7 +140,7 @@ pub fn serve<P: Policy + ?Sized>(
     owner: Owner,
     requested: u64,
 ) -> Result<(BlockId, Path), AllocError> {
-    // Frees that waited for other streams are carried out where these are done.
+    // Deferred frees whose streams have completed take effect.
     heap.process_events_for(owner.stream)?;
     let bytes = policy.rules().size.round(requested);
     let list = FreeList { owner, pool: policy.rules().size.pool(bytes) };
@@ -149,7 +148,7 @@ pub fn serve<P: Policy + ?Sized>(
     let (block, path) = match policy.find(heap, list, bytes)? {
         Some(found) => found,
         None => {
-            // A new segment is one that the next request like this will find.
+            // The next request like this finds a new segment.
             let [due, segment] = [bytes, policy.segment(bytes)].map(|bytes| heap.surely_found(bytes));
             let miss = Miss { list, bytes: due, segment };
             let grown = policy.grow(heap, &miss)?;
@@ -160,8 +159,8 @@ pub fn serve<P: Policy + ?Sized>(
     Ok((held, if cut && path == Path::Hit { Path::Split } else { path }))
 }
 
-/// A free, as [`Policy::free`] does it unless a policy says otherwise. The stream's own uses of the block were queued before its
-/// next ones will be, so it may reuse the block at once. Uses of other streams end at an event on each of them.
+/// A free, the default of [`Policy::free`]. The stream's own uses of the block were queued before its later work, so it may reuse
+/// the block immediately. Uses of other streams end at an event on each of them.
 ///
 /// # Errors
 /// Those of the driver.

@@ -7,19 +7,19 @@ vramlab_device::settings! {
     /// Settings under PyTorch's names (`PYTORCH_ALLOC_CONF`).
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct PyTorchSettings {
-        /// Blocks of at least this size are not split, unless their segment is expandable, and smaller requests never take them.
+        /// Blocks of at least this size are not split, unless their segment is expandable, and never serve smaller requests.
         pub max_split_size: Option<u64> = None, bytes().at_least(LARGE_SEGMENT).or("none");
         /// How much larger than the request an unsplittable block may be.
         pub max_non_split_rounding: u64 = 20 << 20, bytes();
-        /// Fraction of `memory_limit` above which idle segments are released before new ones are taken; 0 turns it off.
-        /// Expandable segments are left alone.
+        /// Fraction of `memory_limit` above which idle segments are released before new ones are allocated; 0 turns it off.
+        /// Expandable segments are excluded.
         pub garbage_collection_threshold: f64 = 0.0, fraction();
         /// Rounding to equal steps between powers of two.
         pub roundup_power2_divisions: Divisions = Divisions::default(), text(Divisions::FORM);
         /// Most bytes that may be reserved (`set_per_process_memory_fraction`).
         pub memory_limit: Option<u64> = None, bytes().or("none");
-        /// After the release of the whole cache has waited for pending frees, look for a free block again before asking the
-        /// device. PyTorch does not, so a block that became free in that wait is missed; off follows it.
+        /// After a cache flush has waited for deferred frees, search for a free block again before asking the device. PyTorch does
+        /// not, so it misses a block that became free in that wait; off follows PyTorch.
         pub retry_fit_after_sync: bool = false, switch();
     }
     check PyTorchSettings::consistent;
@@ -35,7 +35,7 @@ impl PyTorchSettings {
         Ok(())
     }
 
-    /// What can be set against free memory in pieces; `expandable` says how expandable segments are had, if they can be.
+    /// The settings that reduce fragmentation; `expandable` names the way to expandable segments, if there is one.
     pub fn against_fragmentation(&self, expandable: Option<&str>) -> Option<String> {
         let bound = match self.max_split_size {
             None => Some("set max_split_size".to_owned()),
@@ -46,12 +46,12 @@ impl PyTorchSettings {
         (!both.is_empty()).then(|| both.join(", or "))
     }
 
-    /// Whether PyTorch's native allocator does the same. `retry_fit_after_sync` mends one of its faults.
+    /// Whether PyTorch's native allocator does the same. `retry_fit_after_sync` fixes one of its faults.
     pub(crate) fn follows_pytorch(&self) -> bool {
         !self.retry_fit_after_sync
     }
 
-    /// Blocks of at least this many bytes are oversize.
+    /// Blocks of at least this size are oversize.
     pub(crate) fn max_split(&self) -> u64 {
         self.max_split_size.unwrap_or(u64::MAX)
     }
@@ -59,12 +59,12 @@ impl PyTorchSettings {
     /// Bytes above which idle segments are collected; `None` when they never are.
     pub(crate) fn collect_above(&self) -> Option<u64> {
         let limit = self.memory_limit.filter(|_| self.garbage_collection_threshold > 0.0)?;
-        // CAST: PyTorch computes it in the same way, in a double cut to an integer.
+        // CAST: PyTorch computes it in the same way, in a double truncated to an integer.
         Some((self.garbage_collection_threshold * limit as f64) as u64)
     }
 }
 
-/// Advice to use expandable segments, which are had by `how`.
+/// Advice to use expandable segments, by `how`.
 pub(crate) fn expandable_segments(how: &str) -> String {
     format!("use expandable segments ({how})")
 }

@@ -1,45 +1,45 @@
-//! What a backend says it can do, so that commands and tests ask for that and not for a name.
+//! The capabilities of a backend, which commands and tests read instead of its name.
 
 use crate::contract::Path;
 use crate::policy::size::torch::LARGE_SEGMENT;
 use serde::{Serialize, Serializer};
 
-/// What a backend can do. Tests demand what it says it can, and do not demand what it says it cannot.
+/// The capabilities of a backend. Tests demand exactly these.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
-    /// How it serves requests while work is captured into a graph.
+    /// How it serves requests during a graph capture.
     pub graph_capture: GraphCapture,
-    /// Which free memory can serve a stream.
+    /// The free memory that can serve a stream.
     pub streams: StreamUse,
-    /// How blocks lie in segments.
+    /// The arrangement of blocks in segments.
     pub segments: SegmentUse,
-    /// What a device must have.
+    /// Required features of the device.
     pub needs: Needs,
-    /// Whether it keeps memory that is freed, so that a repeated request makes no call that takes memory from the device.
+    /// Whether it caches freed memory, so that a repeated request makes no allocation call to the driver.
     pub caches: bool,
     /// Whether each request and each free is a driver call of tens of microseconds. Benchmarks make fewer of them.
     pub slow_calls: bool,
-    /// Whether a free joins a block with its free neighbours at once, whichever stream those are of.
+    /// Whether a free coalesces a block with its free neighbours immediately, whichever stream they belong to.
     pub coalesces: bool,
-    /// Whether it tries again when the device has no memory left: after it has given back what it holds, or for less.
+    /// Whether it tries again when the device has no memory: after releasing its cache, or with a smaller size.
     pub retries: bool,
-    /// Whether it refuses a request without giving idle segments back first, so that a larger piece than it has cannot be had
-    /// when all is free. A trim gives them back.
+    /// Whether it refuses a request without releasing idle segments first, so that a larger request can fail although all memory is
+    /// free. A trim releases them.
     pub keeps_segments: bool,
-    /// Whether it sets a block aside when it cannot tell that a stream is done with it, because the stream is gone: it says so once,
-    /// goes on, and counts the block among the stranded ones until the whole device has been waited for.
+    /// Whether it retains a block when it cannot determine that a destroyed stream has finished with it: it reports this once,
+    /// continues, and counts the block as stranded until the whole device has been waited for.
     pub sets_aside: bool,
-    /// Whether it knows where its blocks lie, so that there are snapshots.
+    /// Whether it knows its blocks' addresses, so that there are snapshots.
     pub snapshot: bool,
-    /// Whether it can begin with the segments and blocks of a snapshot.
+    /// Whether it can start with the segments and blocks of a snapshot.
     pub restores: bool,
-    /// Whether a program can keep some of its memory apart, in [private pools](crate::DeviceAllocator#private-pools).
+    /// Whether it has [private pools](crate::DeviceAllocator#private-pools).
     pub private_pools: bool,
-    /// Whether such a pool can go back to a checkpoint.
+    /// Whether private pools have checkpoints.
     pub checkpoints: bool,
-    /// Whether it does what PyTorch's native allocator does, to the address.
+    /// Whether it follows PyTorch's native allocator, to the address.
     pub follows_pytorch: bool,
-    /// How the free of a block goes that another stream was announced to use.
+    /// The path of a free of a block that another stream was announced to use.
     #[serde(serialize_with = "by_name")]
     pub used_elsewhere: Path,
 }
@@ -49,7 +49,7 @@ fn by_name<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
 }
 
 impl Capabilities {
-    /// What is demanded of every backend. Entries say what theirs can do beyond it.
+    /// The minimum for every backend. Entries add their capabilities.
     pub const LEAST: Self = Self {
         graph_capture: GraphCapture::Refused,
         streams: StreamUse::Own,
@@ -71,7 +71,7 @@ impl Capabilities {
 }
 
 impl Capabilities {
-    /// What it can do, in a few words each; what it cannot is left out.
+    /// Its capabilities, in a few words each; missing ones are left out.
     #[must_use]
     pub fn describe(&self) -> Vec<&'static str> {
         let said = [
@@ -96,7 +96,7 @@ impl Capabilities {
                 SegmentUse::Hidden => "",
             },
             if self.caches { "keeps freed memory" } else { "" },
-            if self.coalesces { "coalesces at once" } else { "" },
+            if self.coalesces { "coalesces immediately" } else { "" },
             if self.retries { "tries again when memory is short" } else { "" },
             if self.keeps_segments { "keeps its segments until it is trimmed" } else { "" },
             if self.snapshot { "snapshots" } else { "" },
@@ -116,36 +116,36 @@ impl SegmentUse {
         matches!(self, Self::Many | Self::Expandable)
     }
 
-    /// By how many bytes a memory limit may be passed: PyTorch compares it before it knows how many whole handles it maps.
+    /// By how many bytes a memory limit may be exceeded: PyTorch compares it before it rounds to whole handles.
     #[must_use]
     pub fn over_limit(self) -> u64 {
         if self == Self::Expandable { LARGE_SEGMENT - 1 } else { 0 }
     }
 }
 
-/// How a backend serves requests while work is captured into a graph.
+/// How a backend serves requests during a graph capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GraphCapture {
-    /// It does not: a capture cannot begin.
+    /// Not at all: a capture cannot begin.
     Refused,
-    /// From memory that it keeps for the graph until the capture is released.
+    /// From memory that it keeps reserved for the graph until the capture is released.
     Pinned,
-    /// The driver takes the memory, as nodes of the graph.
+    /// The driver allocates the memory, as nodes of the graph.
     DriverNodes,
 }
 
-/// Which free memory can serve a stream.
+/// The free memory that can serve a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StreamUse {
-    /// What was last used on it.
+    /// Memory last used on the stream.
     Own,
-    /// Also what was last used on another, as soon as that work is done or ordered before.
+    /// Also memory last used on another stream, once that work has completed or is ordered before.
     Any,
 }
 
-/// How blocks lie in segments.
+/// The arrangement of blocks in segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SegmentUse {
@@ -153,14 +153,14 @@ pub enum SegmentUse {
     One,
     /// Several blocks can share a segment.
     Many,
-    /// Several blocks can share a segment, and segments are ranges of addresses whose memory comes and goes in parts. They are
+    /// Several blocks can share a segment, and segments are ranges of addresses in which memory is mapped and unmapped. They are
     /// not counted.
     Expandable,
-    /// The driver does not tell.
+    /// The driver does not report it.
     Hidden,
 }
 
-/// What a device must have for a backend.
+/// Required features of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Needs {

@@ -1,7 +1,7 @@
-//! A backend with settings, as it is written on a command line: `NAME` or `NAME:key=value,key=value`.
+//! A backend with settings, in the form of a command line: `NAME` or `NAME:key=value,key=value`.
 //!
-//! In a list, a comma also separates allocators. What stands between two commas is a setting of the allocator before it if
-//! it has a `=`, and another allocator if it has none or has a `:` before the `=`. So
+//! In a list, a comma also separates allocators. The text between two commas is a setting of the preceding allocator if it has a
+//! `=`, and another allocator if it has none or has a `:` before the `=`. So
 //! `naive,caching:max_split_size=32M,memory_limit=1G,stream-ordered` names three. Commas in brackets belong to a value:
 //! `caching:roundup_power2_divisions=[1:4,64:8]`. `all` stands for every backend.
 
@@ -16,22 +16,22 @@ use std::sync::Arc;
 use vramlab_device::Driver;
 use vramlab_device::settings::{Setting, SettingError, Settings, list_parts};
 
-/// A backend with the settings that it is to have.
+/// A backend with settings.
 ///
-/// Its text names the settings that were given or differ from the default, in the backend's order. Reading it gives the same
+/// Its text names the settings that were given or differ from the default, in the backend's order. Reading it returns the same
 /// selection.
 #[derive(Debug)]
 pub struct Selection {
     backend: &'static Backend,
     settings: Box<dyn Settings>,
-    /// Settings that were set by name, even if to their default: [`adopt`](Self::adopt) leaves them.
+    /// Settings that were set by name, even if to their default: [`adopt`](Self::adopt) skips them.
     given: BTreeSet<&'static str>,
 }
 
-/// Setting of backends that keep to a limit themselves.
+/// Setting of backends with a limit of their own.
 const MEMORY_LIMIT: &str = "memory_limit";
 
-/// Why a text selects no backend.
+/// An error in a text that selects a backend.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SelectionError {
@@ -43,7 +43,7 @@ pub enum SelectionError {
     Setting {
         /// The backend.
         backend: &'static str,
-        /// What is wrong.
+        /// The fault.
         error: SettingError,
     },
     /// A setting is given twice.
@@ -54,20 +54,20 @@ pub enum SelectionError {
         /// The setting.
         name: &'static str,
     },
-    /// The settings do not go together.
+    /// The settings contradict each other.
     #[error("{backend}: {reason}")]
     Together {
         /// The backend.
         backend: &'static str,
-        /// Which, and how to mend it.
+        /// Which settings, and the fix.
         reason: String,
     },
     /// The text has another form.
-    #[error("'{text}' is no allocator: {reason}; write NAME or NAME:key=value,key=value")]
+    #[error("'{text}' is not an allocator: {reason}; write NAME or NAME:key=value,key=value")]
     Form {
         /// The text.
         text: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: &'static str,
     },
 }
@@ -99,7 +99,7 @@ impl Selection {
         self.backend.name
     }
 
-    /// What the allocator can do with these settings.
+    /// The capabilities of the allocator with these settings.
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.backend.constructor.capabilities(self.backend.capabilities, self.settings())
@@ -122,8 +122,8 @@ impl Selection {
         Ok(())
     }
 
-    /// Takes over the settings of the same names from another allocator, such as the one that a history was recorded
-    /// under. What was set by name stays. What this backend does not have, or would not take, is left out.
+    /// Copies the settings of the same names from another allocator, such as that of a recording. Settings that were set by name
+    /// stay. Settings that this backend does not have, or would refuse, are skipped.
     pub fn adopt(&mut self, other: &dyn Settings) {
         let (same, before) =
             ((other as &dyn Any).type_id() == (self.settings() as &dyn Any).type_id(), self.settings.boxed());
@@ -143,19 +143,19 @@ impl Selection {
         }
     }
 
-    /// Sets the most bytes that the allocator may reserve, and says whether it keeps to that itself: whether it has the
-    /// setting `memory_limit`. For others put a [`Limit`](crate::instruments::Limit) around it or make the device smaller.
-    /// A limit that was set by name stays.
+    /// Sets the maximum of reserved bytes, and returns whether the allocator enforces it: whether it has the setting
+    /// `memory_limit`. For others put a [`Limit`](crate::instruments::Limit) around it or make the device smaller. A limit that was
+    /// set by name stays.
     pub fn set_memory_limit(&mut self, bytes: Option<u64>) -> bool {
         let has = self.backend.has_setting(MEMORY_LIMIT);
         if let Some(bytes) = bytes.filter(|_| has && !self.is_given(MEMORY_LIMIT)) {
-            // The setting takes any number of bytes.
+            // The setting accepts any number of bytes.
             let _ = self.settings.set(MEMORY_LIMIT, &bytes.to_string());
         }
         has
     }
 
-    /// The most bytes that the allocator may reserve, where it has such a setting.
+    /// The maximum of reserved bytes, where the allocator has such a setting.
     #[must_use]
     pub fn memory_limit(&self) -> Option<u64> {
         self.settings.json().get(MEMORY_LIMIT)?.as_u64()
@@ -167,8 +167,8 @@ impl Selection {
         self.given.contains(name)
     }
 
-    /// Looks at what the settings mean together, for commands that take them from a person.
-    /// [`build`](Self::build) does not: a recorded history says of its allocator what it knows.
+    /// Checks that the settings do not contradict each other, for commands that take them from a person. [`build`](Self::build)
+    /// does not: a recording contains only the known settings of its allocator.
     ///
     /// # Errors
     /// [`SelectionError::Together`].
@@ -194,14 +194,14 @@ impl Clone for Selection {
 }
 
 impl PartialEq for Selection {
-    /// Same backend, same values: whether one was written out makes no difference.
+    /// Same backend, same values: a default that is written out makes no difference.
     fn eq(&self, other: &Self) -> bool {
         self.backend == other.backend && self.settings.list() == other.settings.list()
     }
 }
 
 impl Default for Selection {
-    /// The allocator that commands use where none is named.
+    /// The default allocator of commands.
     fn default() -> Self {
         Self::of(super::DEFAULT)
     }
@@ -272,7 +272,7 @@ fn is_setting(part: &str) -> bool {
 /// Reads a list of allocators, separated by commas, as `--alloc` takes it.
 ///
 /// # Errors
-/// [`SelectionError`] for the first that is wrong.
+/// [`SelectionError`] for the first wrong one.
 pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
     let mut written: Vec<String> = Vec::new();
     for part in list_parts(text) {

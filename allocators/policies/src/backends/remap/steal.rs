@@ -1,4 +1,4 @@
-//! When free pages are taken before the device is asked for new ones.
+//! The rule for taking free pages before new ones.
 
 use serde::{Serialize, Serializer};
 use std::fmt;
@@ -11,7 +11,7 @@ pub enum Steal {
     Pressure,
     /// Whenever there are free ones.
     Always,
-    /// When reserved memory would pass so many times the most bytes that were active so far.
+    /// When reserved memory would exceed this multiple of the peak of active bytes.
     Above(Ratio),
 }
 
@@ -19,22 +19,22 @@ pub enum Steal {
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
 pub struct Ratio(f64);
 
-/// What the text looks like.
+/// The form of the text.
 pub(super) const FORM: &str = "pressure, always, or a number from 1 on, such as 1.05";
 
-/// The text is none of the forms.
+/// The text has none of the forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("write {FORM}")]
 pub struct ParseStealError;
 
 impl Steal {
-    /// Bytes up to which new memory comes before free pages, where so many are active at most.
+    /// Bytes up to which new memory is used before free pages, given the peak of active bytes.
     #[must_use]
     pub fn new_memory_up_to(self, active: u64) -> u64 {
         match self {
             Self::Pressure => u64::MAX,
             Self::Always => 0,
-            // CAST: bytes of a device, below 2^53; what is more stays the most that there is.
+            // CAST: bytes of a device, below 2^53; larger values saturate.
             Self::Above(Ratio(ratio)) => (active as f64 * ratio) as u64,
         }
     }

@@ -1,4 +1,4 @@
-//! What `remap` asks of the driver when its cache is emptied.
+//! Tests of the driver calls of `remap` when its cache is emptied.
 
 use super::{Remap, RemapSettings};
 use crate::contract::{Block, DeviceAllocator, Request};
@@ -32,7 +32,7 @@ impl Bench {
     }
 
     fn free(&self, block: Block) {
-        // SAFETY: later work of the stream alone uses the memory.
+        // SAFETY: only later work of the stream uses the memory.
         unsafe { self.allocator.deallocate(block, self.stream) }.unwrap();
     }
 
@@ -40,7 +40,7 @@ impl Bench {
         self.metered.counts().get(call).count
     }
 
-    /// Calls of these kinds that something makes.
+    /// Number of calls of these kinds during `work`.
     fn calls<const N: usize>(&self, kinds: [CallKind; N], act: impl FnOnce()) -> [u64; N] {
         let before = kinds.map(|kind| self.count(kind));
         act();
@@ -51,12 +51,12 @@ impl Bench {
 }
 
 #[test]
-fn emptying_the_cache_unmaps_what_lies_together_by_one_call_and_waits_once() {
+fn cache_flush_unmaps_adjacent_pages_by_one_call_and_waits_once() {
     let bench = Bench::new(1 << 20);
     let start = bench.sim.mem_info().unwrap().free;
     let weights = [6, 2].map(|mib| bench.allocate(mib));
     for step in 0..5 {
-        // 40 MiB, what lives to the end of the program, and 60 MiB behind it.
+        // 40 MiB, blocks that live until the end of the program, and 60 MiB behind them.
         let step_blocks = [10, 30].map(|mib| bench.allocate(mib));
         let middle = bench.allocate(20);
         let end = [20, 40].map(|mib| bench.allocate(mib));
@@ -65,7 +65,7 @@ fn emptying_the_cache_unmaps_what_lies_together_by_one_call_and_waits_once() {
         let calls = bench.calls(kinds, || {
             bench.allocator.trim(0).unwrap();
         });
-        // Pages that the live blocks share stay; those are whole ones.
+        // Pages that the live blocks share stay mapped, as whole pages.
         let pages = (40 + 60 + if step == 0 { 12 } else { 0 }) / 2;
         assert_eq!(calls, [2, pages, 1], "step {step}");
         bench.free(middle);
@@ -91,7 +91,7 @@ fn pages_that_stay_keep_their_mappings_when_others_go_back() {
         assert_eq!(bench.allocator.trim(0).unwrap(), free);
     });
     assert_eq!(calls, [1, free / (2 * MIB)], "mappings of pages in use stay");
-    // Nothing is mapped at an address whose page goes, and the device has all of its memory in the end.
+    // Nothing is mapped at an address whose page is released, and the device has all of its memory at the end.
     bench.free(moved);
     bench.allocator.trim(0).unwrap();
     assert_eq!(bench.allocator.stats().reserved_bytes.all.current, second.bytes());
@@ -101,7 +101,7 @@ fn pages_that_stay_keep_their_mappings_when_others_go_back() {
 }
 
 #[test]
-fn a_program_that_repeats_itself_maps_nothing_in_the_end_though_it_empties_its_cache() {
+fn repeating_program_maps_nothing_at_last_despite_cache_flushes() {
     let bench = Bench::new(60);
     for step in 0..8 {
         let before = bench.count(CallKind::MemMap);
@@ -110,7 +110,7 @@ fn a_program_that_repeats_itself_maps_nothing_in_the_end_though_it_empties_its_c
         bench.free(third);
         let moved = bench.allocate(40);
         assert!(step < 4 || bench.count(CallKind::MemMap) == before, "step {step}");
-        // All of it is in use, so that nothing goes.
+        // All of it is in use, so that nothing is released.
         let calls = bench.calls([CallKind::MemUnmap], || assert_eq!(bench.allocator.trim(0).unwrap(), 0));
         assert_eq!(calls, [0]);
         bench.free(moved);

@@ -1,4 +1,4 @@
-//! Frees: in stream order, behind uses on other streams, in captures, and again where the driver refused.
+//! Frees: in stream order, behind uses on other streams, in captures, and repeated where the driver refused.
 
 use super::{ANY, LiveBlock, State, StreamOrdered};
 use crate::contract::Path;
@@ -21,11 +21,11 @@ impl State {
 }
 
 impl StreamOrdered {
-    /// Lets `owner` wait for what was queued on `user`.
+    /// Makes `owner` wait for the work queued on `user`.
     fn order(&self, user: StreamId, owner: StreamId) -> Result<(), DriverError> {
         let event = self.driver.event_create(false)?;
         let ordered = self.driver.event_record(event, user).and_then(|()| self.driver.stream_wait_event(owner, event));
-        // SAFETY: the event goes no further; destroying it does not undo the wait (CUDA frees it when it is done).
+        // SAFETY: no other code has the event; destroying it does not undo the wait (CUDA frees it when it has completed).
         let destroyed = unsafe { self.driver.event_destroy(event) };
         ordered.and(destroyed)
     }
@@ -37,21 +37,21 @@ impl StreamOrdered {
             .uses
             .iter()
             .try_for_each(|&user| self.order(user, block.stream).or_else(|_| self.driver.stream_synchronize(user)));
-        // SAFETY: the address was live here; its uses on its own stream were queued before (the client's promise)
-        // and those on other streams are ordered before this point by the waits above.
+        // SAFETY: the address was live here; its uses on its own stream were queued before (the client's promise) and those on
+        // other streams are ordered before this point by the waits above.
         ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) })
     }
 
-    /// Queues the free of a block that no work uses any more, whatever became of its streams.
+    /// Queues the free of a block that no work uses any more, also when its streams were destroyed.
     fn queue_idle_free(&self, addr: DeviceAddr, stream: StreamId) -> Result<(), DriverError> {
         // SAFETY: the address was live here, and the whole device was waited for after its last use.
         let freed = unsafe { self.pools().mem_free_async(addr, stream) };
         let Err(refused) = freed else { return Ok(()) };
-        // Its stream may be gone: any other will do.
+        // Its stream may have been destroyed: any other stream works.
         let Ok(fresh) = self.driver.stream_create() else { return Err(refused) };
         // SAFETY: as above.
         let freed = unsafe { self.pools().mem_free_async(addr, fresh) };
-        // SAFETY: made above and used by no other code; what is queued on it is done first.
+        // SAFETY: made above and used by no other code; work queued on it completes first.
         let destroyed = unsafe { self.driver.stream_destroy(fresh) };
         freed.and(destroyed)
     }
@@ -87,11 +87,11 @@ impl StreamOrdered {
         Ok(false)
     }
 
-    /// Frees a block of the pool that is in no list, or lets its free wait for the end of a capture.
+    /// Frees a block of the pool that is in no list, or defers its free to the end of a capture.
     pub(super) fn free_now_or_later(&self, addr: DeviceAddr, block: LiveBlock) -> Result<Path, DriverError> {
         let path = if block.uses.is_empty() { Path::Pool } else { Path::WaitInserted };
         let mut state = self.lock();
-        // A driver that does not say counts as one that captures: late is safe.
+        // A driver that does not report it counts as one that captures: late is safe.
         let captured = self.is_captured(&state, &block);
         if !matches!(captured, Ok(false))
             && let Some(kept) = state.captures.open_of(block.stream)
@@ -115,21 +115,21 @@ impl StreamOrdered {
         let freed = ordered.and_then(|()| unsafe { self.pools().mem_free_async(addr, block.stream) });
         let mut state = self.lock();
         state.decided(block.bytes);
-        // A block that could not be freed in its graph goes with it, or with the next launch.
+        // A block that could not be freed in its graph is released with it, or with the next launch.
         state.stats.count_reusable(ANY, block.bytes, block.bytes);
         state.stats.num_device_free += u64::from(freed.is_ok());
         freed.map(|()| Path::Pool)
     }
 
-    /// Tries the frees again that the driver refused; the first error.
+    /// Repeats the frees that the driver refused; returns the first error.
     pub(super) fn retry_refused(&self) -> Result<(), DriverError> {
         self.again(|addr, block| self.free_now_or_later(addr, block).map(|_| ()))
     }
 
-    /// Waits for the device, and frees what the driver refused before. A stream that is gone can be neither waited for nor
-    /// freed on, which after that wait is not needed any more. The first error that left a block refused.
+    /// Waits for the device, and frees the blocks that the driver refused before. A destroyed stream can be neither waited for nor
+    /// freed on, which is not needed after that wait. Returns the first error that left a block refused.
     pub(super) fn wait_and_reclaim(&self) -> Result<(), DriverError> {
-        // Before the wait, so that what is queued now is over after it.
+        // Before the wait, so that work that is queued now has completed after it.
         let retried = self.retry_refused();
         self.driver.device_synchronize()?;
         if retried.is_ok() {
@@ -147,10 +147,10 @@ impl StreamOrdered {
         freed
     }
 
-    /// Does something with every block that was refused so far; the first error.
+    /// Applies a function to every block that was refused so far; returns the first error.
     fn again(&self, mut free: impl FnMut(DeviceAddr, LiveBlock) -> Result<(), DriverError>) -> Result<(), DriverError> {
         let (mut outcome, refused) = (Ok(()), self.lock().refused.len());
-        // Those that are refused again go to the end.
+        // Blocks that are refused again are appended.
         for _ in 0..refused {
             let _streams = self.naming_streams();
             let Some((addr, block)) = self.lock().take_refused() else { break };

@@ -1,16 +1,16 @@
-//! Tells a memory checker which parts of an allocator's memory are blocks, by NVTX's memory extension.
+//! Reports the blocks of an allocator to a memory checker, by NVTX's memory extension.
 //!
-//! compute-sanitizer knows what came from `cuMemAlloc`. An allocator takes segments there and cuts blocks from them, so a write
-//! beyond a block into its neighbour goes unseen. Here each segment is registered as a heap, whose memory is out of bounds but
-//! for regions, and each block as a region of the bytes that were asked for. What is
-//! seen is a write between blocks: one that jumps from a block into another stays inside of regions.
+//! compute-sanitizer knows memory from `cuMemAlloc`. An allocator gets segments there and splits blocks from them, so a write
+//! beyond a block into its neighbour is not detected. Here each segment is registered as a heap, whose memory is out of bounds
+//! except for regions, and each block as a region of the requested bytes. A write between blocks is detected: one that jumps from a
+//! block into another stays inside of regions.
 //!
-//! Only segments of `cuMemAlloc` are told, so nothing is seen in expandable memory: compute-sanitizer of CUDA 13.0 refuses a heap
-//! in what `cuMemMap` mapped, and counts the refusal as an error of the program.
+//! Only segments of `cuMemAlloc` are reported, so expandable memory is not checked: compute-sanitizer of CUDA 13.0 refuses a heap
+//! in memory that `cuMemMap` mapped, and counts the refusal as an error of the program.
 //!
-//! Regions come and go when the host says so, not in stream order: work that is still queued when its block is freed looks like a
-//! use after free. Run the checker with `--force-blocking-launches`. Without a tool that has the extension nothing is wrapped and
-//! nothing is spent; with one, an allocation takes a lock, a look-up and the tool's time.
+//! Regions are added and removed in the host's order, not in stream order: work that is still queued when its block is freed looks
+//! like a use after free. Run the checker with `--force-blocking-launches`. Without a tool that has the extension nothing is
+//! wrapped and there is no cost; with one, an allocation takes a lock, a look-up and the tool's time.
 //!
 //! Source: `nvToolsExtMem.h` and `nvtxDetail/nvtxExtImplMem_v1.h` of NVTX 3, <https://github.com/NVIDIA/NVTX>;
 //! <https://docs.nvidia.com/compute-sanitizer/SanitizerNvtxGuide/index.html>.
@@ -31,7 +31,7 @@ use vramlab_device::{
 const VERSION: u16 = 3;
 const MODULE: u16 = 1;
 const COMPATIBLE: u16 = 0x0102;
-/// `NVTX_EXT_MEM_SLOT_COUNT`, and the places that are used.
+/// `NVTX_EXT_MEM_SLOT_COUNT`, and the slots that are used.
 const SLOT_COUNT: usize = 63;
 const HEAP_REGISTER: usize = 0;
 const HEAP_UNREGISTER: usize = 1;
@@ -109,14 +109,14 @@ struct Module {
     extra: *const c_void,
 }
 
-/// A tool's `InitializeInjectionNvtxExtension`; returns 0 when it does not want to work.
+/// A tool's `InitializeInjectionNvtxExtension`; returns 0 when it does not support it.
 type Entry = unsafe extern "C" fn(module: *const Module) -> c_int;
 type HeapRegister = unsafe extern "C" fn(domain: *mut c_void, heap: *const HeapDesc) -> *mut c_void;
 type HeapUnregister = unsafe extern "C" fn(domain: *mut c_void, heap: *mut c_void);
 type RegionsRegister = unsafe extern "C" fn(domain: *mut c_void, regions: *const Registered);
 type RegionsUnregister = unsafe extern "C" fn(domain: *mut c_void, regions: *const Unregistered);
 
-/// Where a tool puts its functions.
+/// The slots where a tool puts its functions.
 static FUNCTIONS: [AtomicPtr<c_void>; SLOT_COUNT] = [const { AtomicPtr::new(ptr::null_mut()) }; SLOT_COUNT];
 
 /// Size of a structure, as NVTX has it in the structure.
@@ -135,7 +135,7 @@ struct Tool {
 }
 
 impl Tool {
-    /// Has a tool fill in its functions; `None` where it does not want to, or has not all of those that are needed.
+    /// Has a tool fill in its functions; `None` where it refuses, or lacks a required one.
     ///
     /// # Safety
     /// `entry` is the entry point of an NVTX 3 tool that stays loaded.
@@ -151,18 +151,18 @@ impl Tool {
             export: ptr::null(),
             extra: ptr::null(),
         };
-        // SAFETY: the caller's promise; the structures live until it returns, and the places of the functions always.
+        // SAFETY: the caller's promise; the structures live until it returns, and the slots of the functions always.
         if unsafe { entry(&raw const module) } == 0 {
             return None;
         }
-        // Relaxed: the tool wrote on this thread. What is no address is NVTX's word for a function that is not there.
+        // Relaxed: the tool wrote on this thread. Values that are not addresses stand for missing functions in NVTX.
         let found = |place: usize| {
             let function = FUNCTIONS[place].load(Relaxed);
             (function.addr() > 4096 && function.addr() != usize::MAX).then_some(function)
         };
         let [register, unregister, regions, gone] =
             [HEAP_REGISTER, HEAP_UNREGISTER, REGIONS_REGISTER, REGIONS_UNREGISTER].map(found);
-        // SAFETY: what a tool puts in these places are functions of these types, by NVTX's contract.
+        // SAFETY: by NVTX's contract a tool puts functions of these types into these slots.
         unsafe {
             Some(Self {
                 heap_register: std::mem::transmute::<*mut c_void, HeapRegister>(register?),
@@ -178,7 +178,7 @@ impl Tool {
         static FOUND: OnceLock<Option<Tool>> = OnceLock::new();
         *FOUND.get_or_init(|| {
             let path = std::env::var_os("NVTX_INJECTION64_PATH").filter(|path| !path.is_empty())?;
-            // Tools want to be asked for plain NVTX first.
+            // Tools expect to be asked for plain NVTX first.
             let _ = super::stream_names::attached();
             // SAFETY: the tool's own library, which NVTX loads in the same way.
             let library = unsafe { libloading::Library::new(path) }.ok()?;
@@ -192,7 +192,7 @@ impl Tool {
     }
 }
 
-/// The segments that a tool knows as heaps.
+/// The segments that a tool has as heaps.
 #[derive(Debug)]
 pub struct Heaps {
     tool: Tool,
@@ -209,14 +209,14 @@ impl Heaps {
     /// For the tool that is attached to this process; `None` where there is none, or it has no memory extension.
     #[must_use]
     pub fn of_attached_tool() -> Option<Arc<Self>> {
-        Tool::attached().map(Self::of)
+        Tool::attached().map(Self::new)
     }
 
-    fn of(tool: Tool) -> Arc<Self> {
+    fn new(tool: Tool) -> Arc<Self> {
         Arc::new(Self { tool, known: Mutex::default() })
     }
 
-    /// The driver, with its segments registered as they come and go.
+    /// The driver, with its segments registered as they are allocated and freed.
     #[must_use]
     pub fn watch(self: &Arc<Self>, driver: Arc<dyn Driver>) -> Arc<dyn Driver> {
         Arc::new(HookedDriver::with_hook(driver, Watch(Arc::clone(self))))
@@ -251,7 +251,7 @@ impl Heaps {
     fn heap_gone(&self, addr: u64) {
         let gone = self.lock().remove(&addr);
         if let Some((_, handle)) = gone {
-            // SAFETY: the tool's function, and a handle that it gave out and that is known no more.
+            // SAFETY: the tool's function, and a handle that it returned and that is used for the last time.
             unsafe { (self.tool.heap_unregister)(ptr::null_mut(), ptr::without_provenance_mut(handle)) };
         }
     }
@@ -300,16 +300,16 @@ impl Heaps {
     }
 }
 
-/// Sees segments in the calls of a driver.
+/// Observes segments in the calls of a driver.
 #[derive(Debug)]
 struct Watch(Arc<Heaps>);
 
-// SAFETY: it looks at calls and changes none.
+// SAFETY: it observes calls and changes none.
 unsafe impl Hook for Watch {
     type Before = ();
 
     fn before(&self, _inner: &dyn Driver, kind: CallKind, arguments: CallArguments) -> DriverResult<()> {
-        // Before its memory goes, as another thread may be given the addresses at once.
+        // Before the memory is released, as another thread may be given the addresses immediately.
         if let (CallKind::MemFree, Some(addr)) = (kind, arguments.addr) {
             self.0.heap_gone(addr.get());
         }
@@ -374,7 +374,7 @@ impl Instrument for NvtxMemory {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         let gone: Vec<_> = held.iter().map(|(block, _)| block.addr()).collect();
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         gone.into_iter().for_each(|addr| self.heaps.region_gone(addr));
         restored.iter().for_each(|block| self.heaps.region(block));
@@ -388,7 +388,7 @@ mod tests {
     use crate::Selection;
     use vramlab_device::NullDriver;
 
-    /// What the tool below was told.
+    /// The calls that the tool below received.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Told {
         Heap(usize, usize),
@@ -463,7 +463,7 @@ mod tests {
         // SAFETY: as above.
         assert!(unsafe { Tool::attach(without_functions) }.is_none(), "it fills no place");
         // SAFETY: as above.
-        let heaps = Heaps::of(unsafe { Tool::attach(tool) }.unwrap());
+        let heaps = Heaps::new(unsafe { Tool::attach(tool) }.unwrap());
         let driver = heaps.watch(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
         for (name, told_of) in [("caching", true), ("pytorch-expandable", false), ("remap", false)] {
@@ -495,7 +495,7 @@ mod tests {
             drop(allocator);
             assert_eq!(told(), [Told::HeapGone(*start)], "{name}");
         }
-        // Memory of which no heap is known is none of the tool's business.
+        // Memory outside of the known heaps is not reported to the tool.
         let elsewhere: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
         let stream = elsewhere.stream_create().unwrap();
         let plain = "caching".parse::<Selection>().unwrap().build(&elsewhere).unwrap();

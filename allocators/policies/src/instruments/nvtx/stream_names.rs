@@ -1,9 +1,9 @@
-//! Names of streams for a profiler, which the crate `nvtx` does not pass on.
+//! Names of streams for a profiler, which the crate `nvtx` does not support.
 //!
-//! NVTX has no library of its own. A program holds tables of function pointers; the tool, a shared object that
-//! `NVTX_INJECTION64_PATH` names, fills in those that it cares for when its entry point is called. Each shared object
-//! or static copy of NVTX in a process does so for itself, so this one stands beside that of the crate. Of the tables it
-//! offers, one function of one is used here; Nsight Systems does not attach where the core tables are missing.
+//! NVTX has no library of its own. A program has tables of function pointers; the tool, a shared object that
+//! `NVTX_INJECTION64_PATH` names, fills in those that it supports when its entry point is called. Each shared object or static copy
+//! of NVTX in a process does so for itself, so this one exists in addition to that of the crate. Of its tables, one function of one
+//! is used here; Nsight Systems does not attach where the core tables are missing.
 //!
 //! Source: `nvtxDetail/nvtxTypes.h` and `nvtxInit.h` of NVTX 3, <https://github.com/NVIDIA/NVTX>.
 
@@ -13,13 +13,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering::Relaxed};
 use vramlab_device::StreamId;
 
-/// `NVTX_ETID_CALLBACKS` and `NVTX_ETID_VERSIONINFO`: what a tool may ask for.
+/// `NVTX_ETID_CALLBACKS` and `NVTX_ETID_VERSIONINFO`: the tables that a tool may request.
 const CALLBACKS_ID: u32 = 1;
 const VERSION_ID: u32 = 3;
 /// `NVTX_VERSION`.
 const VERSION: u32 = 3;
-/// The tables: `NVTX_CB_MODULE_CORE`, `_CUDA`, `_CUDART`, `_CORE2`, each with its `NVTX_CBID_…_SIZE`: its ids, and the
-/// place 0, which stands for none.
+/// The tables: `NVTX_CB_MODULE_CORE`, `_CUDA`, `_CUDART`, `_CORE2`, each with its `NVTX_CBID_…_SIZE`: its ids, and slot 0, which
+/// stands for none.
 const MODULES: [(c_int, usize); 4] = [(1, 16), (2, 9), (4, 7), (5, 16)];
 /// Place of `NVTX_CB_MODULE_CUDA` among them.
 const CUDA: usize = 1;
@@ -30,11 +30,11 @@ const SIZE: usize = 16;
 
 /// `nvtxNameCuStreamA`.
 type NameStream = unsafe extern "C" fn(stream: *mut c_void, name: *const c_char);
-/// A tool's `InitializeInjectionNvtx2`; returns 0 when it does not want to work.
+/// A tool's `InitializeInjectionNvtx2`; returns 0 when it does not support this.
 type Entry = unsafe extern "C" fn(export: ExportFn) -> c_int;
 type ExportFn = extern "C" fn(table: u32) -> *const c_void;
 
-/// A place for the address of a function; null as long as no tool has filled it in.
+/// A slot for the address of a function; null until a tool has filled it in.
 type Slot = AtomicPtr<c_void>;
 
 /// `NvtxExportTableCallbacks`.
@@ -53,11 +53,11 @@ struct VersionInfo {
     tool_says: extern "C" fn(version: u32),
 }
 
-/// Where the functions go: a list that the tool walks, closed by a null.
+/// The slots of the functions: a list that the tool walks, closed by a null.
 #[repr(transparent)]
 struct Table([*const Slot; SIZE + 1]);
 
-// SAFETY: the list is never written, and what it points to is atomic.
+// SAFETY: the list is never written, and its targets are atomic.
 unsafe impl Sync for Table {}
 
 static SLOTS: [[Slot; SIZE]; MODULES.len()] =
@@ -88,14 +88,14 @@ extern "C" fn export(table: u32) -> *const c_void {
     }
 }
 
-/// Tells a tool where the functions of a module go; returns 0 for a module that is not here.
+/// Gives a tool the slots of a module's functions; returns 0 for an unknown module.
 ///
 /// # Safety
-/// Both places are null or may be written.
+/// Both pointers are null or may be written.
 unsafe extern "C" fn functions(module: c_int, table: *mut *const *const Slot, size: *mut c_uint) -> c_int {
     let Some(place) = MODULES.iter().position(|known| known.0 == module) else { return 0 };
     if !table.is_null() {
-        // SAFETY: the caller says that the place may be written.
+        // SAFETY: the caller says that the pointer may be written.
         unsafe { *table = TABLES[place].0.as_ptr() };
     }
     if !size.is_null() {
@@ -116,7 +116,7 @@ unsafe fn attach(entry: Entry) -> Option<NameStream> {
     }
     // Relaxed: the tool wrote on this thread, before its entry point returned.
     let function = SLOTS[CUDA][NAME_STREAM].load(Relaxed);
-    // SAFETY: what a tool puts in this place is a function of this type, by NVTX's contract, or null.
+    // SAFETY: by NVTX's contract a tool puts a function of this type into this slot, or null.
     unsafe { std::mem::transmute::<*mut c_void, Option<NameStream>>(function) }
 }
 
@@ -129,7 +129,7 @@ pub(super) fn attached() -> Option<NameStream> {
         let library = unsafe { libloading::Library::new(path) }.ok()?;
         // SAFETY: NVTX fixes the type behind this name.
         let entry = *unsafe { library.get::<Entry>(b"InitializeInjectionNvtx2\0") }.ok()?;
-        // What it filled in is called as long as the process lives.
+        // The function that it filled in is called as long as the process lives.
         std::mem::forget(library);
         // SAFETY: an entry point of NVTX, in a library that is never unloaded.
         unsafe { attach(entry) }
@@ -179,7 +179,7 @@ mod tests {
             assert!(list[0].is_null() && list[known as usize].is_null());
             assert!(list[1..known as usize].iter().all(|slot| !slot.is_null()));
         }
-        // SAFETY: the table of the CUDA driver, the last asked for.
+        // SAFETY: the table of the CUDA driver, the last requested.
         let list = unsafe { std::slice::from_raw_parts(table, 9) };
         // SAFETY: the places point to slots that live as long as the program.
         unsafe { &*list[NAME_STREAM] }.store(record as *mut c_void, Relaxed);

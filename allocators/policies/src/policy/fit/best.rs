@@ -1,21 +1,21 @@
-//! Free blocks in the order of best fit: the smallest that fits comes first, of equal ones that with the lowest address.
+//! Free blocks in the order of best fit: the smallest that fits first, of equal blocks the one with the lowest address.
 //!
-//! The blocks of a list stand in sorted pieces of at most [`MOST`], beside one another in memory. A search halves the pieces and
-//! then the piece, and an insertion moves half a piece. An ordered set of the standard library compares whole keys node by node
-//! instead: with it `pytorch` and `pytorch-expandable` take more than half of their instructions for the index alone
-//! (callgrind, PyTorch's GPT-2 under expandable segments).
+//! The blocks of a list are in sorted pieces of at most [`MOST`], contiguous in memory. A search bisects the pieces and then the
+//! piece, and an insertion moves half a piece. An ordered set of the standard library compares whole keys node by node instead:
+//! with it the index alone takes more than half of the instructions of `pytorch` and `pytorch-expandable` (callgrind, PyTorch's
+//! GPT-2 under expandable segments).
 
 use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::cell::Cell;
 
-/// Blocks of a piece; a full one is cut into halves.
+/// Blocks of a piece; a full one is split into halves.
 const MOST: usize = 64;
 
 /// Size and address.
 type Key = (u64, u64);
 
-/// A key as one number, because a comparison of pairs jumps where the sizes are equal, and those are often.
+/// A key as one number, because a comparison of pairs branches where the sizes are equal, which is frequent.
 fn order((bytes, addr): Key) -> u128 {
     u128::from(bytes) << 64 | u128::from(addr)
 }
@@ -25,7 +25,7 @@ fn order((bytes, addr): Key) -> u128 {
 pub(super) struct Best {
     /// In the order of lists.
     lists: Vec<(FreeList, Sorted)>,
-    /// Where the list was that was asked for last: the next one is often the same.
+    /// Position of the list of the last search: the next search often uses the same list.
     last: Cell<usize>,
 }
 
@@ -34,15 +34,15 @@ pub(super) struct Best {
 struct Sorted {
     /// The first key of each piece.
     firsts: Vec<Key>,
-    /// Ascending. None is empty but the only one.
+    /// Ascending. Only a single piece may be empty.
     pieces: Vec<Vec<(Key, BlockId)>>,
-    /// Piece and place that were sought last: what was found is taken out next, and one of its size often comes back.
+    /// Piece and position of the last search: the block is removed next, and one of its size is often inserted.
     last: Cell<(usize, usize)>,
 }
 
 impl Sorted {
-    /// The piece that has the first block from a key on, and its place there: behind the last where the next piece begins
-    /// with it.
+    /// The piece with the first block from a key on, and the position in it: behind the last where the next piece begins with that
+    /// block.
     fn seek(&self, key: Key) -> (usize, usize) {
         if self.is_sought(key, self.last.get()) {
             return self.last.get();
@@ -54,7 +54,7 @@ impl Sorted {
         (piece, place)
     }
 
-    /// Whether a search for a key ends there.
+    /// Whether a search for a key ends at this position.
     fn is_sought(&self, key: Key, (at, place): (usize, usize)) -> bool {
         let Some(piece) = self.pieces.get(at).filter(|piece| place <= piece.len()) else { return false };
         let key = order(key);
@@ -87,7 +87,7 @@ impl Sorted {
         }
     }
 
-    /// False when it is not there.
+    /// False when it is not in the list.
     fn remove(&mut self, key: Key, id: BlockId) -> bool {
         let (at, place) = self.seek(key);
         let is_only = self.pieces.len() == 1;
@@ -97,7 +97,7 @@ impl Sorted {
         piece.remove(place);
         match piece.first() {
             Some((first, _)) => self.firsts[at] = *first,
-            // The only one stays, so that a list of one block takes no memory from the host over and over.
+            // A single piece stays, so that a list of one block does not allocate host memory repeatedly.
             None if !is_only => {
                 self.pieces.remove(at);
                 self.firsts.remove(at);
@@ -107,8 +107,8 @@ impl Sorted {
         true
     }
 
-    /// Puts a block where its key belongs in the piece of one that goes. False, and nothing was done, where it belongs into another
-    /// piece, or the one is not there.
+    /// Inserts a block into the piece of the block that is removed. False, without effect, where it belongs into another piece, or
+    /// the removed block is not in the index.
     fn replace(&mut self, (gone, id): (Key, BlockId), key: Key, by: BlockId) -> bool {
         let (at, place) = self.seek(gone);
         let is_last = at + 1 >= self.pieces.len();
@@ -164,7 +164,7 @@ impl FreeBlocks for Best {
         let Some(at) = self.place_of(list) else { return false };
         let blocks = &mut self.lists[at].1;
         let known = blocks.remove((bytes, addr), id);
-        // A list of a graph is not used again once its memory has gone.
+        // The list of a graph is not used again after its memory was released.
         if list.owner.private.is_some() && blocks.is_empty() {
             self.lists.remove(at);
         }
@@ -238,7 +238,7 @@ mod tests {
                     }
                 }
             }
-            // A block of which a cut leaves another, or that one more is joined to.
+            // A block that is split, or coalesced with another.
             let (from, to) = ((list, 1 + below(40), below(4_000)), (1 + below(40), below(4_000)));
             if let Some(gone) = model.range(from..).next().copied() {
                 let (to, numbered) = ((gone.0, to.0, to.1), |(list, bytes, addr)| {

@@ -1,10 +1,10 @@
-//! Free ranges in bins by size, so that the lowest one that is large enough is found without passing over all smaller ones.
+//! Free ranges in bins by size, so that a search for the lowest sufficient range skips the smaller ones.
 
 use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 
-/// Free ranges by list, then by the power of two below their size, then by address: their sizes, and what is kept of each.
+/// Free ranges by list, then by the power of two below their size, then by address: their sizes and values.
 #[derive(Clone, Debug)]
 pub struct Lowest<List, Kept>(BTreeMap<(List, u32), BTreeMap<u64, (u64, Kept)>>);
 
@@ -24,7 +24,7 @@ impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
         self.0.entry((list, bin(bytes))).or_default().insert(addr, (bytes, kept));
     }
 
-    /// Takes a range out; false when it is not there.
+    /// Removes a range; false when it is not in the index.
     pub fn remove(&mut self, list: List, addr: u64, bytes: u64, kept: Kept) -> bool {
         let key = (list, bin(bytes));
         let Some(ranges) = self.0.get_mut(&key) else { return false };
@@ -35,8 +35,8 @@ impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
         known
     }
 
-    /// The address of the lowest range that has `bytes` to `largest`, and what is kept of it. In all bins but the first and the
-    /// last the lowest range will do.
+    /// The address and value of the lowest range that has `bytes` to `largest`. In all bins but the first and the last the lowest
+    /// range fits.
     pub fn find(&self, list: List, bytes: u64, largest: u64) -> Option<(u64, Kept)> {
         let mut lowest: Option<(u64, Kept)> = None;
         for ranges in self.0.range((list, bin(bytes))..=(list, bin(largest))).map(|(_, ranges)| ranges) {
@@ -47,7 +47,7 @@ impl<List: Copy + Ord, Kept: Copy + PartialEq> Lowest<List, Kept> {
         lowest
     }
 
-    /// The ranges of a list: address, size, and what is kept.
+    /// The ranges of a list: address, size, and value.
     pub fn of(&self, list: List) -> impl Iterator<Item = (u64, u64, Kept)> {
         let bins = self.0.range((list, 0)..=(list, u32::MAX)).flat_map(|(_, ranges)| ranges);
         bins.map(|(&addr, &(bytes, kept))| (addr, bytes, kept))

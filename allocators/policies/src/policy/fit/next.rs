@@ -1,4 +1,4 @@
-//! The first block that fits behind the last one that was chosen.
+//! The first block that fits behind the last chosen one.
 
 use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
@@ -8,9 +8,9 @@ use std::ops::Bound::{Excluded, Included};
 /// Free blocks by list and address.
 #[derive(Debug, Default)]
 pub(super) struct Next {
-    /// Their sizes and names.
+    /// Their sizes and ids.
     blocks: BTreeMap<(FreeList, u64), (u64, BlockId)>,
-    /// Address of the block that was chosen last, by list.
+    /// Address of the last chosen block, by list.
     last: BTreeMap<FreeList, u64>,
 }
 

@@ -1,14 +1,14 @@
-//! The smallest block that fits, and of equal ones the one that was made first.
+//! The smallest block that fits, and of equal blocks the oldest.
 
 use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Free blocks by list, size and the number of their making.
+/// Free blocks by list, size and creation number.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Oldest {
     blocks: BTreeSet<(FreeList, u64, u64, BlockId, u64)>,
-    /// When each block was made, counted: by a driver call, or by a cut that left it.
+    /// Creation number of each block: counted for each driver call and each split.
     made: BTreeMap<BlockId, u64>,
     count: u64,
 }
@@ -23,7 +23,7 @@ impl Oldest {
 }
 
 impl FreeBlocks for Oldest {
-    /// It keeps its number until its name is given to another.
+    /// It keeps its number until its id is reused.
     fn made(&mut self, id: BlockId) {
         self.count += 1;
         self.made.insert(id, self.count);

@@ -1,10 +1,10 @@
-//! Two-level segregated fit: lists of free blocks by size class. The original finds the first class that has a block in bitmaps,
-//! here it is found in an ordered map.
+//! Two-level segregated fit: lists of free blocks by size class. The original finds the first class that has a block in bitmaps;
+//! here an ordered map finds it.
 //!
-//! A class is a power of two, cut into 32 equal parts. A search rounds the size up to the next part, so that any block of a
-//! class that it looks at fits, and takes the one that became free last. A block of exactly the wanted size may so be missed.
+//! A class is a power of two, divided into 32 equal parts. A search rounds the size up to the next part, so that any block of the
+//! class fits, and takes the block that became free last. It may miss a block of exactly the requested size.
 //!
-//! Sizes are in units, and the lists are kept apart from the memory that they are of: a device's memory holds no headers.
+//! Sizes are in units, and the lists are separate from the memory: a device's memory contains no headers.
 //! Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004;
 //! <https://github.com/mattconte/tlsf> `mapping_insert`, `mapping_search`, `search_suitable_block`.
 
@@ -12,13 +12,13 @@ use super::FreeBlocks;
 use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::BTreeMap;
 
-/// Bytes of a unit. Blocks are multiples of it, and the smallest is one.
+/// Bytes of a unit. Block sizes are multiples of it, and the smallest block is one unit.
 pub const UNIT: u64 = 512;
 
 /// Parts of a power of two.
 const PARTS: u32 = 32;
 
-/// The class of a size in units: the power of two and the part of it. Below 32 units each size is a part of the first.
+/// The class of a size in units: the power of two and its part. Below 32 units each size is a part of the first.
 fn class(units: u64) -> (u32, u32) {
     if units < u64::from(PARTS) {
         // CAST: below 32.
@@ -26,11 +26,11 @@ fn class(units: u64) -> (u32, u32) {
     }
     let log2 = units.ilog2();
     let shift = log2 - PARTS.ilog2();
-    // CAST: below 32, because the highest bit is taken off.
+    // CAST: below 32, because the highest bit is cleared.
     (shift + 1, (units >> shift) as u32 ^ PARTS)
 }
 
-/// The class from which on every block has at least so many units.
+/// The first class from which on every block has at least this number of units.
 fn class_above(units: u64) -> (u32, u32) {
     if units < u64::from(PARTS) {
         return class(units);
@@ -51,7 +51,7 @@ fn smallest((power, part): (u32, u32)) -> u64 {
 pub(super) struct Tlsf {
     /// By list and class, then by number.
     classes: BTreeMap<(FreeList, (u32, u32)), BTreeMap<u64, FreeBlock>>,
-    /// Counts insertions: the block with the highest number of a class became free last.
+    /// Number of insertions: the block with the highest number of a class became free last.
     inserted: u64,
     /// The number of each block.
     numbers: BTreeMap<BlockId, u64>,
@@ -80,7 +80,8 @@ impl FreeBlocks for Tlsf {
         known
     }
 
-    /// The block that became free last, in the lowest class in which all are large enough. Where one may be too large, the next.
+    /// The block that became free last, in the lowest class in which all are large enough. Where one may be larger than `largest`,
+    /// the next.
     fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
         let from = class_above(bytes.div_ceil(UNIT));
         let mut last_first =
@@ -88,7 +89,7 @@ impl FreeBlocks for Tlsf {
         last_first.find(|block| block.bytes <= largest).map(|block| block.id)
     }
 
-    /// The smallest block of the class that the search begins with.
+    /// The smallest block of the class where the search begins.
     fn surely_found(&self, bytes: u64) -> u64 {
         smallest(class_above(bytes.div_ceil(UNIT))).saturating_mul(UNIT)
     }
@@ -119,7 +120,7 @@ mod tests {
         for units in (1..5000).chain([(1 << 20) - 1, 1 << 20, (1 << 20) + 1, 1 << 40]) {
             let (own, from) = (class(units), class_above(units));
             assert!(from >= own, "{units}");
-            // The smallest of the class fits, and the largest of the one before may not.
+            // The smallest block of the class fits, and the largest one of the class before may not.
             assert!(smallest(from) >= units && class(smallest(from)) == from, "{units}");
         }
     }

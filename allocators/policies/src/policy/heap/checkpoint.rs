@@ -1,4 +1,4 @@
-//! Private pools as they were at a checkpoint (PyTorch's `setCheckpointPoolState`, which graphs of compiled programs need).
+//! Private pools at a checkpoint (PyTorch's `setCheckpointPoolState`, which graphs of compiled programs need).
 
 use super::Heap;
 use crate::contract::{CaptureId, SegmentInfo, Snapshot};
@@ -6,11 +6,11 @@ use crate::space::{BlockId, FreeBlock, FreeList};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Heap {
-    /// Cuts the free memory of a private pool as it was cut at a checkpoint, and takes the blocks that were held then: they are
-    /// returned in address order. Nothing of the pool is held before.
+    /// Splits the free memory of a private pool as at a checkpoint, and takes the blocks that were live then: they are returned in
+    /// address order. The pool has no live block before.
     ///
     /// # Errors
-    /// Says what is missing. What was taken by then is free again.
+    /// Names the missing memory. Blocks that were taken before are free again.
     pub(crate) fn cut_as_before(&mut self, private: CaptureId, checkpoint: &Snapshot) -> Result<Vec<BlockId>, String> {
         let lists: BTreeSet<FreeList> = self.free_of(private).map(|block| block.list).collect();
         for list in lists {
@@ -25,7 +25,7 @@ impl Heap {
                 held.into_iter().for_each(|block| {
                     self.put(block);
                 });
-                return Err(format!("memory of the checkpoint at {from:#x} is not there, or in use"));
+                return Err(format!("memory of the checkpoint at {from:#x} was released or is in use"));
             };
             free.remove(&block.addr);
             let rest = self.cut_segment(block, segment, &mut held);
@@ -38,7 +38,7 @@ impl Heap {
         self.space.free_blocks().filter(move |block| block.list.owner.private == Some(private))
     }
 
-    /// Cuts a segment's range out of a free block, and takes what was held of it. Returns what stays free behind it.
+    /// Takes the live blocks of a segment's range out of a free block. Returns the free remainder behind the range.
     fn cut_segment(&mut self, block: FreeBlock, segment: &SegmentInfo, held: &mut Vec<BlockId>) -> Option<FreeBlock> {
         let before = segment.addr.get() - block.addr;
         let gap = (before > 0).then_some((before, None));

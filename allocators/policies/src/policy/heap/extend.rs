@@ -1,7 +1,7 @@
-//! Expandable segments: a hole gets the memory that a request lacks, and free memory goes back in whole handles.
+//! Expandable segments: holes are mapped for requests, and free memory is unmapped in whole handles.
 //!
-//! A segment is a range of addresses for one free list. Its blocks cover all of it: held, pending and free ones have memory
-//! behind them, holes have none. These are PyTorch's rules (`CUDACachingAllocator.cpp`), each under the name of its function.
+//! A segment is a range of addresses for one free list. Its blocks cover all of it: live, pending and free ones are mapped, holes
+//! are not. These are PyTorch's rules (`CUDACachingAllocator.cpp`), each under the name of its function.
 
 use super::Heap;
 use crate::policy::grow::{Segments, release_order};
@@ -10,20 +10,20 @@ use std::ops::Range;
 use vramlab_device::DriverError;
 
 impl Heap {
-    /// The free block that follows in the order of best fit, see [`Fit::next_larger`](crate::policy::fit::Fit::next_larger).
+    /// The next free block in the order of best fit, see [`Fit::next_larger`](crate::policy::fit::Fit::next_larger).
     #[must_use]
     pub fn next_larger(&self, block: BlockId) -> Option<BlockId> {
         self.fit.next_larger(self.space.as_free(block))
     }
 
-    /// The block behind one, if that is a hole.
+    /// The block behind `block`, if that is a hole.
     #[must_use]
     pub fn hole_behind(&self, block: BlockId) -> Option<BlockId> {
         self.space[block].next.filter(|next| self.space[*next].state == State::Unmapped)
     }
 
-    /// Gets a free block of at least `bytes` by putting memory where it lacks, in the lowest place that suffices. `None` when
-    /// there is no memory, or the limit does not allow what is lacking.
+    /// Makes a free block of at least `bytes` by mapping memory in the lowest sufficient run. `None` when there is no memory, or
+    /// the limit does not allow it.
     ///
     /// # Errors
     /// Those of the driver.
@@ -36,10 +36,10 @@ impl Heap {
         self.fill(first, bytes, 1, true)
     }
 
-    /// The first block of a run of free blocks and holes that hold `bytes` together, the lowest run of the list: a new range
-    /// of addresses where none does. `None` when there are no addresses. Addresses where a mapping is kept are in no run.
+    /// The first block of a run of free blocks and holes with `bytes` in total, the lowest run of the list, or a new range of
+    /// addresses where there is none. `None` when there are no addresses. Addresses with a kept mapping are in no run.
     ///
-    /// PyTorch's `find_expandable_block`. Takes a step for each hole in front, and for each block of the runs behind these.
+    /// PyTorch's `find_expandable_block`. Takes a step for each earlier hole, and for each block of the runs behind it.
     ///
     /// # Errors
     /// Those of the driver.
@@ -55,8 +55,8 @@ impl Heap {
         Ok(Some(hole))
     }
 
-    /// Where the first run of `bytes` begins of those that lie in a hole, in front of it and behind it: its first block, and an
-    /// address in this. It has no address where a mapping is kept whose page cannot be had.
+    /// The beginning of the first run of `bytes` around a hole: its first block, and an address in that block. A run has no address
+    /// with a kept mapping, unless `can_be_had` is true for it.
     pub(super) fn run_around(
         &self,
         hole: BlockId,
@@ -94,7 +94,7 @@ impl Heap {
         None
     }
 
-    /// The block that begins at an address of a block: the rest of that, if it is a hole with addresses in front.
+    /// The block that begins at an address in `block`: the remainder behind it, if a hole begins earlier.
     pub(super) fn begin_hole(&mut self, block: BlockId, addr: u64) -> BlockId {
         let front = addr - self.space[block].addr;
         if front == 0 {
@@ -105,14 +105,14 @@ impl Heap {
         rest
     }
 
-    /// Bytes at the front of a hole behind which no mapping is kept.
+    /// Bytes at the front of a hole without kept mappings.
     fn vacant(&self, hole: BlockId) -> u64 {
         let hole = &self.space[hole];
         let kept = self.source.mapped().kept_within(hole.addr, hole.addr + hole.bytes).next();
         kept.map_or(hole.bytes, |kept| kept - hole.addr)
     }
 
-    /// Bytes of memory that a run lacks for a block of `bytes`, in multiples of so many handles.
+    /// Bytes that a run needs to map for a block of `bytes`, in multiples of `handles` handles.
     #[must_use]
     pub fn shortfall(&self, first: BlockId, bytes: u64, handles: u64) -> u64 {
         let (mut have, mut lacking, mut next) = (0, 0, Some(first));
@@ -128,8 +128,8 @@ impl Heap {
         lacking
     }
 
-    /// Puts memory into the holes of a run until its first block has `bytes`, in multiples of so many handles. `None` when the memory does not suffice: what
-    /// came until then stays, free, unless `whole` says that it goes back.
+    /// Maps the holes of a run until its first block has `bytes`, in multiples of `handles` handles. `None` when the memory is not
+    /// sufficient: new memory stays mapped then, free, unless `whole` is true.
     ///
     /// PyTorch's `try_allocate_expandable_block`.
     ///
@@ -147,7 +147,7 @@ impl Heap {
             let (have, hole) = match &self.space[block] {
                 unmapped if unmapped.state == State::Unmapped => (0, block),
                 free if free.bytes >= bytes => return Ok(Some(block)),
-                free => (free.bytes, free.next.expect("a run should hold what was asked for")),
+                free => (free.bytes, free.next.expect("a run should have the requested bytes")),
             };
             let addr = self.space[hole].addr;
             match self.map(hole, bytes - have, handles) {
@@ -156,7 +156,7 @@ impl Heap {
                     block = grown;
                 }
                 refused => {
-                    // From the last to the first, so that the block keeps its name: it is what is left in front.
+                    // From the last to the first, so that the front of the block keeps its id.
                     while let Some((addr, part)) = came.pop().filter(|_| whole) {
                         self.unmap(self.space.as_free(block), addr, part)?;
                     }
@@ -166,28 +166,28 @@ impl Heap {
         }
     }
 
-    /// The smallest multiple of so many handles that holds `bytes`, in bytes.
+    /// `bytes` rounded up to a multiple of `handles` handles.
     fn whole_handles(&self, list: FreeList, bytes: u64, handles: u64) -> u64 {
         bytes.next_multiple_of(self.source.handle_bytes(list.pool) * handles)
     }
 
-    /// Puts memory behind the front of a hole: at least `bytes`, or all of it. Returns the free block that it is a part of
-    /// now, and how much came; `None` when the device has no memory.
+    /// Maps the front of a hole: at least `bytes`, or all of it. Returns the free block that it is a part of now, and the mapped
+    /// bytes; `None` when the device has no memory.
     ///
     /// PyTorch's `map_block`.
     fn map(&mut self, hole: BlockId, bytes: u64, handles: u64) -> Result<Option<(BlockId, u64)>, DriverError> {
         let (addr, list) = (self.space[hole].addr, self.space[hole].list);
         let (unit, part) =
             (self.source.handle_bytes(list.pool), self.whole_handles(list, bytes, handles).min(self.vacant(hole)));
-        // SAFETY: a hole is a part of a range from `reserve`, and no mapping is kept in this one. Ranges are whole handles, and so
-        // are the parts that are mapped and unmapped, so holes are, too.
+        // SAFETY: a hole is a part of a range from `reserve`, without kept mappings in this part. Ranges are whole handles, and so
+        // are all mapped and unmapped parts, so holes are, too.
         if !unsafe { self.source.expandable().map(addr, part, unit) }? {
             return Ok(None);
         }
         Ok(Some((self.fill_hole(hole, part), part)))
     }
 
-    /// Notes that the front `bytes` of a hole have memory now. Returns the free block that they are a part of.
+    /// Notes that the front `bytes` of a hole are mapped now. Returns the free block that they are a part of.
     pub(super) fn fill_hole(&mut self, hole: BlockId, bytes: u64) -> BlockId {
         let (addr, list) = (self.space[hole].addr, self.space[hole].list);
         self.source.expandable().holes.remove(&(list, addr));
@@ -200,23 +200,23 @@ impl Heap {
         joined.block.id
     }
 
-    /// The hole that has an address, cut so that it begins there.
+    /// The hole that contains an address, split so that it begins there.
     pub(super) fn hole_at(&mut self, list: FreeList, addr: u64) -> BlockId {
         let (_, &hole) =
             self.source.holes().range(..=(list, addr)).next_back().expect("there should be a hole to fill");
         self.begin_hole(hole, addr)
     }
 
-    /// Takes the memory from a part of a free block, in whole handles. Returns the bytes that went.
+    /// Unmaps a part of a free block, in whole handles. Returns the unmapped bytes.
     ///
     /// # Errors
-    /// Those of the driver. What it did take is accounted for.
+    /// Those of the driver. Memory unmapped before that is accounted for.
     fn unmap(&mut self, block: FreeBlock, addr: u64, bytes: u64) -> Result<u64, DriverError> {
         let unit = self.source.handle_bytes(self.space[self.space[block.id].segment].list.pool);
         // PyTorch unmaps handle by handle. Pages are small, and a call costs the same for one as for all.
         let step = if self.source.pages().is_some() { bytes } else { unit };
-        // SAFETY: free blocks are mapped, and the part is whole handles. Callers have waited for what used it, or nothing ever
-        // did. Its pages are mapped nowhere else: those that are new never were, and of others no mapping is kept by now.
+        // SAFETY: free blocks are mapped, and the part is whole handles. The callers have waited for work that used it, or no work
+        // did. Its pages are mapped nowhere else: new pages never were, and the others have no kept mapping by now.
         let (gone, outcome) = unsafe { self.source.expandable().unmap(addr, bytes, unit, step) };
         if gone > 0 {
             self.open_hole(block, addr, gone);
@@ -224,7 +224,7 @@ impl Heap {
         outcome.map(|()| gone)
     }
 
-    /// Notes that a part of a free block has no memory any more.
+    /// Notes that a part of a free block is unmapped.
     pub(super) fn open_hole(&mut self, block: FreeBlock, addr: u64, bytes: u64) {
         self.fit.remove(block);
         let Unmapped { left, hole } = self.space.unmap(block.id, addr - block.addr, bytes);
@@ -235,7 +235,7 @@ impl Heap {
         self.source.expandable().holes.insert((hole.block.list, hole.block.addr), hole.block.id);
     }
 
-    /// The whole handles of a free block, those at its end that have `most` bytes together.
+    /// The whole handles of a free block, at its end, up to `most` bytes.
     ///
     /// PyTorch's `unmap_block`.
     fn whole_handles_of(&self, block: FreeBlock, most: u64) -> Range<u64> {
@@ -258,21 +258,22 @@ impl Heap {
             return driver.device_synchronize();
         }
         match driver.stream_synchronize(list.owner.stream) {
-            // The stream is gone, and its work may not be over.
+            // The stream was destroyed, and its work may not have completed.
             Err(error) if error.code == DriverError::INVALID_HANDLE => driver.device_synchronize(),
             waited => waited,
         }
     }
 
-    /// Takes the memory of free blocks in the lists that `wanted` says from expandable segments while more than `keep` bytes
-    /// are held, and gives back ranges that have none left. Returns the bytes that went. Nothing happens while a graph is being
-    /// captured, because nothing can be waited for then.
+    /// Unmaps free blocks of expandable segments, in lists that `wanted` selects, while more than `keep` bytes are reserved, and
+    /// releases ranges without mapped memory. Returns the unmapped bytes. Has no effect while a graph is captured, because no wait
+    /// is allowed then.
     ///
-    /// In PyTorch's [order](release_order) (`release_blocks`). `cuMemUnmap` does not wait for work that uses the memory, so the stream
-    /// is waited for first: once for each block, as there, or once for all of its blocks where pages are noted.
+    /// In PyTorch's [order](release_order) (`release_blocks`). `cuMemUnmap` does not wait for work that uses the memory, so the
+    /// stream is waited for first: once for each block, as there, or once for all of its blocks where the last uses of pages are
+    /// known.
     ///
     /// # Errors
-    /// Those of the driver. What went by then is accounted for.
+    /// Those of the driver. Memory unmapped before that is accounted for.
     pub(super) fn unmap_free(&mut self, keep: u64, wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
         if !self.source.is_expandable() || self.is_capturing() {
             return Ok(0);
@@ -286,7 +287,7 @@ impl Heap {
             if most == 0 {
                 break;
             }
-            // From the last to the first, so that the block keeps its name: it is what is left in front.
+            // From the last to the first, so that the front of the block keeps its id.
             for part in self.unpinned(self.whole_handles_of(block, most), block.list.pool).into_iter().rev() {
                 most = most.saturating_sub(part.end - part.start);
                 parts.push((block, part));
@@ -310,14 +311,14 @@ impl Heap {
             self.space.segments().filter(|(_, segment)| segment.mapped == 0).map(|(id, _)| id).collect();
         for id in empty {
             let segment = self.space[id];
-            // A page that stays elsewhere may be mapped here, too.
+            // A page that belongs to another address may be mapped here, too.
             if self.source.pages().is_some()
                 && self.source.mapped().kept_within(segment.addr, segment.addr + segment.bytes).next().is_some()
             {
                 continue;
             }
-            // SAFETY: every segment here came from `reserve`, nothing of it is mapped, and it is removed below, so it is given
-            // back once.
+            // SAFETY: every segment here came from `reserve`, nothing is mapped in it, and it is removed below, so it is released
+            // once.
             unsafe { self.source.expandable().give_back(segment.addr, segment.bytes) }?;
             self.source.expandable().pages.iter_mut().for_each(|pages| pages.forget(segment.addr));
             while let Some((&at, _)) = self
@@ -333,16 +334,15 @@ impl Heap {
         Ok(released)
     }
 
-    /// Lets the memory that goes from now on come back without the device being asked, until
-    /// [`release_handles`](Self::release_handles).
+    /// Keeps handles that are unmapped from now on for the next mappings, until [`release_handles`](Self::release_handles).
     pub fn keep_handles(&mut self) {
         self.source.expandable().keep_spare();
     }
 
-    /// Gives the device what was kept and did not come back.
+    /// Releases the kept handles that were not mapped again.
     ///
     /// # Errors
-    /// Those of the driver; what it refuses is offered again when memory is released the next time.
+    /// Those of the driver; a refused handle is released again with the next memory.
     pub fn release_handles(&mut self) -> Result<(), DriverError> {
         self.source.expandable().release_spare()
     }

@@ -1,7 +1,7 @@
-//! Pages that others map or have registered. They stay where they are mapped: none is moved, and none is unmapped.
+//! Pages that other processes map or libraries have registered: they are neither moved nor unmapped.
 //!
-//! A page has a count of pins: one for each block around it that was exported, until that block is free, and one for each range
-//! that was pinned. Its handle for other processes is made once and kept for as long as a block needs it.
+//! A page has a count of pins: one for each exported block around it, until that block is free, and one for each pinned range. Its
+//! handle for other processes is made once and kept as long as a block needs it.
 
 use super::Heap;
 use crate::contract::{AllocError, Exported, PoolKind};
@@ -20,12 +20,12 @@ pub(in crate::policy) struct Shared {
     pins: BTreeMap<u64, usize>,
     /// Handles of pages, by their first address, and the exported blocks that need each.
     handles: BTreeMap<u64, (Arc<Shareable>, usize)>,
-    /// The pages of blocks that were exported: first address, end, and size.
+    /// The pages of exported blocks: first address, end, and size.
     blocks: BTreeMap<BlockId, (u64, u64, u64)>,
 }
 
 impl Shared {
-    /// Whether the page that begins at an address has to stay.
+    /// Whether the page that begins at an address must stay mapped.
     pub(in crate::policy) fn is_pinned(&self, page: u64) -> bool {
         !self.pins.is_empty() && self.pins.contains_key(&page)
     }
@@ -63,10 +63,10 @@ fn pages(start: u64, end: u64, page: u64) -> impl Iterator<Item = u64> {
 }
 
 impl Heap {
-    /// Handles of the pages around a held block.
+    /// Handles of the pages around a live block.
     ///
     /// # Errors
-    /// Those of [`Pages::export`](crate::contract::Pages::export) but for a foreign block. Nothing is pinned then.
+    /// Those of [`Pages::export`](crate::contract::Pages::export) but for a foreign block. No page is pinned then.
     pub(crate) fn export(&mut self, name: &'static str, block: BlockId) -> Result<Exported, AllocError> {
         if !self.source.is_expandable() {
             return Err(crate::contract::no_pages(name));
@@ -92,26 +92,26 @@ impl Heap {
         Ok(Exported { addr: start, page_bytes: page, pages: pages(start, end, page).filter_map(handle).collect() })
     }
 
-    /// The pages around a block: first address, end, and the size of one.
+    /// The pages around a block: first address, end, and the size of a page.
     fn pages_around(&self, block: BlockId) -> (u64, u64, u64) {
         let (addr, bytes) = (self.space[block].addr, self.space[block].bytes);
         let segment = &self.space[self.space[block].segment];
-        // A range begins with a whole page, wherever it lies.
+        // A range begins with a whole page.
         let (base, page) = (segment.addr, self.source.handle_bytes(segment.list.pool));
         (base + (addr - base) / page * page, base + (addr + bytes - base).next_multiple_of(page), page)
     }
 
-    /// The handle of a page that is mapped where it belongs.
+    /// The handle of a page that is mapped at the address that it belongs to.
     fn handle_for_others(&self, page: u64, kind: ShareKind) -> Result<Arc<Shareable>, DriverError> {
         if let Some((handle, _)) = self.source.shared().handles.get(&page) {
             return Ok(Arc::clone(handle));
         }
-        let memory = self.source.mapped().handle(page).expect("a held block should be mapped");
+        let memory = self.source.mapped().handle(page).expect("a live block should be mapped");
         let vmm = self.source.driver().vmm().expect("a device should not lose its virtual memory management");
         vmm.export(memory, kind).map(Arc::new)
     }
 
-    /// Lets the pages of a block that was exported, and is about to be free, move again. One comparison where none was.
+    /// Unpins the pages of an exported block that is about to be free. One comparison where nothing was exported.
     pub(super) fn end_export(&mut self, block: BlockId) {
         if let Source::Expandable(source) = &mut self.source
             && !source.shared.blocks.is_empty()
@@ -128,7 +128,7 @@ impl Heap {
         })
     }
 
-    /// Keeps the pages that a range touches where they are; false where memory is not mapped in pages.
+    /// Pins the pages of a range; false where memory is not mapped in pages.
     pub(crate) fn pin_pages(&mut self, addr: u64, bytes: u64) -> bool {
         let touched = self.touched(addr, bytes);
         touched.iter().flatten().for_each(|page| self.source.expandable().shared.pin(*page));
@@ -142,7 +142,7 @@ impl Heap {
         touched.is_some()
     }
 
-    /// First addresses of the pages that a range touches, as far as it lies in segments.
+    /// First addresses of the pages in a range, as far as it is in segments.
     fn touched(&self, addr: u64, bytes: u64) -> Option<Vec<u64>> {
         if !self.source.is_expandable() {
             return None;
@@ -162,7 +162,7 @@ impl Heap {
         Some(touched)
     }
 
-    /// The parts of some whole pages of a list's pool in which none is pinned, in address order.
+    /// The unpinned parts of some whole pages of a list's pool, in address order.
     pub(super) fn unpinned(&self, part: Range<u64>, pool: Option<PoolKind>) -> Vec<Range<u64>> {
         if part.is_empty() {
             return Vec::new();

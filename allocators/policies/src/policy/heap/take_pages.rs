@@ -1,4 +1,4 @@
-//! Pages of free memory move to where memory is lacking. Their old mappings are kept, so that the way back costs nothing.
+//! Moves pages of free memory to holes. Their old mappings are kept, so that they can move back without a driver call.
 
 use super::Heap;
 use crate::policy::grow::Segments as _;
@@ -8,10 +8,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use vramlab_device::{Driver, DriverError};
 
-/// Mappings that are kept at most for each page that is held. Device and host keep a few words for each.
+/// Maximum of kept mappings for each mapped page. Device and host store a few words for each.
 const MOST_KEPT: usize = 8;
 
-/// A page that is to move.
+/// A page to be moved.
 #[derive(Clone, Copy, Debug)]
 struct Move {
     from: u64,
@@ -20,12 +20,12 @@ struct Move {
     block: FreeBlock,
 }
 
-/// What a run lacks.
+/// The pages that a run needs.
 #[derive(Debug, Default)]
 struct Lacking {
-    /// Pages that are mapped there and go back.
+    /// Pages that have a kept mapping in the run and move back.
     kept: Vec<Move>,
-    /// Addresses of pages where nothing is mapped.
+    /// Addresses of pages without a mapping.
     vacant: Vec<u64>,
 }
 
@@ -36,8 +36,8 @@ impl Lacking {
 }
 
 impl Heap {
-    /// Makes the heap note when each page is used last, so that pages [can move](Self::move_pages). Once it was asked whether
-    /// the work of another stream is over, frees that leave whole pages free record an event each.
+    /// Makes the heap note the last use of each page, so that pages [can move](Self::move_pages). After the first query for the
+    /// work of another stream, frees that leave whole pages free record an event each.
     #[must_use]
     pub fn with_pages(self) -> Self {
         let mut heap = self;
@@ -47,7 +47,7 @@ impl Heap {
         heap
     }
 
-    /// Notes that a block became free which lay at `freed` and is a part of `block` now.
+    /// Notes that `freed`, which is a part of `block` now, became free.
     pub(super) fn note_pages(&mut self, freed: Range<u64>, block: FreeBlock) {
         if self.source.pages().is_none() {
             return;
@@ -58,7 +58,7 @@ impl Heap {
         if block.bytes < page {
             return;
         }
-        // A range begins with a whole page, wherever it lies.
+        // A range begins with a whole page.
         let base = segment.addr;
         let offset = block.addr - base;
         let start = ((freed.start - base) / page * page).max(offset.next_multiple_of(page)) + base;
@@ -71,8 +71,7 @@ impl Heap {
         }
     }
 
-    /// Where such a request was served when the program came here before, the last time first; nowhere as long as no page has
-    /// moved.
+    /// The addresses of earlier requests like this one in the program's order, the latest first; none as long as no page was moved.
     pub fn places_before(&mut self, list: FreeList, bytes: u64) -> Vec<u64> {
         if self.source.mapped().kept() == 0 {
             return Vec::new();
@@ -80,7 +79,7 @@ impl Heap {
         self.source.expandable().pages.as_mut().map_or_else(Vec::new, |pages| pages.places.before(list, bytes))
     }
 
-    /// Notes where a request was served, once pages have moved.
+    /// Notes the address of a request, once pages were moved.
     pub fn note_place(&mut self, list: FreeList, bytes: u64, block: BlockId) {
         if self.source.mapped().kept() > 0 {
             let addr = self.space[block].addr;
@@ -88,10 +87,10 @@ impl Heap {
         }
     }
 
-    /// The free block of `bytes` at a place, if all of it is free or can be filled by pages that are mapped there and are free
-    /// where they belong now: they go back. No call of the driver maps anything. Also how many bytes moved.
+    /// The free block of `bytes` at `start`, if all of it is free or can be filled by pages that have a kept mapping there and are
+    /// free now: they move back, without a mapping call of the driver. Also the moved bytes.
     ///
-    /// O(log n) for each page and for each free block there. The first time blocks are listed by their addresses, a pass over all.
+    /// O(log n) for each page and for each free block there. The first call indexes all free blocks by address.
     ///
     /// # Errors
     /// Those of the driver.
@@ -113,7 +112,7 @@ impl Heap {
         Ok(Some((self.begin_free(block, start), moved)))
     }
 
-    /// What a run lacks; `None` where a part of it is in use, or a mapping is kept in it whose page cannot be had.
+    /// The pages that a run needs; `None` where a part of it is in use, or has a kept mapping of a page that cannot move.
     fn lacking(&mut self, list: FreeList, run: &Range<u64>) -> Result<Option<Lacking>, DriverError> {
         let page = self.source.handle_bytes(list.pool);
         let (mut lacking, mut at) = (Lacking::default(), run.start);
@@ -127,7 +126,7 @@ impl Heap {
             }
             match self.source.mapped().place(at) {
                 None if self.is_hole(list, at) => lacking.vacant.push(at),
-                // Where the page belongs, the address is in use.
+                // The page is in use at the address that it belongs to.
                 Some(from) if from != at => {
                     let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
                     let Some(block) = self.fit.at(from).filter(around) else { return Ok(None) };
@@ -146,21 +145,22 @@ impl Heap {
         Ok(Some(lacking).filter(|_| !twice))
     }
 
-    /// Whether an address lies in a hole of a list.
+    /// Whether an address is in a hole of a list.
     fn is_hole(&self, list: FreeList, addr: u64) -> bool {
         let hole = self.source.holes().range((list, 0)..=(list, addr)).next_back().map(|(_, hole)| &self.space[*hole]);
         hole.is_some_and(|hole| addr < hole.addr + hole.bytes)
     }
 
-    /// Gets a free block of `bytes` by moving pages to where memory is lacking, those that have been free longest, and by taking new
-    /// ones for the rest. `wanted` says how many bytes move of so many that are lacking. Pages of the same stream move at
-    /// once, because its later work comes after what used them. Those of other streams move when that work is over; with `wait`
-    /// the host waits for it. Returns the block, and how many bytes moved; `None` when there is not enough.
+    /// Makes a free block of `bytes` by moving pages into a run, those that have been free longest, and by mapping new ones for the
+    /// remainder. `wanted` returns the bytes to move, given the bytes that the run needs. Pages of the same stream move
+    /// immediately, because its later work follows the work that used them. Pages of other streams move when that work has
+    /// completed; with `wait` the host waits for it. Returns the block, and the moved bytes; `None` when there is not enough
+    /// memory.
     ///
     /// O(n log n) in the pages that are free.
     ///
     /// # Errors
-    /// Those of the driver. What was done by then is accounted for.
+    /// Those of the driver. Pages moved before that are accounted for.
     pub fn move_pages(
         &mut self,
         list: FreeList,
@@ -185,7 +185,7 @@ impl Heap {
         moves.iter_mut().zip(vacant).for_each(|(one, to)| one.to = to);
         self.drop_oldest(moves.len(), &(start..start + bytes))?;
         let again: Vec<(u64, u64)> = moves.iter().map(|one| (one.to, one.from)).collect();
-        // SAFETY: the places are in holes where no mapping is kept, and pages of all pools have one size.
+        // SAFETY: the addresses are in holes without kept mappings, and pages of all pools have one size.
         if !unsafe { self.source.expandable().map_again(&again, page) }? {
             return Ok(None);
         }
@@ -196,14 +196,14 @@ impl Heap {
         Ok(self.fill(first, bytes, 1, true)?.map(|block| (block, found)))
     }
 
-    /// The block that begins at an address: a free one, or a hole.
+    /// The free block or hole that begins at an address.
     fn begins_at(&self, list: FreeList, addr: u64) -> Option<BlockId> {
         let free = self.fit.at(addr).filter(|block| block.addr == addr);
         free.map(|block| block.id).or_else(|| self.source.holes().get(&(list, addr)).copied())
     }
 
-    /// The run of a list for `bytes` that lacks least, the lowest of these, and what it lacks. Mappings that are kept in it are of
-    /// pages that can be had.
+    /// The run of a list for `bytes` that needs the fewest pages, the lowest of these, and the pages. Pages with a kept mapping in
+    /// it can move.
     fn find_run(&mut self, list: FreeList, bytes: u64) -> Result<Option<(BlockId, Lacking)>, DriverError> {
         self.fit.list_addresses(self.space.free_blocks());
         let mut best: Option<(BlockId, u64, Lacking)> = None;
@@ -222,7 +222,7 @@ impl Heap {
         Ok(self.lacking(list, &(start..start + bytes))?.map(|lacking| (first, lacking)))
     }
 
-    /// The runs of a list for `bytes` in whose holes pages can be had that are mapped there; none while no mapping is kept.
+    /// The runs of a list for `bytes` whose holes have kept mappings of pages that can move; none while no mapping is kept.
     fn runs(&self, list: FreeList, bytes: u64) -> Vec<(BlockId, u64)> {
         if self.source.mapped().kept() == 0 || list.owner.private.is_some() || self.is_capturing() {
             return Vec::new();
@@ -273,7 +273,7 @@ impl Heap {
                 break;
             }
             let stream = block.list.owner.stream;
-            // Later frees of a stream are not over before earlier ones.
+            // Later frees of a stream complete after earlier ones.
             if busy.contains(&stream) {
                 continue;
             }
@@ -287,8 +287,8 @@ impl Heap {
         Ok(moves)
     }
 
-    /// Whether a page of a free block may serve a list. Later work of the same stream comes after what used the page. A graph may be
-    /// launched on any stream.
+    /// Whether a page of a free block may serve a list. Later work of the same stream follows the work that used the page. A graph
+    /// may be launched on any stream.
     fn may_move(&mut self, list: FreeList, block: FreeBlock, from: u64, wait: bool) -> Result<bool, DriverError> {
         let (owner, stream) = (list.owner, block.list.owner.stream);
         if owner == block.list.owner {
@@ -301,11 +301,11 @@ impl Heap {
         pages.is_over(driver.as_ref(), stream, free, wait)
     }
 
-    /// Lets pages that are mapped in both places belong to the new one, by the order of the old ones. Returns the free block that the
-    /// last of them is a part of.
+    /// Lets pages that are mapped at both addresses belong to the new one, in the order of the old ones. Returns the free block
+    /// that the last of them is a part of.
     fn carry_out(&mut self, list: FreeList, mut moves: Vec<Move>) -> Option<BlockId> {
         let page = self.source.handle_bytes(list.pool);
-        // From the last to the first, so that a block keeps its name: it is what is left in front.
+        // From the last to the first, so that the front of a block keeps its id.
         for run in moves.chunk_by(|one, next| one.block.id == next.block.id && one.from + page == next.from).rev() {
             let block = self.space.as_free(run[0].block.id);
             self.open_hole(block, run[0].from, run.len() as u64 * page);
@@ -319,7 +319,7 @@ impl Heap {
         let mut last = None;
         for run in moves.chunk_by(|one, next| one.to + page == next.to) {
             let (mut at, end) = (run[0].to, run[0].to + run.len() as u64 * page);
-            // Holes side by side are not always one.
+            // Adjacent holes are not always one.
             while at < end {
                 let hole = self.hole_at(list, at);
                 let bytes = self.space[hole].bytes.min(end - at);
@@ -332,23 +332,23 @@ impl Heap {
         last
     }
 
-    /// The free block that begins at an address of a free block: the rest of that, if there is something in front.
+    /// The free block that begins at an address in `block`: the remainder behind it, if the block begins earlier.
     pub(super) fn begin_free(&mut self, block: BlockId, addr: u64) -> BlockId {
         let front = addr - self.space[block].addr;
         if front == 0 { block } else { self.cut(block, front) }
     }
 
-    // Mappings that are kept.
+    // Kept mappings.
 
-    /// Undoes the mappings whose addresses have not been used longest, if `more` would pass the bound. Where work that used them
-    /// is not over, the host waits: it is the oldest that there is. Those at `but` stay.
+    /// Removes the mappings whose addresses have not been used longest, if `more` would exceed the maximum. The host waits for work
+    /// that used them and has not completed: it is the oldest work. Mappings in `but` stay.
     fn drop_oldest(&mut self, more: usize, but: &Range<u64>) -> Result<(), DriverError> {
         let source = self.source.mapped();
         let most = MOST_KEPT * source.pages();
         if more == 0 || source.kept() + more <= most {
             return Ok(());
         }
-        // A quarter at once, so that it is seldom.
+        // A quarter at a time, so that it is rare.
         let excess = source.kept() + more - most * 3 / 4;
         let pages = self.source.pages();
         let last_free = |addr: &u64| pages.map_or(0, |pages| pages.last_free(*addr));
@@ -363,13 +363,13 @@ impl Heap {
         self.drop_kept(kept.into_iter().map(|(_, addr)| addr))
     }
 
-    /// Undoes the mappings that are kept of pages in `parts`, which are about to go back to the device; parts are in address order.
-    /// Pages that stay keep theirs.
+    /// Removes kept mappings of pages in `parts`, which are about to be released; parts are in address order. Pages that stay keep
+    /// theirs.
     ///
     /// O(n log n) in the mappings, where any is kept.
     ///
     /// # Errors
-    /// Those of the driver. Those that it did not undo are still there.
+    /// Those of the driver. The mappings that it did not remove are still kept.
     pub(super) fn drop_kept_of(&mut self, parts: &[Range<u64>]) -> Result<(), DriverError> {
         if self.source.mapped().kept() > 0 {
             let goes = |place: u64| {
@@ -386,7 +386,7 @@ impl Heap {
         Ok(())
     }
 
-    /// Undoes mappings once the work that used their addresses is over, those that follow each other side by side by one call.
+    /// Removes mappings once the work that used their addresses has completed, adjacent ones by one call.
     fn drop_kept(&mut self, addresses: impl Iterator<Item = u64>) -> Result<(), DriverError> {
         let (driver, page) = (self.driver(), self.source.handle_bytes(None));
         let mut addresses = addresses.peekable();
@@ -398,7 +398,7 @@ impl Heap {
                 end += page;
             }
             // SAFETY: work used these addresses only while their pages belonged there, as parts of blocks of one stream. Every free
-            // of these is noted, and what came before the last ones is over.
+            // of these is noted, and the work before the last ones has completed.
             unsafe { self.source.expandable().drop_kept(start, end - start, page) }?;
         }
         Ok(())
@@ -409,7 +409,7 @@ impl Heap {
         if let Some(pages) = self.source.expandable().pages.as_mut().filter(|_| !self.ended)
             && !pages.wait_for_use_of(driver, addr)?
         {
-            // The stream that used it is gone.
+            // The stream that used it was destroyed.
             driver.device_synchronize()?;
         }
         Ok(())

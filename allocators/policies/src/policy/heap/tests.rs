@@ -1,4 +1,4 @@
-//! What a heap does with blocks, segments, private pools and an arena, on a simulated device whose calls can fail.
+//! Tests of a heap's blocks, segments, private pools and arenas, on a simulated device whose calls can fail.
 
 use super::*;
 use crate::contract::PoolKind;
@@ -44,7 +44,7 @@ impl Bench {
         self.heap.new_segment(list, bytes).unwrap().unwrap()
     }
 
-    /// The whole of a new segment, held.
+    /// A new segment as one live block.
     fn held(&mut self, list: FreeList, bytes: u64) -> BlockId {
         let block = self.segment(list, bytes);
         self.heap.take(block, list, bytes, bytes);
@@ -55,7 +55,7 @@ impl Bench {
         self.heap.space()[block].addr
     }
 
-    /// Bytes of what a search finds.
+    /// Size of the block that a search finds.
     fn found(&mut self, list: FreeList, bytes: u64) -> Option<u64> {
         self.heap.find(list, bytes, u64::MAX).map(|block| self.heap.space()[block].bytes)
     }
@@ -72,10 +72,10 @@ fn a_block_is_cut_at_either_end_and_comes_back_whole() {
     let end = bench.heap.take_end(rest, list, MIB, 1);
     assert_eq!((bench.addr(front), bench.addr(rest), bench.addr(end)), (start, start + 2 * MIB, start + 7 * MIB));
     assert_eq!((bench.found(list, 1), bench.found(list, 5 * MIB + 1)), (Some(5 * MIB), None));
-    // Nothing is left in front of the whole of it.
+    // A block of the full size leaves no front.
     assert_eq!(bench.heap.take_end(rest, list, 5 * MIB, 1), rest);
     assert_eq!(bench.found(list, 1), None);
-    assert!(!bench.heap.put(end), "its neighbour is held");
+    assert!(!bench.heap.put(end), "its neighbour is live");
     assert!(bench.heap.put(rest) && bench.heap.put(front));
     assert_eq!(bench.found(list, 8 * MIB), Some(8 * MIB));
 }
@@ -85,7 +85,7 @@ fn idle_segments_go_back_in_pytorchs_order() {
     let mut bench = Bench::new(Stream::Own);
     let [one, other] = [CaptureId::next(), CaptureId::next()];
     let (large, small) = (PoolKind::Large, PoolKind::Small);
-    // As they should come, taken the other way round.
+    // In the expected order, taken in reverse.
     let order = [
         (bench.list(0, large), 20 * MIB),
         (bench.list(0, large), 22 * MIB),
@@ -104,7 +104,7 @@ fn idle_segments_go_back_in_pytorchs_order() {
     bench.heap.pin(one);
     assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.unpin(one);
-    // Those of one pool, and of no other.
+    // The segments of one pool, and of no other.
     assert_eq!(release_private(&mut bench.heap, one).unwrap(), 22 * MIB);
     assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.put(busy);
@@ -215,7 +215,7 @@ fn a_refusal_says_what_is_free_and_for_whom() {
 }
 
 #[test]
-fn of_a_segment_that_is_cut_into_known_blocks_the_free_ones_are_found() {
+fn free_blocks_of_a_carved_segment_are_found() {
     let mut bench = Bench::new(Stream::Own);
     let list = bench.large();
     let whole = bench.segment(list, 8 * MIB);
@@ -227,7 +227,7 @@ fn of_a_segment_that_is_cut_into_known_blocks_the_free_ones_are_found() {
 }
 
 #[test]
-fn arena_blocks_are_taken_at_addresses_and_return_to_their_segment() {
+fn arena_blocks_are_taken_at_addresses_and_return() {
     let mut bench = Bench::new(Stream::Arena);
     let list = FreeList { pool: None, ..bench.large() };
     let other = FreeList { owner: Owner::of(bench.streams[1]), ..list };

@@ -1,19 +1,19 @@
-//! How `roundup_power2_divisions` is written: one number for every size, or a list by size in MiB as PyTorch's.
+//! The text of `roundup_power2_divisions`: one number for every size, or a list by size in MiB as PyTorch's.
 
 use super::torch::{DIVISION_INTERVALS, Divisions};
 use std::fmt;
 use std::str::FromStr;
 
-/// Most divisions between two powers of two.
+/// Maximum divisions between two powers of two.
 const MOST: u64 = 1 << 20;
 
 impl Divisions {
-    /// What the text looks like.
+    /// The form of the text.
     pub(crate) const FORM: &'static str =
         "off, a power of two, or powers of two by size in MiB, such as [1:4,64:8,>:16]";
 }
 
-/// The text is none of the forms.
+/// The text has none of the forms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("write {}", Divisions::FORM)]
 pub struct ParseDivisionsError;
@@ -26,8 +26,8 @@ fn divisions(text: &str) -> Option<u64> {
     if text.trim() == "0" { Some(0) } else { power(text).filter(|number| *number <= MOST) }
 }
 
-/// As PyTorch reads it: the first size stands for all smaller ones too, `>` for all larger than the last, and what is left
-/// out between has plain rounding.
+/// PyTorch's rules: the first size stands for all smaller ones too, `>` for all larger than the last, and sizes that are omitted in
+/// between have plain rounding.
 fn by_size(list: &str) -> Option<Divisions> {
     let (mut out, mut last) = (Divisions::default(), None);
     for part in list.split(',') {
@@ -70,7 +70,7 @@ impl fmt::Display for Divisions {
         if counts.iter().all(|count| *count == first) {
             return if first == 0 { f.write_str("off") } else { write!(f, "{first}") };
         }
-        // One entry for the equal ones at the start, one for those at the end, one for each between that is not plain.
+        // One entry for the equal values at the start, one for those at the end, one for each value in between that is not plain.
         let head = counts.iter().take_while(|count| **count == first).count();
         let tail = DIVISION_INTERVALS - counts.iter().rev().take_while(|count| **count == last).count();
         write!(f, "[{}:{first}", 1_u64 << (head - 1))?;
@@ -80,7 +80,7 @@ impl fmt::Display for Divisions {
             named = at;
         }
         if last != 0 {
-            // `>` begins behind the last size that is named.
+            // `>` begins after the last size in the list.
             if named + 1 < tail {
                 write!(f, ",{}:{}", 1_u64 << (tail - 1), counts[tail - 1])?;
             }
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn every_pattern_reads_back() {
-        // Three values for the intervals: all patterns of the first eight, the rest as the last of them.
+        // Three values for the intervals: all patterns of the first eight, the others like the last of them.
         for pattern in (0..3_u32.pow(8)).step_by(if cfg!(miri) { 97 } else { 1 }) {
             let mut out = Divisions::default();
             let mut rest = pattern;

@@ -3,20 +3,20 @@
 use crate::contract::PoolKind;
 use serde::Serialize;
 
-/// Every block is a multiple of this.
+/// Every block size is a multiple of this.
 pub const MIN_BLOCK: u64 = 512;
-/// Requests of at most this much (after rounding) come from the small pool.
+/// Requests of at most this size (after rounding) use the small pool.
 pub const SMALL_MAX: u64 = 1 << 20;
-/// Segments of the small pool.
+/// Size of segments of the small pool.
 pub const SMALL_SEGMENT: u64 = 2 << 20;
 /// Large requests below this share segments of `LARGE_SEGMENT`.
 pub const LARGE_MIN: u64 = 10 << 20;
-/// Segments for large requests below `LARGE_MIN`.
+/// Size of segments for large requests below `LARGE_MIN`.
 pub const LARGE_SEGMENT: u64 = 20 << 20;
-/// Larger requests get segments rounded up to this.
+/// Segments for larger requests are rounded up to this.
 pub const LARGE_ROUND: u64 = 2 << 20;
 
-/// Number of size intervals that `roundup_power2_divisions` tells apart: up to 2 MiB, 4 MiB, ... 64 GiB and above.
+/// Number of size intervals of `roundup_power2_divisions`: up to 2 MiB, 4 MiB, ... 64 GiB and above.
 pub const DIVISION_INTERVALS: usize = 16;
 const FIRST_INTERVAL_LOG2: u32 = 20;
 
@@ -37,7 +37,7 @@ impl Divisions {
     }
 }
 
-/// The size of the block for a request.
+/// The block size for a request.
 #[must_use]
 pub fn round_size(bytes: u64, divisions: &Divisions) -> u64 {
     if bytes < MIN_BLOCK {
@@ -64,7 +64,7 @@ pub fn pool_of(rounded: u64) -> PoolKind {
     if rounded <= SMALL_MAX { PoolKind::Small } else { PoolKind::Large }
 }
 
-/// The size of the segment that is taken from the device for a rounded size.
+/// The segment size for a rounded size.
 #[must_use]
 pub fn segment_size(rounded: u64) -> u64 {
     if rounded <= SMALL_MAX {
@@ -91,10 +91,10 @@ mod tests {
 
     #[test]
     fn divisions_follow_pytorchs_example() {
-        // The documentation's example: 1200 with 4 divisions lies between 1024 and 2048, steps of 256.
+        // The documentation's example: 1200 with 4 divisions is between 1024 and 2048, in steps of 256.
         let four = Divisions::uniform(4);
         assert_eq!(round_to_division(1200, 4), 1280);
-        // Not above 512 x 4, so the plain rule holds.
+        // Not above 512 x 4, so the plain rule applies.
         assert_eq!(round_size(1200, &four), 1536);
         for (bytes, rounded) in [(2049, 2560), (2560, 2560), (5 * MIB + 1, 6 * MIB), (8 * MIB, 8 * MIB)] {
             assert_eq!(round_size(bytes, &four), rounded);

@@ -1,6 +1,7 @@
-//! Ranges of addresses whose memory comes and goes in parts (`cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`).
+//! Expandable segments: ranges of addresses in which memory is mapped and unmapped (`cuMemAddressReserve`, `cuMemCreate`,
+//! `cuMemMap`).
 //!
-//! Memory comes in handles of one size a range. Every part of a range that is mapped or unmapped is a whole number of them.
+//! All handles of a range have one size. Each mapped or unmapped part of a range is a whole number of handles.
 
 use super::mapped::Mapped;
 use crate::contract::{AllocError, PoolKind};
@@ -11,28 +12,28 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use vramlab_device::{DeviceAddr, Driver, DriverError, PhysicalHandle, VmmDriver};
 
-/// The most addresses that a range takes, whatever the device says that it has: no GPU has more memory.
+/// Maximum size of a range, whatever memory size the device reports: no GPU has more memory.
 const MOST_RESERVED: u64 = 1 << 43;
 
-/// How large ranges and handles are.
+/// Sizes of ranges and handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
     /// Bytes of a handle in ranges of the small pool.
     pub small: u64,
     /// Bytes of a handle in all others.
     pub large: u64,
-    /// Bytes of addresses in a range; `None` for nine eighths of the device's memory, as PyTorch takes them.
+    /// Size of a range of addresses; `None` for nine eighths of the device's memory, as PyTorch has it.
     pub reserve: Option<u64>,
 }
 
-/// Ranges of addresses, and the handles that are mapped behind them.
+/// Ranges of addresses, and their mapped handles.
 #[derive(Debug)]
 pub struct Expandable {
     driver: Arc<dyn Driver>,
-    /// Most bytes that may be mapped at once.
+    /// Maximum of mapped bytes.
     pub(super) limit: Option<u64>,
     sizes: Sizes,
-    /// Handles that are mapped.
+    /// Mapped handles.
     pub(crate) mapped: Mapped,
     /// Unmapped ranges of segments, by free list and address.
     pub(in crate::policy) holes: BTreeMap<(FreeList, u64), BlockId>,
@@ -40,22 +41,22 @@ pub struct Expandable {
     pub(in crate::policy) pages: Option<Pages>,
     /// Pages that stay mapped, because another process maps them or a library has registered them.
     pub(in crate::policy) shared: Shared,
-    /// Handles that were unmapped and are mapped again next, by size; `None` when they are released instead.
+    /// Unmapped handles for the next mappings, by size; `None` when they are released instead.
     spare: Option<BTreeMap<u64, Vec<PhysicalHandle>>>,
-    /// Handles that the driver did not take back when it was asked to.
+    /// Handles that the driver refused to release.
     unreleased: Vec<PhysicalHandle>,
 }
 
-/// Running out of memory is an answer; every other error is one.
+/// An out-of-memory error is false; every other error stays an error.
 fn unless_full(error: DriverError) -> Result<bool, DriverError> {
     if error.is_out_of_memory() { Ok(false) } else { Err(error) }
 }
 
 impl Expandable {
-    /// A source on a device, for the allocator of this name.
+    /// A source on a device, for the allocator `name`.
     ///
     /// # Errors
-    /// [`AllocError::Unsupported`] on a device without virtual memory management; [`AllocError::Driver`] when it does not say
+    /// [`AllocError::Unsupported`] on a device without virtual memory management; [`AllocError::Driver`] when it does not report
     /// its granularity.
     pub fn new(
         name: &'static str,
@@ -102,7 +103,7 @@ impl Expandable {
         self.driver.vmm().expect("a device should not lose its virtual memory management")
     }
 
-    /// A new range of addresses and its size; `None` when there are no addresses left, or a range could not hold `least`.
+    /// A new range of addresses and its size; `None` when there are no addresses, or a range would be smaller than `least`.
     ///
     /// # Errors
     /// Any other error of the driver.
@@ -119,26 +120,26 @@ impl Expandable {
         }
     }
 
-    /// Gives a range back.
+    /// Releases a range of addresses.
     ///
     /// # Errors
-    /// Those of the driver: then it is still there.
+    /// Those of the driver: the range is still reserved then.
     ///
     /// # Safety
-    /// The range came from [`reserve`](Self::reserve), nothing is mapped in it, and it is given back once.
+    /// The range came from [`reserve`](Self::reserve), nothing is mapped in it, and it is released once.
     pub(crate) unsafe fn give_back(&self, addr: u64, bytes: u64) -> Result<(), DriverError> {
         // SAFETY: the caller promises it.
         unsafe { self.vmm().address_free(DeviceAddr::handed_out(addr), bytes) }
     }
 
-    /// Puts memory behind a part of a range, in handles of `unit` bytes. All handles are made before the first is mapped, and
-    /// access is set once for all of them. False when there is no memory: then nothing is mapped and nothing held.
+    /// Maps a part of a range, in handles of `unit` bytes. All handles are created before the first is mapped, and access is set
+    /// once for all of them. False when there is no memory: then nothing is mapped and no handle is kept.
     ///
     /// # Errors
     /// Any other error of the driver; nothing is mapped then either.
     ///
     /// # Safety
-    /// The part lies in a range of [`reserve`](Self::reserve) and is not mapped. Its size is a multiple of `unit`.
+    /// The part is in a range of [`reserve`](Self::reserve) and not mapped. Its size is a multiple of `unit`.
     pub(crate) unsafe fn map(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<bool, DriverError> {
         let mut made = Vec::new();
         for _ in 0..bytes / unit {
@@ -150,8 +151,7 @@ impl Expandable {
             }
         }
         for (count, handle) in (0..).zip(&made) {
-            // SAFETY: the caller promises the part, of which this is the piece of handle number `count`; the handle was made
-            // with this size.
+            // SAFETY: the caller promises the part, of which this is piece number `count`; the handle was created with this size.
             let mapped = unsafe { self.vmm().map(DeviceAddr::handed_out(addr + count * unit), unit, *handle) };
             if let Err(error) = mapped {
                 return self.undo(addr, count, unit, made, error);
@@ -165,7 +165,7 @@ impl Expandable {
         Ok(true)
     }
 
-    /// A handle to map: one that was unmapped before, or a new one. Spare handles of other sizes make room for it.
+    /// A handle to map: a spare one, or a new one. Spare handles of other sizes are released to make room for it.
     fn handle(&mut self, unit: u64) -> Result<PhysicalHandle, DriverError> {
         if let Some(handle) = self.spare.as_mut().and_then(|spare| spare.get_mut(&unit)?.pop()) {
             return Ok(handle);
@@ -182,8 +182,8 @@ impl Expandable {
         }
     }
 
-    /// Takes back what a call had done that failed by `error`: `mapped` of its handles were mapped. That error is the answer,
-    /// unless it says that memory is short and there is another one. What the driver does not unmap stays with its context.
+    /// Undoes a call that failed by `error`, with `mapped` of its handles mapped. Returns that error, or false for lack of memory,
+    /// unless undoing fails by another error. A mapping that the driver does not remove stays with its context.
     fn undo(
         &mut self,
         addr: u64,
@@ -194,7 +194,7 @@ impl Expandable {
     ) -> Result<bool, DriverError> {
         let mut undone = Ok(());
         for count in 0..mapped {
-            // SAFETY: `map` mapped this piece as a whole, and its address was not handed out.
+            // SAFETY: `map` mapped exactly this piece, and its address was not returned to anyone.
             let unmapped = unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr + count * unit), unit) };
             undone = undone.and(unmapped);
         }
@@ -204,8 +204,8 @@ impl Expandable {
     }
 
     fn release(&mut self, handle: PhysicalHandle) -> Result<(), DriverError> {
-        // SAFETY: the handle came from `create`. It is in none of our lists any more, and it enters one again only if the
-        // driver did not take it, so it is released once.
+        // SAFETY: the handle came from `create`. It is in none of our lists any more, and it enters one again only if the driver
+        // did not release it, so it is released once.
         let released = unsafe { self.vmm().release(handle) };
         if released.is_err() {
             self.unreleased.push(handle);
@@ -213,15 +213,15 @@ impl Expandable {
         released
     }
 
-    /// Takes the memory from a part of a range, in pieces of `step` bytes by one call of the driver each. Also how many bytes of it
-    /// have none now: fewer than asked for where the driver refused.
+    /// Unmaps a part of a range, in pieces of `step` bytes by one driver call each. Also returns the unmapped bytes: fewer than
+    /// `bytes` where the driver refused.
     ///
     /// # Errors
     /// Those of the driver.
     ///
     /// # Safety
-    /// The part is mapped, in handles of `unit` bytes that belong there and are mapped nowhere else, and no work that is not
-    /// finished uses it. `step` is a multiple of `unit`.
+    /// The part is mapped, in handles of `unit` bytes that belong there and are mapped nowhere else, and no unfinished work uses
+    /// it. `step` is a multiple of `unit`.
     pub(crate) unsafe fn unmap(
         &mut self,
         addr: u64,
@@ -232,7 +232,7 @@ impl Expandable {
         let (mut done, mut outcome) = (0, Ok(()));
         while done < bytes {
             let (at, piece) = (addr + done, step.min(bytes - done));
-            // SAFETY: the caller promises that it is not used; it is one whole mapping after another.
+            // SAFETY: the caller promises that it is not used; it consists of whole mappings.
             if let Err(error) = unsafe { self.vmm().unmap(DeviceAddr::handed_out(at), piece) } {
                 return (done, outcome.and(Err(error)));
             }
@@ -248,15 +248,15 @@ impl Expandable {
         (done, outcome)
     }
 
-    /// Maps pages a second time: each `(to, from)` is the page that belongs to `from`, and the address where it is mapped too, in
-    /// address order. Access is set once for each run of addresses side by side. False when there is no memory for it. What was
-    /// mapped by then is kept.
+    /// Maps pages a second time: each `(to, from)` is the page that belongs to `from`, and its additional address, in address
+    /// order. Access is set once for each run of contiguous addresses. False when there is no memory for it. The pages mapped
+    /// before that stay mapped.
     ///
     /// # Errors
-    /// Any other error of the driver; what was mapped by then is kept, too.
+    /// Any other error of the driver; the pages mapped before that stay mapped, too.
     ///
     /// # Safety
-    /// The addresses lie in ranges of [`reserve`](Self::reserve) and are not mapped, and the pages have `unit` bytes.
+    /// The addresses are in ranges of [`reserve`](Self::reserve) and not mapped, and the pages have `unit` bytes.
     pub(crate) unsafe fn map_again(&mut self, pages: &[(u64, u64)], unit: u64) -> Result<bool, DriverError> {
         for run in pages.chunk_by(|(one, _), (next, _)| one + unit == *next) {
             let start = run[0].0;
@@ -283,36 +283,35 @@ impl Expandable {
         Ok(true)
     }
 
-    /// Undoes mappings that were kept, at `bytes` of addresses side by side, by one call of the driver.
+    /// Removes kept mappings, at `bytes` of contiguous addresses, by one driver call.
     ///
     /// # Errors
-    /// Those of the driver: then they are still there.
+    /// Those of the driver: the mappings still exist then.
     ///
     /// # Safety
-    /// No work that is not finished uses the addresses. A mapping is kept at each of them, of pages of `unit` bytes.
+    /// No unfinished work uses the addresses. A mapping is kept at each of them, of pages of `unit` bytes.
     pub(crate) unsafe fn drop_kept(&mut self, addr: u64, bytes: u64, unit: u64) -> Result<(), DriverError> {
-        // SAFETY: the caller promises that they are not used; they are one whole mapping after another.
+        // SAFETY: the caller promises that they are not used; they are whole mappings.
         unsafe { self.vmm().unmap(DeviceAddr::handed_out(addr), bytes) }?;
         (0..bytes / unit).for_each(|count| self.mapped.drop_kept(addr + count * unit));
         Ok(())
     }
 
-    /// Lets handles that are unmapped from now on be mapped again before new ones are made, until
-    /// [`release_spare`](Self::release_spare).
+    /// Keeps handles that are unmapped from now on for the next mappings, until [`release_spare`](Self::release_spare).
     pub(crate) fn keep_spare(&mut self) {
         self.spare.get_or_insert_default();
     }
 
-    /// Releases the handles that were kept and not mapped again.
+    /// Releases the spare handles.
     ///
     /// # Errors
-    /// Those of the driver; what it refuses is offered again by [`release_again`](Self::release_again).
+    /// Those of the driver; a handle that it refuses is released again by [`release_again`](Self::release_again).
     pub(crate) fn release_spare(&mut self) -> Result<(), DriverError> {
         let spare = self.spare.take();
         self.release_all(spare.into_iter().flat_map(BTreeMap::into_values).flatten().collect())
     }
 
-    /// Releases the handles that the driver did not take before.
+    /// Releases the handles that the driver refused before.
     ///
     /// # Errors
     /// Those of the driver.
@@ -322,7 +321,7 @@ impl Expandable {
     }
 
     fn release_all(&mut self, handles: Vec<PhysicalHandle>) -> Result<(), DriverError> {
-        // Each is offered, whatever the driver says of another.
+        // Each is tried, whatever the result for the others.
         let mut outcome = Ok(());
         for handle in handles {
             outcome = outcome.and(self.release(handle));
@@ -366,14 +365,14 @@ mod tests {
             let (addr, bytes) = source.reserve(Some(PoolKind::Small), UNIT).unwrap().unwrap();
             let before = free_bytes(&source);
             faulty.fail(call, number, code);
-            // SAFETY: a part of the range, of which nothing is mapped.
+            // SAFETY: a part of the range, in which nothing is mapped.
             let mapped = unsafe { source.map(addr, 3 * UNIT, UNIT) };
             match code {
                 DriverError::OUT_OF_MEMORY => assert_eq!(mapped, Ok(false), "{call} {number}"),
                 _ => assert_eq!(mapped.unwrap_err().call, call),
             }
             assert_eq!((faulty.injected(), free_bytes(&source)), (1, before), "{call} {number}");
-            // SAFETY: as above; then it is not used, and nothing is mapped any more.
+            // SAFETY: as above; it is not used, and afterwards nothing is mapped.
             unsafe {
                 assert_eq!(source.map(addr, 3 * UNIT, UNIT), Ok(true), "{call} {number}: the addresses are free");
                 assert_eq!(source.unmap(addr, 3 * UNIT, UNIT, UNIT), (3 * UNIT, Ok(())));
@@ -388,7 +387,7 @@ mod tests {
         let (mut source, faulty) = source(64 * MIB);
         let (addr, _) = source.reserve(None, 1).unwrap().unwrap();
         let before = free_bytes(&source);
-        // SAFETY: a part of the range, of which nothing is mapped; it is not used.
+        // SAFETY: a part of the range, in which nothing is mapped; it is not used.
         unsafe {
             assert_eq!(source.map(addr, 20 * MIB, 20 * MIB), Ok(true));
             faulty.fail(CallKind::MemRelease, 0, DriverError::ILLEGAL_ADDRESS);
@@ -401,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn spare_handles_are_mapped_before_new_ones_and_make_room_for_others() {
+    fn spare_handles_are_mapped_first_and_make_room_for_others() {
         let (mut source, _) = source(4 * MIB);
         let (addr, _) = source.reserve(Some(PoolKind::Small), 1).unwrap().unwrap();
         // SAFETY: parts of the range, mapped where nothing is mapped and unmapped where they are not used.
@@ -412,7 +411,7 @@ mod tests {
             assert_eq!(free_bytes(&source), 0, "kept");
             assert_eq!(source.map(addr, UNIT, UNIT), Ok(true));
             assert_eq!(source.map(addr + UNIT, 2 * UNIT, 2 * UNIT), Ok(false), "one of two is in use");
-            assert_eq!(free_bytes(&source), UNIT, "the other made room in vain");
+            assert_eq!(free_bytes(&source), UNIT, "the other was released in vain");
         }
         source.release_spare().unwrap();
     }

@@ -1,4 +1,4 @@
-//! Allocators as they are written, read back, and told apart.
+//! Tests of texts for allocators: reading, writing, errors.
 
 use super::{Selection, parse_list};
 use crate::backends::{CachingSettings, all, caching, naive, pytorch, stream_ordered};
@@ -26,7 +26,7 @@ fn a_name_has_the_defaults_and_settings_their_types() {
     let settings = chosen.settings().get_as::<CachingSettings>().unwrap();
     assert_eq!((settings.memory_limit, settings.max_split_size), (Some(1 << 30), Some(32 << 20)));
     assert_eq!(settings.roundup_power2_divisions.0[..7], [4, 0, 0, 0, 0, 0, 8]);
-    // In the backend's order, spelled in one way.
+    // In the backend's order, in one spelling.
     let text = "caching:max_split_size=32M,roundup_power2_divisions=[1:4,64:8],memory_limit=1G";
     assert_eq!(chosen.to_string(), text);
     assert_eq!(read(text), chosen);
@@ -95,7 +95,7 @@ fn a_list_has_commas_between_allocators_and_between_settings() {
 #[test]
 fn what_a_history_says_counts_where_nothing_was_given() {
     let recorded = CachingSettings {
-        // Less than the command line takes: what was recorded is taken as it is.
+        // Less than the command line accepts: recorded values are taken as they are.
         max_split_size: Some(1 << 20),
         garbage_collection_threshold: 0.5,
         memory_limit: Some(1 << 30),
@@ -110,7 +110,7 @@ fn what_a_history_says_counts_where_nothing_was_given() {
     chosen.adopt(&recorded);
     assert_eq!(chosen.settings().get_as::<CachingSettings>(), Some(&expected));
     assert_eq!(Selection::with(&pytorch::BACKEND, &recorded).settings().json(), recorded.json());
-    // Another backend takes what it has, which here is nothing.
+    // Another backend takes the settings that it has, which are none here.
     assert_eq!(Selection::with(&naive::BACKEND, &recorded), Selection::of(&naive::BACKEND));
     assert_eq!(Selection::with(&stream_ordered::BACKEND, &recorded), Selection::of(&stream_ordered::BACKEND));
 }
