@@ -362,6 +362,6 @@ mod tests {
             assert_eq!(text.parse::<DeviceChoice>().map(|device| device.to_string()), Ok(text.to_owned()));
         }
         let error = "null".parse::<DeviceChoice>().unwrap_err();
-        assert_eq!(error, "'null' is no device for this: write cuda, cuda:N, sim or sim:PROFILE.json, or auto");
+        assert_eq!(error, "'null' is not a device for this: write cuda, cuda:N, sim or sim:PROFILE.json, or auto");
     }
 }

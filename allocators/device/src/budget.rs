@@ -1,8 +1,8 @@
-//! How much memory the reading of a file may hold.
+//! The memory budget for reading a file.
 //!
-//! A file says how much it needs, and may say so falsely: a few kilobytes can name gigabytes, and a stream may never
-//! end. Whatever a reader keeps for longer than a few hundred kilobytes is therefore claimed from a [`Budget`] *before*
-//! the memory is taken, and a claim that exceeds it ends the reading with one line.
+//! A file contains the sizes of its parts, which may be wrong: a few kilobytes can claim gigabytes, and a stream may never end.
+//! Memory that a reader keeps and that exceeds a few hundred kilobytes is therefore claimed from a [`Budget`] *before* it is
+//! allocated, and a claim that exceeds the budget ends the reading with one line.
 
 mod long_list;
 
@@ -12,7 +12,7 @@ use crate::bytes::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Bytes that a reading may hold at once. Clones share them: all parts of a reading draw on one budget.
+/// Maximum bytes of a reading. Clones share them: all parts of a reading use one budget.
 #[derive(Clone, Debug)]
 pub struct Budget(Arc<Shared>);
 
@@ -30,7 +30,7 @@ struct Shared {
     Bytes(*needed), Bytes(*limit)
 )]
 pub struct OverBudget {
-    /// Bytes that were held, and those that were needed besides.
+    /// Claimed bytes, and the additional bytes that were needed.
     pub needed: u64,
     /// Bytes of the budget.
     pub limit: u64,
@@ -46,25 +46,25 @@ impl Budget {
         Self(Arc::new(Shared { limit, held: AtomicU64::new(0), peak: AtomicU64::new(0) }))
     }
 
-    /// Bytes that may be held at once.
+    /// Maximum of claimed bytes.
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.0.limit
     }
 
-    /// Bytes that are held.
+    /// Claimed bytes.
     #[must_use]
     pub fn held(&self) -> u64 {
         self.0.held.load(Relaxed)
     }
 
-    /// Most bytes that were held at once.
+    /// Peak of claimed bytes.
     #[must_use]
     pub fn peak(&self) -> u64 {
         self.0.peak.load(Relaxed)
     }
 
-    /// A claim of nothing, which can grow.
+    /// An empty claim, which can grow.
     #[must_use]
     pub fn claim(&self) -> Claim {
         Claim { budget: self.clone(), bytes: 0 }
@@ -77,7 +77,7 @@ impl Default for Budget {
     }
 }
 
-/// Bytes that are held. They go back to the budget when the claim is dropped.
+/// Claimed bytes. They return to the budget when the claim is dropped.
 #[derive(Debug)]
 pub struct Claim {
     budget: Budget,
@@ -91,10 +91,10 @@ impl Claim {
         self.bytes
     }
 
-    /// Claims further bytes; to be called before they are taken.
+    /// Claims further bytes; to be called before they are allocated.
     ///
     /// # Errors
-    /// [`OverBudget`] when the budget has fewer left; the claim is then what it was.
+    /// [`OverBudget`] when the budget has fewer left; the claim does not change then.
     pub fn add(&mut self, bytes: usize) -> Result<(), OverBudget> {
         // CAST: a size in memory.
         let bytes = bytes as u64;
@@ -113,12 +113,12 @@ impl Claim {
         }
     }
 
-    /// The refusal of what no budget has room for.
+    /// The error for more bytes than any budget has.
     pub fn refuse(&self) -> OverBudget {
         OverBudget { needed: u64::MAX, limit: self.budget.limit() }
     }
 
-    /// Gives bytes back, at most those that are claimed; to be called after the memory was.
+    /// Returns bytes to the budget, at most the claimed ones; to be called after the memory was freed.
     pub fn sub(&mut self, bytes: usize) {
         // CAST: a size in memory.
         let bytes = (bytes as u64).min(self.bytes);
@@ -126,7 +126,7 @@ impl Claim {
         self.budget.0.held.fetch_sub(bytes, Relaxed);
     }
 
-    /// Makes it a claim of so many bytes.
+    /// Changes the claim to `bytes` bytes.
     ///
     /// # Errors
     /// Those of [`add`](Self::add).
@@ -143,10 +143,10 @@ impl Claim {
         }
     }
 
-    /// Makes room for `more` items. Growing doubles a vector, where the budget allows it, and holds both for a moment.
+    /// Makes room for `more` items. Growing doubles a vector, where the budget allows it, and claims both sizes temporarily.
     ///
     /// # Errors
-    /// [`OverBudget`]; the vector is then as it was.
+    /// [`OverBudget`]; the vector does not change then.
     #[inline]
     pub fn reserve<T>(&mut self, items: &mut Vec<T>, more: usize) -> Result<(), OverBudget> {
         if items.capacity() - items.len() >= more { Ok(()) } else { self.grow(items, more) }
@@ -158,7 +158,7 @@ impl Claim {
         let bytes = |count: usize| count.saturating_mul(size_of::<T>());
         let mut count = needed.max(before.saturating_mul(2)).max(4);
         if self.add(bytes(count)).is_err() {
-            // Near the limit by less, which still is a part of what is there, so that copies stay few.
+            // Near the limit by less, which is still a fraction of the current size, so that copies stay few.
             count = needed.max(before.saturating_add(before / 8));
             self.add(bytes(count))?;
         }
@@ -185,7 +185,7 @@ impl Claim {
         self.sub(bytes);
     }
 
-    /// Ends the claim and leaves its bytes with the budget: they are in what the reader returns.
+    /// Ends the claim without returning its bytes: they belong to the result of the reading.
     pub fn keep(mut self) {
         self.bytes = 0;
     }
@@ -228,7 +228,7 @@ mod tests {
             }
             assert_eq!(budget.held(), 8 * items.capacity() as u64);
         };
-        // 2,048 and twice that are too many, 2,048 and an eighth more as well.
+        // 2,048 and twice that are too many, and so are 2,048 and an eighth more.
         assert_eq!((items.len(), over.needed), (2048, 8 * (2048 + 2304)));
         assert_eq!(budget.peak(), 8 * (1024 + 2048));
         claim.free(items);

@@ -24,7 +24,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Why a text is not a size.
+/// The text is not a size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a size: write bytes, or a number with K, M, G or T (powers of 1024), such as 512M or 1.5GiB")]
 pub struct ParseBytesError(String);

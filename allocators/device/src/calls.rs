@@ -1,4 +1,4 @@
-//! The driver calls that are counted, and their counts.
+//! The counted driver calls, and their counts.
 
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
@@ -104,7 +104,7 @@ crate::named! {
 }
 
 impl CallKind {
-    /// Whether it takes memory of the device or its addresses, or gives them back.
+    /// Whether it allocates or releases memory of the device or addresses.
     #[must_use]
     pub fn moves_memory(self) -> bool {
         use CallKind::{
@@ -129,7 +129,7 @@ impl CallKind {
     }
 }
 
-/// How often a call was made and how long it took.
+/// Number and time of calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct CallTotals {
     /// Number of calls, failed ones included.
@@ -157,12 +157,12 @@ impl CallCounts {
         self.0[kind as usize]
     }
 
-    /// The kinds that were called at all, in report order.
+    /// The kinds that were called, in report order.
     pub fn iter(&self) -> impl Iterator<Item = (CallKind, CallTotals)> {
         CallKind::ALL.iter().map(|&kind| (kind, self.get(kind))).filter(|(_, totals)| totals.count > 0)
     }
 
-    /// What was added since `earlier`.
+    /// The increase since `earlier`.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut out = *self;
@@ -174,7 +174,7 @@ impl CallCounts {
         out
     }
 
-    /// Calls that took memory from the device: plain and stream-ordered allocations and mappings' creations.
+    /// Calls that allocated memory from the device: plain and stream-ordered allocations and creations for mappings.
     #[must_use]
     pub fn driver_allocations(&self) -> u64 {
         [CallKind::MemAlloc, CallKind::MemAllocAsync, CallKind::MemCreate]
@@ -191,8 +191,8 @@ impl fmt::Debug for CallCounts {
 }
 
 impl Serialize for CallCounts {
-    /// A map from name to totals. The allocation, free and synchronise calls are always there, so that a zero
-    /// is seen as a zero; other kinds appear when they were called.
+    /// A map from name to totals. The allocation, free and synchronise calls are always there, so that a zero is visible; other
+    /// kinds appear when they were called.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         const ALWAYS: [CallKind; 5] = [
             CallKind::MemAlloc,
@@ -232,7 +232,7 @@ struct Cell {
 impl SharedCounts {
     pub(super) fn add(&self, kind: CallKind, total_ns: u64, blocked_ns: u64) {
         let cell = &self.cells[kind as usize];
-        // Relaxed: the three figures are statistics; no other memory depends on them.
+        // Relaxed: the three values are statistics; no other memory depends on them.
         cell.count.fetch_add(1, Relaxed);
         cell.total_ns.fetch_add(total_ns, Relaxed);
         cell.blocked_ns.fetch_add(blocked_ns, Relaxed);

@@ -1,21 +1,20 @@
 //! Clocks. Only instruments read them.
 //!
-//! The machine's clock is the processor's time-stamp counter where that can be trusted, because reading it takes half
-//! as long as asking the system. A read waits until the work before it is done (`lfence`), as the system's own does:
-//! an unfenced one, which libraries offer, may be taken while an earlier lock is still being waited for, and then
-//! the times of two threads no longer tell which came first.
+//! The machine's clock is the processor's time-stamp counter where that is reliable, because reading it takes half as long as
+//! asking the system. A read waits until earlier work has completed (`lfence`), as the system's own does: an unfenced one, which
+//! libraries offer, may happen while an earlier lock is still being waited for, and then the times of two threads no longer show
+//! which came first.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Something that tells the time in nanoseconds since a fixed point.
+/// A clock in nanoseconds since a fixed point.
 pub trait Clock: Send + Sync + fmt::Debug {
-    /// Nanoseconds since the clock's start; never goes back. Read after the work before the call and before the work
-    /// after it.
+    /// Nanoseconds since the clock's start; never decreases. Read after the work before the call and before the work after it.
     fn now_ns(&self) -> u64;
 
-    /// The machine's clock, if this is it: what is read at every call is then read without a virtual one.
+    /// The machine's clock, if this is it: it is then read without a virtual call.
     fn machine(&self) -> Option<MonotonicClock> {
         None
     }
@@ -23,10 +22,10 @@ pub trait Clock: Send + Sync + fmt::Debug {
 
 /// The machine's monotonic clock.
 ///
-/// By the time-stamp counter where the processor says that it runs at one rate in every power state and Linux has found
-/// it to agree between the processors (x86-64), by the system's clock elsewhere. The first clock of a process takes
-/// 2 ms to compare the counter with the system's clock; the two then differ by some 0.002 %. Like the system's clock it
-/// should not be read across a suspend of the machine.
+/// By the time-stamp counter where the processor guarantees one rate in every power state and Linux has found it to agree between
+/// the processors (x86-64), by the system's clock elsewhere. The first clock of a process takes 2 ms to compare the counter with
+/// the system's clock; the two then differ by some 0.002 %. Like the system's clock it should not be read across a suspend of the
+/// machine.
 #[derive(Clone, Copy, Debug)]
 pub struct MonotonicClock(Source);
 
@@ -75,7 +74,7 @@ impl Clock for MonotonicClock {
     }
 }
 
-/// How long a tick is.
+/// The length of a tick.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {
     /// Nanoseconds per tick times 2^64; 0 where ticks are nanoseconds.
@@ -100,19 +99,19 @@ fn nanoseconds(ticks: u64, per_tick: u64) -> u64 {
     ((u128::from(ticks) * u128::from(per_tick)) >> 64) as u64
 }
 
-/// A clock as instruments hold it. It is read in ticks, which are turned into nanoseconds when they are reported: the product
-/// is not much, but the next call waits for what depends on it.
+/// A clock for instruments. It is read in ticks, which are converted to nanoseconds when they are reported: the multiplication is
+/// cheap, but the next call waits for dependent results.
 #[derive(Clone, Debug)]
 pub struct Reader {
     /// Ticks at the clock's start.
     start: u64,
     scale: Scale,
-    /// Where it is not the time-stamp counter.
+    /// Set where it is not the time-stamp counter.
     other: Option<Arc<dyn Clock>>,
 }
 
 impl Reader {
-    /// A reader of a clock: of the time-stamp counter itself where the clock is that.
+    /// A reader of a clock: of the time-stamp counter itself where the clock uses it.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         match clock.machine() {
             #[cfg(all(target_os = "linux", target_arch = "x86_64", not(miri)))]
@@ -123,13 +122,13 @@ impl Reader {
         }
     }
 
-    /// How long its ticks are.
+    /// The length of its ticks.
     pub fn scale(&self) -> Scale {
         self.scale
     }
 
-    /// Ticks since some fixed point, read while instructions before may be in flight: to wait for them would take as long
-    /// as a cached allocation does. An interval is off by the time of what was in flight.
+    /// Ticks since a fixed point, read while earlier instructions may be in flight: waiting for them would take as long as a cached
+    /// allocation. An interval is off by the time of the instructions in flight.
     #[inline(always)]
     pub fn read(&self) -> u64 {
         match &self.other {
@@ -147,7 +146,7 @@ impl Reader {
         self.read().saturating_sub(self.start)
     }
 
-    /// Kept out of line, so that it takes no registers where the counter is read.
+    /// Not inlined, so that it takes no registers where the counter is read.
     #[cold]
     #[inline(never)]
     fn read_other(clock: &dyn Clock) -> u64 {
@@ -162,12 +161,12 @@ mod counter {
     use std::sync::OnceLock;
     use std::time::{Duration, Instant};
 
-    /// How long the counter is compared with the system's clock.
+    /// Time for which the counter is compared with the system's clock.
     const CALIBRATION: Duration = Duration::from_millis(2);
-    /// Reads of both clocks of which the closest pair is taken.
+    /// Number of reads of both clocks, of which the closest pair is taken.
     const TRIES: usize = 16;
 
-    /// Ticks, read once everything before is done.
+    /// Ticks, read after earlier work has completed.
     #[inline]
     pub(super) fn read() -> u64 {
         // SAFETY: every x86-64 processor has this instruction; it touches no memory.
@@ -178,20 +177,20 @@ mod counter {
     /// Ticks, read while instructions before may still be in flight.
     #[inline]
     pub(super) fn read_at_once() -> u64 {
-        // SAFETY: every x86-64 processor has this instruction; it touches no memory. `trusted` was asked first: the
-        // system lets programs read the counter where it lists it.
+        // SAFETY: every x86-64 processor has this instruction; it accesses no memory. `trusted` was checked first: the system lets
+        // programs read the counter where it lists it.
         unsafe { _rdtsc() }
     }
 
-    /// Nanoseconds per tick times 2^64, measured once in a process; `None` where the counter is not to be trusted, or is
-    /// slower than one tick a nanosecond.
+    /// Nanoseconds per tick times 2^64, measured once in a process; `None` where the counter is not reliable, or is slower than one
+    /// tick a nanosecond.
     pub(super) fn scale() -> Option<u64> {
         static SCALE: OnceLock<Option<u64>> = OnceLock::new();
         *SCALE.get_or_init(|| trusted().then(calibrate).flatten())
     }
 
-    /// Whether the processor promises a constant rate and Linux lists the counter. Linux takes it off its list when it has
-    /// seen that processors differ.
+    /// Whether the processor guarantees a constant rate and Linux lists the counter. Linux removes it from its list when it has
+    /// found that processors differ.
     fn trusted() -> bool {
         let list = std::fs::read_to_string("/sys/devices/system/clocksource/clocksource0/available_clocksource");
         list.is_ok_and(|list| list.split_whitespace().any(|name| name == "tsc")) && invariant()
@@ -206,7 +205,7 @@ mod counter {
         largest >= ADVANCED_POWER_MANAGEMENT && unsafe { __cpuid(ADVANCED_POWER_MANAGEMENT) }.edx & (1 << 8) != 0
     }
 
-    /// Both clocks at one moment: the try whose two reads of the counter lie closest together.
+    /// Both clocks at one moment: the try whose two reads of the counter are closest.
     fn both() -> (u64, Instant) {
         let once = || {
             let before = read();
@@ -245,7 +244,7 @@ mod tests {
         }
         // Once more, in case the thread was kept waiting in its last round.
         let largest = clock.now_ns();
-        // Both saw the same stretch of time, whatever the machine did in between; the bound only catches a wrong unit.
+        // Both measured the same interval, whatever the machine did in between; the bound only catches a wrong unit.
         let between = |ns: u64| (10_000_000..1_000_000_000_000).contains(&ns);
         assert!(between(largest), "{largest} ns for at least 20 ms");
     }
@@ -269,7 +268,7 @@ mod tests {
             println!("skipped: the system's clock is in use here");
             return;
         }
-        // The time under the lock must be larger than every one that was read under it before.
+        // The time under the lock must be larger than every earlier one.
         let last = std::sync::Mutex::new(0);
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -1,19 +1,19 @@
-//! The real device: the CUDA driver API, found at run time through cudarc's raw bindings.
+//! The real device: the CUDA driver API, loaded at run time through cudarc's raw bindings.
 //!
-//! All `unsafe` that speaks to CUDA is in this file and its folder. Three things hold throughout, and the `SAFETY`
-//! comments build on them:
-//! - **the library is there**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never
-//!   unloads the library;
-//! - **the context is current**: each call goes through `CudaDriver::call`, or holds what `enter` returns, which makes this device's
-//!   primary context the calling thread's;
-//! - **handles are live**: what stands behind a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
-//!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of what this driver made
-//!   and did not destroy, and an id that is not in it is an error. The caller that destroys something promises that no other
-//!   call uses it meanwhile. Handles are kept as numbers, so the driver is `Send` and `Sync` without an `unsafe impl`; the API itself
-//!   may be called from any thread.
+//! All `unsafe` code for CUDA is in this file and its folder. Three invariants hold throughout, and the `SAFETY` comments refer to
+//! them:
+//! - **the library is loaded**: a [`CudaDriver`] exists only after [`probe`](CudaDriver::probe)'s checks, and cudarc never unloads
+//!   the library;
+//! - **the context is current**: each call uses `CudaDriver::call`, or holds the result of `enter`, which makes this device's
+//!   primary context current on the calling thread;
+//! - **handles are live**: the handle of a [`StreamId`], [`EventId`], [`PoolId`](super::PoolId),
+//!   [`PhysicalHandle`](super::PhysicalHandle) or [`GraphId`](super::GraphId) is looked up in a table of the objects that this
+//!   driver created and did not destroy, and an id that is not in it is an error. A caller that destroys an object promises that no
+//!   other call uses it meanwhile. Handles are stored as numbers, so the driver is `Send` and `Sync` without an `unsafe impl`; the
+//!   API itself may be called from any thread.
 //!
-//! The raw layer is used, not cudarc's safe one, because that one records events around every argument and decides by
-//! itself how memory is freed: both would show in the measurements.
+//! The raw layer is used instead of cudarc's safe one, because that one records events around every argument and decides by itself
+//! how memory is freed: both would distort the measurements.
 //!
 //! <https://docs.nvidia.com/cuda/cuda-driver-api/>
 
@@ -46,7 +46,7 @@ thread_local! {
     static BOUND: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Serial numbers of drivers. A context's address could come back after its release, a serial number never does.
+/// Serial numbers of drivers. A context's address could be reused after its release, a serial number never is.
 static NEXT_SERIAL: AtomicU64 = AtomicU64::new(1);
 
 type ElapsedFn = unsafe extern "C" fn(*mut f32, CUevent, CUevent) -> CUresult;
@@ -65,9 +65,9 @@ pub struct CudaDriver {
     /// The properties of created memory.
     memory: vmm::Requested,
     noted_captures: NotedCaptures,
-    /// Held while a capture is ended or its graph is looked at, so that no node goes away meanwhile.
+    /// Held while a capture is ended or its graph is read, so that no node is destroyed meanwhile.
     captured: Mutex<()>,
-    /// Whether other code of the program chooses each thread's context, so that every call puts back what it found.
+    /// Whether other code of the program chooses each thread's context, so that every call restores it.
     guest: bool,
 }
 
@@ -75,17 +75,17 @@ impl CudaDriver {
     /// The GPUs of this machine. Never panics, also where the driver or the library is missing.
     ///
     /// # Errors
-    /// [`CudaUnavailable`] says why there is none to work on; with `Ok` there is at least one.
+    /// [`CudaUnavailable`] with the reason why no GPU can be used; with `Ok` there is at least one.
     pub fn probe() -> Result<Vec<CudaDeviceInfo>, CudaUnavailable> {
         probe::start()?;
         let count = probe::device_count()?;
         (0..count).map(|ordinal| probe::device(ordinal, count).map(|(_, info)| info)).collect()
     }
 
-    /// Opens a GPU and makes it current on this thread. The first one of a process takes a good part of a second.
+    /// Opens a GPU and makes it current on this thread. The first one of a process takes about a second.
     ///
     /// # Errors
-    /// [`CudaUnavailable`] says why that GPU cannot be worked on.
+    /// [`CudaUnavailable`] with the reason why that GPU cannot be used.
     pub fn new(ordinal: usize) -> Result<Self, CudaUnavailable> {
         let version = probe::start()?;
         let (device, info) = probe::device(ordinal, probe::device_count()?)?;
@@ -93,7 +93,7 @@ impl CudaDriver {
         let memory = vmm::Requested::new(info.memory);
         let mut context: CUcontext = ptr::null_mut();
         // SAFETY: `device` came from cuDeviceGet and the pointer is to a live handle of the type that the call writes.
-        // What is retained here is released by `Drop`, once.
+        // The context that is retained here is released by `Drop`, once.
         let result = unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check(CallKind::DeviceQuery, result)?;
         let driver = Self {
@@ -116,11 +116,11 @@ impl CudaDriver {
         Ok(driver)
     }
 
-    /// Opens a GPU in a program whose other parts use CUDA by themselves and choose the context of each thread: every call
-    /// looks which context is current, which takes some nanoseconds, and puts it back.
+    /// Opens a GPU in a program whose other parts use CUDA by themselves and choose the context of each thread: every call checks
+    /// which context is current, which takes some nanoseconds, and restores it.
     ///
     /// # Errors
-    /// [`CudaUnavailable`] says why that GPU cannot be worked on.
+    /// [`CudaUnavailable`] with the reason why that GPU cannot be used.
     pub fn as_guest(ordinal: usize) -> Result<Self, CudaUnavailable> {
         probe::start()?;
         let before = current_context()?;
@@ -134,7 +134,7 @@ impl CudaDriver {
         opened
     }
 
-    /// What the driver says about this GPU.
+    /// The driver's description of this GPU.
     #[must_use]
     pub fn info(&self) -> &CudaDeviceInfo {
         &self.info
@@ -146,7 +146,7 @@ impl CudaDriver {
         self.version
     }
 
-    /// The handle behind a stream of this driver, as kernel launches and libraries take it.
+    /// The handle of a stream of this driver, for kernel launches and libraries.
     ///
     /// # Errors
     /// `CUDA_ERROR_INVALID_HANDLE` when this driver has no such stream.
@@ -168,8 +168,8 @@ impl CudaDriver {
         self.live.events.get(call, event.get()).map(|raw| raw as CUevent)
     }
 
-    /// Makes this device's context current on the calling thread. The methods here do so by themselves; call it before
-    /// calls into CUDA that go past them, and after another library has made a different context current.
+    /// Makes this device's context current on the calling thread. The methods here do so by themselves; call it before CUDA calls
+    /// that do not use them, and after another library has made a different context current.
     ///
     /// # Errors
     /// When the driver refuses.
@@ -177,7 +177,7 @@ impl CudaDriver {
         self.bind_anew(CallKind::DeviceQuery)
     }
 
-    /// Tells an attached profiler to begin collecting; without one nothing happens.
+    /// Starts collection in an attached profiler; without one nothing happens.
     ///
     /// # Errors
     /// When the driver refuses.
@@ -186,7 +186,7 @@ impl CudaDriver {
         self.call(CallKind::DeviceQuery, || unsafe { sys::cuProfilerStart() })
     }
 
-    /// Tells an attached profiler to stop collecting; without one nothing happens.
+    /// Stops collection in an attached profiler; without one nothing happens.
     ///
     /// # Errors
     /// When the driver refuses.
@@ -202,7 +202,7 @@ impl CudaDriver {
         check(kind, call())
     }
 
-    /// As [`call`](Self::call), for a call whose error names its size.
+    /// As [`call`](Self::call), for a call whose error contains its size.
     #[inline]
     fn sized_call(&self, kind: CallKind, bytes: u64, call: impl FnOnce() -> CUresult) -> DriverResult<()> {
         let _entered = self.enter(kind)?;
@@ -210,7 +210,7 @@ impl CudaDriver {
     }
 
     /// Makes the context current unless it is, one comparison on the hot path, and the thread's capture mode relaxed while a
-    /// capture of the program's own is open. Returns what the end of the call undoes.
+    /// capture of the program's own is open. Returns the state that the end of the call restores.
     #[inline]
     fn enter(&self, call: CallKind) -> DriverResult<Entered> {
         if BOUND.get() != self.serial {
@@ -225,11 +225,11 @@ impl CudaDriver {
     #[cold]
     fn enter_as_guest(&self, call: CallKind) -> DriverResult<Entered> {
         // CAST: a handle is kept as its value.
-        let own = self.context as CUcontext;
-        let pops = current_context()? != own;
+        let context = self.context as CUcontext;
+        let pops = current_context()? != context;
         if pops {
             // SAFETY: the context was retained by `new` and lives until `Drop`.
-            check(call, unsafe { sys::cuCtxPushCurrent_v2(own) })?;
+            check(call, unsafe { sys::cuCtxPushCurrent_v2(context) })?;
         }
         self.relax(call, pops)
     }
@@ -252,7 +252,7 @@ impl CudaDriver {
         Ok(())
     }
 
-    /// Makes a call that places `bytes` bytes and writes where they begin.
+    /// Makes a call that allocates `bytes` bytes and writes their address.
     #[inline]
     fn placing_call(
         &self,
@@ -262,11 +262,11 @@ impl CudaDriver {
     ) -> DriverResult<DeviceAddr> {
         let mut addr = 0;
         self.sized_call(kind, bytes, || call(&raw mut addr))?;
-        let zero = || "the driver handed out the address zero".into();
+        let zero = || "the driver returned the address zero".into();
         DeviceAddr::new(addr).ok_or_else(|| refusal(kind, CUresult::CUDA_ERROR_INVALID_VALUE, zero()))
     }
 
-    /// This device as a place for memory.
+    /// This device as a location of memory.
     fn location(&self) -> CUmemLocation {
         CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: self.device }
     }
@@ -281,12 +281,12 @@ impl fmt::Debug for CudaDriver {
     }
 }
 
-/// What the end of a call undoes on its thread.
+/// The state that the end of a call restores on its thread.
 #[must_use]
 struct Entered {
     /// A context was pushed.
     pops: bool,
-    /// The capture mode from before.
+    /// The previous capture mode.
     mode: Option<CUstreamCaptureMode>,
 }
 
@@ -314,7 +314,7 @@ fn current_context() -> DriverResult<CUcontext> {
     Ok(current)
 }
 
-/// Sets how calls of this thread get on with captures; says what was set before.
+/// Sets the capture mode of this thread; returns the previous one.
 fn exchange_mode(call: CallKind, mode: CUstreamCaptureMode) -> DriverResult<CUstreamCaptureMode> {
     let mut mode = mode;
     // SAFETY: the pointer is to a live mode, which the call reads and writes with one of those that this thread had set.
@@ -324,38 +324,37 @@ fn exchange_mode(call: CallKind, mode: CUstreamCaptureMode) -> DriverResult<CUst
 
 impl Drop for CudaDriver {
     fn drop(&mut self) {
-        // The result is dropped: either the context is gone already, which is what was wanted, or an earlier error has
-        // broken it, and that one was returned by the call that met it.
-        // SAFETY: `new` retained the context once and this releases it once; no call to this driver can follow. The
-        // library stays loaded to the end of the process, and while that ends it answers CUDA_ERROR_DEINITIALIZED.
+        // The result is ignored: either the context was destroyed already, which is fine, or an earlier error has broken it, and
+        // that one was returned by its call.
+        // SAFETY: `new` retained the context once and this releases it once; no call to this driver can follow. The library stays
+        // loaded to the end of the process, and during that it returns CUDA_ERROR_DEINITIALIZED.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// `cuEventElapsedTime` under its first name, which every driver still exports, or under the one that came with CUDA
-/// 12.8. The first name is tried first, because a profiler older than the driver does not know the second and then
-/// refuses the whole capture (seen with Nsight Systems 2023.4 under driver 580). cudarc binds only the second, and
-/// panics where it is missing.
+/// `cuEventElapsedTime` under its first name, which every driver still exports, or under the name of CUDA 12.8. The first name is
+/// tried first, because a profiler older than the driver does not know the second and then refuses the whole capture (seen with
+/// Nsight Systems 2023.4 under driver 580). cudarc binds only the second, and panics where it is missing.
 fn elapsed_function() -> DriverResult<ElapsedFn> {
     // SAFETY: the library is there, so that this does not panic; it has been loaded before and stays loaded.
     let library = unsafe { sys::culib() };
     let names: [&[u8]; 2] = [b"cuEventElapsedTime\0", b"cuEventElapsedTime_v2\0"];
     // SAFETY: both names stand for a function of this type in NVIDIA's cuda.h.
-    let found = names.into_iter().find_map(|name| unsafe { library.get::<ElapsedFn>(name) }.ok().map(|found| *found));
-    found.ok_or_else(|| {
+    let function =
+        names.into_iter().find_map(|name| unsafe { library.get::<ElapsedFn>(name) }.ok().map(|found| *found));
+    function.ok_or_else(|| {
         refusal(CallKind::EventElapsed, CUresult::CUDA_ERROR_NOT_FOUND, "libcuda has no such function".into())
     })
 }
 
-// CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes
-// known today (47, 227, 917 to 919) belong to multicast, loader, detached-stream and fabric calls, none of which is
-// made here.
+// CUresult is an enum in cudarc: a driver newer than CUDA 13.0 must not return a code that 13.0 lacks. The later codes known today
+// (47, 227, 917 to 919) belong to multicast, loader, detached-stream and fabric calls, none of which is made here.
 #[inline]
 fn check(call: CallKind, result: CUresult) -> DriverResult<()> {
     check_for(call, result, String::new)
 }
 
-/// As [`check`], with words on what was asked for should it have failed.
+/// As [`check`], with a description of the request for an error.
 #[inline]
 fn check_for(call: CallKind, result: CUresult, context: impl FnOnce() -> String) -> DriverResult<()> {
     match result {
@@ -364,15 +363,14 @@ fn check_for(call: CallKind, result: CUresult, context: impl FnOnce() -> String)
     }
 }
 
-/// The enum's own name, not cudarc's error type: formatting that one calls into the driver.
+/// The enum's own name, not cudarc's error type, whose formatting calls into the driver.
 #[cold]
 fn refusal(call: CallKind, result: CUresult, context: String) -> DriverError {
     // CAST: the enum has the driver's codes as its values.
     DriverError { call, code: result as u32, name: format!("{result:?}"), context }
 }
 
-/// A size as the driver takes it. Where the host has 32 bits a larger one becomes the largest, which the driver
-/// refuses.
+/// A size for the driver. Where the host has 32 bits a larger one becomes the largest, which the driver refuses.
 fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

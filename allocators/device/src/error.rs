@@ -4,8 +4,7 @@ use super::{CallKind, DeviceAddr};
 
 /// A driver call that failed.
 ///
-/// Holds the raw code and its name only: turning a code into NVIDIA's sentence calls into the driver,
-/// which may be what is missing.
+/// Contains only the raw code and its name: turning a code into NVIDIA's sentence calls into the driver, which may be missing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with {name} ({code}){}{context}", if context.is_empty() { "" } else { ": " })]
 pub struct DriverError {
@@ -15,7 +14,7 @@ pub struct DriverError {
     pub code: u32,
     /// Name of the code, such as `CUDA_ERROR_OUT_OF_MEMORY`.
     pub name: String,
-    /// What is known beyond the code; may be empty.
+    /// Details beyond the code; may be empty.
     pub context: String,
 }
 
@@ -24,7 +23,7 @@ impl DriverError {
     pub const INVALID_VALUE: u32 = 1;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: u32 = 2;
-    /// `CUDA_ERROR_OPERATING_SYSTEM`: the system that the device is driven from refused something.
+    /// `CUDA_ERROR_OPERATING_SYSTEM`: the operating system refused something.
     pub const OPERATING_SYSTEM: u32 = 304;
     /// `CUDA_ERROR_INVALID_HANDLE`.
     pub const INVALID_HANDLE: u32 = 400;
@@ -88,7 +87,7 @@ impl DriverError {
         Self::invalid_value(call, format!("no block at {:#x}", addr.get()))
     }
 
-    /// Whether the device had no memory left; only then is a retry after releasing memory of use.
+    /// Whether the device had no memory left; only then is a retry after releasing memory useful.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         self.code == Self::OUT_OF_MEMORY

@@ -6,7 +6,7 @@ use crate::DriverError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The failure that is to happen.
+/// The planned failure.
 #[derive(Debug, Default)]
 pub struct Faults {
     plan: Mutex<Option<(CallKind, u64, u32)>>,
@@ -34,7 +34,7 @@ unsafe impl Hook for Faults {
     }
 }
 
-/// A driver whose calls can be made to fail. The inner driver does not see a call that fails here.
+/// A driver whose calls can be made to fail. The inner driver does not get a call that fails here.
 pub type FaultyDriver = HookedDriver<Faults>;
 
 impl FaultyDriver {
@@ -44,18 +44,18 @@ impl FaultyDriver {
         Self { inner, hook: Faults::default() }
     }
 
-    /// Lets the call of `kind` after the next `skip` ones fail with `code`, once. Replaces an earlier plan.
+    /// Makes the call of `kind` after the next `skip` ones fail with `code`, once. Replaces an earlier plan.
     pub fn fail(&self, kind: CallKind, skip: u64, code: u32) {
         *self.hook.plan.lock().unwrap_or_else(PoisonError::into_inner) = Some((kind, skip, code));
     }
 
-    /// How many faults have happened.
+    /// Number of injected faults.
     #[must_use]
     pub fn injected(&self) -> u64 {
         self.hook.injected.load(Relaxed)
     }
 
-    /// Forgets a plan that has not come true.
+    /// Removes a plan that was not carried out.
     pub fn clear(&self) {
         *self.hook.plan.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }

@@ -1,7 +1,7 @@
-//! The one wrapper for drivers: it forwards every call, and a [`Hook`] decides what happens around each.
+//! The one wrapper for drivers: it forwards every call, and a [`Hook`] runs around each.
 //!
-//! The meter, fault injection, counting and replay are hooks. None of them forwards a call itself, and the traits of drivers
-//! have no methods with a default, so a method that is added to a trait cannot be forgotten by a wrapper.
+//! The meter, fault injection, counting and replay are hooks. None of them forwards a call itself, and the traits of drivers have
+//! no methods with a default, so a wrapper cannot forget a method that is added to a trait.
 
 use super::{
     CallKind, CapturedWork, DeviceAddr, DeviceDescription, Driver, DriverResult, EventId, GraphDriver, GraphId,
@@ -13,7 +13,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// What a call works on; hooks may look at it.
+/// The arguments of a call, for hooks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallArguments {
     /// Bytes, for calls that have a size.
@@ -26,19 +26,19 @@ pub struct CallArguments {
     pub stream: Option<StreamId>,
 }
 
-/// What a hook can learn from the result of a call.
+/// The result of a call, for hooks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallOutcome {
     /// Whether the call succeeded.
     pub ok: bool,
-    /// The address that the call produced, if it produces one.
+    /// The address that the call returned, if it returns one.
     pub addr: Option<DeviceAddr>,
-    /// The answer of a call that asks whether something is so.
+    /// The result of a query.
     pub answer: Option<bool>,
 }
 
 trait CallResult {
-    /// What a call that succeeded lets a hook know.
+    /// The conversion of a successful result for hooks.
     fn outcome(&self) -> CallOutcome {
         CallOutcome { ok: true, ..CallOutcome::default() }
     }
@@ -60,16 +60,16 @@ macro_rules! only_success { ($($kind:ty),+) => { $(impl CallResult for $kind {})
 only_success!((), u64, MemInfo, StreamId, EventId, GraphId, PhysicalHandle, PoolId, PoolSettings, PoolCounters);
 only_success!(NonNull<u8>, Option<CapturedWork>, Shareable);
 
-/// What a wrapper does around the calls of the driver that it wraps. [`HookedDriver`] forwards the calls, so a wrapper
-/// overrides only what it changes.
+/// The code that a wrapper runs around the calls of its driver. [`HookedDriver`] forwards the calls, so a wrapper overrides only
+/// the calls that it changes.
 ///
 /// # Safety
-/// The driver that results keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
-/// [`before`](Self::before) and [`after`](Self::after) always does so. One that hands out addresses of its own gives them back in
-/// [`mem_free`](Self::mem_free) and [`address_free`](Self::address_free), and names the wrapped driver's address in
+/// The resulting driver keeps the contract of [`Driver`], given that the wrapped one does. A wrapper that only overrides
+/// [`before`](Self::before) and [`after`](Self::after) always does so. One that returns addresses of its own releases them in
+/// [`mem_free`](Self::mem_free) and [`address_free`](Self::address_free), and returns the wrapped driver's address in
 /// [`own_addr`](Self::own_addr).
 pub unsafe trait Hook: Send + Sync + fmt::Debug {
-    /// What the hook remembers from before a call until after it.
+    /// State of the hook from before a call until after it.
     type Before;
 
     /// Runs before each call, and may refuse it.
@@ -97,7 +97,7 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
         inner.mem_alloc(bytes)
     }
 
-    /// Returns a segment: [`Driver::mem_free`].
+    /// Releases a segment: [`Driver::mem_free`].
     ///
     /// # Errors
     /// Those of the call.
@@ -117,14 +117,14 @@ pub unsafe trait Hook: Send + Sync + fmt::Debug {
         inner.address_reserve(bytes)
     }
 
-    /// Gives a range of addresses back: [`VmmDriver::address_free`].
+    /// Releases a range of addresses: [`VmmDriver::address_free`].
     ///
     /// # Errors
     /// Those of the call.
     ///
     /// # Safety
-    /// The range came from [`address_reserve`](Self::address_reserve) of this hook, nothing is mapped in it, and it is given
-    /// back once.
+    /// The range came from [`address_reserve`](Self::address_reserve) of this hook, nothing is mapped in it, and it is released
+    /// once.
     unsafe fn address_free(&self, inner: &dyn VmmDriver, addr: DeviceAddr, bytes: u64) -> DriverResult<()> {
         // SAFETY: passed on: by default the address is the inner driver's.
         unsafe { inner.address_free(addr, bytes) }
@@ -212,10 +212,10 @@ impl<H: Hook> HookedDriver<H> {
     }
 }
 
-// SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method of the same
-// name, so the caller's promise is passed on; a hook that hands out addresses of its own promises what they stand for.
+// SAFETY (for every unsafe call below): the contract of each method here is that of the inner driver's method of the same name, so
+// the caller's promise is passed on; a hook that returns addresses of its own promises their validity.
 //
-// SAFETY: so what the inner driver promises holds of this one.
+// SAFETY: so the inner driver's promises hold for this one.
 unsafe impl<H: Hook> Driver for HookedDriver<H> {
     fn describe(&self) -> DeviceDescription {
         self.inner.describe()

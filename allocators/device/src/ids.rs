@@ -1,4 +1,4 @@
-//! Names of what a driver made: addresses, streams, events, pools, physical memory, graphs.
+//! Ids of objects that a driver made: addresses, streams, events, pools, physical memory, graphs.
 
 use std::num::NonZeroU64;
 
@@ -7,19 +7,19 @@ use std::num::NonZeroU64;
 pub struct DeviceAddr(NonZeroU64);
 
 impl DeviceAddr {
-    /// Wraps an address; `None` for zero, which no device hands out.
+    /// Wraps an address; `None` for zero, which no device returns.
     #[must_use]
     pub fn new(addr: u64) -> Option<Self> {
         NonZeroU64::new(addr).map(Self)
     }
 
-    /// An address that a device has handed out.
+    /// An address that a device has returned.
     ///
     /// # Panics
-    /// When it is zero, which no device hands out.
+    /// When it is zero, which no device returns.
     #[inline]
     pub fn handed_out(addr: u64) -> Self {
-        Self::new(addr).expect("no segment and no range should lie at address zero")
+        Self::new(addr).expect("the address of a segment or range should not be zero")
     }
 
     /// The address with `bits`, which are zero in it, set.
@@ -40,7 +40,7 @@ impl DeviceAddr {
         self.0.get()
     }
 
-    /// The address `bytes` further on.
+    /// The address `bytes` later.
     ///
     /// # Panics
     /// When the address space ends before.
@@ -54,8 +54,8 @@ macro_rules! handles {
     ($($(#[doc = $doc:literal])+ #[derive($($more:ident),*)] $name:ident;)+) => {$(
         $(#[doc = $doc])+
         ///
-        /// A driver makes it. Other code cannot make one without `unsafe`, so code that keeps a handle private knows every
-        /// use of it:
+        /// A driver makes it. Other code cannot make one without `unsafe`, so code that keeps a handle private knows every use of
+        /// it:
         ///
         /// ```compile_fail,E0423
         #[doc = concat!("let forged = vramlab_device::", stringify!($name), "(7);")]
@@ -67,14 +67,14 @@ macro_rules! handles {
             /// The handle with this value, for implementations of [`Driver`](super::Driver).
             ///
             /// # Safety
-            /// A driver to which the handle is given made it under this value, and the thing that it stands for belongs to
-            /// the caller; or the handle is given to no driver.
+            /// A driver that gets the handle made it under this value, and its object belongs to the caller; or no driver gets the
+            /// handle.
             #[must_use]
             pub const unsafe fn from_raw(raw: u64) -> Self {
                 Self(raw)
             }
 
-            /// Of something that a device of this crate has just made.
+            /// The id of an object that a device of this crate has just made.
             pub(super) const fn made(raw: u64) -> Self {
                 Self(raw)
             }
@@ -107,6 +107,6 @@ handles! {
 }
 
 impl StreamId {
-    /// Where no stream is known. It has the value of CUDA's legacy default stream, which no driver here makes.
+    /// Stands for an unknown stream. It has the value of CUDA's legacy default stream, which no driver here creates.
     pub const NONE: Self = Self(0);
 }

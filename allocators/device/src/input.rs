@@ -1,8 +1,8 @@
-//! Small files that a user names, such as profiles, specs and records: read as a whole, and never without bound.
+//! Small files that a user names, such as profiles, specs and records: read as a whole, with a size limit.
 //!
-//! What a name stands for may be a device or a pipe that never ends, which is refused, and a compressed file unpacks to a thousand
-//! times its size. A caller gives the longest that its files can sensibly be, and a longer file is refused in one line. Histories are
-//! streamed instead, within a [budget](crate::budget).
+//! A name may refer to a device or a pipe that never ends, which is refused, and a compressed file may unpack to a thousand times
+//! its size. A caller passes the maximum sensible size, and a longer file is refused in one line. Recordings are streamed instead,
+//! within a [budget](crate::budget).
 
 use crate::bytes::Bytes;
 use flate2::bufread::MultiGzDecoder;
@@ -10,21 +10,20 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Result, Seek, SeekFrom};
 use std::path::Path;
 
-/// Most bytes of a file that people write, such as a device profile or a spec: 1 MiB.
+/// Maximum size of a file that people write, such as a device profile or a spec: 1 MiB.
 pub const WRITTEN: u64 = 1 << 20;
 
-/// Most bytes of a JSON document that a program leaves, such as the summary of a run: 16 MiB. In memory a document can
-/// take thirty times its length.
+/// Maximum size of a JSON document that a program writes, such as the summary of a run: 16 MiB. In memory a document can take
+/// thirty times its length.
 pub const DOCUMENT: u64 = 16 << 20;
 
-/// Most bytes of a table that a program leaves, such as the steps of a run: 256 MiB.
+/// Maximum size of a table that a program writes, such as the steps of a run: 256 MiB.
 pub const TABLE: u64 = 256 << 20;
 
-/// The bytes of a file, of which there may be at most `limit`.
+/// The bytes of a file, at most `limit`.
 ///
 /// # Errors
-/// Those of [`open`], and [`ErrorKind::FileTooLarge`] for what is longer. The
-/// text is one line and does not name the file.
+/// Those of [`open`], and [`ErrorKind::FileTooLarge`] for a longer file. The text is one line and does not name the file.
 pub fn read_bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read_whole(open(path)?, limit)
 }
@@ -32,15 +31,15 @@ pub fn read_bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
 /// The text in a file of at most `limit` bytes.
 ///
 /// # Errors
-/// Those of [`read_bytes`], and [`ErrorKind::InvalidData`] for what is no UTF-8.
+/// Those of [`read_bytes`], and [`ErrorKind::InvalidData`] for a file that is not UTF-8.
 pub fn read_text(path: &Path, limit: u64) -> Result<String> {
     text(read_bytes(path, limit)?)
 }
 
-/// The text in a file, plain or compressed with gzip, of which there may be at most `limit` bytes when it is unpacked.
+/// The text in a file, plain or compressed with gzip, at most `limit` bytes when it is unpacked.
 ///
 /// # Errors
-/// Those of [`read_text`], and what the decoder says of a file that was damaged.
+/// Those of [`read_text`], and the decoder's error for a damaged file.
 pub fn read_unpacked(path: &Path, limit: u64) -> Result<String> {
     let mut file = BufReader::new(open(path)?);
     let packed = file.fill_buf()?.starts_with(&[0x1f, 0x8b]);
@@ -60,10 +59,10 @@ pub fn read_end(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Opens a regular file. What is none is refused, and a pipe without a writer is not waited for.
+/// Opens a regular file. Others are refused, and a pipe without a writer is not waited for.
 ///
 /// # Errors
-/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for pipes, devices and sockets.
+/// The operating system's error, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for pipes, devices and sockets.
 pub fn open(path: &Path) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
@@ -74,10 +73,10 @@ pub fn open(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Opens a regular file, or a pipe, whose reader has to bound what it takes.
+/// Opens a regular file, or a pipe, whose reader must limit the size.
 ///
 /// # Errors
-/// What the operating system says, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for devices and sockets.
+/// The operating system's error, [`ErrorKind::IsADirectory`], and [`ErrorKind::InvalidInput`] for devices and sockets.
 pub fn open_stream(path: &Path) -> Result<File> {
     // Before it is opened: opening a device may change it.
     refuse_special(&std::fs::metadata(path)?, true)?;
@@ -111,7 +110,7 @@ fn refuse_special(metadata: &Metadata, pipes: bool) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}; name a regular file")))
 }
 
-/// As much of a file's text as an error should show, with control characters written out.
+/// An excerpt of a file's text for an error, with control characters escaped.
 #[must_use]
 pub fn excerpt(text: &str, most: usize) -> String {
     let mut out: String = text.chars().take(most).flat_map(char::escape_debug).collect();
@@ -127,13 +126,13 @@ fn read_whole(source: impl Read, limit: u64) -> Result<Vec<u8>> {
     // CAST: a length in memory.
     if bytes.len() as u64 > limit {
         let text =
-            format!("it is longer than {}, which no such file is; see whether it is the right one", Bytes(limit));
+            format!("it is longer than {}, more than such a file has; check that it is the right one", Bytes(limit));
         return Err(Error::new(ErrorKind::FileTooLarge, text));
     }
     Ok(bytes)
 }
 
-/// A mark of the byte order, which editors on Windows put before text, is left out.
+/// A byte order mark, which editors on Windows put before text, is removed.
 fn text(bytes: Vec<u8>) -> Result<String> {
     let mut text = String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not valid UTF-8"))?;
     if text.starts_with('\u{feff}') {
@@ -175,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_packed_is_no_longer_than_the_limit_when_it_is_unpacked() {
+    fn limit_applies_to_the_unpacked_size() {
         let (_folder, path) = place();
         std::fs::write(&path, packed(b"abc", 100)).unwrap();
         assert_eq!(read_unpacked(&path, 300).unwrap(), "abc".repeat(100));
@@ -210,7 +209,7 @@ mod tests {
         assert_eq!(read_end(Path::new("/dev/zero"), 1).unwrap_err().kind(), ErrorKind::InvalidInput);
     }
 
-    /// Opening a pipe waits for its writer, of which there is none here.
+    /// Opening a pipe waits for its writer, which does not exist here.
     #[cfg(target_os = "linux")]
     #[test]
     fn pipes_are_refused_and_not_waited_for() {
@@ -221,13 +220,13 @@ mod tests {
         std::thread::spawn(move || sent.send(read_text(&pipe, WRITTEN).map_err(|error| error.kind())));
         let read = heard.recv_timeout(std::time::Duration::from_secs(60));
         if read.is_err() {
-            // Lets the thread go.
+            // Lets the thread end.
             let _ = OpenOptions::new().write(true).open(&path);
         }
         assert_eq!(read.unwrap(), Err(ErrorKind::InvalidInput));
     }
 
-    /// What the system makes up as it is read has no size.
+    /// Files that the system generates when they are read have no size.
     #[cfg(target_os = "linux")]
     #[test]
     fn files_without_a_size_are_read_up_to_the_limit() {

@@ -1,12 +1,12 @@
-//! The lower seam: what a device can do, and the devices that do it.
+//! The lower seam: the functions of a device, and the devices that implement them.
 //!
 //! | device | memory | time | for |
 //! |---|---|---|---|
 //! | [`CudaDriver`] | the GPU's | the machine's clock | measuring |
 //! | [`SimDriver`] | host memory, or none | virtual, from a profile | learning and testing without a GPU |
 //! | [`NullDriver`] | none | none: every call is free | benchmarking bookkeeping |
-//! | [`FaultyDriver`] | that of the driver it wraps | the same | making the k-th call fail |
-//! | [`MeteredDriver`] | that of the driver it wraps | the same | counting and timing every call |
+//! | [`FaultyDriver`] | that of the wrapped driver | the same | making the k-th call fail |
+//! | [`MeteredDriver`] | that of the wrapped driver | the same | counting and timing every call |
 
 pub mod budget;
 mod bytes;
@@ -66,7 +66,7 @@ pub struct MemInfo {
 }
 
 crate::named! {
-    /// What kind of device it is.
+    /// The kind of a device.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     pub enum DeviceKind {
@@ -79,7 +79,7 @@ crate::named! {
     }
 }
 
-/// A device in words and figures, as run records keep it.
+/// A description of a device, for run records.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceDescription {
     /// Kind.
@@ -96,42 +96,42 @@ pub struct DeviceDescription {
     pub total_bytes: u64,
     /// Whether time is virtual.
     pub virtual_time: bool,
-    /// Whether stream-ordered pools are there.
+    /// Whether it has stream-ordered pools.
     pub pools: bool,
-    /// Whether virtual memory management is there.
+    /// Whether it has virtual memory management.
     pub vmm: bool,
 }
 
-/// What a device can do.
+/// The functions of a device.
 ///
 /// No method has a default, so the one wrapper ([`HookedDriver`]) cannot forget to forward one.
 ///
 /// # Streams
-/// Calls that take a stream are queued on it and return at once unless they say otherwise. Streams are
-/// non-blocking: they do not wait for the legacy default stream.
+/// Calls that take a stream are queued on it and return immediately unless documented otherwise. Streams are non-blocking: they do
+/// not wait for the legacy default stream.
 ///
 /// # Errors
-/// Every fallible call returns [`DriverError`] with the driver's code; running out of memory is
-/// `CUDA_ERROR_OUT_OF_MEMORY`. Errors of earlier asynchronous work can surface at any later call. A handle that this driver
-/// did not make, or that was destroyed, is an error (`CUDA_ERROR_INVALID_HANDLE`) wherever it would matter.
+/// Every fallible call returns [`DriverError`] with the driver's code; running out of memory is `CUDA_ERROR_OUT_OF_MEMORY`. Errors
+/// of earlier asynchronous work can surface at any later call. A handle that this driver did not make, or that was destroyed, is an
+/// error (`CUDA_ERROR_INVALID_HANDLE`) wherever it would matter.
 ///
 /// # Captures
-/// Work that is queued while its stream is captured runs at each launch of the graph. What an unsafe call below asks for
-/// "until the stream has passed it" is then asked for until the graph is destroyed.
+/// Work that is queued while its stream is captured runs at each launch of the graph. Where an unsafe call below requires something
+/// "until the stream has passed it", it is then required until the graph is destroyed.
 ///
 /// # Safety
-/// Unsafe code builds on what an implementation answers:
-/// - memory from [`host_alloc`](Self::host_alloc) is as large as asked for, initialised, and given to no other caller until it
+/// Unsafe code relies on these properties of an implementation:
+/// - memory from [`host_alloc`](Self::host_alloc) has the requested size, is initialised, and is given to no other caller until it
 ///   is freed;
 /// - an address range from [`mem_alloc`](Self::mem_alloc), [`PoolDriver::mem_alloc_async`] or
 ///   [`VmmDriver::address_reserve`] is given to no other caller until it is freed;
-/// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for
-///   all arguments, also handles of another driver and of things that are gone.
+/// - safe methods, here and of [`pools`](Self::pools), [`vmm`](Self::vmm) and [`graphs`](Self::graphs), are sound for all
+///   arguments, also handles of another driver and of destroyed objects.
 pub unsafe trait Driver: Send + Sync + fmt::Debug {
-    /// What this device is.
+    /// The description of this device.
     fn describe(&self) -> DeviceDescription;
 
-    /// The clock by which this device's time passes.
+    /// The device's clock.
     fn clock(&self) -> Arc<dyn Clock>;
 
     /// Nanoseconds that the host has spent waiting for the device so far; `None` when the device does not report it.
@@ -143,7 +143,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// A new segment, aligned to at least 256 bytes (`cuMemAlloc`).
     fn mem_alloc(&self, bytes: u64) -> DriverResult<DeviceAddr>;
 
-    /// Returns a segment (`cuMemFree`). On today's drivers this waits for the whole device.
+    /// Releases a segment (`cuMemFree`). Current drivers wait for the whole device.
     ///
     /// # Safety
     /// `addr` came from [`mem_alloc`](Self::mem_alloc) of this driver and is freed once.
@@ -152,46 +152,45 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// A new stream.
     fn stream_create(&self) -> DriverResult<StreamId>;
 
-    /// Destroys a stream once its work is done.
+    /// Destroys a stream once its work has completed.
     ///
     /// # Safety
     /// The stream is not used afterwards.
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// Takes in a stream that another part of the program made, under the value of its CUDA handle: 0 and 1 are the legacy
-    /// default stream, 2 is the calling thread's default stream. A stream that is known already stays. On a device without
-    /// CUDA the handle is a number, and work that is queued on it is ordered as on a stream of the device's own.
+    /// Registers a stream that another part of the program created, by the value of its CUDA handle: 0 and 1 are the legacy default
+    /// stream, 2 is the calling thread's default stream. A second registration has no effect. On a device without CUDA the handle
+    /// is a number, and work that is queued on it is ordered as on a stream of the device's own.
     ///
     /// # Safety
     /// The handle is of a live stream of this device's primary context, and stays so until
     /// [`stream_forget`](Self::stream_forget). No other thread ends a capture of it while a call of this driver names it.
     unsafe fn stream_adopt(&self, handle: u64) -> DriverResult<StreamId>;
 
-    /// Forgets a stream that was [taken in](Self::stream_adopt) and does not destroy it. Calls that name it are errors from
-    /// then on.
+    /// Forgets a [registered](Self::stream_adopt) stream without destroying it. Calls that name it are errors from then on.
     fn stream_forget(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// Notes that the program began to capture work by itself (`open`), or that such a capture has ended. While one is open,
-    /// calls are made in CUDA's relaxed capture mode, in which they do not disturb it.
+    /// Notes that the program began to capture work by itself (`open`), or that such a capture has ended. While one is open, calls
+    /// are made in CUDA's relaxed capture mode, in which they do not invalidate it.
     /// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>
     fn note_capture(&self, open: bool);
 
     /// Whether a capture that was [noted](Self::note_capture) is open.
     fn is_capture_noted(&self) -> bool;
 
-    /// Waits until all work queued on `stream` is done.
+    /// Waits until all work queued on `stream` has completed.
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// Lets later work on `stream` wait for `event`; the host does not wait.
+    /// Makes later work on `stream` wait for `event`; the host does not wait.
     fn stream_wait_event(&self, stream: StreamId, event: EventId) -> DriverResult<()>;
 
     /// Whether work queued on `stream` is being captured into a graph.
     fn stream_is_capturing(&self, stream: StreamId) -> DriverResult<bool>;
 
-    /// Waits until all work on the device is done.
+    /// Waits until all work on the device has completed.
     fn device_synchronize(&self) -> DriverResult<()>;
 
-    /// A new event; with `timing` it can be given to [`event_elapsed_ns`](Self::event_elapsed_ns).
+    /// A new event; with `timing` it can be passed to [`event_elapsed_ns`](Self::event_elapsed_ns).
     fn event_create(&self, timing: bool) -> DriverResult<EventId>;
 
     /// Destroys an event.
@@ -203,7 +202,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Queues `event` on `stream`.
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()>;
 
-    /// Whether the work before the event's last record is done.
+    /// Whether the work before the event's last record has completed.
     fn event_query(&self, event: EventId) -> DriverResult<bool>;
 
     /// Waits for the work before the event's last record.
@@ -215,7 +214,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// Page-locked host memory, zeroed.
     fn host_alloc(&self, bytes: usize) -> DriverResult<NonNull<u8>>;
 
-    /// Returns page-locked host memory.
+    /// Frees page-locked host memory.
     ///
     /// # Safety
     /// `ptr` came from [`host_alloc`](Self::host_alloc) with the same size, is freed once, and no queued copy
@@ -267,8 +266,7 @@ crate::settings! {
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
     #[serde(deny_unknown_fields)]
     pub struct PoolSettings {
-        /// Bytes that the pool keeps when a synchronise lets it give memory back; `max` keeps everything, CUDA's own default
-        /// is 0.
+        /// Bytes that the pool keeps when a synchronise lets it release memory; `max` keeps everything, CUDA's own default is 0.
         pub release_threshold: u64 = u64::MAX, bytes().or("max");
         /// Reuse memory freed on another stream when an event or dependency orders the free before the allocation.
         pub reuse_follow_event_dependencies: bool = true, switch();
@@ -282,18 +280,18 @@ crate::settings! {
 /// The driver's own counters of a pool in bytes, or of the memory that graphs allocate for themselves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounters {
-    /// Held from the device.
+    /// Reserved bytes.
     pub reserved: u64,
     /// Highest `reserved`.
     pub reserved_high: u64,
-    /// Handed out.
+    /// Allocated bytes.
     pub used: u64,
     /// Highest `used`.
     pub used_high: u64,
 }
 
 impl PoolCounters {
-    /// Counts `bytes` that were handed out, with which `reserved` bytes are held.
+    /// Counts an allocation of `bytes`, after which `reserved` bytes are reserved.
     pub(crate) fn take(&mut self, bytes: u64, reserved: u64) {
         self.used += bytes;
         self.used_high = self.used_high.max(self.used);
@@ -305,7 +303,7 @@ impl PoolCounters {
 /// Stream-ordered pools (`cuMemPool*`, `cuMemAllocFromPoolAsync`).
 /// <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MALLOC__ASYNC.html>
 pub trait PoolDriver {
-    /// A pool of its own on this device; the device's default pool is never touched.
+    /// A pool of its own on this device; the device's default pool is never used.
     fn pool_create(&self, settings: PoolSettings) -> DriverResult<PoolId>;
 
     /// Destroys a pool.
@@ -320,14 +318,14 @@ pub trait PoolDriver {
     /// The pool's counters.
     fn pool_counters(&self, pool: PoolId) -> DriverResult<PoolCounters>;
 
-    /// Highest bytes held from the device: one of the [counters](Self::pool_counters), for the price of one.
+    /// Peak of reserved bytes: one of the [counters](Self::pool_counters), for the cost of one.
     fn pool_reserved_high(&self, pool: PoolId) -> DriverResult<u64>;
 
-    /// Lets the highest values of the [counters](Self::pool_counters) start again from the current ones.
+    /// Restarts the peaks of the [counters](Self::pool_counters) from the current values.
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()>;
 
-    /// Lets the pool give back memory that is not in use while at least `keep_bytes` stay, in whole granules (32 MiB
-    /// on an H200). Synchronise first: frees that are still queued keep their memory.
+    /// Lets the pool release unused memory while at least `keep_bytes` stay, in whole granules (32 MiB on an H200). Synchronise
+    /// first: frees that are still queued keep their memory.
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()>;
 
     /// Queues an allocation; the address, a multiple of at least 256 bytes, is valid for work queued on `stream` afterwards.
@@ -347,10 +345,10 @@ pub trait VmmDriver {
     /// Sizes and addresses below are multiples of this many bytes.
     fn granularity(&self) -> DriverResult<u64>;
 
-    /// Reserves a range of addresses without memory behind it.
+    /// Reserves a range of addresses without memory.
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr>;
 
-    /// Gives an address range back.
+    /// Releases a range of addresses.
     ///
     /// # Safety
     /// The range came from [`address_reserve`](Self::address_reserve) with this size and nothing is mapped in it.
@@ -362,7 +360,7 @@ pub trait VmmDriver {
     /// Maps the whole of `handle` at `addr`; not accessible until [`set_access`](Self::set_access).
     ///
     /// # Safety
-    /// `addr..addr + bytes` lies in one reserved range and is unmapped; `bytes` is the handle's size.
+    /// `addr..addr + bytes` is in one reserved range and unmapped; `bytes` is the handle's size.
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()>;
 
     /// Makes a mapped range readable and writable by the device.
@@ -377,14 +375,14 @@ pub trait VmmDriver {
     /// The range consists of whole mappings and no queued work uses it.
     unsafe fn unmap(&self, addr: DeviceAddr, bytes: u64) -> DriverResult<()>;
 
-    /// Drops a physical handle; the memory goes when its last mapping does.
+    /// Releases a physical handle; the memory is released with its last mapping.
     ///
     /// # Safety
     /// The handle is released once.
     unsafe fn release(&self, handle: PhysicalHandle) -> DriverResult<()>;
 
-    /// The properties of memory from [`create`](Self::create). A device may refuse some of those that it claims to support: they
-    /// are certain once some memory was created.
+    /// The properties of memory from [`create`](Self::create). A device may refuse properties that it claims to support: they are
+    /// certain after the first creation.
     fn memory_properties(&self) -> MemoryProperties;
 
     /// A handle of created memory that another process can [import](Self::import). On CUDA each call makes a new one.
@@ -393,10 +391,10 @@ pub trait VmmDriver {
     /// `CUDA_ERROR_NOT_SUPPORTED` when the memory was created without this kind of handle, or was imported.
     fn export(&self, handle: PhysicalHandle, kind: ShareKind) -> DriverResult<Shareable>;
 
-    /// Memory that another process has [exported](Self::export). It is mapped and released as created memory, with the size that it
-    /// was created with.
+    /// Memory that another process has [exported](Self::export). It is mapped and released as created memory, with the size at its
+    /// creation.
     ///
     /// # Errors
-    /// `CUDA_ERROR_INVALID_VALUE`, or another code of the driver, for what is not a handle of memory of such a device.
+    /// `CUDA_ERROR_INVALID_VALUE`, or another code of the driver, for other handles.
     fn import(&self, shared: &Shareable) -> DriverResult<PhysicalHandle>;
 }

@@ -1,17 +1,17 @@
-//! The account of virtual memory management: which ranges are reserved, which memory was created, and what is mapped where.
+//! State of virtual memory management: reserved ranges, created memory, and mappings.
 //!
-//! The simulated and the null device keep one each. What a call costs, and what lies behind an address, is theirs.
+//! The simulated and the null device have one each. The costs of calls, and the memory behind addresses, are the device's.
 #![forbid(unsafe_code)]
 
 use crate::{CallKind, DeviceAddr, DriverError, DriverResult, PhysicalHandle};
 use std::collections::BTreeMap;
 
-/// Where reservations start: above all plain addresses and the ranges of thousands of pools, and still a whole number in a
+/// First address of reservations: above all plain addresses and the ranges of thousands of pools, and still an exact integer in a
 /// double.
 pub(crate) const BASE: u64 = 1 << 52;
 const END: u64 = 1 << 62;
 
-/// Reservations, handles and mappings. The device keeps an `R` beside each reservation and an `H` beside each handle.
+/// Reservations, handles and mappings. The device stores an `R` with each reservation and an `H` with each handle.
 #[derive(Debug)]
 pub(crate) struct Mappings<R, H> {
     /// Bytes by first address.
@@ -48,18 +48,18 @@ impl<R, H> Default for Mappings<R, H> {
 }
 
 impl<R, H> Mappings<R, H> {
-    /// Bytes of physical memory that is held.
+    /// Bytes of physical memory.
     pub(crate) fn created_bytes(&self) -> u64 {
         self.created
     }
 
-    /// The reservation in which a range lies as a whole, with its first address.
+    /// The reservation that contains all of a range, with its first address.
     pub(crate) fn reservation(&self, addr: u64, bytes: u64) -> Option<(u64, &R)> {
         let (&start, (length, behind)) = self.reservations.range(..=addr).next_back()?;
         (addr.checked_add(bytes)? <= start + length).then_some((start, behind))
     }
 
-    /// Whether all of a range is mapped and made accessible.
+    /// Whether all of a range is mapped and accessible.
     pub(crate) fn is_accessible(&self, addr: u64, bytes: u64) -> bool {
         let Some(end) = addr.checked_add(bytes) else { return false };
         let mut at = addr;
@@ -90,7 +90,7 @@ impl<R, H> Mappings<R, H> {
             return Err(DriverError::invalid_value(call, format!("no reservation of {bytes} bytes at {addr:#x}")));
         }
         if self.mappings.range(addr..addr + bytes).next().is_some() {
-            return Err(DriverError::invalid_value(call, "the range still holds mappings"));
+            return Err(DriverError::invalid_value(call, "the range still has mappings"));
         }
         self.reservations.remove(&addr);
         Ok(())
@@ -101,7 +101,7 @@ impl<R, H> Mappings<R, H> {
         self.insert(Handle { bytes, mappings: 0, released: false, imported: false, behind })
     }
 
-    /// Adds memory of another process, which takes none of this account's.
+    /// Adds memory of another process, which is not counted here.
     pub(crate) fn import(&mut self, bytes: u64, behind: H) -> PhysicalHandle {
         self.insert(Handle { bytes, mappings: 0, released: false, imported: true, behind })
     }
@@ -113,13 +113,13 @@ impl<R, H> Mappings<R, H> {
         PhysicalHandle::made(id)
     }
 
-    /// The size of a live handle, and what is behind it; `None` also for memory of another process.
+    /// The size of a live handle, and its `H`; `None` also for memory of another process.
     pub(crate) fn exportable(&self, handle: PhysicalHandle) -> Option<(u64, &H)> {
         let known = self.handles.get(&handle.get()).filter(|known| !known.released && !known.imported)?;
         Some((known.bytes, &known.behind))
     }
 
-    /// Maps a handle, unless `back` cannot map what is behind it: the reservation, the offset in it, and the handle.
+    /// Maps a handle, unless `back` fails to map its memory: the reservation, the offset in it, and the handle.
     pub(crate) fn map(
         &mut self,
         addr: u64,
@@ -181,7 +181,7 @@ impl<R, H> Mappings<R, H> {
         Ok(())
     }
 
-    /// Releases a handle; its bytes.
+    /// Releases a handle and returns its bytes.
     pub(crate) fn release(&mut self, handle: PhysicalHandle) -> DriverResult<u64> {
         let known = self.handles.get_mut(&handle.get()).filter(|known| !known.released);
         let Some(known) = known else {

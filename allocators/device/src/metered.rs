@@ -1,10 +1,9 @@
-//! The account of driver calls: how many, how long, and how much of that the host spent waiting.
+//! Counts and times driver calls, and the part of the time that the host spent waiting.
 //!
-//! The simulated device knows exactly how long a call waited. CUDA does not report it, so there the wait is what a
-//! call took *beyond the same call's cost on an idle device*, which [`IdleCosts::measure`] takes at the start
-//! of the run. Plain memory has two such costs, because the driver packs small blocks into 2 MiB pages: a low one when the
-//! block's page is held already, and one about thirty times as high when pages are taken or given back. The meter follows
-//! the pages by address to tell the two apart.
+//! The simulated device knows exactly how long a call waited. CUDA does not report it, so there the wait is the time of a call
+//! *beyond the same call's cost on an idle device*, which [`IdleCosts::measure`] measures at the start of the run. Plain memory has
+//! two such costs, because the driver packs small blocks into 2 MiB pages: a low one when the block's page is already mapped, and
+//! one about thirty times as high when pages are mapped or released. The meter tracks the pages by address to distinguish the two.
 
 use super::calls::SharedCounts;
 use super::hooked::{CallArguments, CallOutcome, Hook, HookedDriver};
@@ -15,35 +14,35 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-// `experiments calibrate` on an H200 with driver 580.159: about 1 us in a page that is held, 33 us where pages move.
+// `experiments calibrate` on an H200 with driver 580.159: about 1 us in a mapped page, 33 us where pages are mapped or released.
 /// Pages in which drivers pack plain memory.
 const PAGE: u64 = 2 << 20;
-/// A call counts as waiting when it took this many times its idle cost and `SLACK_NS` more, so that the scatter of
-/// calls on an idle device does not.
+/// A call counts as waiting when it took this multiple of its idle cost and `SLACK_NS` more, so that the variation of calls on an
+/// idle device does not.
 const SCATTER: f64 = 1.5;
 const SLACK_NS: f64 = 2_000.0;
 
-/// What an instrument itself costs, measured at the start of the run on this machine.
+/// The cost of an instrument itself, measured at the start of the run on this machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct InstrumentCost {
     /// Name of the instrument.
     pub instrument: String,
-    /// Host nanoseconds that it adds to one operation; negative when it is lost in the noise.
+    /// Host nanoseconds that it adds to one operation; negative when it is below the noise.
     pub ns_per_operation: f64,
-    /// How that was measured.
+    /// The method of measurement.
     pub method: String,
 }
 
-/// One driver call as observers see it.
+/// A driver call, for observers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallEvent {
     /// Kind of call.
     pub kind: CallKind,
     /// Size in bytes; 0 for calls without one.
     pub bytes: u64,
-    /// Address that the call took or produced.
+    /// Address that the call took or returned.
     pub addr: Option<DeviceAddr>,
-    /// Stream on which the call queued work, or for which it waited; calls that work on the whole device have none.
+    /// Stream on which the call queued work, or for which it waited; none for calls that affect the whole device.
     pub stream: Option<StreamId>,
     /// Start on the device's clock.
     pub start_ns: u64,
@@ -55,17 +54,17 @@ pub struct CallEvent {
     pub ok: bool,
 }
 
-/// Sees each call after it returned.
+/// Called after each driver call.
 pub type CallObserver = Box<dyn Fn(&CallEvent) + Send + Sync>;
 
-/// What calls cost on the idle device, in nanoseconds (medians).
+/// Costs of calls on the idle device, in nanoseconds (medians).
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct IdleCosts {
-    /// Allocation that takes new pages, by bytes.
+    /// Allocation that maps new pages, by bytes.
     pub mem_alloc: Vec<(u64, u64)>,
-    /// Allocation in a page already held.
+    /// Allocation in a mapped page.
     pub mem_alloc_in_page: u64,
-    /// Free that gives pages back, by bytes.
+    /// Free that releases pages, by bytes.
     pub mem_free: Vec<(u64, u64)>,
     /// Free that leaves its page in use.
     pub mem_free_in_page: u64,
@@ -73,7 +72,7 @@ pub struct IdleCosts {
     pub stream_synchronize: u64,
     /// Device synchronise.
     pub device_synchronize: u64,
-    /// Kernel launch into an empty queue; set by the program, which can launch.
+    /// Kernel launch into an empty queue; set by the program, which can launch kernels.
     pub kernel_launch: u64,
 }
 
@@ -126,8 +125,8 @@ impl IdleCosts {
     }
 
     fn at(points: &[(u64, u64)], bytes: u64) -> u64 {
-        let found = points.iter().find(|(size, _)| *size >= bytes).or(points.last());
-        found.map_or(0, |(_, ns)| *ns)
+        let point = points.iter().find(|(size, _)| *size >= bytes).or(points.last());
+        point.map_or(0, |(_, ns)| *ns)
     }
 }
 
@@ -136,7 +135,7 @@ fn median(mut values: Vec<u64>) -> u64 {
     values.get(values.len() / 2).copied().unwrap_or(0)
 }
 
-/// Live bytes in each page of plain memory, as far as this meter saw them.
+/// Live bytes in each page of plain memory, as far as this meter observed them.
 #[derive(Debug, Default)]
 struct Pages {
     live: HashMap<u64, u64>,
@@ -148,32 +147,32 @@ impl Pages {
         addr / PAGE..=(addr + bytes.max(1) - 1) / PAGE
     }
 
-    /// Notes a new block; true when all its pages were held before.
+    /// Adds a new block; true when all its pages were mapped before.
     fn insert(&mut self, addr: u64, bytes: u64) -> bool {
         self.sizes.insert(addr, bytes);
-        let mut held = true;
+        let mut is_mapped = true;
         for page in Self::pages(addr, bytes) {
             let live = self.live.entry(page).or_insert(0);
-            held &= *live > 0;
+            is_mapped &= *live > 0;
             *live += 1;
         }
-        held
+        is_mapped
     }
 
-    /// Forgets a block; its size, and whether all its pages stay held.
+    /// Removes a block; returns its size, and whether all its pages stay mapped.
     fn remove(&mut self, addr: u64) -> (u64, bool) {
         let bytes = self.sizes.remove(&addr).unwrap_or(0);
-        let mut held = true;
+        let mut is_mapped = true;
         for page in Self::pages(addr, bytes) {
             if let Some(live) = self.live.get_mut(&page) {
                 *live -= 1;
                 if *live == 0 {
                     self.live.remove(&page);
-                    held = false;
+                    is_mapped = false;
                 }
             }
         }
-        (bytes, held)
+        (bytes, is_mapped)
     }
 }
 
@@ -192,12 +191,12 @@ impl fmt::Debug for Meter {
 }
 
 impl Meter {
-    /// How long the host has waited so far, where the device knows, and the time.
+    /// Nanoseconds that the host has waited so far, where the device reports it, and the time.
     fn now(&self, inner: &dyn Driver) -> (Option<u64>, u64) {
         (inner.blocked_ns(), self.clock.now_ns())
     }
 
-    /// Time beyond the idle cost, for a device that cannot tell how long a call waited.
+    /// Time beyond the idle cost, for a device that does not report how long a call waited.
     fn estimate(&self, kind: CallKind, arguments: CallArguments, addr: Option<DeviceAddr>, total: u64) -> (u64, u64) {
         let Some((idle, pages)) = &self.idle else { return (arguments.bytes, 0) };
         let mut bytes = arguments.bytes;
@@ -208,15 +207,15 @@ impl Meter {
         let pages = || pages.lock().unwrap_or_else(PoisonError::into_inner);
         let blocked = match (kind, addr) {
             (CallKind::MemAlloc, Some(addr)) => {
-                let held = pages().insert(addr.get(), bytes);
-                beyond(if held { idle.mem_alloc_in_page } else { IdleCosts::at(&idle.mem_alloc, bytes) })
+                let is_mapped = pages().insert(addr.get(), bytes);
+                beyond(if is_mapped { idle.mem_alloc_in_page } else { IdleCosts::at(&idle.mem_alloc, bytes) })
             }
             (CallKind::MemFree, Some(addr)) => {
                 let (size, held) = pages().remove(addr.get());
                 bytes = size;
                 beyond(if held { idle.mem_free_in_page } else { IdleCosts::at(&idle.mem_free, bytes) })
             }
-            // These calls do nothing but wait, so any time beyond the idle cost is a wait.
+            // These calls only wait, so any time beyond the idle cost is a wait.
             (CallKind::StreamSynchronize | CallKind::EventSynchronize, _) => {
                 total.saturating_sub(idle.stream_synchronize)
             }
@@ -258,13 +257,13 @@ unsafe impl Hook for Meter {
     }
 }
 
-/// A driver whose calls are counted and timed. Costs two clock reads a call; an allocator's hits make no
-/// driver call, so they do not see it.
+/// A driver whose calls are counted and timed. Costs two clock reads per call; an allocator's hits make no driver call, so they
+/// cost nothing more.
 pub type MeteredDriver = HookedDriver<Meter>;
 
 impl MeteredDriver {
-    /// Wraps a driver. `idle` is needed on a device that cannot tell how long a call waited; without it such a
-    /// device's waits count as zero. `observer` sees each call after it returned.
+    /// Wraps a driver. `idle` is needed on a device that does not report how long a call waited; without it such a device's waits
+    /// count as zero. `observer` is called after each call.
     #[must_use]
     pub fn new(inner: Arc<dyn Driver>, idle: Option<IdleCosts>, observer: Option<CallObserver>) -> Self {
         let clock = inner.clock();
@@ -272,8 +271,8 @@ impl MeteredDriver {
         Self { inner, hook: Meter { clock, counts: SharedCounts::default(), idle, observer } }
     }
 
-    /// What the meter itself adds to one driver call: the median of five rounds of 10,000 calls of the null device,
-    /// with and without it in turn.
+    /// The time that the meter itself adds to one driver call: the median of five rounds of 10,000 calls of the null device,
+    /// alternately with and without it.
     ///
     /// # Errors
     /// Those of the null device, which has no reason to fail.
@@ -311,7 +310,7 @@ impl MeteredDriver {
         self.hook.counts.read()
     }
 
-    /// Counts and times something that goes to a stream past the [`Driver`] trait, such as a kernel launch.
+    /// Counts and times work that is queued without the [`Driver`] trait, such as a kernel launch.
     ///
     /// # Errors
     /// Those of `call`.
@@ -331,8 +330,8 @@ impl MeteredDriver {
     }
 }
 
-/// Time that a launch took beyond its cost into an empty queue. Where the queue is full a launch waits for one kernel to
-/// end, which may be a few microseconds, so the slack is narrower than for memory calls.
+/// Time of a launch beyond its cost into an empty queue. Where the queue is full a launch waits for one kernel to end, which may be
+/// a few microseconds, so the slack is smaller than for memory calls.
 fn beyond_launch(idle: u64, total: u64) -> u64 {
     if total > idle + idle / 3 + 500 { total - idle } else { 0 }
 }

@@ -1,4 +1,4 @@
-//! Devices as command lines, specs and records name them.
+//! Names of devices on command lines, in specs and records.
 
 use super::DeviceKind;
 use std::fmt;
@@ -12,7 +12,7 @@ use std::str::FromStr;
 ///
 /// assert_eq!("cuda:1".parse(), Ok(DeviceName::Cuda(1)));
 /// let error = DeviceName::among("cuda", &[DeviceKind::Sim, DeviceKind::Null]).unwrap_err();
-/// assert_eq!(error.to_string(), "'cuda' is no device for this: write sim, sim:PROFILE.json or null");
+/// assert_eq!(error.to_string(), "'cuda' is not a device for this: write sim, sim:PROFILE.json or null");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceName {
@@ -24,9 +24,9 @@ pub enum DeviceName {
     Null,
 }
 
-/// Why a text names no device that can be used.
+/// The text does not name a usable device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is no device{}: write {write}", if *.known { " for this" } else { "" })]
+#[error("'{text}' is not a device{}: write {write}", if *.known { " for this" } else { "" })]
 pub struct DeviceNameError {
     text: String,
     /// Whether it names a device of another kind.
@@ -35,7 +35,7 @@ pub struct DeviceNameError {
 }
 
 impl DeviceKind {
-    /// How devices of this kind are written.
+    /// The forms of names of this kind.
     fn forms(self) -> &'static [&'static str] {
         match self {
             Self::Cuda => &["cuda", "cuda:N"],
@@ -46,7 +46,7 @@ impl DeviceKind {
 }
 
 impl DeviceName {
-    /// What kind of device it is.
+    /// The kind of the device.
     #[must_use]
     pub fn kind(&self) -> DeviceKind {
         match self {
@@ -59,7 +59,7 @@ impl DeviceName {
     /// Reads the name of a device of one of these kinds.
     ///
     /// # Errors
-    /// [`DeviceNameError`], which lists the names that these kinds have.
+    /// [`DeviceNameError`], which lists the names of these kinds.
     pub fn among(text: &str, kinds: &[DeviceKind]) -> Result<Self, DeviceNameError> {
         let named = match text.split_once(':') {
             None if text == "cuda" => Some(Self::Cuda(0)),
@@ -120,7 +120,7 @@ mod tests {
         assert_eq!("cuda:0".parse(), Ok(DeviceName::Cuda(0)));
         for text in ["", "gpu", "auto", "sim:", "cuda:", "cuda:x", "cuda:-1", "null:1"] {
             let error = text.parse::<DeviceName>().unwrap_err().to_string();
-            let write = "is no device: write cuda, cuda:N, sim, sim:PROFILE.json or null";
+            let write = "is not a device: write cuda, cuda:N, sim, sim:PROFILE.json or null";
             assert_eq!(error, format!("'{text}' {write}"));
         }
     }
@@ -128,8 +128,8 @@ mod tests {
     #[test]
     fn other_kinds_are_refused() {
         let error = |text| DeviceName::among(text, &[DeviceKind::Null]).unwrap_err().to_string();
-        assert_eq!(error("sim"), "'sim' is no device for this: write null");
-        assert_eq!(error("tpu"), "'tpu' is no device: write null");
+        assert_eq!(error("sim"), "'sim' is not a device for this: write null");
+        assert_eq!(error("tpu"), "'tpu' is not a device: write null");
     }
 
     #[test]

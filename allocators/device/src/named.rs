@@ -1,7 +1,7 @@
-//! Kinds that have names: each is written once, with its name.
+//! Enums whose variants have names: each is written once, with its name.
 
-/// An enum of kinds without fields. It has `COUNT`, `ALL` in the order in which they are written, the `name` of each, what is
-/// `named` so, and `Display`.
+/// An enum without fields. It has `COUNT`, `ALL` in order, the `name` of each variant, the variant `named` by a text, and
+/// `Display`.
 ///
 /// ```
 /// vramlab_device::named! {
@@ -25,18 +25,18 @@ macro_rules! named {
         $visible enum $kinds { $($(#[$inner])* $kind,)+ }
 
         impl $kinds {
-            /// How many there are.
+            /// Number of variants.
             $visible const COUNT: usize = [$($name),+].len();
-            /// All of them, each at the place of its number.
+            /// All variants, each at the index of its number.
             $visible const ALL: [Self; Self::COUNT] = [$(Self::$kind),+];
 
-            /// How it is written.
+            /// The name.
             #[must_use]
             $visible fn name(self) -> &'static str {
                 match self { $(Self::$kind => $name,)+ }
             }
 
-            /// The one that is written like this.
+            /// The variant with this name.
             #[must_use]
             $visible fn named(text: &str) -> Option<Self> {
                 match text {

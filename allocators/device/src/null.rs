@@ -26,21 +26,21 @@ const PLAIN_END: u64 = 1 << 51;
 /// Segments start at multiples of this, as a GPU's do.
 const PAGE: u64 = 2 << 20;
 
-/// Hands out addresses up to a budget, those of plain memory in the order of a GPU's driver; work is done as soon as it is
-/// queued. There is no memory behind the addresses, so copies are refused.
+/// Allocates addresses up to a budget, those of plain memory in the order of a GPU's driver; work completes when it is queued.
+/// There is no memory behind the addresses, so copies are refused.
 #[derive(Debug)]
 pub struct NullDriver {
     total: u64,
     next_addr: AtomicU64,
     next_handle: AtomicU64,
     used: AtomicU64,
-    /// Bytes of each block, and the pool that it is from.
+    /// Bytes of each block, and its pool.
     blocks: Mutex<HashMap<u64, (u64, Option<u64>)>>,
     plain: Mutex<PlainRange>,
     pools: Mutex<HashMap<u64, (PoolSettings, PoolCounters)>>,
     graphs: Mutex<Graphs>,
     vmm: Mutex<Mappings<(), ()>>,
-    /// Streams that capture, so that an allocation sees without a lock that there are none.
+    /// Number of capturing streams, so that an allocation knows without a lock when there are none.
     capturing: AtomicUsize,
     noted_captures: NotedCaptures,
     clock: Arc<MonotonicClock>,
@@ -97,13 +97,13 @@ impl NullDriver {
         Ok(DeviceAddr::handed_out(addr))
     }
 
-    /// Stream-ordered memory, at addresses that were never handed out.
+    /// Stream-ordered memory, at new addresses.
     fn take_async(&self, bytes: u64, pool: Option<u64>) -> DriverResult<DeviceAddr> {
         let fresh = || Ok(self.next_addr.fetch_add(bytes.next_multiple_of(PAGE), Relaxed));
         self.take(CallKind::MemAllocAsync, bytes, pool, fresh)
     }
 
-    /// Takes a block back; its bytes and its pool.
+    /// Removes a block; returns its bytes and its pool.
     fn give(&self, call: CallKind, addr: DeviceAddr) -> DriverResult<(u64, Option<u64>)> {
         let block = lock(&self.blocks).remove(&addr.get());
         let (bytes, pool) = block.ok_or_else(|| DriverError::no_block(call, addr))?;
@@ -111,7 +111,7 @@ impl NullDriver {
         Ok((bytes, pool))
     }
 
-    /// Makes a change that may let memory go, which then no longer counts as used.
+    /// Makes a change that may release memory, which then no longer counts as used.
     fn shrink<T>(&self, with: impl FnOnce(&mut Mappings<(), ()>) -> DriverResult<T>) -> DriverResult<T> {
         let mut vmm = lock(&self.vmm);
         let before = vmm.created_bytes();
@@ -127,8 +127,8 @@ impl NullDriver {
         with: impl FnOnce(&mut (PoolSettings, PoolCounters)) -> T,
     ) -> DriverResult<T> {
         let mut pools = lock(&self.pools);
-        let found = pools.get_mut(&pool.get());
-        found.map(with).ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
+        let pool_state = pools.get_mut(&pool.get());
+        pool_state.map(with).ok_or_else(|| DriverError::no_such(call, "pool", pool.get()))
     }
 }
 
@@ -321,7 +321,7 @@ impl PoolDriver for NullDriver {
         }
         self.with_pool(CallKind::MemAllocAsync, pool, |(_, counters)| {
             let addr = self.take_async(bytes, Some(pool.get()))?;
-            // This pool holds what is handed out and nothing more.
+            // This pool reserves exactly the allocated memory.
             counters.take(bytes, counters.used + bytes);
             Ok(addr)
         })?
@@ -349,8 +349,8 @@ fn not_shared(call: CallKind) -> DriverError {
 }
 
 fn need_pages(call: CallKind, bytes: u64) -> DriverResult<()> {
-    let whole = bytes > 0 && bytes.is_multiple_of(PAGE);
-    if whole { Ok(()) } else { Err(DriverError::invalid_value(call, "ranges and handles are whole pages")) }
+    let is_whole = bytes > 0 && bytes.is_multiple_of(PAGE);
+    if is_whole { Ok(()) } else { Err(DriverError::invalid_value(call, "ranges and handles are whole pages")) }
 }
 
 impl VmmDriver for NullDriver {

@@ -1,18 +1,18 @@
-//! Files that users name: each appears under its name when it is whole, or not at all.
+//! Output files: each appears under its name when it is complete, or not at all.
 //!
-//! What is written goes to a new file beside the target, `.NAME.xxxxxxxxxx.part`, which takes the target's name at the
-//! end. A writer that fails, or is dropped, removes it. Nothing else in the folder is touched: the name of the part is
-//! drawn, and no file that is there is ever opened for it.
+//! The output is written to a new file next to the target, `.NAME.xxxxxxxxxx.part`, which is renamed to the target at the end. A
+//! writer that fails, or is dropped, removes it. Nothing else in the directory changes: the name of the part is random, and no
+//! existing file is opened for it.
 //!
-//! Only regular files are replaced, and only where the caller says so; the new file keeps the permission bits of the
-//! old one, and other hard links keep the old contents. Folders, device nodes, pipes, sockets and streams such as
-//! `/dev/stdout` or `-` are refused. So are symbolic links, dangling ones too: to replace the link would leave its
-//! target as it was, and to follow it would write a file that the user did not name. The message says where the link leads. Links
-//! among the folders of a path are followed.
+//! Only regular files are replaced, and only where the caller allows it; the new file keeps the permission bits of the old one, and
+//! other hard links keep the old contents. Directories, device nodes, pipes, sockets and streams such as `/dev/stdout` or `-` are
+//! refused. So are symbolic links, dangling ones too: replacing the link would leave its target unchanged, and following it would
+//! write a file that the user did not name. The message contains the link's target. Links among the directories of a path are
+//! followed.
 //!
-//! Of several programs that write one file at the same time, one has it and the others get [`OutputProblem::Taken`]. A file
-//! that is replaced is locked from the beginning on. Where none was there, the name is given without replacing any.
-//! Folders have the same two ways: [`OutputFolder`] appears whole, [`OwnFolder`] is filled where it lies.
+//! Of several programs that write one file at the same time, one succeeds and the others get [`OutputProblem::Taken`]. A file that
+//! is replaced is locked from the beginning. A new name is created without replacing any. Directories have the same two forms:
+//! [`OutputFolder`] appears complete, [`OwnFolder`] is filled in place.
 //!
 //! ```
 //! use vramlab_device::output::{Existing, OutputFile};
@@ -42,54 +42,54 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::NamedTempFile;
 
-/// What becomes of a regular file that has the name already.
+/// The treatment of an existing regular file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     /// It stays, and writing is refused.
     Refuse,
-    /// It is replaced when the new file is whole, if its permissions allow writing to it.
+    /// It is replaced when the new file is complete, if its permissions allow writing to it.
     Replace,
 }
 
-/// A file that cannot be written, in one line: the file, what is wrong and how to mend it.
+/// A file that cannot be written, in one line: the file, the fault and the fix.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {problem}", path.display())]
 pub struct OutputError {
     /// The file, as the caller named it.
     pub path: PathBuf,
-    /// What is wrong. The message contains it, so it is not an error source.
+    /// The fault. The message contains it, so it is not an error source.
     pub problem: OutputProblem,
 }
 
-/// What is wrong with a file to be written.
+/// A fault of a file to be written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputProblem {
-    /// A folder, or a path that ends like one.
+    /// A directory, or a path that ends like one.
     #[error("is a directory; name a file in it")]
     Directory,
     /// The empty path.
     #[error("an empty path names no file; name one")]
     NoName,
-    /// Standard output and the like.
+    /// Standard output and similar streams.
     #[error("is a stream, and this output is a file that appears when it is whole; name a file")]
     Stream,
     /// A device node, a pipe or a socket.
     #[error("is a {0}, and the output would take its place; name a file")]
     Special(&'static str),
-    /// A symbolic link, and where it leads.
+    /// A symbolic link, and its target.
     #[error("is a symbolic link to {}; name the file itself", .0.display())]
     Link(PathBuf),
-    /// A file is there, and the caller said that it must stay.
+    /// The file exists, and the caller does not allow replacing it.
     #[error("is there already; remove it or name another file")]
     Exists,
-    /// Another program replaces the file too, or has made it meanwhile.
+    /// Another program replaces the file too, or has created it meanwhile.
     #[error("another program writes it at the same time; wait until that has ended, or name another file")]
     Taken,
-    /// The folder of the file is not there.
+    /// The directory of the file does not exist.
     #[error("there is no folder {}; make it first", .0.display())]
     NoFolder(PathBuf),
-    /// The operating system allows no file there, or no change of the one that is there.
+    /// The operating system allows no file there, or no change of the existing one.
     #[error("cannot be made: {0}; name another file")]
     Denied(io::Error),
     /// The disk, a quota or a limit on the length of files has no room for it.
@@ -101,7 +101,7 @@ pub enum OutputProblem {
 }
 
 impl OutputProblem {
-    /// Whether the name cannot be used at all, rather than that writing failed on the way.
+    /// Whether the name cannot be used at all, as opposed to a failure while writing.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
         !matches!(self, Self::NoRoom(_) | Self::Io(_))
@@ -109,17 +109,17 @@ impl OutputProblem {
 }
 
 impl OutputError {
-    /// For a file that is written where it lies: what writing at least `needed` bytes more to it failed with.
+    /// For a file that is written in place: the error of writing at least `needed` more bytes.
     #[must_use]
     pub fn appending(path: &Path, needed: u64, error: io::Error) -> Self {
-        let problem = NoRoom::of(folder(path), needed, false, 0, error);
+        let problem = NoRoom::problem(folder(path), needed, false, 0, error);
         Self { path: path.to_owned(), problem }
     }
 }
 
-/// A file under way. It implements [`Write`], with a buffer.
+/// An output file that is being written. It implements [`Write`], with a buffer.
 ///
-/// Dropping it removes what was written; a process that is killed leaves the part.
+/// Dropping it removes the part; a process that is killed leaves the part.
 #[derive(Debug)]
 pub struct OutputFile {
     path: PathBuf,
@@ -128,21 +128,21 @@ pub struct OutputFile {
     there: Option<File>,
     out: BufWriter<NamedTempFile>,
     written: u64,
-    /// Bytes that it will have, once that is known.
+    /// Final size in bytes, if known.
     expected: Option<u64>,
-    /// Dropped after the part is gone.
+    /// Dropped after the part is removed.
     listed: Listed,
 }
 
 impl OutputFile {
-    /// Begins a file that will be at `path`.
+    /// Begins a file that will have the name `path`.
     ///
     /// # Errors
-    /// A refusal where no such file can be made; nothing is left then.
+    /// A refusal where no such file can be created; nothing is left then.
     pub fn create(path: &Path, existing: Existing) -> Result<Self, OutputError> {
         let fails = |problem| OutputError { path: path.to_owned(), problem };
         let there = examine(path, existing).map_err(fails)?;
-        // A file system without locks has none to wait for. The lock goes with the open file.
+        // A file system without locks has none to wait for. The lock ends with the open file.
         if there.as_ref().is_some_and(|there| matches!(FileExt::try_lock(there), Err(TryLockError::WouldBlock))) {
             return Err(fails(OutputProblem::Taken));
         }
@@ -152,13 +152,13 @@ impl OutputFile {
         Ok(Self { path: path.to_owned(), existing, there, out, written: 0, expected: None, listed })
     }
 
-    /// The name that it will have.
+    /// The final name.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Keeps other users from reading the file, whatever the permissions of the one that it replaces.
+    /// Removes other users' read permission, whatever the permissions of the replaced file.
     ///
     /// # Errors
     /// [`OutputProblem::Denied`] where the file system refuses that.
@@ -172,8 +172,8 @@ impl OutputFile {
         Ok(())
     }
 
-    /// Says how many bytes will be written and takes the room for them, where the file system can, so that a disk that
-    /// is too full is known before the work.
+    /// Announces the number of bytes and reserves space for them, where the file system can, so that a full disk is detected before
+    /// the work.
     ///
     /// # Errors
     /// [`OutputProblem::NoRoom`].
@@ -181,22 +181,22 @@ impl OutputFile {
         self.expected = Some(bytes);
         match FileExt::allocate(self.out.get_ref().as_file(), bytes) {
             Err(error) if room::is_full(&error) => Err(self.failed(error)),
-            // Some file systems cannot reserve room; there a full disk shows when the file is written.
+            // Some file systems cannot reserve space; there a full disk is detected while the file is written.
             _ => Ok(()),
         }
     }
 
-    /// The error of this file for what a write to it returned. For a full disk it says how much room is needed.
+    /// The error of this file for a failed write. For a full disk it contains the required space.
     #[must_use]
     pub fn failed(&self, error: io::Error) -> OutputError {
         let (needed, whole) = self.expected.map_or((self.written, false), |bytes| (bytes, true));
-        // What the part holds comes free when it is removed.
-        let held = self.out.get_ref().as_file().metadata().map_or(0, |part| room::held(&part));
-        let problem = NoRoom::of(folder(&self.path), needed, whole, held, error);
+        // The space of the part becomes free when it is removed.
+        let bytes = self.out.get_ref().as_file().metadata().map_or(0, |part| room::held(&part));
+        let problem = NoRoom::problem(folder(&self.path), needed, whole, bytes, error);
         OutputError { path: self.path.clone(), problem }
     }
 
-    /// Writes all of the file, and gives it its name.
+    /// Writes the complete file, and renames it.
     ///
     /// # Errors
     /// Those of [`expect`](Self::expect) and [`finish`](Self::finish).
@@ -207,12 +207,12 @@ impl OutputFile {
         self.finish()
     }
 
-    /// Gives the file its name, once its contents are on the disk.
+    /// Renames the file, once its contents are on the disk.
     ///
     /// # Errors
-    /// What writing the rest fails with, or a refusal if something has taken the name meanwhile; then nothing is left.
+    /// The error of writing the remainder, or a refusal if the name exists meanwhile; then nothing is left.
     pub fn finish(mut self) -> Result<(), OutputError> {
-        // A disk may refuse now what it took before, and after a power cut no name is to be without its bytes.
+        // A disk may refuse now what it accepted before, and after a power cut no name should exist without its bytes.
         self.store().and_then(|()| self.out.get_ref().as_file().sync_all()).map_err(|error| self.failed(error))?;
         self.name()
     }
@@ -227,19 +227,19 @@ impl OutputFile {
         self.name()
     }
 
-    /// Gives the part its name.
+    /// Renames the part.
     fn name(self) -> Result<(), OutputError> {
-        // It may have taken long to come here.
+        // The work may have taken long.
         let fails = |path: &Path, problem| OutputError { path: path.to_owned(), problem };
         let now = examine(&self.path, self.existing).map_err(|problem| fails(&self.path, problem))?;
         let Self { path, existing, there, out, listed, .. } = self;
-        // A program that replaces a file holds its lock, so the file that is locked here stays until it is replaced.
+        // A program that replaces a file has its lock, so the file that is locked here stays until it is replaced.
         let replaces = match (&there, &now) {
             (Some(locked), Some(now)) if is_same(locked, now) => true,
             (_, Some(_)) => return Err(fails(&path, OutputProblem::Taken)),
             (_, None) => false,
         };
-        // All of it has been written, so taking the buffer apart writes nothing.
+        // Everything has been written, so removing the buffer writes nothing.
         let part = out.into_inner().map_err(|error| fails(&path, OutputProblem::Io(error.into_error())))?;
         let named = if replaces { part.persist(&path) } else { part.persist_noclobber(&path) };
         drop(listed);
@@ -253,7 +253,7 @@ impl OutputFile {
         }
     }
 
-    /// Hands everything to the system.
+    /// Writes everything to the system.
     fn store(&mut self) -> io::Result<()> {
         self.out.flush()?;
         if self.expected.is_some_and(|expected| expected != self.written) {
@@ -275,7 +275,7 @@ impl Write for OutputFile {
     }
 }
 
-/// Writes a whole file.
+/// Writes a complete file.
 ///
 /// # Errors
 /// Those of [`OutputFile::create`] and [`OutputFile::fill`].
@@ -283,7 +283,7 @@ pub fn write(path: &Path, existing: Existing, contents: impl AsRef<[u8]>) -> Res
     OutputFile::create(path, existing)?.fill(contents)
 }
 
-/// Whether a file could be begun at `path`, for programs that work long before they write. Nothing is left there.
+/// Whether a file could be created at `path`, for programs that work long before they write. Nothing is left there.
 ///
 /// # Errors
 /// Those of [`OutputFile::create`].
@@ -291,22 +291,22 @@ pub fn check(path: &Path, existing: Existing) -> Result<(), OutputError> {
     OutputFile::create(path, existing).map(drop)
 }
 
-/// Removes the parts of all files and folders under way, for a process that ends at once, by a signal. What is being written
-/// then never gets its name.
+/// Removes the parts of all files and directories that are being written, for a process that ends immediately, by a signal. They
+/// are never renamed then.
 pub fn discard_unfinished() {
     for part in unfinished().drain(..) {
-        // A failure cannot be reported here; the name says that it is a part.
+        // A failure cannot be reported here; the name shows that it is a part.
         let _ = std::fs::remove_file(&part).or_else(|_| std::fs::remove_dir_all(&part));
     }
 }
 
-/// Parts of files and folders under way.
+/// Parts of files and directories that are being written.
 fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     static PARTS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
     PARTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A part's place among those.
+/// A part's entry in that list.
 #[derive(Debug)]
 struct Listed(PathBuf);
 
@@ -323,7 +323,7 @@ impl Drop for Listed {
     }
 }
 
-/// The file that is at `path` now, if it may be replaced.
+/// The file at `path`, if it may be replaced.
 fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProblem> {
     if path.as_os_str().is_empty() {
         return Err(OutputProblem::NoName);
@@ -334,7 +334,7 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProble
     let there = match path.symlink_metadata() {
         Ok(there) => there,
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            // A slash at the end is dropped by the file name.
+            // The file name drops a slash at the end.
             return match path.as_os_str().as_encoded_bytes().last() {
                 Some(b'/') => Err(OutputProblem::Directory),
                 _ if folder(path).metadata().is_err() => Err(OutputProblem::NoFolder(folder(path).to_owned())),
@@ -355,13 +355,13 @@ fn examine(path: &Path, existing: Existing) -> Result<Option<File>, OutputProble
     }
     match existing {
         Existing::Refuse => Err(OutputProblem::Exists),
-        // A user who may write to the folder may replace a file that must not be written to; only opening it shows that.
+        // A user who may write to the directory may replace a file that must not be written to; only opening it detects that.
         Existing::Replace => open_to_replace(path).map(Some).map_err(OutputProblem::Denied),
     }
 }
 
-/// Opens the file that is replaced. It may have become a link or a pipe since it was looked at: the one is not followed, and the
-/// other not waited for.
+/// Opens the file that is replaced. It may have become a link or a pipe meanwhile: a link is not followed, and a pipe not waited
+/// for.
 fn open_to_replace(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.write(true);
@@ -370,7 +370,7 @@ fn open_to_replace(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Whether both are open on one file.
+/// Whether both are open on the same file.
 fn is_same(one: &File, other: &File) -> bool {
     #[cfg(unix)]
     {
@@ -378,7 +378,7 @@ fn is_same(one: &File, other: &File) -> bool {
         let id = |file: &File| file.metadata().map(|file| (file.dev(), file.ino())).ok();
         id(one).is_some() && id(one) == id(other)
     }
-    // Other systems do not replace a file that is open.
+    // Other systems do not replace an open file.
     #[cfg(not(unix))]
     true
 }
@@ -388,7 +388,7 @@ fn is_stream(path: &Path) -> bool {
         || ["/dev/fd", "/proc/self/fd"].into_iter().any(|streams| path.starts_with(streams))
 }
 
-/// What a file is that is neither regular nor a folder nor a link.
+/// The kind of a file that is neither regular nor a directory nor a link.
 fn special(kind: FileType) -> &'static str {
     #[cfg(unix)]
     {
@@ -407,7 +407,7 @@ fn special(kind: FileType) -> &'static str {
     "special file"
 }
 
-/// The folder that a file lies in.
+/// The directory of a file.
 fn folder(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -415,19 +415,18 @@ fn folder(path: &Path) -> &Path {
     }
 }
 
-/// How the names of parts begin: with enough of the name to recognise it, and so little that the whole is a name that every
-/// file system takes.
+/// The prefix of the names of parts: long enough to be recognised, and so short that every file system accepts the full name.
 fn prefix(path: &Path) -> String {
     let name: String = path.file_name().unwrap_or_default().to_string_lossy().chars().take(32).collect();
     format!(".{name}.")
 }
 
-/// Opens a new file under a name that other users cannot foresee.
+/// Opens a new file under a name that other users cannot predict.
 fn part(path: &Path, there: Option<&File>) -> io::Result<NamedTempFile> {
     let prefix = prefix(path);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).suffix(".part").rand_bytes(10);
-    // The library's own way of opening keeps others from reading, as suits what is only temporary.
+    // By default the library denies read access to others, as is right for temporary files.
     let part = builder.make_in(folder(path), |part| OpenOptions::new().write(true).create_new(true).open(part))?;
     if let Some(there) = there {
         part.as_file().set_permissions(there.metadata()?.permissions())?;

@@ -1,16 +1,16 @@
-//! Where a driver puts plain memory (`cuMemAlloc`), as addresses of an H200's driver show it.
+//! The addresses of plain memory (`cuMemAlloc`), as observed with an H200's driver.
 //!
-//! Memory lies in chunks, which are multiples of 32 MiB. A new chunk lies as high as it fits, right below what is there: the
-//! range of addresses is filled from the top downwards, and a gap that was given back is filled from its top. A request starts
-//! at the bottom of its chunk. What it leaves of that serves later requests, which are smaller: they go to the newest chunk that
-//! has room, at its lowest address. A chunk goes back with its last block.
+//! Memory is in chunks, which are multiples of 32 MiB. A new chunk is as high as it fits, directly below the existing ones: the
+//! range of addresses is filled from the top downwards, and a released gap is filled from its top. A request starts at the bottom
+//! of its chunk. The remainder serves later requests, which are smaller: they use the newest chunk that has room, at its lowest
+//! address. A chunk is released with its last block.
 //!
-//! This decides between free blocks of one size: allocators take the one with the lowest address, so a replay needs segments
-//! in the driver's order. What the driver itself has in the range (modules, contexts of libraries) leaves gaps that are
-//! not known; they are left out here.
+//! This decides between free blocks of one size: allocators take the one with the lowest address, so a replay needs segments in the
+//! driver's order. Other memory of the driver in the range (modules, contexts of libraries) leaves unknown gaps, which are not
+//! modelled.
 //!
-//! *Source.* Segments in histories of PyTorch on an H200, driver 580.159, CUDA 13.0: requests that found room in a chunk, and
-//! chunks that found a gap, are where this puts them but for some in the driver's own gaps.
+//! *Source.* Segments in recordings of PyTorch on an H200, driver 580.159, CUDA 13.0: the addresses of requests inside chunks, and
+//! of chunks inside gaps, agree with this model except for some in the driver's own gaps.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,11 +24,11 @@ pub(crate) struct PlainRange {
     granule: u64,
     /// Blocks are multiples of this.
     page: u64,
-    /// Addresses that no chunk has, by start: length.
+    /// Addresses without a chunk, by start: length.
     gaps: BTreeMap<u64, u64>,
     /// By start.
     chunks: BTreeMap<u64, Chunk>,
-    /// Chunks by their largest free range, and of those with the same by age: number and start.
+    /// Chunks by their largest free range, and of equal ones by age: number and start.
     by_room: BTreeMap<u64, BTreeSet<(u64, u64)>>,
     /// Blocks by start: length.
     blocks: BTreeMap<u64, u64>,
@@ -76,8 +76,8 @@ impl PlainRange {
 
     /// Places a block; `None` when it needs more than `budget`, or there is no gap for it.
     ///
-    /// O(log n) in chunks and gaps, and a step for each size of free range that is large enough (free ranges are mostly below
-    /// 32 MiB, in pages of 2) and, for a new chunk, each gap above the one that it goes to.
+    /// O(log n) in chunks and gaps, and a step for each size of free range that is large enough (free ranges are mostly below 32
+    /// MiB, in pages of 2) and, for a new chunk, each gap above its own.
     pub(crate) fn place(&mut self, bytes: u64, budget: u64) -> Option<u64> {
         let len = bytes.checked_next_multiple_of(self.page).filter(|len| *len > 0 && *len <= budget)?;
         let newest = self.by_room.range(len..).filter_map(|(_, chunks)| chunks.last()).max().copied();
@@ -98,7 +98,7 @@ impl PlainRange {
         Some(at)
     }
 
-    /// Takes a block back and says how long it was; `None` when there is none at `addr`.
+    /// Removes a block and returns its length; `None` when there is none at `addr`.
     pub(crate) fn free(&mut self, addr: u64) -> Option<u64> {
         let len = self.blocks.remove(&addr)?;
         self.held -= len;
@@ -113,7 +113,7 @@ impl PlainRange {
         Some(len)
     }
 
-    /// A chunk for a block, at the top of the highest gap that has room.
+    /// A chunk for a block, at the top of the highest gap that is large enough.
     fn add_chunk(&mut self, len: u64) -> Option<u64> {
         let bytes = len.checked_next_multiple_of(self.granule)?;
         let (&gap, &room) = self.gaps.iter().rev().find(|(_, room)| **room >= bytes)?;
@@ -135,7 +135,7 @@ impl PlainRange {
         give_back(&mut self.gaps, start, chunk.bytes);
     }
 
-    /// Changes the free ranges of a chunk, and keeps the chunk listed by the largest.
+    /// Changes the free ranges of a chunk, and keeps the index of chunks by their largest range current.
     fn change<T>(&mut self, start: u64, with: impl FnOnce(&mut Chunk) -> Option<T>) -> Option<T> {
         let chunk = self.chunks.get_mut(&start)?;
         let (number, before) = (chunk.number, chunk.room());
@@ -160,7 +160,7 @@ impl PlainRange {
     }
 }
 
-/// Joins a range to the free ones that touch it; the length of all of it.
+/// Joins a range with adjacent free ones; returns the total length.
 fn give_back(free: &mut BTreeMap<u64, u64>, mut start: u64, mut bytes: u64) -> u64 {
     if let Some((&before, &room)) = free.range(..start).next_back()
         && before + room == start
@@ -193,14 +193,14 @@ mod tests {
     }
 
     #[test]
-    fn chunks_fill_the_range_from_the_top_and_what_is_left_serves_smaller_requests_the_newest_first() {
-        // The segments of a ResNet-50, in the order in which PyTorch took them, and how far apart they were.
+    fn chunks_fill_from_the_top_and_the_newest_serves_first() {
+        // The segments of a ResNet-50, in the order in which PyTorch allocated them, and their distances.
         let mut range = range();
         let sizes = [98, 98, 198, 98, 26, 50, 98, 98, 26, 26];
         let at: Vec<u64> = sizes.iter().map(|mib| below_top(&mut range, *mib)).collect();
         assert_eq!(at, [128, 256, 480, 608, 510, 672, 800, 928, 830, 702]);
         assert_eq!(range.held_bytes(), sizes.iter().sum::<u64>() * MIB);
-        // Segments of 2 MiB lie behind each other.
+        // Segments of 2 MiB are adjacent.
         assert_eq!([2, 2, 2].map(|mib| below_top(&mut range, mib)), [804, 802, 676]);
     }
 
@@ -225,7 +225,7 @@ mod tests {
         let second = range.place(2 * MIB, u64::MAX).unwrap();
         assert_eq!(second, first + 20 * MIB);
         assert_eq!((range.free(first), range.free(first)), (Some(20 * MIB), None));
-        // What was freed in the chunk is used again before another chunk is made, and joined.
+        // Freed memory in the chunk is used again before another chunk is made, and joined.
         assert_eq!(range.place(16 * MIB, u64::MAX), Some(first));
         assert_eq!((range.free(first), range.free(second)), (Some(16 * MIB), Some(2 * MIB)));
         assert_eq!((range.chunks.len(), range.held_bytes()), (0, 0));

@@ -1,9 +1,9 @@
-//! Sets of addresses, such as all that have been blocks.
+//! Sets of addresses, such as the addresses of all former blocks.
 
 use std::collections::BTreeMap;
 
-/// A set of addresses, kept as ranges that do not touch.
-#[derive(Clone, Debug, Default)]
+/// A set of addresses, stored as ranges that are not adjacent.
+#[derive(Debug, Default)]
 pub struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {
@@ -44,8 +44,8 @@ impl Ranges {
         self.0.insert(start, end);
     }
 
-    /// Takes `start..end` out, which is not empty; the parts that were in the set, the last first. O(log n) for each range that
-    /// it cuts.
+    /// Removes `start..end`, which is not empty; returns the parts that were in the set, the last first. O(log n) for each range
+    /// that it splits.
     pub fn remove(&mut self, start: u64, end: u64) -> Vec<(u64, u64)> {
         let mut out = Vec::new();
         while let Some((&from, &to)) = self.0.range(..end).next_back().filter(|(_, to)| **to > start) {

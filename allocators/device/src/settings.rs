@@ -1,7 +1,7 @@
-//! Settings that have names: each is declared once, with its type, default, accepted values and help.
+//! Named settings: each is declared once, with its type, default, accepted values and help.
 //!
-//! [`settings!`](crate::settings!) makes a struct of them. From the same lines come its `Default`, what help lists, and the
-//! reader of `name=value`, so none of these can say something else than the others.
+//! [`settings!`](crate::settings!) makes a struct of them. Its `Default`, the list for help, and the reader of `name=value` are
+//! generated from the same lines, so they cannot contradict each other.
 //!
 //! ```
 //! use vramlab_device::settings::{Settings, bytes, switch};
@@ -36,20 +36,20 @@ pub use serde_json;
 use std::any::Any;
 use std::fmt;
 
-/// One setting of a [`Settings`] and the value that it has.
+/// One setting of a [`Settings`] and its value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Setting {
-    /// Name, as it is written before the `=`.
+    /// Name, as written before the `=`.
     pub name: &'static str,
-    /// Its value, as it is written behind the `=`.
+    /// Its value, as written after the `=`.
     pub value: String,
-    /// What it takes: `on or off`.
+    /// The accepted values: `on or off`.
     pub takes: String,
-    /// What it does.
+    /// Its effect.
     pub help: String,
 }
 
-/// Why a setting was not set.
+/// The reason why a setting was not set.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SettingError {
@@ -58,17 +58,17 @@ pub enum SettingError {
     Unknown {
         /// The name.
         name: String,
-        /// The names that there are.
+        /// The existing names.
         among: Vec<&'static str>,
     },
-    /// The setting takes something else.
+    /// The setting does not accept the value.
     #[error("'{name}' takes {takes}; found '{found}'")]
     Value {
         /// The setting.
         name: &'static str,
-        /// What it takes.
+        /// The accepted values.
         takes: String,
-        /// What was written.
+        /// The value.
         found: String,
     },
 }
@@ -76,9 +76,9 @@ pub enum SettingError {
 /// `; did you mean 'x'? There are x, y`.
 #[derive(Debug)]
 pub struct Meant<'a> {
-    /// What was given.
+    /// The given name.
     pub name: &'a str,
-    /// What there is.
+    /// The existing names.
     pub among: &'a [&'a str],
 }
 
@@ -92,7 +92,7 @@ impl fmt::Display for Meant<'_> {
     }
 }
 
-/// The name that was probably meant: the most similar one, if any is similar (Jaro-Winkler, 0.7 and above).
+/// The most similar name, if any is similar (Jaro-Winkler, 0.7 and above).
 #[must_use]
 pub fn nearest<'a>(name: &str, among: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let similarity = |other: &str| strsim::jaro_winkler(&name.to_lowercase(), other);
@@ -102,16 +102,16 @@ pub fn nearest<'a>(name: &str, among: impl IntoIterator<Item = &'a str>) -> Opti
 
 /// A struct that [`settings!`](crate::settings!) made: its settings by name.
 pub trait Settings: Any + fmt::Debug + Send + Sync {
-    /// Every setting with the value that it has here, in the order of the declaration.
+    /// Every setting with its current value, in the order of the declaration.
     fn list(&self) -> Vec<Setting>;
 
-    /// Sets one from text.
+    /// Sets a setting from text.
     ///
     /// # Errors
     /// [`SettingError`] where the name or the value is wrong; nothing has changed then.
     fn set(&mut self, name: &str, value: &str) -> Result<(), SettingError>;
 
-    /// The value of one as text that [`set`](Self::set) takes.
+    /// The value of a setting as text that [`set`](Self::set) accepts.
     fn get(&self, name: &str) -> Option<String> {
         self.list().into_iter().find(|setting| setting.name == name).map(|setting| setting.value)
     }
@@ -119,17 +119,17 @@ pub trait Settings: Any + fmt::Debug + Send + Sync {
     /// All of them as a JSON object.
     fn json(&self) -> serde_json::Value;
 
-    /// Looks at what the settings mean together. The declaration names the check.
+    /// Checks that the settings do not contradict each other. The declaration names the check.
     ///
     /// # Errors
-    /// Which of them do not go together, and how to mend it.
+    /// Which settings contradict each other, and the fix.
     fn check(&self) -> Result<(), String>;
 
     /// A copy.
     fn boxed(&self) -> Box<dyn Settings>;
 
-    /// Takes all values over from settings that these extend, those included that [`set`](Self::set) would refuse; false where
-    /// they extend none of that type.
+    /// Copies all values from settings that these extend, those included that [`set`](Self::set) would refuse; false where they
+    /// extend none of that type.
     fn take_over(&mut self, _other: &dyn Settings) -> bool {
         false
     }
@@ -150,7 +150,7 @@ pub fn one_line(comment: &str) -> String {
     comment.replace('`', "").split_whitespace().collect::<Vec<_>>().join(" ").trim_end_matches('.').to_owned()
 }
 
-/// What stands between the commas of a list that are in no brackets; at least one part.
+/// The parts between the commas of a list that are not in brackets; at least one part.
 pub fn list_parts(text: &str) -> Vec<&str> {
     let mut depth = 0_u32;
     let ends = |c: char| {
@@ -164,17 +164,17 @@ pub fn list_parts(text: &str) -> Vec<&str> {
     text.split(ends).collect()
 }
 
-/// Reads a value, or says what is expected.
+/// Reads a value; the error contains the accepted values.
 #[doc(hidden)]
 pub fn read<T>(name: &'static str, kind: &Kind<T>, text: &str) -> Result<T, SettingError> {
     let wrong = || SettingError::Value { name, takes: kind.takes().to_owned(), found: text.to_owned() };
     kind.read(text).ok_or_else(wrong)
 }
 
-/// Declares a struct of [settings](mod@crate::settings). Each has documentation, which help shows, and says
-/// `name: type = default, kind;`. Kinds are functions of [`settings`](mod@crate::settings): `bytes`, `number`, `fraction`,
-/// `switch`, `choice`, `text`. `check path;` at the end names a function `fn(&Self) -> Result<(), String>` that looks at what
-/// they mean together. The struct has to be `Clone` and `Debug`.
+/// Declares a struct of [settings](mod@crate::settings). Each has documentation, which help shows, and the form `name: type =
+/// default, kind;`. Kinds are functions of [`settings`](mod@crate::settings): `bytes`, `number`, `fraction`, `switch`, `choice`,
+/// `text`. `check path;` at the end names a function `fn(&Self) -> Result<(), String>` that checks the combination of values. The
+/// struct must be `Clone` and `Debug`.
 ///
 /// `struct Name extends base: Base` also has the settings of another such struct, in its field `base`. They come first in lists.
 #[macro_export]
@@ -206,14 +206,14 @@ macro_rules! settings {
 
         impl $crate::settings::Settings for $name {
             fn list(&self) -> Vec<$crate::settings::Setting> {
-                let own: Vec<$crate::settings::Setting> = vec![$($crate::settings::Setting {
+                let list: Vec<$crate::settings::Setting> = vec![$($crate::settings::Setting {
                     name: stringify!($field),
                     value: $crate::settings::Kind::<$type>::from($kind).write(&self.$field),
                     takes: $crate::settings::Kind::<$type>::from($kind).takes().to_owned(),
                     help: $crate::settings::one_line(concat!($($help, "\n"),+)),
                 },)*];
-                $(let own = [$crate::settings::Settings::list(&self.$base), own].concat();)?
-                own
+                $(let list = [$crate::settings::Settings::list(&self.$base), list].concat();)?
+                list
             }
 
             #[allow(unused_variables, reason = "there may be no settings")]
@@ -261,7 +261,7 @@ macro_rules! settings {
 }
 
 crate::settings! {
-    /// Settings of what has none.
+    /// Settings of an object without settings.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct NoSettings {}
 }

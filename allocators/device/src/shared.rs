@@ -19,7 +19,7 @@ impl MemoryProperties {
     /// Memory for its own process and device only.
     pub const NONE: Self = Self { file_descriptors: false, fabric: false, rdma: false };
 
-    /// The properties that both have.
+    /// The common properties of both.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -29,8 +29,8 @@ impl MemoryProperties {
         }
     }
 
-    /// The properties to request when a device refuses these: the ones that fewer programs need are dropped first. `None`
-    /// when there are none to drop.
+    /// The properties to request when a device refuses these: those that fewer programs need are dropped first. `None` when there
+    /// are none to drop.
     #[must_use]
     pub fn next_best(self) -> Option<Self> {
         match self {
@@ -60,12 +60,13 @@ pub enum ShareKind {
     Fabric,
 }
 
-/// A handle that another process can import. The memory stays until handles, mappings and these are all gone.
+/// A handle that another process can import. The memory stays until all handles and mappings are released and all of these are
+/// dropped.
 #[derive(Debug)]
 pub enum Shareable {
     /// A file descriptor, which closes when this is dropped.
     Descriptor(OwnedFd),
-    /// A fabric handle: bytes that can be sent as they are.
+    /// A fabric handle: bytes that can be sent unchanged.
     Fabric([u8; 64]),
 }
 
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_refusal_drops_one_property_and_the_descriptor_is_the_last() {
+    fn refusal_drops_one_property_and_the_descriptor_last() {
         let all = MemoryProperties { file_descriptors: true, fabric: true, rdma: true };
         let tried: Vec<MemoryProperties> = std::iter::successors(Some(all), |last| last.next_best()).collect();
         let in_bits = |tried: &MemoryProperties| [tried.file_descriptors, tried.fabric, tried.rdma];

@@ -1,13 +1,12 @@
 //! A simulated GPU.
 //!
-//! *Memory* is host memory, so that kernels really compute, or none, for replaying histories larger than the
-//! machine. *Time* is virtual: a host clock and one clock for each stream. Each call costs what the
-//! [`Profile`] says and blocks as the real call blocks: a free of plain memory waits for the whole device, a
-//! pool above its release threshold gives memory back at a synchronise, a launch queues until the queue is
-//! full, a graph is one call however many kernels it has. Nothing reads a real clock, so a run repeats to the last bit.
+//! *Memory* is host memory, so that kernels really compute, or none, for replays of recordings that are larger than the machine.
+//! *Time* is virtual: a host clock and one clock for each stream. Each call costs the time in the [`Profile`] and blocks as the
+//! real call blocks: a free of plain memory waits for the whole device, a pool above its release threshold releases memory at a
+//! synchronise, a launch blocks when the queue is full, a graph is one call however many kernels it has. Nothing reads a real
+//! clock, so a run repeats exactly.
 //!
-//! Kernels and copies take effect when they are queued, in the host's order; a program that is correctly
-//! synchronised cannot tell.
+//! Kernels and copies take effect when they are queued, in the host's order; a correctly synchronised program cannot observe that.
 
 #[cfg_attr(not(target_os = "linux"), path = "sim/no_backing.rs")]
 mod backing;
@@ -47,7 +46,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard};
 use timeline::{Order, Recorded, Timeline};
 
-/// Where plain memory starts; pools and reservations have ranges of their own above it.
+/// First address of plain memory; pools and reservations have ranges of their own above it.
 const SMALL_BASE: u64 = 1 << 41;
 const LARGE_BASE: u64 = 1 << 42;
 /// Size of each range.
@@ -55,12 +54,12 @@ const RANGE: u64 = 1 << 40;
 /// Page-locked host memory is aligned to a host page.
 const HOST_ALIGN: usize = 4096;
 
-/// What is behind the simulated addresses.
+/// The memory behind the simulated addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SimMemory {
     /// Host memory: kernels compute on it.
     Host,
-    /// Nothing: only addresses, for replay.
+    /// None: only addresses, for replays.
     None,
 }
 
@@ -87,7 +86,7 @@ struct State {
     host: HostMemoryMap,
     vmm: vmm::Space,
     graphs: Graphs,
-    /// Absent where the profile has no cache, and where addresses are all there is.
+    /// Absent where the profile has no cache, and where there is no memory.
     l2: Option<L2>,
 }
 
@@ -119,18 +118,18 @@ impl State {
         self.host.translate(addr, bytes).or_else(|| self.vmm.translate(addr, bytes))
     }
 
-    /// Notes that what was queued last on a stream works on these buffers.
+    /// Notes the buffers of the last work on a stream.
     fn note_use(&mut self, stream: StreamId, buffers: &[(u64, u64)]) {
         let (now, end) = (self.time.now_ns(), self.time.mark(stream.get()).time_ns);
         self.vmm.note_use(buffers, now, end);
     }
 
-    /// Touches buffers in the cache; the share of their bytes that was not in it.
+    /// Marks buffers as used in the cache; returns the share of their bytes that was not in it.
     fn access(&mut self, buffers: &[(u64, u64)]) -> f64 {
         self.l2.as_mut().map_or(0.0, |cache| cache.access(buffers))
     }
 
-    /// Takes plain memory back; its bytes, and whether pages went back to the device with it.
+    /// Frees plain memory; returns its bytes, and whether pages were released to the device.
     fn free_plain(&mut self, addr: u64) -> Option<(u64, bool)> {
         if addr >= LARGE_BASE {
             return Some((self.large.free(addr)?, true));
@@ -173,8 +172,8 @@ impl SimDriver {
         Self { profile, memory, state: Arc::new(Mutex::new(state)), noted_captures: NotedCaptures::default() }
     }
 
-    /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the
-    /// system what it has left before it takes more.
+    /// A simulated device with at most `bytes` of host memory behind its blocks at a time. Without this the device asks the system
+    /// how much is left before it allocates more.
     #[must_use]
     pub fn with_host_limit(self, bytes: u64) -> Self {
         self.lock().host = HostMemoryMap::limited(bytes);
@@ -198,9 +197,9 @@ impl SimDriver {
         state
     }
 
-    /// Queues a kernel of `geometry`, its blocks and the iterations of each, that works on `buffers`, each an address and
-    /// bytes: how much of them is in the L2 cache decides how long it takes. The caller computes its effect on host memory itself, right away; see
-    /// [`translate`](Self::translate).
+    /// Queues a kernel of `geometry`, its blocks and the iterations of each, that works on `buffers`, each an address and bytes:
+    /// the part of them in the L2 cache decides how long it takes. The caller computes its effect on host memory itself,
+    /// immediately; see [`translate`](Self::translate).
     ///
     /// # Errors
     /// `CUDA_ERROR_INVALID_HANDLE` for an unknown stream.
@@ -219,16 +218,16 @@ impl SimDriver {
         Ok(())
     }
 
-    /// The host works on its own program for the time that the profile has for each driver call
-    /// ([`Profile::program_ns_per_call`] and [`Profile::program_ns_per_memory_call`]), here for one of this kind. The client
-    /// calls this between its driver calls; a driver call does not include it, so measuring one finds its own cost.
+    /// The host works on its own program for the time that the profile has for each driver call ([`Profile::program_ns_per_call`]
+    /// and [`Profile::program_ns_per_memory_call`]), here for a call of this kind. The client calls this between its driver calls;
+    /// a driver call does not include it, so a measurement of the call returns its own cost.
     pub fn run_program(&self, call: CallKind) {
         let memory = self.profile.program_ns_per_memory_call.filter(|_| call.moves_memory());
         self.lock().time.spend(memory.unwrap_or(self.profile.program_ns_per_call));
     }
 
-    /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one live block that has host
-    /// memory. It stays valid until the block is freed.
+    /// The host address of `addr..addr + bytes`; `None` unless all of it is in one live block with host memory. It is valid until
+    /// the block is freed.
     #[must_use]
     pub fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
         self.lock().translate(addr, bytes)
@@ -250,7 +249,7 @@ impl SimDriver {
         })
     }
 
-    /// Puts host memory behind a block that was just placed. After an error the caller undoes the placement.
+    /// Adds host memory to a new block. After an error the caller undoes the placement.
     fn back(&self, call: CallKind, host: &mut HostMemoryMap, addr: u64, bytes: u64) -> DriverResult<DeviceAddr> {
         if self.memory == SimMemory::Host {
             host.back(addr, bytes).map_err(|error| no_host_memory(call, bytes, error))?;
@@ -262,7 +261,7 @@ impl SimDriver {
         self.profile.total_bytes - self.profile.context_bytes - state.held()
     }
 
-    /// Ends a call that waited: the call itself costs `ns`, and each pool above its threshold gives empty granules back.
+    /// Ends a call that waited: the call itself costs `ns`, and each pool above its threshold releases empty granules.
     fn after_wait(&self, state: &mut State, ns: u64) {
         state.time.spend(ns);
         let Some(costs) = &self.profile.pool else { return };
@@ -275,8 +274,8 @@ impl SimDriver {
     }
 }
 
-/// The simulated device has room for a block and the machine that simulates it has not. That is no out-of-memory of the
-/// device, under which allocators would release their caches: what a run does must not depend on where it is simulated.
+/// The simulated device has room for a block and the simulating machine has not. That is not an out-of-memory of the device, under
+/// which allocators would release their caches: the result of a run must not depend on the machine.
 fn no_host_memory(call: CallKind, bytes: u64, NoRoom(room): NoRoom) -> DriverError {
     let left = room.map_or_else(|| "it was refused".to_owned(), |room| format!("there are {room}"));
     let context = format!(
@@ -286,7 +285,7 @@ fn no_host_memory(call: CallKind, bytes: u64, NoRoom(room): NoRoom) -> DriverErr
     DriverError::new(call, DriverError::OPERATING_SYSTEM, context)
 }
 
-// SAFETY: host memory comes from the allocator of this process and is its caller's, heaps place no two blocks at one address
+// SAFETY: host memory comes from the allocator of this process and belongs to its caller, heaps place no two blocks at one address
 // (their tests), and handles are looked up.
 unsafe impl Driver for SimDriver {
     fn describe(&self) -> DeviceDescription {
@@ -456,10 +455,10 @@ unsafe impl Driver for SimDriver {
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
         let mut state = self.lock();
         state.refuse_captured_event(CallKind::EventQuery, event)?;
-        let done =
+        let completed =
             state.recorded(CallKind::EventQuery, event)?.is_none_or(|recorded| state.time.has_passed(recorded.mark));
         state.time.spend(self.profile.queues.event_query_ns);
-        Ok(done)
+        Ok(completed)
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {

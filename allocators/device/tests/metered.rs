@@ -1,4 +1,4 @@
-//! What the meter says a call waited, rule by rule, on a device whose every call takes as long as the test says.
+//! The meter's waiting time of a call, rule by rule, on a device whose calls take a time that the test sets.
 
 use crate::common::{self, GIB, KIB, MIB};
 use std::ptr::NonNull;
@@ -188,8 +188,8 @@ impl Bench {
         let script = Arc::new(Script::default());
         let scripted = Scripted { script: Arc::clone(&script), tells, null: NullDriver::new(GIB) };
         let events = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&events);
-        let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push(*event));
+        let log = Arc::clone(&events);
+        let observer = Box::new(move |event: &CallEvent| log.lock().unwrap().push(*event));
         Self { script, metered: MeteredDriver::new(Arc::new(scripted), idle, Some(observer)), events }
     }
 
@@ -198,7 +198,7 @@ impl Bench {
         Self::new(false, Some(idle()))
     }
 
-    /// What the meter says that a call waited which takes `ns`.
+    /// The meter's waiting time of a call that takes `ns`.
     fn blocked<T>(&self, ns: u64, call: impl FnOnce(&MeteredDriver) -> T) -> u64 {
         self.script.takes_ns.store(ns, SeqCst);
         let before = self.events.lock().unwrap().len();
@@ -223,7 +223,7 @@ impl Bench {
 }
 
 #[test]
-fn a_call_waits_if_it_takes_half_as_long_again_as_on_the_idle_device_and_two_microseconds_more() {
+fn call_waits_if_half_as_long_again_plus_two_microseconds() {
     let bench = Bench::silent();
     // 1.5 * 30 us + 2 us.
     assert_eq!(bench.alloc(0, 2 * MIB, 30_000), 0);
@@ -270,7 +270,7 @@ fn a_block_that_spans_pages_holds_each_of_them() {
 }
 
 #[test]
-fn the_cost_of_a_size_is_that_of_the_next_larger_one_that_was_measured() {
+fn cost_of_a_size_is_that_of_the_next_measured_one() {
     let bench = Bench::silent();
     for (number, (bytes, cost)) in
         [(2 * MIB, 30_000), (2 * MIB + 1, 40_000), (32 * MIB, 40_000), (300 * MIB, 40_000)].into_iter().enumerate()
@@ -309,7 +309,7 @@ fn calls_that_only_queue_never_wait() {
 }
 
 #[test]
-fn a_launch_waits_if_it_takes_a_third_longer_and_half_a_microsecond_more() {
+fn launch_waits_if_a_third_longer_plus_half_a_microsecond() {
     let bench = Bench::silent();
     let launch = |ns| {
         bench.blocked(ns, |driver| {

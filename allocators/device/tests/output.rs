@@ -168,8 +168,8 @@ fn of_writers_of_one_file_one_has_it() {
 #[test]
 fn of_many_writers_at_once_one_has_it() {
     for round in 0..200 {
-        let place = TempDir::new().unwrap();
-        let (folder, file, whole) = (place.path().join("own"), place.path().join("file"), place.path().join("whole"));
+        let dir = TempDir::new().unwrap();
+        let (folder, file, whole) = (dir.path().join("own"), dir.path().join("file"), dir.path().join("whole"));
         match round % 3 {
             0 => fs::create_dir(&folder).unwrap(),
             1 => fs::write(&file, "old").unwrap(),
@@ -202,14 +202,14 @@ fn of_many_writers_at_once_one_has_it() {
         assert_eq!(fs::read_to_string(folder.join("first")).unwrap(), only(&|won| won.0));
         assert_eq!(fs::read_to_string(&file).unwrap(), only(&|won| won.1));
         assert_eq!(fs::read_to_string(whole.join("who")).unwrap(), only(&|won| won.2));
-        assert_eq!(names(place.path()), ["file", "own", "whole"]);
+        assert_eq!(names(dir.path()), ["file", "own", "whole"]);
     }
 }
 
 #[test]
 fn a_folder_that_is_given_back_goes_as_it_came() {
-    let place = TempDir::new().unwrap();
-    let (new, there) = (place.path().join("a/new"), place.path().join("there"));
+    let dir = TempDir::new().unwrap();
+    let (new, there) = (dir.path().join("a/new"), dir.path().join("there"));
     fs::create_dir(&there).unwrap();
     for path in [&new, &there] {
         let (own, _) = OwnFolder::take(path, "first").unwrap();
@@ -224,13 +224,13 @@ fn a_folder_that_is_given_back_goes_as_it_came() {
     assert!(OwnFolder::take(&there, "first").is_err() && OwnFolder::take(&there.join("mine"), "first").is_err());
     assert_eq!(names(&there), ["mine"]);
     let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o777;
-    fs::create_dir(place.path().join("usual")).unwrap();
-    let whole = OutputFolder::create(&place.path().join("whole")).unwrap();
-    fs::write(whole.part().join("file"), "").unwrap();
-    whole.finish().unwrap();
-    assert_eq!(mode(&place.path().join("whole")), mode(&place.path().join("usual")));
-    drop(OutputFolder::create(&place.path().join("dropped")).unwrap());
-    assert_eq!(names(place.path()), ["a", "there", "usual", "whole"]);
+    fs::create_dir(dir.path().join("usual")).unwrap();
+    let complete = OutputFolder::create(&dir.path().join("whole")).unwrap();
+    fs::write(complete.part().join("file"), "").unwrap();
+    complete.finish().unwrap();
+    assert_eq!(mode(&dir.path().join("whole")), mode(&dir.path().join("usual")));
+    drop(OutputFolder::create(&dir.path().join("dropped")).unwrap());
+    assert_eq!(names(dir.path()), ["a", "there", "usual", "whole"]);
 }
 
 #[test]
@@ -306,7 +306,7 @@ fn a_name_that_cannot_be_is_refused_at_once() {
     assert_eq!(names(folder.path()), ["file"]);
 }
 
-/// What a user without rights meets.
+/// The errors for a user without rights.
 #[test]
 fn folders_and_files_that_are_read_only_stay_so() {
     if let Some(folder) = given_folder() {
@@ -335,7 +335,7 @@ fn folders_and_files_that_are_read_only_stay_so() {
     mode("open", 0o777);
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let root = fs::metadata(folder.path()).unwrap().uid() == 0;
-    let done = in_process("folders_and_files_that_are_read_only_stay_so", folder.path(), |command| {
+    let output = in_process("folders_and_files_that_are_read_only_stay_so", folder.path(), |command| {
         command.args(["-c", "exec \"$PROGRAM\" --exact \"$TEST\""]);
         if root {
             const NOBODY: u32 = 65534;
@@ -343,7 +343,7 @@ fn folders_and_files_that_are_read_only_stay_so() {
         }
     });
     mode("closed", 0o755);
-    done.unwrap();
+    output.unwrap();
     assert_eq!(names(&at("open")), ["kept", "new"]);
     assert_eq!(fs::read(at("open/kept")).unwrap(), b"old");
 }
@@ -401,7 +401,7 @@ fn a_full_disk_is_told_and_nothing_is_left() {
     let folder = TempDir::new().unwrap();
     fs::create_dir(folder.path().join("out")).unwrap();
     const NOT_ALLOWED: &str = "no file system of one's own here";
-    let done = in_process("a_full_disk_is_told_and_nothing_is_left", folder.path(), |command| {
+    let output = in_process("a_full_disk_is_told_and_nothing_is_left", folder.path(), |command| {
         let mount = "mount -t tmpfs -o size=1m tmpfs \"$OUTPUT_FOLDER/out\"";
         let script =
             format!("{mount} || {{ echo {NOT_ALLOWED:?}; exit 1; }}; exec \"$PROGRAM\" --ignored --exact \"$TEST\"");
@@ -410,5 +410,5 @@ fn a_full_disk_is_told_and_nothing_is_left() {
                        exec unshare --mount --map-root-user sh -c \"$SCRIPT\"";
         command.args(["-c", unshare, NOT_ALLOWED]);
     });
-    done.unwrap();
+    output.unwrap();
 }

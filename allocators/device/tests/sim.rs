@@ -132,7 +132,7 @@ fn the_same_calls_give_the_same_times_and_addresses() {
     let run = || {
         let sim = sim(GIB, SimMemory::None);
         let (stream, pool, mut random) = (sim.stream_create().unwrap(), pool(&sim, 0), Random::new(6));
-        let mut seen = Vec::new();
+        let mut addresses = Vec::new();
         let mut live = Vec::new();
         for _ in 0..300 {
             common::work(&sim, stream, random.below(5_000));
@@ -143,9 +143,9 @@ fn the_same_calls_give_the_same_times_and_addresses() {
             if random.below(20) == 0 {
                 sim.stream_synchronize(stream).unwrap();
             }
-            seen.push((live.last().map(|addr| addr.get()), sim.clock().now_ns(), sim.blocked_ns()));
+            addresses.push((live.last().map(|addr| addr.get()), sim.clock().now_ns(), sim.blocked_ns()));
         }
-        seen
+        addresses
     };
     assert!(run() == run());
 }
@@ -219,7 +219,7 @@ fn a_program_takes_its_own_time_between_calls_and_in_none() {
     assert_eq!(alike.clock().now_ns(), 400, "as any other call where the profile has no figure of its own");
 }
 
-/// What a call takes of the host, waits apart, and what it puts behind the work of a stream.
+/// The host time of a call without waits, and the delay that it causes in the stream.
 fn costs(sim: &SimDriver, stream: StreamId, call: impl FnOnce()) -> (u64, u64) {
     let ready = common::ready_ns(sim, stream);
     let (before, waited) = (sim.clock().now_ns(), sim.blocked_ns().unwrap());
@@ -245,7 +245,7 @@ fn a_pool_pays_for_each_granule_that_it_takes_and_gives_back() {
 }
 
 #[test]
-fn frees_of_a_pool_take_time_in_their_stream_once_between_two_kernels() {
+fn pool_frees_take_stream_time_once_between_two_kernels() {
     let sim = sim(GIB, SimMemory::None);
     let (stream, pool, prices) =
         (sim.stream_create().unwrap(), pool(&sim, u64::MAX), sim.profile().pool.clone().unwrap());
@@ -285,7 +285,7 @@ fn plain_memory_costs_by_the_pages_that_it_takes_and_gives_back() {
 }
 
 #[test]
-fn a_free_of_plain_memory_waits_for_all_streams_where_the_profile_says_so() {
+fn plain_free_waits_for_all_streams_if_the_profile_has_it() {
     for drains in [true, false] {
         let mut profile = common::profile(GIB);
         profile.plain.free_drains_device = drains;
@@ -307,7 +307,7 @@ fn a_free_of_plain_memory_waits_for_all_streams_where_the_profile_says_so() {
 }
 
 #[test]
-fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
+fn block_without_host_memory_is_refused_and_leaves_nothing() {
     let sim = SimDriver::new(common::profile(GIB), SimMemory::Host).with_host_limit(40 * MIB);
     let (stream, start) = (sim.stream_create().unwrap(), free_bytes(&sim));
     let pool = pool(&sim, 0);
@@ -321,7 +321,7 @@ fn a_block_for_which_the_host_has_no_memory_is_refused_and_leaves_nothing() {
     check(sim.host_alloc(50 << 20).unwrap_err());
     sim.device_synchronize().unwrap();
     assert_eq!(free_bytes(&sim), start);
-    // What was given back can be taken again, as a whole and in other sizes.
+    // Released memory can be allocated again, as a whole and in other sizes.
     for bytes in [40 * MIB, 30 * MIB, 40 * MIB] {
         let addr = sim.mem_alloc(bytes).unwrap();
         assert!(sim.mem_alloc(20 * MIB).is_err());

@@ -26,7 +26,7 @@ fn pool(sim: &SimDriver) -> PoolId {
 }
 
 #[test]
-fn a_launch_costs_the_host_one_call_and_the_device_a_gap_for_each_node() {
+fn launch_costs_one_call_and_a_gap_for_each_node() {
     let sim = sim(GIB, SimMemory::None);
     let (clock, costs, queues) = (sim.clock(), sim.profile().graphs, sim.profile().queues.clone());
     for nodes in [1, 20, 100] {

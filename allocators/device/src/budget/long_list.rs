@@ -1,14 +1,14 @@
-//! A list that grows in pieces: nothing is copied, and no more is claimed than one piece beyond what is there.
+//! A list that grows in pieces: nothing is copied, and at most one piece is claimed in advance.
 
 use super::{Budget, Claim, OverBudget};
 
 /// Items of a piece.
 const PIECE: usize = 1 << 16;
 
-/// A list of small items within a [`Budget`], for as many as a file has: a vector that doubles holds both sizes for a moment.
+/// A list of small items within a [`Budget`], for files of any length: a doubling vector needs both sizes temporarily.
 #[derive(Debug)]
 pub struct LongList<T> {
-    /// All of [`PIECE`] items but the last.
+    /// All but the last have [`PIECE`] items.
     pieces: Vec<Vec<T>>,
     len: usize,
     claim: Claim,
@@ -27,7 +27,7 @@ impl<T: Copy> LongList<T> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no items.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -36,7 +36,7 @@ impl<T: Copy> LongList<T> {
     /// Adds an item.
     ///
     /// # Errors
-    /// [`OverBudget`]; the list is then as it was.
+    /// [`OverBudget`]; the list does not change then.
     #[inline]
     pub fn push(&mut self, item: T) -> Result<(), OverBudget> {
         match self.pieces.last_mut() {
@@ -50,7 +50,7 @@ impl<T: Copy> LongList<T> {
     #[cold]
     fn push_where_full(&mut self, item: T) -> Result<(), OverBudget> {
         match &mut self.pieces[..] {
-            // A short list takes little.
+            // A short list needs little memory.
             [first] if first.len() < PIECE => return self.claim.push(first, item),
             [] => self.claim.push(&mut self.pieces, Vec::new())?,
             _ => {
@@ -65,20 +65,20 @@ impl<T: Copy> LongList<T> {
         }
     }
 
-    /// The item at a place.
+    /// The item at an index.
     #[must_use]
     #[inline]
     pub fn get(&self, at: usize) -> Option<T> {
         self.pieces.get(at / PIECE)?.get(at % PIECE).copied()
     }
 
-    /// Replaces the item at a place; false if there is none.
+    /// Replaces the item at an index; false if there is none.
     pub fn set(&mut self, at: usize, item: T) -> bool {
-        let place = self.pieces.get_mut(at / PIECE).and_then(|piece| piece.get_mut(at % PIECE));
-        place.map(|place| *place = item).is_some()
+        let slot = self.pieces.get_mut(at / PIECE).and_then(|piece| piece.get_mut(at % PIECE));
+        slot.map(|slot| *slot = item).is_some()
     }
 
-    /// The items from a place on.
+    /// The items from an index on.
     pub fn iter_from(&self, at: usize) -> impl Iterator<Item = T> + '_ {
         let pieces = self.pieces.get(at / PIECE..).unwrap_or_default();
         let (first, rest) = pieces.split_first().map_or((&[][..], pieces), |(first, rest)| (&first[..], rest));
@@ -86,11 +86,11 @@ impl<T: Copy> LongList<T> {
         first.iter().chain(rest.iter().flatten()).copied()
     }
 
-    /// Index of the first item for which `is_before` does not hold, in a list that is ordered by it.
+    /// Index of the first item for which `is_before` is false, in a list that is ordered by it.
     #[must_use]
     pub fn partition_point(&self, mut is_before: impl FnMut(&T) -> bool) -> usize {
-        let whole = self.pieces.partition_point(|piece| piece.last().is_some_and(&mut is_before));
-        let rest = self.pieces.get(whole).map(|piece| whole * PIECE + piece.partition_point(is_before));
+        let full = self.pieces.partition_point(|piece| piece.last().is_some_and(&mut is_before));
+        let rest = self.pieces.get(full).map(|piece| full * PIECE + piece.partition_point(is_before));
         rest.unwrap_or(self.len)
     }
 }
@@ -130,11 +130,11 @@ mod tests {
         assert!((there..=there + 8 * PIECE as u64 + 1024).contains(&budget.peak()), "{}", budget.peak());
         drop(list);
         assert_eq!(budget.held(), 0);
-        // A short one takes little.
+        // A short list needs little memory.
         let mut short = LongList::new(&budget);
         (0..10_u64).for_each(|number| short.push(number).unwrap());
         assert!(budget.held() < 512, "{}", budget.held());
-        // And all of a budget can be used.
+        // All of a budget can be used.
         let budget = Budget::new(there + 1024);
         let mut list = LongList::new(&budget);
         let over = (0..MANY).find_map(|number| list.push(number).err()).unwrap();

@@ -66,8 +66,7 @@ unsafe impl Driver for CudaDriver {
 
     unsafe fn stream_destroy(&self, stream: StreamId) -> DriverResult<()> {
         self.live.streams.remove(CallKind::StreamDestroy, stream.get(), |raw| {
-            // SAFETY: a live stream of this driver, which the caller promises not to use afterwards; queued work still
-            // runs to its end.
+            // SAFETY: a live stream of this driver, which the caller promises not to use afterwards; queued work still completes.
             self.call(CallKind::StreamDestroy, || unsafe { sys::cuStreamDestroy_v2(raw as CUstream) })
         })
     }
@@ -167,8 +166,8 @@ unsafe impl Driver for CudaDriver {
         let start = self.event(CallKind::EventElapsed, start)?;
         let end = self.event(CallKind::EventElapsed, end)?;
         let mut milliseconds = 0f32;
-        // SAFETY: both events are live (looked up above), the pointer is to a live number of the type
-        // that the call writes, and the function's type was settled where it was looked up.
+        // SAFETY: both events are live (looked up above), the pointer is to a live number of the type that the call writes,
+        // and the function's type was checked where it was looked up.
         self.call(CallKind::EventElapsed, || unsafe { (self.elapsed)(&raw mut milliseconds, start, end) })?;
         let nanoseconds = (f64::from(milliseconds) * 1e6).round();
         if nanoseconds >= 0.0 {
@@ -188,9 +187,9 @@ unsafe impl Driver for CudaDriver {
             sys::cuMemHostAlloc(&raw mut memory, bytes, 0)
         })?;
         let memory = NonNull::new(memory.cast::<u8>()).ok_or_else(|| {
-            refusal(CallKind::HostAlloc, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver handed out null".into())
+            refusal(CallKind::HostAlloc, CUresult::CUDA_ERROR_INVALID_VALUE, "the driver returned null".into())
         })?;
-        // SAFETY: the driver has just handed out `bytes` bytes here, and no other code knows of them.
+        // SAFETY: the driver has just allocated `bytes` bytes here, and no other code knows of them.
         unsafe { memory.write_bytes(0, bytes) };
         Ok(memory)
     }
@@ -200,10 +199,10 @@ unsafe impl Driver for CudaDriver {
         self.call(CallKind::HostFree, || unsafe { sys::cuMemFreeHost(ptr.as_ptr().cast()) })
     }
 
-    // Pageable memory has to be staged before the GPU can fetch it, and the driver stages within the call: when it
-    // returns, `src` has been read (PyTorch's non-blocking copies build on the same). A GPU that walks the host's page
-    // tables needs no staging and may read later; NVIDIA's reference says only that the call "might be synchronous".
-    // There we wait, since our contract lets the caller reuse or free `src` on return.
+    // Pageable memory must be staged before the GPU can fetch it, and the driver stages within the call: when it returns, `src` has
+    // been read (PyTorch's non-blocking copies rely on the same). A GPU that walks the host's page tables needs no staging and may
+    // read later; NVIDIA's reference says only that the call "might be synchronous". In that case we wait, since our contract lets
+    // the caller reuse or free `src` on return.
     // <https://docs.nvidia.com/cuda/cuda-driver-api/api-sync-behavior.html>
     unsafe fn copy_to_device(&self, dst: DeviceAddr, src: &[u8], stream: StreamId) -> DriverResult<()> {
         // SAFETY: the caller promises the target; the source is a slice, which the driver has read on return where it

@@ -1,7 +1,7 @@
 //! Stream capture and graphs on CUDA.
 //!
-//! A [`GraphId`] stands for an instance (`CUgraphExec`) and is never used again, so that a launch of a graph that is gone is an
-//! error. The captured graph is destroyed as soon as its instance is made, as NVIDIA's sample `graphMemoryNodes` does.
+//! A [`GraphId`] identifies an instance (`CUgraphExec`) and is never reused, so that a launch of a destroyed graph is an error. The
+//! captured graph is destroyed as soon as its instance is made, as in NVIDIA's sample `graphMemoryNodes`.
 
 use super::{CudaDriver, check, refusal};
 use crate::{CallKind, CapturedWork, DriverResult, GraphDriver, GraphId, PoolCounters, StreamId};
@@ -35,36 +35,36 @@ impl CudaDriver {
         // SAFETY: the instance was made above, and the stream is live (the caller looked it up).
         let uploaded = self.call(CallKind::CaptureEnd, || unsafe { sys::cuGraphUpload(instance, stream) });
         uploaded.map(|()| instance).inspect_err(|_| {
-            // Its result does not matter: the error that is returned says what went wrong first.
+            // Its result is ignored: the returned error is that of the first failure.
             // SAFETY: the instance was made above, was never launched, and no other code has its handle.
             unsafe { sys::cuGraphExecDestroy(instance) };
         })
     }
 }
 
-/// What a node depends on.
+/// The dependencies of a node.
 ///
 /// # Safety
 /// The node is of a graph that is not destroyed meanwhile, and a context is current.
 unsafe fn dependencies(node: u64) -> DriverResult<Vec<u64>> {
     let call = CallKind::StreamIsCapturing;
-    // CAST: a handle is kept as its value.
+    // CAST: a handle is stored as its value.
     let node = node as CUgraphNode;
     let mut count = 0usize;
     // SAFETY: the node is live (the caller's promise); without places for nodes and edges their number is written.
     let counted = unsafe { sys::cuGraphNodeGetDependencies_v2(node, ptr::null_mut(), ptr::null_mut(), &raw mut count) };
     check(call, counted)?;
-    let mut found: Vec<CUgraphNode> = vec![ptr::null_mut(); count];
+    let mut nodes: Vec<CUgraphNode> = vec![ptr::null_mut(); count];
     if count > 0 {
         let edge = CUgraphEdgeData { from_port: 0, to_port: 0, type_: 0, reserved: [0; 5] };
         let mut edges = vec![edge; count];
         // SAFETY: as above, with a place for each node and each edge.
         let read =
-            unsafe { sys::cuGraphNodeGetDependencies_v2(node, found.as_mut_ptr(), edges.as_mut_ptr(), &raw mut count) };
+            unsafe { sys::cuGraphNodeGetDependencies_v2(node, nodes.as_mut_ptr(), edges.as_mut_ptr(), &raw mut count) };
         check(call, read)?;
     }
-    // CAST: a handle is kept as its value.
-    Ok(found.into_iter().take(count).map(|node| node as u64).collect())
+    // CAST: a handle is stored as its value.
+    Ok(nodes.into_iter().take(count).map(|node| node as u64).collect())
 }
 
 impl CudaDriver {
@@ -72,9 +72,9 @@ impl CudaDriver {
         self.captured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes something of the capture that a stream is a part of, and of the nodes that its next work depends on. Their graph is
-    /// live as long as `of` runs, with a context current: the lock keeps out the ends of captures here, and whoever lent a stream
-    /// promised it of the others.
+    /// Applies `of` to the capture that a stream is a part of, and the nodes that its next work depends on. Their graph is live
+    /// while `of` runs, with a context current: the lock excludes the ends of captures here, and the owner of an adopted stream
+    /// promised it for the others.
     fn of_capture<T>(
         &self,
         stream: StreamId,
@@ -157,7 +157,7 @@ impl GraphDriver for CudaDriver {
             unsafe { sys::cuGraphDestroy(graph) };
         }
         match result {
-            // The capture was no longer whole, and has ended all the same.
+            // The capture was invalid, and has ended nevertheless.
             CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED | CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED => Ok(()),
             result => check(call, result),
         }
@@ -190,7 +190,7 @@ impl GraphDriver for CudaDriver {
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         self.live.graphs.remove(CallKind::GraphDestroy, graph.get(), |raw| {
-            // SAFETY: a live graph of this driver, which no other call finds any more; the caller promises that its last
+            // SAFETY: a live graph of this driver, which no other call can look up any more; the caller promises that its last
             // launch has finished.
             self.call(CallKind::GraphDestroy, || unsafe { sys::cuGraphExecDestroy(raw as CUgraphExec) })
         })

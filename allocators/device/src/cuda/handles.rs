@@ -1,7 +1,7 @@
-//! The handles that a driver has made. CUDA trusts the handles that it is given, so none reaches it that was not made here and
-//! is still live: a forged one, one of another driver and one from before this driver was opened are errors.
+//! The handles that a driver has made. CUDA trusts its handles, so only live handles that were made here reach it: a forged one,
+//! one of another driver and one from before this driver was opened are errors.
 //!
-//! A look-up is one in a table behind a lock. Only calls to the driver make one, never a hit in a cache.
+//! A look-up uses a table behind a lock. Only calls to the driver need one, never a hit in a cache.
 #![forbid(unsafe_code)]
 
 use super::{CallKind, DriverResult};
@@ -12,7 +12,7 @@ use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 type Table = BTreeMap<u64, u64>;
 
-/// The live handles of one kind: what CUDA calls them, by what our ids say.
+/// The live handles of one kind: CUDA's handles by our ids.
 #[derive(Debug)]
 pub(super) struct Live {
     what: &'static str,
@@ -32,13 +32,13 @@ impl Live {
         self.table.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what CUDA has just made; its id is the handle's value. CUDA may give a value out again after it was destroyed.
+    /// Adds a handle that CUDA has just made; its id is the handle's value. CUDA may reuse a value after its destruction.
     pub(super) fn insert(&self, raw: u64) -> u64 {
         self.write().insert(raw, raw);
         raw
     }
 
-    /// Puts it under an id that this process never uses again, so that the id of something that is gone stays an error.
+    /// Adds it under an id that this process never reuses, so that the id of a destroyed object stays an error.
     pub(super) fn insert_once(&self, raw: u64) -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Relaxed);
@@ -50,15 +50,15 @@ impl Live {
         DriverError::new(call, DriverError::INVALID_HANDLE, format!("no {} {id:#x} of this driver", self.what))
     }
 
-    /// CUDA's handle behind a live id.
+    /// CUDA's handle of a live id.
     #[inline]
     pub(super) fn get(&self, call: CallKind, id: u64) -> DriverResult<u64> {
-        let found = self.read().get(&id).copied();
-        found.ok_or_else(|| self.unknown(call, id))
+        let handle = self.read().get(&id).copied();
+        handle.ok_or_else(|| self.unknown(call, id))
     }
 
-    /// Destroys a handle by `destroy`, to which CUDA's is given. It is forgotten first, because CUDA may give its value out
-    /// again at once, and noted again should CUDA refuse.
+    /// Destroys a handle by `destroy`, which gets CUDA's. It is removed first, because CUDA may reuse its value immediately, and
+    /// added again should CUDA refuse.
     pub(super) fn remove(
         &self,
         call: CallKind,
@@ -108,7 +108,7 @@ mod tests {
         }
         mine.remove(CALL, a, |_| Ok(())).unwrap();
         mine.get(CALL, a).unwrap_err();
-        mine.remove(CALL, a, |_| panic!("it is gone")).unwrap_err();
+        mine.remove(CALL, a, |_| panic!("it was removed")).unwrap_err();
     }
 
     #[test]
@@ -125,7 +125,7 @@ mod tests {
         let live = Live::new("graph");
         let first = live.insert_once(7);
         live.remove(CALL, first, |_| Ok(())).unwrap();
-        // CUDA gives the same value out again.
+        // CUDA reuses the value.
         let second = live.insert_once(7);
         live.get(CALL, first).unwrap_err();
         assert_eq!(live.get(CALL, second), Ok(7));

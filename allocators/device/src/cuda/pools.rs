@@ -1,7 +1,7 @@
 //! Stream-ordered pools on CUDA.
 //!
-//! Each pool is made here and is our own: the device's default pool belongs to the whole process, and a threshold set
-//! on it would change the measurements of all other code in it.
+//! Each pool is created here and is our own: the device's default pool belongs to the whole process, and a threshold set on it
+//! would change the measurements of all other code in it.
 
 use super::{CudaDriver, size};
 use crate::{CallKind, DeviceAddr, DriverResult, PoolCounters, PoolDriver, PoolId, PoolSettings, StreamId};
@@ -68,12 +68,11 @@ impl PoolDriver for CudaDriver {
             reserved: [0; 54],
         };
         let mut pool: CUmemoryPool = ptr::null_mut();
-        // SAFETY: both pointers are to live values of the types that the call reads and writes; what is reserved is
-        // zero.
+        // SAFETY: both pointers are to live values of the types that the call reads and writes; reserved fields are zero.
         self.call(CallKind::PoolCreate, || unsafe { sys::cuMemPoolCreate(&raw mut pool, &raw const properties) })?;
         if let Err(error) = self.apply(pool, settings) {
             // SAFETY: the pool was made above, nothing was allocated from it and no other code has its handle.
-            // Its result does not matter: the error that is returned says what went wrong first.
+            // Its result is ignored: the returned error is that of the first failure.
             unsafe { sys::cuMemPoolDestroy(pool) };
             return Err(error);
         }
@@ -114,13 +113,13 @@ impl PoolDriver for CudaDriver {
 
     fn pool_reset_peaks(&self, pool: PoolId) -> DriverResult<()> {
         let pool = self.pool(CallKind::PoolAttribute, pool)?;
-        // Zero is the one value that the driver takes for them; they then start from the current ones.
+        // Zero is the only value that the driver takes for them; they then restart from the current ones.
         [RESERVED_HIGH, USED_HIGH].into_iter().try_for_each(|peak| self.write(pool, peak, 0u64))
     }
 
     fn pool_trim_to(&self, pool: PoolId, keep_bytes: u64) -> DriverResult<()> {
         let pool = self.pool(CallKind::PoolTrim, pool)?;
-        // SAFETY: the pool is live (ids come from `pool_create`); trimming touches only memory that is not allocated.
+        // SAFETY: the pool is live (ids come from `pool_create`); trimming releases only memory that is not allocated.
         self.call(CallKind::PoolTrim, || unsafe { sys::cuMemPoolTrimTo(pool, size(keep_bytes)) })
     }
 

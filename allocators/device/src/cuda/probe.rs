@@ -1,4 +1,4 @@
-//! Looking for the driver and its GPUs, without a panic where there is none.
+//! Detection of the driver and its GPUs, without a panic where there is none.
 
 use super::check;
 use crate::DriverError;
@@ -7,7 +7,7 @@ use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute, CUresult};
 use std::ffi::{CStr, c_int};
 use std::fmt;
 
-/// A version of CUDA, as the driver counts them: the newest one that it supports.
+/// The newest version of CUDA that the driver supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CudaVersion {
     /// Major part: 13 of 13.0.
@@ -17,7 +17,7 @@ pub struct CudaVersion {
 }
 
 impl CudaVersion {
-    /// The oldest that will do. The kernels are compiled to PTX ISA 8.4, which drivers accept from here on.
+    /// The oldest sufficient version. The kernels are compiled to PTX ISA 8.4, which drivers accept from here on.
     /// <https://docs.nvidia.com/cuda/parallel-thread-execution/index.html#release-notes>
     pub const NEEDED: Self = Self { major: 12, minor: 4 };
 
@@ -34,50 +34,50 @@ impl fmt::Display for CudaVersion {
     }
 }
 
-/// Why there is no CUDA device to work on.
+/// The reason why no CUDA device can be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaUnavailable {
     /// The driver's library is not on this machine.
     #[error("no NVIDIA driver: libcuda was not found; install one or use --device sim")]
     NoDriverLibrary,
-    /// The library is there but does not come up.
-    #[error("the NVIDIA driver did not start: {name} ({code}); see whether nvidia-smi works, or use --device sim")]
+    /// The library exists but does not start.
+    #[error("the NVIDIA driver did not start: {name} ({code}); check whether nvidia-smi works, or use --device sim")]
     InitFailed {
         /// The driver's result code.
         code: u32,
         /// Name of the code.
         name: String,
     },
-    /// The driver is there but shows no GPU.
-    #[error("the NVIDIA driver shows no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device sim")]
+    /// The driver runs but shows no GPU.
+    #[error("the NVIDIA driver shows no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device sim")]
     NoDevice,
-    /// The driver shows fewer GPUs than the number asked for implies.
+    /// The driver shows fewer GPUs than the requested number implies.
     #[error(
         "there is no GPU {asked}: the driver shows {count}, counted from 0; ask for a lower number or use --device sim"
     )]
     NoSuchDevice {
-        /// Number asked for.
+        /// Requested number.
         asked: usize,
-        /// GPUs that there are.
+        /// Number of GPUs.
         count: usize,
     },
-    /// The driver is older than what the kernels are compiled for.
+    /// The driver is older than the kernels require.
     #[error(
         "the NVIDIA driver supports CUDA {found} and {needed} is needed: install driver 550 or newer, or use --device sim"
     )]
     DriverTooOld {
         /// The driver's version.
         found: CudaVersion,
-        /// The oldest version that would do.
+        /// The oldest sufficient version.
         needed: CudaVersion,
     },
-    /// The driver is there, but a question to it failed.
+    /// The driver exists, but a query failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
-/// A GPU as the driver describes it.
+/// The driver's description of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaDeviceInfo {
     /// Its number, counted from 0 among the GPUs that the driver shows.
@@ -88,9 +88,9 @@ pub struct CudaDeviceInfo {
     pub compute_capability: (u32, u32),
     /// Total memory in bytes.
     pub total_bytes: u64,
-    /// Whether stream-ordered pools are there.
+    /// Whether it has stream-ordered pools.
     pub pools: bool,
-    /// Whether virtual memory management is there.
+    /// Whether it has virtual memory management.
     pub vmm: bool,
     /// The properties that created memory can have, as far as the driver claims.
     pub memory: MemoryProperties,
@@ -98,18 +98,18 @@ pub struct CudaDeviceInfo {
     pub multiprocessors: u32,
     /// Size of the L2 cache in bytes.
     pub l2_bytes: u64,
-    /// Whether it reads the host's pageable memory by itself, through the host's page tables (Grace and its like).
+    /// Whether it reads the host's pageable memory by itself, through the host's page tables (as Grace does).
     pub host_page_tables: bool,
 }
 
 /// Starts the driver, if there is one that is new enough, and returns its version. Cheap when it is running.
 pub(super) fn start() -> Result<CudaVersion, CudaUnavailable> {
-    // SAFETY: loading a library runs its initialisers, which have to be sound; for libcuda that is NVIDIA's promise.
-    // Every other cudarc call panics when the library is missing, so this one comes first.
+    // SAFETY: loading a library runs its initialisers, which must be sound; for libcuda that is NVIDIA's promise. Every other
+    // cudarc call panics when the library is missing, so this one comes first.
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaUnavailable::NoDriverLibrary);
     }
-    // SAFETY: the library is there (checked above); 0 is the only flag value that cuInit takes.
+    // SAFETY: the library is loaded (checked above); 0 is the only valid flag of cuInit.
     match unsafe { sys::cuInit(0) } {
         CUresult::CUDA_SUCCESS => {}
         CUresult::CUDA_ERROR_NO_DEVICE => return Err(CudaUnavailable::NoDevice),
@@ -120,14 +120,14 @@ pub(super) fn start() -> Result<CudaVersion, CudaUnavailable> {
     // SAFETY: the pointer is to a live integer of the type that the call writes.
     let result = unsafe { sys::cuDriverGetVersion(&raw mut raw) };
     check(CallKind::DeviceQuery, result)?;
-    let found = CudaVersion::from_raw(raw);
-    if found < CudaVersion::NEEDED {
-        return Err(CudaUnavailable::DriverTooOld { found, needed: CudaVersion::NEEDED });
+    let version = CudaVersion::from_raw(raw);
+    if version < CudaVersion::NEEDED {
+        return Err(CudaUnavailable::DriverTooOld { found: version, needed: CudaVersion::NEEDED });
     }
-    Ok(found)
+    Ok(version)
 }
 
-/// How many GPUs the started driver shows; an error for none.
+/// The number of GPUs that the started driver shows; an error for none.
 pub(super) fn device_count() -> Result<usize, CudaUnavailable> {
     let mut count = 0;
     // SAFETY: the driver is started (callers do) and the pointer is to a live integer of the type that the call writes.
@@ -139,7 +139,7 @@ pub(super) fn device_count() -> Result<usize, CudaUnavailable> {
     }
 }
 
-/// The driver's handle of a GPU and what it says about it.
+/// The driver's handle of a GPU and its description.
 pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDeviceInfo), CudaUnavailable> {
     let number = match c_int::try_from(ordinal) {
         Ok(number) if ordinal < count => number,
@@ -174,7 +174,7 @@ pub(super) fn device(ordinal: usize, count: usize) -> Result<(CUdevice, CudaDevi
     Ok((device, info))
 }
 
-/// One attribute; those that are asked for here are never negative.
+/// One attribute; the attributes that are queried here are never negative.
 fn ask(device: CUdevice, attribute: CUdevice_attribute) -> DriverResult<u32> {
     let mut value = 0;
     // SAFETY: `device` came from cuDeviceGet and the pointer is to a live integer of the type that the call writes.
@@ -223,13 +223,13 @@ mod tests {
 
     #[test]
     fn every_reason_is_one_line_with_a_mend() {
-        let found = CudaVersion::from_raw(12_020);
+        let version = CudaVersion::from_raw(12_020);
         let reasons = [
             CudaUnavailable::NoDriverLibrary,
             CudaUnavailable::InitFailed { code: 803, name: "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH".into() },
             CudaUnavailable::NoDevice,
             CudaUnavailable::NoSuchDevice { asked: 3, count: 1 },
-            CudaUnavailable::DriverTooOld { found, needed: CudaVersion::NEEDED },
+            CudaUnavailable::DriverTooOld { found: version, needed: CudaVersion::NEEDED },
         ];
         for text in reasons.map(|reason| reason.to_string()) {
             assert!(!text.contains('\n') && text.ends_with("use --device sim"), "{text}");

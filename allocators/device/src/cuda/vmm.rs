@@ -1,8 +1,8 @@
-//! Virtual memory management on CUDA: addresses and the memory behind them, each on its own.
+//! Virtual memory management on CUDA: addresses and memory, separately.
 //!
-//! Memory is created so that other processes, NCCL and network adapters can use it, as far as the device allows: each property
-//! that its attributes promise is requested. When the driver refuses, the [next best](MemoryProperties::next_best) is requested;
-//! the first that it grants is kept for all memory of the process.
+//! Memory is created so that other processes, NCCL and network adapters can use it, as far as the device allows: each property that
+//! its attributes promise is requested. When the driver refuses, the [next best](MemoryProperties::next_best) set is requested; the
+//! first granted set applies to all memory of the process.
 
 use super::{CudaDriver, size};
 use crate::{
@@ -42,8 +42,8 @@ impl Requested {
         *self.lock() = (properties, true);
     }
 
-    /// Calls `create` with the properties, and with fewer when it refuses them. Memory that is short is no refusal, nor is an
-    /// error once the properties have been granted, or one that fewer properties do not mend.
+    /// Calls `create` with the properties, and with fewer when it refuses them. Lack of memory is not a refusal, nor is an error
+    /// once the properties have been granted, or one that fewer properties do not fix.
     fn try_each<T>(&self, create: impl Fn(MemoryProperties) -> DriverResult<T>) -> DriverResult<T> {
         let (mut properties, granted) = self.get();
         let first = create(properties);
@@ -94,15 +94,15 @@ impl CudaDriver {
         }
     }
 
-    /// Requests these properties for memory from now on, as far as the device claims to support them. Memory from before
-    /// keeps its own. For measuring what a property costs.
+    /// Requests these properties for memory from now on, as far as the device claims to support them. Existing memory keeps its
+    /// own. For measuring the cost of a property.
     pub fn request_memory(&self, properties: MemoryProperties) {
         *self.memory.lock() = (properties.and(self.info.memory), false);
     }
 }
 
 impl VmmDriver for CudaDriver {
-    /// The recommended one, which is the least for speed.
+    /// The recommended granularity, which is the minimum for speed.
     fn granularity(&self) -> DriverResult<u64> {
         let recommended = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
         let ask = |properties: MemoryProperties| {
@@ -116,14 +116,14 @@ impl VmmDriver for CudaDriver {
             Ok(bytes as u64)
         };
         let properties = self.memory.get().0;
-        // A device that does not grant them may not say it either.
+        // A device that does not grant them may refuse this query, too.
         let fewer = std::iter::successors(properties.next_best(), |last| last.next_best());
         ask(properties).or_else(|error| fewer.map(ask).find_map(DriverResult::ok).ok_or(error))
     }
 
     fn address_reserve(&self, bytes: u64) -> DriverResult<DeviceAddr> {
-        // SAFETY: the pointer is to a live address of the type that the call writes. Zeros ask for the default
-        // alignment, for any address, and are the only flags there are.
+        // SAFETY: the pointer is to a live address of the type that the call writes. Zeros request the default alignment and any
+        // address, and are the only valid flags.
         self.placing_call(CallKind::MemAddressReserve, bytes, |addr| unsafe {
             sys::cuMemAddressReserve(addr, size(bytes), 0, 0, 0)
         })
@@ -150,8 +150,8 @@ impl VmmDriver for CudaDriver {
 
     unsafe fn map(&self, addr: DeviceAddr, bytes: u64, handle: PhysicalHandle) -> DriverResult<()> {
         let handle = self.live.physical.get(CallKind::MemMap, handle.get())?;
-        // SAFETY: the handle is live; the caller promises an unmapped piece of one reserved range and that it has this size;
-        // offset and flags have to be 0.
+        // SAFETY: the handle is live; the caller promises an unmapped piece of one reserved range and that it has this size; offset
+        // and flags must be 0.
         self.call(CallKind::MemMap, || unsafe { sys::cuMemMap(addr.get(), size(bytes), 0, handle, 0) })
     }
 
@@ -195,10 +195,10 @@ impl VmmDriver for CudaDriver {
                 }
                 // SAFETY: the driver has just opened it for the caller, and no other code knows of it.
                 let made = unsafe { OwnedFd::from_raw_fd(raw) };
-                // The copy closes in programs that this one starts.
-                let kept = made.try_clone();
+                // The duplicate closes in programs that this one starts.
+                let duplicate = made.try_clone();
                 let refused = |error| DriverError::new(call, DriverError::OPERATING_SYSTEM, format!("{error}"));
-                kept.map(Shareable::Descriptor).map_err(refused)
+                duplicate.map(Shareable::Descriptor).map_err(refused)
             }
             ShareKind::Fabric => {
                 let mut bytes = [0u8; 64];
@@ -215,10 +215,10 @@ impl VmmDriver for CudaDriver {
         let mut raw = 0;
         match shared {
             Shareable::Descriptor(descriptor) => {
-                // CAST: the driver takes the descriptor's number in the place of a pointer.
+                // CAST: the driver takes the descriptor's number instead of a pointer.
                 let number = descriptor.as_raw_fd() as usize as *mut c_void;
-                // SAFETY: the descriptor is open, and the pointer is to a live handle of the type that the call writes. The
-                // driver looks whether the descriptor is one of its own.
+                // SAFETY: the descriptor is open, and the pointer is to a live handle of the type that the call writes. The driver
+                // checks whether the descriptor is one of its own.
                 self.call(CallKind::MemImport, || unsafe {
                     sys::cuMemImportFromShareableHandle(&raw mut raw, number, DESCRIPTOR)
                 })?;

@@ -1,4 +1,4 @@
-//! Stream capture and graphs of the null device: which streams capture, and addresses that belong to graphs.
+//! Stream capture and graphs of the null device: capturing streams, and addresses that belong to graphs.
 
 use super::{NullDriver, lock};
 use crate::DriverError;
@@ -25,13 +25,13 @@ impl NullDriver {
     /// An allocation on a stream that captures; `None` on one that does not.
     pub(super) fn alloc_captured(&self, bytes: u64, stream: StreamId) -> Option<DriverResult<DeviceAddr>> {
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.captures.get_mut(&stream.get())?;
-        if let Some(addr) = own.reuse(bytes) {
+        let blocks = graphs.captures.get_mut(&stream.get())?;
+        if let Some(addr) = blocks.reuse(bytes) {
             return Some(Ok(DeviceAddr::handed_out(addr)));
         }
         Some(self.take_async(bytes, None).inspect(|addr| {
-            own.add(addr.get(), bytes);
-            // As with its pools: nothing is held beyond what is used.
+            blocks.add(addr.get(), bytes);
+            // As with its pools, reserved and used memory are equal.
             graphs.memory.take(bytes, graphs.memory.used + bytes);
         }))
     }
@@ -43,12 +43,12 @@ impl NullDriver {
     }
 
     fn end(&self, graphs: &mut Graphs, call: CallKind, stream: StreamId) -> DriverResult<CapturedMemory> {
-        let own = graphs
+        let blocks = graphs
             .captures
             .remove(&stream.get())
             .ok_or_else(|| DriverError::illegal_state(call, "the stream does not capture"))?;
         self.capturing.fetch_sub(1, Release);
-        Ok(own)
+        Ok(blocks)
     }
 
     fn drop_own(&self, graphs: &mut Graphs, call: CallKind, own: &CapturedMemory) -> DriverResult<()> {
@@ -73,19 +73,19 @@ impl GraphDriver for NullDriver {
 
     fn capture_end(&self, stream: StreamId) -> DriverResult<GraphId> {
         let graphs = &mut *lock(&self.graphs);
-        let own = self.end(graphs, CallKind::CaptureEnd, stream)?;
+        let blocks = self.end(graphs, CallKind::CaptureEnd, stream)?;
         let id = self.next_handle.fetch_add(1, Relaxed);
-        graphs.graphs.insert(id, own);
+        graphs.graphs.insert(id, blocks);
         Ok(GraphId::made(id))
     }
 
     fn capture_abort(&self, stream: StreamId) -> DriverResult<()> {
         let graphs = &mut *lock(&self.graphs);
-        let own = self.end(graphs, CallKind::CaptureAbort, stream)?;
-        self.drop_own(graphs, CallKind::CaptureAbort, &own)
+        let blocks = self.end(graphs, CallKind::CaptureAbort, stream)?;
+        self.drop_own(graphs, CallKind::CaptureAbort, &blocks)
     }
 
-    /// Work has no order here: nothing is known to come behind anything.
+    /// Work has no order here: no work is known to follow other work.
     fn capture_front(&self, _stream: StreamId) -> DriverResult<Option<CapturedWork>> {
         Ok(None)
     }
@@ -104,9 +104,9 @@ impl GraphDriver for NullDriver {
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let call = CallKind::GraphDestroy;
         let graphs = &mut *lock(&self.graphs);
-        let own = graphs.graphs.remove(&graph.get());
+        let blocks = graphs.graphs.remove(&graph.get());
         let no_graph = || DriverError::no_such(call, "graph", graph.get());
-        self.drop_own(graphs, call, &own.ok_or_else(no_graph)?)
+        self.drop_own(graphs, call, &blocks.ok_or_else(no_graph)?)
     }
 
     fn graph_memory(&self) -> DriverResult<PoolCounters> {

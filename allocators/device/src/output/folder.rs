@@ -1,7 +1,7 @@
-//! Folders that one program has to itself: one that appears whole, and one that is filled where it lies.
+//! Directories for one program: one that appears complete, and one that is filled in place.
 //!
-//! Whose a folder is, is decided by a call that only one program can win, and never by looking beforehand. A loser takes
-//! back what it made itself and nothing else.
+//! A system call that only one program can win decides which program gets a directory, never a check beforehand. A loser removes
+//! only its own files.
 
 use super::{Listed, OutputError, OutputProblem, prefix};
 use std::fs::{self, File, OpenOptions};
@@ -9,27 +9,27 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// A folder under way. What goes into it is written to its [part](Self::part), which takes the name at the end.
+/// A directory that is being written. Its contents are written to its [part](Self::part), which is renamed at the end.
 ///
-/// Dropping it removes what was written; a process that is killed leaves the part.
+/// Dropping it removes the part; a process that is killed leaves the part.
 #[derive(Debug)]
 pub struct OutputFolder {
     path: PathBuf,
     part: TempDir,
-    /// Dropped after the part is gone.
+    /// Dropped after the part is removed.
     listed: Listed,
 }
 
 impl OutputFolder {
-    /// Begins a folder that will be at `path`.
+    /// Begins a directory that will have the name `path`.
     ///
     /// # Errors
-    /// [`OutputProblem::Denied`] where none can be made.
+    /// [`OutputProblem::Denied`] where none can be created.
     pub fn create(path: &Path) -> Result<Self, OutputError> {
         let prefix = prefix(path);
         let mut builder = tempfile::Builder::new();
         builder.prefix(&prefix).suffix(".part").rand_bytes(10);
-        // The library's own keep others from reading, as suits what is only temporary.
+        // By default the library denies read access to others, as is right for temporary files.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
         let part = builder.tempdir_in(super::folder(path));
@@ -39,22 +39,22 @@ impl OutputFolder {
         Ok(Self { path: path.to_owned(), part, listed })
     }
 
-    /// The name that it will have.
+    /// The final name.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where its contents go.
+    /// The path for its contents.
     #[must_use]
     pub fn part(&self) -> &Path {
         self.part.path()
     }
 
-    /// Gives the folder, in which there is something, its name.
+    /// Renames the directory, which is not empty.
     ///
     /// # Errors
-    /// [`OutputProblem::Exists`] where something has that name; then nothing is left of this one.
+    /// [`OutputProblem::Exists`] where the name exists; then nothing is left of this one.
     pub fn finish(self) -> Result<(), OutputError> {
         let Self { path, part, listed } = self;
         // The system replaces an empty folder at most.
@@ -71,25 +71,25 @@ impl OutputFolder {
     }
 }
 
-/// A folder that a program fills where it lies. It is the one's whose first file it holds.
+/// A directory that a program fills in place. It belongs to the program that created its first file.
 #[derive(Debug)]
 pub struct OwnFolder {
     path: PathBuf,
     first: PathBuf,
-    /// Whether it was not there before.
+    /// Whether this program created it.
     made: bool,
 }
 
 impl OwnFolder {
-    /// Makes a folder, and those that it lies in, or takes one that is empty. Its first file is new and open for writing.
+    /// Creates a directory with its parents, or takes an empty one. Its first file is new and open for writing.
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`] where something is there, or another program has taken the folder at the same time; else
-    /// what the system says. Nothing is left but folders that it would have lain in.
+    /// [`ErrorKind::AlreadyExists`] where it is not empty, or another program has taken it at the same time; else the system's
+    /// error. Only created parents are left then.
     pub fn take(path: &Path, first: &str) -> io::Result<(Self, File)> {
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent).map_err(|error| match error.kind() {
-                // It is not this folder that is there.
+                // The existing entry is not this directory.
                 ErrorKind::AlreadyExists => ErrorKind::NotADirectory.into(),
                 _ => error,
             })?;
@@ -104,26 +104,26 @@ impl OwnFolder {
             }
             Err(error) => return Err(error),
         };
-        let own = Self { path: path.to_owned(), first: path.join(first), made };
-        match OpenOptions::new().write(true).create_new(true).open(&own.first) {
-            Ok(file) => Ok((own, file)),
+        let folder = Self { path: path.to_owned(), first: path.join(first), made };
+        match OpenOptions::new().write(true).create_new(true).open(&folder.first) {
+            Ok(file) => Ok((folder, file)),
             Err(error) => {
-                // The file is another's; the folder goes only if it is empty.
-                own.remove();
+                // The file belongs to another program; the directory is removed only if it is empty.
+                folder.remove();
                 Err(error)
             }
         }
     }
 
-    /// The folder.
+    /// The directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes the first file, and the folder if it was made for it and holds nothing else.
+    /// Removes the first file, and the directory if this program created it and it is empty.
     pub fn give_back(&self) {
-        // Whatever of it cannot be removed is empty; the error that led here is the one to tell.
+        // A part that cannot be removed is empty; the error that led here is the one to report.
         let _ = fs::remove_file(&self.first);
         self.remove();
     }

@@ -1,4 +1,4 @@
-//! Room on the disk: an error that says how much is missing, and room that is reserved.
+//! Disk space: an error that contains the missing amount, and reserved space.
 
 use super::OutputProblem;
 use crate::bytes::Bytes;
@@ -8,22 +8,22 @@ use std::fs::{File, Metadata};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
-/// How much a file needs where there is less.
+/// The required space of a file that does not fit.
 #[derive(Debug)]
 pub struct NoRoom {
-    /// Bytes that it needs.
+    /// Required bytes.
     pub needed: u64,
-    /// Whether it needs exactly these; otherwise more would have followed.
+    /// Whether this is the exact size; otherwise it is a minimum.
     pub whole: bool,
-    /// Bytes that there is room for, where that is known and fewer than are needed.
+    /// Available bytes, where that is known and less than required.
     pub room: Option<u64>,
     /// The operating system's error.
     pub error: io::Error,
 }
 
 impl NoRoom {
-    /// The problem that an error of a write is, which need not be a full disk. `held` bytes will come free.
-    pub(super) fn of(folder: &Path, needed: u64, whole: bool, held: u64, error: io::Error) -> OutputProblem {
+    /// The problem for an error of a write, which may not be a full disk. `held` bytes will become free.
+    pub(super) fn problem(folder: &Path, needed: u64, whole: bool, held: u64, error: io::Error) -> OutputProblem {
         if !is_full(&error) {
             return OutputProblem::Io(error);
         }
@@ -45,10 +45,10 @@ impl fmt::Display for NoRoom {
     }
 }
 
-/// Room that is kept for a file to come, so that something can be written when the disk is full. Dropping it gives the
-/// room back; so does the end of the process, however it ends, because the file that keeps it has no name.
+/// Space that is reserved for a later file, so that it can be written when the disk is full. Dropping it frees the space; so does
+/// the end of the process in any way, because the reserving file has no name.
 ///
-/// On file systems that cannot take room ahead, such as NFS before version 4.2, it keeps none.
+/// On file systems that cannot reserve space, such as NFS before version 4.2, it reserves none.
 #[derive(Debug)]
 pub struct Reserve {
     file: File,
@@ -56,20 +56,20 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Keeps room in a folder.
+    /// Reserves space in a directory.
     ///
     /// # Errors
-    /// When there is not so much, or no file can be made there.
+    /// When there is not enough space, or no file can be created there.
     pub fn keep(folder: &Path, bytes: u64) -> io::Result<Self> {
         let mut reserve = Self { file: tempfile::tempfile_in(folder)?, bytes: 0 };
         reserve.extend(bytes)?;
         Ok(reserve)
     }
 
-    /// Keeps at least so much.
+    /// Reserves at least `bytes`.
     ///
     /// # Errors
-    /// When there is not so much; what was kept before stays.
+    /// When there is not enough space; the earlier reservation stays.
     pub fn extend(&mut self, bytes: u64) -> io::Result<()> {
         if bytes > self.bytes {
             match self.file.allocate(bytes) {
@@ -81,12 +81,12 @@ impl Reserve {
     }
 }
 
-/// Whether there is no room, or not so much is allowed.
+/// Whether there is no space, or a limit does not allow it.
 pub(super) fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }
 
-/// Bytes that a file takes from the disk.
+/// Bytes that a file uses on the disk.
 pub(super) fn held(file: &Metadata) -> u64 {
     #[cfg(unix)]
     return std::os::unix::fs::MetadataExt::blocks(file) * 512;

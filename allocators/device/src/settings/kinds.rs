@@ -1,4 +1,4 @@
-//! What values a setting takes: how they are written, read and described.
+//! Kinds of values: how they are written, read and described.
 
 use crate::bytes::Bytes;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::str::FromStr;
 type Read<T> = Box<dyn Fn(&str) -> Option<T>>;
 type Write<T> = Box<dyn Fn(&T) -> String>;
 
-/// What values a setting of type `T` takes.
+/// The accepted values of a setting of type `T`.
 pub struct Kind<T> {
     takes: String,
     read: Read<T>,
@@ -22,8 +22,7 @@ impl<T> fmt::Debug for Kind<T> {
 }
 
 impl<T> Kind<T> {
-    /// A kind of values, described in a few words as they stand behind "takes". `read` gives back what `write` wrote, to the
-    /// bit.
+    /// A kind of values, described in a few words that follow "takes". `read` returns exactly the value that `write` wrote.
     pub fn new(
         takes: impl Into<String>,
         read: impl Fn(&str) -> Option<T> + 'static,
@@ -32,13 +31,13 @@ impl<T> Kind<T> {
         Self { takes: takes.into(), read: Box::new(read), write: Box::new(write) }
     }
 
-    /// What it takes.
+    /// The accepted values.
     #[must_use]
     pub fn takes(&self) -> &str {
         &self.takes
     }
 
-    /// The value that a text stands for; `None` where it stands for none.
+    /// The value of a text; `None` where it has none.
     #[must_use]
     pub fn read(&self, text: &str) -> Option<T> {
         (self.read)(text)
@@ -66,19 +65,19 @@ pub fn bytes() -> ByteCount {
 }
 
 impl ByteCount {
-    /// No fewer than these.
+    /// Sets the minimum.
     #[must_use]
     pub fn at_least(self, least: u64) -> Self {
         Self { least, ..self }
     }
 
-    /// No more than these.
+    /// Sets the maximum.
     #[must_use]
     pub fn at_most(self, most: u64) -> Self {
         Self { most, ..self }
     }
 
-    /// Also `word`, for a bound that is not there: [`None`] where the type is an option, else [`u64::MAX`].
+    /// Also accepts `word`, for no bound: [`None`] where the type is an option, else [`u64::MAX`].
     #[must_use]
     pub fn or(self, word: &'static str) -> Self {
         Self { unbounded: Some(word), ..self }
@@ -105,7 +104,7 @@ impl ByteCount {
     }
 }
 
-/// A size so that it reads back exactly: in the largest unit that divides it.
+/// A size that reads back exactly: in the largest unit that divides it.
 fn exact(bytes: u64) -> String {
     let units = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];
     match units.into_iter().find(|(_, log2)| bytes > 0 && bytes.trailing_zeros() >= *log2) {
@@ -153,12 +152,12 @@ pub fn switch() -> Kind<bool> {
     Kind::new("on or off", read, |on| if *on { "on" } else { "off" }.to_owned())
 }
 
-/// A type with few values, each with a name; [`named`](crate::named) makes one.
+/// A type with few named values; [`named`](crate::named) makes one.
 pub trait Choices: Copy + PartialEq + 'static {
-    /// All of them, in the order in which they are listed.
+    /// All values, in order.
     const ALL: &'static [Self];
 
-    /// How one is written.
+    /// The name of a value.
     fn name(self) -> &'static str;
 }
 
@@ -174,7 +173,7 @@ pub fn choice<T: Choices>() -> Kind<T> {
     Kind::new(takes, read, |value| value.name().to_owned())
 }
 
-/// What a type reads from text, described in a few words. A value with commas is written in brackets: `[1:4,>:8]`.
+/// A type that is read from text, described in a few words. A value with commas is written in brackets: `[1:4,>:8]`.
 #[must_use]
 pub fn text<T: FromStr + fmt::Display + 'static>(takes: &'static str) -> Kind<T> {
     Kind::new(takes, |text| text.parse().ok(), T::to_string)

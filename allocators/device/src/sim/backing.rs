@@ -34,11 +34,11 @@ impl Range {
 
     pub(super) fn at(&self, offset: u64) -> Option<NonNull<u8>> {
         let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.bytes)?;
-        // SAFETY: the offset lies within the range or one past it.
+        // SAFETY: the offset is within the range or one past it.
         Some(unsafe { self.base.add(offset) })
     }
 
-    /// Where a part begins that lies in this range as a whole.
+    /// The beginning of a part that is entirely in this range.
     fn part(&self, offset: u64, bytes: usize) -> Option<NonNull<u8>> {
         let end = offset.checked_add(bytes as u64)?;
         self.at(end)?;
@@ -49,8 +49,7 @@ impl Range {
         let Some(target) = self.part(offset, file.bytes) else { return false };
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-        // SAFETY: `offset..offset + file.bytes` lies in this range, which is ours, so the fixed mapping replaces nothing
-        // else.
+        // SAFETY: `offset..offset + file.bytes` is in this range, which is ours, so the fixed mapping replaces nothing else.
         let got = unsafe { libc::mmap(target.as_ptr().cast(), file.bytes, access, flags, file.file.as_raw_fd(), 0) };
         got != libc::MAP_FAILED
     }
@@ -59,8 +58,8 @@ impl Range {
         let Ok(bytes) = usize::try_from(bytes) else { return };
         let Some(target) = self.part(offset, bytes) else { return };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        // SAFETY: the part lies in this range, which is ours; replacing a mapping by one without access cannot fail for
-        // lack of memory, and a failure would leave the old mapping.
+        // SAFETY: the part is in this range, which is ours; replacing a mapping by one without access cannot fail for lack of
+        // memory, and a failure would leave the old mapping.
         unsafe { libc::mmap(target.as_ptr().cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
     }
 }

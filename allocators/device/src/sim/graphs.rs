@@ -1,14 +1,14 @@
 //! Stream capture and graphs of the simulated device.
 //!
-//! A capture notes what is queued and what it will cost; a launch costs the host one call and runs what was noted, one
-//! piece after another, with a gap between two instead of what a launch costs each. Nothing is computed, neither while it
-//! is captured nor at a launch: the caller that launches the graph computes the kernels, and their fills and copies with them.
-//! A launch runs its nodes in the order of the calls, on joined streams too; that these are joined to the first one again before
-//! the end is not checked. What the streams' order is, is known as long as it is captured.
+//! A capture records queued work and its costs; a launch costs the host one call and runs the recorded work, one piece after
+//! another, with a gap between two instead of the cost of a launch each. Nothing is computed, neither during the capture nor at a
+//! launch: the caller that launches the graph computes the kernels with their fills and copies. A launch runs its nodes in the
+//! order of the calls, on joined streams too; it is not checked that these are joined to the first one again before the end. The
+//! order of the streams is known only during the capture.
 //!
-//! Stream-ordered allocations of a capture come from a heap of their own that all graphs share. An address belongs to its
-//! capture and then its graph until that is destroyed, and so does the host memory behind it. Within a capture a block
-//! that was freed serves the next request that rounds to the same size. (What a GPU's driver does there is not visible.)
+//! Stream-ordered allocations of a capture come from a heap of their own that all graphs share. An address belongs to its capture
+//! and then its graph until that is destroyed, and so does its host memory. Within a capture a freed block serves the next request
+//! that rounds to the same size. (The behaviour of a GPU's driver there is not visible.)
 
 use super::heap::{Heap, Packing};
 use super::timeline::{Mark, Order};
@@ -21,12 +21,12 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Between plain memory and pools.
 const GRAPH_BASE: u64 = LARGE_BASE + RANGE;
 
-/// Something that is queued on a stream, or that a launch of a graph runs.
+/// Work that is queued on a stream, or that a launch of a graph runs.
 #[derive(Debug)]
 pub(super) struct Node {
     work: Work,
     bytes: u64,
-    /// Address and bytes of what it reads and writes.
+    /// Address and bytes of the buffers that it reads and writes.
     buffers: Vec<(u64, u64)>,
 }
 
@@ -59,10 +59,10 @@ struct Capture {
     /// The stream that began it.
     origin: u64,
     nodes: Vec<Node>,
-    /// What each of them depends on.
+    /// The dependencies of each node.
     after: Vec<BTreeSet<u64>>,
     own: CapturedMemory,
-    /// Why it cannot become a graph.
+    /// The reason why it cannot become a graph.
     invalid: Option<CallKind>,
 }
 
@@ -70,17 +70,17 @@ struct Capture {
 struct Graph {
     nodes: Vec<Node>,
     own: CapturedMemory,
-    /// When its last launch is done.
+    /// Time at which its last launch completes.
     last: Option<Mark>,
 }
 
 /// Captures and graphs.
 #[derive(Debug, Default)]
 pub(super) struct Graphs {
-    /// The capture that a stream is part of, and what its next work depends on there.
+    /// The capture that a stream is part of, and the dependencies of its next work there.
     capturing: BTreeMap<u64, CapturedWork>,
     captures: BTreeMap<u64, Capture>,
-    /// The capture that an event was recorded in, and what it stands for there.
+    /// The capture that an event was recorded in, and its nodes there.
     events: BTreeMap<u64, CapturedWork>,
     graphs: BTreeMap<u64, Graph>,
     next: u64,
@@ -101,7 +101,7 @@ impl Graphs {
         self.captures.get_mut(&self.capturing.get(&stream.get())?.capture)
     }
 
-    /// Notes work of a stream that is captured.
+    /// Records work of a stream that is captured.
     fn push(&mut self, stream: StreamId, node: Node) {
         let Some(front) = self.capturing.get_mut(&stream.get()) else { return };
         let Some(capture) = self.captures.get_mut(&front.capture) else { return };
@@ -129,7 +129,7 @@ impl Graphs {
 }
 
 impl State {
-    /// Gives the blocks of a capture or a graph back to the heap.
+    /// Returns the blocks of a capture or a graph to the heap.
     fn free_own(&mut self, own: &CapturedMemory) {
         for addr in own.addresses() {
             self.host.unback(addr);
@@ -138,7 +138,7 @@ impl State {
         }
     }
 
-    /// Refuses what waits for a stream that is captured, or asks after it, and invalidates the capture.
+    /// Refuses a wait for a stream that is captured, or a query of it, and invalidates the capture.
     pub(super) fn refuse_capturing(&mut self, call: CallKind, stream: StreamId) -> DriverResult<()> {
         self.need_stream(call, stream)?;
         let Some(capture) = self.graphs.capture(stream) else { return Ok(()) };
@@ -146,7 +146,7 @@ impl State {
         Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNSUPPORTED, "the stream is being captured"))
     }
 
-    /// Refuses what waits for the device while anything is captured.
+    /// Refuses a wait for the device while anything is captured.
     pub(super) fn refuse_any_capture(&mut self, call: CallKind) -> DriverResult<()> {
         if self.graphs.captures.is_empty() {
             return Ok(());
@@ -157,7 +157,7 @@ impl State {
         Err(DriverError::new(call, DriverError::STREAM_CAPTURE_UNSUPPORTED, "a stream is being captured"))
     }
 
-    /// Refuses what waits for an event that was recorded in a capture, or asks after it.
+    /// Refuses a wait for an event that was recorded in a capture, or a query of it.
     pub(super) fn refuse_captured_event(&mut self, call: CallKind, event: EventId) -> DriverResult<()> {
         let Some(front) = self.graphs.events.get(&event.get()) else { return Ok(()) };
         if let Some(capture) = self.graphs.captures.get_mut(&front.capture) {
@@ -180,7 +180,7 @@ impl State {
         }
     }
 
-    /// Lets a stream wait where that is part of a capture, and join it; false where it is not.
+    /// Makes a stream wait where that is part of a capture, and join it; false where it is not.
     pub(super) fn wait_captured(&mut self, stream: StreamId, event: EventId, recorded: bool) -> DriverResult<bool> {
         let (own, of_event) = (self.graphs.capturing.get_mut(&stream.get()), self.graphs.events.get(&event.get()));
         match (own, of_event) {
@@ -261,7 +261,7 @@ impl SimDriver {
         Ok(())
     }
 
-    /// Queues work on a stream, or notes it where the stream is captured.
+    /// Queues work on a stream, or records it where the stream is captured.
     pub(super) fn queue(&self, state: &mut State, stream: StreamId, node: Node) {
         if state.graphs.is_capturing(stream) {
             state.graphs.push(stream, node);
@@ -274,7 +274,7 @@ impl SimDriver {
 
     /// Device time of a node that runs now.
     fn node_ns(&self, state: &mut State, node: &Node) -> u64 {
-        // What is copied to the device passes through its cache and stays there.
+        // Data that are copied to the device pass through its cache and stay there.
         let missed = state.access(&node.buffers);
         match &node.work {
             Work::Kernel { name, geometry: (blocks, iterations) } => {
@@ -353,7 +353,7 @@ impl GraphDriver for SimDriver {
             let context = "a graph inside another one is not simulated";
             return Err(DriverError::new(call, DriverError::NOT_SUPPORTED, context));
         }
-        // Taken out while it runs through the device's clocks.
+        // Removed while it runs through the device's clocks.
         let mut launched =
             state.graphs.graphs.remove(&graph.get()).ok_or_else(|| DriverError::no_such(call, "graph", graph.get()))?;
         state.time.spend(self.profile.graphs.launch_ns);
@@ -373,9 +373,10 @@ impl GraphDriver for SimDriver {
 
     unsafe fn graph_destroy(&self, graph: GraphId) -> DriverResult<()> {
         let state = &mut *self.lock();
-        let gone = state.graphs.graphs.remove(&graph.get());
-        let gone = gone.ok_or_else(|| DriverError::no_such(CallKind::GraphDestroy, "graph", graph.get()))?;
-        state.free_own(&gone.own);
+        let graph_state = state.graphs.graphs.remove(&graph.get());
+        let graph_state =
+            graph_state.ok_or_else(|| DriverError::no_such(CallKind::GraphDestroy, "graph", graph.get()))?;
+        state.free_own(&graph_state.own);
         Ok(())
     }
 

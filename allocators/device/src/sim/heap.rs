@@ -1,7 +1,7 @@
-//! Addresses of the simulated device: blocks packed into granules that are held from the device or not.
+//! Addresses of the simulated device: blocks packed into granules that are reserved or not.
 //!
-//! Plain memory is one heap with 2 MiB granules that go back as soon as they are empty; a stream-ordered pool
-//! is one heap with 32 MiB granules that stay until a synchronise lets them go.
+//! Plain memory is one heap with 2 MiB granules that are released as soon as they are empty; a stream-ordered pool is one heap with
+//! 32 MiB granules that stay until a synchronise releases them.
 #![forbid(unsafe_code)]
 
 use super::timeline::{Mark, Order};
@@ -15,11 +15,11 @@ type FreedAt = Option<Mark>;
 struct Free {
     len: u64,
     freed: FreedAt,
-    /// Orders equal ranges of [`Packing::Within`] by how long they have been as they are; 0 elsewhere.
+    /// Orders equal ranges of [`Packing::Within`] by age; 0 elsewhere.
     since: u64,
 }
 
-/// A range of addresses, cut into free ranges and blocks. Offsets are relative to `base`.
+/// A range of addresses, split into free ranges and blocks. Offsets are relative to `base`.
 #[derive(Debug)]
 pub(super) struct Heap {
     base: u64,
@@ -28,40 +28,40 @@ pub(super) struct Heap {
     granule: u64,
     align: u64,
     packing: Packing,
-    /// Free ranges by offset. Touching ranges freed alike are one, unless the packing keeps them apart.
+    /// Free ranges by offset. Adjacent ranges freed at the same mark are one, unless the packing keeps them separate.
     free: BTreeMap<u64, Free>,
     /// Free ranges by (length, `since`, offset), which is the order of best fit.
     by_room: BTreeSet<(u64, u64, u64)>,
-    /// Free ranges that came to be so far.
+    /// Number of free ranges created.
     ranges: u64,
-    /// Free ranges that are marked with when they were freed.
+    /// Free ranges that are marked with the time of their free.
     marked: usize,
     /// Blocks by offset: length.
     blocks: BTreeMap<u64, u64>,
-    /// Bytes in blocks, for each granule that is held.
+    /// Bytes in blocks, for each reserved granule.
     held: BTreeMap<u64, u64>,
-    /// Granules that are held and have no block.
+    /// Reserved granules without a block.
     empty: BTreeSet<u64>,
-    /// Number of granules that are held and not full.
+    /// Number of reserved granules that are not full.
     roomy: u64,
 }
 
-/// How blocks lie in granules.
+/// The placement of blocks in granules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Packing {
-    /// Anywhere, across granules too (a driver's pool).
+    /// Anywhere, across granules too (a CUDA memory pool).
     Across,
-    /// Inside one granule, so blocks must not be larger (plain memory's small blocks). A free range ends where its granule
-    /// does, and of equal ones the oldest is taken: so every small block of 14 recorded programs lies where the driver put it
+    /// Inside one granule, so blocks must not be larger (plain memory's small blocks). A free range ends where its granule does,
+    /// and of equal ones the oldest is taken: so every small block of 14 recorded programs has the address that the driver returned
     /// (an H100's addresses, driver 580.159).
     Within,
 }
 
-/// A block that was placed.
+/// A placed block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Placement {
     pub(super) addr: u64,
-    /// Granules that had to be taken from the device.
+    /// Granules that were reserved for it.
     pub(super) new_granules: u64,
     /// The allocating stream must wait for this point first.
     pub(super) wait_for: FreedAt,
@@ -121,19 +121,19 @@ impl Heap {
         Some((len, freed))
     }
 
-    /// Places `bytes`, taking at most `budget` bytes of new granules; `None` when there is no room.
+    /// Places `bytes`, reserving at most `budget` bytes of new granules; `None` when there is no room.
     ///
-    /// Prefers memory already held, then memory that needs no wait, then the smallest free range; ties go to the
-    /// oldest range inside granules, else to the lowest address. `order` says whether memory freed at some point may be
-    /// used, and whether that needs a wait.
+    /// Prefers reserved memory, then memory that needs no wait, then the smallest free range; ties go to the oldest range inside
+    /// granules, else to the lowest address. `order` returns whether memory freed at some point may be used, and whether that needs
+    /// a wait.
     ///
-    /// O(log n) in the free ranges where the best one is known when it is met, as in a heap without holes in held
-    /// granules or with one that fits; otherwise every range that is large enough is looked at.
+    /// O(log n) in the free ranges where the best one is known when it is found, as in a heap without holes in reserved granules or
+    /// with one that fits; otherwise every range that is large enough is visited.
     pub(super) fn place(&mut self, bytes: u64, budget: u64, order: impl Fn(Mark) -> Order) -> Option<Placement> {
         let len = bytes.checked_next_multiple_of(self.align)?;
         let mut best: Option<(_, u64, FreedAt)> = None;
-        // Nothing needs fewer new granules than this. Ranges come in the order of best fit, so the first that needs no
-        // more, and no wait, is the best.
+        // No range needs fewer new granules than this. Ranges are in the order of best fit, so the first that needs no more, and no
+        // wait, is the best.
         let fewest = len.div_ceil(self.granule).saturating_sub(self.roomy);
         for &(room, since, start) in self.by_room.range((len, 0, 0)..) {
             let freed = self.free[&start].freed;
@@ -161,7 +161,7 @@ impl Heap {
             self.add_range(start, at - start, freed);
         }
         let end = start + room;
-        // Of a stretch of granules that are not held, this one is from now on.
+        // Of a run of unreserved granules, this one is reserved from now on.
         let cut = if self.packing == Packing::Within { end.min((at / self.granule + 1) * self.granule) } else { end };
         for (from, to) in [(at + len, cut), (cut, end)] {
             if to > from {
@@ -173,14 +173,14 @@ impl Heap {
         Some(Placement { addr: self.base + at, new_granules: missing, wait_for })
     }
 
-    /// Where a block of `len` could lie in a free range: at its start and, if that takes new granules and blocks may lie across
-    /// them, at the granules further on that are held.
+    /// Candidate positions of a block of `len` in a free range: its start and, if that needs new granules and blocks may cross
+    /// them, the later granules that are reserved.
     fn positions(&self, start: u64, room: u64, len: u64) -> impl Iterator<Item = u64> {
         let (granule, end) = (self.granule, start + room);
         let next = start.next_multiple_of(granule);
         let grows = self.packing == Packing::Across && self.missing(start, len) > 0;
-        let held = grows.then(|| self.held.range(next / granule..end.div_ceil(granule)));
-        let further = held.into_iter().flatten().map(move |(index, _)| index * granule);
+        let granules = grows.then(|| self.held.range(next / granule..end.div_ceil(granule)));
+        let further = granules.into_iter().flatten().map(move |(index, _)| index * granule);
         std::iter::once(start).chain(further.filter(move |at| *at > start && at + len <= end))
     }
 
@@ -195,7 +195,7 @@ impl Heap {
         }
     }
 
-    /// Takes a block back; `None` when there is none at `addr`.
+    /// Frees a block; `None` when there is none at `addr`.
     pub(super) fn free(&mut self, addr: u64, freed: FreedAt) -> Option<u64> {
         let start = addr.checked_sub(self.base)?;
         let len = self.blocks.remove(&start)?;
@@ -212,7 +212,7 @@ impl Heap {
     }
 
     fn insert_free(&mut self, mut start: u64, mut len: u64, mut freed: FreedAt) {
-        // Ranges freed on one stream join and keep the later point; ranges of two streams stay apart.
+        // Ranges freed on one stream join and keep the later point; ranges of two streams stay separate.
         let joins = |a: FreedAt, b: FreedAt| match (a, b) {
             (None, None) => true,
             (Some(a), Some(b)) => a.stream == b.stream,
@@ -238,12 +238,11 @@ impl Heap {
         self.add_range(start, len, freed);
     }
 
-    /// Whether a free range may lie across this offset: everywhere but where a granule that is held ends, with blocks inside
-    /// one.
+    /// Whether a free range may cross this offset: everywhere except at the end of a reserved granule, with blocks inside one.
     fn is_one(&self, offset: u64) -> bool {
         let (after, inside) = (offset / self.granule, !offset.is_multiple_of(self.granule));
-        let held = |granule: u64| self.held.contains_key(&granule);
-        self.packing == Packing::Across || inside || !(held(after) || held(after - 1))
+        let is_held = |granule: u64| self.held.contains_key(&granule);
+        self.packing == Packing::Across || inside || !(is_held(after) || is_held(after - 1))
     }
 
     /// Forgets which stream freed a range once that point has passed, so that neighbours join.
@@ -258,9 +257,8 @@ impl Heap {
         }
     }
 
-    /// Gives empty granules back, highest address first, as long as at least `keep` bytes stay held (an H200's pool
-    /// trimmed from 352 to 176 MiB keeps 192); memory whose free has not passed stays. Returns the number of granules
-    /// that went.
+    /// Releases empty granules, highest address first, as long as at least `keep` bytes stay reserved (an H200's pool trimmed from
+    /// 352 to 176 MiB keeps 192); memory whose free has not passed stays. Returns the number of released granules.
     pub(super) fn release(&mut self, keep: u64) -> u64 {
         let mut released = 0;
         let empty: Vec<u64> = self.empty.iter().rev().copied().collect();
@@ -280,7 +278,7 @@ impl Heap {
             if self.packing == Packing::Within
                 && let Some((len, freed)) = self.take_range(start)
             {
-                // It is one with granules beside it that are not held either.
+                // It joins with adjacent unreserved granules.
                 self.insert_free(start, len, freed);
             }
         }
@@ -321,13 +319,13 @@ impl Heap {
         if self.packing == Packing::Within {
             for (start, range) in &self.free {
                 let one = self.granules(*start, range.len).count() == 1;
-                let apart = one
+                let separate = one
                     || self
                         .held
                         .range(start / self.granule..(start + range.len).div_ceil(self.granule))
                         .next()
                         .is_none();
-                assert!(apart, "a free range ends where its granule does");
+                assert!(separate, "a free range ends where its granule does");
             }
         }
         let empty: BTreeSet<u64> = used.iter().filter(|(_, used)| **used == 0).map(|(granule, _)| *granule).collect();
@@ -352,15 +350,15 @@ mod tests {
 
     #[test]
     fn grows_by_the_shortfall_like_a_driver_pool() {
-        // Sizes and reserved bytes as an H200's pool showed them: 33 MiB after 27.07 MiB in use needs one more
-        // granule, 64 MiB then two, 100 MiB then four.
+        // Sizes and reserved bytes of an H200's pool: 33 MiB after 27.07 MiB in use needs one more granule, 64 MiB then two, 100
+        // MiB then four.
         let mut heap = Heap::new(1 << 32, 1 << 40, 32 * MIB, 512, Packing::Across);
-        let mut held = Vec::new();
+        let mut blocks = Vec::new();
         for bytes in [28_383_744, 33 * MIB, 64 * MIB, 100 * MIB] {
             heap.place(bytes, u64::MAX, usable).unwrap();
-            held.push(heap.held_bytes() / MIB);
+            blocks.push(heap.held_bytes() / MIB);
         }
-        assert_eq!(held, [32, 64, 128, 256]);
+        assert_eq!(blocks, [32, 64, 128, 256]);
         heap.check();
     }
 
@@ -368,9 +366,9 @@ mod tests {
     fn release_keeps_granules_in_use() {
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Across);
         let keep = heap.place(1000, u64::MAX, usable).unwrap();
-        let gone = heap.place(5 * MIB, u64::MAX, usable).unwrap();
+        let block = heap.place(5 * MIB, u64::MAX, usable).unwrap();
         assert_eq!(heap.held_bytes(), 6 * MIB);
-        heap.free(gone.addr, None).unwrap();
+        heap.free(block.addr, None).unwrap();
         assert_eq!(heap.release(0), 2);
         heap.free(keep.addr, None).unwrap();
         assert_eq!(heap.release(4 * MIB), 0);
@@ -406,36 +404,36 @@ mod tests {
     #[test]
     fn small_blocks_of_plain_memory_do_not_cross_pages() {
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
-        let place = |heap: &mut Heap, bytes| {
+        let allocate = |heap: &mut Heap, bytes| {
             let placed = heap.place(bytes, u64::MAX, usable).unwrap();
             heap.check();
             (placed.addr - (1 << 32), placed.new_granules)
         };
-        assert_eq!(place(&mut heap, 1_500_000), (0, 1));
-        assert_eq!(place(&mut heap, 1_500_000), (2 * MIB, 1));
-        assert_eq!(place(&mut heap, 512), (1_500_160, 0));
-        assert_eq!(place(&mut heap, 2 * MIB), (4 * MIB, 1));
+        assert_eq!(allocate(&mut heap, 1_500_000), (0, 1));
+        assert_eq!(allocate(&mut heap, 1_500_000), (2 * MIB, 1));
+        assert_eq!(allocate(&mut heap, 512), (1_500_160, 0));
+        assert_eq!(allocate(&mut heap, 2 * MIB), (4 * MIB, 1));
     }
 
     #[test]
-    fn a_free_range_ends_with_its_page_and_the_oldest_of_equal_ones_is_taken() {
+    fn free_range_ends_with_its_page_and_the_oldest_is_taken() {
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
-        let place = |heap: &mut Heap, bytes| heap.place(bytes, u64::MAX, usable).unwrap().addr - (1 << 32);
-        // The parameters of a network and its data, as an H100 placed them: what is left of the second page is less than
-        // what is left of the first, so it is filled first.
-        assert_eq!(place(&mut heap, 916_480), 0);
-        assert_eq!(place(&mut heap, 1_568_000), 2 * MIB);
-        assert_eq!(place(&mut heap, 2_000), 2 * MIB + 1_568_256);
-        assert_eq!(place(&mut heap, 602_112), 916_480);
+        let allocate = |heap: &mut Heap, bytes| heap.place(bytes, u64::MAX, usable).unwrap().addr - (1 << 32);
+        // The parameters of a network and its data, as an H100 placed them: the remainder of the second page is smaller than that
+        // of the first, so it is filled first.
+        assert_eq!(allocate(&mut heap, 916_480), 0);
+        assert_eq!(allocate(&mut heap, 1_568_000), 2 * MIB);
+        assert_eq!(allocate(&mut heap, 2_000), 2 * MIB + 1_568_256);
+        assert_eq!(allocate(&mut heap, 602_112), 916_480);
         heap.check();
-        // Two holes of one size: the one that was free first, though its address is the higher one.
+        // Two holes of one size: the one that was free first is taken, though its address is the higher one.
         let mut heap = Heap::new(1 << 32, 1 << 40, 2 * MIB, 512, Packing::Within);
-        let blocks: Vec<u64> = (0..4).map(|_| place(&mut heap, 4096)).collect();
+        let blocks: Vec<u64> = (0..4).map(|_| allocate(&mut heap, 4096)).collect();
         for at in [blocks[2], blocks[0]] {
             heap.free((1 << 32) + at, None).unwrap();
         }
-        assert_eq!([place(&mut heap, 4096), place(&mut heap, 4096)], [blocks[2], blocks[0]]);
-        // A page that went back is one with those behind it that were never taken.
+        assert_eq!([allocate(&mut heap, 4096), allocate(&mut heap, 4096)], [blocks[2], blocks[0]]);
+        // A released page joins those behind it that were never reserved.
         for at in blocks {
             heap.free((1 << 32) + at, None).unwrap();
         }
@@ -453,7 +451,7 @@ mod tests {
         heap.check();
     }
 
-    /// Where `place` has to put a block: every range and every position, without an index.
+    /// The expected result of `place`: every range and every position, without an index.
     fn search(heap: &Heap, bytes: u64, order: impl Fn(Mark) -> Order) -> Option<(u64, u64)> {
         let len = bytes.next_multiple_of(heap.align);
         let ranges = heap.free.iter().filter(|(_, range)| range.len >= len);
@@ -488,9 +486,9 @@ mod tests {
                     _ => Order::Unusable,
                 };
                 if random & 6 != 0 && live.len() < 300 || live.is_empty() {
-                    let found = search(&heap, bytes, order);
+                    let best = search(&heap, bytes, order);
                     let placed = heap.place(bytes, u64::MAX, order).unwrap();
-                    assert_eq!(Some((placed.addr - (1 << 32), placed.new_granules)), found, "step {step}");
+                    assert_eq!(Some((placed.addr - (1 << 32), placed.new_granules)), best, "step {step}");
                     live.push(placed.addr);
                 } else {
                     let addr = live.swap_remove((random >> 9) as usize % live.len());

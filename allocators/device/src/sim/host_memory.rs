@@ -1,8 +1,7 @@
 //! Host memory behind simulated addresses.
 //!
-//! Each block that the simulated driver hands out has host memory of its own, so an access outside of a block
-//! is found instead of reading a neighbour. Memory is recycled without clearing it: like a GPU's, it holds
-//! what its last owner left. (Fresh memory is zero.)
+//! Each block of the simulated driver has host memory of its own, so an access outside of a block is detected instead of reading a
+//! neighbour. Memory is reused without clearing it: like a GPU's, it contains the data of its last owner. (Fresh memory is zero.)
 
 use super::host_room::{Allowance, HostRoom};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -10,24 +9,24 @@ use std::collections::{BTreeMap, HashMap};
 use std::ptr::NonNull;
 
 const ALIGN: usize = 512;
-/// Recycled bytes are kept up to this much; beyond it they go back to the host.
+/// Maximum of recycled bytes; beyond it they are freed on the host.
 const RECYCLE_LIMIT: usize = 256 << 20;
 
 #[derive(Debug)]
 struct HostBlock {
-    /// What the host's allocator returned; the block starts at the first multiple of `ALIGN` in it.
+    /// The memory of the host's allocator; the block starts at the first multiple of `ALIGN` in it.
     start: NonNull<u8>,
     ptr: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: a HostBlock owns its memory; the pointer is only handed on by `translate`, whose callers promise
-// exclusive use while they write.
+// SAFETY: a HostBlock owns its memory; the pointer is only returned by `translate`, whose callers promise exclusive use while they
+// write.
 unsafe impl Send for HostBlock {}
 
 impl HostBlock {
-    /// Room for the block and its alignment. Asking the host for the alignment itself would make it write every byte
-    /// of zeroed memory; with a small alignment the pages of a large block come into being when they are used.
+    /// Room for the block and its alignment. Requesting the alignment from the host would make it write every byte of zeroed
+    /// memory; with a small alignment the pages of a large block are mapped when they are used.
     fn layout(bytes: usize) -> Option<Layout> {
         Layout::from_size_align(bytes.checked_add(ALIGN)?, align_of::<u64>()).ok()
     }
@@ -61,7 +60,7 @@ pub(super) struct HostMemoryMap {
     allowance: Allowance,
 }
 
-/// The host has no memory for a block. Holds what the host has left, where that is known.
+/// The host has no memory for a block. Contains the host's remaining memory, where that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NoRoom(pub(super) Option<HostRoom>);
 
@@ -71,9 +70,9 @@ impl HostMemoryMap {
         Self { allowance: Allowance::limited(limit), ..Self::default() }
     }
 
-    /// Puts `bytes` of host memory behind `addr`, if the host has them.
+    /// Adds `bytes` of host memory at `addr`, if the host has them.
     pub(super) fn back(&mut self, addr: u64, bytes: u64) -> Result<(), NoRoom> {
-        // CAST: a block that no pointer could reach is as large as none has room for.
+        // CAST: a size that no pointer could reach is refused like one without room.
         let size = usize::try_from(bytes).unwrap_or(usize::MAX);
         let block = match self.spare.get_mut(&size).and_then(Vec::pop) {
             Some(block) => {
@@ -92,7 +91,7 @@ impl HostMemoryMap {
         Ok(())
     }
 
-    /// Takes `bytes` of what the host has left, without what lies spare if that is not enough.
+    /// Takes `bytes` of the host's remaining memory, freeing spare blocks if that is not enough.
     pub(super) fn ask(&mut self, bytes: u64) -> Result<(), NoRoom> {
         if self.allowance.take(bytes).is_ok() {
             return Ok(());
@@ -102,12 +101,12 @@ impl HostMemoryMap {
         self.allowance.take(bytes).map_err(|room| NoRoom(Some(room)))
     }
 
-    /// Gives back what was asked for.
+    /// Returns the requested bytes.
     pub(super) fn give(&mut self, bytes: u64) {
         self.allowance.give(bytes);
     }
 
-    /// Takes the host memory behind `addr` away.
+    /// Removes the host memory at `addr`.
     pub(super) fn unback(&mut self, addr: u64) {
         let Some(block) = self.blocks.remove(&addr) else { return };
         if self.spare_bytes + block.bytes <= RECYCLE_LIMIT {
@@ -118,7 +117,7 @@ impl HostMemoryMap {
         }
     }
 
-    /// The host address of `addr..addr + bytes`; `None` unless all of it lies in one block.
+    /// The host address of `addr..addr + bytes`; `None` unless all of it is in one block.
     pub(super) fn translate(&self, addr: u64, bytes: u64) -> Option<NonNull<u8>> {
         let (&start, block) = self.blocks.range(..=addr).next_back()?;
         let offset = addr - start;
@@ -151,13 +150,13 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_backed_up_to_the_limit_and_what_is_spare_goes_first() {
+    fn blocks_are_backed_up_to_the_limit_and_spare_ones_freed_first() {
         let mut map = HostMemoryMap::limited(1000);
         map.back(0, 600).unwrap();
         let NoRoom(room) = map.back(600, 500).unwrap_err();
         assert_eq!(room.map(|room| room.bytes), Some(400));
         map.unback(0);
-        // The 600 bytes lie spare now, and another block needs them.
+        // The 600 bytes are spare now, and another block needs them.
         map.back(600, 500).unwrap();
         map.back(1100, 500).unwrap();
         map.back(0, 1).unwrap_err();

@@ -1,18 +1,18 @@
-//! How much memory this process may still take: of the machine, of its control groups, and of its address space.
+//! The memory that this process may still allocate: of the machine, of its control groups, and of its address space.
 //!
-//! Linux grants memory that it does not have, and kills a process that then uses it. The simulated device therefore asks
-//! before it takes memory.
+//! Linux grants memory that it does not have, and kills a process that then uses it. The simulated device therefore checks before
+//! it allocates.
 #![forbid(unsafe_code)]
 
 use crate::bytes::Bytes;
 use std::fmt;
 
-/// What bounds the memory of this process.
+/// The limit of this process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostBound {
-    /// What the machine has left (`MemAvailable` of `/proc/meminfo`).
+    /// The machine's available memory (`MemAvailable` of `/proc/meminfo`).
     Machine,
-    /// The limit of a control group, as containers and Slurm set one (`memory.max`, `memory.limit_in_bytes`).
+    /// The limit of a control group, as set by containers and Slurm (`memory.max`, `memory.limit_in_bytes`).
     ControlGroup,
     /// The limit on the address space (`ulimit -v`).
     AddressSpace,
@@ -31,12 +31,12 @@ impl fmt::Display for HostBound {
     }
 }
 
-/// Memory that this process may still take.
+/// Memory that this process may still allocate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HostRoom {
     /// Bytes.
     pub bytes: u64,
-    /// What leaves no more than these.
+    /// The limit that allows no more.
     pub bound: HostBound,
 }
 
@@ -47,15 +47,14 @@ impl fmt::Display for HostRoom {
 }
 
 impl HostRoom {
-    /// What the process may still take at this moment; `None` where the system does not show it. Reads a few small files.
+    /// The memory that the process may still allocate now; `None` where the system does not report it. Reads a few small files.
     #[must_use]
     pub fn now() -> Option<Self> {
-        Self::of(0, &|path| std::fs::read_to_string(path).ok())
+        Self::new(0, &|path| std::fs::read_to_string(path).ok())
     }
 
-    /// Finds the room with `promised` bytes taken already that the system does not count before they are written. `read`
-    /// gives the text of a file.
-    fn of(promised: u64, read: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
+    /// The room after `promised` bytes that the system does not count before they are written. `read` returns the text of a file.
+    fn new(promised: u64, read: &dyn Fn(&str) -> Option<String>) -> Option<Self> {
         let physical = [(machine(read), HostBound::Machine), (control_groups(read), HostBound::ControlGroup)];
         let physical = physical.map(|(bytes, bound)| (bytes.map(|bytes| bytes.saturating_sub(promised)), bound));
         let rooms = physical.into_iter().chain([(address_space(read), HostBound::AddressSpace)]);
@@ -79,7 +78,7 @@ fn address_space(read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
     Some(limit.saturating_sub(used))
 }
 
-/// The least that any control group leaves which the process is in. What a group holds of files can be dropped.
+/// The minimum over the process's control groups. File memory of a group is reclaimable.
 fn control_groups(read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
     let groups = read("/proc/self/cgroup")?;
     let rooms = groups.lines().filter_map(|line| {
@@ -97,7 +96,7 @@ fn control_groups(read: &dyn Fn(&str) -> Option<String>) -> Option<u64> {
     rooms.min()
 }
 
-/// A group and those that it is in. Inside a container the path may be that of the host, where only the last of these is
+/// A group and its ancestors. Inside a container the path may be that of the host, where only the last of these exists.
 /// there.
 fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     let start = path.trim_end_matches('/');
@@ -107,22 +106,22 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
 fn room_of(read: &dyn Fn(&str) -> Option<String>, group: &str, files: [&str; 4]) -> Option<u64> {
     let [root, limit, usage, droppable] = files;
     let number = |name: &str| read(&format!("{root}{group}/{name}"))?.trim().parse::<u64>().ok();
-    // `max` is no number: there is no limit.
+    // `max` is not a number: there is no limit.
     let (limit, used) = (number(limit)?, number(usage)?);
     let files = read(&format!("{root}{group}/memory.stat")).and_then(|text| field(&text, droppable));
     Some(limit.saturating_sub(used.saturating_sub(files.unwrap_or(0))))
 }
 
-/// Bytes that may be taken between two looks at what there is.
+/// Bytes that may be taken between two checks of the system.
 const STEP: u64 = 64 << 20;
 
-/// Memory that a device has taken, and how much more it may take without another look at the system.
+/// Memory that a device has taken, and how much more it may take without another check.
 #[derive(Debug, Default)]
 pub(super) struct Allowance {
-    /// A limit on all that is taken.
+    /// A limit on all taken memory.
     limit: Option<u64>,
     taken: u64,
-    /// Highest `taken` that needs no look.
+    /// Highest `taken` that needs no check.
     granted: u64,
 }
 
@@ -132,7 +131,7 @@ impl Allowance {
         Self { limit: Some(limit), ..Self::default() }
     }
 
-    /// Takes `bytes`, unless the system may not have them: what it has left is the error.
+    /// Takes `bytes`, unless the system may not have them: the error is its remaining memory.
     pub(super) fn take(&mut self, bytes: u64) -> Result<(), HostRoom> {
         self.take_from(bytes, &|path| std::fs::read_to_string(path).ok())
     }
@@ -143,10 +142,10 @@ impl Allowance {
             return Err(HostRoom { bytes: limit - self.taken, bound: HostBound::Program });
         }
         if total > self.granted {
-            // Zeroed memory comes into being when it is written; at least what is not resident is still to come.
+            // Zeroed memory becomes resident when it is written; at least the non-resident part is still to be allocated.
             let resident = read("/proc/self/status").and_then(|text| field(&text, "VmRSS"));
             let promised = self.taken.saturating_sub(resident.unwrap_or(0).saturating_mul(1024));
-            if let Some(room) = HostRoom::of(promised, read).filter(|room| room.bytes < bytes.saturating_add(STEP)) {
+            if let Some(room) = HostRoom::new(promised, read).filter(|room| room.bytes < bytes.saturating_add(STEP)) {
                 return Err(room);
             }
             self.granted = total.saturating_add(STEP);
@@ -155,10 +154,10 @@ impl Allowance {
         Ok(())
     }
 
-    /// Gives back what was taken.
+    /// Returns taken bytes.
     pub(super) fn give(&mut self, bytes: u64) {
         self.taken -= bytes;
-        // Another process may have taken what was given back.
+        // Another process may have taken the returned memory.
         self.granted = self.granted.min(self.taken + STEP);
     }
 }
@@ -180,7 +179,7 @@ mod tests {
     const STATUS: (&str, &str) = ("/proc/self/status", "Name:\ttrainer\nVmSize:\t 1048576 kB\nVmRSS:\t  524288 kB\n");
 
     fn room(list: &[(&str, &str)]) -> Option<(u64, HostBound)> {
-        HostRoom::of(0, &files(list)).map(|room| (room.bytes, room.bound))
+        HostRoom::new(0, &files(list)).map(|room| (room.bytes, room.bound))
     }
 
     #[test]
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_control_group_counts_with_those_that_it_is_in_and_without_files_that_can_be_dropped() {
+    fn control_group_counts_with_ancestors_without_file_cache() {
         let group = ("/proc/self/cgroup", "0::/slurm/job_7/step_0\n");
         let outer = [
             ("/sys/fs/cgroup/slurm/job_7/memory.max", "3221225472\n"),
@@ -240,7 +239,7 @@ mod tests {
         assert_eq!(refused, HostRoom { bytes: 8 * GIB - 6 * GIB + GIB / 2, bound: HostBound::Machine });
         assert_eq!(refused.to_string(), "2.50 GiB (what this machine has left)");
         allowance.take_from(2 * GIB, &read).unwrap();
-        // Little more is not worth a look.
+        // Slightly more needs no check.
         let nothing_left = files(&[("/proc/meminfo", "MemAvailable: 0 kB")]);
         allowance.take_from(STEP, &nothing_left).unwrap();
         allowance.take_from(1, &nothing_left).unwrap_err();

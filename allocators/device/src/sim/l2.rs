@@ -1,10 +1,9 @@
-//! The L2 cache of the simulated GPU: which part of a launch's data comes from it, and which from memory.
+//! The L2 cache of the simulated GPU: the part of a launch's data that comes from it, the rest comes from memory.
 //!
-//! Recency decides: the sectors touched last, as many as fit, are in the cache. Reads and writes count alike, since
-//! both leave their data in it, and so do addresses that were freed and handed out again: the cache knows addresses,
-//! not blocks. Real replacement is neither exact nor public; `l2_bytes` of a profile is the size at which this model
-//! meets the times of kernels, which is below the size on the data sheet (an H200's 50 MB are two halves, and what
-//! multiprocessors on both sides read lies in both).
+//! Recency decides: the sectors used last, as many as fit, are in the cache. Reads and writes count equally, since both leave their
+//! data in it, and so do addresses that were freed and allocated again: the cache knows addresses, not blocks. Real replacement is
+//! neither exact nor public; `l2_bytes` of a profile is the size at which this model matches the times of kernels, which is below
+//! the size on the data sheet (an H200's 50 MB are two halves, and data that multiprocessors on both sides read are in both).
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -15,12 +14,12 @@ pub(super) const SECTOR: u64 = 64 << 10;
 /// The sectors in the cache, by age.
 #[derive(Debug)]
 pub(super) struct L2 {
-    /// Most sectors that it holds.
+    /// Maximum number of sectors.
     capacity: u64,
     clock: u64,
-    /// When each sector was touched last.
+    /// Time of each sector's last use.
     touched: BTreeMap<u64, u64>,
-    /// Sectors by when they were touched last, oldest first.
+    /// Sectors by the time of their last use, oldest first.
     by_age: BTreeMap<u64, u64>,
 }
 
@@ -30,12 +29,12 @@ impl L2 {
         Self { capacity: (bytes / SECTOR).max(1), clock: 0, touched: BTreeMap::new(), by_age: BTreeMap::new() }
     }
 
-    /// A launch works on these buffers, `(address, bytes)`: the share of their bytes that was not in the cache, from 0
-    /// to 1; 0 without buffers. O(log n) for each sector, and never more sectors of a buffer than the cache holds.
+    /// Uses the buffers of a launch, `(address, bytes)`; returns the share of their bytes that was not in the cache, from 0 to 1; 0
+    /// without buffers. O(log n) for each sector, and never more sectors of a buffer than the cache has.
     pub(super) fn access(&mut self, buffers: &[(u64, u64)]) -> f64 {
         let missed = buffers.iter().map(|&(addr, bytes)| self.missing(addr, bytes)).sum::<u64>();
         let all = buffers.iter().fold(0u64, |sum, &(_, bytes)| sum.saturating_add(bytes));
-        // Only now, because a kernel works on all its buffers at once: one must not push out another before it is read.
+        // Only now, because a kernel works on all its buffers simultaneously: one must not evict another before it is read.
         for &(addr, bytes) in buffers {
             self.touch(addr, bytes);
         }
@@ -48,8 +47,8 @@ impl L2 {
         (bytes > 0).then(|| (addr / SECTOR, addr.saturating_add(bytes - 1) / SECTOR))
     }
 
-    /// Bytes of a range that are not in the cache. A launch that reads more than the cache holds finds nothing of it: the end
-    /// pushes out the beginning before it is read again.
+    /// Bytes of a range that are not in the cache. A launch that reads more than the cache has finds none of it: the end evicts the
+    /// beginning before it is read again.
     fn missing(&self, addr: u64, bytes: u64) -> u64 {
         let Some((first, last)) = Self::sectors(addr, bytes) else { return 0 };
         if last - first >= self.capacity {
@@ -97,7 +96,7 @@ mod tests {
         assert_eq!(cache.access(&[(at(0), SECTOR)]), 0.0, "four fit");
         cache.access(&[(at(20), 3 * SECTOR)]);
         assert_eq!(cache.access(&[(at(0), SECTOR), (at(20), 3 * SECTOR)]), 0.0);
-        // 0 was touched before 20 to 22, so it goes first.
+        // 0 was used before 20 to 22, so it is evicted first.
         cache.access(&[(at(30), SECTOR)]);
         assert_eq!(cache.access(&[(at(20), 3 * SECTOR)]), 0.0);
         assert_eq!(cache.access(&[(at(0), SECTOR)]), 1.0);
@@ -128,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_of_one_launch_do_not_push_each_other_out_before_they_are_read() {
+    fn buffers_of_one_launch_do_not_evict_each_other() {
         let mut cache = L2::new(4 * SECTOR);
         cache.access(&[(at(0), 2 * SECTOR)]);
         assert_eq!(cache.access(&[(at(10), 4 * SECTOR), (at(0), 2 * SECTOR)]), 4.0 / 6.0);

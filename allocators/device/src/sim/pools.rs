@@ -1,8 +1,7 @@
 //! Stream-ordered pools of the simulated device.
 //!
-//! A pool is a range of addresses that grows by 32 MiB granules as an H200's does: an allocation that does not fit
-//! takes just the granules that are missing, and a synchronise or a trim gives empty granules back while more than
-//! the release threshold is held.
+//! A pool is a range of addresses that grows by 32 MiB granules as an H200's does: an allocation that does not fit reserves only
+//! the missing granules, and a synchronise or a trim releases empty granules while more than the release threshold is reserved.
 
 use super::heap::{Heap, Packing};
 use super::timeline::Order;
@@ -28,7 +27,7 @@ impl SimDriver {
             .ok_or_else(|| DriverError::new(call, DriverError::NOT_SUPPORTED, "the profile has no pools"))
     }
 
-    /// Reads or sets `count` attributes of a pool, at the cost of as many calls.
+    /// Reads or sets `count` attributes of a pool, at the cost of that many calls.
     fn attributes<T>(&self, pool: PoolId, count: u64, with: impl FnOnce(&mut Pool) -> T) -> DriverResult<T> {
         let costs = self.pool_costs(CallKind::PoolAttribute)?;
         let mut state = self.charge(count * costs.attribute_ns);

@@ -1,4 +1,4 @@
-//! Device profiles: what each call costs on a GPU, as JSON. The H200's is built in.
+//! Device profiles: the cost of each call on a GPU, as JSON. The H200's is built in.
 
 use crate::input::{WRITTEN, read_text};
 use serde::{Deserialize, Serialize};
@@ -6,8 +6,8 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A cost in nanoseconds as a function of bytes: points `[bytes, ns]` in ascending order, joined by straight
-/// lines; constant before the first point, and beyond the last with the slope of the last line.
+/// A cost in nanoseconds as a function of bytes: points `[bytes, ns]` in ascending order, connected by straight lines; constant
+/// before the first point, and beyond the last with the slope of the last line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct CostBySize(Vec<(u64, u64)>);
@@ -39,13 +39,13 @@ impl CostBySize {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlainMemory {
-    /// The driver takes memory in pages of this many bytes and packs smaller blocks into them.
+    /// The driver allocates memory in pages of this size and packs smaller blocks into them.
     pub page_bytes: u64,
     /// Blocks are rounded up to this many bytes.
     pub align_bytes: u64,
-    /// Host cost of an allocation that needs new pages, beside a kernel that runs.
+    /// Host cost of an allocation that needs new pages, while a kernel runs.
     pub alloc_ns: CostBySize,
-    /// Host cost of an allocation that fits in a page already held.
+    /// Host cost of an allocation that fits in a mapped page.
     pub alloc_in_page_ns: u64,
     /// Host cost of a free that releases pages, once the device is idle.
     pub free_ns: CostBySize,
@@ -59,22 +59,22 @@ pub struct PlainMemory {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PoolMemory {
-    /// A pool takes memory from the device in multiples of this.
+    /// A pool reserves memory from the device in multiples of this.
     pub granule_bytes: u64,
     /// Blocks are rounded up to this many bytes.
     pub align_bytes: u64,
     /// Host cost of creating a pool.
     pub create_ns: u64,
-    /// Host cost of an allocation served from memory that the pool holds.
+    /// Host cost of an allocation served from reserved memory of the pool.
     pub alloc_ns: u64,
-    /// Additional host cost for each granule that an allocation has to take from the device.
+    /// Additional host cost for each granule that an allocation reserves.
     pub grow_ns_per_granule: u64,
     /// Host cost of a free.
     pub free_ns: u64,
-    /// Time that frees take in their stream between two pieces of work, however many there are. Allocations take none:
-    /// in captures of an H200 the gap before a kernel is as long behind allocations as behind nothing.
+    /// Time that frees take in their stream between two pieces of work, however many there are. Allocations take none: in captures
+    /// of an H200 the gap before a kernel is as long behind allocations as without them.
     pub stream_ns: u64,
-    /// Additional host cost of a synchronise or trim for each granule given back.
+    /// Additional host cost of a synchronise or trim for each released granule.
     pub release_ns_per_granule: u64,
     /// Host cost of reading or writing an attribute.
     pub attribute_ns: u64,
@@ -124,7 +124,7 @@ pub struct Queues {
     pub event_record_ns: u64,
     /// Host cost of querying an event.
     pub event_query_ns: u64,
-    /// Host cost of letting a stream wait for an event.
+    /// Host cost of making a stream wait for an event.
     pub event_wait_ns: u64,
     /// Host cost of `cuMemGetInfo`.
     pub mem_get_info_ns: u64,
@@ -191,7 +191,7 @@ pub struct KernelCost {
     pub from_memory: Option<MemoryCost>,
 }
 
-/// What a kernel costs when all its data come from memory.
+/// The cost of a kernel when all its data come from memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryCost {
@@ -374,7 +374,7 @@ impl Profile {
     }
 }
 
-/// What is wrong with the first invalid cost. A cost is a field in nanoseconds, by its name.
+/// The fault of the first invalid cost. A cost is a field in nanoseconds, by its name.
 fn wrong_cost(path: &str, value: &Value) -> Option<String> {
     // A quarter of an hour for one call is a mistake, and far from overflowing a clock.
     let too_long = |ns: &Value| ns.as_u64().is_some_and(|ns| ns > 1_000_000_000_000);

@@ -1,4 +1,4 @@
-//! Virtual time: a clock for the host and one for each stream, and which stream is ordered after which.
+//! Virtual time: a clock for the host and one for each stream, and the order between streams.
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -9,7 +9,7 @@ pub(super) struct Mark {
     pub(super) stream: u64,
     /// Number of operations queued on the stream by then.
     pub(super) sequence: u64,
-    /// Virtual time at which they are done.
+    /// Virtual time at which they complete.
     pub(super) time_ns: u64,
 }
 
@@ -23,7 +23,7 @@ pub(super) enum Order {
 
 #[derive(Debug, Default)]
 struct Stream {
-    /// When all its queued work is done.
+    /// Time at which all its queued work completes.
     ready_ns: u64,
     sequence: u64,
     /// End times of operations that may be unfinished, oldest first.
@@ -32,7 +32,7 @@ struct Stream {
     after: BTreeMap<u64, u64>,
     /// Device time spent in kernels and copies.
     busy_ns: u64,
-    /// Whether what was queued last is a free.
+    /// Whether the last queued operation is a free.
     frees: bool,
 }
 
@@ -44,11 +44,11 @@ pub(super) struct Timeline {
     depth: usize,
     streams: BTreeMap<u64, Stream>,
     next_stream: u64,
-    /// Device time of streams that are gone.
+    /// Device time of destroyed streams.
     past_busy_ns: u64,
 }
 
-/// A recorded event: the point, and what its stream was ordered after.
+/// A recorded event: the point, and the streams that its stream was ordered after.
 #[derive(Clone, Debug)]
 pub(super) struct Recorded {
     pub(super) mark: Mark,
@@ -94,7 +94,7 @@ impl Timeline {
         id
     }
 
-    /// A stream under a number of the program's own choice; nothing changes if it is there.
+    /// A stream under a number of the program's choice; no effect if it exists.
     pub(super) fn adopt_stream(&mut self, id: u64) {
         self.streams.entry(id).or_default();
     }
@@ -115,8 +115,8 @@ impl Timeline {
         self.streams.get_mut(&stream).expect("the driver should have checked the stream")
     }
 
-    /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest, in pieces with `gaps_ns` in all
-    /// between them, in which the device does nothing. Blocks the host while the queue is full, as a launch does.
+    /// Queues work of `duration_ns` that can start `latency_ns` from now at the earliest, in pieces with `gaps_ns` in total between
+    /// them, in which the device is idle. Blocks the host while the queue is full, as a launch does.
     pub(super) fn enqueue(&mut self, stream: u64, latency_ns: u64, duration_ns: u64, gaps_ns: u64) {
         let (now, depth) = (self.now_ns, self.depth);
         let state = self.stream(stream);
@@ -137,8 +137,8 @@ impl Timeline {
         state.queue.push_back(end);
     }
 
-    /// Lets whatever is queued on `stream` next start `ns` later, behind a free. Frees that follow one another are one
-    /// break between two pieces of work, so the second and later ones cost nothing.
+    /// Delays the next work on `stream` by `ns`, behind a free. Consecutive frees are one break between two pieces of work, so the
+    /// second and later ones cost nothing.
     pub(super) fn delay_by_free(&mut self, stream: u64, ns: u64) {
         let now = self.now_ns;
         let state = self.stream(stream);
@@ -147,19 +147,19 @@ impl Timeline {
         }
     }
 
-    /// The point at which all work queued so far on `stream` is done.
+    /// The point at which all work queued so far on `stream` completes.
     pub(super) fn mark(&mut self, stream: u64) -> Mark {
         let state = self.stream(stream);
         Mark { stream, sequence: state.sequence, time_ns: state.ready_ns }
     }
 
-    /// A point of its own for something queued without duration, such as a free.
+    /// A point of its own for an operation without duration, such as a free.
     pub(super) fn step(&mut self, stream: u64) -> Mark {
         self.stream(stream).sequence += 1;
         self.mark(stream)
     }
 
-    /// Records an event: on an idle stream it completes right away.
+    /// Records an event: on an idle stream it completes immediately.
     pub(super) fn record(&mut self, stream: u64) -> Recorded {
         let mut mark = self.step(stream);
         mark.time_ns = mark.time_ns.max(self.now_ns);

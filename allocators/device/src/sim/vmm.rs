@@ -1,8 +1,8 @@
 //! Virtual memory management of the simulated device.
 //!
-//! With host memory behind it, a reservation is a range of host addresses without access and a handle is a part
-//! of an anonymous file that mappings share, so remapping keeps contents and two mappings of one handle alias,
-//! as on a GPU. That needs Linux; elsewhere only the memory-less device has this capability.
+//! With host memory, a reservation is a range of host addresses without access and a handle is a part of an anonymous file that
+//! mappings share, so remapping keeps contents and two mappings of one handle alias, as on a GPU. That needs Linux; elsewhere only
+//! the memory-less device has this capability.
 
 use super::{SimDriver, SimMemory, backing};
 use crate::mappings::{BASE, Mappings};
@@ -11,22 +11,22 @@ use crate::{
 };
 use std::ptr::NonNull;
 
-/// Whether host memory can stand behind mappings here.
+/// Whether mappings can have host memory here.
 pub(super) const CAN_BACK: bool = cfg!(target_os = "linux");
 
 #[derive(Debug, Default)]
 pub(super) struct Space {
     mappings: Mappings<Option<backing::Range>, Option<backing::File>>,
-    /// What queued work uses.
+    /// Memory in use by queued work.
     uses: Uses,
 }
 
 /// Ranges that queued work uses, each until a virtual time.
 #[derive(Debug, Default)]
 struct Uses {
-    /// First address, end, and when the work is done.
+    /// First address, end, and the time at which the work completes.
     ranges: Vec<(u64, u64, u64)>,
-    /// Length at which those that are over are thrown out next, so that each is looked at a few times only.
+    /// Length at which completed entries are removed next, so that each is visited only a few times.
     tidy_at: usize,
 }
 
@@ -78,7 +78,7 @@ impl SimDriver {
         if bytes > 0 && bytes.is_multiple_of(granularity) {
             return Ok(costs);
         }
-        Err(DriverError::invalid_value(call, format!("{bytes} is no multiple of the granularity {granularity}")))
+        Err(DriverError::invalid_value(call, format!("{bytes} is not a multiple of the granularity {granularity}")))
     }
 }
 
@@ -162,7 +162,7 @@ impl VmmDriver for SimDriver {
         MemoryProperties { file_descriptors: CAN_BACK, ..MemoryProperties::NONE }
     }
 
-    /// Where there is no memory behind the device, the file has the size alone.
+    /// Without memory, the file has only the size.
     fn export(&self, handle: PhysicalHandle, kind: ShareKind) -> DriverResult<Shareable> {
         let call = CallKind::MemExport;
         if kind == ShareKind::Fabric {
@@ -188,7 +188,8 @@ impl VmmDriver for SimDriver {
         };
         let file = backing::File::import(descriptor);
         let file = file.filter(|file| file.bytes() > 0 && file.bytes().is_multiple_of(costs.granularity_bytes));
-        let file = file.ok_or_else(|| DriverError::invalid_value(call, "the descriptor is of no exported memory"))?;
+        let file =
+            file.ok_or_else(|| DriverError::invalid_value(call, "the descriptor does not belong to exported memory"))?;
         let bytes = file.bytes();
         let behind = match self.memory {
             SimMemory::None => None,
@@ -216,7 +217,7 @@ mod tests {
 
     #[test]
     #[cfg_attr(not(target_os = "linux"), ignore = "host memory stands behind mappings on Linux only")]
-    fn imported_memory_has_the_bytes_of_the_exported_and_outlives_its_handles() {
+    fn imported_memory_has_exported_bytes_and_outlives_handles() {
         let (sender, receiver) =
             (SimDriver::new(Profile::h200(), SimMemory::Host), SimDriver::new(Profile::h200(), SimMemory::Host));
         let bytes = sender.granularity().unwrap();

@@ -486,7 +486,7 @@ mod tests {
         assert!(argument.starts_with("sim:/") && argument.ends_with("/some/where/p.json"));
         assert_eq!(shown(&profile).to_string(), "sim:p.json");
         for text in ["", "null", "sim:", "cuda:x", "auto"] {
-            assert!(device(text).unwrap_err().contains("is no device"), "{text}");
+            assert!(device(text).unwrap_err().contains("is not a device"), "{text}");
         }
     }
 }
