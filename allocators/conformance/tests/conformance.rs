@@ -12,9 +12,9 @@ use vramlab_conformance::{Check, Device, conformance};
 use vramlab_policies::Selection;
 use vramlab_policies::backends;
 
-/// What the capabilities of their backends depend on.
-const VARIED: [&str; 4] =
-    ["lab:source=expandable", "lab:stream=steal", "lab:join=on-miss", "bfc:garbage_collection=on"];
+/// Settings that change the capabilities of their backends.
+const VARIED: [&str; 5] =
+    ["lab:source=expandable", "lab:stream=steal", "lab:join=on-miss", "lab:grow=doubling", "bfc:garbage_collection=on"];
 
 fn main() -> ExitCode {
     let of_backends = backends::all().into_iter().map(Selection::of);

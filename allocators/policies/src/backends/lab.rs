@@ -1,9 +1,9 @@
-//! # `lab`: a policy put together from parts at run time
+//! # `lab`: a policy composed of parts at run time
 //!
-//! `--alloc lab:fit=first,split=always,grow=doubling` is an allocator without a file of its own. Each part is chosen by
-//! name; [`policy`](crate::policy) has a file for each, which says what its kinds do and whose they are. With every part from
-//! PyTorch, the default, it places every block as [`pytorch`] does. So one part at a time can be changed, and
-//! what a history needs under it compared (`experiments compare`, `replay`, `capacity`).
+//! `--alloc lab:fit=first,split=always,grow=doubling` is an allocator without a file of its own. Each part is chosen by name;
+//! [`policy`](crate::policy) has a file for each, which documents its kinds and their sources. With every part from PyTorch, the
+//! default, it places every block as [`pytorch`] does. So one part at a time can be changed, and the memory that a recording needs
+//! with it compared (`experiments compare`, `replay`, `capacity`).
 //!
 //! | part | kinds |
 //! |---|---|
@@ -15,17 +15,17 @@
 //! | `grow` | `torch`, `doubling`, `fixed`, `exact` |
 //! | `source` | `plain`, `expandable` |
 //!
-//! *A request* is rounded; then a free block of its own stream is looked for, then one of another stream if `stream` allows
-//! it, then the ladder of `grow` is climbed. Every ladder ends like PyTorch's: what is cached goes back to the device, and it
-//! is asked again. RMM's pool and BFC do not do this by default, so that what is compared is how they place blocks and not
-//! when they give up. *A free* is PyTorch's, but for `join=on-miss`, under which the block is put away as it is.
+//! *A request* is rounded; then a free block of its own stream is searched, then one of another stream if `stream` allows it, then
+//! the ladder of `grow` is tried. Every ladder ends like PyTorch's: the cache is released, and the device is asked again. RMM's
+//! pool and BFC do not do this by default, so the comparison is of the placement of blocks and not of the moment of giving up. *A
+//! free* is PyTorch's, except with `join=on-miss`, which does not coalesce the block.
 //!
-//! *With `source=expandable`* memory is mapped behind ranges of addresses, and with every other part from PyTorch it places each
-//! block as [`pytorch-expandable`](super::expandable) does. `grow=exact` maps handles of 2 MiB in both pools. A range belongs to
-//! one stream, and free neighbours are joined at once, so it goes with `stream=own`, `join=at-free` and no other `grow`.
+//! *With `source=expandable`* memory is mapped in ranges of addresses, and with every other part from PyTorch it places each block
+//! as [`pytorch-expandable`](super::expandable) does. `grow=exact` maps handles of 2 MiB in both pools. A range belongs to one
+//! stream, and free neighbours coalesce immediately, so it requires `stream=own`, `join=at-free` and `grow=torch` or `grow=exact`.
 //!
-//! *Cost.* That of the parts: a search by `first` or `next` takes a step for each block that it passes over, `join=on-miss` sorts
-//! the free blocks of the list on a miss, `steal` takes an event a free.
+//! *Cost.* That of the parts: a search by `first` or `next` takes a step for each skipped block, `join=on-miss` sorts the free
+//! blocks of the list on a miss, `steal` takes an event for each free.
 
 use super::expandable::{self, ExpandableSettings, PyTorchExpandable};
 use super::pooled::{Found, Policy, Pooled, Rules};
@@ -50,7 +50,7 @@ use vramlab_device::{Driver, DriverError};
 /// The entry in the [list of backends](super::registry).
 pub static BACKEND: Backend = Backend {
     name: "lab",
-    summary: "a policy put together from parts: size, fit, split, stream, grow, source",
+    summary: "a policy composed of parts: size, fit, split, stream, grow, source",
     capabilities: Capabilities { follows_pytorch: true, ..Pooled::<Lab>::CAPABILITIES },
     // With its default settings it places every block where `caching` does.
     compared: false,
@@ -87,9 +87,9 @@ vramlab_device::named! {
         Best "best",
         /// The lowest.
         First "first",
-        /// The next one.
+        /// The next block.
         Next "next",
-        /// One of the first size class in which all fit.
+        /// A block of the first size class in which all fit.
         Tlsf "tlsf",
     }
 }
@@ -117,23 +117,23 @@ vramlab_device::named! {
     pub enum StreamKind {
         /// Its own.
         Own "own",
-        /// Those of others, too.
+        /// Also those of other streams.
         Steal "steal",
     }
 }
 
 vramlab_device::named! {
-    /// What happens when none fits, see [`Ladder`] and [`SegmentSize`].
+    /// The steps when no free block fits, see [`Ladder`] and [`SegmentSize`].
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
     #[serde(rename_all = "kebab-case")]
     pub enum GrowKind {
         /// PyTorch's ladder and segments.
         Torch "torch",
-        /// Each segment twice as large as the last.
+        /// Each segment twice as large as the largest of its free list.
         Doubling "doubling",
         /// Segments of one size.
         Fixed "fixed",
-        /// As much as the request needs.
+        /// The size of the request.
         Exact "exact",
     }
 }
@@ -145,26 +145,26 @@ vramlab_device::named! {
     pub enum SourceKind {
         /// One driver call each.
         Plain "plain",
-        /// Parts of large ranges of addresses.
+        /// Ranges of addresses that are mapped in parts.
         Expandable "expandable",
     }
 }
 
 vramlab_device::settings! {
-    /// A kind of each part, and what some of the kinds want to know.
+    /// A kind of each part, and the parameters of some kinds.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct LabSettings extends torch: PyTorchSettings {
         /// How requests are rounded.
         pub size: SizeKind = SizeKind::Torch, choice();
         /// Which free block serves a request.
         pub fit: FitKind = FitKind::Best, choice();
-        /// Whether what is left of a block is cut off.
+        /// Whether a block is split.
         pub split: SplitKind = SplitKind::Torch, choice();
-        /// When free neighbours are joined.
+        /// When free neighbours coalesce.
         pub join: Join = Join::AtFree, choice();
         /// Whose free blocks a stream may take.
         pub stream: StreamKind = StreamKind::Own, choice();
-        /// What happens when no free block fits.
+        /// The steps when no free block fits.
         pub grow: GrowKind = GrowKind::Torch, choice();
         /// Where segments come from.
         pub source: SourceKind = SourceKind::Plain, choice();
@@ -182,11 +182,11 @@ impl LabSettings {
         if self.source == SourceKind::Plain || goes {
             return Ok(());
         }
-        Err("source=expandable goes with stream=own, join=at-free and grow=torch or grow=exact; write source=plain"
+        Err("source=expandable requires stream=own, join=at-free and grow=torch or grow=exact; write source=plain"
             .into())
     }
 
-    /// What can be set against free memory in pieces.
+    /// The settings that reduce fragmentation.
     fn against_fragmentation(&self) -> Option<String> {
         let expandable = Self { source: SourceKind::Expandable, ..*self };
         let parts = expandable.consistent().is_ok().then_some("source=expandable");
@@ -199,12 +199,12 @@ impl LabSettings {
         }
     }
 
-    /// What can be done with these parts, of what can be done with PyTorch's.
+    /// The capabilities with these parts, from those with PyTorch's.
     fn capabilities(&self, torch: Capabilities) -> Capabilities {
         let Self { size, fit, split, join, stream, grow, source, .. } = *self;
         let parts = (size, fit, split, grow, source);
         let are_torch = parts == (SizeKind::Torch, FitKind::Best, SplitKind::Torch, GrowKind::Torch, SourceKind::Plain);
-        // Free neighbours that other streams may still use wait to be joined.
+        // Free neighbours that other streams may still use coalesce later.
         let coalesces = join == Join::AtFree && stream == StreamKind::Own;
         let of_parts = Capabilities {
             streams: if stream == StreamKind::Steal { StreamUse::Any } else { torch.streams },
@@ -253,7 +253,7 @@ impl LabSettings {
 
     fn split(&self) -> Split {
         match self.split {
-            // PyTorch keeps every rest in ranges that grow.
+            // PyTorch splits off every remainder in ranges that grow.
             SplitKind::Torch if self.source == SourceKind::Expandable => expandable::split(&self.torch),
             SplitKind::Torch => pytorch::split(&self.torch),
             SplitKind::Always => Split::Always,
@@ -265,7 +265,7 @@ impl LabSettings {
     fn ladder(&self) -> Ladder {
         let size = match self.grow {
             GrowKind::Torch => return pytorch::ladder(&self.torch),
-            GrowKind::Doubling => SegmentSize::Doubling(self.segment.into()),
+            GrowKind::Doubling => SegmentSize::Doubling(self.segment),
             GrowKind::Fixed => SegmentSize::Fixed(self.segment),
             GrowKind::Exact => SegmentSize::Exact,
         };
@@ -318,14 +318,14 @@ impl Policy for Lab {
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
         let largest = self.rules.split.largest(bytes);
-        let mut own = match self.expandable {
+        let mut block = match self.expandable {
             Some(_) => expandable::find(heap, list, bytes, largest),
             None => heap.find(list, bytes, largest),
         };
-        if own.is_none() && heap.join(list) {
-            own = heap.find(list, bytes, largest);
+        if block.is_none() && heap.join(list) {
+            block = heap.find(list, bytes, largest);
         }
-        match own {
+        match block {
             Some(block) => Ok(Some((block, Path::Hit))),
             None => Ok(heap.steal(list, bytes, largest)?.map(|block| (block, Path::WaitInserted))),
         }

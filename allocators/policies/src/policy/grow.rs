@@ -1,7 +1,6 @@
 //! Part `grow`: what happens when no free block fits.
 //!
-//! A [`Ladder`] is a list of [steps](Step). They are taken in order until one gives a block; after the last the request is
-//! refused.
+//! A [`Ladder`] is a list of [steps](Step), tried in order until one returns a block; after the last the request is refused.
 #![forbid(unsafe_code)]
 
 use crate::contract::{AllocError, CaptureId, GUARANTEED_ALIGN, OomReport, Path, PoolKind};
@@ -9,78 +8,83 @@ use crate::space::{FreeList, SegmentId};
 use std::cell::Cell;
 use vramlab_device::{DriverError, StreamId};
 
-/// What a ladder works on: the segments of an allocator. A [`Heap`](super::Heap) has them behind one lock, and
+/// The segments of an allocator, on which a ladder works. A [`Heap`](super::Heap) has them behind one lock, and
 /// [`caching`](crate::backends::caching) in shards.
 pub trait Segments {
-    /// A block that serves a request. A new segment is one, too.
+    /// A block that serves a request; also a new segment.
     type Block;
-    /// Names a segment.
+    /// Identifies a segment.
     type Segment: Copy;
 
-    /// Bytes that are held from the device.
+    /// Reserved bytes.
     fn reserved(&self) -> u64;
 
-    /// Most bytes that may be held.
+    /// Maximum of reserved bytes.
     fn limit(&self) -> Option<u64>;
 
-    /// Whether a graph is being captured, so that nothing may be waited for.
+    /// Bytes of the largest segment that is reserved for a free list; 0 without one.
+    fn largest_segment(&self, _list: FreeList) -> u64 {
+        0
+    }
+
+    /// Whether a graph is being captured, during which no wait is allowed.
     fn is_capturing(&self) -> bool;
 
-    /// Takes a segment. `None` when there is no memory, or the limit does not allow it.
+    /// Allocates a segment. `None` when there is no memory, or the limit does not allow it.
     ///
     /// # Errors
     /// Those of the driver.
     fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<Self::Block>, DriverError>;
 
-    /// Segments that can go back to the device as a whole, in [this order](release_order).
+    /// Segments that are releasable as a whole, in [this order](release_order).
     fn idle_segments(&self) -> Vec<Idle<Self::Segment>>;
 
     /// First address of the segment with the free block of a list that would serve a request of `bytes`.
     fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64>;
 
-    /// Gives an idle segment back to the device. Returns its bytes: none if it is in use by now.
+    /// Releases an idle segment. Returns its bytes: 0 if it is in use by now.
     ///
     /// # Errors
-    /// Those of the driver: then it is still held.
+    /// Those of the driver: the segment is still reserved then.
     fn release(&mut self, segment: Self::Segment) -> Result<u64, DriverError>;
 
-    /// Gives memory of expandable segments back, of the lists that `wanted` says, while more than `keep` bytes are held. Returns
-    /// the bytes that went.
+    /// Releases memory of expandable segments, in lists that `wanted` selects, while more than `keep` bytes are reserved. Returns
+    /// the released bytes.
     ///
     /// # Errors
-    /// Those of the driver. What went by then is accounted for.
+    /// Those of the driver. Memory released before that is accounted for.
     fn release_parts(&mut self, _keep: u64, _wanted: impl Fn(&FreeList) -> bool) -> Result<u64, DriverError> {
         Ok(0)
     }
 
-    /// Waits until no free is pending, and makes all those blocks reusable.
+    /// Waits for all deferred frees, and makes those blocks reusable.
     ///
     /// # Errors
     /// Those of the driver.
     fn synchronize(&mut self) -> Result<(), DriverError>;
 
-    /// Counts a device allocation that is tried again after the cache was released.
+    /// Counts a device allocation that is repeated after a cache flush.
     fn count_retry(&mut self);
 
-    /// Counts a request that is refused.
+    /// Counts a refused request.
     fn count_refusal(&mut self);
 
-    /// What is known when a request of `list` for `requested` bytes is refused, which needed a segment of `needed` bytes.
+    /// The facts about a refused request of `list` for `requested` bytes, which needed a segment of `needed` bytes.
     fn refusal(&self, allocator: &str, list: FreeList, requested: u64, needed: u64) -> OomReport;
 
-    /// Counts that a request for `requested` bytes is refused. Returns the error for it.
+    /// Counts a refused request for `requested` bytes. Returns its error.
     fn out_of_memory(&mut self, allocator: &str, miss: &Miss, requested: u64) -> AllocError {
         self.count_refusal();
         self.refusal(allocator, miss.list, requested, miss.segment).into()
     }
 }
 
-/// A segment that no block is taken of.
+/// A segment without active blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Idle<S = SegmentId> {
     /// The segment.
     pub segment: S,
-    /// Whose free list its blocks are in.
+    /// The free list of its blocks.
     pub list: FreeList,
     /// First address.
     pub addr: u64,
@@ -90,8 +94,8 @@ pub struct Idle<S = SegmentId> {
     pub age: u64,
 }
 
-/// The order in which PyTorch gives memory of free lists back (`release_cached_blocks`): the large pool before the small one, each
-/// by stream, then the private pools one after another, each with its small pool first. In a list it is by size and address.
+/// The order in which PyTorch releases memory of free lists (`release_cached_blocks`): the large pool before the small one, each by
+/// stream, then the private pools one after another, each with its small pool first. Within a list it is by size and address.
 #[must_use]
 pub fn release_order(list: FreeList, bytes: u64, addr: u64) -> (Option<CaptureId>, bool, StreamId, u64, u64) {
     let private = list.owner.private;
@@ -104,89 +108,89 @@ pub fn release_order(list: FreeList, bytes: u64, addr: u64) -> (Option<CaptureId
 pub struct Miss {
     /// The list that a new segment is for.
     pub list: FreeList,
-    /// Rounded size in bytes, from which on a free block is [surely found](super::fit::FreeBlocks::surely_found).
+    /// Rounded size in bytes, from which on a search [always finds](super::fit::FreeBlocks::surely_found) a free block.
     pub bytes: u64,
-    /// Size of a segment for it, by part `size`.
+    /// Segment size for it, by part `size`.
     pub segment: u64,
 }
 
-/// How large a new segment is.
+/// The size of a new segment. A private pool gets the size by part `size`, or with [`Exact`](Self::Exact) that of the request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SegmentSize {
-    /// What part `size` says.
+    /// The size by part `size`.
     #[default]
     OfClass,
-    /// What the request needs, and no more.
+    /// The size of the request.
     Exact,
-    /// This many bytes, or what the request needs where that is more, or where the device has less.
+    /// This size, or the size of the request where that is more, or where the device has less.
     Fixed(u64),
-    /// This many bytes to begin with, and twice as many after each (BFC). Where the device has less, half of it, down to what
-    /// the request needs.
-    Doubling(Cell<u64>),
-    /// As much as is held already, so that the pool doubles, or what the request needs where that is more. With a maximum:
-    /// half of what is left up to it. Where the device has less, half of it, down to what the request needs (RMM's pool).
+    /// This size, or twice the largest segment that is reserved for the free list, or twice as much again until the request
+    /// fits. Where the device has less, half of it, and so on down to the size of the request.
+    Doubling(u64),
+    /// The reserved size, doubling the pool, or the size of the request if larger. With a maximum: half of the remaining bytes up
+    /// to it. Where the device has less, half of it, and so on down to the size of the request (RMM's pool).
     AsMuchAgain {
-        /// Most bytes that are held.
+        /// Maximum of reserved bytes.
         maximum: Option<u64>,
     },
-    /// A region of `next` bytes, doubled until the request fits, or what is left up to the limit; twice as many the next time,
-    /// unless the request has just doubled it. Where the device has less, nine tenths of it, and so on down to what the
-    /// request needs (TensorFlow's and XLA's BFC).
+    /// A region of `next` bytes, doubled until the request fits, or the remaining bytes up to the limit; twice as many the next
+    /// time, unless the request has just doubled it. Where the device has less, nine tenths of it, and so on down to the size of
+    /// the request (TensorFlow's and XLA's BFC).
     Region {
         /// Bytes of the next region.
         next: Cell<u64>,
     },
 }
 
-/// Something to try.
+/// A step of a ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Give back idle segments of the large pool that are older than the average, while more than `above` bytes are held.
-    /// PyTorch's `garbage_collect_cached_blocks`. It gives no block by itself.
+    /// Release idle segments of the large pool that are older than the average, while more than `above` bytes are reserved.
+    /// PyTorch's `garbage_collect_cached_blocks`. The step itself returns no block.
     CollectGarbage {
-        /// Bytes that may stay.
+        /// Bytes that may stay reserved.
         above: u64,
     },
-    /// Take a segment. PyTorch's `alloc_block`.
+    /// Allocate a segment. PyTorch's `alloc_block`.
     Segment,
-    /// Give back one idle segment of the stream that is large enough, or else the largest ones of at least `max_split` bytes
-    /// until enough is free; then take a segment. PyTorch's `release_available_cached_blocks`.
+    /// Release one idle segment of the stream that is large enough, or else the largest ones of at least `max_split` bytes until
+    /// their sum is sufficient; then allocate a segment. PyTorch's `release_available_cached_blocks`.
     ReleaseOversize {
-        /// Smallest segment that goes back.
+        /// Minimum size of a released segment.
         max_split: u64,
     },
-    /// Wait for pending frees, and give back every idle segment. PyTorch's `release_cached_blocks`. It gives no block by
-    /// itself. Here the ladder ends for a request of a private pool, and while a graph is captured.
+    /// Wait for deferred frees, and release every idle segment. PyTorch's `release_cached_blocks`. The step itself returns no
+    /// block. The ladder ends here for a request of a private pool, and while a graph is captured.
     ReleaseCached,
-    /// Wait for pending frees. It gives no block by itself.
+    /// Wait for deferred frees. The step itself returns no block.
     WaitForFrees,
-    /// Give back every idle segment if the source's limit then leaves room for what the request needs. It gives no block by
-    /// itself. BFC's `DeallocateFreeRegions`.
+    /// Release every idle segment if the request then fits into the source's limit. The step itself returns no block. BFC's
+    /// `DeallocateFreeRegions`.
     ReleaseIfEnough,
-    /// Look for a free block again: the wait may have made one.
+    /// Search for a free block again: the wait may have made one reusable.
     FitAgain,
-    /// Take a segment, and count a retry.
+    /// Allocate a segment, and count a retry.
     SegmentAgain,
 }
 
-/// Steps in order, and how large segments are.
+/// Steps in order, and the size of segments.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ladder {
-    /// What is tried.
+    /// The steps.
     pub steps: Vec<Step>,
     /// Size of segments.
     pub size: SegmentSize,
 }
 
 impl Ladder {
-    /// Takes a segment; where that is refused, gives back what is cached, looks for a free block again and takes a segment.
+    /// Allocates a segment; where that is refused, releases the cache, searches for a free block again and allocates a segment.
     #[must_use]
     pub fn releasing(size: SegmentSize) -> Self {
         Self { steps: vec![Step::Segment, Step::ReleaseCached, Step::FitAgain, Step::SegmentAgain], size }
     }
 
-    /// Takes the steps until one gives a free block that fits; `None` when none does. The path says by what. `again` looks for
-    /// a free block.
+    /// Takes the steps until one returns a fitting free block, and the path of that step; `None` when none does. `again` searches
+    /// for a free block.
     ///
     /// # Errors
     /// Those of the driver.
@@ -198,7 +202,7 @@ impl Ladder {
     ) -> Result<Option<(S::Block, Path)>, DriverError> {
         let mut path = Path::DriverAlloc;
         for step in &self.steps {
-            let found = match *step {
+            let block = match *step {
                 Step::CollectGarbage { above } => {
                     if collect_garbage(segments, above)? {
                         path = Path::Collect;
@@ -236,25 +240,28 @@ impl Ladder {
                     self.new_segment(segments, miss)?
                 }
             };
-            if let Some(block) = found {
+            if let Some(block) = block {
                 return Ok(Some((block, path)));
             }
         }
         Ok(None)
     }
 
-    /// Takes a segment of the size that is due.
+    /// Allocates a segment of the current size.
     fn new_segment<S: Segments>(&self, segments: &mut S, miss: &Miss) -> Result<Option<S::Block>, DriverError> {
         let due = match &self.size {
             SegmentSize::OfClass => miss.segment,
             SegmentSize::Exact => miss.bytes,
-            SegmentSize::Doubling(next) => return doubled(segments, miss, next),
-            // A graph's memory stays with it, so it gets no more than it needs.
-            SegmentSize::AsMuchAgain { .. } | SegmentSize::Region { .. } | SegmentSize::Fixed(_)
+            // A private pool keeps its memory until its release, so it gets no more than necessary.
+            SegmentSize::AsMuchAgain { .. }
+            | SegmentSize::Region { .. }
+            | SegmentSize::Doubling(_)
+            | SegmentSize::Fixed(_)
                 if miss.list.owner.private.is_some() =>
             {
                 miss.segment
             }
+            SegmentSize::Doubling(first) => return doubled(segments, miss, *first),
             SegmentSize::Region { next } => return region(segments, miss, next),
             SegmentSize::Fixed(bytes) if *bytes <= miss.bytes => miss.bytes,
             SegmentSize::Fixed(bytes) => match segments.new_segment(miss.list, *bytes)? {
@@ -281,29 +288,25 @@ fn region<S: Segments>(segments: &mut S, miss: &Miss, due: &Cell<u64>) -> Result
     let mut bytes = next.min(available);
     while bytes >= miss.bytes {
         if let Some(block) = segments.new_segment(miss.list, bytes)? {
-            // Not where it was refused: a request that nothing can serve should not make the next region huge.
+            // Only after a success: a request that cannot be served should not make the next region huge.
             due.set(if grown { next } else { next.saturating_mul(2) });
             return Ok(Some(block));
         }
-        // CAST: in 32-bit floating point and cut, as there. Newer versions take a step where that rounds up to no less.
+        // CAST: in 32-bit floating point, truncated, as there. Newer versions take a step where that rounds up to no less.
         let less = ((bytes as f32 * 0.9) as u64).next_multiple_of(GUARANTEED_ALIGN);
         bytes = less.min(bytes - GUARANTEED_ALIGN);
     }
     Ok(None)
 }
 
-/// Twice as much as the last time.
-fn doubled<S: Segments>(segments: &mut S, miss: &Miss, due: &Cell<u64>) -> Result<Option<S::Block>, DriverError> {
-    let mut next = due.get();
-    while next < miss.bytes {
-        next = next.saturating_mul(2);
+/// Twice the largest segment of the list.
+fn doubled<S: Segments>(segments: &mut S, miss: &Miss, first: u64) -> Result<Option<S::Block>, DriverError> {
+    let mut bytes = first.max(segments.largest_segment(miss.list).saturating_mul(2));
+    while bytes < miss.bytes {
+        bytes = bytes.saturating_mul(2);
     }
-    let mut bytes = next;
     loop {
         if let Some(block) = segments.new_segment(miss.list, bytes)? {
-            if bytes == next {
-                due.set(next.saturating_mul(2));
-            }
             return Ok(Some(block));
         }
         if bytes == miss.bytes {
@@ -313,7 +316,7 @@ fn doubled<S: Segments>(segments: &mut S, miss: &Miss, due: &Cell<u64>) -> Resul
     }
 }
 
-/// Bytes that the source's limit leaves.
+/// Remaining bytes up to the source's limit.
 fn room<S: Segments>(segments: &S) -> u64 {
     segments.limit().map_or(u64::MAX, |limit| limit.saturating_sub(segments.reserved()))
 }
@@ -324,14 +327,14 @@ fn as_much_again<S: Segments>(
     miss: &Miss,
     maximum: Option<u64>,
 ) -> Result<Option<S::Block>, DriverError> {
-    let held = segments.reserved();
-    let mut due = held.max(miss.bytes);
+    let reserved = segments.reserved();
+    let mut due = reserved.max(miss.bytes);
     if let Some(maximum) = maximum {
-        let left = maximum.saturating_sub(held).next_multiple_of(GUARANTEED_ALIGN);
+        let left = maximum.saturating_sub(reserved).next_multiple_of(GUARANTEED_ALIGN);
         if miss.bytes > left {
             return Ok(None);
         }
-        // Half of it may be no whole number of blocks. RMM leaves it so.
+        // Half of it may not be a whole number of blocks. RMM leaves it so.
         due = (left / 2).max(miss.bytes);
     }
     loop {
@@ -343,7 +346,7 @@ fn as_much_again<S: Segments>(
     }
 }
 
-/// PyTorch's `garbage_collect_cached_blocks`, which leaves private pools alone: true when anything went.
+/// PyTorch's `garbage_collect_cached_blocks`, which skips private pools: true when it released a segment.
 fn collect_garbage<S: Segments>(segments: &mut S, above: u64) -> Result<bool, DriverError> {
     let target = segments.reserved().saturating_sub(above);
     let mut idle = segments.idle_segments();
@@ -352,7 +355,7 @@ fn collect_garbage<S: Segments>(segments: &mut S, above: u64) -> Result<bool, Dr
     while reclaimed < target && !idle.is_empty() {
         let mean = idle.iter().map(|idle| idle.age).sum::<u64>() as f64 / idle.len() as f64;
         let (old, young): (Vec<_>, Vec<_>) = idle.into_iter().partition(|idle| idle.age as f64 >= mean);
-        // The oldest is at least as old as the average, so each round takes some.
+        // The oldest is at least as old as the average, so each round releases a segment.
         for idle in old {
             reclaimed += segments.release(idle.segment)?;
         }
@@ -361,12 +364,12 @@ fn collect_garbage<S: Segments>(segments: &mut S, above: u64) -> Result<bool, Dr
     Ok(reclaimed > 0)
 }
 
-/// PyTorch's `release_available_cached_blocks`: true when at least as much went as the request needs.
+/// PyTorch's `release_available_cached_blocks`: true when at least the size of the request was released.
 fn release_oversize<S: Segments>(segments: &mut S, miss: &Miss, max_split: u64) -> Result<bool, DriverError> {
     let wanted = miss.bytes.max(max_split);
     let mut idle = segments.idle_segments();
     idle.retain(|idle| idle.list == miss.list);
-    // The free block that is next in size may be a part of a segment, which cannot go back.
+    // The free block that is next in size may be a part of a segment, which is not releasable.
     if let Some(addr) = segments.segment_that_fits(miss.list, wanted)
         && let Some(whole) = idle.iter().find(|idle| idle.addr == addr)
     {
@@ -383,8 +386,8 @@ fn release_oversize<S: Segments>(segments: &mut S, miss: &Miss, max_split: u64) 
     Ok(released >= wanted)
 }
 
-/// PyTorch's `release_cached_blocks`: waits for pending frees, then gives idle segments back, and whole handles that are free in
-/// expandable ones, while more than `keep` bytes are held. Returns the bytes that went.
+/// PyTorch's `release_cached_blocks`: waits for deferred frees, then releases idle segments, and free whole handles of expandable
+/// ones, while more than `keep` bytes are reserved. Returns the released bytes.
 ///
 /// # Errors
 /// Those of the driver.
@@ -400,7 +403,7 @@ pub fn release_cached<S: Segments>(segments: &mut S, keep: u64) -> Result<u64, D
     Ok(released + segments.release_parts(keep, |_| true)?)
 }
 
-/// Gives back what is idle of a private pool that is not pinned. Returns the bytes that went.
+/// Releases the idle segments of a private pool that is not pinned. Returns the released bytes.
 ///
 /// # Errors
 /// Those of the driver.
@@ -440,11 +443,11 @@ mod tests {
     }
 
     fn climb(ladder: &Ladder, heap: &mut Heap, bytes: u64) -> Option<(u64, Path)> {
-        let found = ladder.climb(heap, &miss(bytes), |heap| Ok(heap.find(list(PoolKind::Large), bytes, u64::MAX)));
-        found.unwrap().map(|(block, path)| (heap.space()[block].bytes, path))
+        let served = ladder.climb(heap, &miss(bytes), |heap| Ok(heap.find(list(PoolKind::Large), bytes, u64::MAX)));
+        served.unwrap().map(|(block, path)| (heap.space()[block].bytes, path))
     }
 
-    /// Takes the whole of a new segment.
+    /// Takes all of a new segment.
     fn hold(heap: &mut Heap, bytes: u64) -> BlockId {
         let block = heap.new_segment(list(PoolKind::Large), bytes).unwrap().unwrap();
         heap.take(block, list(PoolKind::Large), bytes, bytes);
@@ -457,7 +460,7 @@ mod tests {
             (SegmentSize::OfClass, [2 * MIB, 4 * MIB, 10 * MIB]),
             (SegmentSize::Exact, [256, 3 * MIB, 9 * MIB]),
             (SegmentSize::Fixed(8 * MIB), [8 * MIB, 8 * MIB, 9 * MIB]),
-            (SegmentSize::Doubling((2 * MIB).into()), [2 * MIB, 4 * MIB, 16 * MIB]),
+            (SegmentSize::Doubling(2 * MIB), [2 * MIB, 4 * MIB, 16 * MIB]),
         ] {
             let (mut heap, ladder) = (heap(64 * MIB), Ladder { steps: vec![Step::Segment], size });
             let made = [256, 3 * MIB, 9 * MIB].map(|bytes| climb(&ladder, &mut heap, bytes));
@@ -466,20 +469,54 @@ mod tests {
     }
 
     #[test]
+    fn private_pool_gets_a_segment_of_the_class() {
+        let owner = Owner { stream: crate::stream(1), private: Some(CaptureId::next()) };
+        let list = FreeList { owner, pool: Some(PoolKind::Large) };
+        let miss = Miss { list, ..miss(MIB) };
+        for size in [
+            SegmentSize::Doubling(32 * MIB),
+            SegmentSize::Fixed(32 * MIB),
+            SegmentSize::AsMuchAgain { maximum: None },
+            SegmentSize::Region { next: (32 * MIB).into() },
+        ] {
+            let (mut heap, ladder) = (heap(256 * MIB), Ladder { steps: vec![Step::Segment], size: size.clone() });
+            for _ in 0..3 {
+                let (block, _) = ladder.climb(&mut heap, &miss, |_| Ok(None)).unwrap().unwrap();
+                assert_eq!(heap.space()[block].bytes, 2 * MIB, "{size:?}");
+            }
+            assert_eq!(ladder.size, size, "later segments of other pools have the same size");
+        }
+    }
+
+    #[test]
+    fn doubling_starts_again_for_each_list_and_after_a_release() {
+        let ladder = Ladder { steps: vec![Step::Segment], size: SegmentSize::Doubling(2 * MIB) };
+        let mut heap = heap(64 * MIB);
+        let grow = |heap: &mut Heap, stream| {
+            let list = FreeList { owner: Owner::of(crate::stream(stream)), pool: Some(PoolKind::Large) };
+            let (block, _) = ladder.climb(heap, &Miss { list, ..miss(256) }, |_| Ok(None)).unwrap().unwrap();
+            heap.space()[block].bytes / MIB
+        };
+        assert_eq!([1, 1, 2, 1, 2].map(|stream| grow(&mut heap, stream)), [2, 4, 2, 8, 4]);
+        release_cached(&mut heap, 0).unwrap();
+        assert_eq!([1, 2, 1].map(|stream| grow(&mut heap, stream)), [2, 2, 4]);
+    }
+
+    #[test]
     fn a_doubled_segment_is_halved_down_to_what_is_needed() {
         let steps = vec![Step::Segment];
         for (room, bytes, made) in
             [(9 * MIB, 3 * MIB, Some(8 * MIB)), (3 * MIB, 3 * MIB, Some(3 * MIB)), (MIB, 256, None)]
         {
-            let ladder = Ladder { steps: steps.clone(), size: SegmentSize::Doubling((32 * MIB).into()) };
+            let ladder = Ladder { steps: steps.clone(), size: SegmentSize::Doubling(32 * MIB) };
             let mut heap = heap(room);
-            // What is left is too small for anything.
+            // The remainder is too small for any request.
             let _full = made.is_none().then(|| hold(&mut heap, MIB));
             assert_eq!(climb(&ladder, &mut heap, bytes), made.map(|bytes| (bytes, Path::DriverAlloc)));
         }
     }
 
-    /// Sizes of the segments that a heap asks for, of which the device refuses those of more than `most`.
+    /// Sizes of a heap's new segments; the device refuses those above `most`.
     fn regions(limit: Option<u64>, most: u64, next: u64, requests: &[u64]) -> Vec<Option<u64>> {
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(most));
         let mut heap = Heap::new(Space::new(Account::new()), Fit::best(), Stream::Own, Source::Plain { driver, limit });
@@ -489,7 +526,7 @@ mod tests {
 
     #[test]
     fn regions_double_but_not_twice_for_one_request() {
-        // 2 MiB, then 4; 40 MiB takes 8 to 64 and that is the size of the next one, too; then 128.
+        // 2 MiB, then 4; the request of 40 MiB doubles 8 to 64, which is the size of the next one, too; then 128.
         let made = regions(None, 1 << 40, 2 * MIB, &[256, 256, 40 * MIB, 256, 256]);
         assert_eq!(made, [2, 4, 64, 64, 128].map(|mib| Some(mib * MIB)));
     }
@@ -535,7 +572,7 @@ mod tests {
         heap.put(old);
         heap.space_mut().count_search();
         hold(&mut heap, 2 * MIB);
-        // Ten are held, of which six are idle: they go, because more than eight may not stay.
+        // Ten are reserved, of which six are idle: these are released, because at most eight may stay.
         assert_eq!(climb(&ladder, &mut heap, 2 * MIB), Some((2 * MIB, Path::Collect)));
         assert_eq!(heap.space().account().reserved(), 6 * MIB);
         heap.put(young);
@@ -546,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_oversize_segment_that_suffices_goes_or_else_the_largest() {
+    fn smallest_sufficient_oversize_segment_is_released_first() {
         let mut heap = heap(64 * MIB);
         let blocks = [6, 8, 10, 12].map(|mib| hold(&mut heap, mib * MIB));
         blocks.into_iter().for_each(|block| {

@@ -1,4 +1,4 @@
-//! The segments of a heap, as a [ladder](crate::policy::grow::Ladder) takes them and gives them back.
+//! The segments of a heap, for a [ladder](crate::policy::grow::Ladder) to allocate and release.
 
 use super::Heap;
 use crate::contract::OomReport;
@@ -18,11 +18,16 @@ impl Segments for Heap {
         self.source.limit()
     }
 
+    fn largest_segment(&self, list: FreeList) -> u64 {
+        let segments = self.space.segments().filter(|(_, segment)| segment.list == list);
+        segments.map(|(_, segment)| segment.bytes).max().unwrap_or(0)
+    }
+
     fn is_capturing(&self) -> bool {
         self.captures > 0 || self.source.driver().is_capture_noted()
     }
 
-    /// A segment is one free block. Where memory comes in parts, one grows by what a block of `bytes` lacks, see
+    /// A new segment is one free block. Expandable segments grow by the bytes that a block of `bytes` needs, see
     /// [`extend`](Self::extend).
     fn new_segment(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
         if self.source.is_expandable() {
@@ -39,7 +44,7 @@ impl Segments for Heap {
 
     fn idle_segments(&self) -> Vec<Idle> {
         let idle = self.space.segments().filter(|(_, segment)| segment.busy == 0 && !segment.expandable);
-        let mut found: Vec<Idle> = idle
+        let mut segments: Vec<Idle> = idle
             .filter(|(_, segment)| !self.is_pinned(segment.list))
             .map(|(id, &Segment { list, addr, bytes, first, .. })| Idle {
                 segment: id,
@@ -49,8 +54,8 @@ impl Segments for Heap {
                 age: self.space.age(first),
             })
             .collect();
-        found.sort_unstable_by_key(|idle| release_order(idle.list, idle.bytes, idle.addr));
-        found
+        segments.sort_unstable_by_key(|idle| release_order(idle.list, idle.bytes, idle.addr));
+        segments
     }
 
     fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64> {
@@ -59,17 +64,17 @@ impl Segments for Heap {
     }
 
     /// # Panics
-    /// When a block of it is held or pending, or it did not come in one piece.
+    /// When a block of it is live or pending, or it is expandable.
     fn release(&mut self, segment: SegmentId) -> Result<u64, DriverError> {
         let Segment { addr, bytes, busy, expandable, .. } = self.space[segment];
-        assert!(busy == 0 && !expandable, "only an idle segment can go back as a whole");
-        let addr = DeviceAddr::new(addr).expect("segments do not lie at address zero");
-        // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its
-        // blocks is held or pending, so only that work uses it which is queued on the streams that freed its blocks. It is
-        // removed below, so it goes back once.
+        assert!(busy == 0 && !expandable, "only an idle segment is releasable");
+        let addr = DeviceAddr::new(addr).expect("a segment's address is not zero");
+        // SAFETY: every segment of the space that is not expandable came from the source, see `new_segment`. None of its blocks is
+        // live or pending, so only work uses it that is queued on the streams that freed its blocks. It is removed below, so it is
+        // released once.
         unsafe { self.source.release(addr) }?;
-        let gone = self.space.remove_segment(segment);
-        gone.into_iter().for_each(|block| self.fit.remove(block));
+        let blocks = self.space.remove_segment(segment);
+        blocks.into_iter().for_each(|block| self.fit.remove(block));
         Ok(bytes)
     }
 
@@ -82,7 +87,7 @@ impl Segments for Heap {
         let (capturing, mut done) = (self.is_capturing(), Vec::new());
         let outcome = self.pending.synchronize(self.source.driver().as_ref(), capturing, &mut done);
         self.put_completed(done);
-        // A device that is captured cannot be waited for, and one that refuses to be leaves things as they are.
+        // A device with an open capture cannot be waited for; if the wait is refused, the state does not change.
         if !capturing && self.stream.sets_aside() && self.source.driver().device_synchronize().is_ok() {
             self.stream.synchronized();
         }
@@ -107,7 +112,7 @@ impl Segments for Heap {
                 others += block.bytes;
             }
         }
-        // A policy adds its setting itself.
+        // The policy adds its setting.
         OomReport::new(allocator, requested)
             .needing(needed)
             .with_memory(self.reserved(), self.space.account().stats().active_bytes.all.current)
