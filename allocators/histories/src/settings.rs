@@ -3,7 +3,8 @@
 use crate::history::ReplayError;
 use serde_json::{Map, Value, json};
 use vramlab_policies::backends::CachingSettings;
-use vramlab_policies::policy::size::torch::{DIVISION_INTERVALS, Divisions, LARGE_SEGMENT};
+use vramlab_policies::backends::pytorch::conf::TorchConf;
+use vramlab_policies::policy::size::torch::{DIVISION_INTERVALS, Divisions};
 
 /// The settings of `caching` that correspond to a snapshot's `allocator_settings`; defaults where it says nothing.
 ///
@@ -49,12 +50,11 @@ pub fn recorded_settings(settings: &Map<String, Value>) -> Result<CachingSetting
     Ok(out)
 }
 
-/// What a line such as `max_split_size_mb:64,max_non_split_rounding_mb:40` says of that setting, in bytes; of several the last.
+/// The value of `max_non_split_rounding_mb` in a line such as `max_split_size_mb:64,max_non_split_rounding_mb:40`, in bytes.
 fn non_split_rounding(line: &str) -> Option<u64> {
-    let mut values = line.rsplit(',').filter_map(|part| part.split_once(':'));
-    let (_, value) = values.find(|(key, _)| key.trim() == "max_non_split_rounding_mb")?;
-    // PyTorch takes no less than its large segments.
-    value.trim().parse::<u64>().ok()?.checked_mul(1 << 20).filter(|bytes| *bytes >= LARGE_SEGMENT)
+    let conf: TorchConf = line.parse().ok()?;
+    let is_set = conf.entries.iter().any(|(key, _)| key == "max_non_split_rounding_mb");
+    is_set.then_some(conf.settings.max_non_split_rounding)
 }
 
 /// A snapshot's `allocator_settings` for an allocator that reports `settings`

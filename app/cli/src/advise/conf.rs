@@ -4,6 +4,8 @@ use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::str::FromStr;
 use vramlab::Selection;
+pub(super) use vramlab::backends::pytorch::conf::{CONF_KEYS, ParseConfError};
+use vramlab::backends::pytorch::conf::{CONF_SETTINGS, LEAST_MIB, TorchConf};
 use vramlab::backends::{CachingSettings, TorchAllocator, of_torch};
 use vramlab::histories::replay::recorded_settings;
 use vramlab::settings::{Settings, list_parts};
@@ -12,94 +14,8 @@ use vramlab::settings::{Settings, list_parts};
 pub(super) const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
 
 const MIB: u64 = 1 << 20;
-/// The smallest value of both settings that are in MiB: a segment of the large pool.
-const LEAST_MIB: u64 = 20;
-/// Largest value in MiB; PyTorch clamps larger ones.
-const MOST_MIB: u64 = 1 << 40;
-
-/// Longest line that fits 80 columns with its indent.
+/// Longest line that a screen of 80 columns shows with its indent.
 const LINE: usize = 78;
-
-/// Applies a value to a setting, or returns how to write the value.
-type Set = fn(&mut Conf, &str) -> Result<(), &'static str>;
-
-/// Settings of the newest PyTorch, each with the first release of PyTorch 2 that has it; 0 stands for 2.0 and earlier. A release
-/// does not start with a setting that it lacks.
-pub(super) const KEYS: [(&str, u16, Set); 20] = [
-    ("backend", 0, |conf, value| {
-        conf.malloc_async = match value {
-            "native" => false,
-            "cudaMallocAsync" | "hipMallocAsync" => true,
-            _ => return Err("write native or cudaMallocAsync"),
-        };
-        Ok(())
-    }),
-    ("max_split_size_mb", 0, |conf, value| mebibytes(value).map(|bytes| conf.settings.max_split_size = Some(bytes))),
-    ("garbage_collection_threshold", 0, |conf, value| {
-        let fraction = value.parse::<f64>().ok().filter(|fraction| *fraction > 0.0 && *fraction < 1.0);
-        conf.settings.garbage_collection_threshold = fraction.ok_or("write a fraction between 0 and 1")?;
-        Ok(())
-    }),
-    ("roundup_power2_divisions", 0, |conf, value| {
-        let divisions = value.parse().ok().filter(|_| value != "off" && value != "0");
-        conf.settings.roundup_power2_divisions =
-            divisions.ok_or("write a power of two, or a list such as [256:1,512:2,>:4]")?;
-        Ok(())
-    }),
-    ("expandable_segments", 1, |conf, value| switch(value).map(|on| conf.expandable = on)),
-    // Settings without effect on device addresses are ignored.
-    ("release_lock_on_cudamalloc", 2, |_, value| switch(value).map(drop)),
-    ("pinned_use_cuda_host_register", 2, |_, value| switch(value).map(drop)),
-    ("pinned_num_register_threads", 2, |_, _| Ok(())),
-    ("max_non_split_rounding_mb", 6, |conf, value| {
-        mebibytes(value).map(|bytes| conf.settings.max_non_split_rounding = bytes)
-    }),
-    ("pinned_use_background_threads", 6, |_, value| switch(value).map(drop)),
-    ("graph_capture_record_stream_reuse", 9, |_, value| switch(value).map(drop)),
-    ("per_process_memory_fraction", 10, |_, value| match value.parse() {
-        Ok(1.0) => Ok(()),
-        _ => Err("a recording does not contain the device's memory size; remove the setting and pass --limit BYTES"),
-    }),
-    ("pinned_reserve_segment_size_mb", 10, |_, _| Ok(())),
-    ("large_segment_size_mb", 11, |_, value| match integer(value)? {
-        LEAST_MIB => Ok(()),
-        _ => Err("only 20 can be replayed, PyTorch's default"),
-    }),
-    ("throw_on_cudamalloc_oom", 12, |_, value| switch(value).map(drop)),
-    ("pinned_free_catch_all", 12, |_, _| Ok(())),
-    ("pinned_max_round_threshold_mb", 13, |_, _| Ok(())),
-    ("pinned_max_cached_size_mb", 13, |_, _| Ok(())),
-    ("expandable_segments_reserve", 15, |_, _| Ok(())),
-    ("expandable_segments_reserve_by_class", 15, |_, _| Ok(())),
-];
-
-fn switch(value: &str) -> Result<bool, &'static str> {
-    match value {
-        "True" => Ok(true),
-        "False" => Ok(false),
-        _ => Err("write True or False"),
-    }
-}
-
-fn integer(value: &str) -> Result<u64, &'static str> {
-    value.parse().map_err(|_| "write a whole number")
-}
-
-/// Bytes from a text in MiB.
-fn mebibytes(value: &str) -> Result<u64, &'static str> {
-    match integer(value)?.min(MOST_MIB) {
-        ..LEAST_MIB => Err("PyTorch takes 20 or more"),
-        mib => Ok(mib * MIB),
-    }
-}
-
-/// PyTorch's keys for settings of [`CachingSettings`], in the order of the output; bytes are in MiB.
-const WRITTEN: [(&str, &str); 4] = [
-    ("max_split_size_mb", "max_split_size"),
-    ("max_non_split_rounding_mb", "max_non_split_rounding"),
-    ("roundup_power2_divisions", "roundup_power2_divisions"),
-    ("garbage_collection_threshold", "garbage_collection_threshold"),
-];
 
 /// Settings of PyTorch's allocator, with their text.
 #[derive(Clone, Debug)]
@@ -214,7 +130,7 @@ impl Conf {
             out.push("expandable_segments:True".to_owned());
         }
         let torch = CachingSettings::default();
-        for (key, name) in WRITTEN {
+        for (key, name) in CONF_SETTINGS {
             let value = self.settings.get(name).filter(|value| torch.get(name).as_ref() != Some(value));
             let mib = self.settings.json()[name].as_u64().map(|bytes| (bytes / MIB).to_string());
             out.extend(value.map(|value| format!("{key}:{}", mib.unwrap_or(value))));
@@ -242,17 +158,6 @@ impl Conf {
             _ => Selection::with(of_torch(TorchAllocator::Native), &self.settings),
         }
     }
-
-    fn set(&mut self, key: &str, value: &str) -> Result<(), ParseConfError> {
-        let Some((_, _, set)) = KEYS.iter().find(|(name, ..)| *name == key.replace("hip", "cuda")) else {
-            return Err(ParseConfError::Key(key.to_owned()));
-        };
-        set(self, value).map_err(|expected| ParseConfError::Value {
-            key: key.to_owned(),
-            value: value.to_owned(),
-            expected,
-        })
-    }
 }
 
 impl Serialize for Conf {
@@ -261,41 +166,28 @@ impl Serialize for Conf {
     }
 }
 
-/// Why a text is not a setting of PyTorch's allocator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ParseConfError {
-    #[error("'{0}' is not a setting of PyTorch's allocator; use one of {names}", names = KEYS.map(|(name, ..)| name).join(", "))]
-    Key(String),
-    #[error("{key}:{value}: {expected}")]
-    Value { key: String, value: String, expected: &'static str },
-    #[error("'{0}': write key:value,key:value")]
-    Form(String),
-}
-
 impl FromStr for Conf {
     type Err = ParseConfError;
 
-    /// Parses as PyTorch does: ignores blanks, and of a repeated key uses the last value.
+    /// Reads the text as PyTorch does, and refuses settings that a replay cannot follow.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let mut out = Self { text: text.trim().to_owned(), ..Self::torch() };
-        let plain: String = text.chars().filter(|c| *c != ' ').collect();
-        let parts = list_parts(&plain);
-        let last = parts.len() - 1;
-        for (at, part) in parts.into_iter().enumerate() {
-            // PyTorch accepts a trailing comma and an empty text.
-            if part.is_empty() && at == last {
-                continue;
-            }
-            let (key, value) =
-                part.split_once(':').ok_or_else(|| match KEYS.iter().any(|(name, ..)| *name == part) {
-                    false if !part.contains(['=', '[', ']']) && !part.is_empty() => {
-                        ParseConfError::Key(part.to_owned())
-                    }
-                    _ => ParseConfError::Form(part.to_owned()),
-                })?;
-            out.set(key, value)?;
+        let conf: TorchConf = text.parse()?;
+        if let Some(key) = conf.unknown.first() {
+            return Err(ParseConfError::Key(key.clone()));
         }
-        Ok(out)
+        let refused = |key: &str, expected: &'static str| {
+            let value = conf.entries.iter().rfind(|(name, _)| name == key).map(|(_, value)| value.clone());
+            Err(ParseConfError::Value { key: key.to_owned(), value: value.unwrap_or_default(), expected })
+        };
+        if conf.memory_fraction < 1.0 {
+            let expected = "a recording does not contain the device's memory size; leave it out and use --limit BYTES";
+            return refused("per_process_memory_fraction", expected);
+        }
+        if conf.large_segment_mib != LEAST_MIB {
+            return refused("large_segment_size_mb", "only 20 can be replayed, PyTorch's default");
+        }
+        let TorchConf { malloc_async, expandable, settings, .. } = conf;
+        Ok(Self { text: text.trim().to_owned(), malloc_async, expandable, settings })
     }
 }
 

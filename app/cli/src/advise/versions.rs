@@ -3,7 +3,7 @@
 //! Taken from the Linux wheels on PyPI, 2.0 to 2.15: settings are strings in `libc10.so` and `libc10_cuda.so`, snapshot keys in
 //! `libtorch_python.so`, and the variable in the header `c10/cuda/CUDAAllocatorConfig.h`.
 
-use super::conf::{Conf, KEYS, ParseConfError, VARIABLE};
+use super::conf::{CONF_KEYS, Conf, ParseConfError, VARIABLE};
 use anyhow::{Result, bail};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -156,7 +156,7 @@ impl fmt::Display for Versions {
 }
 
 fn since(setting: &str) -> Option<u16> {
-    KEYS.iter().find(|(name, ..)| *name == setting).map(|(_, since, _)| *since)
+    CONF_KEYS.iter().find(|key| key.name == setting).map(|key| key.since)
 }
 
 /// Settings that may be advised.
@@ -346,8 +346,8 @@ mod tests {
 
     #[test]
     fn check_name_accepts_every_setting() {
-        assert!(KEYS.iter().all(|(name, ..)| check_name(name).is_ok()) && check_name("expandable").is_err());
-        assert!(KEYS.is_sorted_by_key(|(_, since, _)| *since), "in release order");
+        assert!(CONF_KEYS.iter().all(|key| check_name(key.name).is_ok()) && check_name("expandable").is_err());
+        assert!(CONF_KEYS.is_sorted_by_key(|key| key.since), "in release order");
     }
 
     /// Variables from which a release reads CUDA's settings, the preferred one first.
@@ -367,7 +367,7 @@ mod tests {
         };
         let mut rows = String::from("| PyTorch | reads | new settings | new in its snapshots |\n|---|---|---|---|\n");
         for minor in 0..=NEWEST {
-            let settings = KEYS.iter().filter(|(_, since, _)| *since == minor).map(|(name, ..)| *name).collect();
+            let settings = CONF_KEYS.iter().filter(|key| key.since == minor).map(|key| key.name).collect();
             let keys = SIGNS.iter().filter(|sign| sign.since == minor).map(|sign| sign.key).collect();
             let version = if minor == 0 { "2.0 and before".to_owned() } else { format!("2.{minor}") };
             rows += &format!("| {version} | {} | {} | {} |\n", variables(minor), named(settings), named(keys));
