@@ -16,7 +16,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-// Number of this interface. It changes when a program that was built with another header no longer works.
+// Number of this interface. It changes when a program that was built with an older header no longer works.
 #define VRAMLAB_ABI 1
 
 // No limit, for `vramlab_set_limit`.
@@ -25,40 +25,40 @@
 // The allocator has private pools.
 #define VRAMLAB_CAN_POOLS 1
 
-// Private pools can go back to a checkpoint.
+// Private pools can be restored to a checkpoint.
 #define VRAMLAB_CAN_CHECKPOINT 2
 
-// The allocator sees its segments and blocks.
+// The allocator knows its segments and blocks.
 #define VRAMLAB_CAN_SNAPSHOT 4
 
-// Segments are ranges of addresses that memory is mapped behind in parts.
+// Segments are ranges of addresses that are mapped in parts.
 #define VRAMLAB_CAN_EXPAND 8
 
-// Every block lies where PyTorch's allocator would put it.
+// Every block has the address that PyTorch's allocator would return.
 #define VRAMLAB_FOLLOWS_PYTORCH 16
 
-// A page has a fabric handle in the place of a file descriptor.
+// A page has a fabric handle instead of a file descriptor.
 #define VRAMLAB_FABRIC -2
 
-// How a call went. `vramlab_error` has the text of the thread's last failure.
+// The result of a call. `vramlab_error` has the text of the thread's last failure.
 enum vramlab_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // As asked.
+  // Success.
   VRAMLAB_STATUS_OK = 0,
   // Neither the allocator nor the device has the memory, or the limit does not allow it.
   VRAMLAB_STATUS_OUT_OF_MEMORY = 1,
-  // An argument that can never be served: a null pointer, more than 4 EiB, a text that is not UTF-8.
+  // An argument that is never valid: a null pointer, more than 4 EiB, a text that is not UTF-8.
   VRAMLAB_STATUS_INVALID = 2,
-  // No allocator, setting, value, device or pool is called so; the text names the nearest.
+  // There is no allocator, setting, value, device or pool of this name; the text contains the most similar name.
   VRAMLAB_STATUS_UNKNOWN = 3,
-  // That GPU is not there, or cannot be worked on.
+  // That GPU does not exist, or cannot be used.
   VRAMLAB_STATUS_NO_DEVICE = 4,
-  // No live block of this allocator begins at the address: it is foreign, was freed before, or is another device's.
+  // No live block of this allocator begins at the address: it is foreign, was freed before, or belongs to another device.
   VRAMLAB_STATUS_FOREIGN = 5,
-  // The allocator or the device cannot do this.
+  // The allocator or the device does not support this.
   VRAMLAB_STATUS_INCAPABLE = 6,
   // A call of the driver failed.
   VRAMLAB_STATUS_DRIVER = 7,
@@ -79,17 +79,17 @@ typedef int32_t vramlab_status;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// What a block is.
+// The state of a block.
 enum vramlab_block_state
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // Held by the program.
+  // Live.
   VRAMLAB_BLOCK_STATE_ALLOCATED = 0,
   // Freed, and still used by a stream.
   VRAMLAB_BLOCK_STATE_PENDING_FREE = 1,
-  // Can be handed out.
+  // Reusable.
   VRAMLAB_BLOCK_STATE_FREE = 2,
 };
 #ifndef __cplusplus
@@ -100,15 +100,15 @@ typedef int32_t vramlab_block_state;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
-// What happened to a segment, or to a part of one that memory was added to or taken from.
+// An event of a segment, or of a mapped range of one.
 enum vramlab_segment_action
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
   : int32_t
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
-  // It came from the device.
+  // The device allocated it.
   VRAMLAB_SEGMENT_ACTION_ALLOC = 0,
-  // It went back.
+  // It was released to the device.
   VRAMLAB_SEGMENT_ACTION_FREE = 1,
   // Memory was mapped behind its addresses.
   VRAMLAB_SEGMENT_ACTION_MAP = 2,
@@ -126,7 +126,7 @@ typedef int32_t vramlab_segment_action;
 // An allocator on one device.
 typedef struct vramlab vramlab;
 
-// What a private pool was at a moment.
+// The state of a private pool at one moment.
 typedef struct vramlab_checkpoint vramlab_checkpoint;
 
 // A quantity over time.
@@ -153,33 +153,33 @@ typedef struct vramlab_pooled {
 
 // PyTorch's statistics, in bytes and numbers.
 typedef struct vramlab_stats {
-  // Blocks that the program holds.
+  // Live blocks.
   struct vramlab_pooled allocation;
   // Segments.
   struct vramlab_pooled segment;
-  // Blocks that the program holds or a stream still uses.
+  // Live blocks and deferred frees.
   struct vramlab_pooled active;
   // Free blocks in segments that are partly in use.
   struct vramlab_pooled inactive_split;
   // Bytes of `allocation`.
   struct vramlab_pooled allocated_bytes;
-  // Bytes held from the device.
+  // Reserved bytes.
   struct vramlab_pooled reserved_bytes;
   // Bytes of `active`.
   struct vramlab_pooled active_bytes;
   // Bytes of `inactive_split`.
   struct vramlab_pooled inactive_split_bytes;
-  // Bytes that the program asked for, before rounding.
+  // Requested bytes, before rounding.
   struct vramlab_pooled requested_bytes;
   // Blocks of at least `max_split_size`.
   struct vramlab_gauge oversize_allocations;
   // Segments of at least `max_split_size`.
   struct vramlab_gauge oversize_segments;
-  // Requests for which the cache was released and the device asked again.
+  // Requests that were repeated after a cache flush.
   uint64_t num_alloc_retries;
   // Requests that were refused for lack of memory.
   uint64_t num_ooms;
-  // Times that all pending frees were waited for.
+  // Number of waits for all deferred frees.
   uint64_t num_sync_all_streams;
   // Allocation calls of the driver.
   uint64_t num_device_alloc;
@@ -197,17 +197,17 @@ typedef struct vramlab_segment {
   uint64_t bytes;
   // Stream that its free blocks serve.
   uint64_t stream;
-  // Private pool that it is of; 0 for none.
+  // Private pool that it belongs to; 0 for none.
   uint64_t pool;
-  // Whether it is of the large pool.
+  // Whether it belongs to the large pool.
   bool is_large;
-  // Whether it is a part of a range of addresses that memory is added to.
+  // Whether it is a mapped range of an expandable segment.
   bool expandable;
-  // Bytes in blocks that the program holds.
+  // Bytes in live blocks.
   uint64_t allocated_bytes;
-  // Bytes in blocks that the program holds or a stream still uses.
+  // Bytes in live blocks and deferred frees.
   uint64_t active_bytes;
-  // Bytes that were asked for in those.
+  // Requested bytes in those.
   uint64_t requested_bytes;
 } vramlab_segment;
 
@@ -217,31 +217,31 @@ typedef struct vramlab_block {
   uint64_t address;
   // Size in bytes.
   uint64_t bytes;
-  // Bytes that were asked for; 0 for a free block.
+  // Requested bytes; 0 for a free block.
   uint64_t requested;
-  // What it is.
+  // Its state.
   vramlab_block_state state;
 } vramlab_block;
 
-// A segment that came or went.
+// An event of a segment.
 typedef struct vramlab_segment_event {
-  // What happened.
+  // Its kind.
   vramlab_segment_action action;
   // First address.
   uint64_t address;
   // Size in bytes.
   uint64_t bytes;
-  // The stream whose request took it.
+  // The stream whose request allocated it.
   uint64_t stream;
 } vramlab_segment_event;
 
-// The pages around a block that was exported.
+// The pages around an exported block.
 typedef struct vramlab_exported {
   // First address of the first page.
   uint64_t address;
   // Bytes of each page.
   uint64_t page_bytes;
-  // How many there are.
+  // Number of pages.
   uint64_t pages;
 } vramlab_exported;
 
@@ -255,22 +255,22 @@ uint32_t vramlab_abi(void);
 // The version of the library.
 const char *vramlab_version(void);
 
-// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call or the thread's end.
-// Of a text of more than 4095 bytes the front is kept.
+// The text of this thread's last failing call; empty before the first. It lives until the thread's next failing call or the
+// thread's end. A text of more than 4095 bytes is truncated.
 const char *vramlab_error(void);
 
-// A status in words. The text lives for ever.
+// The name of a status. The text lives forever.
 const char *vramlab_status_name(int32_t status);
 
-// Gives a text back that a call handed out. Null is fine.
+// Frees a text that a call returned. Null is fine.
 //
 // # Safety
-// It came from this library and is given back once.
+// It came from this library and is freed once.
 void vramlab_text_free(char *text);
 
-// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as the programs of this project take it. The device is `cuda`,
-// `cuda:N`, `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). A GPU's first one takes a good part of
-// a second.
+// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as in the programs of this project. The device is `cuda`, `cuda:N`,
+// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). Opening the first allocator on a GPU takes
+// about a second.
 //
 // # Safety
 // See the top of this file.
@@ -278,15 +278,14 @@ vramlab_status vramlab_open(const char *name,
                             const char *device,
                             struct vramlab **out);
 
-// Whether `vramlab_open` would know an allocator and its settings. Opens nothing.
+// Whether `vramlab_open` would accept an allocator and its settings. Opens nothing.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_check(const char *name);
 
-// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds. In a callback of
-// `vramlab_on_segment` or `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: the call that it belongs to is
-// not over.
+// Closes an allocator: waits for the device, and releases everything, also live blocks. In a callback of `vramlab_on_segment` or
+// `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: its call has not returned.
 //
 // # Safety
 // See the top of this file; no other thread uses the allocator or will.
@@ -298,7 +297,24 @@ vramlab_status vramlab_close(struct vramlab *vramlab);
 // See the top of this file.
 vramlab_status vramlab_allocators_json(char **out);
 
-// Allocates `bytes` for work on a stream. No bytes: the address is 0, which needs no free.
+// The settings that an allocator follows of PyTorch's, as JSON. `name` is as for `vramlab_open`, `conf` is the text of
+// `PYTORCH_CUDA_ALLOC_CONF`, and `limit` is the memory limit in bytes or `VRAMLAB_NO_LIMIT`. Opens nothing. The result is an
+// object:
+//
+// - `settings`: names and values, to append to `name`. A setting that `name` gives is not among them.
+// - `ignored`: keys that the allocator does not have, each with a hint in brackets where there is one.
+// - `fixed`: keys that count only when the allocator is opened. PyTorch itself follows the others.
+//
+// `VRAMLAB_STATUS_UNKNOWN` where the name is unknown or PyTorch would refuse the text. The text may have keys of a newer PyTorch.
+//
+// # Safety
+// See the top of this file.
+vramlab_status vramlab_torch_conf_json(const char *name,
+                                       const char *conf,
+                                       uint64_t limit,
+                                       char **out);
+
+// Allocates `bytes` for work on a stream. For 0 bytes the address is 0, which needs no free.
 //
 // # Safety
 // See the top of this file.
@@ -314,16 +330,16 @@ vramlab_status vramlab_allocate_in(struct vramlab *vramlab,
                                    uint64_t stream,
                                    uint64_t *out);
 
-// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the block is the program's no more, but its
-// memory waits until the device was waited for, as in `vramlab_trim`; until then it counts as active and requested.
+// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the program no longer owns the block,
+// but its memory is reusable only after a wait for the device, as in `vramlab_trim`; until then it counts as active and requested.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_free(struct vramlab *vramlab,
                             uint64_t address);
 
-// Says that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that work
-// is done.
+// Announces that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that
+// work has completed.
 //
 // # Safety
 // See the top of this file.
@@ -331,52 +347,54 @@ vramlab_status vramlab_record_stream(struct vramlab *vramlab,
                                      uint64_t address,
                                      uint64_t stream);
 
-// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This holds of every
-// allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as ever, before, meanwhile and after,
-// and so can blocks that it was recorded for. When the call has returned nothing of this library names the stream any more.
+// Announces that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This covers
+// every allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as usual, before, during
+// and after the call, and so can blocks that it was recorded for. After the call nothing of this library names the stream any
+// more.
 //
 // # Safety
 // See the top of this file; the stream is still there, and no other thread's call names it.
 vramlab_status vramlab_stream_gone(struct vramlab *vramlab,
                                    uint64_t stream);
 
-// Says that the program began to capture a graph on the device, or that such a capture has ended. It is counted. While one is
-// open nothing here waits for the device, and no event is recorded on a stream that is captured.
+// Announces that the program began to capture a graph on the device, or that such a capture has ended. Calls are counted. While a
+// capture is open the library does not wait for the device, and records no event on a stream that is captured.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_capturing(struct vramlab *vramlab,
                                  bool open);
 
-// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within that
-// capture, once its stream comes behind their work. Off at first: it waits for the end of the capture. The status is
-// `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot do that.
+// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within
+// that capture, once its stream follows their work. Off by default: it is reusable after the capture. The status is
+// `VRAMLAB_STATUS_INCAPABLE` where the allocator does not support this.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_reuse_in_captures(struct vramlab *vramlab,
                                          bool on);
 
-// Makes a private pool. Its number is not 0 and is never used again.
+// Creates a private pool. Its number is not 0 and is never reused.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_pool_create(struct vramlab *vramlab, uint64_t *out);
 
-// Says that no more requests will come for a private pool. Its idle memory goes back when idle memory goes back the next time.
+// Announces that a private pool gets no more requests. Its free segments are released when free segments are released the next
+// time.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_pool_release(struct vramlab *vramlab,
                                     uint64_t pool);
 
-// Gives back what is idle of a released private pool. `released` may be null.
+// Releases the free segments of a released private pool. `released` may be null.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_pool_trim(struct vramlab *vramlab, uint64_t pool, uint64_t *released);
 
-// Takes down what a private pool is like now. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot go back to it.
+// Records the current state of a private pool. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot restore it.
 //
 // # Safety
 // See the top of this file.
@@ -384,13 +402,13 @@ vramlab_status vramlab_pool_checkpoint(struct vramlab *vramlab,
                                        uint64_t pool,
                                        struct vramlab_checkpoint **out);
 
-// Lets a private pool be as it was: every block of it that the program holds is freed, and passed to `freed`; then the blocks
-// that were held at the checkpoint are held again at their addresses, and passed to `created`. Both may be null. They are called when no
-// lock is held, once all of it is done.
+// Restores a private pool to a checkpoint: every live block of it is freed, and passed to `freed`; then the blocks that were live
+// at the checkpoint are live again at their addresses, and passed to `created`. Both may be null. They are called after the
+// restore, while no lock is held.
 //
-// A restore that fails changes nothing: the program holds the blocks that it held. It fails with `VRAMLAB_STATUS_LIVE` or
-// `VRAMLAB_STATUS_UNKNOWN` when the pool was released, when memory of the checkpoint went back to the device, and when a block there is
-// freed or held and other streams still use it.
+// A restore that fails changes nothing: the live blocks stay live. It fails with `VRAMLAB_STATUS_LIVE` or `VRAMLAB_STATUS_UNKNOWN`
+// when the pool was released, when memory of the checkpoint was released to the device, and when a block there is freed or live
+// and other streams still use it.
 //
 // # Safety
 // See the top of this file; the callbacks may be called with `context`. No other thread allocates from the pool meanwhile.
@@ -400,25 +418,27 @@ vramlab_status vramlab_pool_restore(struct vramlab *vramlab,
                                     void (*freed)(void*, uint64_t),
                                     void (*created)(void*, uint64_t, uint64_t, uint64_t));
 
-// Gives a checkpoint back. Null is fine.
+// Frees a checkpoint. Null is fine.
 //
 // # Safety
-// It came from this library and is given back once.
+// It came from this library and is freed once.
 void vramlab_checkpoint_free(struct vramlab_checkpoint *checkpoint);
 
-// Waits for pending frees, and gives idle memory back while more than `keep_bytes` are held. `released` may be null.
+// Waits for deferred frees, and releases free segments while more than `keep_bytes` are reserved. `released` may be null.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_trim(struct vramlab *vramlab, uint64_t keep_bytes, uint64_t *released);
+vramlab_status vramlab_trim(struct vramlab *vramlab,
+                            uint64_t keep_bytes,
+                            uint64_t *released);
 
-// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once: what is above a lower limit stays until a
+// Sets the maximum of reserved bytes, at any time. Nothing is released immediately: memory above a lower limit stays until a
 // request meets it, and does not grow.
 //
-// The limit is held when a call has returned. `stream-ordered` may pass it inside a call, because the driver says only afterwards how much
-// its pool took; and memory that a graph of CUDA allocates for itself is not counted. The setting `memory_limit` of `pytorch-expandable`
-// and `pytorch` with expandable segments is PyTorch's, which can be passed by less than one handle of 20 MiB; this one is not.
-// `rmm-arena` keeps the size that it began with.
+// The limit is respected when a call has returned. `stream-ordered` may exceed it inside a call, because the driver reports only
+// afterwards how much its pool allocated; and memory that a CUDA graph allocates for itself is not counted. The setting
+// `memory_limit` of `pytorch-expandable` and `pytorch` with expandable segments is PyTorch's, which can be exceeded by less than
+// one handle of 20 MiB; this one is not. `rmm-arena` keeps its initial size.
 //
 // # Safety
 // See the top of this file.
@@ -437,27 +457,27 @@ vramlab_status vramlab_memory(struct vramlab *vramlab, uint64_t *free, uint64_t 
 // See the top of this file.
 vramlab_status vramlab_read_stats(struct vramlab *vramlab, struct vramlab_stats *out);
 
-// The statistics that are known as JSON: one object, under the keys of `torch.cuda.memory_stats` and the allocator's own.
+// The known statistics as JSON: one object, under the keys of `torch.cuda.memory_stats` and the allocator's own.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_stats_json(struct vramlab *vramlab,
-                                  char **out);
+vramlab_status vramlab_stats_json(struct vramlab *vramlab, char **out);
 
-// Lets every peak start again from its current value.
+// Restarts every peak from its current value.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_reset_peaks(struct vramlab *vramlab);
 
-// Lets every sum and count start again from zero.
+// Restarts every sum and count from zero.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_reset_accumulated(struct vramlab *vramlab);
 
-// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All is of one moment; no lock is
-// held while the program looks. The callbacks may call the library, and be left by `longjmp` or an exception, which loses the copy's memory.
+// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All values are from one
+// moment; no lock is held during the callbacks. The callbacks may call the library, and may be left by `longjmp` or an exception,
+// which leaks the copy's memory.
 //
 // # Safety
 // See the top of this file; the callbacks may be called with `context`.
@@ -466,8 +486,8 @@ vramlab_status vramlab_visit(struct vramlab *vramlab,
                              void (*segment)(void*, const struct vramlab_segment*),
                              void (*block)(void*, const struct vramlab_block*));
 
-// Writes what is held to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not
-// there.
+// Writes segments and blocks to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is written
+// atomically.
 //
 // # Safety
 // See the top of this file.
@@ -480,8 +500,7 @@ vramlab_status vramlab_snapshot(struct vramlab *vramlab,
 // See the top of this file.
 vramlab_status vramlab_block_at(struct vramlab *vramlab, uint64_t address, struct vramlab_block *out);
 
-// The segment around an address: where it begins, and its size in bytes. What is mapped in parts has none that another process
-// could open.
+// The segment around an address: its begin, and its size in bytes. Expandable segments have none that another process could open.
 //
 // # Safety
 // See the top of this file.
@@ -524,25 +543,25 @@ vramlab_status vramlab_on_free(struct vramlab *vramlab,
                                void *context,
                                void (*callback)(void*, uint64_t));
 
-// Records every allocation and free from now on, or no longer: 64 bytes each until they are written.
+// Starts or stops recording every allocation and free: 64 bytes each until they are written.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_trace(struct vramlab *vramlab, bool on);
 
-// Writes what was recorded since the last time to a file, a line of JSON each. The file is whole or not there.
+// Writes the records since the last call to a file, one line of JSON each. The file is written atomically.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_trace_write(struct vramlab *vramlab, const char *path);
 
-// Times every allocation and free from now on, or no longer.
+// Starts or stops timing every allocation and free.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_latency(struct vramlab *vramlab, bool on);
 
-// What was timed, as JSON: percentiles in nanoseconds by operation and path.
+// The measured times, as JSON: percentiles in nanoseconds by operation and path.
 //
 // # Safety
 // See the top of this file.
@@ -554,13 +573,13 @@ vramlab_status vramlab_latency_json(struct vramlab *vramlab, char **out);
 // See the top of this file.
 vramlab_status vramlab_calls_json(struct vramlab *vramlab, char **out);
 
-// What the allocator can do: a sum of `VRAMLAB_CAN_*` and `VRAMLAB_FOLLOWS_PYTORCH`.
+// The capabilities of the allocator: a sum of `VRAMLAB_CAN_*` and `VRAMLAB_FOLLOWS_PYTORCH`.
 //
 // # Safety
 // See the top of this file.
 vramlab_status vramlab_can(struct vramlab *vramlab, uint32_t *out);
 
-// The allocator's name and the settings in effect, as JSON.
+// The allocator's name and the effective settings, as JSON.
 //
 // # Safety
 // See the top of this file.
@@ -568,9 +587,9 @@ vramlab_status vramlab_settings_json(struct vramlab *vramlab, char **out);
 
 // Exports the memory around the live block that begins at an address, so that other processes can map it: calls `page` for each
 // page in the order of their addresses, with a file descriptor, or with `VRAMLAB_FABRIC` and the 64 bytes of a fabric handle.
-// Descriptors stay the library's: they are the same until the block is free, and are closed then. Until then the pages stay where
-// they are. The status is `VRAMLAB_STATUS_INCAPABLE` where the block lies in an allocation of the driver, which has handles of its own
-// (`vramlab_base`), or where memory of the device has no handles.
+// Descriptors belong to the library: they stay the same until the block is free, and are closed then. Until then the pages stay
+// mapped where they are. The status is `VRAMLAB_STATUS_INCAPABLE` where the block is in an allocation of the driver, which has
+// handles of its own (`vramlab_base`), or where memory of the device has no handles.
 //
 // # Safety
 // See the top of this file; the callback may be called with `context`.
@@ -580,18 +599,17 @@ vramlab_status vramlab_export_block(struct vramlab *vramlab,
                                     void (*page)(void*, int32_t, const uint8_t*),
                                     struct vramlab_exported *out);
 
-// A copy of a file descriptor that `vramlab_export_block` gave, which the program closes. The status is `VRAMLAB_STATUS_UNKNOWN` where it
-// is of no block that is still live: the number may be that of another file by now.
+// A copy of a file descriptor that `vramlab_export_block` returned, which the program closes. The status is
+// `VRAMLAB_STATUS_UNKNOWN` where it does not belong to a live block: the number may be that of another file by now.
 //
 // # Safety
 // See the top of this file.
-vramlab_status vramlab_exported_descriptor(struct vramlab *vramlab,
-                                           int32_t number,
-                                           int32_t *out);
+vramlab_status vramlab_exported_descriptor(struct vramlab *vramlab, int32_t number, int32_t *out);
 
-// Maps `pages` pages of another process side by side, and opens them to the allocator's device. `page` is called for each with its
-// number, from 0 on, and room for 64 bytes. It returns a file descriptor, which the library closes; or writes a fabric handle and returns
-// `VRAMLAB_FABRIC`. Any other number ends the call with `VRAMLAB_STATUS_INVALID`. Other GPUs need access of their own.
+// Maps `pages` pages of another process next to each other, and gives the allocator's device access. `page` is called for each
+// with its number, from 0 on, and room for 64 bytes. It returns a file descriptor, which the library closes; or writes a fabric
+// handle and returns `VRAMLAB_FABRIC`. Any other number ends the call with `VRAMLAB_STATUS_INVALID`. Other GPUs need access of
+// their own.
 //
 // # Safety
 // See the top of this file; the callback may be called with `context`.
@@ -606,10 +624,10 @@ vramlab_status vramlab_import_pages(struct vramlab *vramlab,
 // mapped until a later call of this function or of `vramlab_import_pages`. The allocator may be closed by then.
 vramlab_status vramlab_import_close(uint64_t address);
 
-// Keeps the memory behind a range of addresses where it is (`on`), also while it is free, or no longer: its pages are neither moved nor
-// unmapped. For memory that something else has registered by its address, as `ncclCommRegister` and network adapters do. It is
-// counted. The status is `VRAMLAB_STATUS_INCAPABLE` where memory is not mapped in pages: then a segment stays while a block
-// of it is live.
+// Pins (`on`) or unpins the memory of a range of addresses, also while it is free: its pages are neither moved nor unmapped. For
+// memory that a library has registered by its address, as `ncclCommRegister` and network adapters do. Calls are counted. The
+// status is `VRAMLAB_STATUS_INCAPABLE` where memory is not mapped in pages: then a segment stays reserved while a block of it is
+// live.
 //
 // # Safety
 // See the top of this file.

@@ -1,4 +1,4 @@
-//! An allocator on a device, as the functions of the library use it.
+//! An allocator on a device, for the functions of the library.
 
 pub(crate) mod shared;
 
@@ -18,6 +18,7 @@ use vramlab_device::output::{Existing, OutputFile};
 use vramlab_device::{Bytes, DeviceAddr, Driver, HookedDriver, MeteredDriver};
 use vramlab_histories::formats::{Ending, Export, Segment, SegmentBlock};
 use vramlab_policies::backends::SegmentUse;
+use vramlab_policies::backends::pytorch::conf::{AppliedConf, ParseConfError, TorchConf};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::instruments::nvtx::Ranges;
 use vramlab_policies::instruments::nvtx::memory::{Heaps, NvtxMemory};
@@ -26,20 +27,20 @@ use vramlab_policies::{
     AllocError, Block, DeviceAllocator, Path, PrivatePool, Request, RestoreError, Selection, Snapshot, Stats,
 };
 
-/// Instruments that are on, as bits of their number.
+/// Active instruments, as bits of their number.
 const LATENCY: usize = 1;
 const TRACE: usize = 2;
 
 /// An allocator on one device.
 #[derive(Debug)]
 pub struct Allocator {
-    /// The allocator with the instruments that are on: none, latency, trace, both. All are the same allocator.
+    /// The allocator with the active instruments: none, latency, trace, both. All are the same allocator.
     stacks: [Arc<dyn DeviceAllocator>; 4],
     on: AtomicUsize,
     timed: Arc<Timed>,
     traces: [Arc<EventTrace>; 2],
     selection: Selection,
-    /// Blocks that the program holds.
+    /// Live blocks.
     held: HeldBlocks,
     pools: Mutex<BTreeMap<u64, PrivatePool>>,
     /// Totals start at those of these statistics.
@@ -49,16 +50,16 @@ pub struct Allocator {
     device: Arc<Device>,
     /// The program's callbacks, and the events to deliver.
     notices: Arc<Notices>,
-    /// Deferred frees whose completion is to be delivered.
+    /// Deferred frees whose completion must be delivered.
     deferred: AtomicUsize,
-    /// Held while frees that are done are moved to the notices, so that a thread that finds none has missed none.
+    /// Held while completed frees are moved to the notices, so that a thread that sees none has missed none.
     collecting: Mutex<()>,
 }
 
-/// The addresses of blocks that were freed, and the blocks that are held now: address, bytes, stream.
+/// The addresses of freed blocks, and the blocks that are live now: address, bytes, stream.
 pub(crate) type Restored = (Vec<u64>, Vec<(u64, u64, u64)>);
 
-/// What a private pool was at a moment.
+/// The state of a private pool at one moment.
 #[derive(Debug)]
 pub struct Checkpoint {
     pool: u64,
@@ -69,7 +70,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The memory checker that wants to know of blocks, if one is attached.
+/// The memory checker that is notified of blocks, if one is attached.
 fn memory_checker() -> Option<Arc<Heaps>> {
     if is_off("VRAMLAB_NVTX_MEMORY") { None } else { Heaps::of_attached_tool() }
 }
@@ -126,14 +127,14 @@ impl Allocator {
         })
     }
 
-    /// The allocator with the instruments that are on.
+    /// The allocator with the active instruments.
     #[inline]
     fn stack(&self) -> &dyn DeviceAllocator {
         self.stacks[self.on.load(Relaxed) % self.stacks.len()].as_ref()
     }
 
-    /// Calls the program for what its call caused, before the call returns; `block` is the memory that the call gives it. No lock is
-    /// held here. Nothing here or above waits to be dropped, see [`notices`](crate::notices).
+    /// Delivers the events of a call to the program, before the call returns; `block` is the memory that the call returns. No lock
+    /// is held here. Nothing here or above needs to be dropped, see [`notices`](crate::notices).
     #[inline]
     pub(crate) fn deliver(&self, block: Option<Range<u64>>) {
         if self.deferred.load(Acquire) != 0 {
@@ -142,7 +143,7 @@ impl Allocator {
         self.notices.deliver(block);
     }
 
-    /// Moves frees that have stopped waiting to the notices.
+    /// Moves completed deferred frees to the notices.
     #[cold]
     fn collect_freed(&self) {
         let _collecting = lock(&self.collecting);
@@ -151,12 +152,12 @@ impl Allocator {
         self.end_deferred(freed.len());
     }
 
-    /// So many frees, or all that there are, wait no more.
+    /// Counts `count` deferred frees as completed, or all that there are.
     fn end_deferred(&self, count: usize) {
         let _ = self.deferred.fetch_update(AcqRel, Acquire, |deferred| Some(deferred.saturating_sub(count)));
     }
 
-    /// Whether this thread is in a callback of this allocator, whose call is not over.
+    /// Whether this thread is in a callback of this allocator.
     pub(crate) fn is_calling_back(&self) -> bool {
         self.notices.is_running_here()
     }
@@ -179,7 +180,7 @@ impl Allocator {
         Ok(address)
     }
 
-    /// Names the limit to which an allocator was held that does not know of it.
+    /// Names the limit of an allocator that does not know its limit.
     #[cold]
     fn refused(&self, error: AllocError) -> Failure {
         let limit = self.segments.hook().limit().filter(|_| error.is_out_of_memory());
@@ -198,13 +199,13 @@ impl Allocator {
         let Held { block, stream, shared, .. } = self.held.take(address).ok_or_else(|| self.foreign(address))?;
         let notifies = shared && self.notices.wants_frees();
         if notifies {
-            // Before the free, so that another thread that finds it done counts it down.
+            // Before the free, so that another thread that sees it completed counts it down.
             self.deferred.fetch_add(1, AcqRel);
         }
-        // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it,
-        // see `vramlab_free`.
+        // SAFETY: every use of the block is queued, on its stream or on those that it was recorded on: the program promises it, see
+        // `vramlab_free`.
         let freed = unsafe { self.stack().deallocate(block, stream) };
-        // A block whose free failed waits, too.
+        // A block whose free failed is deferred, too.
         if notifies && matches!(freed, Ok(path) if path != Path::Deferred) {
             self.notices.queue_freed(&[address]);
             self.end_deferred(1);
@@ -219,8 +220,8 @@ impl Allocator {
             snapshot.segments.iter().any(|segment| addr(segment).contains(&address))
         });
         let why = match inside {
-            true => "it lies in its memory, but no live block begins there: it was freed before, or is inside a block",
-            false => "it is memory of another allocator or device, or its segment went back after it was freed",
+            true => "it is in its memory, but no live block begins there: it was freed before, or is inside a block",
+            false => "it is memory of another allocator or device, or its segment was released after it was freed",
         };
         Failure::new(Status::Foreign, format!("'{}' holds no block at {address:#x}: {why}", self.selection.name()))
     }
@@ -280,7 +281,7 @@ impl Allocator {
         Ok(Checkpoint { pool, state })
     }
 
-    /// Lets a pool be as it was. Other threads' calls that name a block wait meanwhile.
+    /// Restores a pool to a checkpoint. Other threads' calls that name a block wait meanwhile.
     pub(crate) fn pool_restore(&self, checkpoint: &Checkpoint) -> Outcome<Restored> {
         let (pool, of_pool) = (checkpoint.pool, |held: &Held| held.pool == checkpoint.pool);
         let known = self.pool(pool)?;
@@ -290,7 +291,7 @@ impl Allocator {
         let shared: BTreeSet<u64> =
             taken.iter().filter(|held| held.shared).map(|held| held.block.addr().get()).collect();
         let given = taken.into_iter().map(|held| (held.block, held.stream)).collect();
-        // SAFETY: these are all blocks of the pool that the program holds, whose uses are queued: it promises that, see
+        // SAFETY: these are all live blocks of the pool, whose uses are queued: the program promises that, see
         // `vramlab_pool_restore`.
         let restored = unsafe { self.stack().pool_restore(known, &checkpoint.state, given) };
         let (blocks, error) = match restored {
@@ -312,9 +313,9 @@ impl Allocator {
     }
 
     pub(crate) fn set_limit(&self, bytes: u64) {
-        let own = self.stack().set_memory_limit((bytes != u64::MAX).then_some(bytes));
-        // An allocator that keeps to a limit by itself releases its cache first.
-        self.segments.hook().set_limit(if own { u64::MAX } else { bytes });
+        let has_limit = self.stack().set_memory_limit((bytes != u64::MAX).then_some(bytes));
+        // An allocator with a limit of its own releases its cache first.
+        self.segments.hook().set_limit(if has_limit { u64::MAX } else { bytes });
     }
 
     pub(crate) fn memory(&self) -> Outcome<(u64, u64)> {
@@ -345,7 +346,7 @@ impl Allocator {
         *lock(&self.since) = Some(self.stack().stats());
     }
 
-    /// The setting as it is in effect; `None` where the allocator has no such setting or it is not set.
+    /// The effective setting; `None` where the allocator has no such setting or it is not set.
     pub(crate) fn setting(&self, name: &str) -> Option<u64> {
         self.stacks[0].settings().get(name)?.as_u64()
     }
@@ -359,7 +360,7 @@ impl Allocator {
         Ok(self.stacks[0].snapshot().ok_or_else(incapable)?)
     }
 
-    /// Writes what is held in PyTorch's layout: JSON for a name that ends so, else a pickle.
+    /// Writes segments and blocks in PyTorch's layout: JSON for a name that ends in `.json`, else a pickle.
     pub(crate) fn write_snapshot(&self, path: &FilePath) -> Outcome<()> {
         let segments: Vec<Segment> = self.snapshot()?.segments.iter().map(written).collect();
         let json = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("json"));
@@ -370,7 +371,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// The segment around an address: where it begins and its size.
+    /// The segment around an address: its begin and its size.
     pub(crate) fn base(&self, address: u64) -> Outcome<(u64, u64)> {
         let snapshot = self.snapshot()?;
         let around = snapshot.segments.iter().find(|segment| {
@@ -379,8 +380,7 @@ impl Allocator {
         });
         let segment = around.ok_or_else(|| self.foreign(address))?;
         if segment.expandable {
-            let text =
-                format!("the memory at {address:#x} was mapped in parts and has no allocation of the driver around it");
+            let text = format!("the memory at {address:#x} is expandable and not in an allocation of the driver");
             return Err(Failure::new(Status::Incapable, text));
         }
         Ok((segment.addr.get(), segment.bytes))
@@ -406,7 +406,7 @@ impl Allocator {
         self.turn(TRACE, on);
     }
 
-    /// Writes the events since the last time, a line each.
+    /// Writes the events since the last time, one per line.
     pub(crate) fn write_trace(&self, path: &FilePath) -> Outcome<()> {
         let mut events: Vec<_> = self.traces.iter().flat_map(|trace| trace.take()).collect();
         events.sort_by_key(|traced| traced.event.time_ns);
@@ -437,9 +437,9 @@ impl Allocator {
 
     pub(crate) fn on_free(&self, callback: Option<Callback<u64>>) {
         let _collecting = lock(&self.collecting);
-        // What waits goes on to wait where one callback takes the place of another.
+        // Deferred frees stay in the table where one callback replaces another.
         if callback.is_some() != self.notices.wants_frees() {
-            // False where no free is seen to wait: then each completes when it is asked for.
+            // False where deferred frees are not observed: then each completes with its request.
             let _ = self.stacks[0].tell_completed(callback.is_some());
             self.deferred.store(0, Release);
         }
@@ -461,21 +461,21 @@ impl Allocator {
         self.notices.set_on_segment(callback);
     }
 
-    /// Gives everything back, also blocks that the program still holds, once the device is idle.
+    /// Releases everything, also live blocks, once the device is idle.
     pub(crate) fn close(self) -> Outcome<()> {
         self.on_segment(None);
         self.on_free(None);
         self.device.remove(&self.stacks[0]);
         let synchronized = self.device.driver().device_synchronize();
         for Held { block, stream, .. } in self.held.lock_all().take_where(|_| true) {
-            // SAFETY: the device is idle, or broken, and the program promises that it uses the block no more.
+            // SAFETY: the device is idle, or broken, and the program promises that it does not use the block any more.
             let _ = unsafe { self.stacks[0].deallocate(block, stream) };
         }
         Ok(synchronized?)
     }
 }
 
-/// Refuses a text that names no allocator, or settings or values that it has not.
+/// Refuses a text that names no allocator, or unknown settings or values.
 pub(crate) fn check(text: &str) -> Outcome<()> {
     text.parse::<Selection>()?;
     Ok(())
@@ -485,7 +485,7 @@ fn to_json(value: &impl serde::Serialize) -> Outcome<String> {
     serde_json::to_string(value).map_err(|error| Failure::new(Status::Internal, error.to_string()))
 }
 
-/// A segment as files have it.
+/// A segment in the form of files.
 fn written(segment: &vramlab_policies::SegmentInfo) -> Segment {
     let block = |block: &vramlab_policies::BlockInfo| SegmentBlock {
         address: block.addr.get(),
@@ -505,6 +505,18 @@ fn written(segment: &vramlab_policies::SegmentInfo) -> Segment {
     }
 }
 
+/// The settings that an allocator follows of a text of `PYTORCH_CUDA_ALLOC_CONF`, as JSON.
+pub(crate) fn torch_conf_json(name: &str, conf: &str, limit: Option<u64>) -> Outcome<String> {
+    let allocator: Selection = name.parse()?;
+    let conf: TorchConf =
+        conf.parse().map_err(|error: ParseConfError| Failure::new(Status::Unknown, error.to_string()))?;
+    let AppliedConf { settings, ignored } = conf.applied_to(&allocator, limit);
+    let settings: serde_json::Map<_, _> =
+        settings.into_iter().map(|(name, value)| (name.to_owned(), value.into())).collect();
+    let fixed: Vec<&str> = conf.fixed_keys().collect();
+    Ok(json!({ "settings": settings, "ignored": ignored, "fixed": fixed }).to_string())
+}
+
 /// Every allocator with its settings, as JSON.
 pub(crate) fn allocators_json() -> String {
     let each = vramlab_policies::backends::all().into_iter().map(|backend| {
@@ -518,5 +530,5 @@ pub(crate) fn allocators_json() -> String {
     serde_json::Value::Array(each.collect()).to_string()
 }
 
-/// Addresses of blocks begin at none that C takes for null.
+/// No block has the address that is C's null.
 const _: () = assert!(std::mem::size_of::<Option<DeviceAddr>>() == 8 && std::mem::size_of::<Block>() == 32);

@@ -10,20 +10,20 @@ use vramlab_device::sim::SimMemory;
 use vramlab_device::{CudaDriver, DeviceKind, DeviceName, Driver, DriverResult, Profile, SimDriver, StreamId};
 use vramlab_policies::DeviceAllocator;
 
-/// A device that is open.
+/// An open device.
 #[derive(Debug)]
 pub(crate) struct Device {
     driver: Arc<dyn Driver>,
-    /// Changes when a stream was forgotten. No two devices of a process ever have one in common.
+    /// Changes when a stream was forgotten. No two devices of a process ever share a value.
     epoch: AtomicU64,
     /// The allocators on it, which must all forget a destroyed stream. Locked while they do.
     allocators: Mutex<Vec<Weak<dyn DeviceAllocator>>>,
 }
 
-/// The devices that are open, by the text that they were asked for with.
+/// The open devices, by the text of their name.
 static OPEN: Mutex<BTreeMap<String, Weak<Device>>> = Mutex::new(BTreeMap::new());
 
-/// How a device is opened that is not open yet.
+/// Opens a device that is not open yet.
 type Opening = Box<dyn FnOnce() -> Outcome<Arc<dyn Driver>>>;
 
 fn next_epoch() -> u64 {
@@ -33,12 +33,12 @@ fn next_epoch() -> u64 {
 }
 
 thread_local! {
-    /// The epoch of the device and the handle that this thread used last, and what the driver knows that as.
+    /// The epoch of the device and the handle that this thread used last, and its stream.
     static LAST: Cell<Option<(u64, u64, StreamId)>> = const { Cell::new(None) };
 }
 
 impl Device {
-    /// Opens a device, or finds it open: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`.
+    /// Opens a device, or returns an open one: `cuda`, `cuda:1`, `sim`, `sim:2`, `sim:FILE`.
     pub(crate) fn open(text: &str) -> Outcome<Arc<Self>> {
         let (driver, key): (Opening, String) = match numbered_simulation(text) {
             Some(number) => (Box::new(|| Ok(simulated(Profile::h200()))), format!("sim:{number}")),
@@ -56,7 +56,7 @@ impl Device {
                     (Box::new(profile), key)
                 }
                 DeviceName::Null => {
-                    return Err(Failure::new(Status::Unknown, "the null device has no memory to hand out"));
+                    return Err(Failure::new(Status::Unknown, "the null device has no memory"));
                 }
             },
         };
@@ -81,7 +81,7 @@ impl Device {
         if let Some((_, _, stream)) = LAST.get().filter(|last| (last.0, last.1) == (epoch, handle)) {
             return Ok(stream);
         }
-        // SAFETY: the program promises a live stream until it says that the stream is gone, see `vramlab_stream_gone`.
+        // SAFETY: the program promises a live stream until it announces its destruction, see `vramlab_stream_gone`.
         let stream = unsafe { self.driver.stream_adopt(handle) }?;
         LAST.set(Some((epoch, handle, stream)));
         Ok(stream)
@@ -91,22 +91,22 @@ impl Device {
         self.allocators.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in an allocator on this device.
+    /// Adds an allocator to this device.
     pub(crate) fn add(&self, allocator: &Arc<dyn DeviceAllocator>) {
         self.allocators().push(Arc::downgrade(allocator));
     }
 
-    /// Forgets an allocator. No other thread has it afterwards.
+    /// Removes an allocator. No other thread has it afterwards.
     pub(crate) fn remove(&self, allocator: &Arc<dyn DeviceAllocator>) {
         // The metadata of two pointers to one allocator may differ.
         self.allocators().retain(|other| !std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(allocator)));
     }
 
-    /// Forgets a stream of the program, once the work on the device is done, so that no block of any allocator waits for it.
+    /// Forgets a stream of the program, once the work on the device has completed, so that no block of any allocator waits for it.
     ///
-    /// The allocators come first, so that no free waits for a stream that the driver does not know. Then the driver forgets it, and refuses
-    /// it to calls that begin later. One that found it before may still be under way, for a block of the stream itself: it is over when its
-    /// allocator has been asked a second time. Then the program may destroy the stream.
+    /// The allocators forget it first, so that no free waits for a stream that the driver does not know. Then the driver forgets
+    /// it, and refuses it to calls that begin later. A call that found it before may still be running, for a block of the stream
+    /// itself: it has returned when its allocator has been notified a second time. Then the program may destroy the stream.
     pub(crate) fn forget(&self, handle: u64) -> DriverResult<()> {
         let allocators = self.allocators();
         let stream = self.stream(handle)?;
@@ -120,12 +120,12 @@ impl Device {
     }
 }
 
-/// The number of `sim:2`, which is no file.
+/// The number of `sim:2`, which is not a file.
 fn numbered_simulation(text: &str) -> Option<u32> {
     text.strip_prefix("sim:")?.parse().ok()
 }
 
-/// Addresses are all that there is of its memory.
+/// Memory of this device has only addresses.
 fn simulated(profile: Profile) -> Arc<dyn Driver> {
     Arc::new(SimDriver::new(profile, SimMemory::None))
 }

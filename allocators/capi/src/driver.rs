@@ -1,8 +1,7 @@
-//! What stands between an allocator and its device: the limit of allocators that have none of their own, and word of the
-//! segments that come and go.
+//! The layer between an allocator and its device: the limit of allocators without one, and events of segments.
 //!
-//! Segments are seen where they come from, in the calls of the driver, so that every allocator tells of them. The callbacks of the
-//! program run after the call that made them, see [`notices`](crate::notices).
+//! Segments are observed in the calls of the driver, so that every allocator reports them. The callbacks of the program run after
+//! the call that made them, see [`notices`](crate::notices).
 
 use crate::notices::Notices;
 use std::cell::Cell;
@@ -17,19 +16,19 @@ thread_local! {
     static STREAM: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Names the stream of the request that this thread is serving, for the segments that it takes.
+/// Names the stream of the request that this thread is serving, for the segments that it allocates.
 #[inline]
 pub(crate) fn serving(stream: u64) {
     STREAM.set(stream);
 }
 
-/// What happened to a segment, or to a part of one that memory was added to or taken from.
+/// An event of a segment, or of a mapped range of one.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SegmentAction {
-    /// It came from the device.
+    /// The device allocated it.
     Alloc = 0,
-    /// It went back.
+    /// It was released to the device.
     Free = 1,
     /// Memory was mapped behind its addresses.
     Map = 2,
@@ -43,22 +42,22 @@ impl SegmentAction {
     }
 }
 
-/// A segment that came or went.
+/// An event of a segment.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentEvent {
-    /// What happened.
+    /// Its kind.
     pub action: SegmentAction,
     /// First address.
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// The stream whose request took it.
+    /// The stream whose request allocated it.
     pub stream: u64,
 }
 
 impl SegmentEvent {
-    /// Both as one, where memory that is mapped or unmapped lies side by side.
+    /// Both as one event, where the mapped or unmapped ranges are adjacent.
     pub(crate) fn joined_with(&self, next: &Self) -> Option<Self> {
         let parts = matches!(self.action, SegmentAction::Map | SegmentAction::Unmap) && next.action == self.action;
         let beside = self.address + self.bytes == next.address || next.address + next.bytes == self.address;
@@ -70,7 +69,7 @@ impl SegmentEvent {
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Segments {
-    /// Most bytes that may be held, `u64::MAX` for no limit.
+    /// Maximum of reserved bytes, `UINT64_MAX` for no limit.
     limit: AtomicU64,
     known: Mutex<Known>,
     notices: Arc<Notices>,
@@ -78,20 +77,20 @@ pub(crate) struct Segments {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// Memory that is held by single calls: bytes and the stream of the request, by address.
+    /// Memory of single allocations: bytes and the stream of the request, by address.
     held: BTreeMap<u64, (u64, u64)>,
-    /// Its bytes, with those of calls that are under way.
+    /// Its bytes, including running calls.
     bytes: u64,
 }
 
-/// What is undone when a call fails.
+/// The state to restore when a call fails.
 #[derive(Debug, Default)]
 pub(crate) struct Around {
-    /// Bytes that were counted for memory that is asked for.
+    /// Bytes that were counted for the requested memory.
     claimed: u64,
-    /// The record of memory that goes back: its bytes and stream.
-    gone: Option<(u64, u64)>,
-    /// The entry among the notices. What goes is queued before the call, because the device may hand its address out at once.
+    /// The record of released memory: its bytes and stream.
+    released: Option<(u64, u64)>,
+    /// The entry among the notices. A release is queued before the call, because the device may return its address immediately.
     notice: Option<u64>,
 }
 
@@ -114,7 +113,7 @@ impl Segments {
     }
 }
 
-// SAFETY: refuses calls and looks at the others, and changes none.
+// SAFETY: refuses calls and observes the others, and changes none.
 unsafe impl Hook for Segments {
     type Before = Around;
 
@@ -131,11 +130,11 @@ unsafe impl Hook for Segments {
             }
             (CallKind::MemFree | CallKind::MemFreeAsync, Some(addr)) => {
                 let address = addr.get();
-                let gone = self.lock().held.remove(&address);
+                let record = self.lock().held.remove(&address);
                 let event = |(bytes, stream)| SegmentEvent { action: SegmentAction::Free, address, bytes, stream };
-                let freed = gone.filter(|_| kind == CallKind::MemFree).map(event);
+                let freed = record.filter(|_| kind == CallKind::MemFree).map(event);
                 let notice = freed.and_then(|event| self.notices.queue(event, false));
-                Ok(Around { gone, notice, ..Around::default() })
+                Ok(Around { released: record, notice, ..Around::default() })
             }
             (CallKind::MemUnmap, Some(addr)) => {
                 let (address, bytes, stream) = (addr.get(), arguments.bytes, STREAM.get());
@@ -147,7 +146,7 @@ unsafe impl Hook for Segments {
     }
 
     fn after(&self, _: &dyn Driver, kind: CallKind, arguments: CallArguments, before: Around, outcome: CallOutcome) {
-        let Around { claimed, gone, notice } = before;
+        let Around { claimed, released, notice } = before;
         if let Some(number) = notice {
             self.notices.settle(number, outcome.ok);
         }
@@ -162,7 +161,7 @@ unsafe impl Hook for Segments {
             }
             (CallKind::MemAlloc | CallKind::MemAllocAsync, None, _) => self.lock().bytes -= claimed,
             (CallKind::MemFree | CallKind::MemFreeAsync, _, Some(addr)) => {
-                let Some(record) = gone else { return };
+                let Some(record) = released else { return };
                 let known = &mut *self.lock();
                 match outcome.ok {
                     true => known.bytes -= record.0,

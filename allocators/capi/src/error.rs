@@ -1,6 +1,6 @@
-//! What a call of the library returns: a status, and a text that the thread can ask for.
+//! The result of a call of the library: a status, and a text that the thread can read.
 //!
-//! No panic crosses the border to C: one is a bug of this library, which is returned as [`Status::Internal`].
+//! No panic crosses the border to C: it is a bug of this library, which is returned as [`Status::Internal`].
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -14,23 +14,23 @@ use vramlab_histories::formats::WriteError;
 use vramlab_policies::AllocError;
 use vramlab_policies::backends::SelectionError;
 
-/// How a call went. `vramlab_error` has the text of the thread's last failure.
+/// The result of a call. `vramlab_error` has the text of the thread's last failure.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// As asked.
+    /// Success.
     Ok = 0,
     /// Neither the allocator nor the device has the memory, or the limit does not allow it.
     OutOfMemory = 1,
-    /// An argument that can never be served: a null pointer, more than 4 EiB, a text that is not UTF-8.
+    /// An argument that is never valid: a null pointer, more than 4 EiB, a text that is not UTF-8.
     Invalid = 2,
-    /// No allocator, setting, value, device or pool is called so; the text names the nearest.
+    /// There is no allocator, setting, value, device or pool of this name; the text contains the most similar name.
     Unknown = 3,
-    /// That GPU is not there, or cannot be worked on.
+    /// That GPU does not exist, or cannot be used.
     NoDevice = 4,
-    /// No live block of this allocator begins at the address: it is foreign, was freed before, or is another device's.
+    /// No live block of this allocator begins at the address: it is foreign, was freed before, or belongs to another device.
     Foreign = 5,
-    /// The allocator or the device cannot do this.
+    /// The allocator or the device does not support this.
     Incapable = 6,
     /// A call of the driver failed.
     Driver = 7,
@@ -60,13 +60,13 @@ impl Status {
         c"internal error",
     ];
 
-    /// In words. The number may come from C, so it may be none of the list.
+    /// The name of a status. The number may come from C, so it may be unknown.
     pub(crate) fn name(number: i32) -> &'static CStr {
         usize::try_from(number).ok().and_then(|at| Self::NAMES.get(at).copied()).unwrap_or(c"no such status")
     }
 }
 
-/// Why a call failed.
+/// An error of a call.
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) status: Status,
@@ -79,7 +79,7 @@ impl Failure {
     }
 }
 
-/// What a call comes to.
+/// The result of a call.
 pub(crate) type Outcome<T> = Result<T, Failure>;
 
 impl From<AllocError> for Failure {
@@ -135,11 +135,12 @@ impl From<vramlab_device::output::OutputError> for Failure {
     }
 }
 
-/// Bytes of a text that are kept, with the zero byte at its end.
+/// Maximum length of a text in bytes, with the zero byte at its end.
 const MOST_TEXT: usize = 4096;
 
 thread_local! {
-    /// It has nothing to drop, so that it is there as long as its thread: also in destructors of thread-specific data and in `atexit`.
+    /// It has nothing to drop, so that it exists as long as its thread: also in destructors of thread-specific data and in
+    /// `atexit`.
     static LAST: [Cell<u8>; MOST_TEXT] = const { [const { Cell::new(0) }; MOST_TEXT] };
 }
 
@@ -148,7 +149,7 @@ pub(crate) fn last() -> *const std::ffi::c_char {
     LAST.with(|last| last.as_ptr().cast())
 }
 
-/// Notes what a call says that fails. A text that is too long is cut between two characters.
+/// Notes the text of a failing call. A text that is too long is truncated between two characters.
 fn note(text: &str) {
     let end = (0..MOST_TEXT).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
     let text = &text[..end];
@@ -159,11 +160,11 @@ fn note(text: &str) {
     });
 }
 
-/// How a call went that is not answered yet, because the program's callbacks come before. They may be left by `longjmp`, so there is
-/// nothing to drop; the text of a failure is lost then.
+/// The result of a call that is returned later, because the program's callbacks run before. They may be left by `longjmp`, so there
+/// is nothing to drop; the text of a failure is lost then.
 pub(crate) type Attempt = ManuallyDrop<Outcome<()>>;
 
-/// Does what a function of the library does.
+/// Runs the body of a function of the library.
 pub(crate) fn attempt(call: impl FnOnce() -> Outcome<()>) -> Attempt {
     let outcome = catch_unwind(AssertUnwindSafe(|| needs_own_process().and_then(|()| call())));
     ManuallyDrop::new(outcome.unwrap_or_else(|panic| {
@@ -173,7 +174,7 @@ pub(crate) fn attempt(call: impl FnOnce() -> Outcome<()>) -> Attempt {
     }))
 }
 
-/// Says how a call went.
+/// Returns the result of a call.
 pub(crate) fn conclude(attempt: Attempt) -> Status {
     match ManuallyDrop::into_inner(attempt) {
         Ok(()) => Status::Ok,
@@ -184,7 +185,7 @@ pub(crate) fn conclude(attempt: Attempt) -> Status {
     }
 }
 
-/// Runs what a function of the library does that calls no callback.
+/// Runs the body of a function that calls no callback.
 pub(crate) fn answer(call: impl FnOnce() -> Outcome<()>) -> Status {
     conclude(attempt(call))
 }
@@ -196,11 +197,11 @@ extern "C" fn forked() {
     FORKED.store(true, Relaxed);
 }
 
-/// Lets the children of this process know that they are such: a GPU cannot be used in them, and locks may be held for ever.
+/// Notifies the children of this process that they are forked: a GPU cannot be used in them, and locks may stay locked.
 pub(crate) fn watch_forks() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: the function is as C calls it and stores to an atomic, which is allowed after a fork. A failure leaves
+        // SAFETY: the function has C's calling convention and stores to an atomic, which is allowed after a fork. A failure leaves
         // children without the message.
         unsafe { libc::pthread_atfork(None, None, Some(forked)) };
     });

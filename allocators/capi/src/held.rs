@@ -1,4 +1,4 @@
-//! The blocks that the program holds, by address: C knows a block by where it begins.
+//! The program's live blocks, by address: C identifies a block by its first address.
 //!
 //! *Cost.* One look-up in one of 64 tables, each behind a lock of its own.
 
@@ -15,7 +15,7 @@ pub(crate) struct Held {
     pub(crate) block: Block,
     /// The stream that it was allocated on.
     pub(crate) stream: StreamId,
-    /// The private pool that it is from; 0 for none.
+    /// The private pool that it belongs to; 0 for none.
     pub(crate) pool: u64,
     /// Whether another stream's use was announced.
     pub(crate) shared: bool,
@@ -49,7 +49,7 @@ impl HeldBlocks {
         self.table(addr).remove(&addr)
     }
 
-    /// Looks at a block, which stays held meanwhile.
+    /// Reads a block, which stays live meanwhile.
     pub(crate) fn with<R>(&self, addr: u64, look: impl FnOnce(&mut Held) -> R) -> Option<R> {
         self.table(addr).get_mut(&addr).map(look)
     }
@@ -60,9 +60,9 @@ impl HeldBlocks {
     }
 }
 
-/// The number of the table that an address is in.
+/// The number of the table for an address.
 fn number(addr: u64) -> usize {
-    // Blocks begin at multiples of 256, and those of a thread often lie side by side.
+    // Blocks begin at multiples of 256, and those of a thread are often adjacent.
     let at = (addr >> 8).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - TABLES.ilog2());
     // CAST: the shift leaves as many bits as there are tables.
     at as usize
@@ -77,7 +77,7 @@ impl AllBlocks<'_> {
         self.0[number(addr)].insert(addr, held);
     }
 
-    /// Takes out every block that is wanted, in address order.
+    /// Removes the selected blocks, in address order.
     pub(crate) fn take_where(&mut self, wanted: impl Fn(&Held) -> bool) -> Vec<Held> {
         let mut taken = Vec::new();
         for table in &mut self.0 {

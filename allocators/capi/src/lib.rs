@@ -1,19 +1,20 @@
-//! libvramlab: the allocators as a C library, which knows neither PyTorch nor Python.
+//! libvramlab: the allocators as a C library, without knowledge of PyTorch or Python.
 //!
 //! A program opens an allocator on a device by name, allocates and frees on streams that it made itself, and asks for
 //! statistics and snapshots. The header `include/vramlab.h` is made from this file.
 //!
 //! # Safety
-//! This holds of every function, and is what the `SAFETY` lines below build on. The program promises:
-//! - a `vramlab` pointer is null, or came from `vramlab_open` and was not closed; the same holds of checkpoints. Null is an error.
+//! These promises of the program apply to every function; the `SAFETY` lines below refer to them:
+//! - a `vramlab` pointer is null, or came from `vramlab_open` and was not closed; the same applies to checkpoints. Null is an
+//!   error.
 //! - other pointers are null or point to memory of their type, which no other thread uses during the call. Texts end with a zero
 //!   byte.
 //! - a stream is the handle of a live CUDA stream of the device, until `vramlab_stream_gone`; on a simulated device any number. No
-//!   thread ends a capture of it while another one's call names it.
+//!   thread ends a capture of it while another thread's call names it.
 //! - work that uses a block is queued before its free, on the block's stream or on streams that were recorded for it.
 //!
-//! Any thread may call, at any time of its life and the process's, also in handlers of `atexit` and destructors of thread-specific data. In a
-//! child after `fork` every call is an error.
+//! Any thread may call, at any time of its life and the process's, also in handlers of `atexit` and destructors of thread-specific
+//! data. In a child after `fork` every call is an error.
 
 mod allocator;
 mod device;
@@ -29,7 +30,7 @@ pub use driver::{SegmentAction, SegmentEvent};
 pub use error::Status;
 pub use records::{BlockRecord, BlockStateRecord, Gauge, Pooled, SegmentRecord, StatsRecord};
 
-use allocator::allocators_json;
+use allocator::{allocators_json, torch_conf_json};
 use error::{Attempt, Failure, Outcome, answer, attempt, conclude, last, watch_forks};
 use notices::Callback;
 use std::ffi::{CStr, CString, c_char, c_void};
@@ -37,19 +38,19 @@ use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::path::Path;
 
-/// Number of this interface. It changes when a program that was built with another header no longer works.
+/// Number of this interface. It changes when a program that was built with an older header no longer works.
 pub const VRAMLAB_ABI: u32 = 1;
 /// No limit, for `vramlab_set_limit`.
 pub const VRAMLAB_NO_LIMIT: u64 = u64::MAX;
 /// The allocator has private pools.
 pub const VRAMLAB_CAN_POOLS: u32 = 1;
-/// Private pools can go back to a checkpoint.
+/// Private pools can be restored to a checkpoint.
 pub const VRAMLAB_CAN_CHECKPOINT: u32 = 2;
-/// The allocator sees its segments and blocks.
+/// The allocator knows its segments and blocks.
 pub const VRAMLAB_CAN_SNAPSHOT: u32 = 4;
-/// Segments are ranges of addresses that memory is mapped behind in parts.
+/// Segments are ranges of addresses that are mapped in parts.
 pub const VRAMLAB_CAN_EXPAND: u32 = 8;
-/// Every block lies where PyTorch's allocator would put it.
+/// Every block has the address that PyTorch's allocator would return.
 pub const VRAMLAB_FOLLOWS_PYTORCH: u32 = 16;
 
 fn missing(what: &str) -> Failure {
@@ -74,7 +75,7 @@ unsafe fn text<'a>(pointer: *const c_char, what: &str) -> Outcome<&'a str> {
     text.to_str().map_err(|_| Failure::new(Status::Invalid, format!("{what} is not UTF-8")))
 }
 
-/// Writes a result to where the program wants it.
+/// Writes a result to the program's pointer.
 ///
 /// # Safety
 /// See the top of this file.
@@ -83,18 +84,18 @@ unsafe fn give<T>(out: *mut T, what: &str, value: impl FnOnce() -> Outcome<T>) -
         return Err(missing(what));
     }
     let value = value()?;
-    // SAFETY: not null, so it points to memory of this type (the program's promise), whatever is in there.
+    // SAFETY: not null, so it points to memory of this type (the program's promise), whatever its contents.
     unsafe { out.write(value) };
     Ok(())
 }
 
-/// Ends a call that may have made segments come or go or blocks reusable: calls the program, then answers. `block` is memory that the
-/// call gives the program.
+/// Ends a call that may have changed segments or made blocks reusable: calls the program's callbacks, then returns the result.
+/// `block` is memory that the call returns to the program.
 ///
 /// # Safety
 /// See the top of this file.
 unsafe fn conclude_and_tell(vramlab: *const Allocator, attempt: Attempt, block: Option<Range<u64>>) -> Status {
-    // In a forked child locks may be held for ever.
+    // In a forked child locks may stay locked.
     if !matches!(&*attempt, Err(failure) if failure.status == Status::Forked)
         // SAFETY: null, or open (the program's promise).
         && let Some(allocator) = unsafe { vramlab.as_ref() }
@@ -117,7 +118,7 @@ unsafe fn conclude_allocation(vramlab: *const Allocator, attempt: Attempt, bytes
 }
 
 fn c_text(text: String) -> Outcome<*mut c_char> {
-    let text = CString::new(text).map_err(|_| Failure::new(Status::Internal, "a text holds a zero byte"))?;
+    let text = CString::new(text).map_err(|_| Failure::new(Status::Internal, "a text contains a zero byte"))?;
     Ok(text.into_raw())
 }
 
@@ -133,23 +134,23 @@ pub extern "C" fn vramlab_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// What this thread's last failing call says; empty before the first. It lives until the thread's next failing call or the thread's end.
-/// Of a text of more than 4095 bytes the front is kept.
+/// The text of this thread's last failing call; empty before the first. It lives until the thread's next failing call or the
+/// thread's end. A text of more than 4095 bytes is truncated.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramlab_error() -> *const c_char {
     last()
 }
 
-/// A status in words. The text lives for ever.
+/// The name of a status. The text lives forever.
 #[unsafe(no_mangle)]
 pub extern "C" fn vramlab_status_name(status: i32) -> *const c_char {
     Status::name(status).as_ptr()
 }
 
-/// Gives a text back that a call handed out. Null is fine.
+/// Frees a text that a call returned. Null is fine.
 ///
 /// # Safety
-/// It came from this library and is given back once.
+/// It came from this library and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_text_free(text: *mut c_char) {
     if !text.is_null() {
@@ -158,9 +159,9 @@ pub unsafe extern "C" fn vramlab_text_free(text: *mut c_char) {
     }
 }
 
-/// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as the programs of this project take it. The device is `cuda`,
-/// `cuda:N`, `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). A GPU's first one takes a good part of
-/// a second.
+/// Opens an allocator: `NAME` or `NAME:key=value,key=value`, as in the programs of this project. The device is `cuda`, `cuda:N`,
+/// `sim` (a simulated H200), `sim:N` (further ones) or `sim:FILE` (with a profile). Opening the first allocator on a GPU takes
+/// about a second.
 ///
 /// # Safety
 /// See the top of this file.
@@ -176,7 +177,7 @@ pub unsafe extern "C" fn vramlab_open(name: *const c_char, device: *const c_char
     })
 }
 
-/// Whether `vramlab_open` would know an allocator and its settings. Opens nothing.
+/// Whether `vramlab_open` would accept an allocator and its settings. Opens nothing.
 ///
 /// # Safety
 /// See the top of this file.
@@ -186,9 +187,8 @@ pub unsafe extern "C" fn vramlab_check(name: *const c_char) -> Status {
     answer(|| unsafe { text(name, "the allocator's name") }.and_then(allocator::check))
 }
 
-/// Closes an allocator: waits for the device, and gives everything back, also blocks that the program still holds. In a callback of
-/// `vramlab_on_segment` or `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: the call that it belongs to is
-/// not over.
+/// Closes an allocator: waits for the device, and releases everything, also live blocks. In a callback of `vramlab_on_segment` or
+/// `vramlab_on_free` the status is `VRAMLAB_STATUS_LIVE`, and nothing is closed: its call has not returned.
 ///
 /// # Safety
 /// See the top of this file; no other thread uses the allocator or will.
@@ -215,7 +215,37 @@ pub unsafe extern "C" fn vramlab_allocators_json(out: *mut *mut c_char) -> Statu
     answer(|| unsafe { give(out, "the result", || c_text(allocators_json())) })
 }
 
-/// Allocates `bytes` for work on a stream. No bytes: the address is 0, which needs no free.
+/// The settings that an allocator follows of PyTorch's, as JSON. `name` is as for `vramlab_open`, `conf` is the text of
+/// `PYTORCH_CUDA_ALLOC_CONF`, and `limit` is the memory limit in bytes or `VRAMLAB_NO_LIMIT`. Opens nothing. The result is an
+/// object:
+///
+/// - `settings`: names and values, to append to `name`. A setting that `name` gives is not among them.
+/// - `ignored`: keys that the allocator does not have, each with a hint in brackets where there is one.
+/// - `fixed`: keys that count only when the allocator is opened. PyTorch itself follows the others.
+///
+/// `VRAMLAB_STATUS_UNKNOWN` where the name is unknown or PyTorch would refuse the text. The text may have keys of a newer PyTorch.
+///
+/// # Safety
+/// See the top of this file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vramlab_torch_conf_json(
+    name: *const c_char,
+    conf: *const c_char,
+    limit: u64,
+    out: *mut *mut c_char,
+) -> Status {
+    answer(|| {
+        // SAFETY: as promised.
+        let name = unsafe { text(name, "the allocator's name") }?;
+        // SAFETY: as promised.
+        let conf = unsafe { text(conf, "PyTorch's settings") }?;
+        let limit = (limit != VRAMLAB_NO_LIMIT).then_some(limit);
+        // SAFETY: as promised.
+        unsafe { give(out, "the result", || c_text(torch_conf_json(name, conf, limit)?)) }
+    })
+}
+
+/// Allocates `bytes` for work on a stream. For 0 bytes the address is 0, which needs no free.
 ///
 /// # Safety
 /// See the top of this file.
@@ -246,7 +276,7 @@ pub unsafe extern "C-unwind" fn vramlab_allocate_in(
 ) -> Status {
     let served = attempt(|| {
         if pool == 0 {
-            return Err(Failure::new(Status::Unknown, "0 is no private pool"));
+            return Err(Failure::new(Status::Unknown, "0 is not a private pool"));
         }
         // SAFETY: as promised.
         unsafe { give(out, "the address", || allocator(vramlab)?.allocate(pool, bytes, stream)) }
@@ -255,8 +285,8 @@ pub unsafe extern "C-unwind" fn vramlab_allocate_in(
     unsafe { conclude_allocation(vramlab, served, bytes, out) }
 }
 
-/// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the block is the program's no more, but its
-/// memory waits until the device was waited for, as in `vramlab_trim`; until then it counts as active and requested.
+/// Frees the block that begins at an address. Address 0 is fine. With `VRAMLAB_STATUS_DRIVER` the program no longer owns the block,
+/// but its memory is reusable only after a wait for the device, as in `vramlab_trim`; until then it counts as active and requested.
 ///
 /// # Safety
 /// See the top of this file.
@@ -268,8 +298,8 @@ pub unsafe extern "C-unwind" fn vramlab_free(vramlab: *mut Allocator, address: u
     unsafe { conclude_and_tell(vramlab, freed, None) }
 }
 
-/// Says that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that work
-/// is done.
+/// Announces that work queued so far on a stream, not the block's own, uses a block: its memory serves no other request before that
+/// work has completed.
 ///
 /// # Safety
 /// See the top of this file.
@@ -279,22 +309,23 @@ pub unsafe extern "C" fn vramlab_record_stream(vramlab: *mut Allocator, address:
     answer(|| unsafe { allocator(vramlab) }?.record_stream(address, stream))
 }
 
-/// Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This holds of every
-/// allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as ever, before, meanwhile and after,
-/// and so can blocks that it was recorded for. When the call has returned nothing of this library names the stream any more.
+/// Announces that a stream is about to be destroyed. Waits for the device; then no block waits for the stream any more. This covers
+/// every allocator of the process on that device, so one call is enough. Blocks of the stream can be freed as usual, before, during
+/// and after the call, and so can blocks that it was recorded for. After the call nothing of this library names the stream any
+/// more.
 ///
 /// # Safety
 /// See the top of this file; the stream is still there, and no other thread's call names it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn vramlab_stream_gone(vramlab: *mut Allocator, stream: u64) -> Status {
     // SAFETY: as promised.
-    let gone = attempt(|| unsafe { allocator(vramlab) }?.stream_gone(stream));
+    let result = attempt(|| unsafe { allocator(vramlab) }?.stream_gone(stream));
     // SAFETY: as promised.
-    unsafe { conclude_and_tell(vramlab, gone, None) }
+    unsafe { conclude_and_tell(vramlab, result, None) }
 }
 
-/// Says that the program began to capture a graph on the device, or that such a capture has ended. It is counted. While one is
-/// open nothing here waits for the device, and no event is recorded on a stream that is captured.
+/// Announces that the program began to capture a graph on the device, or that such a capture has ended. Calls are counted. While a
+/// capture is open the library does not wait for the device, and records no event on a stream that is captured.
 ///
 /// # Safety
 /// See the top of this file.
@@ -304,9 +335,9 @@ pub unsafe extern "C" fn vramlab_capturing(vramlab: *mut Allocator, open: bool) 
     answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.capturing(open)))
 }
 
-/// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within that
-/// capture, once its stream comes behind their work. Off at first: it waits for the end of the capture. The status is
-/// `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot do that.
+/// Sets whether a block that is freed while the program captures a graph, after other streams used it there, may be reused within
+/// that capture, once its stream follows their work. Off by default: it is reusable after the capture. The status is
+/// `VRAMLAB_STATUS_INCAPABLE` where the allocator does not support this.
 ///
 /// # Safety
 /// See the top of this file.
@@ -316,7 +347,7 @@ pub unsafe extern "C" fn vramlab_reuse_in_captures(vramlab: *mut Allocator, on: 
     answer(|| unsafe { allocator(vramlab) }?.reuse_in_captures(on))
 }
 
-/// Makes a private pool. Its number is not 0 and is never used again.
+/// Creates a private pool. Its number is not 0 and is never reused.
 ///
 /// # Safety
 /// See the top of this file.
@@ -326,7 +357,8 @@ pub unsafe extern "C" fn vramlab_pool_create(vramlab: *mut Allocator, out: *mut 
     answer(|| unsafe { give(out, "the pool", || allocator(vramlab)?.pool_create()) })
 }
 
-/// Says that no more requests will come for a private pool. Its idle memory goes back when idle memory goes back the next time.
+/// Announces that a private pool gets no more requests. Its free segments are released when free segments are released the next
+/// time.
 ///
 /// # Safety
 /// See the top of this file.
@@ -336,7 +368,7 @@ pub unsafe extern "C" fn vramlab_pool_release(vramlab: *mut Allocator, pool: u64
     answer(|| unsafe { allocator(vramlab) }?.pool_release(pool))
 }
 
-/// Gives back what is idle of a released private pool. `released` may be null.
+/// Releases the free segments of a released private pool. `released` may be null.
 ///
 /// # Safety
 /// See the top of this file.
@@ -355,7 +387,7 @@ pub unsafe extern "C-unwind" fn vramlab_pool_trim(vramlab: *mut Allocator, pool:
     unsafe { conclude_and_tell(vramlab, trimmed, None) }
 }
 
-/// Takes down what a private pool is like now. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot go back to it.
+/// Records the current state of a private pool. The status is `VRAMLAB_STATUS_INCAPABLE` where the allocator cannot restore it.
 ///
 /// # Safety
 /// See the top of this file.
@@ -373,13 +405,13 @@ pub unsafe extern "C" fn vramlab_pool_checkpoint(
     })
 }
 
-/// Lets a private pool be as it was: every block of it that the program holds is freed, and passed to `freed`; then the blocks
-/// that were held at the checkpoint are held again at their addresses, and passed to `created`. Both may be null. They are called when no
-/// lock is held, once all of it is done.
+/// Restores a private pool to a checkpoint: every live block of it is freed, and passed to `freed`; then the blocks that were live
+/// at the checkpoint are live again at their addresses, and passed to `created`. Both may be null. They are called after the
+/// restore, while no lock is held.
 ///
-/// A restore that fails changes nothing: the program holds the blocks that it held. It fails with `VRAMLAB_STATUS_LIVE` or
-/// `VRAMLAB_STATUS_UNKNOWN` when the pool was released, when memory of the checkpoint went back to the device, and when a block there is
-/// freed or held and other streams still use it.
+/// A restore that fails changes nothing: the live blocks stay live. It fails with `VRAMLAB_STATUS_LIVE` or `VRAMLAB_STATUS_UNKNOWN`
+/// when the pool was released, when memory of the checkpoint was released to the device, and when a block there is freed or live
+/// and other streams still use it.
 ///
 /// # Safety
 /// See the top of this file; the callbacks may be called with `context`. No other thread allocates from the pool meanwhile.
@@ -391,10 +423,10 @@ pub unsafe extern "C-unwind" fn vramlab_pool_restore(
     freed: Option<unsafe extern "C-unwind" fn(*mut c_void, u64)>,
     created: Option<unsafe extern "C-unwind" fn(*mut c_void, u64, u64, u64)>,
 ) -> Status {
-    // A callback that does not return loses the lists, see `notices`.
+    // A callback that does not return leaks the lists, see `notices`.
     let mut lists = ManuallyDrop::new((Vec::new(), Vec::new()));
     let restored = attempt(|| {
-        // SAFETY: null, or a checkpoint that was not given back (the program's promise).
+        // SAFETY: null, or a checkpoint that was not freed (the program's promise).
         let checkpoint = unsafe { checkpoint.as_ref() }.ok_or_else(|| missing("the checkpoint"))?;
         // SAFETY: as promised.
         *lists = unsafe { allocator(vramlab) }?.pool_restore(checkpoint)?;
@@ -414,10 +446,10 @@ pub unsafe extern "C-unwind" fn vramlab_pool_restore(
     status
 }
 
-/// Gives a checkpoint back. Null is fine.
+/// Frees a checkpoint. Null is fine.
 ///
 /// # Safety
-/// It came from this library and is given back once.
+/// It came from this library and is freed once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_checkpoint_free(checkpoint: *mut Checkpoint) {
     if !checkpoint.is_null() {
@@ -426,7 +458,7 @@ pub unsafe extern "C" fn vramlab_checkpoint_free(checkpoint: *mut Checkpoint) {
     }
 }
 
-/// Waits for pending frees, and gives idle memory back while more than `keep_bytes` are held. `released` may be null.
+/// Waits for deferred frees, and releases free segments while more than `keep_bytes` are reserved. `released` may be null.
 ///
 /// # Safety
 /// See the top of this file.
@@ -445,13 +477,13 @@ pub unsafe extern "C-unwind" fn vramlab_trim(vramlab: *mut Allocator, keep_bytes
     unsafe { conclude_and_tell(vramlab, trimmed, None) }
 }
 
-/// Sets the most bytes that may be held from the device, at any time. Nothing goes back at once: what is above a lower limit stays until a
+/// Sets the maximum of reserved bytes, at any time. Nothing is released immediately: memory above a lower limit stays until a
 /// request meets it, and does not grow.
 ///
-/// The limit is held when a call has returned. `stream-ordered` may pass it inside a call, because the driver says only afterwards how much
-/// its pool took; and memory that a graph of CUDA allocates for itself is not counted. The setting `memory_limit` of `pytorch-expandable`
-/// and `pytorch` with expandable segments is PyTorch's, which can be passed by less than one handle of 20 MiB; this one is not.
-/// `rmm-arena` keeps the size that it began with.
+/// The limit is respected when a call has returned. `stream-ordered` may exceed it inside a call, because the driver reports only
+/// afterwards how much its pool allocated; and memory that a CUDA graph allocates for itself is not counted. The setting
+/// `memory_limit` of `pytorch-expandable` and `pytorch` with expandable segments is PyTorch's, which can be exceeded by less than
+/// one handle of 20 MiB; this one is not. `rmm-arena` keeps its initial size.
 ///
 /// # Safety
 /// See the top of this file.
@@ -483,12 +515,12 @@ pub unsafe extern "C" fn vramlab_memory(vramlab: *mut Allocator, free: *mut u64,
 /// See the top of this file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vramlab_read_stats(vramlab: *mut Allocator, out: *mut StatsRecord) -> Status {
-    let read = |allocator: &Allocator| StatsRecord::of(&allocator.stats(), allocator.setting("max_split_size"));
+    let read = |allocator: &Allocator| StatsRecord::from_stats(&allocator.stats(), allocator.setting("max_split_size"));
     // SAFETY: as promised.
     answer(|| unsafe { give(out, "the result", || allocator(vramlab).map(read)) })
 }
 
-/// The statistics that are known as JSON: one object, under the keys of `torch.cuda.memory_stats` and the allocator's own.
+/// The known statistics as JSON: one object, under the keys of `torch.cuda.memory_stats` and the allocator's own.
 ///
 /// # Safety
 /// See the top of this file.
@@ -498,7 +530,7 @@ pub unsafe extern "C" fn vramlab_stats_json(vramlab: *mut Allocator, out: *mut *
     answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.stats_json())) })
 }
 
-/// Lets every peak start again from its current value.
+/// Restarts every peak from its current value.
 ///
 /// # Safety
 /// See the top of this file.
@@ -508,7 +540,7 @@ pub unsafe extern "C" fn vramlab_reset_peaks(vramlab: *mut Allocator) -> Status 
     answer(|| unsafe { allocator(vramlab) }.map(Allocator::reset_peaks))
 }
 
-/// Lets every sum and count start again from zero.
+/// Restarts every sum and count from zero.
 ///
 /// # Safety
 /// See the top of this file.
@@ -518,8 +550,9 @@ pub unsafe extern "C" fn vramlab_reset_accumulated(vramlab: *mut Allocator) -> S
     answer(|| unsafe { allocator(vramlab) }.map(Allocator::reset_accumulated))
 }
 
-/// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All is of one moment; no lock is
-/// held while the program looks. The callbacks may call the library, and be left by `longjmp` or an exception, which loses the copy's memory.
+/// Calls `segment` for each segment in address order, and after each `block` for its blocks in order. All values are from one
+/// moment; no lock is held during the callbacks. The callbacks may call the library, and may be left by `longjmp` or an exception,
+/// which leaks the copy's memory.
 ///
 /// # Safety
 /// See the top of this file; the callbacks may be called with `context`.
@@ -530,7 +563,7 @@ pub unsafe extern "C-unwind" fn vramlab_visit(
     segment: Option<unsafe extern "C-unwind" fn(*mut c_void, *const SegmentRecord)>,
     block: Option<unsafe extern "C-unwind" fn(*mut c_void, *const BlockRecord)>,
 ) -> Status {
-    // A callback that does not return loses it, see `notices`.
+    // A callback that does not return leaks it, see `notices`.
     let mut snapshot = ManuallyDrop::new(None);
     let status = answer(|| {
         // SAFETY: as promised.
@@ -538,11 +571,11 @@ pub unsafe extern "C-unwind" fn vramlab_visit(
         Ok(())
     });
     for info in snapshot.iter().flat_map(|snapshot| &snapshot.segments) {
-        let record = SegmentRecord::of(info);
+        let record = SegmentRecord::from_info(info);
         // SAFETY: may be called (the program's promise); the record lives until it returns.
         segment.inspect(|segment| unsafe { segment(context, &raw const record) });
         for info in &info.blocks {
-            let record = BlockRecord::of(info);
+            let record = BlockRecord::from_info(info);
             // SAFETY: as for segments.
             block.inspect(|block| unsafe { block(context, &raw const record) });
         }
@@ -551,8 +584,8 @@ pub unsafe extern "C-unwind" fn vramlab_visit(
     status
 }
 
-/// Writes what is held to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is whole or not
-/// there.
+/// Writes segments and blocks to a file in PyTorch's layout: a pickle, or JSON for a name that ends in `.json`. The file is written
+/// atomically.
 ///
 /// # Safety
 /// See the top of this file.
@@ -572,8 +605,7 @@ pub unsafe extern "C" fn vramlab_block_at(vramlab: *mut Allocator, address: u64,
     answer(|| unsafe { give(out, "the block", || allocator(vramlab)?.block(address)) })
 }
 
-/// The segment around an address: where it begins, and its size in bytes. What is mapped in parts has none that another process
-/// could open.
+/// The segment around an address: its begin, and its size in bytes. Expandable segments have none that another process could open.
 ///
 /// # Safety
 /// See the top of this file.
@@ -619,7 +651,7 @@ pub unsafe extern "C" fn vramlab_on_segment(
     callback: Option<unsafe extern "C-unwind" fn(*mut c_void, *const SegmentEvent)>,
 ) -> Status {
     answer(|| {
-        // CAST: the context is the program's own, and only handed back to it.
+        // CAST: the context belongs to the program, and is only passed back to it.
         let callback = callback.map(|function| Callback { context: context as usize, function });
         // SAFETY: as promised.
         unsafe { allocator(vramlab) }.map(|allocator| allocator.on_segment(callback))
@@ -641,14 +673,14 @@ pub unsafe extern "C" fn vramlab_on_free(
     callback: Option<unsafe extern "C-unwind" fn(*mut c_void, u64)>,
 ) -> Status {
     answer(|| {
-        // CAST: the context is the program's own, and only handed back to it.
+        // CAST: the context belongs to the program, and is only passed back to it.
         let callback = callback.map(|function| Callback { context: context as usize, function });
         // SAFETY: as promised.
         unsafe { allocator(vramlab) }.map(|allocator| allocator.on_free(callback))
     })
 }
 
-/// Records every allocation and free from now on, or no longer: 64 bytes each until they are written.
+/// Starts or stops recording every allocation and free: 64 bytes each until they are written.
 ///
 /// # Safety
 /// See the top of this file.
@@ -658,7 +690,7 @@ pub unsafe extern "C" fn vramlab_trace(vramlab: *mut Allocator, on: bool) -> Sta
     answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.trace(on)))
 }
 
-/// Writes what was recorded since the last time to a file, a line of JSON each. The file is whole or not there.
+/// Writes the records since the last call to a file, one line of JSON each. The file is written atomically.
 ///
 /// # Safety
 /// See the top of this file.
@@ -668,7 +700,7 @@ pub unsafe extern "C" fn vramlab_trace_write(vramlab: *mut Allocator, path: *con
     answer(|| unsafe { allocator(vramlab)?.write_trace(Path::new(text(path, "the path")?)) })
 }
 
-/// Times every allocation and free from now on, or no longer.
+/// Starts or stops timing every allocation and free.
 ///
 /// # Safety
 /// See the top of this file.
@@ -678,7 +710,7 @@ pub unsafe extern "C" fn vramlab_latency(vramlab: *mut Allocator, on: bool) -> S
     answer(|| unsafe { allocator(vramlab) }.map(|allocator| allocator.latency(on)))
 }
 
-/// What was timed, as JSON: percentiles in nanoseconds by operation and path.
+/// The measured times, as JSON: percentiles in nanoseconds by operation and path.
 ///
 /// # Safety
 /// See the top of this file.
@@ -698,7 +730,7 @@ pub unsafe extern "C" fn vramlab_calls_json(vramlab: *mut Allocator, out: *mut *
     answer(|| unsafe { give(out, "the result", || c_text(allocator(vramlab)?.calls_json()?)) })
 }
 
-/// What the allocator can do: a sum of `VRAMLAB_CAN_*` and `VRAMLAB_FOLLOWS_PYTORCH`.
+/// The capabilities of the allocator: a sum of `VRAMLAB_CAN_*` and `VRAMLAB_FOLLOWS_PYTORCH`.
 ///
 /// # Safety
 /// See the top of this file.
@@ -708,7 +740,7 @@ pub unsafe extern "C" fn vramlab_can(vramlab: *mut Allocator, out: *mut u32) -> 
     answer(|| unsafe { give(out, "the result", || allocator(vramlab).map(Allocator::can)) })
 }
 
-/// The allocator's name and the settings in effect, as JSON.
+/// The allocator's name and the effective settings, as JSON.
 ///
 /// # Safety
 /// See the top of this file.

@@ -1,18 +1,18 @@
-//! Callbacks of the program: which are set, the events to deliver, and whose turn it is.
+//! Callbacks of the program: the current ones, the events to deliver, and the order of the threads that deliver.
 //!
-//! Events are queued in the order of the driver's calls, each under the thread whose call caused it, and each thread delivers
-//! its own at the end of its call, when no lock of this library is held. A thread whose events are not at the front waits for
-//! its turn, and so does a thread that was served from a segment that the program does not know of yet.
+//! Events are queued in the order of the driver's calls, each under the thread whose call caused it, and each thread delivers its
+//! own at the end of its call, when no lock of this library is held. A thread whose events are not at the front waits for its turn,
+//! and so does a thread that was served from a segment that the program does not know yet.
 //!
-//! *No deadlock.* Three rules keep a waiting thread from waiting for ever. A call that is made inside a callback never waits: it
-//! delivers what is in front of its own events too. A thread that waited for [`PATIENCE`] while no callback returned leaves its events
-//! to the thread that is in front: that one may want a lock that the waiting thread's caller holds. And an event whose thread left it is
-//! delivered by the next thread that has a turn. In every case the order is kept.
+//! *No deadlock.* Three rules keep a thread from waiting forever. A call that is made inside a callback never waits: it also
+//! delivers the events before its own. A thread that waited for [`PATIENCE`] while no callback returned leaves its events to the
+//! thread at the front: that one may need a lock that the waiting thread's caller holds. And an event whose thread left it is
+//! delivered by the next thread that has a turn. The order is kept in every case.
 //!
-//! *Unwinding.* No frame of this library between the program and its callback has anything to drop, so that a callback may be left by
-//! `longjmp` or by an exception of C++. The thread's next delivery finds that the frame of the callback is gone.
+//! *Unwinding.* No frame of this library between the program and its callback has anything to drop, so that a callback may be left
+//! by `longjmp` or by a C++ exception. The thread's next delivery finds that the frame of the callback does not exist any more.
 //!
-//! *Cost.* Two loads in a call that has nothing to tell.
+//! *Cost.* Two loads in a call without events.
 
 use crate::driver::SegmentEvent;
 use std::cell::Cell;
@@ -31,13 +31,13 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const NO_THREAD: u64 = 0;
 
 thread_local! {
-    /// Where the frame lies that runs this thread's innermost callback; 0 outside of callbacks.
+    /// Address of the frame that runs this thread's innermost callback; 0 outside of callbacks.
     static CALLBACK_FRAME: Cell<usize> = const { Cell::new(0) };
-    /// The number of this thread, 0 until it is asked for.
+    /// The number of this thread, 0 before its first use.
     static THREAD: Cell<u64> = const { Cell::new(0) };
 }
 
-/// The number of this thread, which no other thread of the process ever has.
+/// The number of this thread, unique in the process.
 fn this_thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(NO_THREAD + 1);
     if THREAD.get() == NO_THREAD {
@@ -47,8 +47,8 @@ fn this_thread() -> u64 {
     THREAD.get()
 }
 
-/// Whether this thread is inside a callback, given where a frame of the current call lies. Stacks grow downwards, so a callback whose
-/// frame is not above was left by `longjmp` or an exception.
+/// Whether this thread is inside a callback, given the address of a frame of the current call. Stacks grow downwards, so a callback
+/// whose frame is not above was left by `longjmp` or an exception.
 fn is_inside_callback(frame: usize) -> bool {
     let inside = frame < CALLBACK_FRAME.get();
     if !inside {
@@ -64,7 +64,7 @@ pub(crate) struct Callback<T> {
     pub(crate) function: unsafe extern "C-unwind" fn(*mut c_void, T),
 }
 
-/// What the program is called with.
+/// An event for the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Notice {
     Segment(SegmentEvent),
@@ -73,7 +73,7 @@ enum Notice {
 }
 
 impl Notice {
-    /// Whether memory of a block is in it that the program must hear of before it gets the block.
+    /// Whether it concerns memory of a block that the program must know before it gets the block.
     fn concerns(&self, block: &Range<u64>) -> bool {
         match self {
             Self::Segment(event) => {
@@ -99,15 +99,15 @@ struct State {
     queue: VecDeque<Entry>,
     /// Entries so far.
     entries: u64,
-    /// The thread that runs a callback, and for what.
+    /// The thread that runs a callback, and its allocator.
     running: Option<(u64, Notice)>,
-    /// Callbacks that have returned so far.
+    /// Number of callbacks that have returned.
     returned: u64,
     on_segment: Option<Callback<*const SegmentEvent>>,
     on_free: Option<Callback<u64>>,
 }
 
-/// A callback that is due.
+/// A callback to make.
 #[derive(Clone, Copy, Debug)]
 enum Call {
     Segment(Callback<*const SegmentEvent>, SegmentEvent),
@@ -117,14 +117,14 @@ enum Call {
 /// See the [module](self).
 #[derive(Debug, Default)]
 pub(crate) struct Notices {
-    /// Whether the program wants to know of segments.
+    /// Whether the program has a callback for segments.
     segments: AtomicBool,
-    /// Whether it wants to know of blocks that are reusable.
+    /// Whether it has one for reusable blocks.
     frees: AtomicBool,
     /// Entries in the queue, with the one whose callback runs.
     waiting: AtomicUsize,
     state: Mutex<State>,
-    /// A callback has returned, or the queue has another front.
+    /// A callback has returned, or the front of the queue has changed.
     turn: Condvar,
 }
 
@@ -133,7 +133,7 @@ impl Notices {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets others know of a queue that has changed.
+    /// Notifies others of a changed queue.
     fn changed(&self, state: MutexGuard<'_, State>) {
         self.waiting.store(state.waiting(), Release);
         drop(state);
@@ -181,7 +181,7 @@ impl Notices {
         Some(number)
     }
 
-    /// The driver's call behind an entry has returned.
+    /// The driver's call of an entry has returned.
     pub(crate) fn settle(&self, number: u64, succeeded: bool) {
         let mut state = self.lock();
         match succeeded {
@@ -191,8 +191,8 @@ impl Notices {
         self.changed(state);
     }
 
-    /// Queues that blocks are reusable, in front of everything that is not delivered: a block of memory that the program does not know
-    /// of cannot have been freed, and what goes back goes after its blocks.
+    /// Queues reusable blocks before all undelivered events: a block of memory that the program does not know cannot have been
+    /// freed, and a segment is released after its blocks.
     pub(crate) fn queue_freed(&self, addresses: &[u64]) {
         if addresses.is_empty() || !self.wants_frees() {
             return;
@@ -214,7 +214,7 @@ impl Notices {
         is_inside_callback((&raw const frame).addr()) && self.lock().is_running_on(this_thread())
     }
 
-    /// Delivers this thread's events, and waits for those of others that a block's memory is in.
+    /// Delivers this thread's events, and waits for those of others that concern a block's memory.
     #[inline]
     pub(crate) fn deliver(&self, block: Option<Range<u64>>) {
         if self.waiting.load(Acquire) != 0 {
@@ -222,7 +222,7 @@ impl Notices {
         }
     }
 
-    /// Never inlined, so that the frame of a callback lies where this function's does.
+    /// Never inlined, so that the frame of a callback is that of this function.
     #[cold]
     #[inline(never)]
     fn deliver_queued(&self, block: Option<Range<u64>>) {
@@ -255,8 +255,8 @@ impl Notices {
         self.changed(state);
     }
 
-    /// The next callback that this thread has to make, once it has the turn, and who had it before; `None` when it has none, or leaves
-    /// them to others.
+    /// The next callback that this thread makes, once it has the turn, and the thread that had it before; `None` when it has none,
+    /// or leaves them to others.
     fn next(&self, thread: u64, nested: bool, block: Option<&Range<u64>>) -> Option<(Call, Option<(u64, Notice)>)> {
         let mut state = self.lock();
         if !nested && state.is_running_on(thread) {
@@ -284,14 +284,14 @@ impl Notices {
                     let stays = |state: &mut State| {
                         state.returned == returned && matches!(state.step(thread, nested, block), Step::Wait)
                     };
-                    // Inside a callback nothing is waited for.
+                    // A call inside a callback does not wait.
                     let patience = if nested { Duration::ZERO } else { PATIENCE };
                     let waited = self.turn.wait_timeout_while(state, patience, stays);
                     let (after, wait) = waited.unwrap_or_else(PoisonError::into_inner);
                     state = after;
                     if wait.timed_out() {
-                        let own = state.queue.iter_mut().filter(|entry| entry.thread == thread);
-                        own.for_each(|entry| entry.thread = NO_THREAD);
+                        let entries = state.queue.iter_mut().filter(|entry| entry.thread == thread);
+                        entries.for_each(|entry| entry.thread = NO_THREAD);
                         self.changed(state);
                         return None;
                     }
@@ -301,7 +301,7 @@ impl Notices {
     }
 }
 
-/// What a thread that delivers does next.
+/// The next step of a thread that delivers.
 enum Step {
     /// It has nothing to deliver.
     Nothing,
@@ -345,9 +345,9 @@ impl State {
         }
     }
 
-    /// Takes the front of the queue; `None` where no callback is set for it.
+    /// Takes the front of the queue; `None` where it has no callback.
     ///
-    /// Memory is mapped and unmapped page by page; the event is of the whole.
+    /// Memory is mapped and unmapped page by page; the event covers all of it.
     fn take_front(&mut self) -> Option<Call> {
         let Entry { thread, notice, .. } = self.queue.pop_front()?;
         let mut event = match notice {

@@ -1,4 +1,4 @@
-//! What the library tells of an allocator, as C has it: statistics, segments and blocks.
+//! Statistics, segments and blocks as C structures.
 
 use vramlab_policies::contract::{BlockInfo, SegmentInfo, Stats};
 use vramlab_policies::{BlockState, PoolKind, PooledGauge};
@@ -33,33 +33,33 @@ pub struct Pooled {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StatsRecord {
-    /// Blocks that the program holds.
+    /// Live blocks.
     pub allocation: Pooled,
     /// Segments.
     pub segment: Pooled,
-    /// Blocks that the program holds or a stream still uses.
+    /// Live blocks and deferred frees.
     pub active: Pooled,
     /// Free blocks in segments that are partly in use.
     pub inactive_split: Pooled,
     /// Bytes of `allocation`.
     pub allocated_bytes: Pooled,
-    /// Bytes held from the device.
+    /// Reserved bytes.
     pub reserved_bytes: Pooled,
     /// Bytes of `active`.
     pub active_bytes: Pooled,
     /// Bytes of `inactive_split`.
     pub inactive_split_bytes: Pooled,
-    /// Bytes that the program asked for, before rounding.
+    /// Requested bytes, before rounding.
     pub requested_bytes: Pooled,
     /// Blocks of at least `max_split_size`.
     pub oversize_allocations: Gauge,
     /// Segments of at least `max_split_size`.
     pub oversize_segments: Gauge,
-    /// Requests for which the cache was released and the device asked again.
+    /// Requests that were repeated after a cache flush.
     pub num_alloc_retries: u64,
     /// Requests that were refused for lack of memory.
     pub num_ooms: u64,
-    /// Times that all pending frees were waited for.
+    /// Number of waits for all deferred frees.
     pub num_sync_all_streams: u64,
     /// Allocation calls of the driver.
     pub num_device_alloc: u64,
@@ -79,29 +79,29 @@ pub struct SegmentRecord {
     pub bytes: u64,
     /// Stream that its free blocks serve.
     pub stream: u64,
-    /// Private pool that it is of; 0 for none.
+    /// Private pool that it belongs to; 0 for none.
     pub pool: u64,
-    /// Whether it is of the large pool.
+    /// Whether it belongs to the large pool.
     pub is_large: bool,
-    /// Whether it is a part of a range of addresses that memory is added to.
+    /// Whether it is a mapped range of an expandable segment.
     pub expandable: bool,
-    /// Bytes in blocks that the program holds.
+    /// Bytes in live blocks.
     pub allocated_bytes: u64,
-    /// Bytes in blocks that the program holds or a stream still uses.
+    /// Bytes in live blocks and deferred frees.
     pub active_bytes: u64,
-    /// Bytes that were asked for in those.
+    /// Requested bytes in those.
     pub requested_bytes: u64,
 }
 
-/// What a block is.
+/// The state of a block.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockStateRecord {
-    /// Held by the program.
+    /// Live.
     Allocated = 0,
     /// Freed, and still used by a stream.
     PendingFree = 1,
-    /// Can be handed out.
+    /// Reusable.
     Free = 2,
 }
 
@@ -113,9 +113,9 @@ pub struct BlockRecord {
     pub address: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Bytes that were asked for; 0 for a free block.
+    /// Requested bytes; 0 for a free block.
     pub requested: u64,
-    /// What it is.
+    /// Its state.
     pub state: BlockStateRecord,
 }
 
@@ -130,8 +130,8 @@ fn pooled(of: &PooledGauge) -> Pooled {
 }
 
 impl StatsRecord {
-    /// What is not known is 0.
-    pub(crate) fn of(stats: &Stats, max_split_size: Option<u64>) -> Self {
+    /// Unknown values are 0.
+    pub(crate) fn from_stats(stats: &Stats, max_split_size: Option<u64>) -> Self {
         let or_none = |of: &Option<PooledGauge>| of.as_ref().map(pooled).unwrap_or_default();
         let plain = |of: &Option<vramlab_policies::Gauge>| of.as_ref().map(gauge).unwrap_or_default();
         Self {
@@ -157,7 +157,7 @@ impl StatsRecord {
 }
 
 impl SegmentRecord {
-    pub(crate) fn of(info: &SegmentInfo) -> Self {
+    pub(crate) fn from_info(info: &SegmentInfo) -> Self {
         let sum = |of: fn(&BlockInfo) -> u64| info.blocks.iter().map(of).sum();
         Self {
             address: info.addr.get(),
@@ -174,7 +174,7 @@ impl SegmentRecord {
 }
 
 impl BlockRecord {
-    pub(crate) fn of(info: &BlockInfo) -> Self {
+    pub(crate) fn from_info(info: &BlockInfo) -> Self {
         let state = match info.state {
             BlockState::Allocated => BlockStateRecord::Allocated,
             BlockState::PendingFree => BlockStateRecord::PendingFree,

@@ -31,6 +31,13 @@ static void names_and_null(void) {
   FAILS(INVALID, "null", vramlab_close(NULL));
   CHECK(v == NULL);
   HAS(vramlab_allocators_json(&text), "\"name\":\"remap\"");
+  const char *conf = "max_split_size_mb:64,garbage_collection_threshold:0.8,throw_on_cudamalloc_oom:True";
+  HAS(vramlab_torch_conf_json("caching", conf, 1000, &text), "\"max_split_size\":\"64M\"");
+  HAS(vramlab_torch_conf_json("caching", conf, 1000, &text), "\"ignored\":[\"throw_on_cudamalloc_oom\"]");
+  HAS(vramlab_torch_conf_json("caching", conf, VRAMLAB_NO_LIMIT, &text), "(needs a limit)");
+  FAILS(UNKNOWN, "20 or more", vramlab_torch_conf_json("caching", "max_split_size_mb:1", 0, &text));
+  FAILS(UNKNOWN, "caching", vramlab_torch_conf_json("cachng", "", 0, &text));
+  FAILS(INVALID, "null", vramlab_torch_conf_json("caching", NULL, 0, &text));
   vramlab_text_free(NULL);
   vramlab_checkpoint_free(NULL);
 }
@@ -69,7 +76,7 @@ static void blocks_and_streams(const char *name) {
   stats = stats_of(v);
   CHECK(stats.allocation.all.allocated == 0 && stats.num_device_alloc == 0 && stats.num_ooms == 0);
   CHECK(stats.allocated_bytes.all.peak == stats.allocated_bytes.all.current);
-  // What is still held goes back with the allocator.
+  // Live blocks are released with the allocator.
   OK(vramlab_close(v));
 }
 

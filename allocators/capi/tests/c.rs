@@ -1,13 +1,13 @@
-//! The committed header is what the sources say, and programs in C and C++ that are built against it with the machine's compilers
-//! find what it promises.
+//! The committed header matches the sources, and programs in C and C++ that are built against it with the machine's compilers
+//! behave as it promises.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The library. Cargo builds none for tests, which cannot link it. It is built of what the tests of the workspace are built of: alone
-/// it would have features of its own, and nearly everything would be compiled again. An example is what asks for the features of tests.
-/// `VRAMLAB_LIBRARY` names one that is built already, as for the package for Python.
+/// The library. Cargo does not build it for tests, which cannot link it. It is built with the features of the workspace's tests:
+/// with features of its own nearly everything would be compiled again. The example requests the features of tests.
+/// `VRAMLAB_LIBRARY` names a library that is already built, as for the package for Python.
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| std::env::var_os("VRAMLAB_LIBRARY").map_or_else(build_library, PathBuf::from))
@@ -15,13 +15,13 @@ fn library() -> &'static Path {
 
 fn build_library() -> PathBuf {
     let test = std::env::current_exe().expect("a test should know its file");
-    // The test lies in `target/PROFILE/deps`.
+    // The test is in `target/PROFILE/deps`.
     let folder = test.ancestors().nth(2).expect("a test should lie in target/PROFILE/deps");
     let mut cargo = Command::new(env!("CARGO"));
     cargo
         .args(["build", "--quiet", "--locked", "--workspace", "--lib", "--example", "time_kernels", "--target-dir"])
         .arg(folder.parent().expect("a profile should lie in a target folder"));
-    // What Cargo tells a test of its package is none of another build's: `ring` is built anew where that differs.
+    // Cargo sets these for a test's package only: `ring` is built again where they differ.
     for (name, _) in std::env::vars_os() {
         if ["CARGO_MANIFEST_", "CARGO_PKG_"].iter().any(|of| name.to_string_lossy().starts_with(of)) {
             cargo.env_remove(name);
@@ -39,7 +39,7 @@ fn allocators() -> Vec<&'static str> {
     vramlab_policies::backends::all().into_iter().map(|backend| backend.name).filter(|name| *name != "plan").collect()
 }
 
-/// Builds a program of this folder and runs it with some arguments. It has to end well and print `last`.
+/// Builds a program of this folder and runs it with some arguments. It must succeed and print `last`.
 fn run(source: &str, arguments: &[&str], last: &str) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
     let scratch = tempfile::tempdir().expect("a temporary folder should be there");

@@ -1,5 +1,5 @@
-// What callbacks may do: call the library, take each other's place, leave by longjmp, and not close the allocator. Arguments: names
-// of allocators.
+// Callbacks may call the library, replace each other and leave by longjmp, but must not close the allocator. Arguments: names of
+// allocators.
 #include "check.h"
 
 #include <setjmp.h>
@@ -128,7 +128,7 @@ static void *allocate_there(void *unused) {
   return NULL;
 }
 
-// What its call did is done and written.
+// The effects of its call are complete and written.
 static void left_by_longjmp(const char *name) {
   // Outside of the frames that `longjmp` leaves.
   static uint64_t block;

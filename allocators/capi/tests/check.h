@@ -1,4 +1,4 @@
-// What the C programs here have in common: checks that end the program, and allocators on a simulated device.
+// Common code of the C programs here: checks that end the program, and allocators on a simulated device.
 #ifndef CHECK_H
 #define CHECK_H
 

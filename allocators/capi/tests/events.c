@@ -38,7 +38,7 @@ static void follow(void *context, const vramlab_segment_event *event) {
     known[known_count++].end = event->address + event->bytes;
   } else {
     uint64_t start = event->address, end = start + event->bytes;
-    // What goes may be a part of one entry, or several.
+    // A released range may be a part of one entry, or several.
     while (start < end) {
       at = find(start);
       CHECK(at >= 0);

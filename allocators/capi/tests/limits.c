@@ -25,7 +25,7 @@ static void of_one(const char *name, uint64_t seed) {
     } else if (count > 0) {
       OK(vramlab_free(v, held[--count]));
     }
-    // What was held when the limit sank may stay, and does not grow.
+    // Memory reserved before the limit was lowered may stay, and does not grow.
     uint64_t reserved = stats_of(v).reserved_bytes.all.current;
     CHECK(reserved <= limit || reserved <= before);
     before = reserved;

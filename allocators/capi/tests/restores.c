@@ -57,7 +57,7 @@ static void of_one(const char *name) {
   OK(vramlab_record_stream(v, other, 2));
   OK(vramlab_capturing(v, true));
   OK(vramlab_free(v, other));
-  // What has stopped waiting by now is no part of the comparison.
+  // Deferred frees that have completed by now are not compared.
   OK(vramlab_free(v, allocate(v, 700, 1)));
   fail(v, checkpoint, VRAMLAB_STATUS_LIVE);
   OK(vramlab_capturing(v, false));

@@ -1,4 +1,4 @@
-//! Memory that goes to other processes, comes from them, or is registered elsewhere by its address.
+//! Memory that is exported to other processes, imported from them, or registered elsewhere by its address.
 
 use super::{Allocator, lock};
 use crate::device::Device;
@@ -14,10 +14,10 @@ use vramlab_policies::Selection;
 use vramlab_policies::backends::SegmentUse;
 use vramlab_policies::contract::Exported;
 
-/// A page has a fabric handle in the place of a file descriptor.
+/// A page has a fabric handle instead of a file descriptor.
 pub const VRAMLAB_FABRIC: i32 = -2;
 
-/// The pages around a block that was exported.
+/// The pages around an exported block.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportedRecord {
@@ -25,7 +25,7 @@ pub struct ExportedRecord {
     pub address: u64,
     /// Bytes of each page.
     pub page_bytes: u64,
-    /// How many there are.
+    /// Number of pages.
     pub pages: u64,
 }
 
@@ -36,7 +36,7 @@ static IMPORTED: Mutex<BTreeMap<u64, Imported>> = Mutex::new(BTreeMap::new());
 struct Imported {
     device: Arc<Device>,
     bytes: u64,
-    /// Closed by the program, while it captured a graph: it is unmapped when the next one is opened or closed.
+    /// Closed by the program while it captured a graph: it is unmapped when the next one is opened or closed.
     closed: bool,
 }
 
@@ -54,7 +54,8 @@ impl Allocator {
 
     /// A copy of an exported file descriptor.
     fn exported_descriptor(&self, number: i32) -> Outcome<i32> {
-        let unknown = || Failure::new(Status::Unknown, format!("file descriptor {number} is of no exported memory"));
+        let unknown =
+            || Failure::new(Status::Unknown, format!("file descriptor {number} does not belong to exported memory"));
         self.stacks[0].exported_descriptor(number).map(OwnedFd::into_raw_fd).ok_or_else(unknown)
     }
 
@@ -65,7 +66,7 @@ impl Allocator {
         Ok(if on { stack.pin(addr, bytes) } else { stack.unpin(addr, bytes) }?)
     }
 
-    /// Maps pages of another process side by side. `page` gives the handle of each.
+    /// Maps pages of another process next to each other. `page` returns the handle of each.
     fn import(&self, page_bytes: u64, pages: u64, mut page: impl FnMut(u64) -> Outcome<Shareable>) -> Outcome<u64> {
         close_what_waits()?;
         let vmm = vmm(&self.device)?;
@@ -83,11 +84,11 @@ impl Allocator {
         while mapped < pages && outcome.is_ok() {
             outcome = page(mapped).and_then(|shared| {
                 let handle = vmm.import(&shared)?;
-                // SAFETY: a part of the range, of which nothing is mapped; the driver looks at the size.
-                let done = unsafe { vmm.map(start.offset(mapped * page_bytes), page_bytes, handle) };
+                // SAFETY: a part of the range, in which nothing is mapped; the driver checks the size.
+                let mapping = unsafe { vmm.map(start.offset(mapped * page_bytes), page_bytes, handle) };
                 // SAFETY: it was imported above and is released once; the mapping keeps the memory.
                 let released = unsafe { vmm.release(handle) };
-                Ok(done.and(released)?)
+                Ok(mapping.and(released)?)
             });
             mapped += u64::from(outcome.is_ok());
         }
@@ -96,7 +97,7 @@ impl Allocator {
             Ok(unsafe { vmm.set_access(start, bytes) }?)
         });
         if let Err(failure) = outcome {
-            // An error here would hide that one. What stays goes with the device's context.
+            // An error here would hide that one. Remaining mappings end with the device's context.
             let _ = unmap(vmm, start, mapped * page_bytes, bytes);
             return Err(failure);
         }
@@ -120,14 +121,14 @@ impl Allocator {
     }
 }
 
-/// Unmaps the front of a range, and gives its addresses back.
+/// Unmaps the front of a range, and releases its addresses.
 fn unmap(vmm: &dyn VmmDriver, start: DeviceAddr, mapped: u64, bytes: u64) -> Outcome<()> {
     if mapped > 0 {
-        // SAFETY: whole mappings, which were made by `import`. No work uses them: they were not handed out, or the device was
+        // SAFETY: whole mappings, which `import` made. No work uses them: they were not returned to the program, or the device was
         // waited for after the program had closed them.
         unsafe { vmm.unmap(start, mapped) }?;
     }
-    // SAFETY: the whole range, in which nothing is mapped any more; it is given back once.
+    // SAFETY: the whole range, in which nothing is mapped any more; it is released once.
     Ok(unsafe { vmm.address_free(start, bytes) }?)
 }
 
@@ -141,10 +142,10 @@ fn close(address: u64) -> Outcome<()> {
     close_what_waits()
 }
 
-/// Unmaps what was closed, where the device can be waited for.
+/// Unmaps closed memory, where the device can be waited for.
 fn close_what_waits() -> Outcome<()> {
     let idle = |imported: &Imported| imported.closed && !imported.device.driver().is_capture_noted();
-    // Out of the table first, so that nothing is waited for under its lock.
+    // Removed from the table first, so that no wait happens under its lock.
     let closed: Vec<(u64, Imported)> = {
         let table = &mut *lock(&IMPORTED);
         let addresses: Vec<u64> = table.iter().filter(|(_, imported)| idle(imported)).map(|(at, _)| *at).collect();
@@ -153,20 +154,20 @@ fn close_what_waits() -> Outcome<()> {
     let mut outcome = Ok(());
     for (address, Imported { device, bytes, .. }) in closed {
         let start = DeviceAddr::handed_out(address);
-        let done = device.driver().device_synchronize().map_err(Failure::from).and_then(|()| {
+        let result = device.driver().device_synchronize().map_err(Failure::from).and_then(|()| {
             let vmm = vmm(&device)?;
             unmap(vmm, start, bytes, bytes)
         });
-        outcome = outcome.and(done);
+        outcome = outcome.and(result);
     }
     outcome
 }
 
 /// Exports the memory around the live block that begins at an address, so that other processes can map it: calls `page` for each
 /// page in the order of their addresses, with a file descriptor, or with `VRAMLAB_FABRIC` and the 64 bytes of a fabric handle.
-/// Descriptors stay the library's: they are the same until the block is free, and are closed then. Until then the pages stay where
-/// they are. The status is `VRAMLAB_STATUS_INCAPABLE` where the block lies in an allocation of the driver, which has handles of its own
-/// (`vramlab_base`), or where memory of the device has no handles.
+/// Descriptors belong to the library: they stay the same until the block is free, and are closed then. Until then the pages stay
+/// mapped where they are. The status is `VRAMLAB_STATUS_INCAPABLE` where the block is in an allocation of the driver, which has
+/// handles of its own (`vramlab_base`), or where memory of the device has no handles.
 ///
 /// # Safety
 /// See the top of this file; the callback may be called with `context`.
@@ -196,8 +197,8 @@ pub unsafe extern "C" fn vramlab_export_block(
     })
 }
 
-/// A copy of a file descriptor that `vramlab_export_block` gave, which the program closes. The status is `VRAMLAB_STATUS_UNKNOWN` where it
-/// is of no block that is still live: the number may be that of another file by now.
+/// A copy of a file descriptor that `vramlab_export_block` returned, which the program closes. The status is
+/// `VRAMLAB_STATUS_UNKNOWN` where it does not belong to a live block: the number may be that of another file by now.
 ///
 /// # Safety
 /// See the top of this file.
@@ -207,9 +208,10 @@ pub unsafe extern "C" fn vramlab_exported_descriptor(vramlab: *mut Allocator, nu
     answer(|| unsafe { give(out, "the descriptor", || allocator(vramlab)?.exported_descriptor(number)) })
 }
 
-/// Maps `pages` pages of another process side by side, and opens them to the allocator's device. `page` is called for each with its
-/// number, from 0 on, and room for 64 bytes. It returns a file descriptor, which the library closes; or writes a fabric handle and returns
-/// `VRAMLAB_FABRIC`. Any other number ends the call with `VRAMLAB_STATUS_INVALID`. Other GPUs need access of their own.
+/// Maps `pages` pages of another process next to each other, and gives the allocator's device access. `page` is called for each
+/// with its number, from 0 on, and room for 64 bytes. It returns a file descriptor, which the library closes; or writes a fabric
+/// handle and returns `VRAMLAB_FABRIC`. Any other number ends the call with `VRAMLAB_STATUS_INVALID`. Other GPUs need access of
+/// their own.
 ///
 /// # Safety
 /// See the top of this file; the callback may be called with `context`.
@@ -229,7 +231,7 @@ pub unsafe extern "C" fn vramlab_import_pages(
             // SAFETY: may be called (the program's promise); there is room for 64 bytes until it returns.
             match unsafe { page(context, number, fabric.as_mut_ptr()) } {
                 VRAMLAB_FABRIC => Ok(Shareable::Fabric(fabric)),
-                // SAFETY: an open file descriptor, which is the library's from here on (the program's promise).
+                // SAFETY: an open file descriptor, which belongs to the library from here on (the program's promise).
                 descriptor @ 0.. => Ok(Shareable::Descriptor(unsafe { OwnedFd::from_raw_fd(descriptor) })),
                 _ => Err(Failure::new(Status::Invalid, format!("the program has no handle for page {number}"))),
             }
@@ -246,10 +248,10 @@ pub extern "C" fn vramlab_import_close(address: u64) -> Status {
     answer(|| close(address))
 }
 
-/// Keeps the memory behind a range of addresses where it is (`on`), also while it is free, or no longer: its pages are neither moved nor
-/// unmapped. For memory that something else has registered by its address, as `ncclCommRegister` and network adapters do. It is
-/// counted. The status is `VRAMLAB_STATUS_INCAPABLE` where memory is not mapped in pages: then a segment stays while a block
-/// of it is live.
+/// Pins (`on`) or unpins the memory of a range of addresses, also while it is free: its pages are neither moved nor unmapped. For
+/// memory that a library has registered by its address, as `ncclCommRegister` and network adapters do. Calls are counted. The
+/// status is `VRAMLAB_STATUS_INCAPABLE` where memory is not mapped in pages: then a segment stays reserved while a block of it is
+/// live.
 ///
 /// # Safety
 /// See the top of this file.

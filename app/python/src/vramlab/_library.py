@@ -181,6 +181,7 @@ class Library:
         self.open = self._declare("open", c_int32, [c_char_p, c_char_p, POINTER(c_void_p)])
         self._check = self._declare("check", c_int32, [c_char_p])
         self.allocators_json = self._declare("allocators_json", c_int32, [_TEXT])
+        self._torch_conf_json = self._declare("torch_conf_json", c_int32, [c_char_p, c_char_p, c_uint64, _TEXT])
         for name, arguments in _OF_ALLOCATOR.items():
             setattr(self, name, self._declare(name, c_int32, [c_void_p, *arguments]))
 
@@ -197,6 +198,13 @@ class Library:
     def known(self, spec: str) -> None:
         """Raises where a text names no allocator, or settings or values that it has not. Opens nothing."""
         self.check(self._check(spec.encode()))
+
+    def torch_conf(self, spec: str, conf: str, limit: int | None = None) -> dict[str, Any]:
+        """PyTorch's settings as an allocator follows them: `settings`, and the keys that are `ignored` or `fixed`."""
+        out: dict[str, Any] = self.json(
+            self._torch_conf_json, spec.encode(), os.fsencode(conf), NO_LIMIT if limit is None else limit
+        )
+        return out
 
     def check(self, status: int) -> None:
         """Raises what a call's status says."""

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import threading
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from vramlab import _build
-from vramlab._library import NO_LIMIT, Error, allocators, library, spec
+from vramlab._library import NO_LIMIT, Error, library, spec
 
 __all__ = ["MemPool", "allocator", "latency", "set_limit", "stats", "use"]
 
-_MIB = 1 << 20
 _lock = threading.Lock()
 
 
@@ -89,8 +86,7 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
                 "CUDA is in use already, under PyTorch's own allocator. Call vramlab.torch.use() before the first use "
                 f"of CUDA, or start the program with VRAMLAB_ALLOC={asked}"
             )
-        known = _known_settings(asked)
-        conf, ignored = _from_conf(asked, known, limit)
+        conf, ignored = _from_conf(asked, limit)
         file = _build.shim(_build.Torch.installed())
         made = _Shim(spec(asked, conf), str(file), latency)
         options = ",".join([f"limit={limit}"] * (limit is not None) + [f"latency={int(latency)}"])
@@ -187,7 +183,7 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
         """Makes the pool; `allocator` and settings are as for [`use`]."""
         shim = _installed()
         asked = spec(allocator, settings)
-        _known_settings(asked)
+        library().known(asked)
         super().__init__()
         self._device = torch.cuda.current_device()
         self._contexts: list[Any] = []
@@ -217,65 +213,11 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
 # --- PyTorch's settings ---
 
 
-def _known_settings(asked: str) -> dict[str, Any]:
-    """The settings of the allocator that a text names, with their defaults; raises where it names none."""
-    library().known(asked)
-    known: dict[str, Any] = allocators()[asked.partition(":")[0].strip()]["settings"]
-    return known
-
-
-def _parts(text: str) -> list[str]:
-    """The parts of a list whose values may be lists in brackets."""
-    return [part for part in re.split(r",(?![^\[]*\])", text.replace(" ", "")) if part]
-
-
-def _bytes(value: str) -> str:
-    return str(int(value) * _MIB)
-
-
-# PyTorch's keys that an allocator may have, with the allocator's name of each.
-_SAME: dict[str, tuple[str, Callable[[str], str]]] = {
-    "max_split_size_mb": ("max_split_size", _bytes),
-    "max_non_split_rounding_mb": ("max_non_split_rounding", _bytes),
-    "garbage_collection_threshold": ("garbage_collection_threshold", str),
-    "roundup_power2_divisions": ("roundup_power2_divisions", str),
-}
-# What counts under every allocator, also when it changes while the program runs, by the beginnings of the names.
-_STILL_PYTORCHS = ("pinned_", "per_process_memory_fraction", "graph_capture_record_stream_reuse")
-# Values that ask for nothing that would not be so.
-_NOTHING_ASKED = {("backend", "native"), ("expandable_segments", "False")}
-
-
-def _from_conf(asked: str, known: dict[str, Any], limit: int | None) -> tuple[dict[str, Any], list[str]]:
-    """What PyTorch's settings say to an allocator: settings of it, and those that it does not have."""
+def _from_conf(asked: str, limit: int | None) -> tuple[dict[str, str], list[str]]:
+    """Settings of an allocator that follow from PyTorch's, and the keys that it ignores; raises where it is unknown."""
     text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    name, _, own = asked.partition(":")
-    given = {part.partition("=")[0] for part in _parts(own)}
-    settings: dict[str, Any] = {}
-    ignored: list[str] = []
-    for part in _parts(text):
-        key, _, value = part.partition(":")
-        if key.startswith(_STILL_PYTORCHS) or (key, value) in _NOTHING_ASKED:
-            continue
-        same, convert = _SAME.get(key, ("", str))
-        if same in given:
-            continue
-        if same and same in known:
-            settings[same] = convert(value)
-        elif key == "expandable_segments" and name in ("pytorch-expandable", "remap"):
-            continue
-        elif key == "expandable_segments":
-            ignored.append("expandable_segments (use pytorch-expandable)")
-        else:
-            ignored.append(key)
-    # A threshold is a fraction of what may be held.
-    if "garbage_collection_threshold" in settings and "memory_limit" not in given:
-        if limit is None or "memory_limit" not in known:
-            del settings["garbage_collection_threshold"]
-            ignored.append("garbage_collection_threshold (needs a limit)")
-        else:
-            settings["memory_limit"] = limit
-    return settings, ignored
+    conf = library().torch_conf(asked, text, limit)
+    return conf["settings"], conf["ignored"]
 
 
 def _tell_of_changes(asked: str) -> None:
@@ -284,8 +226,12 @@ def _tell_of_changes(asked: str) -> None:
 
     def tell_and_change(env: str) -> None:
         change(env)
-        keys = [part.partition(":")[0] for part in _parts(env)]
-        fixed = [key for key in keys if not key.startswith(_STILL_PYTORCHS)]
+        try:
+            fixed = library().torch_conf(asked, env)["fixed"]
+        except Error as error:
+            # PyTorch took the text, so it may have a form that the library does not know yet.
+            warnings.warn(f"vramlab: {asked} keeps the settings that it began with: {error}", stacklevel=2)
+            return
         if fixed:
             text = f"vramlab: {asked} keeps the settings that it began with; {', '.join(fixed)} did not change"
             warnings.warn(text, stacklevel=2)
