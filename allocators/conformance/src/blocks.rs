@@ -1,4 +1,4 @@
-//! What one thread sees: requests, blocks, statistics, snapshots, trims, running out of memory.
+//! Checks of one thread: requests, blocks, statistics, snapshots, trims, running out of memory.
 
 use super::demand::{Outcome as _, demand, demand_eq};
 use super::subject::Subject;
@@ -10,7 +10,7 @@ use vramlab_device::{Bytes, StreamId};
 use vramlab_policies::backends::{self, SegmentUse, StreamUse};
 use vramlab_policies::contract::{AllocError, Block, BlockState, Request, SegmentInfo, Snapshot};
 
-/// In place of all other checks, on a device that lacks what the backend needs.
+/// Replaces all other checks, on a device that lacks a required feature.
 pub(super) fn a_device_that_lacks_what_is_needed_is_refused(bench: &Bench) {
     let error = bench.selection.build(&bench.driver).refused();
     demand!(
@@ -169,11 +169,11 @@ pub(super) fn freed_memory_stays_with_its_stream_where_that_is_said(bench: &Benc
     let block = allocator.take(40 * MIB, owner);
     let reserved = allocator.reserved();
     allocator.give(block, owner);
-    // Nothing of its work is left.
+    // Nothing of its work remains.
     driver.device_synchronize().granted();
     let block = allocator.take(40 * MIB, other);
     let grows = allocator.reserved() > reserved;
-    // Where it may serve others, new memory may still come first.
+    // Where it may serve others, new memory may still be allocated first.
     demand!(
         grows || bench.capabilities().streams == StreamUse::Any,
         "freed memory stays with its stream, unless `streams` says otherwise"
@@ -237,7 +237,7 @@ pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
     let blocks: Vec<Block> = (0..4).map(|_| allocator.take(12 * MIB, stream)).collect();
     let full = allocator.stats();
     let mut blocks = blocks.into_iter();
-    let kept = blocks.next().granted();
+    let last = blocks.next().granted();
     allocator.give_all(blocks, stream);
     let stats = allocator.stats();
     for (now, then) in [
@@ -262,17 +262,17 @@ pub(super) fn peaks_are_kept_and_start_again(bench: &Bench) {
         );
     }
     demand_eq!(stats.allocation.all.allocated, 4, "running totals go on");
-    allocator.give(kept, stream);
+    allocator.give(last, stream);
 }
 
 pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
-    let kept = allocator.take(2 * MIB, stream);
+    let live = allocator.take(2 * MIB, stream);
     let idle: Vec<Block> = (0..8).map(|_| allocator.take(40 * MIB, stream)).collect();
     allocator.give_all(idle, stream);
     let before = allocator.reserved();
     let keep = before / 2;
-    // Where a segment goes back as a whole, the one with the block that is still held stays, however large it is.
+    // Where segments are released as a whole, the one with the live block stays, however large it is.
     let in_parts = bench.capabilities().segments == SegmentUse::Expandable;
     let holds = |segment: &SegmentInfo| segment.blocks.iter().any(|block| block.state == BlockState::Allocated);
     let in_use = allocator.snapshot().filter(|_| !in_parts).map(|snapshot| {
@@ -282,7 +282,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
     let first = allocator.trim(keep).granted();
     let middle = allocator.reserved();
     demand_eq!(first, before - middle, "trim returns the bytes that were released");
-    // A driver's pool keeps at least as much as it is asked to, in whole granules.
+    // A CUDA memory pool keeps at least the requested amount, in whole granules.
     let granule = if bench.capabilities().segments == SegmentUse::Hidden { 32 * MIB } else { 0 };
     demand!(
         middle <= keep.max(in_use.unwrap_or(2 * MIB)) + granule,
@@ -302,7 +302,7 @@ pub(super) fn trim_returns_idle_memory(bench: &Bench) {
             "trim releases all but the block that is held"
         ),
     }
-    allocator.give(kept, stream);
+    allocator.give(live, stream);
     allocator.check_all_returns();
     demand_eq!(allocator.trim(0).granted(), 0, "nothing is left to release");
     let block = allocator.take(MIB, stream);
@@ -342,7 +342,7 @@ pub(super) fn a_recorded_use_delays_the_reuse_only(bench: &Bench) {
 pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
     let (mine, other) = (bench.build(), bench.build());
     let stream = bench.stream();
-    let own = mine.take(4096, stream);
+    let block = mine.take(4096, stream);
     let foreign = other.take(4096, stream);
     let before = mine.stats();
     let error = mine.record_use(&foreign, stream).refused();
@@ -353,7 +353,7 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
         other => super::demand::fail(&format!("{other:?}"), "a block of another allocator is refused"),
     }
     demand_eq!(mine.stats(), before, "a refusal should change nothing");
-    // Another device hands out the same addresses: only the token tells them apart. There may be one GPU.
+    // Another device returns the same addresses: only the token distinguishes them. There may be one GPU.
     if bench.device != Device::Cuda {
         let elsewhere = Bench::open(bench.selection.clone(), bench.device, GIB);
         let (theirs, there) = (elsewhere.build(), elsewhere.stream());
@@ -372,12 +372,12 @@ pub(super) fn a_foreign_block_is_refused(bench: &Bench) {
         );
         demand_eq!(mine.stats(), before, "a refusal should change nothing");
     }
-    mine.give(own, stream);
+    mine.give(block, stream);
     check_nothing_held(&mine.stats());
     demand_eq!(other.stats().allocation.all.current, 1, "a refused block stays with its owner");
 }
 
-/// Allocates and frees blocks of many sizes on some streams, uses some of them elsewhere, and looks after each step.
+/// Allocates and frees blocks of many sizes on some streams, uses some of them elsewhere, and checks after each step.
 fn churn(allocator: &Subject, streams: &[StreamId], steps: u32, mut look: impl FnMut(&[(Block, StreamId)])) {
     let (mut random, mut live) = (Random::new(13), Vec::new());
     for _ in 0..steps {
@@ -448,15 +448,15 @@ pub(super) fn snapshots_are_whole(bench: &Bench) {
             "a snapshot has all allocated bytes"
         );
         for (block, _) in live {
-            let found = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
-            let found = found.filter(|info| info.addr == block.addr()).collect::<Vec<_>>();
+            let blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
+            let blocks = blocks.filter(|info| info.addr == block.addr()).collect::<Vec<_>>();
             demand!(
-                found.len() == 1 && found[0].bytes == block.bytes(),
+                blocks.len() == 1 && blocks[0].bytes == block.bytes(),
                 came = format_args!("no {block:?}"),
                 "a snapshot has every live block"
             );
             demand_eq!(
-                (found[0].requested, found[0].state),
+                (blocks[0].requested, blocks[0].state),
                 (block.requested(), BlockState::Allocated),
                 "a snapshot has blocks as they are"
             );
@@ -470,7 +470,7 @@ pub(super) fn dropping_returns_everything(bench: &Bench) {
     for _ in 0..100 {
         let block = allocator.take(random.size(26), streams[0]);
         if random.below(2) == 0 {
-            // Still queued when the allocator goes.
+            // Still queued when the allocator is dropped.
             allocator.use_on(&block, streams[1]);
             allocator.record_use(&block, streams[1]).granted();
         }
@@ -500,7 +500,7 @@ pub(super) fn reports_and_names_are_complete(bench: &Bench) {
 
 pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
-    // A GPU is filled in parts of an eighth, so that this stays quick.
+    // A GPU is filled in eighths, so that this is fast.
     let part = if bench.device == Device::Cuda { allocator.room / 8 } else { bench.scaled(4 * MIB) };
     let (mut live, error) = allocator.take_until_full(part, stream);
     demand!(
@@ -514,13 +514,13 @@ pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
         super::demand::fail(&error.to_string(), "a full device is out of memory")
     };
     demand!(error.is_out_of_memory(), came = error, "a full device is out of memory");
-    let held: u64 = live.iter().map(Block::bytes).sum();
+    let bytes: u64 = live.iter().map(Block::bytes).sum();
     demand_eq!(
         (report.requested_bytes, report.active_bytes),
-        (part, held),
+        (part, bytes),
         "the report has the request, and what is live"
     );
-    demand!(report.reserved_bytes >= held, came = report, "what is live is reserved");
+    demand!(report.reserved_bytes >= bytes, came = report, "what is live is reserved");
     let stats = allocator.stats();
     demand_eq!(
         (stats.num_ooms, stats.allocation.all.current),
@@ -528,7 +528,7 @@ pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
         "a refusal is counted once and changes nothing else"
     );
     check_stats(&stats);
-    // As much as was given back can be had again, also in one piece when everything is back, unless it stays in segments.
+    // The freed amount can be allocated again, also in one piece when everything is free, unless it stays in segments.
     for _ in 0..2 {
         allocator.give(live.pop().granted(), stream);
     }
@@ -536,9 +536,9 @@ pub(super) fn out_of_memory_is_reported_and_passes(bench: &Bench) {
         live.push(allocator.take(part, stream));
     }
     let pieces = if bench.capabilities().keeps_segments { 1 } else { live.len() as u64 / 2 };
-    let whole = pieces * part;
+    let total = pieces * part;
     allocator.give_all(live, stream);
-    let block = allocator.take(whole, stream);
+    let block = allocator.take(total, stream);
     allocator.give(block, stream);
     check_nothing_held(&allocator.stats());
     allocator.check_drop_returns_all();

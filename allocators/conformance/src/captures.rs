@@ -1,4 +1,4 @@
-//! Graph capture: memory of a capture is its own, pinned until the release, and nothing is lost.
+//! Graph capture: memory of a capture serves only the capture, is pinned until the release, and nothing is lost.
 
 use super::demand::{Outcome as _, demand, demand_eq};
 use super::subject::{Range, Subject, assert_apart, overlap, range};
@@ -33,7 +33,7 @@ fn run_out(allocator: &Subject, (id, graph): (CaptureId, GraphId), stream: Strea
     allocator.capture_release(id).granted();
 }
 
-/// Allocates and frees in a capture, with work between; the addresses that it used.
+/// Allocates and frees in a capture, with work in between; returns the addresses.
 fn step(allocator: &Subject, stream: StreamId, seed: u64) -> Vec<Range> {
     let (mut random, mut live, mut used) = (Random::new(seed), Vec::<Block>::new(), Vec::new());
     for _ in 0..60 {
@@ -73,7 +73,7 @@ pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
     let id = begin(&allocator, streams[0]);
     let used = step(&allocator, streams[0], 2);
     assert_apart(outside.iter().map(|(block, _)| block), &used);
-    // The other stream goes on meanwhile.
+    // The other stream continues meanwhile.
     outside.push((allocator.take(3 * MIB, streams[1]), streams[1]));
     let graph = end(&allocator, id, streams[0]);
     outside.extend(fill_up(&allocator, streams, 3));
@@ -93,10 +93,10 @@ pub(super) fn captured_memory_is_apart_and_pinned_until_release(bench: &Bench) {
 pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let id = begin(&allocator, stream);
-    let mut seen = std::collections::BTreeSet::new();
+    let mut addresses = std::collections::BTreeSet::new();
     for _ in 0..50 {
         let block = allocator.take(700 * KIB, stream);
-        seen.insert(block.addr());
+        addresses.insert(block.addr());
         allocator.use_on(&block, stream);
         let path = allocator.give(block, stream);
         let waits = path == Path::Deferred;
@@ -107,9 +107,11 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
         );
     }
     match bench.capabilities().graph_capture {
-        // A GPU's driver decides where captured allocations lie.
-        GraphCapture::DriverNodes if bench.device == Device::Cuda => demand!(!seen.is_empty(), "a capture allocates"),
-        _ => demand_eq!(seen.len(), 1, "a capture reuses what was freed in it"),
+        // A GPU's driver chooses the addresses of captured allocations.
+        GraphCapture::DriverNodes if bench.device == Device::Cuda => {
+            demand!(!addresses.is_empty(), "a capture allocates")
+        }
+        _ => demand_eq!(addresses.len(), 1, "a capture reuses what was freed in it"),
     }
     let graph = end(&allocator, id, stream);
     check_nothing_held_but_pinned(&allocator);
@@ -117,7 +119,7 @@ pub(super) fn memory_freed_in_a_capture_serves_that_capture(bench: &Bench) {
     check_nothing_held(&allocator.stats());
 }
 
-/// The client holds nothing; naive's pinned blocks still count as active.
+/// No block is live; naive's pinned blocks still count as active.
 fn check_nothing_held_but_pinned(allocator: &Subject) {
     let stats = allocator.stats();
     demand_eq!((stats.allocation.all.current, stats.allocated_bytes.all.current), (0, 0), "every block was freed");
@@ -144,21 +146,21 @@ pub(super) fn blocks_left_in_a_capture_are_an_error(bench: &Bench) {
             came = error,
             "the error is one line with the number of blocks"
         );
-        // It has ended all the same.
+        // It has ended nevertheless.
         demand!(matches!(allocator.capture_end(id), Err(AllocError::Capture { .. })), "a capture ends once");
         if release_first {
             allocator.capture_release(id).granted();
         }
         for block in [a, b] {
             let freed = allocator.try_give(block, stream);
-            // What the driver owned went with the graph.
-            let gone = release_first && bench.capabilities().graph_capture == GraphCapture::DriverNodes;
+            // Memory of the driver was released with the graph.
+            let released = release_first && bench.capabilities().graph_capture == GraphCapture::DriverNodes;
             demand_eq!(
                 matches!(freed, Err(AllocError::ForeignBlock { .. })),
-                gone,
+                released,
                 "only memory that the driver owned is gone with its graph"
             );
-            demand!(gone || freed.is_ok(), came = format_args!("{freed:?}"), "a block outlives its capture");
+            demand!(released || freed.is_ok(), came = format_args!("{freed:?}"), "a block outlives its capture");
         }
         if !release_first {
             allocator.capture_release(id).granted();
@@ -215,7 +217,7 @@ pub(super) fn a_block_from_before_is_freed_at_the_end_of_the_capture(bench: &Ben
     demand!(path != Path::Deferred, came = path, "a free waits for no released capture");
 }
 
-pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(bench: &Bench) {
+pub(super) fn block_used_by_a_captured_stream_is_freed_outside_the_graph(bench: &Bench) {
     let driver = bench.driver.as_ref();
     let (allocator, stream, other) = (bench.build(), bench.stream(), bench.stream());
     let block = allocator.take(3 * MIB, other);
@@ -224,7 +226,7 @@ pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     allocator.record_use(&block, stream).granted();
     allocator.give(block, other);
     demand!(!driver.stream_is_capturing(other).granted(), "a free draws no other stream into the capture");
-    // Looks after pending frees.
+    // Processes deferred frees.
     let again = allocator.take(500, other);
     allocator.give(again, other);
     driver.stream_synchronize(other).granted();
@@ -234,7 +236,7 @@ pub(super) fn a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph(
     check_nothing_held(&allocator.stats());
 }
 
-/// Later work of `to` comes behind what is queued on `from`; in a capture `to` joins it.
+/// Later work of `to` follows the queued work of `from`; in a capture `to` joins it.
 fn wait_for(bench: &Bench, from: StreamId, to: StreamId) {
     let event = bench.driver.event_create(false).granted();
     bench.driver.event_record(event, from).granted();
@@ -243,8 +245,8 @@ fn wait_for(bench: &Bench, from: StreamId, to: StreamId) {
     unsafe { bench.driver.event_destroy(event) }.granted();
 }
 
-/// In an open capture of stream `own`, to which `take` allocates: what a second stream used is reusable when that has joined again,
-/// where the allocator looks.
+/// In an open capture of stream `own`, to which `take` allocates: a block that a second stream used is reusable when that has
+/// joined again, where the allocator supports it.
 pub(super) fn reuse_what_streams_have_left(allocator: &Subject, own: StreamId, take: &dyn Fn() -> Block) {
     let (bench, side) = (allocator.bench, allocator.bench.stream());
     let pending = || {
@@ -276,7 +278,7 @@ pub(super) fn reuse_what_streams_have_left(allocator: &Subject, own: StreamId, t
         came = format_args!("{late:?}"),
         "best fit reuses the block"
     );
-    // Another one waits for the end, because the order is not asked for any more or the streams have not joined.
+    // Another block waits for the end, because the order is not used any more or the streams have not joined.
     allocator.set_reuse_in_captures(false);
     give_used(late);
     wait_for(bench, side, own);
@@ -333,18 +335,22 @@ pub(super) fn memory_of_a_released_capture_comes_back(bench: &Bench) {
 pub(super) fn captures_live_side_by_side(bench: &Bench) {
     let streams = bench.streams::<2>();
     let allocator = bench.build();
-    // One after another on one stream, and two at once.
+    // One after another on one stream, and two simultaneously.
     let first = begin(&allocator, streams[0]);
     let mut used = vec![step(&allocator, streams[0], 1)];
     let mut graphs = vec![(first, end(&allocator, first, streams[0]), streams[0])];
     let ids = streams.map(|stream| begin(&allocator, stream));
-    let held = streams.map(|stream| allocator.take(5 * MIB, stream));
-    demand!(!overlap(range(&held[0]), range(&held[1])), came = format_args!("{held:?}"), "live blocks share no byte");
-    for (stream, block) in streams.into_iter().zip(held) {
-        let mut own = step(&allocator, stream, stream.get());
-        own.push(range(&block));
+    let blocks = streams.map(|stream| allocator.take(5 * MIB, stream));
+    demand!(
+        !overlap(range(&blocks[0]), range(&blocks[1])),
+        came = format_args!("{blocks:?}"),
+        "live blocks share no byte"
+    );
+    for (stream, block) in streams.into_iter().zip(blocks) {
+        let mut live = step(&allocator, stream, stream.get());
+        live.push(range(&block));
         allocator.give(block, stream);
-        used.push(own);
+        used.push(live);
     }
     for (id, stream) in ids.into_iter().zip(streams) {
         graphs.push((id, end(&allocator, id, stream), stream));
@@ -386,8 +392,8 @@ pub(super) fn captures_out_of_order_are_refused(bench: &Bench) {
 
 pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
-    // A GPU's driver takes the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps what
-    // it had taken by then: there a node that cannot be is asked for.
+    // A GPU's driver allocates the memory of a graph's nodes when it makes the graph. If that is too much, driver 580 keeps the
+    // part that it had allocated: there an impossible node is requested.
     let driver_nodes = bench.device == Device::Cuda && bench.capabilities().graph_capture == GraphCapture::DriverNodes;
     let part = match bench.device {
         Device::Cuda if driver_nodes => 4 * allocator.room,
@@ -403,7 +409,7 @@ pub(super) fn a_capture_that_runs_out_of_memory_loses_nothing(bench: &Bench) {
     allocator.check_all_returns();
 }
 
-/// For backends that say so in their capabilities.
+/// For backends without captures.
 pub(super) fn captures_are_refused(bench: &Bench) {
     let (allocator, stream) = (bench.build(), bench.stream());
     let error = allocator.capture_begin(stream).refused();

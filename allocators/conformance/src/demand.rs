@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fmt::{self, Debug, Display};
 use vramlab_device::{Bytes, StreamId};
 
-/// Characters of an outcome that a line has room for.
+/// Maximum characters of an outcome in the line.
 const LONGEST: usize = 240;
 
 /// A call of the allocator.
@@ -67,7 +67,7 @@ pub(crate) fn fail(came: &str, rule: &str) -> ! {
     panic!("request: {}; result: {}; rule: {}", ASKED.get(), line(came), line(rule))
 }
 
-/// Fails the check unless something holds. The text is the rule; without it the expression is.
+/// Fails the check unless the condition is true. The text is the rule; without it the expression is.
 macro_rules! demand {
     ($holds:expr $(,)?) => {
         if !$holds {
@@ -105,7 +105,7 @@ macro_rules! demand_eq {
 
 pub(crate) use {demand, demand_eq};
 
-/// Results of calls that have to succeed, or to be refused.
+/// Results of calls that must succeed, or must be refused.
 pub(crate) trait Outcome<T, E> {
     /// The value; fails the check where there is none.
     fn granted(self) -> T;

@@ -35,15 +35,15 @@ impl Rig {
         let sim = sim(ROOM * scale, SimMemory::None);
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let calls = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&calls);
+        let log = Arc::clone(&calls);
         let observer =
-            Box::new(move |event: &CallEvent| seen.lock().granted().push((event.kind, event.bytes, event.ok)));
+            Box::new(move |event: &CallEvent| log.lock().granted().push((event.kind, event.bytes, event.ok)));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&faulty) as _, None, Some(observer)));
         let (streams, room) = ([0, 1].map(|_| sim.stream_create().granted()), free_bytes(sim.as_ref()));
         Self { sim, faulty, driver, calls, streams, room, scale }
     }
 
-    /// So many MiB, for a backend with usual segments.
+    /// A size in MiB, scaled from that of a backend with usual segments.
     fn mib(&self, usual: u64) -> u64 {
         usual * MIB * self.scale
     }
@@ -52,8 +52,8 @@ impl Rig {
         // One call may unmap what several have mapped.
         let in_bytes = matches!(kind, CallKind::MemMap | CallKind::MemUnmap);
         let calls = self.calls.lock().granted();
-        let done = calls.iter().filter(|(call, _, ok)| *call == kind && *ok);
-        done.map(|(_, bytes, _)| if in_bytes { *bytes } else { 1 }).sum()
+        let successful = calls.iter().filter(|(call, _, ok)| *call == kind && *ok);
+        successful.map(|(_, bytes, _)| if in_bytes { *bytes } else { 1 }).sum()
     }
 
     fn kinds(&self) -> BTreeMap<CallKind, u64> {
@@ -64,7 +64,7 @@ impl Rig {
         kinds
     }
 
-    /// What was made and not destroyed: how many, and bytes of what is mapped.
+    /// Kinds of objects that were created and not destroyed: their number, or the bytes of mappings.
     fn leaks(&self) -> Vec<(CallKind, u64)> {
         let pairs = [
             (CallKind::MemAlloc, CallKind::MemFree),
@@ -112,7 +112,7 @@ impl Run<'_> {
     }
 }
 
-/// Small and large blocks, uses on another stream, pending frees, trims, and a full device.
+/// Small and large blocks, uses on another stream, deferred frees, trims, and a full device.
 fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocError> {
     let (allocator, sim, [owner, user]) = (allocator.as_ref(), rig.sim.as_ref(), rig.streams);
     let mut run = Run { allocator, live: Vec::new(), errors: Vec::new() };
@@ -139,7 +139,7 @@ fn plain_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<AllocE
         let (block, stream) = run.live.pop().granted();
         run.errors.extend(free(allocator, block, stream).err());
     }
-    // Fills the device, so that the whole ladder of retries is climbed.
+    // Fills the device, so that every step of the ladder is tried.
     for _ in 0..6 {
         run.allocate(rig.mib(30), owner);
     }
@@ -166,14 +166,15 @@ fn captured_workload(rig: &Rig, allocator: &Arc<dyn DeviceAllocator>) -> Vec<All
         };
         announce(&before[1], user);
         announce(&elsewhere, owner);
-        let mut own: Vec<_> = [700, rig.mib(1), rig.mib(5)].map(|bytes| note(memory.allocate(bytes, owner))).into();
+        let mut captured: Vec<_> =
+            [700, rig.mib(1), rig.mib(5)].map(|bytes| note(memory.allocate(bytes, owner))).into();
         work(&rig.sim, owner, 1_000);
         drop((before, elsewhere));
-        own.truncate(1);
-        own.push(note(memory.allocate(rig.mib(5), owner)));
-        // Pending frees are looked after.
+        captured.truncate(1);
+        captured.push(note(memory.allocate(rig.mib(5), owner)));
+        // Deferred frees are processed.
         drop(note(memory.allocate(300, user)));
-        own.clear();
+        captured.clear();
         // A second graph in the memory of the first.
         let launched = capture.and_then(|mut capture| {
             capture.cut()?;
@@ -197,15 +198,15 @@ fn listed(errors: &[AllocError]) -> String {
     errors.first().map_or_else(|| "no error".to_owned(), |first| format!("{} error(s), first: {first}", errors.len()))
 }
 
-/// What a run does.
+/// The calls of a run.
 type Workload = fn(&Rig, &Arc<dyn DeviceAllocator>) -> Vec<AllocError>;
 
 /// Whether the contract lets a failure of this call pass without an error of the allocator's.
 fn may_be_absorbed(can: Capabilities, kind: CallKind, code: u32) -> bool {
     match kind {
-        // Only figures in a report or in statistics.
+        // Only values in a report or in statistics.
         CallKind::MemGetInfo | CallKind::PoolAttribute | CallKind::GraphMemory => true,
-        // Retried after the cache was released.
+        // Repeated after a cache flush.
         CallKind::MemAlloc
         | CallKind::MemAddressReserve
         | CallKind::MemCreate
@@ -246,7 +247,7 @@ fn inject((selection, scale): (&Selection, u64), work: Workload, kind: CallKind,
                 came = listed(&errors),
                 "{what}: the fault is reported"
             );
-            // The allocator still works, and everything comes back.
+            // The allocator still works, and everything can be freed.
             for stream in rig.streams {
                 rig.sim.device_synchronize().granted();
                 let again = allocate(allocator.as_ref(), rig.mib(8), stream);
@@ -279,9 +280,9 @@ fn inject((selection, scale): (&Selection, u64), work: Workload, kind: CallKind,
     if hit {
         demand_eq!(free_bytes(rig.sim.as_ref()), rig.room, "{what}: no memory leaks");
         let mut leaks = rig.leaks();
-        // What the driver refuses to destroy stays.
+        // An event that the driver refuses to destroy stays.
         leaks.retain(|(made, _)| !(kind == CallKind::EventDestroy && *made == CallKind::EventCreate));
-        // What a capture does not get to free goes with its graph; the device's bytes were looked at above.
+        // Memory that a capture does not free is released with its graph; the device's bytes were checked above.
         leaks.retain(|(made, _)| !(kind == CallKind::MemFreeAsync && *made == CallKind::MemAllocAsync && captured));
         demand_eq!(leaks, [], "{what}: nothing leaks");
     }
@@ -302,7 +303,7 @@ fn every_call_fails_once(bench: &Bench, work: Workload, fits: bool) {
     demand!(kinds.len() >= 3, came = format_args!("{kinds:?}"), "the workload makes at least three kinds of calls");
     for (kind, calls) in kinds {
         for code in [DriverError::OUT_OF_MEMORY, DriverError::ILLEGAL_ADDRESS] {
-            // A few more than the undisturbed run makes: a failure can lead to calls that it never made.
+            // A few more than in a run without faults: a failure can lead to calls that it does not have.
             let hits = (0..calls + 3).filter(|skip| inject((selection, scale), work, kind, *skip, code)).count();
             demand!(
                 hits as u64 >= calls,

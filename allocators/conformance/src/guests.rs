@@ -10,7 +10,7 @@ use vramlab_policies::contract::{AllocError, Path, PrivatePool, Request};
 
 /// The legacy default stream, which every program has.
 fn default_stream(bench: &Bench) -> StreamId {
-    // SAFETY: it is there as long as the device.
+    // SAFETY: it exists as long as the device.
     unsafe { bench.driver.stream_adopt(0) }.granted()
 }
 
@@ -21,7 +21,7 @@ pub(super) fn the_default_stream_is_one_like_others(bench: &Bench) {
     let blocks = [100, 3 * MIB, 12 * MIB].map(|bytes| allocator.take(bytes, own));
     blocks.iter().for_each(|block| allocator.use_on(block, own));
     let theirs = allocator.take(3 * MIB, other);
-    // Each stream's work uses what the other one allocated.
+    // Each stream's work uses the other one's blocks.
     for (block, user) in [(&blocks[1], other), (&theirs, own)] {
         allocator.use_on(block, user);
         allocator.record_use(block, user).granted();
@@ -48,7 +48,7 @@ pub(super) fn a_stream_that_was_forgotten_costs_no_block(bench: &Bench) {
     driver.device_synchronize().granted();
     driver.stream_forget(guest).granted();
     allocator.forget_stream(guest);
-    // What was held then is freed as any other.
+    // Live blocks of the pool are freed as usual.
     allocator.give(later, own);
     driver.device_synchronize().granted();
     allocator.trim(0).granted();
@@ -57,7 +57,7 @@ pub(super) fn a_stream_that_was_forgotten_costs_no_block(bench: &Bench) {
     unsafe { driver.stream_adopt(made.get()) }.granted();
 }
 
-/// Asks for memory until it is refused; whatever came is given back.
+/// Requests memory until a request is refused; then frees everything.
 fn room(bench: &Bench, allocator: &super::subject::Subject<'_>, stream: StreamId) -> u64 {
     let (blocks, error) = allocator.take_until_full(bench.scaled(24 * MIB), stream);
     demand!(error.is_out_of_memory(), came = error, "a full device, or a limit, is out of memory");
@@ -88,7 +88,7 @@ pub(super) fn the_limit_changes_while_it_runs(bench: &Bench) {
         came = format_args!("{} reserved", Bytes(allocator.reserved())),
         "a higher limit leaves more memory, up to the limit"
     );
-    // What is held above a lower limit stays; no more comes.
+    // Reserved memory above a lower limit stays, and does not grow.
     demand!(allocator.limit_to(Some(low)), "a limit can be lowered");
     allocator.trim(0).granted();
     demand!(room(bench, &allocator, stream) <= before, "a lower limit leaves less memory");
@@ -112,10 +112,10 @@ pub(super) fn a_capture_of_the_program_is_left_alone(bench: &Bench) {
     driver.device_synchronize().granted();
     driver.note_capture(true);
     graphs.capture_begin(captured).granted();
-    let kept = take(5 * MIB, pool);
-    let gone = take(700, pool);
-    allocator.use_on(&kept, captured);
-    allocator.use_on(&gone, captured);
+    let live = take(5 * MIB, pool);
+    let freed = take(700, pool);
+    allocator.use_on(&live, captured);
+    allocator.use_on(&freed, captured);
     // The graph uses a block of another stream, which is freed before the capture ends.
     allocator.use_on(&outside, captured);
     allocator.record_use(&outside, captured).granted();
@@ -126,8 +126,8 @@ pub(super) fn a_capture_of_the_program_is_left_alone(bench: &Bench) {
         came = path,
         "a free waits for a capture that uses the block"
     );
-    allocator.give(gone, captured);
-    // Memory runs short, or seems to: nothing may wait for the device.
+    allocator.give(freed, captured);
+    // Memory is short, or seems to be: nothing may wait for the device.
     let huge = allocator.try_take(1 << 50, side).refused();
     demand!(matches!(huge, AllocError::OutOfMemory(_)), came = huge, "a full device is out of memory");
     let meanwhile = allocator.take(3 * MIB, side);
@@ -139,7 +139,7 @@ pub(super) fn a_capture_of_the_program_is_left_alone(bench: &Bench) {
     // SAFETY: the graph was made above and its launch has finished.
     unsafe { graphs.graph_destroy(graph) }.granted();
     allocator.give(meanwhile, side);
-    allocator.give(kept, captured);
+    allocator.give(live, captured);
     allocator.pool_release(pool).granted();
     allocator.check_all_returns();
 }

@@ -1,4 +1,4 @@
-//! The conformance suite: what every allocator has to do, as checks that any test harness can run on any backend.
+//! The conformance suite: the contract of every allocator, as checks that any test harness can run on any backend.
 //!
 //! ```
 //! use vramlab_policies::backends::naive;
@@ -10,8 +10,8 @@
 //! first.run(); // panics where the backend does not keep its contract
 //! ```
 //!
-//! A test of a crate of its own gives them to its harness; `experiments/examples/out-of-tree/tests/conformance.rs` does so with
-//! `libtest-mimic`. What a backend says it cannot do ([`Capabilities`]) is not demanded, and what it says it can is.
+//! A test of another crate passes them to its harness; `experiments/examples/out-of-tree/tests/conformance.rs` does so with
+//! `libtest-mimic`. The checks demand exactly the [`Capabilities`] of the backend.
 //!
 //! Sizes follow the backend: one that reserves 64 MiB for a first request gets larger devices and larger requests.
 
@@ -42,13 +42,13 @@ vramlab_device::named! {
     /// A device that checks run on.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub enum Device {
-        /// The simulated GPU with host memory: what is written is read back.
+        /// The simulated GPU with host memory: written data can be read back.
         Sim "sim",
         /// The simulated GPU without memory.
         SimWithoutMemory "sim_without_memory",
         /// The null device.
         Null "null",
-        /// The first GPU of the machine. Where there is none, its checks say that they cannot run.
+        /// The first GPU of the machine. Where there is none, its checks report that they cannot run.
         Cuda "cuda",
     }
 }
@@ -67,7 +67,7 @@ impl Check {
         &self.name
     }
 
-    /// Why it cannot run on this machine, if so. Run all the same, it fails.
+    /// The reason why it cannot run on this machine, if any. Run nevertheless, it fails.
     #[must_use]
     pub fn missing(&self) -> Option<&'static str> {
         self.missing
@@ -89,7 +89,7 @@ impl fmt::Debug for Check {
     }
 }
 
-/// Checks on the GPU run one at a time, so that each sees its own use of the device's memory only.
+/// Checks on the GPU run one at a time, so that each observes only its own use of the device's memory.
 static GPU: Mutex<()> = Mutex::new(());
 
 /// A backend with settings, and a device with some room.
@@ -144,7 +144,7 @@ impl Bench {
         self.selection.capabilities()
     }
 
-    /// A size for this backend, which is `usual` for one with usual segments.
+    /// A size for this backend: `usual` for one with usual segments.
     fn scaled(&self, usual: u64) -> u64 {
         usual * self.scale
     }
@@ -153,13 +153,13 @@ impl Bench {
         matches!(self.device, Device::Sim | Device::Cuda)
     }
 
-    /// What the device's free memory may differ by though nothing is held: a GPU's driver keeps some for itself.
+    /// Tolerance for the device's free memory when nothing is reserved: a GPU's driver keeps some for itself.
     fn slack(&self) -> u64 {
         if self.device == Device::Cuda { 64 * MIB } else { 0 }
     }
 }
 
-/// A check: its name, how much room a simulated device has for it, and what it does.
+/// A check: its name, the room of its simulated device, and its function.
 type Entry = (&'static str, u64, fn(&Bench));
 
 macro_rules! entries {
@@ -199,7 +199,7 @@ const CAPTURES: &[Entry] = entries! { 64 * GIB =>
     captures::memory_freed_in_a_capture_serves_that_capture
     captures::blocks_left_in_a_capture_are_an_error
     captures::a_block_from_before_is_freed_at_the_end_of_the_capture
-    captures::a_block_that_a_captured_stream_uses_is_freed_outside_of_the_graph
+    captures::block_used_by_a_captured_stream_is_freed_outside_the_graph
     captures::a_capture_reuses_what_its_streams_have_left
     captures::memory_of_a_released_capture_comes_back
     captures::captures_live_side_by_side
@@ -231,7 +231,7 @@ const PAGES: &[Entry] = entries! { 64 * GIB =>
     sharing::pinned_pages_are_neither_moved_nor_unmapped
     sharing::pins_are_counted_and_an_allocator_that_ends_gives_them_up
 };
-/// Checks of all others.
+/// Checks of all other backends.
 const NO_PAGES: &[Entry] = entries! { 64 * GIB => sharing::memory_that_is_not_in_pages_is_neither_exported_nor_pinned };
 /// Checks on a device whose calls can be made to fail.
 const FAULTS: &[Entry] = entries! { 0 =>
@@ -243,10 +243,10 @@ const STRESS: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker }
 const STRESS_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_with_the_checker_under_a_limit };
 const SPEED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed };
 const SPEED_LIMITED: &[Entry] = entries! { 0 => stress::many_threads_at_full_speed_under_a_limit };
-/// In place of all others, on a device that lacks what the backend needs.
+/// Replaces all other checks on a device that lacks a required feature.
 const LACKING: &[Entry] = entries! { GIB => blocks::a_device_that_lacks_what_is_needed_is_refused };
 
-/// Whether a device has what a backend needs. A GPU that is not there has everything: its checks cannot run anyway.
+/// Whether a device has the required features. A missing GPU has all features: its checks cannot run anyway.
 fn has(device: Device, needs: Needs) -> bool {
     let (pools, vmm) = match device {
         Device::Cuda => {
@@ -267,7 +267,7 @@ fn has(device: Device, needs: Needs) -> bool {
     }
 }
 
-/// The checks that a backend with these settings has to pass on a device.
+/// The checks for a backend with these settings on a device.
 fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     let Capabilities { graph_capture, needs, private_pools, checkpoints, .. } = selection.capabilities();
     if !has(device, needs) {
@@ -299,18 +299,18 @@ fn demanded(selection: &Selection, device: Device) -> Vec<&'static [Entry]> {
     out
 }
 
-/// The suite on some devices, for a backend with its default settings (`&BACKEND`) or for a [`Selection`]. The name of each
-/// check begins with the selection's text, with `_` for what is no letter and no digit.
+/// The suite on some devices, for a backend with its default settings (`&BACKEND`) or for a [`Selection`]. The name of each check
+/// begins with the selection's text, with `_` for every other character than letters and digits.
 #[must_use]
 pub fn conformance(of: impl Into<Selection>, devices: &[Device]) -> Vec<Check> {
     let (selection, mut out) = (of.into(), Vec::new());
-    let place = selection.to_string().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+    let prefix = selection.to_string().replace(|c: char| !c.is_ascii_alphanumeric(), "_");
     for &device in devices {
         let no_gpu = if device == Device::Cuda { CudaDriver::probe().err().map(|_| "no CUDA device") } else { None };
         for &(name, room, body) in demanded(&selection, device).into_iter().flatten() {
             let selection = selection.clone();
             out.push(Check {
-                name: format!("{place}_on_{device}::{name}"),
+                name: format!("{prefix}_on_{device}::{name}"),
                 missing: no_gpu,
                 body: Box::new(move || body(&Bench::open(selection, device, room))),
             });

@@ -1,4 +1,4 @@
-//! Private pools: memory of a pool serves no other request, and goes back when the pool is released.
+//! Private pools: memory of a pool serves no other request, and is released with the pool.
 
 use super::Bench;
 use super::demand::{Outcome as _, demand, demand_eq};
@@ -25,7 +25,7 @@ fn forty_of(allocator: &Subject, pool: PrivatePool, stream: StreamId, seed: u64)
     blocks
 }
 
-/// Frees some blocks; where they lay.
+/// Frees some blocks; returns their ranges.
 fn free_all(allocator: &Subject, blocks: Vec<Block>, stream: StreamId) -> Vec<Range> {
     let lay = blocks.iter().map(range).collect();
     allocator.give_all(blocks, stream);
@@ -36,7 +36,7 @@ pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
     let streams = bench.streams::<2>();
     let allocator = bench.build();
     let [first, second] = [0, 1].map(|_| allocator.pool_create().granted());
-    // All of it is free and cached when the next one asks, so an allocator that looks into another's memory takes it.
+    // All of it is free and cached at the next request, so an allocator that searches another pool's memory takes it.
     let mut before: Vec<(Option<(PrivatePool, StreamId)>, Range)> = Vec::new();
     for seed in 0..3 {
         for stream in streams {
@@ -54,10 +54,10 @@ pub(super) fn a_private_pool_shares_no_memory(bench: &Bench) {
             }
         }
     }
-    // Memory of a pool comes back to the pool, and to its stream.
-    let held = allocator.reserved();
+    // Memory of a pool returns to the pool, and to its stream.
+    let reserved = allocator.reserved();
     let blocks = forty_of(&allocator, first, streams[0], 2);
-    demand_eq!(allocator.reserved(), held, "a pool reuses its memory");
+    demand_eq!(allocator.reserved(), reserved, "a pool reuses its memory");
     free_all(&allocator, blocks, streams[0]);
 }
 
@@ -81,11 +81,11 @@ pub(super) fn memory_of_a_private_pool_stays_until_it_is_released(bench: &Bench)
     let blocks = forty(&allocator, stream, 3);
     assert_apart(&blocks, &kept);
     free_all(&allocator, blocks, stream);
-    // A pool can be released while a block is held, which is then freed as any other.
-    let held = forty_of(&allocator, second, stream, 4);
+    // A pool can be released while a block is live, which is then freed as usual.
+    let blocks = forty_of(&allocator, second, stream, 4);
     allocator.pool_release(second).granted();
     check_stats(&allocator.stats());
-    free_all(&allocator, held, stream);
+    free_all(&allocator, blocks, stream);
     driver.device_synchronize().granted();
     allocator.check_all_returns();
 }
@@ -119,7 +119,7 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
     let allocator = bench.build();
     let pools = [0, 1].map(|_| allocator.pool_create().granted());
     let mut random = Random::new(5);
-    let mut held: Vec<(Block, StreamId)> = Vec::new();
+    let mut live: Vec<(Block, StreamId)> = Vec::new();
     let mut lay: Vec<(Option<PrivatePool>, Range)> = Vec::new();
     for round in 0..120 {
         let (stream, pool) = (streams[round % 2], [None, Some(pools[0]), Some(pools[1])][round % 3]);
@@ -132,20 +132,20 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
         let others = lay.iter().filter(|(of, _)| *of != pool).map(|(_, range)| *range).collect::<Vec<_>>();
         assert_apart(std::slice::from_ref(&block), &others);
         lay.push((pool, range(&block)));
-        held.push((block, stream));
+        live.push((block, stream));
         if round % 4 == 3 {
-            allocator.give_each([held.remove(round % held.len())]);
+            allocator.give_each([live.remove(round % live.len())]);
         }
         check_stats(&allocator.stats());
     }
-    // The snapshot says which memory is whose.
+    // The snapshot contains the pool of each segment.
     for segment in allocator.snapshot().iter().flat_map(|snapshot| &snapshot.segments) {
         let inside = |of: &Range| (segment.addr.get()..segment.addr.get() + segment.bytes).contains(&of.0);
         for (pool, _) in lay.iter().filter(|(_, range)| inside(range)) {
             demand_eq!(segment.private, pool.map(PrivatePool::id), "a snapshot names the pool of each segment");
         }
     }
-    allocator.give_each(held);
+    allocator.give_each(live);
     for pool in pools {
         allocator.pool_release(pool).granted();
         let refused = allocator.allocate_in(Request::new(1), streams[0], pool).refused();
@@ -155,10 +155,10 @@ pub(super) fn a_named_pool_serves_beside_the_others(bench: &Bench) {
     allocator.check_all_returns();
 }
 
-/// Blocks of a segment: sizes, and what was asked for where one is in use.
+/// Blocks of a segment: sizes, and the requested bytes of active ones.
 type Parts = Vec<(u64, Option<u64>)>;
 
-/// What a pool's memory looks like where something of it is in use: free neighbours count as one.
+/// A pool's segments with active blocks: free neighbours count as one.
 fn in_use(checkpoint: &Snapshot) -> Vec<(u64, Parts)> {
     let used = checkpoint.segments.iter().filter(|segment| !segment.is_idle());
     used.map(|segment| (segment.addr.get(), segment.parts())).collect()
@@ -177,42 +177,42 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         };
         (0..count).map(&mut one).collect()
     };
-    let mut held = take(40);
-    for at in (0..held.len()).rev().step_by(3) {
-        allocator.give_each([held.remove(at)]);
+    let mut live = take(40);
+    for at in (0..live.len()).rev().step_by(3) {
+        allocator.give_each([live.remove(at)]);
     }
     let checkpoint = allocator.pool_checkpoint(pool).granted();
-    let sorted = |held: &[(Block, StreamId)]| {
-        let lie = held.iter().map(|(block, stream)| (range(block), block.requested(), *stream));
+    let sorted = |live: &[(Block, StreamId)]| {
+        let lie = live.iter().map(|(block, stream)| (range(block), block.requested(), *stream));
         lie.collect::<BTreeSet<(Range, u64, StreamId)>>()
     };
-    let expected = sorted(&held);
+    let expected = sorted(&live);
     for _ in 0..3 {
-        held.extend(take(30));
-        for at in (0..held.len()).rev().step_by(2) {
-            allocator.give_each([held.remove(at)]);
+        live.extend(take(30));
+        for at in (0..live.len()).rev().step_by(2) {
+            allocator.give_each([live.remove(at)]);
         }
-        // SAFETY: these are the blocks of the pool that are held, and no work uses them.
-        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut held)) }.granted();
+        // SAFETY: these are the live blocks of the pool, and no work uses them.
+        let restored = unsafe { allocator.pool_restore(pool, &checkpoint, std::mem::take(&mut live)) }.granted();
         let streams = restored_streams(&checkpoint);
-        held = restored.into_iter().zip(streams).collect();
-        demand_eq!(sorted(&held), expected, "every block of the checkpoint is held where it was");
+        live = restored.into_iter().zip(streams).collect();
+        demand_eq!(sorted(&live), expected, "every block of the checkpoint is held where it was");
         check_stats(&allocator.stats());
-        // Expandable memory may have grown in front and behind since.
+        // Expandable memory may have grown at both ends since.
         if bench.capabilities().segments != SegmentUse::Expandable {
             let now = allocator.pool_checkpoint(pool).granted();
             demand_eq!(in_use(&now), in_use(&checkpoint), "segments are cut as at the checkpoint");
         }
-        // What is held again is memory like any other.
-        held.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
+        // A restored block is memory like any other.
+        live.iter().for_each(|(block, stream)| allocator.use_on(block, *stream));
     }
-    // A block that is kept back stands in the way: then nothing changes.
-    let (kept, stream) = held.remove(0);
+    // A live block that is not passed in prevents the restore: then nothing changes.
+    let (kept, stream) = live.remove(0);
     let before = (allocator.pool_checkpoint(pool).granted(), allocator.stats());
-    let refuse = |by: &Subject<'_>, held: Vec<(Block, StreamId)>| {
-        let given = sorted(&held);
-        // SAFETY: these are the blocks of the pool that are held but for those that are in the way, so memory of the checkpoint is in use.
-        let refused = unsafe { by.pool_restore(pool, &checkpoint, held) }.refused();
+    let refuse = |by: &Subject<'_>, live: Vec<(Block, StreamId)>| {
+        let given = sorted(&live);
+        // SAFETY: these are the live blocks of the pool except for those in the way, so memory of the checkpoint is in use.
+        let refused = unsafe { by.pool_restore(pool, &checkpoint, live) }.refused();
         demand!(
             matches!(refused.error, AllocError::PrivatePool { .. }),
             came = refused,
@@ -221,21 +221,21 @@ pub(super) fn a_pool_goes_back_to_its_checkpoint(bench: &Bench) {
         demand_eq!(sorted(&refused.held), given, "a refusal returns the blocks that were given");
         refused.held
     };
-    held = refuse(&allocator, held);
+    live = refuse(&allocator, live);
     demand_eq!((allocator.pool_checkpoint(pool).granted(), allocator.stats()), before, "a refusal changes nothing");
-    held.push((kept, stream));
-    // So does a block that another stream uses, held or freed.
+    live.push((kept, stream));
+    // So does a block that another stream uses, live or freed.
     let other = bench.stream();
-    allocator.record_use(&held[0].0, other).granted();
-    held = refuse(&allocator, held);
+    allocator.record_use(&live[0].0, other).granted();
+    live = refuse(&allocator, live);
     let stranger = bench.build();
-    held = refuse(&stranger, held);
+    live = refuse(&stranger, live);
     allocator.forget_stream(other);
-    // SAFETY: these are the blocks of the pool that are held, and no work uses them.
-    let restored = unsafe { allocator.pool_restore(pool, &checkpoint, held) }.granted();
-    held = restored.into_iter().zip(restored_streams(&checkpoint)).collect();
-    demand_eq!(sorted(&held), expected, "every block of the checkpoint is held where it was");
-    allocator.give_each(held);
+    // SAFETY: these are the live blocks of the pool, and no work uses them.
+    let restored = unsafe { allocator.pool_restore(pool, &checkpoint, live) }.granted();
+    live = restored.into_iter().zip(restored_streams(&checkpoint)).collect();
+    demand_eq!(sorted(&live), expected, "every block of the checkpoint is held where it was");
+    allocator.give_each(live);
     let left = allocator.pool_checkpoint(pool).granted();
     demand!(left.segments.iter().all(|segment| segment.is_idle()), "a restored block is held once");
     allocator.give_all(outside, streams[0]);
@@ -291,7 +291,7 @@ pub(super) fn private_pools_out_of_order_are_refused(bench: &Bench) {
     refused(allocator.pool_trim(other).map(|_| ()), "not been released");
 }
 
-/// For backends that say so in their capabilities.
+/// For backends without private pools.
 pub(super) fn private_pools_are_refused(bench: &Bench) {
     let error = bench.build().pool_create().refused();
     demand!(

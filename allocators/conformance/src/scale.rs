@@ -1,4 +1,4 @@
-//! Sizes that follow the backend: a policy whose segments are large gets a device and requests that are larger by as much.
+//! Sizes in proportion to the backend: a policy with large segments gets a larger device and larger requests.
 
 use super::support::{GIB, MIB, allocate, free};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use vramlab_policies::contract::AllocError;
 /// The largest segment for which the sizes in the checks are written: PyTorch's for a request of 1 to 10 MiB.
 const USUAL_SEGMENT: u64 = 20 * MIB;
 
-/// Factor between the usual sizes and those for a backend: the largest amount that it reserves for the first request of a
-/// stream, in usual segments, and at least 1. A backend that fails here gets the usual sizes: the checks say how it fails.
+/// Factor between the usual sizes and those for a backend: the largest amount that it reserves for the first request of a stream,
+/// in usual segments, and at least 1. A backend that fails here gets the usual sizes: the checks then report the failure.
 pub(super) fn scale(selection: &Selection) -> u64 {
     let reserved = [1, 3 * MIB, 12 * MIB].map(|bytes| first_reservation(selection, bytes).unwrap_or(0));
     reserved.into_iter().fold(1, |scale, reserved| scale.max(reserved.div_ceil(USUAL_SEGMENT)))

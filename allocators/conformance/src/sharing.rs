@@ -1,4 +1,4 @@
-//! Memory in pages is exported to other processes, and stays where something outside of the allocator holds it.
+//! Memory in pages is exported to other processes, and stays while it is shared or pinned.
 
 use super::Bench;
 use super::demand::{Outcome as _, demand, demand_eq};
@@ -16,13 +16,13 @@ fn numbers(exported: &Exported) -> Vec<i32> {
     exported.pages.iter().map(|page| number(page)).collect()
 }
 
-/// Maps exported pages side by side, as another process does.
+/// Maps exported pages next to each other, as another process does.
 fn import(vmm: &dyn VmmDriver, exported: &Exported) -> DeviceAddr {
     let bytes = exported.page_bytes * exported.pages.len() as u64;
     let start = vmm.address_reserve(bytes).granted();
     for (page, number) in exported.pages.iter().zip(0..) {
         let handle = vmm.import(page).granted();
-        // SAFETY: a part of the range, of which nothing is mapped; the page has this size. The handle is released once.
+        // SAFETY: a part of the range, in which nothing is mapped; the page has this size. The handle is released once.
         unsafe {
             vmm.map(start.offset(number * exported.page_bytes), exported.page_bytes, handle).granted();
             vmm.release(handle).granted();
@@ -42,7 +42,7 @@ fn close(vmm: &dyn VmmDriver, start: DeviceAddr, exported: &Exported) {
     }
 }
 
-/// Where a block lies, and a pattern at both of its ends.
+/// The range of a block, and a pattern at both of its ends.
 fn marked(allocator: &Subject, mark: &[u8; 8], bytes: u64) -> (Block, vramlab_device::StreamId) {
     let stream = allocator.bench.stream();
     let block = allocator.take(bytes, stream);
@@ -111,7 +111,7 @@ pub(super) fn pinned_pages_are_neither_moved_nor_unmapped(bench: &Bench) {
             demand_eq!(read(driver, addr.offset(offset), 8, stream), b"a pinned", "pinned pages stay {when}");
         }
     };
-    // Another stream needs all that there is.
+    // Another stream needs all the memory.
     let other = bench.stream();
     let (blocks, _) = allocator.take_until_full(bench.scaled(4 * MIB), other);
     for block in &blocks {

@@ -1,5 +1,5 @@
-//! Many threads at once: blocks that change hands, streams that share, limits that press, and a thread that reads the
-//! statistics all the while. `STRESS_OPERATIONS` sets the operations of each thread.
+//! Concurrent threads: blocks that change hands, streams that share, limits, and a thread that reads the statistics.
+//! `STRESS_OPERATIONS` sets the operations of each thread.
 
 use super::Bench;
 use super::demand::{Outcome as _, demand, demand_eq};
@@ -16,7 +16,7 @@ use vramlab_policies::restless;
 
 const THREADS: usize = 16;
 
-/// The setting of backends that keep to a limit themselves.
+/// The setting of backends with a limit of their own.
 pub(super) const LIMIT: &str = "memory_limit";
 
 fn operations(default: u64) -> u64 {
@@ -32,11 +32,11 @@ struct Rig {
     running: AtomicUsize,
     largest_log2: u64,
     coalesces: bool,
-    /// Bytes by which the limit may be passed.
+    /// Bytes by which the limit may be exceeded.
     over_limit: u64,
 }
 
-/// Counts a thread out when it ends, also by a panic, so that the others do not wait for it.
+/// Counts a thread as ended, also by a panic, so that the others do not wait for it.
 struct Leaves<'a>(&'a AtomicUsize);
 
 impl Drop for Leaves<'_> {
@@ -162,7 +162,7 @@ impl Rig {
     }
 }
 
-/// Every byte poisoned and verified, and every overlap found.
+/// Every byte poisoned and verified, and every overlap detected.
 fn with_the_checker(bench: &Bench, limit: Option<u64>) {
     let (selection, limit) = (&bench.selection, limit.map(|bytes| bench.scaled(bytes)));
     // The simulated device's memory is this machine's.
@@ -181,7 +181,7 @@ fn with_the_checker(bench: &Bench, limit: Option<u64>) {
     demand!(!recycles || report.verified_bytes > 0, "freed memory is reused (`caches`)");
 }
 
-/// At full speed: on the null device, and without a look at contents.
+/// At full speed: on the null device, without checks of contents.
 fn at_full_speed(bench: &Bench, limit: Option<u64>) {
     let (selection, limit) = (&bench.selection, limit.map(|bytes| bench.scaled(bytes)));
     let rig = Rig::new(selection, Arc::new(NullDriver::new(1 << 40)), limit, 25);

@@ -50,7 +50,7 @@ impl<'a> Subject<'a> {
         self.give_each(blocks.into_iter().map(|block| (block, stream)));
     }
 
-    /// Frees blocks, each on the stream beside it.
+    /// Frees blocks, each on the stream in its pair.
     pub(super) fn give_each(&self, blocks: impl IntoIterator<Item = (Block, StreamId)>) {
         for (block, stream) in blocks {
             self.give(block, stream);

@@ -86,7 +86,7 @@ pub(super) fn join<T>(thread: std::thread::ScopedJoinHandle<'_, T>) -> T {
 pub struct Random(u64);
 
 impl Random {
-    /// Numbers that a seed gives.
+    /// Numbers of a seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
@@ -101,7 +101,7 @@ impl Random {
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
     }
 
-    /// One below `bound`, which is not 0.
+    /// A number below `bound`, which is not 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
@@ -132,10 +132,10 @@ fn check_pooled(name: &str, gauge: &PooledGauge) {
     }
 }
 
-/// What holds of the statistics at every moment.
+/// Invariants of the statistics at every moment.
 ///
 /// # Panics
-/// When it does not.
+/// When one is violated.
 pub fn check_stats(stats: &Stats) {
     let adds_up = |name: &str| name != "reserved_bytes" || !stats.reserved_totals_unknown;
     for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| adds_up(name)) {
@@ -156,7 +156,7 @@ pub fn check_stats(stats: &Stats) {
     }
 }
 
-/// What holds of a snapshot, and of its ledger, at every moment.
+/// Invariants of a snapshot, and of its breakdown, at every moment.
 pub(super) fn check_snapshot(snapshot: &Snapshot, coalesces: bool, stream: StreamId) {
     if coalesces {
         assert_layout(snapshot)
@@ -174,14 +174,14 @@ pub(super) fn check_ledger(ledger: &Ledger) {
     );
 }
 
-/// What holds once every block is back and no free is pending.
+/// Invariants when no block is live and no free is deferred.
 ///
 /// # Panics
-/// When it does not.
+/// When one is violated.
 pub fn check_nothing_held(stats: &Stats) {
     check_stats(stats);
-    let held = ["allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes"];
-    for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| held.contains(name)) {
+    let names = ["allocation", "active", "allocated_bytes", "active_bytes", "requested_bytes"];
+    for (name, gauge) in stats.pooled().into_iter().filter(|(name, _)| names.contains(name)) {
         demand_eq!(gauge.map(|gauge| gauge.all.current), Some(0), "{name} is 0 when every block is freed");
     }
 }

@@ -1,4 +1,4 @@
-//! Several threads: streams of their own, and blocks that are freed elsewhere.
+//! Several threads: streams of their own, and blocks that are freed by other threads.
 
 use super::Bench;
 use super::demand::{Outcome as _, demand, demand_eq};
@@ -12,7 +12,7 @@ use vramlab_policies::restless;
 const THREADS: u64 = 8;
 const OPERATIONS: u64 = 2_000;
 
-/// The first and last bytes of a block, which say whose it is.
+/// The first and last bytes of a block, which identify it.
 fn stamp(owner: u64, serial: u64, bytes: u64) -> Vec<u8> {
     let word = (owner << 56 | serial).to_le_bytes();
     word.iter().cycle().take(bytes.min(32) as usize).copied().collect()
@@ -25,7 +25,7 @@ pub(super) fn threads_on_streams_of_their_own(bench: &Bench) {
         let threads: Vec<_> = (0..THREADS).map(|owner| scope.spawn(move || work(bench, allocator, owner))).collect();
         threads.into_iter().for_each(join);
     });
-    // The last frees may be pending; trim waits for them.
+    // The last frees may be deferred; trim waits for them.
     allocator.trim(0).granted();
     let stats = allocator.stats();
     check_nothing_held(&stats);

@@ -17,8 +17,8 @@
 /// The stream of each block that [`restore`](crate::contract::Takeover::restore) and
 /// [`pool_restore`](crate::contract::PrivatePools::pool_restore) return, in their order.
 pub fn restored_streams(snapshot: &crate::contract::Snapshot) -> impl Iterator<Item = vramlab_device::StreamId> {
-    let held = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
-    snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(held).map(|_| segment.stream))
+    let is_live = |block: &&crate::contract::BlockInfo| block.state != crate::contract::BlockState::Free;
+    snapshot.segments.iter().flat_map(move |segment| segment.blocks.iter().filter(is_live).map(|_| segment.stream))
 }
 
 mod check;

@@ -240,10 +240,10 @@ impl Space {
     /// Coalesces a block with its next neighbour, without counting.
     fn join_next(&mut self, block: BlockId) {
         let next = self[block].next.expect("there should be a neighbour to join with");
-        let gone = self.blocks.remove(next.key());
+        let removed = self.blocks.remove(next.key());
         let record = self.record(block);
-        (record.bytes, record.next) = (record.bytes + gone.bytes, gone.next);
-        if let Some(after) = gone.next {
+        (record.bytes, record.next) = (record.bytes + removed.bytes, removed.next);
+        if let Some(after) = removed.next {
             self.record(after).prev = Some(block);
         }
     }
@@ -278,9 +278,9 @@ impl Space {
     /// # Panics
     /// When the block is not free or too small.
     pub fn take_end(&mut self, block: BlockId, bytes: u64, requested: u64) -> BlockId {
-        let held = self.cut_free(block, bytes, self[block].bytes.saturating_sub(bytes)).unwrap_or(block);
-        self.hold(held, requested);
-        held
+        let end = self.cut_free(block, bytes, self[block].bytes.saturating_sub(bytes)).unwrap_or(block);
+        self.hold(end, requested);
+        end
     }
 
     /// Splits a free block in two: its front of `bytes`, and the remainder, which is returned.
@@ -304,11 +304,11 @@ impl Space {
         let behind = self[block].next.expect("there should be a block behind the one that is joined");
         let alike = (State::Free, self[block].list);
         assert!([block, behind].iter().all(|one| (self[*one].state, self[*one].list) == alike), "both should be free");
-        let gone = FreeBlock::of(behind, &self[behind]);
+        let removed = FreeBlock::of(behind, &self[behind]);
         self.join_next(block);
         let after = counted(self[block].is_split(), self[block].bytes);
         self.recount(block, (2, self[block].bytes.cast_signed()), after);
-        gone
+        removed
     }
 
     /// Splits a free block at an offset, from which `bytes` will be taken: the remainder is counted as free, if there is one.

@@ -19,7 +19,7 @@ fn captured_copies_and_fills_take_their_time_at_each_launch() {
     let addr = sim.mem_alloc(MIB).unwrap();
     let pinned = PinnedBuffer::new(&driver, 4096).unwrap();
     sim.capture_begin(stream).unwrap();
-    // SAFETY: the block is larger, and both live to the end of the test.
+    // SAFETY: the block is larger, and both live until the end of the test.
     unsafe { pinned.copy_to(0, addr, 4096, stream) }.unwrap();
     fill(sim.as_ref(), addr, 0, MIB, stream);
     let graph = sim.capture_end(stream).unwrap();
@@ -53,24 +53,24 @@ fn a_graph_keeps_its_memory_and_gives_it_back() {
         }
         let stats = memory.allocator().stats();
         let used = stats.graph_memory.map(|memory| (memory.used, memory.reserved));
-        // Plain memory that a graph uses is the allocator's.
+        // Plain memory that a graph uses belongs to the allocator.
         let of_driver = kind.capabilities.graph_capture == GraphCapture::DriverNodes;
         assert_eq!(used, of_driver.then_some((5 * MIB, 32 * MIB)), "{kind}");
         assert_eq!(stats.entries().iter().filter(|(name, _)| name.starts_with("graph_")).count() > 0, of_driver);
         assert_eq!(stats.reserved_bytes.all.current == 0, of_driver, "{kind}");
-        // It is the graph's, though the buffer is gone.
+        // It belongs to the graph, though the buffer was dropped.
         assert!(sim.translate(addr.get(), 5 * MIB).is_some(), "{kind}");
         graph.release().unwrap();
         assert!(sim.translate(addr.get(), 5 * MIB).is_none(), "{kind}");
-        // One that comes to nothing, and one that is dropped.
+        // A failed capture, and a dropped one.
         let capture = Capture::begin(&memory, &driver, stream).unwrap();
         drop(memory.allocate(MIB, stream).unwrap());
         drop(capture);
         assert!(!sim.stream_is_capturing(stream).unwrap());
         let capture = Capture::begin(&memory, &driver, stream).unwrap();
-        let kept = memory.allocate(MIB, stream).unwrap();
+        let buffer = memory.allocate(MIB, stream).unwrap();
         assert!(capture.end().is_err(), "{kind}: a buffer is left");
-        drop(kept);
+        drop(buffer);
         if of_driver {
             memory.check().unwrap_err();
         }
@@ -92,7 +92,7 @@ fn graphs_of_one_capture_share_its_memory() {
         let memory = Memory::new(Selection::of(kind).build(&driver).unwrap());
         let (stream, other) = (sim.stream_create().unwrap(), sim.stream_create().unwrap());
         let step = || {
-            // What is freed early serves a later request of the step.
+            // A block that is freed early serves a later request of the step.
             let first = memory.allocate(5 * MIB, stream).unwrap();
             let second = memory.allocate(3 * MIB, stream).unwrap();
             fill(sim.as_ref(), first.addr(), 1, MIB, stream);
@@ -111,8 +111,8 @@ fn graphs_of_one_capture_share_its_memory() {
         capture.cut().unwrap();
         step();
         // The simulated driver gives each graph memory of its own.
-        let own = if kind.capabilities.graph_capture == GraphCapture::DriverNodes { 2 } else { 1 };
-        assert!(taken() <= own * of_one, "{kind}");
+        let nodes = if kind.capabilities.graph_capture == GraphCapture::DriverNodes { 2 } else { 1 };
+        assert!(taken() <= nodes * of_one, "{kind}");
         let mut graph = capture.end().unwrap();
         for number in [0, 1, 1, 0] {
             graph.launch_nth(number, stream).unwrap();
@@ -131,9 +131,9 @@ fn graphs_of_one_capture_share_its_memory() {
     }
 }
 
-/// Nothing in a capture says when another stream is done with a block, so that waits for the capture's end.
+/// In a capture no event reports that another stream has finished with a block, so the block waits for the capture's end.
 #[test]
-fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
+fn block_used_elsewhere_serves_no_later_captured_request() {
     for kind in capturing().filter(|kind| kind.capabilities.graph_capture == GraphCapture::Pinned) {
         let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host) as _;
         let memory = Memory::new(Selection::of(kind).build(&driver).unwrap());
@@ -154,7 +154,7 @@ fn what_another_stream_uses_serves_no_later_request_of_its_capture() {
     }
 }
 
-/// A capture that only one side knows of, or that does not end in the order of the contract.
+/// A capture that only one side knows, or that does not end in the order of the contract.
 #[test]
 fn a_misused_capture_keeps_no_memory_of_the_pool() {
     for misuse in 0..6 {
@@ -163,7 +163,7 @@ fn a_misused_capture_keeps_no_memory_of_the_pool() {
         let (stream, free) = (sim.stream_create().unwrap(), free_bytes(sim.as_ref()));
         let allocator = "stream-ordered".parse::<Selection>().unwrap().build(&driver).unwrap();
         let take = || allocator.allocate(Request::new(5 * MIB), stream).unwrap();
-        // SAFETY: no work uses the block. What is misused may be an error, and must not cost memory.
+        // SAFETY: no work uses the block. Misuse may be an error, and must not leak memory.
         let give = |block| drop(unsafe { allocator.deallocate(block, stream) });
         let id = allocator.capture_begin(stream).unwrap();
         let early = (misuse > 2).then(take);
@@ -213,7 +213,7 @@ fn a_misused_capture_keeps_no_memory_of_the_pool() {
 
 /// As a GPU's driver does (`cuDeviceGraphMemTrim`).
 #[test]
-fn memory_of_a_graph_that_the_allocator_is_not_told_of_stays_with_the_driver() {
+fn memory_of_an_unknown_graph_stays_with_the_driver() {
     let sim = sim(GIB, SimMemory::None);
     let driver: Arc<dyn Driver> = sim.clone();
     let (stream, free) = (sim.stream_create().unwrap(), free_bytes(sim.as_ref()));

@@ -1,4 +1,4 @@
-//! Expandable segments step by step: what is mapped and unmapped, in which order, and what each setting mends.
+//! Expandable segments step by step: the mapped and unmapped ranges, their order, and the fault that each setting fixes.
 
 use crate::common::{self, MIB, allocate, check_stats, fill, free, layout, profile, sim, work};
 use std::sync::{Arc, Mutex};
@@ -25,8 +25,8 @@ impl Bench {
     fn of(mib: u64, selection: &str) -> Self {
         let sim = sim(mib * MIB, SimMemory::None);
         let calls = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&calls);
-        let observer = Box::new(move |event: &CallEvent| seen.lock().unwrap().push(event.kind));
+        let log = Arc::clone(&calls);
+        let observer = Box::new(move |event: &CallEvent| log.lock().unwrap().push(event.kind));
         let driver: Arc<dyn Driver> = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, Some(observer)));
         let allocator = selection.parse::<Selection>().unwrap().build(&driver).unwrap();
         let stream = sim.stream_create().unwrap();
@@ -59,7 +59,7 @@ impl Bench {
             .collect()
     }
 
-    /// The calls since the last time that this was asked.
+    /// The calls since the last read.
     fn calls(&self) -> Vec<CallKind> {
         std::mem::take(&mut *self.calls.lock().unwrap())
     }
@@ -74,9 +74,9 @@ fn a_retry_unmaps_whole_handles_and_maps_what_is_lacking() {
     assert_eq!(bench.layout(), [[(0, 30, 'A'), (30, 30, 'A')]]);
     bench.free(first);
     bench.calls();
-    // 60 are reserved, and 50 more would pass the limit.
+    // 60 are reserved, and 50 more would exceed the limit.
     let third = bench.allocate(50);
-    // The handle that the second block shares stays.
+    // The handle that the second block shares stays mapped.
     assert_eq!(bench.layout(), [[(0, 10, 'F'), (10, 30, 'A'), (40, 50, 'A'), (90, 10, 'F')]]);
     let expected =
         [vec![StreamSynchronize, MemUnmap, MemRelease], vec![MemCreate; 3], vec![MemMap; 3], vec![MemSetAccess]];
@@ -98,7 +98,7 @@ fn memory_at_the_growing_end_is_kept_whole() {
     let blocks: Vec<Block> = [12, 2, 5].map(|mib| bench.allocate(mib)).into();
     let mut blocks = blocks.into_iter();
     bench.free(blocks.next().unwrap());
-    // 1 MiB at the end is the best fit for nothing; of 12 MiB inside and 21 at the end the inner ones are taken for 11.
+    // 1 MiB at the end is the best fit for no request; of 12 MiB inside and 21 at the end the inner ones are taken for 11.
     let last = bench.allocate(20);
     bench.free(last);
     assert_eq!(bench.layout(), [[(0, 12, 'F'), (12, 2, 'A'), (14, 5, 'A'), (19, 21, 'F')]]);
@@ -107,7 +107,7 @@ fn memory_at_the_growing_end_is_kept_whole() {
     // The block that fits best is at the end and counts with the addresses behind it, so a larger inner one serves.
     let bench = Bench::new(1000, "");
     let inner = bench.allocate(18);
-    let held = bench.allocate(4);
+    let blocks = bench.allocate(4);
     bench.free(inner);
     assert_eq!(bench.layout(), [[(0, 18, 'F'), (18, 4, 'A'), (22, 18, 'F')]]);
     let end = bench.allocate(2);
@@ -115,11 +115,11 @@ fn memory_at_the_growing_end_is_kept_whole() {
     bench.free(end);
     let small_end = bench.allocate(17);
     bench.free(small_end);
-    bench.free(held);
+    bench.free(blocks);
 }
 
 #[test]
-fn a_request_that_fills_two_holes_maps_twice_and_keeps_the_first_unless_it_rolls_back() {
+fn request_over_two_holes_keeps_the_first_unless_rolled_back() {
     for (settings, left) in [("", 40), ("rollback=on", 20)] {
         let bench = Bench::new(60, settings);
         let [first, second] = [20, 20].map(|mib| bench.allocate(mib));
@@ -127,7 +127,7 @@ fn a_request_that_fills_two_holes_maps_twice_and_keeps_the_first_unless_it_rolls
         bench.allocator.trim(20 * MIB).unwrap();
         bench.free(second);
         assert_eq!(bench.layout(), [[(0, 20, 'F')]], "in front of it and behind it are holes");
-        // While another stream is captured nothing is released, so what the first hole got stays to be seen.
+        // While another stream is captured nothing is released, so the mapping of the first hole remains visible.
         let captured = bench.sim.stream_create().unwrap();
         let capture = bench.allocator.capture_begin(captured).unwrap();
         assert!(bench.try_allocate(80).unwrap_err().is_out_of_memory());
@@ -144,7 +144,7 @@ fn a_request_that_fills_two_holes_maps_twice_and_keeps_the_first_unless_it_rolls
 
 #[test]
 fn the_limit_counts_a_native_segment_or_what_will_be_mapped() {
-    // 15 of 40 MiB are free at the end: 30 MiB lack 20.
+    // 15 of 40 MiB are free at the end: 30 MiB need 20 more.
     for (settings, runs) in [("memory_limit=65M", false), ("memory_limit=65M,limit_shortfall=on", true)] {
         let bench = Bench::new(1000, settings);
         let _held = bench.allocate(25);
@@ -158,7 +158,7 @@ fn the_limit_counts_a_native_segment_or_what_will_be_mapped() {
 }
 
 #[test]
-fn after_a_release_a_free_block_is_looked_for_only_if_that_is_set() {
+fn free_block_after_a_release_is_searched_only_if_set() {
     for (settings, runs) in [("memory_limit=35M", false), ("memory_limit=35M,retry_fit_after_sync=on", true)] {
         let bench = Bench::new(1000, settings);
         let [pending, _held] = [15, 4].map(|mib| bench.allocate(mib));
@@ -187,7 +187,7 @@ fn handles_that_a_retry_unmapped_can_be_mapped_again() {
 }
 
 #[test]
-fn a_smaller_reserve_makes_more_ranges_and_refuses_what_none_holds() {
+fn smaller_reserve_makes_more_ranges_and_refuses_larger() {
     let bench = Bench::new(1000, "expandable_segments_reserve=40M");
     let blocks = [30, 30, 8].map(|mib| bench.allocate(mib));
     assert_eq!(bench.calls().iter().filter(|call| **call == CallKind::MemAddressReserve).count(), 2);
@@ -211,7 +211,7 @@ fn a_device_without_virtual_memory_is_refused_with_what_can() {
         assert!(matches!(error, AllocError::Unsupported { .. }));
         let text = error.to_string();
         assert!(text.contains("virtual memory management") && text.contains("pytorch and caching"), "{text}");
-        // Where it is a setting that the device cannot serve, that is named.
+        // Where the device does not support a setting, the error names it.
         assert!(text.contains(setting) && text.contains(" for ") != setting.is_empty(), "{text}");
     }
 }
@@ -266,10 +266,10 @@ fn memory_is_unmapped_only_when_its_stream_has_finished() {
     assert!(bench.sim.clock().now_ns() >= queued);
 }
 
-/// Two holes are filled for a request, and the memory ends after the first. What came is reserved, more than ever before, but
-/// only a request that is served notes what lay where at that peak.
+/// Two holes are filled for a request, and the memory ends after the first. Reserved memory then has a new peak, but only a request
+/// that is served takes the breakdown at that peak.
 #[test]
-fn a_peak_that_a_refused_request_made_is_noted_with_the_next_that_is_served() {
+fn peak_of_a_refused_request_is_noted_with_the_next_served() {
     let bench = Bench::new(60, "memory_limit=1G");
     let [first, second] = [20, 20].map(|mib| bench.allocate(mib));
     bench.free(first);

@@ -1,4 +1,4 @@
-//! What an allocator does with blocks of streams that are gone, and with blocks of other allocators.
+//! Blocks of destroyed streams, and blocks of other allocators.
 
 use crate::common::{self, GIB, KIB, MIB, allocate, build, check_nothing_held, check_stats, free, sim, work};
 use std::sync::Arc;
@@ -32,11 +32,11 @@ impl Bench {
     }
 
     fn destroy(&self, stream: StreamId) {
-        // SAFETY: the device checks what is asked of streams that are gone.
+        // SAFETY: the device checks calls with destroyed streams.
         unsafe { self.sim.stream_destroy(stream) }.unwrap();
     }
 
-    /// A block that was announced to a stream which is gone by now.
+    /// A block that was announced to a stream which is destroyed by now.
     fn announced_to_one_that_is_gone(&self) -> Block {
         let (block, user) = (self.allocate(BYTES), self.sim.stream_create().unwrap());
         work(&self.sim, user, 1_000_000);
@@ -50,7 +50,7 @@ impl Bench {
     }
 }
 
-/// Backends whose frees wait for other streams while they go on. The others wait at once, or for the device.
+/// Backends that defer frees for other streams. The others wait immediately, or for the device.
 fn keeping() -> impl Iterator<Item = Selection> {
     backends::all().into_iter().map(Selection::of).filter(|kind| kind.capabilities().sets_aside)
 }
@@ -60,7 +60,7 @@ fn is_a_driver_error(error: &AllocError) -> bool {
 }
 
 #[test]
-fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on() {
+fn block_of_a_destroyed_stream_is_stranded_and_others_served() {
     for kind in keeping() {
         let bench = Bench::new(&kind, GIB);
         let block = bench.announced_to_one_that_is_gone();
@@ -79,7 +79,7 @@ fn a_block_used_by_a_stream_that_is_gone_is_set_aside_and_the_allocator_goes_on(
             let mut blocks = snapshot.segments.iter().flat_map(|segment| &segment.blocks);
             assert!(blocks.any(|block| (block.addr, block.state) == (addr, BlockState::PendingFree)), "{kind}");
         }
-        // A wait for the device does say so.
+        // A wait for the device does report it.
         assert!(bench.allocator.trim(0).unwrap() >= bytes, "{kind}");
         let stats = bench.allocator.stats();
         assert_eq!(stats.stranded_bytes.map(|gauge| (gauge.current, gauge.peak)), Some((0, bytes)), "{kind}");
@@ -97,7 +97,7 @@ fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
         bench.allocator.record_use(&large, user).unwrap();
         bench.destroy(user);
         bench.free(large).unwrap_err();
-        // More than is left beside it; what stays in its segment is had again in the same size.
+        // More than the remainder; the rest of its segment can be allocated again in the same size.
         let (most, bytes) = if kind.capabilities().keeps_segments { (2, 30 * MIB) } else { (1, 60 * MIB) };
         let mut later = Vec::new();
         while later.len() < most && bench.stranded() != Some(0) {
@@ -110,7 +110,7 @@ fn when_memory_runs_out_what_was_set_aside_is_waited_for() {
 }
 
 #[test]
-fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
+fn block_with_one_destroyed_stream_waits_for_the_others_too() {
     let bench = Bench::new(&Selection::of(&caching::BACKEND), GIB);
     let (block, alive) = (bench.announced_to_one_that_is_gone(), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, alive).unwrap();
@@ -125,13 +125,13 @@ fn a_block_used_by_streams_of_which_one_is_gone_waits_for_the_others_too() {
 }
 
 #[test]
-fn a_stream_that_goes_while_the_free_waits_for_a_capture_strands_nothing_else() {
+fn stream_destroyed_in_a_capture_strands_nothing_else() {
     let bench = Bench::new(&Selection::of(&caching::BACKEND), GIB);
     let driver: Arc<dyn Driver> = Arc::clone(&bench.sim) as _;
     let (block, user) = (bench.allocate(BYTES), bench.sim.stream_create().unwrap());
     bench.allocator.record_use(&block, user).unwrap();
     let graphs = driver.graphs().unwrap();
-    // The user's stream is captured, so its event has to wait for the end; by then the stream is gone.
+    // The user's stream is captured, so its event is recorded at the end; by then the stream is destroyed.
     let capture = bench.allocator.capture_begin(user).unwrap();
     graphs.capture_begin(user).unwrap();
     bench.free(block).unwrap();
@@ -177,11 +177,11 @@ fn a_device_that_cannot_be_waited_for_keeps_what_was_set_aside() {
 fn a_block_whose_own_stream_is_gone_comes_back() {
     for kind in backends::all() {
         let bench = Bench::new(&Selection::of(kind), GIB);
-        let gone = bench.sim.stream_create().unwrap();
-        let block = allocate(bench.allocator.as_ref(), BYTES, gone).unwrap();
-        work(&bench.sim, gone, 1_000_000);
-        bench.destroy(gone);
-        let freed = free(bench.allocator.as_ref(), block, gone);
+        let destroyed = bench.sim.stream_create().unwrap();
+        let block = allocate(bench.allocator.as_ref(), BYTES, destroyed).unwrap();
+        work(&bench.sim, destroyed, 1_000_000);
+        bench.destroy(destroyed);
+        let freed = free(bench.allocator.as_ref(), block, destroyed);
         assert_eq!(freed.is_err(), kind == &stream_ordered::BACKEND, "{kind}: {freed:?}");
         bench.free(bench.allocate(KIB)).unwrap();
         bench.allocator.trim(0).unwrap();
@@ -213,7 +213,7 @@ fn a_stream_that_was_forgotten_is_named_no_more() {
     }
 }
 
-/// Two allocators on two devices that hand out the same addresses, each with one block at the same address.
+/// Two allocators on two devices that return the same addresses, each with one block at the same address.
 fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
     let twins = [GIB, GIB].map(|room| {
         let bench = Bench::new(&Selection::of(kind), room);
@@ -226,7 +226,7 @@ fn twins(kind: &'static Backend) -> [(Bench, Block); 2] {
 }
 
 #[test]
-fn a_block_of_an_allocator_on_another_device_is_refused_and_can_go_to_its_owner() {
+fn block_of_another_device_is_refused_and_freed_by_its_owner() {
     for kind in backends::all() {
         let [(mine, own), (other, foreign)] = twins(kind);
         let before = mine.allocator.stats();
@@ -247,9 +247,9 @@ fn a_block_of_an_allocator_on_another_device_is_refused_and_can_go_to_its_owner(
 
 #[test]
 fn a_block_of_any_other_allocator_is_refused() {
-    // Several of each, so that allocators of two kinds that counted by themselves would meet.
+    // Several of each, so that allocators of two kinds with counters of their own would collide.
     let kinds = || backends::all().into_iter().chain(backends::all()).chain(backends::all());
-    let held: Vec<(Bench, Block)> = kinds()
+    let live: Vec<(Bench, Block)> = kinds()
         .map(|kind| {
             let bench = Bench::new(&Selection::of(kind), GIB);
             let block = bench.allocate(BYTES);
@@ -257,7 +257,7 @@ fn a_block_of_any_other_allocator_is_refused() {
         })
         .collect();
     let mut at_one_address = 0;
-    for ((mine, own), (_, foreign)) in held.iter().flat_map(|mine| held.iter().map(move |other| (mine, other))) {
+    for ((mine, own), (_, foreign)) in live.iter().flat_map(|mine| live.iter().map(move |other| (mine, other))) {
         if own.addr() == foreign.addr() && own != foreign {
             let error = mine.allocator.record_use(foreign, mine.owner).unwrap_err();
             assert!(matches!(error, AllocError::ForeignBlock { .. }), "{}: {error}", mine.allocator.name());
@@ -265,8 +265,8 @@ fn a_block_of_any_other_allocator_is_refused() {
         }
         assert_eq!(own.token() == foreign.token(), own == foreign, "{own:?} and {foreign:?}");
     }
-    assert!(at_one_address > held.len());
-    for (bench, block) in held {
+    assert!(at_one_address > live.len());
+    for (bench, block) in live {
         bench.free(block).unwrap();
     }
 }
@@ -284,8 +284,8 @@ fn a_limit_counts_only_what_it_handed_out() {
         assert!(allocate(&limit, 1, bench.owner).unwrap_err().is_out_of_memory(), "{kind}");
         bench.free(block.take().unwrap()).unwrap();
         free(&limit, own, bench.owner).unwrap();
-        let whole = limit.allocate(Request::new(BYTES), bench.owner).unwrap();
-        free(&limit, whole, bench.owner).unwrap();
+        let full_block = limit.allocate(Request::new(BYTES), bench.owner).unwrap();
+        free(&limit, full_block, bench.owner).unwrap();
 
         let [(mine, own), (other, foreign)] = twins(kind);
         // A block may be larger than its request.
@@ -310,9 +310,9 @@ fn the_checker_tells_a_block_of_another_device_from_its_own() {
     let driver: Arc<dyn Driver> = sim(GIB, SimMemory::Host);
     let stream = driver.stream_create().unwrap();
     let checker = common::checker(build(&caching::BACKEND, &driver), Arc::clone(&driver));
-    let held = allocate(&checker, BYTES, stream).unwrap();
-    assert_eq!(held.addr(), foreign.addr());
+    let leaked = allocate(&checker, BYTES, stream).unwrap();
+    assert_eq!(leaked.addr(), foreign.addr());
     assert!(matches!(free(&checker, foreign, stream), Err(AllocError::Violation(_))));
-    assert_eq!(checker.report().live, [(held.addr().get(), BYTES)]);
-    free(&checker, held, stream).unwrap();
+    assert_eq!(checker.report().live, [(leaked.addr().get(), BYTES)]);
+    free(&checker, leaked, stream).unwrap();
 }

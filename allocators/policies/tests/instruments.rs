@@ -1,4 +1,4 @@
-//! The instruments: what each says, and that none of them changes what an allocator returns.
+//! The instruments: their reports, and that none of them changes the results of an allocator.
 
 use crate::common::{self, GIB, KIB, MIB, Random, allocate, build, fill, free, read, sim, work, write};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ fn timed_counts_by_operation_and_path() {
         (Operation::Deallocate, Path::Coalesce, 2),
     ];
     assert_eq!(counted, expected);
-    // Virtual time: a hit makes no driver call and takes none; a new segment costs what the profile says.
+    // Virtual time: a hit makes no driver call and takes no time; a new segment costs the time in the profile.
     let rows = timed.rows();
     let row = |path: &str| rows.iter().find(|row| row.operation == "allocate" && row.path == path).unwrap();
     assert_eq!(row("hit").max_ns, 0);
@@ -91,7 +91,7 @@ fn the_trace_keeps_the_order() {
 
 #[test]
 fn a_trace_of_many_threads_can_be_replayed() {
-    // A block must be seen to be freed before its address is seen to be handed out again.
+    // The free of a block must be recorded before the next allocation at its address.
     let bench = bench(SimMemory::None);
     let trace = EventTrace::new(build(&caching::BACKEND, &bench.driver), bench.sim.clock());
     thread::scope(|scope| {
@@ -126,8 +126,8 @@ fn a_limit_refuses_and_recovers() {
                 Ok(block) => live.push(block),
                 Err(error) => break error,
             }
-            let held: u64 = live.iter().map(Block::bytes).sum();
-            assert!(held <= 10 * KIB, "{kind}: {held} bytes are held");
+            let bytes: u64 = live.iter().map(Block::bytes).sum();
+            assert!(bytes <= 10 * KIB, "{kind}: {bytes} bytes are held");
         };
         let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
         assert_eq!((report.limit_bytes, report.requested_bytes), (Some(10 * KIB), 1000));
@@ -138,14 +138,14 @@ fn a_limit_refuses_and_recovers() {
         for block in live {
             free(&limit, block, bench.stream).unwrap();
         }
-        let whole = allocate(&limit, 10 * KIB, bench.stream).unwrap();
-        free(&limit, whole, bench.stream).unwrap();
+        let accepted = allocate(&limit, 10 * KIB, bench.stream).unwrap();
+        free(&limit, accepted, bench.stream).unwrap();
         assert_eq!(limit.stats().allocation.all.current, 0);
     }
 }
 
 #[test]
-fn a_limit_counts_rounding_and_forgets_a_block_whose_free_failed() {
+fn limit_counts_rounding_and_forgets_failed_frees() {
     let bench = bench(SimMemory::None);
     let limit = Limit::new(build(&caching::BACKEND, &bench.driver), 800);
     let one = allocate(&limit, 1, bench.stream).unwrap();
@@ -182,7 +182,7 @@ fn the_checker_finds_a_write_after_free() {
     assert!(text.contains("write after free") && text.contains(&format!("{:#x}", addr.get() + 700)), "{text}");
     let report = checker.report();
     assert!(!report.is_clean() && report.violations.len() == 1 && report.live.is_empty(), "{report:?}");
-    // It goes on.
+    // It continues.
     let block = allocate(&checker, 1000, bench.stream).unwrap();
     free(&checker, block, bench.stream).unwrap();
     assert_eq!(checker.stats().allocation.all.current, 0);
@@ -207,7 +207,7 @@ impl vramlab_policies::Instrument for Blind {
 }
 
 #[test]
-fn the_checker_expects_nothing_of_memory_that_went_to_the_device_and_came_back() {
+fn checker_ignores_memory_that_was_released_and_reallocated() {
     let bench = bench(SimMemory::Host);
     let inner = build(&caching::BACKEND, &bench.driver);
     for inner in [Arc::clone(&inner), Arc::new(Blind(inner)) as Arc<dyn DeviceAllocator>] {
@@ -220,7 +220,7 @@ fn the_checker_expects_nothing_of_memory_that_went_to_the_device_and_came_back()
         let again = pair();
         assert_eq!(again.each_ref().map(Block::addr), addresses);
         again.into_iter().for_each(|block| assert!(free(&checker, block, bench.stream).is_ok()));
-        // What stays is looked at.
+        // The remaining block is checked.
         free(&checker, allocate(&checker, 1000, bench.stream).unwrap(), bench.stream).unwrap();
         checker.trim(0).unwrap();
         let report = checker.report();
@@ -232,8 +232,8 @@ fn the_checker_expects_nothing_of_memory_that_went_to_the_device_and_came_back()
 fn the_checker_finds_leaks_and_foreign_frees() {
     let bench = bench(SimMemory::Host);
     let (checker, stranger) = (checked(&bench), build(&caching::BACKEND, &bench.driver));
-    let kept = allocate(&checker, 4000, bench.stream).unwrap();
-    assert_eq!(checker.report().live, [(kept.addr().get(), 4096)]);
+    let unfreed = allocate(&checker, 4000, bench.stream).unwrap();
+    assert_eq!(checker.report().live, [(unfreed.addr().get(), 4096)]);
     assert!(!checker.report().is_clean());
     let foreign = allocate(stranger.as_ref(), 4000, bench.stream).unwrap();
     let error = free(&checker, foreign, bench.stream).unwrap_err();
@@ -241,7 +241,7 @@ fn the_checker_finds_leaks_and_foreign_frees() {
     let other = bench.sim.stream_create().unwrap();
     let wrong = allocate(&checker, 4000, bench.stream).unwrap();
     free(&checker, wrong, other).unwrap();
-    free(&checker, kept, bench.stream).unwrap();
+    free(&checker, unfreed, bench.stream).unwrap();
     let report = checker.report();
     assert_eq!((report.violations.len(), report.live.len(), report.operations), (2, 0, 5), "{report:?}");
 }
@@ -269,7 +269,7 @@ fn fresh_and_freed_memory_reads_as_nan() {
 }
 
 #[test]
-fn the_checker_does_not_poison_what_another_stream_may_still_read() {
+fn checker_does_not_poison_blocks_in_use_elsewhere() {
     let sim = sim(GIB, SimMemory::Host);
     let meter = Arc::new(MeteredDriver::new(Arc::clone(&sim) as _, None, None));
     let driver: Arc<dyn Driver> = Arc::clone(&meter) as _;
@@ -338,7 +338,7 @@ fn addresses(allocator: &dyn DeviceAllocator, bench: &Bench) -> Vec<(u64, u64)> 
 fn instruments_change_no_address() {
     for kind in backends::all() {
         let mut settings = Selection::of(kind);
-        // The checker's fills take time on the device, and opportunistic reuse depends on what is done by when.
+        // The checker's fills take time on the device, and opportunistic reuse depends on which work has completed.
         settings.adopt(&PoolSettings { reuse_allow_opportunistic: false, ..PoolSettings::default() });
         let plain = bench(SimMemory::Host);
         let expected = addresses(settings.build(&plain.driver).unwrap().as_ref(), &plain);
@@ -373,7 +373,7 @@ fn snapshot_of(kind: &'static Backend, bench: &Bench, other: StreamId) -> Snapsh
     for (block, stream) in live {
         free(donor.as_ref(), block, stream).unwrap();
     }
-    // What lies in the list of the default stream (`rmm-pool`) is taken over for a stream that there is.
+    // Memory in the list of the default stream (`rmm-pool`) is taken over for an existing stream.
     let of_default = snapshot.segments.iter_mut().filter(|segment| segment.stream == StreamId::NONE);
     of_default.for_each(|segment| segment.stream = bench.stream);
     snapshot
@@ -403,7 +403,7 @@ fn blocks_that_are_taken_over_pass_every_instrument() {
         };
         let in_order = held(&snapshot);
         let expected = sorted(in_order.clone());
-        // Segments lie where the device puts them now.
+        // The device chose the addresses of segments.
         assert_eq!(sorted(held(&checker.snapshot().unwrap())), expected, "{kind}");
         assert_eq!((blocks.len(), checker.report().live.len()), (expected.len(), expected.len()), "{kind}");
         // The trace begins with them.
@@ -435,7 +435,7 @@ fn metered(kind: &'static Backend) -> (Arc<SimDriver>, Arc<MeteredDriver>, Arc<d
 }
 
 #[test]
-fn a_plain_free_waits_for_queued_work_and_an_allocation_does_not() {
+fn plain_free_waits_for_queued_work_and_allocation_does_not() {
     let (sim, meter, allocator) = metered(&naive::BACKEND);
     let stream = sim.stream_create().unwrap();
     for round in 1..=5 {
@@ -470,7 +470,7 @@ fn a_hit_makes_no_driver_call() {
 }
 
 #[test]
-fn a_pool_gives_memory_back_at_a_synchronise_above_its_threshold() {
+fn pool_releases_memory_at_a_synchronise_above_threshold() {
     for (release_threshold, kept) in [(0, 0), (64 * MIB, 64 * MIB), (u64::MAX, 192 * MIB)] {
         let sim = sim(2 * GIB, SimMemory::None);
         let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
@@ -501,7 +501,7 @@ fn device_time_of_a_destroyed_stream_still_counts() {
     let brief = bench.sim.stream_create().unwrap();
     work(&bench.sim, brief, 1_000_000);
     let busy = bench.sim.busy_ns();
-    // SAFETY: made above, and used here alone.
+    // SAFETY: made above, and used only here.
     unsafe { bench.sim.stream_destroy(brief) }.unwrap();
     assert_eq!(bench.sim.busy_ns(), busy);
 }

@@ -1,4 +1,4 @@
-//! The instruments under threads: nothing is lost, and the order in a trace is the order in which it happened.
+//! The instruments under threads: nothing is lost, and a trace has the order of the operations.
 
 use crate::common::{self, GIB, KIB, MIB, Random, allocate, build, capturing, fill, free, launch, sim};
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ fn work(allocator: &dyn DeviceAllocator, stop: &AtomicBool) {
     });
 }
 
-/// Follows a trace as a replay would: who holds what must always be plain.
+/// Follows a trace as a replay would: the owner of each block must always be unambiguous.
 fn follow(events: &[Traced]) {
     let mut live: BTreeMap<u64, u64> = BTreeMap::new();
     for (at, Traced { event, block, .. }) in events.iter().enumerate() {
@@ -144,7 +144,7 @@ fn histograms_hold_the_operations_of_all_threads() {
     assert!(rows.iter().any(|row| row.p50_ns > 0), "a real clock should see time pass: {rows:?}");
 }
 
-// The instruments around graph capture: the same addresses with and without, and nothing of theirs in a graph.
+// The instruments around graph capture: the same addresses with and without, and no work of theirs in a graph.
 
 fn begin(driver: &dyn Driver, allocator: &dyn DeviceAllocator, stream: StreamId) -> CaptureId {
     let id = allocator.capture_begin(stream).unwrap();
@@ -161,7 +161,7 @@ fn end(driver: &dyn Driver, allocator: &dyn DeviceAllocator, id: CaptureId, stre
 fn release(driver: &dyn Driver, allocator: &dyn DeviceAllocator, (id, graph): (CaptureId, GraphId), stream: StreamId) {
     launch(driver.graphs().unwrap(), graph, stream).unwrap();
     driver.stream_synchronize(stream).unwrap();
-    // SAFETY: captured by a test that alone uses it, and its launch was waited for.
+    // SAFETY: captured by a test that is its only user, and its launch was waited for.
     unsafe { driver.graphs().unwrap().graph_destroy(graph) }.unwrap();
     allocator.capture_release(id).unwrap();
 }
@@ -229,9 +229,9 @@ fn instruments_change_no_address_of_a_capture() {
         allocator = Arc::new(EventTrace::new(allocator, driver.clock()));
         allocator = Arc::new(Nvtx::new(allocator, Ranges::new(NvtxMode::Off)));
         let checker = Arc::new(common::checker(allocator, Arc::clone(&driver)));
-        let seen = addresses(driver.as_ref(), checker.as_ref(), stream);
-        assert_eq!(seen.len(), expected.len());
-        assert_eq!(seen.into_iter().zip(expected).find(|(a, b)| a != b), None, "{kind}");
+        let captured = addresses(driver.as_ref(), checker.as_ref(), stream);
+        assert_eq!(captured.len(), expected.len());
+        assert_eq!(captured.into_iter().zip(expected).find(|(a, b)| a != b), None, "{kind}");
         assert!(checker.report().is_clean(), "{kind}: {:?}", checker.report());
     }
 }
@@ -251,7 +251,7 @@ fn the_checker_queues_nothing_in_a_capture_and_goes_on_after_it() {
     }
     free(&checker, before, stream).unwrap();
     assert_eq!(queued(), start);
-    // Streams outside of it are checked as ever.
+    // Streams outside of it are checked as usual.
     let block = allocate(&checker, 4096, other).unwrap();
     free(&checker, block, other).unwrap();
     assert_eq!(queued(), start + 2);
@@ -338,7 +338,7 @@ fn the_memory_limit_of_caching_counts_segments_of_captures() {
         free(allocator, block, stream).unwrap();
     }
     let graph = end(driver.as_ref(), allocator, id, stream);
-    // Pinned: neither a request nor a trim gets at it.
+    // Pinned: neither a request nor a trim uses it.
     assert!(allocate(allocator, 40 * MIB, stream).is_err());
     assert_eq!((allocator.trim(0).unwrap(), allocator.stats().reserved_bytes.all.current), (0, 36 * MIB));
     release(driver.as_ref(), allocator, (id, graph), stream);

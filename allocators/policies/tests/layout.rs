@@ -1,5 +1,5 @@
-//! Whole layouts of the caching backend after given sequences: what is split, what is kept whole, what coalesces.
-//! Blocks are (offset, bytes, state): **A**llocated, **P**ending free, **F**ree.
+//! Whole layouts of the caching backend after given sequences: splits, unsplit blocks, coalescing. Blocks are (offset, bytes,
+//! state): **A**llocated, **P**ending free, **F**ree.
 
 use crate::common::{GIB, KIB, MIB, allocate, free, layout, sim, work};
 use std::sync::Arc;
@@ -53,7 +53,7 @@ fn the_small_pool_splits_its_segment_from_the_front() {
     let b = bench.take(513);
     assert_eq!((b.path(), b.bytes()), (Path::Split, 1024));
     assert_eq!(bench.layout(), [vec![(0, 512, 'A'), (512, 1024, 'A'), (1536, 2 * MIB - 1536, 'F')]]);
-    // What is left is used to the last 512 bytes.
+    // The remainder is used to the last 512 bytes.
     let c = bench.take(MIB);
     let d = bench.take(MIB - 1536);
     assert_eq!(d.path(), Path::Hit);
@@ -159,12 +159,12 @@ fn best_fit_takes_the_smallest_and_then_the_lowest() {
     let sizes = [64 * KIB, 512, 32 * KIB, 512, 32 * KIB, 512];
     let blocks: Vec<Block> = sizes.iter().map(|bytes| bench.take(*bytes)).collect();
     let addresses: Vec<u64> = blocks.iter().map(|block| block.addr().get()).collect();
-    let mut kept = Vec::new();
+    let mut live = Vec::new();
     for (index, block) in blocks.into_iter().enumerate() {
         if index % 2 == 0 {
             bench.give(block);
         } else {
-            kept.push(block);
+            live.push(block);
         }
     }
     let first = bench.take(20 * KIB);
@@ -172,7 +172,7 @@ fn best_fit_takes_the_smallest_and_then_the_lowest() {
     let third = bench.take(20 * KIB);
     let got = [&first, &second, &third].map(|block| block.addr().get());
     assert_eq!(got, [addresses[2], addresses[4], addresses[0]]);
-    for block in kept.into_iter().chain([first, second, third]) {
+    for block in live.into_iter().chain([first, second, third]) {
         bench.give(block);
     }
     assert_eq!(bench.layout(), [vec![(0, 2 * MIB, 'F')]]);
@@ -192,7 +192,7 @@ fn two_streams_keep_apart() {
 }
 
 #[test]
-fn a_pending_block_keeps_its_place_until_the_other_stream_is_done() {
+fn pending_block_keeps_its_address_until_the_use_completes() {
     let bench = Bench::new();
     let (a, b) = (bench.take(2 * MIB), bench.take(3 * MIB));
     work(&bench.sim, bench.other, 1_000_000);
@@ -223,9 +223,9 @@ fn max_split_size_keeps_oversize_blocks_whole() {
     let small = bench.take(12 * MIB);
     assert_eq!(small.path(), Path::DriverAlloc, "an oversize block is not for smaller requests");
     assert_eq!(bench.layout(), [vec![(0, 12 * MIB, 'A')], vec![(0, 64 * MIB, 'F')]]);
-    let whole = bench.take(45 * MIB);
-    assert_eq!((whole.path(), whole.bytes()), (Path::Hit, 64 * MIB), "within 20 MiB, and never split");
-    bench.give(whole);
+    let block = bench.take(45 * MIB);
+    assert_eq!((block.path(), block.bytes()), (Path::Hit, 64 * MIB), "within 20 MiB, and never split");
+    bench.give(block);
     let far = bench.take(44 * MIB);
     assert_eq!((far.path(), far.bytes()), (Path::DriverAlloc, 44 * MIB), "20 MiB larger is too large");
     let stats = bench.caching.stats();
@@ -275,8 +275,8 @@ fn under_a_limit_idle_segments_make_room() {
 
 #[test]
 fn a_block_freed_by_the_wait_is_missed_unless_asked_for() {
-    // The flaw that PyTorch keeps and `retry_fit_after_sync` mends: the wait for pending frees makes a block
-    // usable in a segment that cannot go back, and only a new segment is tried.
+    // The flaw that PyTorch has and `retry_fit_after_sync` fixes: the wait for deferred frees makes a block usable in a segment
+    // that is not releasable, and only a new segment is tried.
     for retry_fit_after_sync in [false, true] {
         let bench = Bench::with(CachingSettings {
             memory_limit: Some(20 * MIB),

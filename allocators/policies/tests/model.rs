@@ -1,5 +1,5 @@
-//! Random histories against models: a shadow account for every backend of the list, and `pytorch` beside `caching`.
-//! A thousand histories or so for each by default; `PROPTEST_CASES` sets another number.
+//! Random programs against models: a shadow account for every backend of the list, and `pytorch` compared with `caching`. About a
+//! thousand programs for each by default; `PROPTEST_CASES` sets another number.
 
 mod faulty;
 mod twins;
@@ -19,7 +19,7 @@ use vramlab_policies::{Block, BlockState, DeviceAllocator, Selection, Snapshot};
 pub(crate) const STREAMS: usize = 3;
 pub(crate) const ROOM: u64 = 192 * MIB;
 
-/// `cases` histories unless `PROPTEST_CASES` says otherwise; a failing one is printed, not kept in a file.
+/// `cases` programs unless `PROPTEST_CASES` sets another number; a failing one is printed, not stored in a file.
 pub(crate) fn config(cases: u32) -> ProptestConfig {
     let cases = match std::env::var_os("PROPTEST_CASES") {
         Some(_) => ProptestConfig::default().cases,
@@ -65,11 +65,11 @@ pub(crate) fn ops(length: usize) -> impl Strategy<Value = Vec<Op>> {
 struct Live {
     block: Block,
     stream: StreamId,
-    /// Announced streams and the time at which their work so far is done.
+    /// Announced streams and the time at which their work so far completes.
     uses: Vec<(StreamId, u64)>,
 }
 
-/// Memory that was freed while some stream's work was still to come.
+/// Memory that was freed while some stream's work was still pending.
 #[derive(Debug)]
 struct Dirty {
     start: u64,
@@ -157,7 +157,7 @@ impl World {
         }
         let ledger = self.allocator.ledger_at_peak();
         if self.can.restores && ledger.reserved > peak {
-            // It is kept by sums, and should be what a look at every block says.
+            // It is updated by sums, and should equal a count over every block.
             assert_eq!(Some(ledger), self.allocator.snapshot().map(|snapshot| snapshot.ledger(stream)));
         }
         self.allocated += 1;
@@ -167,8 +167,8 @@ impl World {
     fn free(&mut self, index: usize) {
         let Live { block, stream, uses } = self.live.swap_remove(index);
         let (start, end) = (block.addr().get(), block.addr().get() + block.bytes());
-        let own = (stream, ready_ns(&self.sim, stream));
-        let dirty = uses.into_iter().chain([own]);
+        let ready = (stream, ready_ns(&self.sim, stream));
+        let dirty = uses.into_iter().chain([ready]);
         self.dirty.extend(dirty.map(|(stream, until_ns)| Dirty { start, end, stream, until_ns }));
         free(self.allocator.as_ref(), block, stream).unwrap();
         let now = self.sim.clock().now_ns();
@@ -187,7 +187,7 @@ impl World {
         assert!(requested <= bytes && bytes <= stats.active_bytes.all.current);
         let over = self.can.segments.over_limit();
         assert!(self.limit.is_none_or(|limit| stats.reserved_bytes.all.peak <= limit + over), "the limit was passed");
-        // The device packs what is smaller than a page, so it may hold a little more; a pool takes whole granules.
+        // The device packs blocks below a page, so it may reserve slightly more; a pool reserves whole granules.
         let taken = self.start - free_bytes(self.sim.as_ref());
         let whole_pages =
             |snapshot: Snapshot| snapshot.segments.iter().all(|segment| segment.bytes.is_multiple_of(2 * MIB));
@@ -222,7 +222,7 @@ impl World {
         assert_eq!(stats.active_bytes.all.current, allocated.1 + pending.1);
         assert_eq!(stats.requested_bytes.all.current, allocated.2 + pending.2);
         assert_eq!(reserved, allocated.1 + pending.1 + split.1 + sum('F').1);
-        // PyTorch counts neither expandable segments nor what is free in them.
+        // PyTorch counts neither expandable segments nor their free blocks.
         let counted = self.can.segments != SegmentUse::Expandable;
         let if_counted = |value: u64| if counted { value } else { 0 };
         assert_eq!(stats.segment.unwrap().all.current, if_counted(snapshot.segments.len() as u64));
@@ -302,7 +302,7 @@ fn lab_parts() -> impl Strategy<Value = Vec<(&'static str, String)>> {
     (placing, part("stream"), part("grow"), part("source"), segment).prop_map(
         |((size, fit, split, join), stream, grow, source, segment)| {
             let mut parts = vec![source, size, fit, split, segment];
-            // Ranges of addresses go with these only.
+            // Ranges of addresses require these.
             let with_ranges = |grow: &str| if grow == "torch" { grow.to_owned() } else { "exact".to_owned() };
             match parts[0].1.as_str() {
                 "expandable" => parts.push(("grow", with_ranges(&grow.1))),
@@ -332,7 +332,7 @@ fn pages() -> impl Strategy<Value = [(&'static str, &'static str); 3]> {
         .prop_map(|(steal, handle, small)| [("steal", steal), ("handle", handle), ("small_pool", small)])
 }
 
-/// A backend with further settings at random, as far as it has some of those that are drawn here.
+/// A backend with further settings at random, where it has some of the settings that are drawn here.
 pub(crate) fn selections(of: &Selection) -> impl Strategy<Value = Selection> {
     let of = of.clone();
     // A named policy keeps its own parts in half of the cases.
@@ -352,7 +352,7 @@ pub(crate) fn selections(of: &Selection) -> impl Strategy<Value = Selection> {
     })
 }
 
-/// Runs a check of every backend of the list, whatever stands there.
+/// Runs a check of every backend of the list.
 pub(crate) fn of_every_backend<S: Strategy>(
     cases: u32,
     history: impl Fn() -> S,

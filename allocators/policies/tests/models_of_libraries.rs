@@ -1,6 +1,6 @@
-//! Other libraries' policies beside plain models of them: the rules of each original once more, written down naively, with
-//! vectors that are searched from the front. On random requests of several streams, whose work is done at random times, every
-//! block has to lie where the model puts it, and what is free has to be cut as in the model.
+//! Other libraries' policies compared with plain models of them: the rules of each original, written naively, with vectors that are
+//! searched from the front. On random requests of several streams, whose work completes at random times, every block must have the
+//! model's address, and free memory must be split as in the model.
 
 mod arena;
 mod by_lists;
@@ -25,15 +25,15 @@ trait Model {
     /// A block becomes reusable.
     fn free(&mut self, addr: u64);
 
-    /// Free ranges as (first address, bytes), where a snapshot tells them apart.
+    /// Free ranges as (first address, bytes), in the units of a snapshot.
     fn free_ranges(&self) -> Option<Vec<(u64, u64)>>;
 }
 
 /// Steps of a seed, each of which a failure names.
 const STEPS: usize = 500;
 
-/// Holds an allocator to a model on `seeds` random programs with requests of up to 2^`largest_log2` bytes, on a device with `room`.
-/// Returns how many requests were refused.
+/// Compares an allocator with a model on `seeds` random programs with requests of up to 2^`largest_log2` bytes, on a device with
+/// `room`. Returns the number of refused requests.
 fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_log2: u64, room: u64) -> u64 {
     let selection: Selection = allocator.parse().unwrap();
     selection.check().unwrap();
@@ -97,7 +97,7 @@ fn hold<M: Model>(allocator: &str, model: impl Fn() -> M, seeds: u64, largest_lo
 fn rmm_pool() {
     let model = |maximum| move || by_lists::RmmPool::new(MIB, maximum);
     hold("rmm-pool:initial_pool_size=1M", model(None), 60, 17, 256 * MIB);
-    // Where the device refuses to double the pool, and where whole blocks go back to stay below a maximum.
+    // Where the device refuses to double the pool, and where whole blocks are released to stay below a maximum.
     let refused = hold("rmm-pool:initial_pool_size=1M", model(None), 60, 20, 6 * MIB);
     let bounded = hold("rmm-pool:initial_pool_size=1M,maximum_pool_size=6M", model(Some(6 * MIB)), 60, 20, 256 * MIB);
     assert!(refused > 0 && bounded > 0, "{refused} {bounded}");

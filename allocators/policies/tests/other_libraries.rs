@@ -1,4 +1,4 @@
-//! Policies of other libraries, on cases that are worked out by hand from their rules.
+//! Policies of other libraries, on cases that are derived by hand from their rules.
 
 use std::sync::Arc;
 use vramlab_device::{Driver, NullDriver, StreamId};
@@ -13,7 +13,7 @@ struct Bench {
     streams: [StreamId; 2],
     /// Address of the first block.
     base: Option<u64>,
-    /// What stays.
+    /// Blocks that stay live.
     held: Vec<Block>,
 }
 
@@ -36,12 +36,12 @@ impl Bench {
         block
     }
 
-    /// Where a block lies, from the first one on.
+    /// The offset of a block from the first one.
     fn at(&self, block: &Block) -> i64 {
         block.addr().get().cast_signed() - self.base.unwrap().cast_signed()
     }
 
-    /// Takes a block that stays; where it lies and how large it is.
+    /// Allocates a block that stays live; returns its offset and size.
     fn place(&mut self, bytes: u64) -> (i64, u64) {
         let block = self.take(bytes);
         let placed = (self.at(&block), block.bytes());
@@ -59,7 +59,7 @@ impl Bench {
     }
 }
 
-/// Why a selection's settings are refused.
+/// The error of a selection's settings.
 fn refused(allocator: &str) -> String {
     let error = allocator.parse::<Selection>().map_or_else(
         |error| error.to_string(),
@@ -72,15 +72,15 @@ fn refused(allocator: &str) -> String {
 #[test]
 fn bfc_cuts_a_block_that_is_twice_as_large_or_leaves_too_much() {
     let mut bench = Bench::new("bfc", 1 << 40);
-    // From a region of 2 MiB, which is cut.
+    // From a region of 2 MiB, which is split.
     assert_eq!(bench.place(1000 * KIB), (0, 1000 * KIB));
-    // 1048 KiB are left: less than twice 600, so the request gets all of it.
+    // The remainder is 1048 KiB: less than twice 600, so the request gets all of it.
     assert_eq!(bench.place(600 * KIB), (1_024_000, 1048 * KIB));
     assert_eq!(bench.reserved(), 2 * MIB);
     // The next region has 4 MiB.
     let block = bench.take(600 * KIB);
     assert_eq!((bench.reserved(), block.bytes(), block.path()), (6 * MIB, 600 * KIB, Path::DriverAlloc));
-    // With a smaller bound for what may be left, the same request is cut.
+    // With a smaller bound for the remainder, the same request is split.
     let mut bench = Bench::new("bfc:max_dead_bytes_per_chunk=448K", 1 << 40);
     bench.place(1000 * KIB);
     assert_eq!(bench.place(600 * KIB), (1_024_000, 600 * KIB));
@@ -95,10 +95,10 @@ fn bfc_joins_neighbours_and_takes_the_smallest_block_that_fits() {
     for block in [first, third, second, fifth] {
         bench.free(block);
     }
-    // Free: [0, 1792), [2048, 4096), and what is behind 4352. The first serves whole: of 1024 bytes, to
-    // which 896 is rounded up, less than as many would be left.
+    // Free: [0, 1792), [2048, 4096), and the range behind 4352. The first serves as a whole: the remainder of 1024 bytes, to which
+    // 896 is rounded up, would be smaller.
     assert_eq!(bench.place(896), (0, 1792));
-    // Of the second half is left.
+    // The second half has a remainder.
     assert_eq!(bench.place(1024), (2048, 1024));
     assert_eq!(bench.place(1000), (3072, 1024));
 }
@@ -107,7 +107,7 @@ fn bfc_joins_neighbours_and_takes_the_smallest_block_that_fits() {
 fn bfc_takes_regions_that_double_up_to_its_limit() {
     let mut bench = Bench::new("bfc:memory_limit=16M", 1 << 40);
     let sizes = [2, 4, 5].map(|mib| bench.take(mib * MIB).bytes() / MIB);
-    // 2 and 4; 5 doubles the next region of 8 not at all; 2 MiB are left up to the limit.
+    // 2 and 4; 5 does not double the next region of 8; 2 MiB remain up to the limit.
     assert_eq!((sizes, bench.reserved()), ([2, 4, 8], 14 * MIB));
     bench.place(MIB);
     assert_eq!(bench.reserved(), 16 * MIB);
@@ -130,8 +130,8 @@ fn bfc_gives_free_regions_back_only_if_that_is_enough() {
         bench.free(large);
         assert!(bench.try_take(7 * MIB).is_err());
         assert_eq!(bench.reserved(), 6 * MIB, "it would not help");
-        let found = bench.try_take(5 * MIB);
-        assert_eq!(found.is_ok(), served, "{found:?}");
+        let result = bench.try_take(5 * MIB);
+        assert_eq!(result.is_ok(), served, "{result:?}");
         assert_eq!(bench.reserved(), if served { 8 * MIB } else { 6 * MIB });
         bench.free(small);
     }
@@ -140,7 +140,7 @@ fn bfc_gives_free_regions_back_only_if_that_is_enough() {
 #[test]
 fn tlsf_takes_the_block_that_became_free_last_and_cuts_it() {
     let mut bench = Bench::new("tlsf:segment=4M", 1 << 40);
-    // 100 and 101 units of 512 bytes are of one class, which begins at 100; 98 is of the one before.
+    // 100 and 101 units of 512 bytes are of one class, which begins at 100; 98 is of the class before.
     let sizes = [100, 1, 101, 1, 98, 1];
     let [first, _, third, _, fifth, _] = sizes.map(|units| bench.take(units * 512));
     let [first_at, third_at] = [&first, &third].map(|block| bench.at(block));
@@ -149,7 +149,7 @@ fn tlsf_takes_the_block_that_became_free_last_and_cuts_it() {
         bench.free(block);
     }
     assert_eq!(bench.place(99 * 512), (101 * 512, 99 * 512), "the last of the first class in which all fit");
-    // 101 units are not sure to be there although 100 are.
+    // 101 units may be missed although a block of 100 exists.
     let (at, _) = bench.place(100 * 512);
     assert_eq!(at, 0);
     assert_eq!(bench.reserved(), 4 * MIB);
@@ -163,7 +163,7 @@ fn tlsf_misses_a_block_of_exactly_the_wanted_size() {
     bench.free(block);
     assert_eq!(bench.place(101 * 512).0, 102 * 512, "all that are sure to fit are larger");
     assert_eq!(bench.place(100 * 512).0, 0);
-    // A segment is of a size that is found, so that a request of more than one finds it when it comes again.
+    // A segment has a size that a search finds, so that a repeated request larger than one unit class finds it.
     for name in ["tlsf", "lab:fit=tlsf,grow=exact"] {
         let mut bench = Bench::new(name, 1 << 45);
         let places = [(); 6].map(|()| {
@@ -185,10 +185,10 @@ fn tlsf_misses_a_block_of_exactly_the_wanted_size() {
 #[test]
 fn cupy_takes_the_oldest_of_equal_blocks_and_cuts_exactly() {
     let mut bench = Bench::new("cupy", 1 << 40);
-    let whole = bench.take(4096);
+    let block = bench.take(4096);
     assert_eq!(bench.reserved(), 4096, "as much as was asked for");
-    bench.free(whole);
-    // [0, 512) is the oldest; the cuts that follow are younger by their place.
+    bench.free(block);
+    // [0, 512) is the oldest; the later splits are younger by their address.
     let blocks = [512; 8].map(|bytes| bench.take(bytes));
     assert_eq!(
         (bench.reserved(), blocks.each_ref().map(|block| bench.at(block) / 512)),
@@ -218,9 +218,9 @@ fn cupy_gives_whole_segments_back_before_it_gives_up() {
 #[test]
 fn paddle_hands_out_the_end_of_a_block() {
     let mut bench = Bench::new("paddle:chunk_size=4K", 1 << 40);
-    // The first lies at the end of the chunk, so the others lie before it.
+    // The first is at the end of the chunk, so the others are in front of it.
     assert_eq!([256, 512, 1000].map(|bytes| bench.place(bytes)), [(0, 256), (-512, 512), (-1536, 1024)]);
-    // 2304 bytes are left in front; a hole of 512 serves what is as large or smaller, again at its end.
+    // 2304 bytes remain in front; a hole of 512 serves requests up to its size, again at its end.
     let mut bench = Bench::new("paddle:chunk_size=4K", 1 << 40);
     let [_, hole, _] = [256, 512, 256].map(|bytes| bench.take(bytes));
     bench.free(hole);
@@ -250,6 +250,6 @@ fn settings_that_contradict_are_refused_in_one_line() {
 #[test]
 fn what_they_say_they_can_do_is_listed() {
     let can = |name: &str| find(name).unwrap().capabilities.describe().join("; ");
-    assert!(can("bfc").contains("memory serves any stream") && !can("bfc").contains("coalesces at once"));
-    assert!(can("cupy").contains("memory stays with its stream") && can("cupy").contains("coalesces at once"));
+    assert!(can("bfc").contains("memory serves any stream") && !can("bfc").contains("coalesces immediately"));
+    assert!(can("cupy").contains("memory stays with its stream") && can("cupy").contains("coalesces immediately"));
 }

@@ -1,4 +1,4 @@
-//! Backends of other crates stand beside the library's own.
+//! Backends of other crates in the list.
 
 use std::sync::Arc;
 use vramlab_device::settings::{NoSettings, number};
@@ -12,7 +12,7 @@ vramlab_device::settings! {
     /// Settings of the test's backend.
     #[derive(Clone, Debug)]
     pub struct OutsideSettings {
-        /// How many.
+        /// A number.
         pub bins: u32 = 4, number(1..=8);
     }
 }
@@ -64,7 +64,7 @@ fn a_name_is_taken_once_and_can_be_written() {
     }
 }
 
-/// Names that stand for something else in a list.
+/// Names with another meaning in a list.
 mod named_statics {
     use super::{Backend, named};
 
@@ -90,8 +90,8 @@ fn what_an_allocator_can_do_follows_its_settings() {
     for text in ["lab:source=expandable", "lab:source=expandable,grow=exact"] {
         let (default, now) = of(text);
         let (needs, segments) = (Needs::Vmm, SegmentUse::Expandable);
-        let told = Capabilities { needs, segments, restores: false, follows_pytorch: false, ..default };
-        assert_eq!(now, told, "{text}");
+        let expected = Capabilities { needs, segments, restores: false, follows_pytorch: false, ..default };
+        assert_eq!(now, expected, "{text}");
         assert!(default.follows_pytorch && default.restores && default.needs == Needs::Nothing, "{text}");
     }
     for text in [
@@ -107,8 +107,8 @@ fn what_an_allocator_can_do_follows_its_settings() {
         assert_eq!(now, Capabilities { follows_pytorch: false, ..default }, "{text}");
     }
     let (default, steals) = of("lab:stream=steal");
-    let told = Capabilities { streams: StreamUse::Any, coalesces: false, follows_pytorch: false, ..default };
-    assert_eq!(steals, told);
+    let expected = Capabilities { streams: StreamUse::Any, coalesces: false, follows_pytorch: false, ..default };
+    assert_eq!(steals, expected);
     let (default, planned) = of("plan:file=a.plan");
     assert_eq!(planned, Capabilities { streams: StreamUse::Any, ..default });
     assert_eq!(default.streams, StreamUse::Own);
@@ -117,7 +117,7 @@ fn what_an_allocator_can_do_follows_its_settings() {
     let (default, collects) = of("bfc:garbage_collection=on");
     assert_eq!(collects, Capabilities { keeps_segments: false, ..default });
     assert!(default.keeps_segments);
-    // Settings that change nothing of it.
+    // Settings that do not change the capabilities.
     for text in ["caching:memory_limit=1G,max_split_size=32M", "lab:segment=2M", "remap:steal=always"] {
         let (default, now) = of(text);
         assert_eq!(now, default, "{text}");
@@ -125,14 +125,14 @@ fn what_an_allocator_can_do_follows_its_settings() {
 }
 
 #[test]
-fn a_device_that_lacks_what_a_backend_needs_is_refused_with_what_does_without() {
+fn device_without_a_need_is_refused_with_alternatives() {
     let device = || {
         let profile = Profile { vmm: None, pool: None, ..Profile::h200() };
         Arc::new(SimDriver::new(profile, SimMemory::None)) as Arc<dyn Driver>
     };
     let mut refused = 0;
     let with_setting: Selection = "lab:source=expandable".parse().unwrap();
-    // Another test may have entered its own by now, which have other settings than what they build.
+    // Another test may have registered its own by now, whose settings differ from those of their allocators.
     let of_library = all().into_iter().filter(|backend| ![&OUTSIDE, &NOT_COMPARED].contains(backend));
     for selection in of_library.map(Selection::of).chain([with_setting]) {
         let built = selection.build(&device());

@@ -1,4 +1,4 @@
-//! RMM's policies: placements worked out by hand, and the race between three streams.
+//! RMM's policies: placements derived by hand, and the race between three streams.
 
 use std::sync::Arc;
 use vramlab_device::{
@@ -10,7 +10,7 @@ use vramlab_policies::{Block, DeviceAllocator, Request};
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Gives back a block that is no longer in use.
+/// Frees a block that is no longer in use.
 fn free(allocator: &dyn DeviceAllocator, block: Block, stream: StreamId) {
     // SAFETY: the tests queue every use of a block before, on its own stream.
     unsafe { allocator.deallocate(block, stream) }.unwrap();
@@ -41,12 +41,12 @@ fn blocks_are_cut_to_256_bytes_and_the_best_fit_is_taken() {
     assert_eq!(blocks.each_ref().map(at), [0, 256, 768, 3840, 4096, 6144]);
     assert_eq!(blocks.each_ref().map(Block::bytes), [256, 512, 3072, 256, 2048, 256]);
     let [first, _second, three, _fourth, two, _sixth] = blocks;
-    // Holes of 256, 2048 and 3072 bytes: the smallest that fits serves, and what is left of it stays.
+    // Holes of 256, 2048 and 3072 bytes: the smallest that fits serves, and its remainder stays.
     for hole in [first, three, two] {
         free(&pool, hole, stream);
     }
-    let found = [1500, 256, 512, 3072].map(|bytes| allocate(&pool, bytes, stream));
-    assert_eq!(found.each_ref().map(at), [4096, 0, 4096 + 1536, 768]);
+    let results = [1500, 256, 512, 3072].map(|bytes| allocate(&pool, bytes, stream));
+    assert_eq!(results.each_ref().map(at), [4096, 0, 4096 + 1536, 768]);
 }
 
 #[test]
@@ -68,26 +68,26 @@ fn the_pool_doubles_and_what_the_device_gave_apart_stays_apart() {
 }
 
 #[test]
-fn a_stream_takes_from_the_first_list_that_fits_then_takes_lists_over() {
+fn stream_takes_from_the_first_fitting_list_then_all_lists() {
     let (pool, [one, two, three]) = pool(null(), false);
     let block = allocate(&pool, 512 * KIB, one);
     let base = block.addr().get();
-    // The rest is the first stream's: the second takes its front, and what is left stays the first's.
+    // The remainder belongs to the first stream: the second takes its front, and the rest stays with the first.
     let taken = allocate(&pool, 256 * KIB, two);
     assert_eq!((taken.addr().get() - base, taken.path()), (512 * KIB, vramlab_policies::Path::WaitInserted));
     free(&pool, taken, two);
     let again = allocate(&pool, 256 * KIB, one);
     assert_eq!(again.addr().get() - base, 768 * KIB, "the first stream's own rest comes before the second's block");
     free(&pool, again, one);
-    // [0, 512) is held; [512, 768) is the second's, [768, 1024) the first's. Together they serve the third.
-    let whole = allocate(&pool, 512 * KIB, three);
-    assert_eq!((whole.addr().get() - base, pool.stats().num_device_alloc), (512 * KIB, 1));
-    free(&pool, whole, three);
+    // [0, 512) is live; [512, 768) belongs to the second, [768, 1024) to the first. Together they serve the third.
+    let full_block = allocate(&pool, 512 * KIB, three);
+    assert_eq!((full_block.addr().get() - base, pool.stats().num_device_alloc), (512 * KIB, 1));
+    free(&pool, full_block, three);
     free(&pool, block, one);
 }
 
 #[test]
-fn memory_of_a_stream_that_is_gone_serves_others_once_the_device_was_waited_for() {
+fn memory_of_a_destroyed_stream_serves_others_after_a_wait() {
     let mut profile = Profile::h200();
     profile.total_bytes = profile.context_bytes + 6 * MIB;
     let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(profile, SimMemory::None));
@@ -95,7 +95,7 @@ fn memory_of_a_stream_that_is_gone_serves_others_once_the_device_was_waited_for(
     let settings = RmmPoolSettings { initial_pool_size: 2 * MIB, ..RmmPoolSettings::default() };
     let pool = RmmPool::new(Arc::clone(&driver), settings);
     let block = allocate(&pool, 2 * MIB, gone);
-    // SAFETY: the stream is named once more, to say which one the block was of.
+    // SAFETY: the stream is named once more, as the stream of the block.
     unsafe { driver.stream_destroy(gone) }.unwrap();
     free(&pool, block, gone);
     let blocks = [(); 3].map(|()| allocate(&pool, 2 * MIB, other));
@@ -110,8 +110,8 @@ fn memory_of_a_stream_that_is_gone_serves_others_once_the_device_was_waited_for(
     }
 }
 
-/// The first stream takes over a block that the second still works on, and the third takes it from the first. Whether the
-/// third's work begins before the second's is over.
+/// The first stream takes over a block that the second still works on, and the third takes it from the first. Returns whether the
+/// third's work begins before the second's completes.
 fn third_overtakes_second(record_after_merge: bool) -> bool {
     let sim = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
     let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
@@ -125,7 +125,7 @@ fn third_overtakes_second(record_after_merge: bool) -> bool {
     driver.event_record(second_done, two).unwrap();
     free(&pool, back, two);
     free(&pool, front, one);
-    // Neither list has 768 KiB. The first stream waits for the second, but its event is of before.
+    // Neither list has 768 KiB. The first stream waits for the second, but its event is older.
     let joined = allocate(&pool, 768 * KIB, one);
     let end = joined.addr().get() + joined.bytes();
     let stolen = allocate(&pool, 256 * KIB, three);
@@ -140,7 +140,7 @@ fn third_overtakes_second(record_after_merge: bool) -> bool {
 }
 
 #[test]
-fn an_event_that_is_too_old_lets_a_third_stream_in_and_the_switch_does_not() {
+fn old_event_lets_a_third_stream_in_unless_switched_off() {
     assert!(third_overtakes_second(false), "RMM issue 2489");
     assert!(!third_overtakes_second(true));
 }
@@ -153,7 +153,7 @@ fn arena(room: u64) -> (impl DeviceAllocator, [StreamId; 2]) {
 }
 
 #[test]
-fn small_blocks_come_from_superblocks_of_their_stream_and_large_ones_from_the_global_arena() {
+fn small_blocks_use_their_streams_superblocks_large_the_global() {
     let (arena, [one, two]) = arena(64 * MIB);
     let base = allocate(&arena, 100, one);
     let at = |block: &Block| block.addr().get() - base.addr().get();
@@ -164,7 +164,7 @@ fn small_blocks_come_from_superblocks_of_their_stream_and_large_ones_from_the_gl
     let large = allocate(&arena, 3 * MIB + 1, two);
     assert_eq!((at(&large), large.bytes()), (2 * MIB, 3 * MIB + 256));
     free(&arena, large, two);
-    // It was joined with the rest of the arena, of which the next superblock is cut.
+    // It was joined with the remainder of the arena, of which the next superblock is split.
     let next = allocate(&arena, MIB, one);
     assert_eq!(at(&next), 2 * MIB);
     let rest = allocate(&arena, 13 * MIB, one);
@@ -177,20 +177,20 @@ fn small_blocks_come_from_superblocks_of_their_stream_and_large_ones_from_the_gl
 }
 
 #[test]
-fn a_superblock_in_which_large_blocks_are_in_use_serves_a_stream() {
+fn superblock_with_live_large_blocks_serves_a_stream() {
     let (arena, [one, two]) = arena(64 * MIB);
-    // Each in a superblock of its own size, but the last: what is left behind it is no superblock.
+    // Each in a superblock of its own size, but the last: the remainder behind it is not a superblock.
     let blocks = [8 * MIB, 4 * MIB, 3 * MIB + MIB / 2].map(|bytes| allocate(&arena, bytes, one));
     let base = blocks[0].addr().get();
     let at = |block: &Block| block.addr().get() - base;
     let small = allocate(&arena, 256, two);
     assert_eq!(at(&small), 15 * MIB + MIB / 2);
     let [first, second, third] = blocks;
-    // The third block's superblock is the second stream's now, and so is the range that it leaves.
+    // The third block's superblock belongs to the second stream now, and so does its free range.
     free(&arena, third, one);
     let again = allocate(&arena, MIB, two);
     assert_eq!(at(&again), 12 * MIB);
-    // What lies between the two is the second stream's, until nothing else is left.
+    // The range between the two belongs to the second stream, until no other memory is left.
     let taken_back = allocate(&arena, 2 * MIB, one);
     assert_eq!((at(&taken_back), taken_back.path()), (13 * MIB, vramlab_policies::Path::Retry));
     for block in [first, second, taken_back] {
@@ -199,9 +199,9 @@ fn a_superblock_in_which_large_blocks_are_in_use_serves_a_stream() {
     for block in [small, again] {
         free(&arena, block, two);
     }
-    let whole = allocate(&arena, 16 * MIB, one);
-    assert_eq!(at(&whole), 0);
-    free(&arena, whole, one);
+    let full_block = allocate(&arena, 16 * MIB, one);
+    assert_eq!(at(&full_block), 0);
+    free(&arena, full_block, one);
 }
 
 #[test]
@@ -211,26 +211,26 @@ fn an_arena_that_is_full_takes_every_superblock_back() {
     let large = allocate(&arena, 14 * MIB, one);
     let base = first.addr().get();
     free(&arena, first, one);
-    // Both streams keep their superblocks, though the first one's is empty, and nothing else is left. The request needs more than
-    // one superblock, and the second is in use, so taking them back does not help.
+    // Both streams keep their superblocks, though the first one's is empty, and no other memory is left. The request needs more
+    // than one superblock, and the second is in use, so taking them back does not help.
     let error = arena.allocate(Request::new(MIB + 1), one).unwrap_err();
     let vramlab_policies::AllocError::OutOfMemory(report) = error else { panic!("{error}") };
     assert_eq!((report.largest_free_bytes, report.needed_bytes), (Some(MIB), MIB + 256));
-    // They are the global arena's now. The one in use serves the first stream as soon as the empty one is taken.
-    let found = [MIB, 256].map(|bytes| allocate(&arena, bytes, one));
-    assert_eq!(found.each_ref().map(|block| block.addr().get() - base), [0, MIB + 256]);
+    // They belong to the global arena now. The one in use serves the first stream as soon as the empty one is taken.
+    let results = [MIB, 256].map(|bytes| allocate(&arena, bytes, one));
+    assert_eq!(results.each_ref().map(|block| block.addr().get() - base), [0, MIB + 256]);
     assert_eq!((arena.stats().num_alloc_retries, arena.stats().num_ooms), (1, 1));
-    for block in found.into_iter().chain([large]) {
+    for block in results.into_iter().chain([large]) {
         free(&arena, block, one);
     }
     free(&arena, second, two);
-    let whole = allocate(&arena, 16 * MIB, two);
-    assert_eq!((whole.addr().get(), whole.path()), (base, vramlab_policies::Path::Retry));
-    free(&arena, whole, two);
+    let full_block = allocate(&arena, 16 * MIB, two);
+    assert_eq!((full_block.addr().get(), full_block.path()), (base, vramlab_policies::Path::Retry));
+    free(&arena, full_block, two);
 }
 
 #[test]
-fn an_arena_that_the_device_refuses_is_no_arena_unless_its_size_is_the_devices_business() {
+fn refused_arena_is_an_error_unless_its_size_is_automatic() {
     let (arena, [one, _]) = self::arena(8 * MIB);
     let error = arena.allocate(Request::new(1), one).unwrap_err();
     let vramlab_policies::AllocError::OutOfMemory(report) = error else { panic!("{error}") };

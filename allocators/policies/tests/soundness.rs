@@ -1,5 +1,5 @@
-//! Safe code cannot reach undefined behaviour: handles are checked where it would matter, and only their owner can end what they
-//! name. What the compiler refuses is in the documentation's examples (`Block`, the handles).
+//! Safe code cannot cause undefined behaviour: handles are checked wherever it matters, and only their owner can destroy their
+//! objects. The documentation's examples (`Block`, the handles) show the compile errors.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
@@ -14,7 +14,7 @@ use vramlab_device::{CudaDriver, Driver, DriverError, GraphId, NullDriver, Strea
 use vramlab_policies::backends::caching;
 use vramlab_policies::{AllocError, Capture, Memory};
 
-/// Values that stand for nothing, at the edges and where handles of drivers lie.
+/// Values without an object, at the edges and in the range of drivers' handles.
 const FORGED: [u64; 5] = [0, 3, 0x7f00_dead_b000, i64::MAX as u64, u64::MAX];
 
 fn refused<T: std::fmt::Debug>(result: Result<T, DriverError>) {
@@ -25,7 +25,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T, DriverError>) {
 fn refuses_foreign(driver: &dyn Driver, other: &dyn Driver) {
     let (stream, event) = (driver.stream_create().unwrap(), driver.event_create(true).unwrap());
     let forged = FORGED.map(|raw| {
-        // SAFETY: that a driver copes with handles that it did not make is what is tested; none stands for anything.
+        // SAFETY: the test is that a driver refuses handles that it did not make; none has an object.
         unsafe { (StreamId::from_raw(raw), vramlab_device::EventId::from_raw(raw), GraphId::from_raw(raw)) }
     });
     let mut foreign: Vec<_> = forged.to_vec();
@@ -44,7 +44,7 @@ fn refuses_foreign(driver: &dyn Driver, other: &dyn Driver) {
         refused(driver.event_elapsed_ns(event, strange));
         let graphs = driver.graphs().unwrap();
         refused(graphs.capture_begin(stranger));
-        // SAFETY: there is no such graph, so none of its memory is gone.
+        // SAFETY: there is no such graph, so none of its memory was released.
         refused(unsafe { graphs.graph_launch(graph, stream) });
         if let Some(pools) = driver.pools() {
             let pool = pools.pool_create(vramlab_device::PoolSettings::default()).unwrap();
@@ -69,7 +69,7 @@ fn the_simulated_device_refuses_handles_that_it_did_not_make() {
 fn cuda_sees_no_handle_that_its_driver_did_not_make() {
     let (driver, other) = (CudaDriver::new(0).unwrap(), CudaDriver::new(0).unwrap());
     refuses_foreign(&driver, &other);
-    // A driver that is opened after another is gone is handed no stream of that one, though the context may be the same.
+    // A driver that is opened after another one was dropped gets no stream of that one, though the context may be the same.
     let old = other.stream_create().unwrap();
     drop(other);
     refused(driver.raw_stream(old));

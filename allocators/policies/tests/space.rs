@@ -1,5 +1,5 @@
-//! The memory of an allocator under random operations: blocks tile their segments, and every sum is what a naive recount
-//! says, after each step.
+//! The memory of an allocator under random operations: blocks tile their segments, and every sum equals a naive recount, after each
+//! step.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;
@@ -23,7 +23,7 @@ fn steps() -> u64 {
 struct Peaks(BTreeMap<String, u64>);
 
 fn stream(number: u64) -> StreamId {
-    // SAFETY: no driver is given it.
+    // SAFETY: no driver gets it.
     unsafe { StreamId::from_raw(number) }
 }
 
@@ -33,7 +33,7 @@ struct World {
     random: Random,
     next: u64,
     peaks: Peaks,
-    /// The ledger when reserved memory was highest, by the recount.
+    /// The breakdown when reserved memory was highest, by the recount.
     peak: Ledger,
 }
 
@@ -57,8 +57,8 @@ impl World {
     }
 
     fn any(&mut self, state: State) -> Option<BlockId> {
-        let found = self.blocks(|other| other == state);
-        (!found.is_empty()).then(|| found[self.random.below(found.len() as u64) as usize])
+        let blocks = self.blocks(|other| other == state);
+        (!blocks.is_empty()).then(|| blocks[self.random.below(blocks.len() as u64) as usize])
     }
 
     /// One to `most` units.
@@ -76,7 +76,7 @@ impl World {
                     self.space.add_segment(list, self.next, bytes)
                 };
                 assert_eq!(self.space[block].bytes, bytes);
-                // Sometimes right beside the last one, with which nothing may be joined.
+                // Sometimes adjacent to the last one, with which it must not coalesce.
                 self.next += bytes + UNIT * self.random.below(2);
                 if self.space[block].state == State::Free && self.random.below(4) == 0 {
                     self.carve(block);
@@ -91,8 +91,8 @@ impl World {
             }
             2..=8 => {
                 if let Some(block) = self.any(State::Free) {
-                    let whole = self.space[block].bytes;
-                    let bytes = if self.random.below(4) == 0 { whole } else { self.units(whole) };
+                    let bytes = self.space[block].bytes;
+                    let bytes = if self.random.below(4) == 0 { bytes } else { self.units(bytes) };
                     let requested = 1 + self.random.below(bytes);
                     self.space.take(block, bytes, requested);
                     if self.random.below(8) == 0 {
@@ -140,8 +140,8 @@ impl World {
         let (mut left, mut parts) = (self.space[whole].bytes, Vec::new());
         while left > 0 {
             let bytes = self.units(left);
-            let held = parts.len() % 2 == 0;
-            parts.push((bytes, held.then_some(bytes - 1)));
+            let is_live = parts.len() % 2 == 0;
+            parts.push((bytes, is_live.then_some(bytes - 1)));
             left -= bytes;
         }
         self.space.carve(whole, &parts);
@@ -264,7 +264,7 @@ fn blocks_tile_and_sums_are_what_a_recount_says() {
             most_held = most_held.max(world.blocks(|state| state == State::Held).len());
             if step % 1_000 == 999 {
                 world.space.account_mut().reset_peaks();
-                // From here on the recount's peaks start at the levels, too.
+                // From here on the recount's peaks restart from the levels, too.
                 world.peaks = Peaks::default();
                 world.peak = world.space.account().ledger_at_peak();
                 world.check(stream(1));

@@ -11,8 +11,8 @@ use vramlab_policies::{AllocError, Block, BlockState, DeviceAllocator, OomReport
 
 const STREAMS: usize = 4;
 
-/// What the snapshot adds up to: for the small pool, the large pool and all, blocks and bytes held, held or pending,
-/// bytes asked for in those, and free parts with their bytes.
+/// Sums over the snapshot: for the small pool, the large pool and all, blocks and bytes allocated, active, requested bytes of
+/// those, and free parts with their bytes.
 fn levels(caching: &Caching) -> [[u64; 7]; 3] {
     let mut out = [[0; 7]; 3];
     for segment in caching.snapshot().unwrap().segments {
@@ -52,7 +52,7 @@ fn peaks(stats: &Stats) -> [[u64; 7]; 3] {
     })
 }
 
-/// The figures are read only at the end: reading them closes accounts, which must not be what makes them right.
+/// The statistics are read only at the end: reading them ends leases, which must not be the reason why they are right.
 #[test]
 fn one_thread_on_several_streams_has_exact_peaks() {
     for seed in 0..12 {
@@ -97,12 +97,12 @@ fn one_thread_on_several_streams_has_exact_peaks() {
         }
         let stats = caching.stats();
         check_stats(&stats);
-        let found = peaks(&stats);
-        // Blocks that wait are released at the start of a request, which then takes others; a look between requests
-        // does not see the moment in between, in which there are more free parts than before and after.
+        let actual = peaks(&stats);
+        // Deferred frees are processed at the start of a request, which then takes other blocks; a read between requests does not
+        // see the moment in between, in which there are more free parts than before and after.
         for scope in 0..3 {
-            assert_eq!(found[scope][..5], expected[scope][..5], "seed {seed}, scope {scope}");
-            assert!(found[scope][5] >= expected[scope][5] && found[scope][6] >= expected[scope][6]);
+            assert_eq!(actual[scope][..5], expected[scope][..5], "seed {seed}, scope {scope}");
+            assert!(actual[scope][5] >= expected[scope][5] && actual[scope][6] >= expected[scope][6]);
         }
         for (block, stream) in live {
             free(&caching, block, stream).unwrap();
@@ -113,15 +113,15 @@ fn one_thread_on_several_streams_has_exact_peaks() {
 #[test]
 fn threads_that_take_turns_have_exact_peaks() {
     let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
-    let mut held = Vec::new();
+    let mut live = Vec::new();
     for turn in 0..20u64 {
         let stream = common::stream(1 + turn % 3);
         let caching = &caching;
         let take = move || allocate(caching, 100 * (turn + 1), stream).unwrap();
-        held.push((thread::scope(|scope| scope.spawn(take).join()).unwrap(), stream));
+        live.push((thread::scope(|scope| scope.spawn(take).join()).unwrap(), stream));
     }
-    let bytes: u64 = held.iter().map(|(block, _)| block.bytes()).sum();
-    for (block, stream) in held {
+    let bytes: u64 = live.iter().map(|(block, _)| block.bytes()).sum();
+    for (block, stream) in live {
         free(&caching, block, stream).unwrap();
     }
     let stats = caching.stats();
@@ -131,7 +131,7 @@ fn threads_that_take_turns_have_exact_peaks() {
 }
 
 #[test]
-fn threads_at_once_have_peaks_that_are_no_less_than_what_was_held() {
+fn concurrent_threads_have_peaks_not_below_live_bytes() {
     const THREADS: u64 = 8;
     let caching = Caching::new(Arc::new(NullDriver::new(1 << 40)), CachingSettings::default());
     let together = Barrier::new(THREADS as usize);
@@ -178,9 +178,9 @@ fn peaks_that_are_bounds_say_so() {
     assert_eq!((stats.upper_bounds().len(), stats.allocated_bytes.all.peak), (0, 0), "exact again");
 }
 
-/// Fragmentation lets a pool grow while less is asked for than was before.
+/// Fragmentation lets a pool grow while less is requested than before.
 #[test]
-fn a_pool_that_grows_below_the_peak_of_requested_has_its_ledger_taken_then() {
+fn pool_growth_below_the_requested_peak_takes_the_ledger() {
     for threshold in [u64::MAX, 64 * MIB, 0] {
         let driver: Arc<dyn Driver> = sim(4 * GIB, SimMemory::None);
         let settings = PoolSettings { release_threshold: threshold, ..PoolSettings::default() };
@@ -188,22 +188,22 @@ fn a_pool_that_grows_below_the_peak_of_requested_has_its_ledger_taken_then() {
         let stream = driver.stream_create().unwrap();
         let take = |bytes| allocate(&allocator, bytes, stream).unwrap();
         let blocks: Vec<_> = (0..8).map(|_| take(16 * MIB)).collect();
-        let mut kept = Vec::new();
+        let mut live = Vec::new();
         for (number, block) in blocks.into_iter().enumerate() {
             if number % 2 == 0 {
                 free(&allocator, block, stream).unwrap();
             } else {
-                kept.push(block);
+                live.push(block);
             }
         }
-        // 64 of 128 MiB are free, in pieces of 16.
+        // 64 of 128 MiB are free, in fragments of 16.
         let large = take(40 * MIB);
         let (stats, ledger) = (allocator.stats(), allocator.ledger_at_peak());
         assert!(stats.requested_bytes.all.current < stats.requested_bytes.all.peak);
         assert_eq!(ledger.reserved, stats.reserved_bytes.all.peak, "{threshold}");
         assert_eq!((ledger.requested, ledger.peak_reserved), (104 * MIB, None), "{threshold}");
         assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
-        kept.into_iter().chain([large]).for_each(|block| assert!(free(&allocator, block, stream).is_ok()));
+        live.into_iter().chain([large]).for_each(|block| assert!(free(&allocator, block, stream).is_ok()));
         allocator.trim(0).unwrap();
         allocator.reset_peaks();
         assert_eq!((allocator.stats().reserved_bytes.all.peak, allocator.ledger_at_peak().reserved), (0, 0));
@@ -215,7 +215,7 @@ fn a_pool_that_grows_below_the_peak_of_requested_has_its_ledger_taken_then() {
     }
 }
 
-/// As many synchronises as give memory back that an allocation then takes at an address which was seen before.
+/// The number of synchronises that release memory which an allocation then reserves at a known address.
 #[test]
 fn a_pool_with_a_threshold_has_its_ledger_taken_at_the_peak_too() {
     for threshold in [0, 32 * MIB, 96 * MIB] {
@@ -264,7 +264,7 @@ fn a_peak_that_was_not_seen_is_told_beside_the_ledger() {
     assert_eq!((ledger.reserved, ledger.requested), (32 * MIB, 10 * MIB), "as it was seen");
     assert_eq!(ledger.peak_reserved, Some(allocator.stats().reserved_bytes.all.peak));
     free(&allocator, large, stream).unwrap();
-    // Peaks that do not start again are bounds.
+    // Peaks that do not restart are bounds.
     faulty.fail(CallKind::PoolAttribute, 0, DriverError::ILLEGAL_STATE);
     allocator.reset_peaks();
     assert_eq!(allocator.stats().upper_bounds(), ["reserved_bytes"]);
@@ -296,7 +296,7 @@ fn a_peak_that_is_reached_again_keeps_its_ledger() {
     }
 }
 
-/// `naive` holds what is asked for and nothing else, except where the driver refuses a free.
+/// `naive` reserves exactly the requested bytes, except where the driver refuses a free.
 #[test]
 fn a_peak_that_naive_reaches_again_keeps_its_ledger() {
     let faulty = Arc::new(FaultyDriver::new(sim(GIB, SimMemory::None)));
@@ -319,10 +319,10 @@ fn a_peak_that_naive_reaches_again_keeps_its_ledger() {
     assert_eq!(naive.trim(0).unwrap(), 300_000);
 }
 
-// Reading statistics and snapshots changes nothing: `caching` does the same whether it is watched or not.
+// Reading statistics and snapshots changes nothing: `caching` behaves equally whether it is read or not.
 
 const WATCHED_STREAMS: u64 = 2;
-/// Sizes at the edges of both pools, few enough that the same ones come again and again.
+/// Sizes at the edges of both pools, few enough that the same ones recur.
 const SIZES: [u64; 10] = [1, 500, 512, 513, 4096, 300 << 10, MIB - 1, MIB, MIB + 1, 3 * MIB];
 
 /// An allocator on a device of its own.
@@ -331,9 +331,9 @@ struct Side {
     caching: Caching,
     streams: Vec<StreamId>,
     live: Vec<(Block, StreamId)>,
-    /// Whether everything is looked at after each call.
+    /// Whether everything is read after each call.
     watched: bool,
-    /// What the client saw.
+    /// The results for the client.
     seen: Vec<(u64, u64, Path)>,
 }
 
@@ -376,7 +376,7 @@ impl Side {
         let which = random.below(self.live.len().max(1) as u64) as usize;
         let bytes = SIZES[random.below(SIZES.len() as u64) as usize];
         match random.below(24) {
-            // The same over and over, which a cache may be tempted not to carry out.
+            // The same repeatedly, which a cache may be tempted to skip.
             0..8 => {
                 for _ in 0..1 + random.below(5) {
                     let Some(block) = self.allocate(bytes, stream) else { return };
@@ -433,7 +433,7 @@ fn a_thousand_rounds_are_a_thousand_allocations() {
     assert_eq!(figures(stats.allocation.all), (0, 1, 1_000, 1_000));
     assert_eq!(figures(stats.allocated_bytes.all), (0, 1_024, 1_024_000, 1_024_000));
     assert_eq!(figures(stats.requested_bytes.all), (0, 700, 700_000, 700_000));
-    // The rest of the segment is a part while the block is out.
+    // The remainder of the segment is a part while the block is live.
     assert_eq!(figures(stats.inactive_split.unwrap().all), (0, 1, 1_000, 1_000));
     assert_eq!(side.seen.iter().filter(|(_, _, path)| *path == Path::Split).count(), 999);
     assert_eq!(side.seen.iter().filter(|(_, _, path)| *path == Path::Coalesce).count(), 1_000);
@@ -448,7 +448,7 @@ fn a_block_that_came_back_is_not_taken_twice() {
         side.free(block, stream);
     }
     let block = side.allocate(512, stream).unwrap();
-    // What a caller that breaks the rules of `deallocate` would hold.
+    // A block of a caller that violates the rules of `deallocate`.
     // SAFETY: a bitwise copy of a block without a destructor; only the allocator's checks see it.
     let copy = unsafe { std::ptr::read(&block) };
     side.free(block, stream);
@@ -457,7 +457,7 @@ fn a_block_that_came_back_is_not_taken_twice() {
     assert_eq!(side.caching.stats().allocation.all.freed, 4);
 }
 
-// What an out-of-memory error says of the memory that there was, and of what would have helped.
+// The contents of an out-of-memory error: the memory at that moment, and the remedy.
 
 fn report(error: AllocError) -> OomReport {
     let AllocError::OutOfMemory(report) = error else { panic!("{error}") };
@@ -465,36 +465,36 @@ fn report(error: AllocError) -> OomReport {
 }
 
 #[test]
-fn the_largest_free_block_and_the_bytes_of_other_streams_are_named() {
+fn report_names_largest_free_block_and_bytes_of_other_streams() {
     let driver: Arc<dyn Driver> = sim(64 * MIB, SimMemory::None);
     let caching = build(&caching::BACKEND, &driver);
     let [own, other] = [(); 2].map(|()| driver.stream_create().unwrap());
     let take = |bytes, stream| allocate(caching.as_ref(), bytes, stream).unwrap();
-    // In segments of 20 MiB: free parts of 3, 5 and 4 MiB between blocks that are held.
+    // In segments of 20 MiB: free parts of 3, 5 and 4 MiB between live blocks.
     let blocks = [3, 6, 5, 2, 4].map(|mib| take(mib * MIB, own));
     let elsewhere = [7, 2].map(|mib| take(mib * MIB, other));
     let small = take(1000, own);
-    let mut kept = Vec::new();
+    let mut live = Vec::new();
     for (number, block) in blocks.into_iter().enumerate() {
-        if number % 2 == 0 { assert!(free(caching.as_ref(), block, own).is_ok()) } else { kept.push((block, own)) }
+        if number % 2 == 0 { assert!(free(caching.as_ref(), block, own).is_ok()) } else { live.push((block, own)) }
     }
     let [freed, held] = elsewhere;
     free(caching.as_ref(), freed, other).unwrap();
-    kept.extend([(held, other), (small, own)]);
-    let found = report(allocate(caching.as_ref(), 30 * MIB, own).unwrap_err());
-    assert_eq!(found.reserved_bytes, 42 * MIB);
-    assert_eq!(found.active_bytes, 10 * MIB + 1024);
-    assert_eq!(found.largest_free_bytes, Some(5 * MIB), "{found:?}");
-    // 7 MiB before what is held, 11 behind it.
-    assert_eq!(found.other_streams_free_bytes, Some(18 * MIB));
-    assert_eq!((found.requested_bytes, found.needed_bytes), (30 * MIB, 30 * MIB));
-    assert!(found.to_string().contains("largest free block 5 MiB"), "{found}");
-    for (block, stream) in kept {
+    live.extend([(held, other), (small, own)]);
+    let refusal = report(allocate(caching.as_ref(), 30 * MIB, own).unwrap_err());
+    assert_eq!(refusal.reserved_bytes, 42 * MIB);
+    assert_eq!(refusal.active_bytes, 10 * MIB + 1024);
+    assert_eq!(refusal.largest_free_bytes, Some(5 * MIB), "{refusal:?}");
+    // 7 MiB in front of the live block, 11 behind it.
+    assert_eq!(refusal.other_streams_free_bytes, Some(18 * MIB));
+    assert_eq!((refusal.requested_bytes, refusal.needed_bytes), (30 * MIB, 30 * MIB));
+    assert!(refusal.to_string().contains("largest free block 5 MiB"), "{refusal}");
+    for (block, stream) in live {
         free(caching.as_ref(), block, stream).unwrap();
     }
 }
 
-/// A segment of 20 MiB is cut in five, and every other piece is freed: 12 MiB in three, of which 10 are asked for.
+/// A segment of 20 MiB is split in five, and every other block is freed: 12 MiB in three fragments, of which 10 are requested.
 fn in_pieces(text: &str, room: u64) -> String {
     let driver: Arc<dyn Driver> = sim(room, SimMemory::None);
     let allocator = text.parse::<Selection>().unwrap().build(&driver).unwrap();

@@ -23,7 +23,7 @@ fn numbers_that_cannot_work_are_refused() {
         ),
         (
             ["--alloc", "bfc:allow_growth=off"],
-            "--alloc bfc: allow_growth=off takes the whole memory_limit at once; set memory_limit, too",
+            "--alloc bfc: allow_growth=off takes the whole memory_limit at the start; set memory_limit, too",
         ),
         (["--alloc", "caching:memory_limit=1K"], "--memory-limit 1 KiB is less than the model's weights"),
         (["--nvtx-memory", "on"], "no memory checker is attached to this process"),
@@ -59,7 +59,7 @@ fn allocators_that_mean_nothing_are_refused() {
     for (alloc, line) in [
         (
             "lab:source=expandable,stream=steal",
-            "--alloc lab: source=expandable goes with stream=own, join=at-free and grow=torch or grow=exact; write source=plain",
+            "--alloc lab: source=expandable requires stream=own, join=at-free and grow=torch or grow=exact; write source=plain",
         ),
         (
             "plan:file=nope",
@@ -69,7 +69,7 @@ fn allocators_that_mean_nothing_are_refused() {
         (
             &format!("plan:file={text}"),
             &format!(
-                "--alloc plan: cannot use {text}: it is no plan (expected value at line 1 column 1); `vramlab plan HISTORY \
+                "--alloc plan: cannot use {text}: it is not a plan (expected value at line 1 column 1); `vramlab plan HISTORY \
                  --out FILE` writes plans"
             ),
         ),

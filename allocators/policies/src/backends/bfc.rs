@@ -141,8 +141,8 @@ impl Bfc {
         if settings.garbage_collection {
             steps.extend([Step::ReleaseIfEnough, Step::SegmentAgain]);
         }
-        let whole = settings.memory_limit.filter(|_| !settings.allow_growth);
-        let first = whole.unwrap_or(settings.initial_region).max(1);
+        let fixed = settings.memory_limit.filter(|_| !settings.allow_growth);
+        let first = fixed.unwrap_or(settings.initial_region).max(1);
         let ladder = Ladder {
             steps,
             size: match settings.extend {

@@ -250,8 +250,8 @@ impl Caching {
     #[inline]
     fn find(cache: &BlockCache, block: &Block) -> Option<BlockIndex> {
         let (_, index): (_, BlockIndex) = block.token().parts();
-        let found = cache.blocks().find(index, block.addr().get());
-        found.filter(|record| record.state == State::Allocated).map(|_| index)
+        let record = cache.blocks().find(index, block.addr().get());
+        record.filter(|record| record.state == State::Allocated).map(|_| index)
     }
 }
 

@@ -182,15 +182,15 @@ pub(super) fn find(heap: &mut Heap, list: FreeList, bytes: u64, largest: u64) ->
         let hole = heap.hole_behind(block).map_or(0, |hole| heap.space()[hole].bytes);
         heap.space()[block].bytes + hole
     };
-    let mut found = heap.find(list, bytes, u64::MAX)?;
+    let mut best = heap.find(list, bytes, u64::MAX)?;
     // Only as long as each counts for less than the one before: the minimum of all may follow later. Behind a block without a hole
     // none counts for less.
-    while heap.hole_behind(found).is_some()
-        && let Some(next) = heap.next_larger(found).filter(|next| counts_for(heap, *next) < counts_for(heap, found))
+    while heap.hole_behind(best).is_some()
+        && let Some(next) = heap.next_larger(best).filter(|next| counts_for(heap, *next) < counts_for(heap, best))
     {
-        found = next;
+        best = next;
     }
-    Some(found).filter(|found| heap.space()[*found].bytes <= largest)
+    Some(best).filter(|best| heap.space()[*best].bytes <= largest)
 }
 
 /// Requests go [step by step](super::pooled::serve) as in `DeviceCachingAllocator::malloc`.
@@ -221,10 +221,10 @@ impl Policy for PyTorchExpandable {
         if self.settings.reuse_handles {
             heap.keep_handles();
         }
-        let found = self.release_and_map(heap, miss);
+        let block = self.release_and_map(heap, miss);
         if self.settings.reuse_handles {
             heap.release_handles()?;
         }
-        Ok(found?.map(|block| (block, Path::Retry)))
+        Ok(block?.map(|block| (block, Path::Retry)))
     }
 }

@@ -89,8 +89,8 @@ impl State {
 
     /// Blocks that the client freed and that are still reserved.
     fn gone(&self) -> impl Iterator<Item = (&DeviceAddr, &(u64, StreamId))> {
-        let kept = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
-        self.refused.iter().chain(kept)
+        let pinned = self.captures.kept().flat_map(|kept| kept.pinned.iter().chain(&kept.waiting));
+        self.refused.iter().chain(pinned)
     }
 
     /// Keeps a freed block where a capture needs it.
@@ -114,10 +114,10 @@ impl State {
 
     /// A block that the open capture of a stream has freed, of exactly this size, for its next request.
     fn reuse(&mut self, bytes: u64, stream: StreamId) -> Option<DeviceAddr> {
-        let kept = self.captures.open_on(stream)?;
-        let addr = kept.idle.get_mut(&bytes)?.pop()?;
-        kept.pinned.remove(&addr);
-        kept.own.insert(addr);
+        let capture = self.captures.open_on(stream)?;
+        let addr = capture.idle.get_mut(&bytes)?.pop()?;
+        capture.pinned.remove(&addr);
+        capture.own.insert(addr);
         self.live.insert(addr, (bytes, stream));
         // It was reserved all the time; only its state for the client changes.
         self.stats.count_held(ANY, bytes);
@@ -271,8 +271,8 @@ impl DeviceAllocator for Naive {
         };
         let state = self.lock();
         let live = state.live.iter().map(|entry| segment(entry, BlockState::Allocated));
-        let gone = state.gone().map(|entry| segment(entry, BlockState::PendingFree));
-        let mut segments: Vec<SegmentInfo> = live.chain(gone).collect();
+        let unreleased = state.gone().map(|entry| segment(entry, BlockState::PendingFree));
+        let mut segments: Vec<SegmentInfo> = live.chain(unreleased).collect();
         segments.sort_unstable_by_key(|segment| segment.addr);
         Some(Snapshot { segments })
     }
@@ -315,8 +315,8 @@ impl GraphMemory for Naive {
     }
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
-        let kept = self.lock().captures.release(self.name(), capture)?;
-        Ok(self.give_all_back(kept.pinned).map(|_| ())?)
+        let capture = self.lock().captures.release(self.name(), capture)?;
+        Ok(self.give_all_back(capture.pinned).map(|_| ())?)
     }
 
     /// A block that is freed after other streams used it becomes reusable at the end of the capture.

@@ -103,7 +103,7 @@ impl Policy for Paddle {
 
     /// 3. The end of the block.
     fn take(&self, heap: &mut Heap, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> (BlockId, bool) {
-        let held = heap.take_end(block, list, bytes, requested);
-        (held, held != block)
+        let end = heap.take_end(block, list, bytes, requested);
+        (end, end != block)
     }
 }

@@ -357,8 +357,8 @@ impl<P: Policy> Takeover for Pooled<P> {
         }
         let pools = &state.pools;
         let owner = |stream| Owner { stream, private: pools.pool_of(stream).map(PrivatePool::id) };
-        let held = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
-        Ok(Some(held.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
+        let blocks = restore(&mut state.heap, (self.name, &state.policy.rules().size, &owner), snapshot, age)?;
+        Ok(Some(blocks.into_iter().map(|block| self.mint(&state.heap, block, Path::DriverAlloc)).collect()))
     }
 }
 

@@ -235,8 +235,8 @@ impl Remap {
     fn map_free_pages(&self, heap: &mut Heap, miss: &Miss, most: u64, wait: bool) -> Result<Found, DriverError> {
         // A device does not report how much it could still allocate.
         let wanted = |heap: &Heap, lacking| if most == u64::MAX { lacking } else { passes(most, heap, lacking) };
-        let found = heap.move_pages(miss.list, miss.bytes, wanted, wait)?;
-        Ok(found.map(|(block, moved)| (block, if moved > 0 { Path::Steal } else { Path::DriverAlloc })))
+        let block = heap.move_pages(miss.list, miss.bytes, wanted, wait)?;
+        Ok(block.map(|(block, moved)| (block, if moved > 0 { Path::Steal } else { Path::DriverAlloc })))
     }
 }
 
@@ -256,11 +256,11 @@ impl Policy for Remap {
     }
 
     fn find(&self, heap: &mut Heap, list: FreeList, bytes: u64) -> Result<Found, DriverError> {
-        let found = self.find_as_before(heap, list, bytes)?;
-        if let Some((block, _)) = found {
+        let block = self.find_as_before(heap, list, bytes)?;
+        if let Some((block, _)) = block {
             Self::note_place(heap, list, bytes, block);
         }
-        Ok(found)
+        Ok(block)
     }
 
     fn segment(&self, bytes: u64) -> u64 {

@@ -34,15 +34,15 @@ pub(super) fn restore<S: Restores>(
 ) -> Result<Vec<S::Held>, AllocError> {
     let (_, size, _) = rules;
     snapshot.segments.iter().try_for_each(|segment| check(segment, size))?;
-    let mut held = Vec::new();
+    let mut live = Vec::new();
     for (segment, list, new) in make_segments(segments, rules, &snapshot.segments)? {
         if segment.is_idle() {
             segments.leave_whole(list, new, age(segment.addr));
             continue;
         }
-        held.extend(segments.cut(list, new, &segment.parts()));
+        live.extend(segments.cut(list, new, &segment.parts()));
     }
-    Ok(held)
+    Ok(live)
 }
 
 /// A segment of the snapshot, the free list of its blocks, and the new segment.
@@ -94,10 +94,10 @@ fn give_back<S: Restores>(segments: &mut S, made: Vec<Made<'_, S::Block>>) -> Re
 /// Refuses a segment whose blocks do not fill it.
 fn check(segment: &SegmentInfo, size: &Size) -> Result<(), AllocError> {
     let sizes = segment.blocks.iter().map(|block| block.bytes);
-    let whole = |bytes: u64| bytes > 0 && bytes.is_multiple_of(size.granule());
+    let is_whole = |bytes: u64| bytes > 0 && bytes.is_multiple_of(size.granule());
     let sum = sizes.clone().try_fold(0u64, u64::checked_add);
     if segment.blocks.is_empty()
-        || !sizes.clone().all(whole)
+        || !sizes.clone().all(is_whole)
         || sum != Some(segment.bytes)
         || segment.blocks.iter().any(|block| block.requested > block.bytes)
     {

@@ -215,15 +215,15 @@ impl Policy for RmmArena {
         }
         // 2. to 4.
         let mut path = if begins { Path::DriverAlloc } else { Path::Hit };
-        let mut found = self.arenas.allocate(owner.stream, bytes);
+        let mut range = self.arenas.allocate(owner.stream, bytes);
         // 5.
-        if found.is_none() {
+        if range.is_none() {
             path = Path::Retry;
             self.defragment(heap)?;
             heap.space_mut().account_mut().count_retry();
-            found = self.arenas.allocate(owner.stream, bytes);
+            range = self.arenas.allocate(owner.stream, bytes);
         }
-        let Some((offset, cut)) = found else { return Err(self.refuse(heap, list, requested, bytes)) };
+        let Some((offset, cut)) = range else { return Err(self.refuse(heap, list, requested, bytes)) };
         let arena = self.arena.expect("an arena was reserved above");
         let block = arena.find(heap, offset, bytes).expect("a range of `arenas` is free on the heap, too");
         let block = arena.take(heap, block, (offset, bytes), owner, requested);
@@ -243,8 +243,8 @@ impl Policy for RmmArena {
         if waited.is_err() || !users.is_empty() {
             self.pending.insert(offset, bytes);
             // A wait that failed is one more use.
-            let own = waited.is_err().then_some(owner.stream);
-            let users: Vec<StreamId> = users.iter().copied().chain(own).collect();
+            let owner_use = waited.is_err().then_some(owner.stream);
+            let users: Vec<StreamId> = users.iter().copied().chain(owner_use).collect();
             let put = heap.put_after(block, &users);
             waited.and(put)?;
             return Ok(Path::Deferred);
@@ -326,8 +326,8 @@ impl Arenas {
     /// `arena::allocate_sync`: takes a range for a stream. Returns its offset, and whether it was split off a larger one.
     fn allocate(&mut self, stream: StreamId, bytes: u64) -> Option<(u64, bool)> {
         let holder = (bytes <= SUPERBLOCK).then_some(stream);
-        let own = holder.and_then(|_| self.free.find(holder, bytes, u64::MAX)).map(|(offset, ())| offset);
-        let offset = own.or_else(|| self.acquire(holder, bytes))?;
+        let local = holder.and_then(|_| self.free.find(holder, bytes, u64::MAX)).map(|(offset, ())| offset);
+        let offset = local.or_else(|| self.acquire(holder, bytes))?;
         // `superblock::first_fit`
         let start = self.start_of(offset);
         let size = self.superblock(start).free.remove(&offset).expect("what was found should be free");
@@ -345,11 +345,11 @@ impl Arenas {
         let (offset, ()) = self.free.find(None, bytes, u64::MAX)?;
         let (start, due) = (self.start_of(offset), bytes.max(SUPERBLOCK));
         let superblock = &self.superblocks[&start];
-        let whole = superblock.bytes;
-        if superblock.is_empty() && whole >= due + SUPERBLOCK {
-            self.free.remove(None, start, whole, ());
+        let size = superblock.bytes;
+        if superblock.is_empty() && size >= due + SUPERBLOCK {
+            self.free.remove(None, start, size, ());
             self.insert_empty(start, due);
-            self.insert_empty(start + due, whole - due);
+            self.insert_empty(start + due, size - due);
         }
         self.hand(start, holder);
         Some(offset)
@@ -411,9 +411,9 @@ impl Arenas {
 
     /// `arena::clean` of every stream: the global arena gets all superblocks.
     fn clean(&mut self) {
-        let held = self.superblocks.iter().filter(|(_, superblock)| superblock.holder.is_some());
-        let held: Vec<u64> = held.map(|(start, _)| *start).collect();
-        for start in held {
+        let assigned = self.superblocks.iter().filter(|(_, superblock)| superblock.holder.is_some());
+        let assigned: Vec<u64> = assigned.map(|(start, _)| *start).collect();
+        for start in assigned {
             self.hand(start, None);
             self.join(start);
         }

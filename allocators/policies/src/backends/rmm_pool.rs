@@ -178,11 +178,11 @@ impl Policy for RmmPool {
         if let Some(block) = heap.find(list, bytes, u64::MAX) {
             return Ok(Some((block, Path::Hit)));
         }
-        let found = match heap.steal(list, bytes, u64::MAX)? {
+        let block = match heap.steal(list, bytes, u64::MAX)? {
             Some(block) => Some(block),
             None => heap.take_over(list, bytes, u64::MAX, self.settings.record_after_merge)?,
         };
-        Ok(found.map(|block| (block, Path::WaitInserted)))
+        Ok(block.map(|block| (block, Path::WaitInserted)))
     }
 
     /// `expand_pool`

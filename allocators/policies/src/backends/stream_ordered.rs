@@ -446,16 +446,16 @@ impl DeviceAllocator for StreamOrdered {
     fn forget_stream(&self, stream: StreamId) {
         let _alone = self.streams.write().unwrap_or_else(PoisonError::into_inner);
         let state = &mut *self.lock();
-        let kept = state.captures.each().flat_map(|(_, kept)| kept.waiting.iter_mut().map(|(_, block)| block));
-        let blocks = state.live.values_mut().chain(state.refused.iter_mut().map(|(_, block)| block)).chain(kept);
-        let mut own = Vec::new();
+        let waiting = state.captures.each().flat_map(|(_, kept)| kept.waiting.iter_mut().map(|(_, block)| block));
+        let blocks = state.live.values_mut().chain(state.refused.iter_mut().map(|(_, block)| block)).chain(waiting);
+        let mut streams = Vec::new();
         for block in blocks {
             block.uses.retain(|user| *user != stream);
             if block.stream == stream {
-                own.push(block);
+                streams.push(block);
             }
         }
-        if own.is_empty() {
+        if streams.is_empty() {
             return;
         }
         // Without a stream of its own the frees are refused, and repeated on a new one.
@@ -463,7 +463,7 @@ impl DeviceAllocator for StreamOrdered {
             state.heir = self.driver.stream_create().ok();
         }
         if let Some(heir) = state.heir {
-            own.into_iter().for_each(|block| block.stream = heir);
+            streams.into_iter().for_each(|block| block.stream = heir);
         }
     }
 
@@ -555,10 +555,10 @@ impl GraphMemory for StreamOrdered {
 
     fn capture_release(&self, capture: CaptureId) -> Result<(), AllocError> {
         let state = &mut *self.lock();
-        let kept = state.captures.release(self.name(), capture)?;
+        let capture = state.captures.release(self.name(), capture)?;
         // Live blocks of the capture were released with the graph.
-        let gone: Vec<LiveBlock> = kept.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
-        for block in gone {
+        let released: Vec<LiveBlock> = capture.own.iter().filter_map(|addr| state.live.remove(addr)).collect();
+        for block in released {
             state.captured -= block.bytes;
             state.stats.count_let_go(ANY, block.bytes);
             state.stats.count_reusable(ANY, block.bytes, block.bytes);

@@ -126,7 +126,7 @@ impl Capture {
             self.abort();
         }
         let ended = self.memory.allocator().capture_end(id);
-        let whole = match (made, ended) {
+        let complete = match (made, ended) {
             (Ok(graph), ended) => {
                 self.made.push(graph);
                 ended
@@ -136,7 +136,7 @@ impl Capture {
                 Err(error.into())
             }
         };
-        if let Err(error) = whole {
+        if let Err(error) = complete {
             self.destroy();
             self.note(self.memory.allocator().capture_release(id));
             return Err(error);
@@ -206,13 +206,13 @@ impl Graph {
     /// # Errors
     /// Those of [`GraphDriver::graph_launch`] and of waiting; `CUDA_ERROR_INVALID_HANDLE` when there is no graph with this number.
     pub fn launch_nth(&mut self, number: usize, stream: StreamId) -> Result<(), DriverError> {
-        let held = self.held.as_ref().map_or(&[][..], |(held, _)| held);
-        let Some(graph) = held.get(number).copied() else {
-            let context = format!("no graph {number} of {}", held.len());
+        let captured = self.held.as_ref().map_or(&[][..], |(held, _)| held);
+        let Some(graph) = captured.get(number).copied() else {
+            let context = format!("no graph {number} of {}", captured.len());
             return Err(DriverError::new(CallKind::GraphLaunch, DriverError::INVALID_HANDLE, context));
         };
         if self.launched_on.last() != Some(&stream) {
-            if let Some(before) = self.launched_on.last().filter(|_| held.len() > 1) {
+            if let Some(before) = self.launched_on.last().filter(|_| captured.len() > 1) {
                 self.driver.stream_synchronize(*before)?;
             }
             self.launched_on.retain(|other| *other != stream);

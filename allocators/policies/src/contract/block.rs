@@ -85,7 +85,7 @@ impl Block {
     pub unsafe fn new(addr: DeviceAddr, bytes: u64, requested: u64, path: Path, token: Token) -> Self {
         debug_assert!(addr.get().is_multiple_of(GUARANTEED_ALIGN), "every backend aligns its blocks");
         // CAST: the discriminant.
-        let place = addr.with_low_bits(path as u64);
+        let tagged = addr.with_low_bits(path as u64);
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m128i, _mm_set_epi64x, _mm_store_si128};
@@ -97,12 +97,12 @@ impl Block {
             // written before it is read, and `place` is an address.
             unsafe {
                 _mm_store_si128(at, half(bytes, requested));
-                _mm_store_si128(at.add(1), half(place.get(), token.get()));
+                _mm_store_si128(at.add(1), half(tagged.get(), token.get()));
                 block.assume_init()
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        Self { bytes, requested, place, token }
+        Self { bytes, requested, tagged, token }
     }
 
     /// Copies the block for an instrument to pass on: written as [`new`](Self::new) writes it.

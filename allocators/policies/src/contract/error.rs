@@ -100,9 +100,9 @@ impl OomReport {
             return "another stream's free blocks would have sufficed: allocate on fewer streams, or trim before this point".into();
         }
         if fragmented(free) {
-            let found = "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first";
+            let advice = "the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first";
             let setting = self.against_fragmentation.iter();
-            return setting.fold(found.to_owned(), |text, setting| format!("{text}, or {setting}"));
+            return setting.fold(advice.to_owned(), |text, setting| format!("{text}, or {setting}"));
         }
         "use a smaller batch or model, or free tensors earlier".into()
     }

@@ -161,15 +161,15 @@ impl Checker {
         for (start, end) in state.poisoned.remove(addr, addr + bytes) {
             let Some(at) = DeviceAddr::new(start) else { continue };
             // CAST: the range was allocated by an allocator that owns it.
-            let mut seen = vec![0u8; (end - start) as usize];
+            let mut contents = vec![0u8; (end - start) as usize];
             // SAFETY: the range is in the block that was just allocated.
-            unsafe { self.driver.copy_to_host(&mut seen, at, stream)? };
+            unsafe { self.driver.copy_to_host(&mut contents, at, stream)? };
             state.report.verified_bytes += end - start;
-            if let Some(offset) = seen.iter().position(|byte| *byte != POISON) {
+            if let Some(offset) = contents.iter().position(|byte| *byte != POISON) {
                 let text = format!(
                     "write after free: byte {:#x} of the block at {addr:#x} ({bytes} bytes) changed to {:#04x} while it was free",
                     start + offset as u64,
-                    seen[offset]
+                    contents[offset]
                 );
                 return Err(state.violation(text));
             }
@@ -205,8 +205,8 @@ impl Checker {
             return Err(state.violation(text));
         }
         if self.is_captured(&mut state, stream) {
-            let own = state.open_on(stream).map(|capture| capture.ranges.insert(addr, addr + bytes));
-            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: own.is_some() });
+            let captured = state.open_on(stream).map(|capture| capture.ranges.insert(addr, addr + bytes));
+            state.live.insert(addr, Held { bytes, token, stream, shared: false, captured: captured.is_some() });
             self.forget(&mut state, &block);
             return Ok(block);
         }
@@ -257,17 +257,17 @@ impl Instrument for Checker {
         state.report.operations += 1;
         // Another allocator can have a live block at the same address.
         let token = block.token();
-        let held = state.live.get(&addr).is_some_and(|held| held.token == token).then(|| state.live.remove(&addr));
-        let Some(held) = held.flatten() else {
+        let record = state.live.get(&addr).is_some_and(|held| held.token == token).then(|| state.live.remove(&addr));
+        let Some(record) = record.flatten() else {
             let text = format!("free of {addr:#x} ({bytes} bytes), which is not live");
             return Err(state.violation(text));
         };
-        let owner = held.stream;
+        let owner = record.stream;
         if owner != stream {
             let text = format!("block at {addr:#x} of stream {} is freed on stream {}", owner.get(), stream.get());
             state.report.violations.push(text);
         }
-        let quiet = held.shared || held.captured || self.is_captured(&mut state, stream);
+        let quiet = record.shared || record.captured || self.is_captured(&mut state, stream);
         let filled = if quiet {
             Ok(())
         } else {
@@ -311,18 +311,18 @@ impl Instrument for Checker {
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
         let state = &mut *self.lock();
-        let mut gone = Vec::new();
+        let mut removed = Vec::new();
         for (block, _) in &held {
             let addr = block.addr().get();
             if state.live.get(&addr).is_none_or(|known| known.token != block.token()) {
                 let text = format!("restore of pool {pool} frees {addr:#x}, which is not live");
                 state.report.violations.push(text);
             }
-            gone.push(addr);
+            removed.push(addr);
         }
         // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
-        gone.iter().for_each(|addr| _ = state.live.remove(addr));
+        removed.iter().for_each(|addr| _ = state.live.remove(addr));
         self.note_restored(state, &restored, checkpoint);
         Ok(restored)
     }

@@ -71,8 +71,8 @@ impl Limit {
         // The block may be larger than the request; its actual size is counted.
         if state.take(block.bytes() - bytes, self.limit) {
             // A block of a graph is released with the graph, and its address may be returned again.
-            let gone = state.live.insert(block.addr(), (block.bytes(), block.token()));
-            state.held -= gone.map_or(0, |(bytes, _)| bytes);
+            let previous = state.live.insert(block.addr(), (block.bytes(), block.token()));
+            state.held -= previous.map_or(0, |(bytes, _)| bytes);
             return Ok(block);
         }
         state.held -= bytes;
@@ -141,12 +141,12 @@ impl Instrument for Limit {
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
-        let gone: Vec<DeviceAddr> = held.iter().map(|(block, _)| block.addr()).collect();
+        let freed: Vec<DeviceAddr> = held.iter().map(|(block, _)| block.addr()).collect();
         // No other thread gets the freed blocks: they are of a pool that gets no request.
         // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
         let mut state = self.lock();
-        for (bytes, _) in gone.iter().filter_map(|addr| state.live.remove(addr)).collect::<Vec<_>>() {
+        for (bytes, _) in freed.iter().filter_map(|addr| state.live.remove(addr)).collect::<Vec<_>>() {
             state.held -= bytes;
         }
         state.held += restored.iter().map(Block::bytes).sum::<u64>();

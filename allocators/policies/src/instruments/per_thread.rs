@@ -89,9 +89,9 @@ mod tests {
                 .map(|_| {
                     scope.spawn(|| {
                         for _ in 0..100_000 {
-                            let mut own = counts.enter();
-                            own.0 += 1;
-                            own.1 += 1;
+                            let mut value = counts.enter();
+                            value.0 += 1;
+                            value.1 += 1;
                         }
                     })
                 })
@@ -114,12 +114,12 @@ mod tests {
             }
         }
         thread_local!(static LATE: Late = const { Late });
-        let ran = thread::spawn(|| {
+        let thread = thread::spawn(|| {
             // The first one made is dropped last.
             LATE.with(|_| ());
             *COUNTS.get_or_init(PerThread::new).enter() += 1;
         });
-        ran.join().unwrap();
+        thread.join().unwrap();
         assert_eq!(COUNTS.get_or_init(PerThread::new).collect(|value| *value), [1, 1]);
     }
 

@@ -83,12 +83,12 @@ impl EventTrace {
         let last = &mut *self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let mut events = self.logs.collect(std::mem::take).concat();
         events.sort_unstable_by_key(|(place, _)| *place);
-        let told = |(_, Traced { mut event, block, path })| {
+        let event_of = |(_, Traced { mut event, block, path })| {
             *last = event.time_ns.max(*last);
             event.time_ns = self.clock.scale().nanoseconds(*last);
             Traced { event, block, path }
         };
-        events.into_iter().map(told).collect()
+        events.into_iter().map(event_of).collect()
     }
 
     /// An event that ends now, with its position. It is made inside the log, so that a thread that takes the events takes either
@@ -98,8 +98,8 @@ impl EventTrace {
         let (addr, bytes, block) = block;
         let (stream, time_ns) = (stream.get(), self.clock.now());
         // Relaxed: all threads see one order of this counter, which is sufficient.
-        let place = self.sequence.0.fetch_add(1, Relaxed);
-        (place, Traced { event: Event { action, device: 0, addr, bytes, stream, time_ns }, block, path })
+        let position = self.sequence.0.fetch_add(1, Relaxed);
+        (position, Traced { event: Event { action, device: 0, addr, bytes, stream, time_ns }, block, path })
     }
 
     /// Records how a request was served.
@@ -182,10 +182,10 @@ impl Instrument for EventTrace {
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
-        let gone: Vec<_> = held.iter().map(|(block, stream)| (place(block), *stream)).collect();
+        let freed: Vec<_> = held.iter().map(|(block, stream)| (place(block), *stream)).collect();
         // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
-        gone.into_iter().for_each(|(place, stream)| self.push(Action::FreeRequested, place, stream, Path::Hit));
+        freed.into_iter().for_each(|(place, stream)| self.push(Action::FreeRequested, place, stream, Path::Hit));
         for (block, stream) in restored.iter().zip(restored_streams(checkpoint)) {
             self.push(Action::Alloc, place(block), stream, block.path());
         }

@@ -262,9 +262,9 @@ mod tests {
     fn a_drained_list_is_empty_and_the_others_are_not() {
         for fit in [Fit::best(), Fit::oldest(), Fit::first(), Fit::next()] {
             let mut fit = filled(fit);
-            let mut gone: Vec<u64> = fit.drain(list(1)).iter().map(|block| block.addr).collect();
-            gone.sort_unstable();
-            assert_eq!((gone, found(&mut fit, 1, 99)), (vec![10, 20, 30, 40], None));
+            let mut drained: Vec<u64> = fit.drain(list(1)).iter().map(|block| block.addr).collect();
+            drained.sort_unstable();
+            assert_eq!((drained, found(&mut fit, 1, 99)), (vec![10, 20, 30, 40], None));
             assert_eq!(fit.find(list(2), 1, 99).map(BlockId::number), Some(5));
         }
     }
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn tlsf_takes_what_became_free_last_of_the_first_class_that_surely_fits() {
+    fn tlsf_takes_the_last_freed_of_the_first_sufficient_class() {
         let unit = tlsf::UNIT;
         let block = |addr: u64, units: u64| {
             // CAST: a small number.

@@ -115,14 +115,14 @@ impl Heap {
 
     /// A free block of `list` that has at least `bytes` and at most `largest`, by part `fit`.
     pub fn find(&mut self, list: FreeList, bytes: u64, largest: u64) -> Option<BlockId> {
-        let found = self.fit.find(list, bytes, largest);
+        let block = self.fit.find(list, bytes, largest);
         debug_assert!(
-            found.map(|block| &self.space[block]).is_none_or(|found| {
-                (found.state, found.list) == (State::Free, list) && (bytes..=largest).contains(&found.bytes)
+            block.map(|block| &self.space[block]).is_none_or(|block| {
+                (block.state, block.list) == (State::Free, list) && (bytes..=largest).contains(&block.bytes)
             }),
             "part `fit` should return a free block of the requested list and size"
         );
-        found
+        block
     }
 
     /// A free block that fits, of another stream whose blocks may be taken, by part `stream`. Later work of the list's stream waits
@@ -187,10 +187,10 @@ impl Heap {
     /// Allocates the front `bytes` of a free block to the client of `list`, who requested `requested` bytes; the remainder stays
     /// free.
     pub fn take(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) {
-        let whole = self.space.as_free(block);
+        let free = self.space.as_free(block);
         match self.space.take(block, bytes, requested) {
-            Some(rest) => self.fit.replace_by_new(whole, self.space.as_free(rest)),
-            None => self.fit.remove(whole),
+            Some(rest) => self.fit.replace_by_new(free, self.space.as_free(rest)),
+            None => self.fit.remove(free),
         }
         if self.space[block].list.owner != list.owner {
             self.space.hand_over(block, list.owner);
@@ -213,14 +213,14 @@ impl Heap {
     /// Allocates the last `bytes` of a free block; its front stays free. Returns the live block.
     pub fn take_end(&mut self, block: BlockId, list: FreeList, bytes: u64, requested: u64) -> BlockId {
         self.fit.remove(self.space.as_free(block));
-        let held = self.space.take_end(block, bytes, requested);
-        if held != block {
+        let end = self.space.take_end(block, bytes, requested);
+        if end != block {
             self.fit.insert(self.space.as_free(block));
         }
-        if self.space[held].list.owner != list.owner {
-            self.space.hand_over(held, list.owner);
+        if self.space[end].list.owner != list.owner {
+            self.space.hand_over(end, list.owner);
         }
-        held
+        end
     }
 
     /// Puts a block that is not in the index on a list, coalesced with free neighbours of that list.
@@ -305,8 +305,8 @@ impl Heap {
     /// When one of them is not free, or they are of different lists.
     pub fn join_behind(&mut self, block: BlockId) {
         self.fit.remove(self.space.as_free(block));
-        let gone = self.space.join_behind(block);
-        self.fit.remove(gone);
+        let behind = self.space.join_behind(block);
+        self.fit.remove(behind);
         self.fit.insert(self.space.as_free(block));
     }
 
@@ -333,9 +333,9 @@ impl Heap {
 
     /// Removes a stream whose work has completed from all blocks that wait for it.
     pub(crate) fn forget_stream(&mut self, stream: StreamId) {
-        let mut done = Vec::new();
-        self.pending.forget_stream(stream, &mut done);
-        self.put_completed(done);
+        let mut completed = Vec::new();
+        self.pending.forget_stream(stream, &mut completed);
+        self.put_completed(completed);
     }
 
     /// Whether another stream was announced to use a live block.

@@ -78,8 +78,8 @@ mod tests {
             (stats.inactive_split.unwrap().all.current, stats.inactive_split_bytes.unwrap().all.current),
             (2, 5 * KIB)
         );
-        let found = heap.find(list(), 3 * KIB, u64::MAX).unwrap();
-        assert_eq!(heap.space()[found].bytes, 3 * KIB);
+        let block = heap.find(list(), 3 * KIB, u64::MAX).unwrap();
+        assert_eq!(heap.space()[block].bytes, 3 * KIB);
         // A segment whose blocks are all free can be released, coalesced or not.
         for at in [3, 4, 7] {
             heap.put(blocks[at]);

@@ -279,13 +279,13 @@ mod tests {
     fn pages_of_a_stream_that_is_gone_are_never_over() {
         let driver = FaultyDriver::new(Arc::new(NullDriver::new(1 << 30)));
         let stream = driver.stream_create().unwrap();
-        let gone = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
+        let destroyed = || driver.fail(CallKind::EventRecord, 0, DriverError::INVALID_HANDLE);
         let mut pages = Pages::new(PAGE);
-        gone();
+        destroyed();
         pages.freed(&driver, stream, 0, (0, PAGE), false).unwrap();
-        gone();
+        destroyed();
         assert!(!pages.is_over(&driver, stream, 1, false).unwrap());
-        gone();
+        destroyed();
         assert!(!pages.wait_for_use_of(&driver, 0).unwrap());
     }
 

@@ -269,9 +269,9 @@ impl<B: Copy + Ord> Pending<B> {
         let stranded: Vec<B> = self.left.iter().filter(|(_, left)| left.gone > 0).map(|(block, _)| *block).collect();
         for block in stranded {
             let left = self.left.entry(block).or_default();
-            let gone = std::mem::take(&mut left.gone);
+            let destroyed = std::mem::take(&mut left.gone);
             self.stranded.decrease(left.bytes);
-            (0..gone).for_each(|_| self.complete(block, done));
+            (0..destroyed).for_each(|_| self.complete(block, done));
         }
         Ok(())
     }
@@ -345,9 +345,9 @@ mod tests {
 
         /// Completed blocks.
         fn process(&mut self) -> Vec<u32> {
-            let mut done = Vec::new();
-            self.pending.process(&self.driver, false, None, &mut done).unwrap();
-            done.into_iter().map(BlockId::number).collect()
+            let mut completed = Vec::new();
+            self.pending.process(&self.driver, false, None, &mut completed).unwrap();
+            completed.into_iter().map(BlockId::number).collect()
         }
 
         /// A free of a block of another stream that both use.
@@ -389,10 +389,10 @@ mod tests {
         let block = BlockId::numbered(4);
         assert!(bench.free(block).is_err());
         assert_eq!((bench.process(), bench.stranded()), (vec![], Some(BYTES)));
-        let mut done = Vec::new();
-        bench.pending.synchronize(&bench.driver, true, &mut done).unwrap();
-        assert_eq!((done.len(), bench.stranded()), (0, Some(BYTES)), "not while a graph is captured");
-        bench.pending.synchronize(&bench.driver, false, &mut done).unwrap();
-        assert_eq!((done, bench.stranded()), (vec![block], Some(0)));
+        let mut completed = Vec::new();
+        bench.pending.synchronize(&bench.driver, true, &mut completed).unwrap();
+        assert_eq!((completed.len(), bench.stranded()), (0, Some(BYTES)), "not while a graph is captured");
+        bench.pending.synchronize(&bench.driver, false, &mut completed).unwrap();
+        assert_eq!((completed, bench.stranded()), (vec![block], Some(0)));
     }
 }

@@ -79,7 +79,9 @@ impl Places {
             // The older half is removed; indices of the newer half are adjusted.
             self.served.drain(..MANY / 2);
             self.next = self.next.saturating_sub(MANY / 2);
-            self.served.iter_mut().for_each(|one| one.repeats = one.repeats.and_then(|at| at.checked_sub(MANY / 2)));
+            self.served
+                .iter_mut()
+                .for_each(|request| request.repeats = request.repeats.and_then(|at| at.checked_sub(MANY / 2)));
             self.latest.retain(|_, at| {
                 *at = at.wrapping_sub(MANY / 2);
                 *at < MANY / 2

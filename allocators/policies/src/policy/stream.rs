@@ -202,10 +202,10 @@ mod tests {
     #[test]
     fn what_is_taken_over_is_joined_with_what_the_stream_has() {
         let (mut heap, [owner, taker], _) = freed(Stream::Steal(LastFrees::default()));
-        let whole = heap.find(owner, BYTES, u64::MAX).unwrap();
+        let block = heap.find(owner, BYTES, u64::MAX).unwrap();
         // Each stream has one half, and neither half is sufficient.
-        heap.take(whole, taker, BYTES / 2, 1);
-        heap.put(whole);
+        heap.take(block, taker, BYTES / 2, 1);
+        heap.put(block);
         assert_eq!(heap.steal(taker, BYTES, u64::MAX).unwrap(), None);
         let block = heap.take_over(taker, BYTES, u64::MAX, false).unwrap().unwrap();
         assert_eq!((heap.space()[block].bytes, heap.space()[block].list), (BYTES, taker));

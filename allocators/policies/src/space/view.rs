@@ -45,8 +45,8 @@ impl Space {
     /// The number and bytes of an owner's live blocks in some free lists.
     #[must_use]
     pub fn held_where(&self, wanted: impl Fn(&FreeList) -> bool) -> (usize, u64) {
-        let held = self.blocks.iter().filter(|(_, block)| block.state == State::Held && wanted(&block.list));
-        held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
+        let live = self.blocks.iter().filter(|(_, block)| block.state == State::Held && wanted(&block.list));
+        live.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
     }
 
     /// Segments and blocks in address order. Each mapped range of an expandable segment is a segment of its own, as PyTorch shows

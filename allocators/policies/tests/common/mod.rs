@@ -1,4 +1,4 @@
-//! Allocators without ceremony, over the devices that the tests of devices have.
+//! Short forms of allocator calls, over the devices that the tests of devices have.
 #![allow(dead_code, reason = "each test binary uses a part of this")]
 
 #[path = "../../../device/tests/common/mod.rs"]
@@ -14,7 +14,7 @@ use vramlab_policies::backends::{self, GraphCapture};
 use vramlab_policies::instruments::Checker;
 use vramlab_policies::{AllocError, Backend, Block, DeviceAllocator, Path, Request, Selection, Snapshot};
 
-/// The backends that serve requests in captures.
+/// The backends that support captures.
 pub(crate) fn capturing() -> impl Iterator<Item = &'static Backend> {
     backends::all().into_iter().filter(|backend| backend.capabilities.graph_capture != GraphCapture::Refused)
 }
@@ -25,7 +25,7 @@ pub(crate) fn build(kind: &'static Backend, driver: &Arc<dyn Driver>) -> Arc<dyn
 
 /// Checks an allocator that was built on `driver`.
 pub(crate) fn checker(inner: Arc<dyn DeviceAllocator>, driver: Arc<dyn Driver>) -> Checker {
-    // SAFETY: as the sentence above says.
+    // SAFETY: see the sentence above.
     unsafe { Checker::new(inner, driver) }
 }
 

@@ -1,5 +1,5 @@
-//! Random histories on a driver whose calls fail now and then: what fails is reported, what was handed out stays apart,
-//! the account stays right, and nothing is lost.
+//! Random programs on a driver whose calls fail sometimes: failures are reported, blocks stay disjoint, the account stays correct,
+//! and nothing is lost.
 
 use super::{Op, STREAMS, assert_tiles, of_every_backend, ops};
 use crate::common::{MIB, allocate, check_nothing_held, check_stats, free, free_bytes, sim, work};
@@ -77,8 +77,8 @@ impl Rig {
                 let Some(block) = self.expect(allocate(allocator, *bytes, stream)) else { return };
                 let (start, end) = (block.addr().get(), block.addr().get() + block.bytes());
                 for (other, _) in &self.live {
-                    let apart = end <= other.addr().get() || other.addr().get() + other.bytes() <= start;
-                    assert!(apart, "{block:?} {other:?}");
+                    let disjoint = end <= other.addr().get() || other.addr().get() + other.bytes() <= start;
+                    assert!(disjoint, "{block:?} {other:?}");
                 }
                 self.live.push((block, stream));
             }
@@ -127,7 +127,7 @@ fn check_history(settings: &Selection, steps: &[(Op, Option<Fault>)]) {
         free(rig.allocator.as_ref(), block, stream).unwrap();
     }
     rig.sim.device_synchronize().unwrap();
-    // A fault that a request met when it looked at pending frees is told by the next trim, once.
+    // A fault that a request met when it processed deferred frees is reported by the next trim, once.
     rig.expect(rig.allocator.trim(0));
     rig.allocator.trim(0).unwrap();
     check_nothing_held(&rig.allocator.stats());

@@ -1,5 +1,5 @@
-//! `caching` is `pytorch`, written for speed: side by side on two devices alike they place every block at the same address by the
-//! same path, make the same driver calls at the same time, and say the same of themselves.
+//! `caching` is `pytorch`, written for speed: on two equal devices they place every block at the same address by the same path,
+//! make the same driver calls at the same time, and report the same.
 
 use super::{Op, ROOM, STREAMS, caching_settings, config, ops};
 use crate::common::{GIB, MIB, allocate, free, sim, work};
@@ -15,10 +15,10 @@ use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::policy::size::torch::Divisions;
 use vramlab_policies::{AllocError, Block, CaptureId, DeviceAllocator, Path, PrivatePool, Selection};
 
-/// What of a driver call has to be alike.
+/// The fields of a driver call that must be equal.
 type Call = (CallKind, u64, Option<u64>, bool, u64);
 
-/// One of the two, on a device of its own.
+/// One of the two allocators, on a device of its own.
 struct Side {
     sim: Arc<SimDriver>,
     faulty: Arc<FaultyDriver>,
@@ -45,14 +45,14 @@ enum PoolOp {
     Leave {
         stream: usize,
     },
-    /// Releases a pool, and gives back what is idle of it.
+    /// Releases a pool, and its free segments.
     Release {
         which: Index,
         now: bool,
     },
 }
 
-/// What an operation gave.
+/// The result of an operation.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Placed(u64, u64, Path),
@@ -67,10 +67,10 @@ impl Side {
         let sim = sim(room, SimMemory::None);
         let streams = (0..STREAMS).map(|_| sim.stream_create().unwrap()).collect();
         let calls = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&calls);
+        let log = Arc::clone(&calls);
         let observer = Box::new(move |event: &CallEvent| {
             let addr = event.addr.map(|addr| addr.get());
-            seen.lock().unwrap().push((event.kind, event.bytes, addr, event.ok, event.start_ns));
+            log.lock().unwrap().push((event.kind, event.bytes, addr, event.ok, event.start_ns));
         });
         let faulty = Arc::new(FaultyDriver::new(Arc::clone(&sim) as Arc<dyn Driver>));
         let mut allocator: Selection = of.parse().unwrap();
@@ -83,7 +83,7 @@ impl Side {
         Self { sim, faulty, allocator, calls, streams, live, open, ended, pools, routes }
     }
 
-    /// The report says which allocator refused.
+    /// The report contains the name of the allocator.
     fn refused(&self, error: &AllocError) -> Outcome {
         Outcome::Refused(error.to_string().replacen(self.allocator.name(), "either", 1))
     }
@@ -124,7 +124,7 @@ impl Side {
 }
 
 impl Side {
-    /// Begins a capture on a stream, or ends the one that is open there and releases the oldest that has ended.
+    /// Begins a capture on a stream, or ends the open one and releases the oldest that has ended.
     fn capture(&mut self, which: usize) -> Outcome {
         let (stream, graphs) = (self.streams[which], self.sim.graphs().unwrap());
         let Some(capture) = self.open[which] else {
@@ -214,14 +214,14 @@ impl Twins {
         let [rules, fast] = &self.0;
         assert_eq!(rules.allocator.stats().entries(), fast.allocator.stats().entries());
         assert_eq!(rules.allocator.ledger_at_peak(), fast.allocator.ledger_at_peak());
-        // No two allocators of a process number their pools alike: which segments are a pool's is compared.
-        let seen = |side: &Side| {
+        // No two allocators of a process number their pools equally: only whether a segment belongs to a pool is compared.
+        let calls_of = |side: &Side| {
             let mut snapshot = side.allocator.snapshot();
             let segments = snapshot.iter_mut().flat_map(|snapshot| &mut snapshot.segments);
             let private: Vec<bool> = segments.map(|segment| segment.private.take().is_some()).collect();
             (snapshot, private)
         };
-        assert_eq!(seen(rules), seen(fast));
+        assert_eq!(calls_of(rules), calls_of(fast));
     }
 
     fn reset_peaks(&self) {
@@ -253,7 +253,7 @@ proptest! {
 proptest! {
     #![proptest_config(config(250))]
 
-    /// While graphs are captured on two of the streams. Nothing waits for a stream: that would break the capture.
+    /// While graphs are captured on two of the streams. Nothing waits for a stream: that would invalidate the capture.
     #[test]
     fn caching_is_pytorch_while_graphs_are_captured(
         ops in ops(200),

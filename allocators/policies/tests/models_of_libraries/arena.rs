@@ -46,8 +46,8 @@ impl RmmArena {
             let fits = move |part: &Superblock| part.holder == holder && part.first_fit(bytes).is_some();
             self.superblocks.iter().position(fits)
         };
-        let own = holder.and_then(|_| of(holder));
-        let at = match own {
+        let local = holder.and_then(|_| of(holder));
+        let at = match local {
             Some(at) => at,
             None => {
                 let at = of(None)?;

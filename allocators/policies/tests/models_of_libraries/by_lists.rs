@@ -5,7 +5,7 @@ use super::device::Device;
 use super::lists::{Lists, Range};
 use std::cmp::Reverse;
 
-/// What differs between them.
+/// The differences between them.
 pub(crate) trait Rules {
     const UNIT: u64;
 
@@ -43,18 +43,18 @@ impl<R: Rules> Own<R> {
 impl<R: Rules> Model for Own<R> {
     fn allocate(&mut self, device: &mut Device, stream: usize, bytes: u64) -> Option<u64> {
         let bytes = bytes.next_multiple_of(R::UNIT);
-        let mut found = self.rules.find(&self.lists, stream, bytes);
-        if found.is_none() {
-            found = self.grow(device, stream, bytes);
+        let mut block = self.rules.find(&self.lists, stream, bytes);
+        if block.is_none() {
+            block = self.grow(device, stream, bytes);
         }
-        if found.is_none() {
+        if block.is_none() {
             device.completed(true).into_iter().for_each(|addr| self.free(addr));
             let mut segments = self.lists.segments.clone();
             segments.sort_unstable_by_key(|segment| (segment.list, segment.bytes, segment.addr));
             self.lists.give_back(device, segments, |_| false);
-            found = self.rules.find(&self.lists, stream, bytes).or_else(|| self.grow(device, stream, bytes));
+            block = self.rules.find(&self.lists, stream, bytes).or_else(|| self.grow(device, stream, bytes));
         }
-        found.map(|range| self.rules.take(&mut self.lists, range, bytes))
+        block.map(|range| self.rules.take(&mut self.lists, range, bytes))
     }
 
     fn free(&mut self, addr: u64) {
@@ -136,7 +136,7 @@ impl Rules for Tlsf {
         fits.min_by_key(|range| (class(range), Reverse(range.number))).copied()
     }
 
-    /// What is wanted of a segment is what is wanted of a range.
+    /// The request is for a segment as for a range.
     fn segments(&self, bytes: u64) -> Vec<u64> {
         let units = bytes / Self::UNIT;
         let bytes = units.next_multiple_of(part(units)) * Self::UNIT;
@@ -230,13 +230,13 @@ impl Model for RmmPool {
         if !self.order.contains(&stream) {
             self.order.push(stream);
         }
-        let mut found = self.find(stream, bytes).or_else(|| self.expand(device, stream, bytes));
+        let mut block = self.find(stream, bytes).or_else(|| self.expand(device, stream, bytes));
         // Ours: before a request is refused, uses on other streams are waited for.
-        if found.is_none() {
+        if block.is_none() {
             device.completed(true).into_iter().for_each(|addr| self.free(addr));
-            found = self.find(stream, bytes);
+            block = self.find(stream, bytes);
         }
-        found.map(|range| self.lists.take(range, stream, bytes))
+        block.map(|range| self.lists.take(range, stream, bytes))
     }
 
     fn free(&mut self, addr: u64) {
@@ -290,20 +290,20 @@ impl Model for Bfc {
         if !self.order.contains(&stream) {
             self.order.push(stream);
         }
-        let mut found = own_or_other(&self.lists, &self.order, stream, bytes);
-        if found.is_none() {
-            found = self.extend(device, stream, bytes);
+        let mut block = own_or_other(&self.lists, &self.order, stream, bytes);
+        if block.is_none() {
+            block = self.extend(device, stream, bytes);
         }
-        if found.is_none() {
+        if block.is_none() {
             device.completed(true).into_iter().for_each(|addr| self.free(addr));
-            found = own_or_other(&self.lists, &self.order, stream, bytes)
+            block = own_or_other(&self.lists, &self.order, stream, bytes)
                 .or_else(|| merged(&mut self.lists, &self.order, stream, bytes));
         }
-        let range = found?;
+        let range = block?;
         // `MaybeSplitChunk`
         let rest = range.bytes - bytes;
-        let whole = rest < bytes && rest < 128 << 20;
-        Some(self.lists.take(range, stream, if whole { range.bytes } else { bytes }))
+        let is_whole = rest < bytes && rest < 128 << 20;
+        Some(self.lists.take(range, stream, if is_whole { range.bytes } else { bytes }))
     }
 
     fn free(&mut self, addr: u64) {

@@ -17,7 +17,7 @@ pub(crate) struct Range {
 pub(crate) struct Lists {
     pub(crate) free: Vec<Range>,
     pub(crate) used: HashMap<u64, Range>,
-    /// What the device gave, and for which list.
+    /// The segments of the device, and the list of each.
     pub(crate) segments: Vec<Range>,
     count: u64,
 }

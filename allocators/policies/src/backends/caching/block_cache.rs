@@ -89,11 +89,11 @@ impl BlockCache {
     /// Allocates the first part of a new segment. The segment does not enter a free list first: it may not be the best fit, because
     /// another block may have become free meanwhile.
     pub(super) fn serve_from_segment(&mut self, segment: BlockRecord, wanted: Wanted, split: &Split) -> Served {
-        let whole = self.blocks.insert(segment);
+        let segment_block = self.blocks.insert(segment);
         self.tally.add_segment(segment.bytes);
-        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool, whole, wanted, split);
+        let served = hand_out(&mut self.blocks, &mut self.tally, segment.pool, segment_block, wanted, split);
         if served.split {
-            self.insert_free(whole, wanted.now);
+            self.insert_free(segment_block, wanted.now);
         }
         served
     }
@@ -225,15 +225,15 @@ fn serve(
     wanted: Wanted,
     split: &Split,
 ) -> Option<Served> {
-    let found = free.best_fit(blocks, wanted.rounded)?;
-    if blocks[found].bytes > split.largest(wanted.rounded) {
+    let index = free.best_fit(blocks, wanted.rounded)?;
+    if blocks[index].bytes > split.largest(wanted.rounded) {
         return None;
     }
-    free.remove(blocks, found);
-    let served = hand_out(blocks, tally, pool, found, wanted, split);
+    free.remove(blocks, index);
+    let served = hand_out(blocks, tally, pool, index, wanted, split);
     if served.split {
-        blocks[found].freed_at = wanted.now;
-        free.insert(blocks, found);
+        blocks[index].freed_at = wanted.now;
+        free.insert(blocks, index);
     }
     Some(served)
 }
@@ -295,9 +295,9 @@ fn make_free(
             blocks.absorb(index, neighbour);
         }
     }
-    let whole = &mut blocks[index];
-    (whole.state, whole.requested, whole.freed_at) = (State::Free, 0, now);
-    let (bytes, is_part) = (whole.bytes, whole.is_split());
+    let block = &mut blocks[index];
+    (block.state, block.requested, block.freed_at) = (State::Free, 0, now);
+    let (bytes, is_part) = (block.bytes, block.is_split());
     free.insert(blocks, index);
     // As PyTorch counts it: the neighbours were free parts and are removed, the coalesced block is one if it is still a part.
     let joined = u64::from(below) + u64::from(above);

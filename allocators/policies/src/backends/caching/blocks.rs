@@ -217,17 +217,17 @@ mod tests {
     fn splitting_keeps_the_segment_tiled_and_joining_undoes_it() {
         let mut slab = BlockSlab::default();
         let at = |units: u64| (1 << 20) + units * MIN_BLOCK;
-        let whole = slab.insert(BlockRecord::segment(at(0), 100 * MIN_BLOCK, PoolKind::Small));
-        assert!(!slab[whole].is_split());
-        let first = slab.split_front(whole, 10 * MIN_BLOCK);
-        let middle = slab.split_front(whole, 20 * MIN_BLOCK);
+        let segment = slab.insert(BlockRecord::segment(at(0), 100 * MIN_BLOCK, PoolKind::Small));
+        assert!(!slab[segment].is_split());
+        let first = slab.split_front(segment, 10 * MIN_BLOCK);
+        let middle = slab.split_front(segment, 20 * MIN_BLOCK);
         let expected = [(at(0), 10 * MIN_BLOCK), (at(10), 20 * MIN_BLOCK), (at(30), 70 * MIN_BLOCK)];
         assert_eq!(layout(&slab, middle), expected);
-        assert!(slab[whole].is_split() && slab.iter().count() == 3);
+        assert!(slab[segment].is_split() && slab.iter().count() == 3);
         assert!(slab.find(middle, at(10)).is_some() && slab.find(middle, at(9)).is_none());
         assert!(slab.find(7, at(0)).is_none() && slab.find(NONE, u64::MAX).is_none());
         slab.absorb(middle, first);
-        slab.absorb(middle, whole);
+        slab.absorb(middle, segment);
         assert_eq!(layout(&slab, middle), [(at(0), 100 * MIN_BLOCK)]);
     }
 

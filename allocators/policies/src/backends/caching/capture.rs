@@ -25,8 +25,8 @@ pub(super) struct Pool {
 /// Number and bytes of live blocks.
 fn held(shard: &Shard) -> (usize, u64) {
     let shard = shard.lock();
-    let held = shard.cache().blocks().iter().filter(|(_, block)| block.state == State::Allocated);
-    held.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
+    let live = shard.cache().blocks().iter().filter(|(_, block)| block.state == State::Allocated);
+    live.fold((0, 0), |(blocks, bytes), (_, block)| (blocks + 1, bytes + block.bytes))
 }
 
 /// Gives a shard to another private pool if it has no segment; true if so. PyTorch serves no pool from another's leftover memory.
@@ -45,8 +45,8 @@ impl Caching {
     fn flag_held(&self, shard: &Shard, shared: bool) {
         let mut counted = self.totals.enter(shard, &self.shards);
         let (cache, uses) = counted.parts();
-        let held = cache.blocks().iter().filter(|(_, block)| block.state == State::Allocated);
-        let flagged = held.map(|(index, _)| index).filter(|index| shared || !uses.contains_key(index));
+        let live = cache.blocks().iter().filter(|(_, block)| block.state == State::Allocated);
+        let flagged = live.map(|(index, _)| index).filter(|index| shared || !uses.contains_key(index));
         for index in flagged.collect::<Vec<_>>() {
             cache.set_shared(index, shared);
         }
@@ -85,8 +85,8 @@ impl Caching {
 
     /// A pinned shard for a stream's part of a private pool: an empty one of an earlier pool, or a new one.
     pub(super) fn private_shard(&self, stream: StreamId, private: CaptureId) -> &Shard {
-        let mut own = self.shards.private().into_iter().filter(|shard| shard.stream == stream);
-        own.find(|shard| claim(shard, private)).unwrap_or_else(|| {
+        let mut shards = self.shards.private().into_iter().filter(|shard| shard.stream == stream);
+        shards.find(|shard| claim(shard, private)).unwrap_or_else(|| {
             let made = self.shards.make_private(stream);
             made.lock().pin(private);
             made

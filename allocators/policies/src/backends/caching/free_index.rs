@@ -68,16 +68,16 @@ impl Bins {
     #[inline(always)]
     pub(super) fn first_from(&self, bin: usize) -> Option<usize> {
         let (page, slot) = (bin / WORD, bin % WORD);
-        let own = self.words[page] & (u64::MAX << slot);
+        let word = self.words[page] & (u64::MAX << slot);
         // Shifted twice, because all 64 bits may be shifted out. Both words are read, so that no branch is mispredicted.
         let above = self.summary & (u64::MAX << page << 1);
-        if own == 0 && above == 0 {
+        if word == 0 && above == 0 {
             return None;
         }
         let next = above.trailing_zeros() as usize % WORD;
         let other = self.words[next];
-        let page = select_unpredictable(own != 0, page, next);
-        let word = select_unpredictable(own != 0, own, other);
+        let page = select_unpredictable(word != 0, page, next);
+        let word = select_unpredictable(word != 0, word, other);
         Some(page * WORD + word.trailing_zeros() as usize % WORD)
     }
 }

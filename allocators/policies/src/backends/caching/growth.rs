@@ -100,15 +100,15 @@ impl Caching {
                 let list = shard.list(wanted.pool);
                 let miss = Miss { list, bytes: wanted.rounded, segment: segment_size(wanted.rounded) };
                 let again = |_: &mut Grown<'_>| Ok(self.serve_cached(shard, wanted).map(Found::Served));
-                let found = pytorch::ladder(&self.settings_now()).climb(grown, &miss, again)?;
+                let served = pytorch::ladder(&self.settings_now()).climb(grown, &miss, again)?;
                 let refused = || grown.out_of_memory(self.name(), &miss, wanted.requested);
-                let (found, path) = found.ok_or_else(refused)?;
-                (self.take(shard, found, wanted), path)
+                let (served, path) = served.ok_or_else(refused)?;
+                (self.take(shard, served, wanted), path)
             }
         };
         let growth = &mut *grown.growth;
-        let held = growth.stats.reserved_bytes.all.current;
-        if held > growth.peak.reserved {
+        let reserved = growth.stats.reserved_bytes.all.current;
+        if reserved > growth.peak.reserved {
             growth.peak = self.ledger(shard.stream);
             debug_assert_eq!(growth.peak.wasted(), growth.peak.reserved - growth.peak.requested);
             growth.grown_by = shard.stream;
@@ -183,21 +183,21 @@ impl<'a> Segments for Grown<'a> {
 
     fn idle_segments(&self) -> Vec<Idle<Whole<'a>>> {
         let searches = self.caching.searches.load(Relaxed);
-        let mut found = Vec::new();
+        let mut segments = Vec::new();
         for shard in self.caching.shards.by_stream() {
             let locked = shard.lock();
             if locked.is_pinned() {
                 continue;
             }
             let owner = Owner { stream: shard.stream, private: locked.private() };
-            let whole = locked.cache().blocks().iter().filter(|(_, block)| block.is_free() && !block.is_split());
-            found.extend(whole.map(|(index, &BlockRecord { addr, bytes, pool, freed_at, .. })| {
+            let blocks = locked.cache().blocks().iter().filter(|(_, block)| block.is_free() && !block.is_split());
+            segments.extend(blocks.map(|(index, &BlockRecord { addr, bytes, pool, freed_at, .. })| {
                 let (segment, list) = (Whole { shard, index, addr, freed_at }, FreeList { owner, pool: Some(pool) });
                 Idle { segment, list, addr, bytes, age: searches.saturating_sub(freed_at) }
             }));
         }
-        found.sort_unstable_by_key(|idle| release_order(idle.list, idle.bytes, idle.addr));
-        found
+        segments.sort_unstable_by_key(|idle| release_order(idle.list, idle.bytes, idle.addr));
+        segments
     }
 
     fn segment_that_fits(&mut self, list: FreeList, bytes: u64) -> Option<u64> {

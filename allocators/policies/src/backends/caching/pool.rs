@@ -105,20 +105,20 @@ impl Caching {
             let (addr, bytes) = (segment.addr.get(), segment.bytes);
             let owner = Owner { stream: segment.stream, private: Some(pool.id()) };
             let list = FreeList { owner, pool: segment.pool };
-            let whole = {
+            let complete = {
                 let cache = &mut *self.totals.enter(self.shard_of_list(list), &self.shards);
                 let there = cache.blocks().iter().find(|(_, block)| (block.addr, block.bytes) == (addr, bytes));
-                let found = there.map(|(index, _)| index);
-                found.and_then(|index| cache.remove_segment(index, addr))
+                let indices = there.map(|(index, _)| index);
+                indices.and_then(|index| cache.remove_segment(index, addr))
             };
-            let Some(whole) = whole else {
+            let Some(complete) = complete else {
                 // Blocks that are live again by then are freed; they were just allocated, so their free cannot fail.
                 restored.into_iter().for_each(|block| _ = self.free(block));
                 let reason = format!("the segment of pool {pool} at {addr:#x} was taken by another thread meanwhile");
                 let error = AllocError::PrivatePool { allocator: self.name(), reason };
                 return Err(RestoreError { held: Vec::new(), error });
             };
-            restored.extend(grown.cut(list, Found::New(whole), &segment.parts()));
+            restored.extend(grown.cut(list, Found::New(complete), &segment.parts()));
         }
         Ok(restored)
     }

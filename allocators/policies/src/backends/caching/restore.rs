@@ -47,12 +47,12 @@ impl Restores for Grown<'_> {
         let (caching, Found::New(segment)) = (self.caching, segment) else { return Vec::new() };
         let shard = caching.shard_of_list(list);
         let cache = &mut *caching.totals.enter(shard, &caching.shards);
-        let held = cache.add_segment(segment, parts).into_iter().map(|index| {
+        let live = cache.add_segment(segment, parts).into_iter().map(|index| {
             let block = cache.blocks()[index];
             let served = Served { index, addr: block.addr, bytes: block.bytes, split: false };
             caching.count_oversize(served);
             hand_out(shard, served, block.requested, Path::DriverAlloc)
         });
-        held.collect()
+        live.collect()
     }
 }

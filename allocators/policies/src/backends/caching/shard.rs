@@ -342,8 +342,8 @@ mod tests {
                 // Searches as `of_stream` does, but makes none.
                 for stream in &streams {
                     let probe = || (0..SLOTS).map(|step| table.in_slot(first_slot(*stream) + step));
-                    let found = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
-                    let shard = std::iter::repeat_with(found).flatten().next().expect("the stream gets a shard");
+                    let shard_of = || probe().map_while(|slot| slot).find(|shard| shard.stream == *stream);
+                    let shard = std::iter::repeat_with(shard_of).flatten().next().expect("the stream gets a shard");
                     let numbered = table.by_id(shard.id).map(|shard| shard.stream);
                     assert_eq!(numbered, Some(*stream), "round {round}, shard {}", shard.id);
                 }

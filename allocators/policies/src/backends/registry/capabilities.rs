@@ -74,7 +74,7 @@ impl Capabilities {
     /// Its capabilities, in a few words each; missing ones are left out.
     #[must_use]
     pub fn describe(&self) -> Vec<&'static str> {
-        let said = [
+        let words = [
             match self.needs {
                 Needs::Nothing => "",
                 Needs::Pools => "needs a device with stream-ordered pools",
@@ -105,7 +105,7 @@ impl Capabilities {
             if self.checkpoints { "checkpoints of them" } else { "" },
             if self.follows_pytorch { "PyTorch's addresses" } else { "" },
         ];
-        said.into_iter().filter(|words| !words.is_empty()).collect()
+        words.into_iter().filter(|words| !words.is_empty()).collect()
     }
 }
 

@@ -285,11 +285,11 @@ pub fn parse_list(text: &str) -> Result<Vec<Selection>, SelectionError> {
         }
     }
     let mut out = Vec::new();
-    for one in written {
-        if one.trim() == "all" {
+    for selection in written {
+        if selection.trim() == "all" {
             out.extend(all().into_iter().map(Selection::of));
         } else {
-            out.push(one.trim().parse()?);
+            out.push(selection.trim().parse()?);
         }
     }
     Ok(out)

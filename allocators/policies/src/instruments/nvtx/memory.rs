@@ -156,12 +156,12 @@ impl Tool {
             return None;
         }
         // Relaxed: the tool wrote on this thread. Values that are not addresses stand for missing functions in NVTX.
-        let found = |place: usize| {
+        let function = |place: usize| {
             let function = FUNCTIONS[place].load(Relaxed);
             (function.addr() > 4096 && function.addr() != usize::MAX).then_some(function)
         };
         let [register, unregister, regions, gone] =
-            [HEAP_REGISTER, HEAP_UNREGISTER, REGIONS_REGISTER, REGIONS_UNREGISTER].map(found);
+            [HEAP_REGISTER, HEAP_UNREGISTER, REGIONS_REGISTER, REGIONS_UNREGISTER].map(function);
         // SAFETY: by NVTX's contract a tool puts functions of these types into these slots.
         unsafe {
             Some(Self {
@@ -249,8 +249,8 @@ impl Heaps {
     }
 
     fn heap_gone(&self, addr: u64) {
-        let gone = self.lock().remove(&addr);
-        if let Some((_, handle)) = gone {
+        let heap = self.lock().remove(&addr);
+        if let Some((_, handle)) = heap {
             // SAFETY: the tool's function, and a handle that it returned and that is used for the last time.
             unsafe { (self.tool.heap_unregister)(ptr::null_mut(), ptr::without_provenance_mut(handle)) };
         }
@@ -373,10 +373,10 @@ impl Instrument for NvtxMemory {
         checkpoint: &Snapshot,
         held: Vec<(Block, StreamId)>,
     ) -> Result<Vec<Block>, RestoreError> {
-        let gone: Vec<_> = held.iter().map(|(block, _)| block.addr()).collect();
+        let freed: Vec<_> = held.iter().map(|(block, _)| block.addr()).collect();
         // SAFETY: the caller's promise is passed on.
         let restored = unsafe { self.inner.pool_restore(pool, checkpoint, held) }?;
-        gone.into_iter().for_each(|addr| self.heaps.region_gone(addr));
+        freed.into_iter().for_each(|addr| self.heaps.region_gone(addr));
         restored.iter().for_each(|block| self.heaps.region(block));
         Ok(restored)
     }

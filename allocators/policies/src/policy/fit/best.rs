@@ -48,10 +48,10 @@ impl Sorted {
             return self.last.get();
         }
         let piece = self.firsts.partition_point(|first| order(*first) <= order(key)).saturating_sub(1);
-        let place =
+        let position =
             self.pieces.get(piece).map_or(0, |piece| piece.partition_point(|(other, _)| order(*other) < order(key)));
-        self.last.set((piece, place));
-        (piece, place)
+        self.last.set((piece, position));
+        (piece, position)
     }
 
     /// Whether a search for a key ends at this position.
@@ -66,8 +66,8 @@ impl Sorted {
     }
 
     fn at(&self, (piece, place): (usize, usize)) -> Option<(Key, BlockId)> {
-        let own = self.pieces.get(piece)?.get(place);
-        own.or_else(|| self.pieces.get(piece + 1)?.first()).copied()
+        let key = self.pieces.get(piece)?.get(place);
+        key.or_else(|| self.pieces.get(piece + 1)?.first()).copied()
     }
 
     fn insert(&mut self, key: Key, id: BlockId) {
@@ -251,8 +251,8 @@ mod tests {
                 }
             }
             let first = |from: (FreeList, u64, u64)| model.range(from..).next().filter(|(of, ..)| *of == list);
-            let found = first((list, bytes, 0)).map(|(_, _, addr)| BlockId::numbered(*addr as u32));
-            assert_eq!(index.find(list, bytes, u64::MAX), found, "step {step}");
+            let best = first((list, bytes, 0)).map(|(_, _, addr)| BlockId::numbered(*addr as u32));
+            assert_eq!(index.find(list, bytes, u64::MAX), best, "step {step}");
             let after = first((list, bytes, addr + 1)).map(|(_, _, addr)| BlockId::numbered(*addr as u32));
             assert_eq!(index.next_larger(block), after, "step {step}");
         }

@@ -33,7 +33,7 @@ impl FreeBlocks for Next {
     }
 
     fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let own = self.blocks.range((list, 0)..=(list, u64::MAX));
-        own.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
+        let blocks = self.blocks.range((list, 0)..=(list, u64::MAX));
+        blocks.map(|(&(list, addr), &(bytes, id))| FreeBlock { list, addr, bytes, id }).collect()
     }
 }

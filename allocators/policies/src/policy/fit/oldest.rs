@@ -45,7 +45,7 @@ impl FreeBlocks for Oldest {
     }
 
     fn of(&self, list: FreeList) -> Vec<FreeBlock> {
-        let own = self.blocks.range((list, 0, 0, BlockId::LOWEST, 0)..).take_while(|(of, ..)| *of == list);
-        own.map(|&(list, bytes, _, id, addr)| FreeBlock { list, addr, bytes, id }).collect()
+        let blocks = self.blocks.range((list, 0, 0, BlockId::LOWEST, 0)..).take_while(|(of, ..)| *of == list);
+        blocks.map(|&(list, bytes, _, id, addr)| FreeBlock { list, addr, bytes, id }).collect()
     }
 }

@@ -17,21 +17,21 @@ impl Heap {
             self.join(list);
         }
         let mut free: BTreeMap<u64, FreeBlock> = self.free_of(private).map(|block| (block.addr, block)).collect();
-        let mut held = Vec::new();
+        let mut live = Vec::new();
         for segment in checkpoint.segments.iter().filter(|segment| !segment.is_idle()) {
             let (from, end) = (segment.addr.get(), segment.addr.get() + segment.bytes);
             let around = free.range(..=from).next_back().map(|(_, block)| *block);
             let Some(block) = around.filter(|block| block.addr + block.bytes >= end) else {
-                held.into_iter().for_each(|block| {
+                live.into_iter().for_each(|block| {
                     self.put(block);
                 });
                 return Err(format!("memory of the checkpoint at {from:#x} was released or is in use"));
             };
             free.remove(&block.addr);
-            let rest = self.cut_segment(block, segment, &mut held);
+            let rest = self.cut_segment(block, segment, &mut live);
             free.extend(rest.map(|rest| (rest.addr, rest)));
         }
-        Ok(held)
+        Ok(live)
     }
 
     fn free_of(&self, private: CaptureId) -> impl Iterator<Item = FreeBlock> {
@@ -45,14 +45,14 @@ impl Heap {
         let mut next = Some(block.id);
         for (bytes, requested) in gap.into_iter().chain(segment.parts()) {
             let at = next?;
-            let whole = self.space[at].bytes == bytes;
+            let is_whole = self.space[at].bytes == bytes;
             next = match requested {
                 Some(requested) => {
                     self.take(at, block.list, bytes, requested);
                     held.push(at);
-                    self.space[at].next.filter(|_| !whole)
+                    self.space[at].next.filter(|_| !is_whole)
                 }
-                None if whole => None,
+                None if is_whole => None,
                 None => Some(self.cut(at, bytes)),
             };
         }

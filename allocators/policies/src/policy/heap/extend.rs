@@ -45,8 +45,8 @@ impl Heap {
     /// Those of the driver.
     pub fn find_hole(&mut self, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
         let holes = self.source.holes().range((list, 0)..=(list, u64::MAX));
-        let found = holes.map(|(_, hole)| *hole).find_map(|hole| self.run_around(hole, bytes, |_| false));
-        if let Some((block, addr)) = found {
+        let run = holes.map(|(_, hole)| *hole).find_map(|hole| self.run_around(hole, bytes, |_| false));
+        if let Some((block, addr)) = run {
             return Ok(Some(self.begin_hole(block, addr)));
         }
         let Some((addr, size)) = self.source.expandable().reserve(list.pool, bytes)? else { return Ok(None) };
@@ -108,8 +108,8 @@ impl Heap {
     /// Bytes at the front of a hole without kept mappings.
     fn vacant(&self, hole: BlockId) -> u64 {
         let hole = &self.space[hole];
-        let kept = self.source.mapped().kept_within(hole.addr, hole.addr + hole.bytes).next();
-        kept.map_or(hole.bytes, |kept| kept - hole.addr)
+        let first_kept = self.source.mapped().kept_within(hole.addr, hole.addr + hole.bytes).next();
+        first_kept.map_or(hole.bytes, |first_kept| first_kept - hole.addr)
     }
 
     /// Bytes that a run needs to map for a block of `bytes`, in multiples of `handles` handles.

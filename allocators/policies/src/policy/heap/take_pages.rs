@@ -130,8 +130,8 @@ impl Heap {
                 Some(from) if from != at => {
                     let around = |block: &FreeBlock| from + page <= block.addr + block.bytes;
                     let Some(block) = self.fit.at(from).filter(around) else { return Ok(None) };
-                    let apart = from + page <= run.start || run.end <= from;
-                    if !apart || self.source.shared().is_pinned(from) || !self.may_move(list, block, from, false)? {
+                    let outside = from + page <= run.start || run.end <= from;
+                    if !outside || self.source.shared().is_pinned(from) || !self.may_move(list, block, from, false)? {
                         return Ok(None);
                     }
                     lacking.kept.push(Move { from, to: at, block });
@@ -140,7 +140,7 @@ impl Heap {
             }
             at += page;
         }
-        lacking.kept.sort_unstable_by_key(|one| one.from);
+        lacking.kept.sort_unstable_by_key(|page_move| page_move.from);
         let twice = lacking.kept.windows(2).any(|pair| pair[0].from == pair[1].from);
         Ok(Some(lacking).filter(|_| !twice))
     }
@@ -174,26 +174,26 @@ impl Heap {
         let lacking = needed.pages() as u64 * page;
         let wanted = wanted(self, lacking).min(lacking).saturating_sub(needed.kept.len() as u64 * page);
         let Lacking { mut kept, vacant } = needed;
-        let back: BTreeSet<u64> = kept.iter().map(|one| one.from).collect();
+        let back: BTreeSet<u64> = kept.iter().map(|page_move| page_move.from).collect();
         let mut moves =
             self.choose(list, wanted.min(vacant.len() as u64 * page), &(start..start + bytes), &back, wait)?;
-        let found = (kept.len() + moves.len()) as u64 * page;
+        let moved = (kept.len() + moves.len()) as u64 * page;
         let limit = self.source.limit().unwrap_or(u64::MAX);
-        if self.space.account().reserved() + (lacking - found) > limit {
+        if self.space.account().reserved() + (lacking - moved) > limit {
             return Ok(None);
         }
         moves.iter_mut().zip(vacant).for_each(|(one, to)| one.to = to);
         self.drop_oldest(moves.len(), &(start..start + bytes))?;
-        let again: Vec<(u64, u64)> = moves.iter().map(|one| (one.to, one.from)).collect();
+        let again: Vec<(u64, u64)> = moves.iter().map(|page_move| (page_move.to, page_move.from)).collect();
         // SAFETY: the addresses are in holes without kept mappings, and pages of all pools have one size.
         if !unsafe { self.source.expandable().map_again(&again, page) }? {
             return Ok(None);
         }
         moves.append(&mut kept);
-        moves.sort_unstable_by_key(|one| one.from);
+        moves.sort_unstable_by_key(|page_move| page_move.from);
         self.carry_out(list, moves);
         let Some(first) = self.begins_at(list, start) else { return Ok(None) };
-        Ok(self.fill(first, bytes, 1, true)?.map(|block| (block, found)))
+        Ok(self.fill(first, bytes, 1, true)?.map(|block| (block, moved)))
     }
 
     /// The free block or hole that begins at an address.
@@ -229,11 +229,11 @@ impl Heap {
         }
         let page = self.source.handle_bytes(list.pool);
         let can_be_had = |addr: u64| {
-            let place = self.source.mapped().place(addr);
+            let owner = self.source.mapped().place(addr);
             let block =
-                place.and_then(|place| self.fit.at(place).filter(|block| place + page <= block.addr + block.bytes));
+                owner.and_then(|owner| self.fit.at(owner).filter(|block| owner + page <= block.addr + block.bytes));
             block.is_some_and(|block| block.list.owner == list.owner)
-                && !place.is_some_and(|place| self.source.shared().is_pinned(place))
+                && !owner.is_some_and(|owner| self.source.shared().is_pinned(owner))
         };
         let holes = self.source.holes().range((list, 0)..=(list, u64::MAX)).map(|(_, hole)| *hole);
         let mut runs: Vec<(BlockId, u64)> = holes.filter_map(|hole| self.run_around(hole, bytes, can_be_had)).collect();
@@ -283,7 +283,7 @@ impl Heap {
                 busy.insert(stream);
             }
         }
-        moves.sort_unstable_by_key(|one| one.from);
+        moves.sort_unstable_by_key(|page_move| page_move.from);
         Ok(moves)
     }
 
@@ -310,12 +310,12 @@ impl Heap {
             let block = self.space.as_free(run[0].block.id);
             self.open_hole(block, run[0].from, run.len() as u64 * page);
         }
-        for one in &moves {
-            let same = one.block.list.owner.stream == list.owner.stream;
+        for page_move in &moves {
+            let same = page_move.block.list.owner.stream == list.owner.stream;
             let used_until = self.source.pages().filter(|_| same).map_or(0, |pages| pages.latest(list.owner.stream));
-            self.source.expandable().mapped.move_to(one.to, used_until);
+            self.source.expandable().mapped.move_to(page_move.to, used_until);
         }
-        moves.sort_unstable_by_key(|one| one.to);
+        moves.sort_unstable_by_key(|page_move| page_move.to);
         let mut last = None;
         for run in moves.chunk_by(|one, next| one.to + page == next.to) {
             let (mut at, end) = (run[0].to, run[0].to + run.len() as u64 * page);
@@ -352,15 +352,15 @@ impl Heap {
         let excess = source.kept() + more - most * 3 / 4;
         let pages = self.source.pages();
         let last_free = |addr: &u64| pages.map_or(0, |pages| pages.last_free(*addr));
-        let mut kept: Vec<(u64, u64)> = source
+        let mut mappings: Vec<(u64, u64)> = source
             .kept_of(|_| true)
             .into_iter()
             .filter(|addr| !but.contains(addr))
             .map(|addr| (last_free(&addr), addr))
             .collect();
-        kept.sort_unstable();
-        kept.truncate(excess);
-        self.drop_kept(kept.into_iter().map(|(_, addr)| addr))
+        mappings.sort_unstable();
+        mappings.truncate(excess);
+        self.drop_kept(mappings.into_iter().map(|(_, addr)| addr))
     }
 
     /// Removes kept mappings of pages in `parts`, which are about to be released; parts are in address order. Pages that stay keep
@@ -376,8 +376,8 @@ impl Heap {
                 let behind = parts.partition_point(|part| part.end <= place);
                 parts.get(behind).is_some_and(|part| part.start <= place)
             };
-            let kept = self.source.mapped().kept_of(goes);
-            self.drop_kept(kept.into_iter())?;
+            let mappings = self.source.mapped().kept_of(goes);
+            self.drop_kept(mappings.into_iter())?;
         }
         if self.source.mapped().kept() == 0 {
             self.source.expandable().pages.iter_mut().for_each(|pages| pages.places.clear());

@@ -99,16 +99,16 @@ fn idle_segments_go_back_in_pytorchs_order() {
         bench.segment(list, bytes);
     }
     let busy = bench.held(bench.large(), 24 * MIB);
-    let told = |heap: &Heap| heap.idle_segments().iter().map(|idle| (idle.list, idle.bytes)).collect::<Vec<_>>();
-    assert_eq!(told(&bench.heap), order);
+    let idle = |heap: &Heap| heap.idle_segments().iter().map(|idle| (idle.list, idle.bytes)).collect::<Vec<_>>();
+    assert_eq!(idle(&bench.heap), order);
     bench.heap.pin(one);
-    assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
+    assert_eq!(idle(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.unpin(one);
     // The segments of one pool, and of no other.
     assert_eq!(release_private(&mut bench.heap, one).unwrap(), 22 * MIB);
-    assert_eq!(told(&bench.heap), [&order[..4], &order[6..]].concat());
+    assert_eq!(idle(&bench.heap), [&order[..4], &order[6..]].concat());
     bench.heap.put(busy);
-    assert!(told(&bench.heap).contains(&(bench.large(), 24 * MIB)));
+    assert!(idle(&bench.heap).contains(&(bench.large(), 24 * MIB)));
 }
 
 #[test]
@@ -218,8 +218,8 @@ fn a_refusal_says_what_is_free_and_for_whom() {
 fn free_blocks_of_a_carved_segment_are_found() {
     let mut bench = Bench::new(Stream::Own);
     let list = bench.large();
-    let whole = bench.segment(list, 8 * MIB);
-    let blocks = bench.heap.carve(whole, &[(3 * MIB, None), (4 * MIB, Some(1)), (MIB, None)]);
+    let segment = bench.segment(list, 8 * MIB);
+    let blocks = bench.heap.carve(segment, &[(3 * MIB, None), (4 * MIB, Some(1)), (MIB, None)]);
     assert_eq!((blocks.len(), bench.found(list, 1), bench.found(list, 2 * MIB)), (3, Some(MIB), Some(3 * MIB)));
     assert_eq!(bench.found(list, 4 * MIB), None);
     assert!(bench.heap.put(blocks[1]));

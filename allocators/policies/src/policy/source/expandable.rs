@@ -72,8 +72,8 @@ impl Expandable {
             });
         };
         let granularity = vmm.granularity()?.max(1);
-        let whole = |bytes: u64| bytes.max(1).next_multiple_of(granularity);
-        let sizes = Sizes { small: whole(sizes.small), large: whole(sizes.large), ..sizes };
+        let round_up = |bytes: u64| bytes.max(1).next_multiple_of(granularity);
+        let sizes = Sizes { small: round_up(sizes.small), large: round_up(sizes.large), ..sizes };
         Ok(Self {
             driver,
             limit,

@@ -91,7 +91,7 @@ impl Mapped {
     /// Addresses of kept mappings whose page belongs to an address that `wanted` selects, in order.
     pub(crate) fn kept_of(&self, wanted: impl Fn(u64) -> bool) -> Vec<u64> {
         let is_kept = |addr: u64, place: u64| place != addr && wanted(place);
-        let kept = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.pages[**number].place));
-        kept.map(|(addr, _)| *addr).collect()
+        let addresses = self.at.iter().filter(|(addr, number)| is_kept(**addr, self.pages[**number].place));
+        addresses.map(|(addr, _)| *addr).collect()
     }
 }
