@@ -52,10 +52,10 @@ fn histories() -> Vec<(&'static str, Vec<Event>)> {
     let turns = [Action::SegmentFree, Action::SegmentAlloc].map(|action| event(action, BASE, many * KIB));
     let end = BASE + many * KIB;
     let last = [event(Action::SegmentAlloc, end, 2 * MIB), event(Action::Alloc, end, 2 * KIB)];
-    let gone = std::iter::once(turns[1]).chain(held_up()).chain(each(Action::FreeCompleted));
+    let released = std::iter::once(turns[1]).chain(held_up()).chain(each(Action::FreeCompleted));
     vec![
         ("completions after segments", held_up().chain(segments).chain(each(Action::FreeCompleted)).collect()),
-        ("segments that go after completions", gone.chain((0..MANY).map(|at| turns[at % 2])).chain(last).collect()),
+        ("segments that go after completions", released.chain((0..MANY).map(|at| turns[at % 2])).chain(last).collect()),
     ]
 }
 
