@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks the analysis: style, types, tests, and every notebook executed afresh on the recorded results.
+# Checks the analysis: style, types, tests, and every notebook executed on the recorded results.
 #
 #   bash analysis/test.sh         all of it
-#   bash analysis/test.sh --env   only make the environment, and say where it is
+#   bash analysis/test.sh --env   only make the environment, and print its path
 #
-# Its environment lies in target/analysis-venv, holds the package as it lies here, and is made anew when the lock changes:
-# by uv if it is there, else by python3 -m venv and pip. Needs Python 3.11 or newer (PYTHON names another one) and, for the page's test, Chromium.
+# Its environment is target/analysis-venv. It has this directory's package in editable form, and is made again when the lock changes:
+# by uv if installed, else by python3 -m venv and pip. Needs Python 3.11 or newer (PYTHON names another one) and, for the test of the page, Chromium.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ step() { printf '\n== %s (%ss)\n' "$1" "$SECONDS"; }
 environment=target/analysis-venv
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-  echo "error: Python 3.11 or newer is needed; $("$python" --version) is here (PYTHON names another one)" >&2
+  echo "error: Python 3.11 or newer is needed; this is $("$python" --version) (set PYTHON to another one)" >&2
   exit 2
 }
 stamp="$("$python" --version) $(cat analysis/requirements.lock analysis/pyproject.toml | sha256sum) $PWD"
@@ -30,7 +30,7 @@ if [ "$(cat "$environment/stamp" 2>/dev/null)" != "$stamp" ]; then
     install() { "$environment/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
   fi
   install -r analysis/requirements.lock
-  # The package itself as it lies here, so that a change to it needs no new environment.
+  # The package in editable form, so that a change to it needs no new environment.
   install --no-deps --no-build-isolation --editable ./analysis
   echo "$stamp" > "$environment/stamp"
 fi
@@ -40,7 +40,7 @@ if [ "${1:-}" = --env ]; then
   exit
 fi
 
-# Debian and Ubuntu have a small headless Chromium; on a machine for tests it may be installed.
+# Debian and Ubuntu have a small headless Chromium; CI may install it.
 headless() {
   [ -n "${CHROMIUM:-}" ] && return
   for name in chromium-headless-shell chrome-headless-shell chromium chromium-browser google-chrome-stable google-chrome; do
@@ -56,7 +56,7 @@ if ! headless && [ -n "${CI:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get > 
 fi
 
 export MPLBACKEND=agg
-# Tables of tests are small: threads would only wait for each other, and each core has a file of tests.
+# Tables in tests are small, so threads would only wait for each other; each core runs a file of tests.
 export POLARS_MAX_THREADS=1
 
 step "ruff"
@@ -68,16 +68,13 @@ step "mypy"
 "$bin/mypy" --config-file analysis/pyproject.toml analysis/src/vramlab_analysis analysis/tests
 
 step "pytest"
-tests=(analysis/tests)
-for folder in app/python/tests experiments/baselines/tests experiments/flame experiments/pytorch/tests; do
-  compgen -G "$folder/test_*.py" > /dev/null || { echo "$folder has no tests: correct the list"; exit 1; }
-  tests+=("$folder")
-done
-# Each core takes a file at a time: what a file prepares once is for all of its tests.
+# Every directory with tests in Python, wherever it moves.
+mapfile -t tests < <(find analysis app experiments -name 'test_*.py' -not -path '*/.*' -printf '%h\n' | sort -u)
+# Each core runs a file at a time, because its tests share fixtures.
 "$bin/pytest" -c analysis/pyproject.toml --rootdir . -p no:cacheprovider \
   --numprocesses auto --maxprocesses 4 --dist loadscope "${tests[@]}"
 
-step "notebooks, executed afresh"
+step "notebooks, executed again"
 "$bin/vramlab-analysis" notebooks
 
-step "analysis is well"
+step "analysis passed"

@@ -1,4 +1,4 @@
-"""What `vramlab advise` predicted beside what PyTorch really reserved, as `experiments advise-truth` wrote it."""
+"""Predictions of `vramlab advise` and PyTorch's peaks, written by `experiments advise-truth`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = {
     "roundup_power2_divisions:8": "roundup 8",
 }
 RUNS, PAIRS = "advise-truth.jsonl", "advise-truth.csv"
-# How near a prediction has to be, in percent.
+# The error of a near prediction in percent.
 NEAR = 1.0
 MIB = 2**20
 
@@ -37,13 +37,13 @@ IS_HELD_OUT = pl.col("set") == "heldout"
 
 
 def pairs() -> pl.DataFrame:
-    """A row for each recording and setting other than its own: what was predicted, and what was.
+    """A row for each recording and setting other than its own: predicted and measured values.
 
-    Raises AnalysisError when the table is not there.
+    Raises AnalysisError when the table is missing.
     """
     file = repository.results() / PAIRS
     if not file.is_file():
-        raise AnalysisError(f"{file}: is not there; `experiments advise-truth -o {file}` writes it.")
+        raise AnalysisError(f"{file}: not found; `experiments advise-truth -o {file}` writes it.")
     types = {
         "conf": pl.String,
         "recorded_conf": pl.String,
@@ -57,7 +57,7 @@ def pairs() -> pl.DataFrame:
 
 
 def runs() -> list[dict[str, Any]]:
-    """What was measured, a dictionary for each run."""
+    """The measurements, a dictionary for each run."""
     file = repository.results() / RUNS
     lines = enumerate(read_bytes(file).splitlines(), 1)
     return [parse_json(line, f"{file}:{number}") for number, line in lines]

@@ -167,7 +167,7 @@ def block_map(
     style.bytes_axis(axes)
     axes.set_title(title)
     bar = figure.colorbar(ScalarMappable(norm, SIZES), ax=axes, pad=0.01, aspect=30)
-    bar.set_label("bytes asked for")
+    bar.set_label("requested bytes")
     powers = range(0, 50, 4 if high_size > 2**14 * low_size else 2)
     bar.set_ticks([2.0**power for power in powers if low_size <= 2**power <= high_size])
     bar.ax.yaxis.set_major_formatter(FuncFormatter(style.si_bytes))
