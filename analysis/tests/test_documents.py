@@ -143,6 +143,8 @@ def test_a_rule_computes_a_value_in_its_format_or_words(monkeypatch: pytest.Monk
         ("A value of <!--v compare.naive.steps-->1 us.", "lacks its end"),
         ("A value of <!--v compare.naive.steps-->1<!--/v--> and 2<!--/v-->.", "lacks its end"),
         ("Text\n<!--v compare.naive.steps-->1<!--/v--> steps.", "README.md:2: begins with a marker"),
+        ("Text\n\n- <!--v compare.naive.steps-->1<!--/v--> steps.", "README.md:3: begins with a marker"),
+        ("| <!--v compare.naive.steps | compare.day-->1<!--/v--> |", "lacks its end"),
         ("Of <!--v compare.naive.unheard-->1<!--/v--> steps.", "README.md:1: compare.naive.unheard: unknown value"),
         ("Of <!--v unheard.steps-->1<!--/v--> steps.", "unheard: unknown group of values; the groups are"),
         ("<!--table unheard-->\n<!--/table-->", "unheard: unknown table; the tables are"),

@@ -28,7 +28,7 @@ from vramlab_analysis.pages import lookup
 from vramlab_analysis.pages.registry import Scalar
 from vramlab_analysis.style import si_time
 
-MARKER = re.compile(r"<!--v (?P<rule>[^\n]+?)-->(?P<text>[^\n]*?)<!--/v-->")
+MARKER = re.compile(r"<!--v (?P<rule>[^\n|]+?)-->(?P<text>[^\n]*?)<!--/v-->")
 TABLE = re.compile(r"^<!--table (?P<name>[\w-]+)-->\n(?P<text>(?:\|.*\n)*)<!--/table-->$", re.MULTILINE)
 NO_RECORD = re.compile(r"^<!--no record-->\n(?:(?!#).*\n)*", re.MULTILINE)
 COMPARATIVE = re.compile(r"\b(?:faster|fastest|slower|slowest|quicker|longest|shortest)\b")
@@ -135,7 +135,7 @@ def rewritten(page: str, text: str) -> str:
         raise AnalysisError(f"{page}: a marker <!--v …--> lacks its end <!--/v--> on the same line, or has two.")
     if text.count("<!--table ") + text.count("<!--/table-->") != 2 * len(TABLE.findall(text)):
         raise AnalysisError(f"{page}: a marker <!--table …--> needs a table below it and then <!--/table-->.")
-    if start := re.search(r"^ *(?:<!--v |<!--/v)", text, re.MULTILINE):
+    if start := re.search(r"^ *(?:(?:[-*>]|\d+\.) +)*<!--/?v", text, re.MULTILINE):
         line = text.count("\n", 0, start.end()) + 1
         raise AnalysisError(
             f"{page}:{line}: begins with a marker, which ends a paragraph on GitHub; begin with a word."
