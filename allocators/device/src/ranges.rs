@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// A set of addresses, stored as ranges that are not adjacent.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Ranges(BTreeMap<u64, u64>);
 
 impl Ranges {

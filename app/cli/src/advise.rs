@@ -80,7 +80,7 @@ pub(crate) struct AdviseArgs {
     pub(crate) exit_code: bool,
 }
 
-/// The answer for one recording; the keys are described in `analysis/schema.md`.
+/// The answer for one recording; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 struct Advice {
     trace: String,

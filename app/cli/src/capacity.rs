@@ -43,7 +43,7 @@ pub(crate) struct CapacityArgs {
     json: bool,
 }
 
-/// One allocator; the keys are described in `analysis/schema.md`.
+/// One allocator; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,

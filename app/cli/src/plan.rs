@@ -42,7 +42,7 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// The offline placement; the keys are described in `analysis/schema.md`.
+/// The offline placement; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 struct Report {
     trace: String,

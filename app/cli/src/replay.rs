@@ -88,7 +88,7 @@ enum Completion {
     Instant,
 }
 
-/// One file under one allocator; the keys are described in `analysis/schema.md`.
+/// One file under one allocator; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 struct Row {
     trace: String,

@@ -19,7 +19,7 @@ const DETAILED: usize = 3;
 /// Maximum number of rows of the table.
 const SHOWN: usize = 8;
 
-/// The answer for all recordings; the keys are described in `analysis/schema.md`.
+/// The answer for all recordings; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 pub(super) struct Ranks {
     /// The recordings: first those that ran out of memory, then by the distance of their peak from the median.

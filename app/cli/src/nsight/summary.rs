@@ -1,4 +1,4 @@
-//! The tables of a capture. The keys are described in `app/cli/schema.md`.
+//! The tables of a capture. The keys are described in `schema.md`.
 
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};

@@ -15,7 +15,7 @@ pub(crate) enum Search {
     Off,
 }
 
-/// The bounds of a recording; the keys are described in `analysis/schema.md`.
+/// The bounds of a recording; the keys are described in `schema.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Bounds {
     /// Peak active bytes: each block in multiples of 512, from its allocation to the completion of its free; memory of a private
