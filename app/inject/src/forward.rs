@@ -241,10 +241,11 @@ macro_rules! here {
     ($name:ident plain) => {
         None
     };
-    // SAFETY: only the address is used, to be called under the function's own type.
-    ($name:ident own) => {
-        Some(unsafe { std::mem::transmute::<*const (), Entry>(crate::entries::$name as *const ()) })
-    };
+    ($name:ident own) => {{
+        // SAFETY: only the address is used, to be called under the function's own type.
+        let entry = unsafe { std::mem::transmute::<*const (), Entry>(crate::entries::$name as *const ()) };
+        Some(entry)
+    }};
     ($name:ident $($kind:tt)+) => {
         Some($name as Entry)
     };

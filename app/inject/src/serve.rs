@@ -220,7 +220,7 @@ impl Served {
     }
 
     fn stream(&self, handle: u64) -> Result<StreamId, i32> {
-        if handle <= LEGACY_ID.max(streams::LEGACY) {
+        if handle <= streams::LEGACY {
             return Ok(self.legacy);
         }
         let mut streams = lock(&self.streams);

@@ -8,8 +8,9 @@ use vramlab_histories::calls::{Call, Calls, Counter, Served};
 
 /// The records of a folder.
 fn records(folder: &Path) -> Vec<Calls> {
-    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    files.map(|path| Calls::read(File::open(path).unwrap()).unwrap()).collect()
+    let entries = std::fs::read_dir(folder).expect("the folder should be there");
+    let files = entries.map(|entry| File::open(entry.expect("an entry should be read").path()));
+    files.map(|file| Calls::read(file.expect("a record should open")).expect("a record should be read")).collect()
 }
 
 fn count(calls: &Calls, call: Call) -> usize {

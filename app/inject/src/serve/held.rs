@@ -57,7 +57,7 @@ pub(crate) fn range_of(addr: u64) -> Option<Range> {
     let held = lock(&HELD);
     let (base, found) = held.range(..=addr).next_back()?;
     let inside = addr - base < found.bytes;
-    inside.then(|| Range { base: *base, bytes: found.bytes, buffer_id: found.buffer_id })
+    inside.then_some(Range { base: *base, bytes: found.bytes, buffer_id: found.buffer_id })
 }
 
 /// Whether an address lies in memory of an allocator.
@@ -78,12 +78,16 @@ pub(crate) fn segment_gone(addr: u64) -> Option<u64> {
 
 /// Forgets all memory of a context.
 pub(super) fn context_gone(context: u64) {
-    let gone: Vec<Held> =
-        lock(&HELD).extract_if(.., |_, held| held.served.context == context).map(|(_, held)| held).collect();
+    let mut all = lock(&HELD);
+    let of_context = |(addr, held): (&u64, &Held)| (held.served.context == context).then_some(*addr);
+    let addresses: Vec<u64> = all.iter().filter_map(of_context).collect();
+    let gone: Vec<Held> = addresses.iter().filter_map(|addr| all.remove(addr)).collect();
+    drop(all);
     let mut segments = lock(&SEGMENTS);
     for held in gone {
         let addr = held.block.addr().get();
-        if let Some((base, bytes)) = segments.range(..=addr).next_back().map(|(base, bytes)| (*base, *bytes))
+        let segment = segments.range(..=addr).next_back().map(|(base, bytes)| (*base, *bytes));
+        if let Some((base, bytes)) = segment
             && addr - base < bytes
         {
             segments.remove(&base);
