@@ -90,10 +90,11 @@ impl HistoryBuilder {
     /// [`ReplayError::TooLarge`] when the [budget](Self::within) is used up.
     pub fn ends_with(&mut self, segments: &[Segment]) -> Result<(), ReplayError> {
         let Transcript { device, claim, .. } = &mut self.transcript;
-        let own = || segments.iter().filter(|segment| device.is_none_or(|device| device == segment.device));
+        let segments_of_device =
+            || segments.iter().filter(|segment| device.is_none_or(|device| device == segment.device));
         let size = |segment: &Segment| size_of::<Segment>() + segment.blocks.len() * size_of::<SegmentBlock>();
-        claim.add(own().map(size).sum())?;
-        self.ending = Some(own().cloned().collect());
+        claim.add(segments_of_device().map(size).sum())?;
+        self.ending = Some(segments_of_device().cloned().collect());
         Ok(())
     }
 

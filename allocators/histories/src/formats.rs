@@ -1,11 +1,10 @@
-//! Histories of allocator events: the one form into which every log is read, and from which every export is
-//! written.
+//! Recordings of allocator events: one representation for every format, read from any log and written to any export.
 //!
-//! A history is what one device's allocator was asked for and did, in order. Readers push its events into a
-//! closure one at a time, so that a file of any size passes through bounded memory.
+//! A recording contains one device's requests and the allocator's actions, in order. Readers push events into a closure one at a
+//! time, so that a file of any size takes bounded memory.
 //!
-//! [`read()`] takes any of the formats in [`Format`], plain or compressed, and tells them apart by their content.
-//! [`Export`] lists the formats that are written, and [`TraceWriter`] is what each of them is written by.
+//! [`read()`] reads every format in [`Format`], plain or compressed, and detects it from the content. [`Export`] lists the
+//! formats to write, and [`TraceWriter`] writes each of them.
 
 mod error;
 mod host;

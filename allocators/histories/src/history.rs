@@ -1,4 +1,4 @@
-//! A compiled history: what the client did, as a compact list, and what the recorded allocator did, to compare with.
+//! A compiled recording: the client's operations as a compact list, and the allocator's events to compare with.
 
 mod beginning;
 mod changes;
@@ -16,11 +16,11 @@ pub use op::MAX_STREAMS;
 pub(crate) use op::{BY_DEVICE, DueFrees, Kind, MAX_POOLS, NEVER, NO_STREAM, Op, Release};
 pub use out_of_memory::{Held, OutOfMemory, StreamHeld};
 
-/// Largest size that a history may name, in bytes: 256 TiB, beyond any device. Sums over a history stay in 64 bits.
+/// Largest size in a recording, in bytes: 256 TiB, beyond any device. Sums over a recording stay in 64 bits.
 pub const MAX_BYTES: u64 = 1 << 48;
 
-/// A history that is ready to be replayed. Holds 16 bytes for each operation of the client, 8 for each allocation
-/// and 32 for each segment event.
+/// A recording that is ready to be replayed. Takes 16 bytes for each operation of the client, 8 for each allocation and 32 for
+/// each segment event.
 #[derive(Clone, Debug)]
 pub struct History {
     pub(crate) ops: Vec<Op>,
@@ -30,13 +30,13 @@ pub struct History {
     pub(crate) slots: u32,
     /// Recorded handles in ascending order.
     pub(crate) streams: Vec<u64>,
-    /// Streams that are made beside the recorded ones.
+    /// Streams created in addition to the recorded ones.
     pub(crate) further_streams: u32,
     pub(crate) events: u64,
     pub(crate) allocations: u64,
-    /// Operations of the client.
+    /// Number of operations of the client.
     pub(crate) operations: u64,
-    /// What was held before the first event.
+    /// The memory before recording started.
     pub(crate) beginning: Beginning,
     pub(crate) refused: u64,
     pub(crate) out_of_memory: Vec<OutOfMemory>,
@@ -45,109 +45,109 @@ pub struct History {
     pub(crate) pools: PrivatePools,
     /// Why addresses cannot be compared.
     pub(crate) not_comparable: Option<String>,
-    /// Of its lists, until the last copy is dropped.
+    /// Claim for its lists, until the last copy is dropped.
     pub(crate) _claim: Arc<Claim>,
 }
 
-/// What is known of the private pools of a history.
+/// Private pools of a recording.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PrivatePools {
-    /// How many there are. Operations name them by number, from 1.
+    /// Number of pools. Operations refer to them by number, from 1.
     pub(crate) count: u32,
-    /// From which operation on each that was released is asked for no more memory, in order.
+    /// For each released pool, the operation from which on it serves no more requests, in order.
     pub(crate) released: Vec<(u32, u32)>,
-    /// In which operation which of them gives back by itself what is idle, in order. An operation with the number of a pool empties
-    /// no other cache.
+    /// Operations in which a pool releases its free segments by itself, in order. An operation with a pool's number empties no
+    /// other cache.
     pub(crate) trimmed: Vec<(u32, u32)>,
-    /// Allocations from them.
+    /// Number of allocations from them.
     pub(crate) allocations: u64,
-    /// Allocations whose pool the history does not tell.
+    /// Number of allocations whose pool is ambiguous.
     pub(crate) undetermined: u64,
 }
 
 /// One call of a recorded history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Bytes to allocate, or 0 to free what lies in the slot.
+    /// Bytes to allocate, or 0 to free the slot's block.
     pub bytes: u64,
-    /// Where the block is kept while it is live.
+    /// Slot of the block while it is live.
     pub slot: u32,
     /// Number of its stream, from 0.
     pub stream: u32,
 }
 
 impl History {
-    /// Events that were read, those of other devices not counted.
+    /// Number of events read, without those of other devices.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.events
     }
 
-    /// Allocations, the [prologue](Self::prologue_allocations) included.
+    /// Number of allocations, the [prologue](Self::prologue_allocations) included.
     #[must_use]
     pub fn allocations(&self) -> u64 {
         self.allocations
     }
 
-    /// Blocks that were in use before the first event: held by the client, or waiting for other streams.
+    /// Blocks that were active before recording started: allocated, or pending on other streams.
     #[must_use]
     pub fn prologue_allocations(&self) -> u64 {
         self.beginning.blocks.len() as u64
     }
 
-    /// Segments that were held before the first event and their bytes, as far as they are known. Then
-    /// [`Caching`](vramlab_policies::backends::Caching) starts with them, and [`undetermined_blocks`](Self::undetermined_blocks)
-    /// says what is not known for certain.
+    /// Segments reserved before recording started and their bytes, as far as known.
+    /// [`Caching`](vramlab_policies::backends::Caching) then starts with them, and
+    /// [`undetermined_blocks`](Self::undetermined_blocks) counts the uncertain blocks.
     #[must_use]
     pub fn prologue_segments(&self) -> (u64, u64) {
         (self.beginning.segments.len() as u64, self.beginning.reserved())
     }
 
-    /// Blocks from before the first event whose size the history does not tell: each is as small as what the history
-    /// shows allows, and may be larger by up to 1 MiB.
+    /// Blocks from before recording started whose size is unknown: each has the smallest size that the recording allows, and may
+    /// be up to 1 MiB larger.
     #[must_use]
     pub fn undetermined_blocks(&self) -> u64 {
         self.beginning.undetermined
     }
 
-    /// Why the segments from before the first event are not known, if there were some.
+    /// Why the segments from before recording started are unknown, if there were some.
     #[must_use]
     pub fn prologue_problem(&self) -> Option<&str> {
         self.beginning.unknown.as_deref()
     }
 
-    /// Private pools of the program: those of CUDA graphs and `MemPool`s, as far as the history tells.
+    /// Private pools of the program, of CUDA graphs and `MemPool`s, as far as the recording shows them.
     #[must_use]
     pub fn private_pools(&self) -> u64 {
         u64::from(self.pools.count)
     }
 
-    /// Allocations from private pools.
+    /// Number of allocations from private pools.
     #[must_use]
     pub fn private_pool_allocations(&self) -> u64 {
         self.pools.allocations
     }
 
-    /// Allocations whose pool the history does not tell: their segment is gone at the end, and more than one pool would have
-    /// served them as was recorded. They are replayed in the likeliest.
+    /// Allocations whose pool is ambiguous: their segment does not exist at the end, and several pools would have served them as
+    /// recorded. They are replayed in the likeliest.
     #[must_use]
     pub fn undetermined_pool_allocations(&self) -> u64 {
         self.pools.undetermined
     }
 
-    /// Requests that the recorded allocator refused.
+    /// Number of requests that failed in the recording.
     #[must_use]
     pub fn refused_allocations(&self) -> u64 {
         self.refused
     }
 
-    /// What the recorded allocator held at each request that it refused, in order; of more than a hundred the last.
+    /// Memory state at each failed request, in order; at most the last hundred.
     #[must_use]
     pub fn out_of_memory(&self) -> &[OutOfMemory] {
         &self.out_of_memory
     }
 
-    /// Frees that did not complete at once.
+    /// Number of deferred frees.
     #[must_use]
     pub fn deferred_frees(&self) -> u64 {
         self.deferred
@@ -159,14 +159,14 @@ impl History {
         &self.streams
     }
 
-    /// Most bytes that the client held at once, as it asked for them: no allocator can do with less. (A block counts
-    /// from its allocation to the request to free it.)
+    /// Peak live bytes as requested: a lower bound for every allocator. (A block counts from its allocation to the request to
+    /// free it.)
     #[must_use]
     pub fn max_live_bytes(&self) -> u64 {
         self.max_live
     }
 
-    /// The allocations and frees in order, those of blocks from before the first event first.
+    /// The allocations and frees in order, starting with blocks from before recording started.
     pub fn calls(&self) -> impl Iterator<Item = Call> + '_ {
         let before = self.beginning.blocks.iter().map(|block| Call {
             bytes: block.requested,
@@ -184,31 +184,31 @@ impl History {
         }))
     }
 
-    /// Recorded addresses can be handed out and compared.
+    /// Whether recorded addresses can be used and compared.
     ///
     /// # Errors
-    /// [`ReplayError::History`] says why they cannot.
+    /// [`ReplayError::History`] with the reason, if they cannot.
     pub fn check_comparable(&self) -> Result<(), ReplayError> {
         match &self.not_comparable {
-            Some(why) => Err(ReplayError::History(format!("{why}; use the device's own addresses (--addresses own)"))),
+            Some(why) => Err(ReplayError::History(format!("{why}; let the device choose addresses (--addresses own)"))),
             None => Ok(()),
         }
     }
 }
 
-/// Why a history cannot be replayed.
+/// Why a recording cannot be replayed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplayError {
-    /// An event contradicts the ones before it or names what cannot be.
+    /// An event contradicts earlier ones or is impossible.
     #[error("event {number}: {what}")]
     Event {
         /// Number of the event, from 1.
         number: u64,
-        /// What is wrong with it.
+        /// The contradiction.
         what: String,
     },
-    /// The history as a whole cannot be replayed in the way that was asked for.
+    /// The recording as a whole cannot be replayed in the requested way.
     #[error("{0}")]
     History(String),
     /// The allocator failed for another reason than memory.
@@ -217,20 +217,20 @@ pub enum ReplayError {
     /// The device failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// The history needs more memory than its compilation may take.
+    /// Compiling the recording needs more memory than the budget has.
     #[error(transparent)]
     TooLarge(#[from] OverBudget),
 }
 
 impl ReplayError {
-    /// Whether the history is at fault and not the device.
+    /// Whether the recording is at fault and not the device.
     #[must_use]
     pub fn is_bad_input(&self) -> bool {
         matches!(self, Self::Event { .. } | Self::History(_) | Self::TooLarge(_))
     }
 }
 
-/// A segment, or a part of an expandable one, that came from the device or went back.
+/// A segment, or a mapped range of an expandable one, that was allocated or released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentEvent {
     /// First address.
@@ -239,33 +239,33 @@ pub(crate) struct SegmentEvent {
     pub(crate) bytes: u64,
     /// Handle of its stream.
     pub(crate) stream: u64,
-    /// The pool of a part of an expandable segment; `None` for whole segments.
+    /// The pool of a mapped range; `None` for full segments.
     pub(crate) part: Option<PoolKind>,
     /// The operation inside which it happened.
     pub(crate) op: u32,
-    /// Whether it went back.
+    /// Whether it was released.
     pub(crate) released: bool,
-    /// Whether a device that refused is the only explanation, so that a replay has to refuse as well.
+    /// Whether only a refusal of the device explains it, so that a replay must refuse as well.
     pub(crate) refused: bool,
 }
 
 impl SegmentEvent {
-    /// A whole segment that came before the first operation.
+    /// A segment allocated before the first operation.
     pub(crate) fn made(addr: u64, bytes: u64, stream: u64) -> Self {
         Self { addr, bytes, stream, part: None, op: 0, released: false, refused: false }
     }
 
-    /// This memory on its way back to the device.
+    /// The release of this memory.
     pub(crate) fn released(self) -> Self {
         Self { released: true, ..self }
     }
 
-    /// This memory as a part of an expandable segment.
+    /// This memory as a range of an expandable segment.
     pub(crate) fn part_of(self, pool: PoolKind) -> Self {
         Self { part: Some(pool), ..self }
     }
 
-    /// The pool that it serves: that of a whole segment follows from its size.
+    /// Its pool, which for a full segment follows from its size.
     pub(crate) fn pool(&self) -> PoolKind {
         self.part.unwrap_or(if self.bytes == SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large })
     }
@@ -275,7 +275,7 @@ impl SegmentEvent {
         self.addr + self.bytes
     }
 
-    /// Whether an address lies in it.
+    /// Whether it contains an address.
     pub(crate) fn contains(&self, addr: u64) -> bool {
         addr >= self.addr && addr - self.addr < self.bytes
     }

@@ -1,4 +1,4 @@
-//! Histories of allocations: the formats they are kept in, compiling and replaying them, planning them, and made ones.
+//! Recordings of allocations: their formats, compilation, replays, offline placement, and synthetic workloads.
 
 pub mod calls;
 pub mod compile;

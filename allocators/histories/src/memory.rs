@@ -1,14 +1,15 @@
-//! The memory of the allocator from which a history was recorded: the events of one GPU, what was there before the first of
-//! them, and the segments, the blocks in them and what lies free between, followed event by event.
+//! The recorded allocator's memory: the events of one GPU, the memory before the first of them, and segments, blocks and free
+//! blocks, followed event by event.
 //!
-//! Unlike a [replay](super::replay) this asks no allocator anything. Blocks lie where the history says and are as large as
-//! PyTorch makes them: a request takes the front of a free block, and what is left is split off if it is large enough. Free
-//! blocks of a segment that touch are one. Parts of an expandable segment that touch are one segment here, which grows and
-//! shrinks. Other formats say nothing of sizes; there a block is as large as what was asked for.
+//! Unlike a [replay](super::replay) this runs no allocator. Blocks have their recorded addresses and the sizes that PyTorch gives
+//! them: a request takes the front of a free block, and the remainder is split off if it is large enough. Adjacent free blocks of
+//! a segment coalesce. Adjacent mapped ranges of an expandable segment are one segment here, which grows and shrinks. Other
+//! formats do not contain sizes; there a block has its requested size.
 //!
-//! A history may lack events: a ring buffer lost the first ones, or the program did not record all of them. What was there
-//! [before](InitialState) is told from what goes without having come and from what is held at the end. Blocks outside of all segments
-//! count as [active](Totals), and [`is_whole`](Memory::is_whole) says whether there are any.
+//! A recording may lack events: a ring buffer lost the first ones, or the program did not record all of them. The [initial
+//! state](InitialState) is inferred from blocks and segments that are released without having been allocated, and from those at
+//! the end. Blocks outside all segments count as [active](Totals), and [`is_whole`](Memory::is_whole) returns whether there are
+//! any.
 
 mod contents;
 mod events;
@@ -36,36 +37,36 @@ use pool::{Gap, Gaps};
 use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// The index of an event that was before the first.
+/// The index of events before recording started.
 pub const BEFORE: u32 = u32::MAX;
 
-/// A block that is in use, or was freed and waits for other streams.
+/// An active block: in use, or freed and pending on other streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Its size.
     pub bytes: u64,
-    /// What was asked for.
+    /// Requested bytes.
     pub requested: u64,
     /// The stream that it was allocated on.
     pub stream: u64,
     /// Index of the event that allocated it, or [`BEFORE`].
     pub born: u32,
-    /// Whether it was freed and waits for other streams, since this event.
+    /// The event that requested its free, if that is pending on other streams.
     pub pending: Option<u32>,
-    /// Where it came from.
+    /// Where it was allocated.
     pub origin: Origin,
     /// The last stack before the allocation, for blocks without frames.
     pub near: StackId,
-    /// Whether it lies in a segment that the history shows.
+    /// Whether it is in a segment of the recording.
     inside: bool,
 }
 
-/// A block that comes: what was asked for and what is known of it.
+/// A block to allocate.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewBlock {
-    /// What was asked for.
+    /// Requested bytes.
     pub(crate) requested: u64,
-    /// Size of the block, where it is known; otherwise the rules tell it.
+    /// Size of the block, if known; otherwise it follows from the rules.
     pub(crate) size: Option<u64>,
     pub(crate) stream: u64,
     /// Index of the event.
@@ -73,46 +74,46 @@ pub(crate) struct NewBlock {
     pub(crate) origin: Origin,
 }
 
-/// What adds up.
+/// Sums over the memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Bytes of segments.
     pub reserved: u64,
     /// Bytes of blocks.
     pub active: u64,
-    /// Bytes that were asked for and are not freed.
+    /// Requested bytes that are not freed.
     pub requested: u64,
-    /// Bytes of blocks that were freed and wait for other streams.
+    /// Bytes of blocks that were freed and are pending on other streams.
     pub pending: u64,
 }
 
 impl Totals {
-    /// Bytes of blocks that the program holds.
+    /// Bytes of allocated blocks.
     #[must_use]
     pub fn allocated(&self) -> u64 {
         self.active - self.pending
     }
 }
 
-/// The memory after an event. Each event costs O(log n) in the blocks, and what they take is claimed from a budget.
+/// The memory after an event. Each event costs O(log n) in the blocks, and their memory is claimed from a budget.
 #[derive(Debug)]
 pub struct Memory {
     rules: Rules,
     segments: BTreeMap<u64, Segment>,
     blocks: BTreeMap<u64, Block>,
-    /// What is free.
+    /// Free ranges.
     gaps: Gaps,
-    /// What would be free if no free waited.
+    /// Ranges that would be free if no free were pending.
     gaps_with_pending: Gaps,
     totals: Totals,
-    /// Blocks outside of all segments.
+    /// Number of blocks outside all segments.
     outside: usize,
     near: StackId,
     budget: Budget,
     claim: Claim,
 }
 
-/// Memory of a map's entry where its nodes are as empty as they get.
+/// Memory of a map's entry in the emptiest nodes.
 pub(crate) const fn in_tree<K, V>() -> usize {
     3 * size_of::<(K, V)>() + 16
 }
@@ -135,10 +136,10 @@ impl Memory {
         }
     }
 
-    /// What was there before the first event.
+    /// The memory before recording started.
     ///
     /// # Errors
-    /// [`OverBudget`] when it takes more than there is.
+    /// [`OverBudget`] when the budget is used up.
     pub fn beginning(rules: Rules, before: &InitialState, budget: &Budget) -> Result<Self, OverBudget> {
         let mut out = Self::new(rules, budget);
         for segment in &before.segments {
@@ -156,12 +157,12 @@ impl Memory {
         Ok(out)
     }
 
-    /// A copy, which takes memory of its own. O(n).
+    /// A copy, with a claim of its own. O(n).
     ///
     /// # Errors
-    /// [`OverBudget`] when it takes more than there is.
+    /// [`OverBudget`] when the budget is used up.
     pub fn copy(&self) -> Result<Self, OverBudget> {
-        // Nodes of a map that was copied are two thirds full.
+        // Nodes of a copied map are two thirds full.
         let blocks = self.blocks.len() * size_of::<(u64, Block)>();
         let gaps = (self.gaps.len() + self.gaps_with_pending.len()) * size_of::<(u64, Gap, u64, u32)>();
         let segments = self.segments.len() * size_of::<(u64, Segment)>();
@@ -179,10 +180,10 @@ impl Memory {
         })
     }
 
-    /// Does what an event says. `at_once`: of a free that completes at once.
+    /// Applies an event. `at_once`: it belongs to a free that completes immediately.
     ///
     /// # Errors
-    /// [`OverBudget`] when what it adds takes more than there is.
+    /// [`OverBudget`] when the budget is used up.
     pub fn apply(&mut self, event: &RecordedEvent, index: u32, at_once: bool) -> Result<(), OverBudget> {
         steps::count(1);
         let RecordedEvent { addr, bytes, stream, origin, .. } = *event;
@@ -196,7 +197,7 @@ impl Memory {
             Action::FreeRequested if at_once => self.free(addr),
             Action::FreeCompleted if at_once => {}
             Action::FreeRequested => self.request_free(addr, index),
-            // Of a block that was not freed only the whole of it goes.
+            // A completion without a request must be of the full block.
             Action::FreeCompleted
                 if self.blocks.get(&addr).is_some_and(|block| block.pending.is_some() || block.requested == bytes) =>
             {
@@ -213,15 +214,15 @@ impl Memory {
         Ok(())
     }
 
-    /// Memory comes from the device. A part of an expandable segment joins what touches it.
+    /// A segment is allocated, or a range of an expandable one is mapped, which coalesces with adjacent ones.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub(crate) fn reserve(&mut self, addr: u64, made: Segment) -> Result<(), OverBudget> {
         self.make_room()?;
-        let (mut start, mut whole) = (addr, made);
+        let (mut start, mut coalesced) = (addr, made);
         let end = addr + made.bytes;
-        // What contradicts the events before does not count twice.
+        // Memory that contradicts earlier events does not count twice.
         if self.segments.range(..end).next_back().is_some_and(|(at, old)| at + old.bytes > addr) {
             return Ok(());
         }
@@ -232,20 +233,20 @@ impl Memory {
                 && before + other.bytes == addr
                 && joins(other)
             {
-                (start, whole.bytes) = (before, other.bytes + whole.bytes);
+                (start, coalesced.bytes) = (before, other.bytes + coalesced.bytes);
             }
             if let Some(other) = self.segments.get(&end).copied().filter(joins) {
                 self.segments.remove(&end);
-                whole.bytes += other.bytes;
+                coalesced.bytes += other.bytes;
             }
         }
-        self.segments.insert(start, whole);
-        self.gaps.give(addr, made.bytes, (start, whole));
-        self.gaps_with_pending.give(addr, made.bytes, (start, whole));
+        self.segments.insert(start, coalesced);
+        self.gaps.give(addr, made.bytes, (start, coalesced));
+        self.gaps_with_pending.give(addr, made.bytes, (start, coalesced));
         Ok(())
     }
 
-    /// A segment goes back, or a part of an expandable one, with what lies in it.
+    /// A segment is released, or a range of an expandable one is unmapped, with its blocks.
     pub(crate) fn release(&mut self, addr: u64, bytes: u64) {
         let Some((start, segment)) = self.segment_of(addr) else { return };
         let end = start + segment.bytes;
@@ -265,14 +266,14 @@ impl Memory {
         self.totals.reserved -= to - from;
     }
 
-    /// A request is served by a block at an address.
+    /// A block is allocated at an address.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another block.
+    /// [`OverBudget`] when the budget is used up.
     pub(crate) fn place(&mut self, addr: u64, new: NewBlock) -> Result<(), OverBudget> {
         self.make_room()?;
         let NewBlock { requested, size, stream, at, origin } = new;
-        // The history lacks the completions of frees of what lay here.
+        // The recording lacks the completions of earlier frees at this address.
         while let Some((&at, block)) = self.blocks.range(..addr + requested).next_back()
             && at + block.bytes > addr
             && (at == addr || block.pending.is_some())
@@ -283,7 +284,7 @@ impl Memory {
         let gap = self.gaps.around(addr);
         let mut bytes = size.unwrap_or_else(|| self.rules.rounded(requested));
         if let Some((start, gap)) = gap {
-            // Other allocators hand out parts of a free block that are not its front.
+            // Other allocators also allocate from the middle of a free block.
             let room = start + gap.bytes - addr;
             bytes = bytes.min(room);
             let cuts = match size {
@@ -315,7 +316,7 @@ impl Memory {
         }
     }
 
-    /// Frees a block, whether it waits or not: a completion without a request before it is the whole free.
+    /// Frees a block, pending or not: a completion without a request is the complete free.
     pub(crate) fn free(&mut self, addr: u64) {
         if let Some(block) = self.forget(addr)
             && block.inside
@@ -328,14 +329,14 @@ impl Memory {
         }
     }
 
-    /// The free of a block completes, if it was requested or if the block lies outside of all segments.
+    /// The free of a block completes, if it was requested or if the block is outside all segments.
     pub(crate) fn complete(&mut self, addr: u64) {
         if self.blocks.get(&addr).is_some_and(|block| block.pending.is_some() || !block.inside) {
             self.free(addr);
         }
     }
 
-    /// Takes a block out of the sums.
+    /// Removes a block from the sums.
     fn forget(&mut self, addr: u64) -> Option<Block> {
         let block = self.blocks.remove(&addr)?;
         self.totals.active -= block.bytes;
@@ -348,7 +349,7 @@ impl Memory {
         Some(block)
     }
 
-    /// Claims what one more block, or one more segment, adds at most.
+    /// Claims the most that one more block or segment can add.
     fn make_room(&mut self) -> Result<(), OverBudget> {
         let bytes = (self.blocks.len() + 1) * in_tree::<u64, Block>()
             + (self.gaps.len() + self.gaps_with_pending.len() + 4) * (in_tree::<u64, Gap>() + in_tree::<u64, u32>())
@@ -358,9 +359,9 @@ impl Memory {
     }
 }
 
-/// What there is.
+/// Queries.
 impl Memory {
-    /// How blocks are cut.
+    /// How blocks are split.
     #[must_use]
     pub fn rules(&self) -> &Rules {
         &self.rules
@@ -390,18 +391,18 @@ impl Memory {
         self.near
     }
 
-    /// Whether every block lies in a segment that the history shows.
+    /// Whether every block is in a segment of the recording.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         self.outside == 0
     }
 
-    /// Size of the block at an address, in use or pending, if it lies in a segment that the history shows.
+    /// Size of the active block at an address, if it is in a segment of the recording.
     pub(crate) fn size_of(&self, addr: u64) -> Option<u64> {
         self.blocks.get(&addr).filter(|block| block.inside).map(|block| block.bytes)
     }
 
-    /// The segment that an address lies in, and where that begins.
+    /// The segment that contains an address, with its start.
     #[must_use]
     pub fn segment_of(&self, addr: u64) -> Option<(u64, Segment)> {
         let (start, segment) = self.segments.range(..=addr).next_back()?;
@@ -414,7 +415,7 @@ impl Memory {
         Pool { stream, small: self.rules.is_small(self.rules.rounded(bytes)) }
     }
 
-    /// Pools that have a segment, or had one.
+    /// Pools that have or had a segment.
     pub fn pools(&self) -> impl Iterator<Item = Pool> + '_ {
         self.gaps.holes.pools()
     }
@@ -431,13 +432,13 @@ impl Memory {
         self.gaps.holes.largest(pool)
     }
 
-    /// The smallest free block of a pool that has at least so many bytes.
+    /// The smallest free block of a pool with at least this many bytes.
     #[must_use]
     pub fn smallest_hole_from(&self, pool: Pool, bytes: u64) -> Option<u64> {
         self.gaps.holes.smallest_from(pool, bytes)
     }
 
-    /// The largest range of a pool that would be free if no free waited.
+    /// The largest range of a pool that would be free if no free were pending.
     #[must_use]
     pub fn largest_with_pending(&self, pool: Pool) -> u64 {
         self.gaps_with_pending.holes.largest(pool)

@@ -1,59 +1,58 @@
-//! How little memory a history can do with: a lower bound, and a plan that shows what can be had.
+//! How little memory a recording needs: a lower bound, and an offline placement as an upper bound.
 //!
-//! An allocator decides without knowing what comes next. Afterwards everything is known: how large each block was, and from
-//! when until when it was in use. Then placing the blocks is a packing problem (dynamic storage allocation): each block is a
-//! rectangle that is as wide as its lifetime and as high as its size, and may be moved up and down only. [`plan`] solves it
-//! well, though not always best; [`lower_bound`] says how well.
+//! An allocator decides without knowing later requests. Afterwards everything is known: the size of each block, and its lifetime.
+//! Then placing the blocks is a packing problem (dynamic storage allocation): each block is a rectangle as wide as its lifetime
+//! and as high as its size, and may only move up and down. [`plan`] solves it well, though not always optimally; [`lower_bound`]
+//! shows how well.
 //!
-//! - **Bound.** Most bytes in use at once. A block counts from its allocation to the completion of its free, rounded up to
-//!   [512 bytes](UNIT) as PyTorch does it. No allocator with that rounding can reserve less, unless its frees wait for the
-//!   work that still ran then (`cuMemFree` does).
-//! - **Plan.** An offset for each block of the history, so that no two blocks that conflict overlap.
-//! - **Gap.** The plan's bytes over the bound, less one.
+//! - **Bound.** Peak active bytes. A block counts from its allocation to the completion of its free, rounded up to [512
+//!   bytes](UNIT) as in PyTorch. No allocator with that rounding reserves less, unless its frees wait for work that is still
+//!   running (`cuMemFree` does).
+//! - **Plan.** An offset for each block, so that no two conflicting blocks overlap.
+//! - **Gap.** The plan's size over the bound, minus one.
 //!
 //! # Streams
-//! When is memory free that a block of stream `a` had? For a later block of the same stream from the free on: work is
-//! done in the order of the stream. If other streams used the block, from the completion of that free on, by which the host
-//! knows that they are done. For a block of another stream the host's order says nothing: work of `a` that was queued before
-//! the free may still be running. There are two answers ([`CrossStream`]):
+//! When is the memory of a block of stream `a` free? For a later block of the same stream, from the free on: work is done in
+//! stream order. If other streams used the block, from the completion of that free on, by which the host knows that their work is
+//! done. For a block of another stream the host's order proves nothing: work of `a` that was queued before the free may still be
+//! running. There are two models ([`CrossStream`]):
 //!
-//! - [`AfterWait`](CrossStream::AfterWait): the new owner's stream is made to wait for an event behind the free. Every
-//!   allocator could do that, so this is the plan that policies are compared with.
-//! - [`KnownOrder`](CrossStream::KnownOrder): memory changes streams or pools only where the host has seen that the work is over.
-//!   Each stream has a clock that says up to which free its work is known to be done. Logs do not name the waits between
-//!   streams, so the host's observations (frees that complete late) are all that moves these clocks. It is the plan of a
-//!   policy that never waits, as PyTorch's.
+//! - [`AfterWait`](CrossStream::AfterWait): the new owner's stream waits for an event behind the free. Every allocator could do
+//!   that, so policies are compared with this plan.
+//! - [`KnownOrder`](CrossStream::KnownOrder): memory changes streams or pools only where the host has observed that the work is
+//!   complete. Each stream has a clock: the latest free up to which its work is known to be done. Logs do not contain waits
+//!   between streams, so only the host's observations (deferred completions of frees) advance these clocks. It is the plan of a
+//!   policy that never waits, such as PyTorch's.
 //!
 //! With one stream the two are the same.
 //!
 //! # Private pools
-//! A captured CUDA graph writes to the memory of its pool at each launch, whether a block there was freed or not. So memory
-//! of a private pool serves its other blocks only, until the program has released the pool.
+//! A captured CUDA graph writes to its pool's memory at each launch, whether a block there was freed or not. So memory of a
+//! private pool only serves that pool, until the program has released it.
 //!
 //! # The search
-//! 1. An online best fit gives the first plan, in O(n log n). It is what is left where the rest would take too long.
+//! 1. An online best fit gives the first plan, in O(n log n). It is the result if the rest would take too long.
 //! 2. Blocks are placed from the largest to the smallest (of equal ones the longest-lived first), each at the lowest offset
-//!    at which no block that conflicts with it lies. Order decides: by size this is within a few percent of the bound.
-//! 3. As long as a block's top lies above the bound, blocks that do move forward in the order, and all are placed
-//!    again: "squeaky wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
+//! without a conflicting block. The order decides: by size the result is within a few percent of the bound.
+//! 3. As long as a block's top is above the bound, such blocks move forward in the order, and all are placed again: "squeaky
+//! wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
 //!
-//! 4. An eighth of the steps is spent on orders. If that is not enough, up to 32,768 blocks of one group are searched exactly
-//!    for plans of fewer and fewer bytes (`plan/skyline.rs`). That takes a plan close to the bound, and can prove that
-//!    there is none: [`Plan::least`].
+//! 4. An eighth of the steps is spent on orders. If that is not enough, up to 32,768 blocks of one group are searched exactly for
+//! smaller and smaller plans (`plan/skyline.rs`). That brings a plan close to the bound, and can prove that none is smaller:
+//! [`Plan::least`].
 //!
-//! The search ends at the bound, where orders come within 0.012 % of it, or when it has made [`PlanSettings::steps`] steps, or where
-//! its budget of memory is used up. A step
-//! is a block that is looked at or sorted, or two lists of byte ranges, or sixteen of the numbers that the exact search
-//! looks at. Nothing reads a clock, so the same history gives the same plan everywhere.
+//! The search stops at the bound, within 0.012 % of it for orders, after [`PlanSettings::steps`] steps, or when its memory budget
+//! is used up. A step examines or sorts one block, or two lists of byte ranges, or sixteen numbers of the exact search. Nothing
+//! reads a clock, so the same recording gives the same plan everywhere.
 //!
-//! # What a history does not tell
-//! - Blocks from before the first event are in use from the beginning, in address order, and blocks that are never freed are
-//!   in use to the end.
-//! - Requests that the recorded allocator refused never lived, and are left out.
-//! - In a log that does not say when frees complete, they complete at once.
+//! # Missing information
+//! - Blocks from before recording started are active from the beginning, in address order, and blocks that are never freed are
+//!   active to the end.
+//! - Failed requests never allocated a block, and are left out.
+//! - In a log without completions of frees, frees complete immediately.
 //!
-//! *Source.* The heuristic is that of TensorFlow Lite's and TVM's memory planners (greedy by size) with the search added.
-//! The exact search has ideas of MiniMalloc (ASPLOS 2023), <https://github.com/google/minimalloc>.
+//! *Source.* The heuristic is that of TensorFlow Lite's and TVM's memory planners (greedy by size), with the search added. The
+//! exact search uses ideas of MiniMalloc (ASPLOS 2023), <https://github.com/google/minimalloc>.
 
 mod bound;
 mod conflicts;
@@ -78,17 +77,17 @@ use vramlab_device::budget::{Budget, OverBudget};
 
 pub use vramlab_policies::backends::plan::UNIT;
 
-/// Bytes of an allocation in the plan that is made in the order of the history: its offset, and a count of ends.
+/// Bytes for each allocation in the online plan: its offset, and a count of ends.
 const FIRST: usize = size_of::<u64>() + size_of::<u32>();
-/// Bytes of a block that is in use: its end, and the free ranges beside it, in trees.
+/// Bytes for each active block: its end, and the adjacent free ranges, in trees.
 const IN_USE: usize = 160;
 
-/// Places the blocks of a history. `progress` hears after each attempt how many steps were made and how many bytes the best
-/// plan so far needs.
+/// Places the blocks of a recording. After each attempt `progress` receives the number of steps and the size of the best plan so
+/// far.
 ///
-/// O(n log n) and at most [`PlanSettings::steps`] steps more. The search claims its memory from the budget: some 200 bytes for
-/// each block, and in an exact search up to 256 MiB for the way back. Where the budget is used up it ends with the best plan
-/// so far ([`Plan::end`]).
+/// O(n log n) and at most [`PlanSettings::steps`] additional steps. The search claims its memory from the budget: some 200 bytes
+/// for each block, and in an exact search up to 256 MiB for backtracking. If the budget is used up it stops with the best plan so
+/// far ([`Plan::end`]).
 ///
 /// # Errors
 /// The budget has no room for any plan.

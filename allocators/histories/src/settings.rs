@@ -1,4 +1,4 @@
-//! Settings as a snapshot names them, from and to those of [`Caching`](vramlab_policies::backends::Caching).
+//! Settings in the syntax of a snapshot, from and to those of [`Caching`](vramlab_policies::backends::Caching).
 
 use crate::history::ReplayError;
 use serde_json::{Map, Value, json};
@@ -6,27 +6,27 @@ use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::backends::pytorch::conf::TorchConf;
 use vramlab_policies::policy::size::torch::{DIVISION_INTERVALS, Divisions};
 
-/// The settings of `caching` that correspond to a snapshot's `allocator_settings`; defaults where it says nothing.
+/// The settings of `caching` for a snapshot's `allocator_settings`, with defaults for missing ones.
 ///
-/// PyTorch does not write its memory limit down; [`snapshot_settings`] does, as `memory_limit`. Names and values under
-/// which our allocator reports its settings are understood too.
+/// PyTorch does not record its memory limit; [`snapshot_settings`] does, as `memory_limit`. Names and values in which our
+/// allocator reports its settings are accepted too.
 ///
 /// # Errors
 /// [`ReplayError::History`] for a setting that PyTorch would not accept.
 pub fn recorded_settings(settings: &Map<String, Value>) -> Result<CachingSettings, ReplayError> {
     let wrong = |key: &str| {
-        let text = format!("the snapshot's allocator_settings have an impossible {key}: {}", settings[key]);
+        let text = format!("the snapshot's allocator_settings have an invalid {key}: {}", settings[key]);
         ReplayError::History(text)
     };
-    // Ours are reported as null where there is none.
+    // Our allocator reports absent settings as null.
     let set = |key: &str| settings.get(key).filter(|value| !value.is_null());
     let mut out = CachingSettings::default();
     if let Some(bound) = set("max_split_size") {
         let bound = bound.as_i64().ok_or_else(|| wrong("max_split_size"))?;
-        // -1: no bound.
+        // -1: unlimited.
         out.max_split_size = u64::try_from(bound).ok();
     }
-    // PyTorch writes its value down only in the line that it was given.
+    // PyTorch records this value only in the line that it parsed.
     for key in ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"] {
         if let Some(rounding) = settings.get(key).and_then(Value::as_str).and_then(non_split_rounding) {
             out.max_non_split_rounding = rounding;
@@ -60,9 +60,9 @@ fn non_split_rounding(line: &str) -> Option<u64> {
 /// A snapshot's `allocator_settings` for an allocator that reports `settings`
 /// ([`DeviceAllocator::settings`](vramlab_policies::DeviceAllocator::settings)).
 ///
-/// Those of `caching` get the names and values that PyTorch gives them: no bound is -1, divisions are a dictionary by
-/// size in MiB. What PyTorch has no name for goes over as it is, but for what is not set. [`u64::MAX`] says no bound too, and
-/// PyTorch's own tools read no number above [`i64::MAX`].
+/// Those of `caching` get PyTorch's names and values: -1 for unlimited, divisions as a dictionary by size in MiB. Settings that
+/// PyTorch does not have are copied, unless they are unset. [`u64::MAX`] also means unlimited, and PyTorch's tools read no number
+/// above [`i64::MAX`].
 #[must_use]
 pub fn snapshot_settings(settings: &Value) -> Map<String, Value> {
     let mut out = Map::new();
@@ -83,7 +83,7 @@ pub fn snapshot_settings(settings: &Value) -> Map<String, Value> {
     out
 }
 
-/// From `{"1": n, "2": n, "4": n, ...}`, sizes in MiB, or from the list of the counts.
+/// From `{"1": n, "2": n, "4": n, ...}`, sizes in MiB, or from the list of counts.
 fn read_divisions(value: &Value) -> Option<Divisions> {
     let mut out = Divisions::default();
     let count =
@@ -138,8 +138,8 @@ mod tests {
     #[test]
     fn what_only_the_line_of_settings_says_is_read_there() {
         let rounding = |line: &str| {
-            let told = json!({ "PYTORCH_CUDA_ALLOC_CONF": line, "max_split_size": 64 << 20 });
-            read(&told).unwrap().max_non_split_rounding >> 20
+            let settings = json!({ "PYTORCH_CUDA_ALLOC_CONF": line, "max_split_size": 64 << 20 });
+            read(&settings).unwrap().max_non_split_rounding >> 20
         };
         assert_eq!(rounding("max_split_size_mb:64, max_non_split_rounding_mb : 40"), 40);
         assert_eq!(rounding("max_non_split_rounding_mb:30,roundup_power2_divisions:[256:1,>:2]"), 30);
@@ -162,7 +162,7 @@ mod tests {
         for settings in [CachingSettings::default(), limited] {
             let driver = Arc::new(NullDriver::new(1 << 30));
             let reported = Caching::new(driver, settings).settings();
-            // As it is reported, and in PyTorch's words.
+            // In our syntax, and in PyTorch's.
             assert_eq!(read(&reported), Ok(settings));
             let written = snapshot_settings(&reported);
             assert_eq!(recorded_settings(&written), Ok(settings), "{written:?}");
@@ -170,7 +170,7 @@ mod tests {
             assert!(written.values().all(|value| !value.is_null()), "{written:?}");
         }
         assert!(snapshot_settings(&json!({})).is_empty());
-        // A number that only unsigned 64 bits hold stops PyTorch's viewer.
+        // PyTorch's viewer fails on numbers that need unsigned 64 bits.
         let pool = json!(vramlab_device::PoolSettings::default());
         assert_eq!(pool["release_threshold"], json!(u64::MAX));
         assert_eq!(snapshot_settings(&pool)["release_threshold"], json!(-1));

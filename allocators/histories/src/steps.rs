@@ -1,7 +1,6 @@
-//! Steps that readers and the compilation of histories take, counted in tests: how work grows with a file is a promise
-//! that no clock can hold.
+//! Steps of readers and compilation, counted in tests: no clock can check how work grows with a file.
 
-/// Counts steps of this thread. Nothing outside tests.
+/// Counts steps of this thread. Does nothing outside tests.
 #[inline]
 pub(crate) fn count(steps: usize) {
     #[cfg(test)]
@@ -10,7 +9,7 @@ pub(crate) fn count(steps: usize) {
     let _ = steps;
 }
 
-/// A million of whatever a file can hold takes a number of steps that is near a million.
+/// A million items of any kind must take about a million steps.
 #[cfg(test)]
 mod tests {
     mod histories;
@@ -18,7 +17,7 @@ mod tests {
 
     use std::cell::Cell;
 
-    /// Items of a shape.
+    /// Number of items.
     const MANY: u64 = 1_000_000;
 
     std::thread_local! {
@@ -26,22 +25,22 @@ mod tests {
         static MOST: Cell<u64> = const { Cell::new(u64::MAX) };
     }
 
-    /// Takes steps. Panics beyond the limit, so that what is quadratic fails and does not hang.
+    /// Takes steps. Panics beyond the limit, so that quadratic work fails instead of hanging.
     pub(super) fn take(steps: usize) {
         let taken = TAKEN.get() + steps as u64;
         TAKEN.set(taken);
         assert!(taken <= MOST.get(), "more than {} steps", MOST.get());
     }
 
-    /// Runs `work` on `items` items, for each of which it may take as many steps as a binary search and twelve more.
-    fn linear<T>(what: &str, items: u64, work: impl FnOnce() -> T) -> T {
+    /// Runs `work` on `items` items, each of which may take as many steps as a binary search and twelve more.
+    fn linear<T>(name: &str, items: u64, work: impl FnOnce() -> T) -> T {
         TAKEN.set(0);
         MOST.set(items * u64::from(items.ilog2() + 12));
         let out = work();
         MOST.set(u64::MAX);
         let taken = TAKEN.get();
-        assert!(taken >= items, "{what}: only {taken} steps were counted for {items} items");
-        println!("{what}: {taken} steps, {:.2} an item", taken as f64 / items as f64);
+        assert!(taken >= items, "{name}: only {taken} steps were counted for {items} items");
+        println!("{name}: {taken} steps, {:.2} an item", taken as f64 / items as f64);
         out
     }
 }

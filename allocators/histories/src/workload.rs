@@ -1,16 +1,17 @@
-//! The loops that benchmarks time: calls of recorded programs, and synthetic ones.
+//! Loops for benchmarks: calls of recorded programs, and synthetic ones.
 //!
 //! | workload | one operation |
 //! |---|---|
-//! | [`RecordedCalls::run`] | one allocation of a recorded history, and its free |
-//! | [`Slots::run`] | a random one of N live blocks is freed and one of another size takes its place |
+//! | [`RecordedCalls::run`] | one allocation of a recording, and its free |
+//! | [`Slots::run`] | a random one of N live blocks is freed and replaced by one of another size |
 //! | [`alternate`] | a block of one size is allocated and freed, then one of another size |
-//! | [`pair`] | one block of a fixed size is allocated and freed, so the same block comes back each time |
+//! | [`pair`] | one block of a fixed size is allocated and freed, so the same block is reused each time |
 //!
-//! Only the first is what a program does; the others each show one thing. Sizes and slots are drawn beforehand ([`Sequence`]), so that a timed loop holds the calls through the trait object, a
-//! read of 8 bytes in order and a slot of the live blocks. Each loop is compiled once and not into its callers: there the
-//! copies of a block may be read in other pieces than it was written in, which can double what a call takes. `experiments/baselines/workload.hpp` draws the same numbers
-//! for allocators of other projects.
+//! Only the first is what a program does; each of the others shows one effect. Sizes and slots are drawn beforehand
+//! ([`Sequence`]), so that a timed loop contains the calls through the trait object, a sequential read of 8 bytes and a slot of
+//! the live blocks. Each loop is compiled once and not inlined: inlined copies of a block may be read in other pieces than it was
+//! written in, which can double the time of a call. `experiments/baselines/workload.hpp` draws the same numbers for allocators of
+//! other projects.
 
 use super::random::Random;
 use crate::history::{Call, History};
@@ -18,7 +19,7 @@ use vramlab_device::StreamId;
 use vramlab_policies::contract::AllocError;
 use vramlab_policies::contract::{Block, DeviceAllocator, Request};
 
-/// A free of what is in `slot` and an allocation that takes its place.
+/// Frees the block in `slot` and allocates another in its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     /// Slot of the live blocks.
@@ -31,9 +32,9 @@ pub struct Step {
 /// (512 bytes to 4 MiB, 472 KiB on average).
 #[derive(Clone, Debug)]
 pub struct Sequence {
-    /// Bytes of the blocks to begin with, one a slot.
+    /// Sizes of the initial blocks, one for each slot.
     pub fill: Vec<u32>,
-    /// What follows.
+    /// The steps.
     pub steps: Vec<Step>,
 }
 
@@ -89,8 +90,8 @@ pub fn alternate(
     Ok(())
 }
 
-/// The allocations and frees of a recorded history as a loop, without uses on other streams and `empty_cache`, which not
-/// every allocator has.
+/// The allocations and frees of a recording as a loop, without uses on other streams and `empty_cache`, which not every allocator
+/// has.
 #[derive(Clone, Debug)]
 pub struct RecordedCalls {
     calls: Vec<Call>,
@@ -100,7 +101,7 @@ pub struct RecordedCalls {
 }
 
 impl RecordedCalls {
-    /// The calls of a history in order. What it leaves live is freed at the end, so a pass can be followed by another.
+    /// The calls of a recording in order. Blocks that stay live are freed at the end, so passes can be repeated.
     #[must_use]
     pub fn new(history: &History) -> Self {
         let mut calls = Vec::new();
@@ -128,19 +129,19 @@ impl RecordedCalls {
         &self.calls
     }
 
-    /// Most blocks that are live at once; a call's slot is below it.
+    /// Maximum number of live blocks; slots are below it.
     #[must_use]
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Streams that the calls name.
+    /// Number of streams.
     #[must_use]
     pub fn streams(&self) -> u32 {
         self.streams
     }
 
-    /// Allocations in one pass; there are as many frees.
+    /// Number of allocations in one pass; there are as many frees.
     #[must_use]
     pub fn allocations(&self) -> u64 {
         self.allocations
@@ -149,16 +150,16 @@ impl RecordedCalls {
     /// Makes the calls `passes` times.
     ///
     /// # Errors
-    /// The first operation that fails; blocks that are live then are given back first.
+    /// The first operation that fails; live blocks are freed first.
     ///
     /// # Panics
-    /// When there are fewer streams than the calls name.
+    /// When there are fewer streams than the calls use.
     pub fn run(&self, allocator: &dyn DeviceAllocator, streams: &[StreamId], passes: u64) -> Result<(), AllocError> {
         // CAST: widening.
         let mut live: Vec<Option<Block>> = (0..self.slots as usize).map(|_| None).collect();
         for _ in 0..passes {
-            if let Err((done, error)) = self.pass(allocator, streams, &mut live) {
-                self.give_back(allocator, streams, &mut live, done);
+            if let Err((count, error)) = self.pass(allocator, streams, &mut live) {
+                self.give_back(allocator, streams, &mut live, count);
                 return Err(error);
             }
         }
@@ -192,18 +193,18 @@ impl RecordedCalls {
         Ok(())
     }
 
-    /// Frees what is live after the first `done` calls.
+    /// Frees the blocks that are live after the first `count` calls.
     fn give_back(
         &self,
         allocator: &dyn DeviceAllocator,
         streams: &[StreamId],
         live: &mut [Option<Block>],
-        done: usize,
+        count: usize,
     ) {
-        for call in self.calls[..done].iter().rev().filter(|call| call.bytes > 0) {
+        for call in self.calls[..count].iter().rev().filter(|call| call.bytes > 0) {
             // CAST: widening, both.
             if let Some(block) = live[call.slot as usize].take() {
-                // The error that matters is the one before.
+                // Only the earlier error matters.
                 // SAFETY: nothing uses the block.
                 let _ = unsafe { allocator.deallocate(block, streams[call.stream as usize]) };
             }
@@ -239,7 +240,7 @@ impl<'a> Slots<'a> {
     /// The first operation that fails; the slot of a failing allocation stays empty.
     ///
     /// # Panics
-    /// When a step names a slot that is not there.
+    /// When a step's slot does not exist.
     #[inline(never)]
     pub fn run(&mut self, steps: &[Step]) -> Result<(), AllocError> {
         for step in steps {
@@ -261,7 +262,7 @@ impl<'a> Slots<'a> {
     /// Frees what is live.
     ///
     /// # Errors
-    /// The first free that fails; the blocks after it are freed all the same.
+    /// The first free that fails; later blocks are freed all the same.
     pub fn empty(&mut self) -> Result<(), AllocError> {
         let mut result = Ok(());
         for block in self.live.drain(..).flatten() {
@@ -274,9 +275,9 @@ impl<'a> Slots<'a> {
 }
 
 impl Drop for Slots<'_> {
-    /// Gives the blocks back that an error left behind.
+    /// Frees the blocks that an error left behind.
     fn drop(&mut self) {
-        // The error that matters is the one that was returned before.
+        // Only the returned error matters.
         let _ = self.empty();
     }
 }
@@ -337,20 +338,20 @@ mod tests {
 
     #[test]
     fn a_recorded_pass_frees_what_the_history_leaves() {
-        let (one, two) = (0x1000, 0x10_0000);
+        let (first, second) = (0x1000, 0x10_0000);
         let events = [
-            (Action::Alloc, one, 512, 7),
-            (Action::Alloc, two, 4 << 20, 9),
-            (Action::FreeRequested, one, 512, 7),
-            (Action::FreeCompleted, one, 512, 7),
-            (Action::Alloc, one, 1024, 7),
+            (Action::Alloc, first, 512, 7),
+            (Action::Alloc, second, 4 << 20, 9),
+            (Action::FreeRequested, first, 512, 7),
+            (Action::FreeCompleted, first, 512, 7),
+            (Action::Alloc, first, 1024, 7),
         ];
         let recorded = RecordedCalls::new(&history(&events));
         assert_eq!((recorded.allocations(), recorded.slots(), recorded.streams()), (3, 2, 2));
         assert_eq!(recorded.calls().iter().filter(|call| call.bytes == 0).count(), 3);
         let streams = [stream(1), stream(2)];
         for kind in backends::all() {
-            // The second device has no room for the larger block: what was live by then goes back.
+            // The second device has no room for the larger block: the live blocks are freed.
             for (bytes, allocated) in [(1 << 40, 6..=6), (2 << 20, 0..=1)] {
                 let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(bytes));
                 let allocator = Selection::of(kind).build(&driver).unwrap();

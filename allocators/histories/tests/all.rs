@@ -1,4 +1,4 @@
-//! The tests of recordings, their replay and plans as one program: it is linked once, and each core always has a test.
+//! Tests of recordings, replays and plans as one program, which links once and keeps every core busy.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "../../policies/tests/common/mod.rs"]

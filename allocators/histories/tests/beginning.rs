@@ -1,11 +1,11 @@
-//! Histories that begin late: what was held before the first event is told from what was held after the last one.
+//! Recordings that begin late: the memory before recording started is inferred from the segments at the end.
 
 mod cut;
 mod small;
 
 use crate::common::{GIB, MIB};
 use crate::recorder::Recorder;
-use cut::{Whole, recordings};
+use cut::{Complete, recordings};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::sync::Arc;
@@ -35,61 +35,66 @@ fn reserved(report: &ReplayReport) -> u64 {
 }
 
 #[test]
-fn a_recording_without_its_beginning_is_followed_address_for_address() {
-    for (name, whole) in recordings() {
-        // With the device's own addresses ties between blocks of one size may fall out in another way. Where they do not in
-        // the whole history, they hardly do in a part of it, whose segments lie in the same order though not as far apart.
-        let own = reserved(&run(&whole.cut(0), whole.settings, Addresses::Own)) == whole.peak(0);
+fn truncated_recording_is_replayed_at_recorded_addresses() {
+    for (name, complete) in recordings() {
+        // If the device chooses addresses, ties between blocks of one size may resolve differently. If they do not in the
+        // complete recording, they hardly do in a part of it, whose segments are in the same order, though at other distances.
+        let reproduces = reserved(&run(&complete.cut(0), complete.settings, Addresses::Own)) == complete.peak(0);
         for percent in [10, 40, 70] {
             let name = format!("{name} without {percent} %");
-            let skip = whole.events.len() * percent / 100;
-            let history = whole.cut(skip);
+            let skip = complete.events.len() * percent / 100;
+            let history = complete.cut(skip);
             history.check_comparable().unwrap();
-            let report = run(&history, whole.settings, Addresses::Recorded);
+            let report = run(&history, complete.settings, Addresses::Recorded);
             for backend in [&pytorch::BACKEND, &lab::BACKEND] {
-                let other = run_on(backend, &history, whole.settings, Addresses::Recorded);
-                let said =
+                let other = run_on(backend, &history, complete.settings, Addresses::Recorded);
+                let figures =
                     |report: &ReplayReport| (report.address_mismatches, report.segment_mismatches, report.ledger);
-                assert_eq!((said(&other), &other.stats), (said(&report), &report.stats), "{name} under {backend}");
+                assert_eq!(
+                    (figures(&other), &other.stats),
+                    (figures(&report), &report.stats),
+                    "{name} under {backend}"
+                );
             }
             assert_eq!(report.address_mismatches, Some(0), "{name}");
-            // What one collection gives back may go in another order.
-            let collects = whole.settings.garbage_collection_threshold > 0.0;
+            // One collection may release segments in another order.
+            let collects = complete.settings.garbage_collection_threshold > 0.0;
             assert!(report.segment_mismatches == Some(0) || collects, "{name}: {:?}", report.segment_mismatches);
-            assert_eq!((reserved(&report), report.failed_allocations), (whole.peak(skip), 0), "{name}");
-            assert_eq!(report.ledger.reserved, whole.peak(skip), "{name}");
+            assert_eq!((reserved(&report), report.failed_allocations), (complete.peak(skip), 0), "{name}");
+            assert_eq!(report.ledger.reserved, complete.peak(skip), "{name}");
             assert_eq!(report.ledger.wasted(), report.ledger.reserved - report.ledger.requested, "{name}");
-            let rest = &whole.events[skip..];
+            let rest = &complete.events[skip..];
             let count = |action: Action| rest.iter().filter(|event| event.action == action).count() as u64;
             let segments = report.stats.segment.unwrap().all;
             assert_eq!(segments.allocated, count(Action::SegmentAlloc), "{name}");
             assert_eq!(segments.freed, count(Action::SegmentFree), "{name}");
             assert_eq!(report.stats.num_device_alloc, segments.allocated, "{name}");
             assert_eq!(report.stats.allocation.all.allocated, count(Action::Alloc), "{name}");
-            if own {
-                let (found, told) = (reserved(&run(&history, whole.settings, Addresses::Own)), whole.peak(skip));
-                assert!(found.abs_diff(told) * 1000 <= 3 * told, "{name}: {found} and {told}");
+            if reproduces {
+                let (replayed, recorded) =
+                    (reserved(&run(&history, complete.settings, Addresses::Own)), complete.peak(skip));
+                assert!(replayed.abs_diff(recorded) * 1000 <= 3 * recorded, "{name}: {replayed} and {recorded}");
             }
         }
     }
 }
 
-/// Graphs were captured before recording began. Their memory has a name at the end and serves no other request.
+/// Graphs were captured before recording started. Their memory has a pool at the end and serves no other request.
 #[test]
-fn memory_of_graphs_from_before_is_kept_apart() {
-    for (name, whole) in cut::graphs() {
+fn memory_of_earlier_graphs_stays_in_their_pool() {
+    for (name, complete) in cut::graphs() {
         for percent in [25, 30, 45, 60, 80] {
-            let (name, skip) = (format!("{name} without {percent} %"), whole.events.len() * percent / 100);
-            let history = whole.cut(skip);
+            let (name, skip) = (format!("{name} without {percent} %"), complete.events.len() * percent / 100);
+            let history = complete.cut(skip);
             history.check_comparable().unwrap();
             assert!(history.private_pools() > 0 && history.private_pool_allocations() == 0, "{name}");
             for backend in [&caching::BACKEND, &pytorch::BACKEND] {
-                let report = run_on(backend, &history, whole.settings, Addresses::Recorded);
+                let report = run_on(backend, &history, complete.settings, Addresses::Recorded);
                 let mismatches = (report.address_mismatches, report.segment_mismatches, report.private_pools);
                 assert_eq!(mismatches, (Some(0), Some(0), true), "{name} under {backend}");
-                assert_eq!((reserved(&report), report.failed_allocations), (whole.peak(skip), 0), "{name}");
+                assert_eq!((reserved(&report), report.failed_allocations), (complete.peak(skip), 0), "{name}");
             }
-            // The others start with the same blocks, too.
+            // The other backends start with the same blocks.
             for kind in backends::all() {
                 let report = run_on(kind, &history, CachingSettings::default(), Addresses::Own);
                 assert_eq!(
@@ -103,24 +108,24 @@ fn memory_of_graphs_from_before_is_kept_apart() {
 }
 
 #[test]
-fn every_backend_starts_with_what_was_live() {
-    let (_, whole) = recordings().into_iter().find(|(name, _)| name.ends_with("mlp.pickle.xz")).unwrap();
-    let skip = whole.events.len() / 2;
-    let history = whole.cut(skip);
-    let (blocks, live) = whole.live(skip);
+fn every_backend_starts_with_the_live_blocks() {
+    let (_, complete) = recordings().into_iter().find(|(name, _)| name.ends_with("mlp.pickle.xz")).unwrap();
+    let skip = complete.events.len() / 2;
+    let history = complete.cut(skip);
+    let (blocks, live) = complete.live(skip);
     assert!(blocks > 10 && history.prologue_allocations() == blocks);
     for kind in backends::all() {
         let device = || Arc::new(NullDriver::new(1 << 50)) as Arc<dyn Driver>;
         let report = replay(&history, &Selection::of(kind), &device(), &ReplaySettings::default()).unwrap();
-        let rest = &whole.events[skip..];
+        let rest = &complete.events[skip..];
         let allocations = rest.iter().filter(|event| event.action == Action::Alloc).count() as u64;
         assert_eq!(report.allocations, history.allocations(), "{kind}");
         assert_eq!(report.allocations, blocks + allocations, "{kind}");
         assert_eq!(report.stats.allocation.all.allocated, allocations, "{kind}: only those of the history are counted");
         assert!(report.stats.requested_bytes.all.peak >= live && history.max_live_bytes() >= live, "{kind}");
         let device = |bytes: u64| Ok(Arc::new(NullDriver::new(bytes)) as Arc<dyn Driver>);
-        let found = smallest_memory(&history, &Selection::of(kind), 2 * MIB, 1 << 40, device, |_| {}).unwrap();
-        assert!(found.bytes >= history.max_live_bytes(), "{kind}: what was live takes memory, too");
+        let minimum = smallest_memory(&history, &Selection::of(kind), 2 * MIB, 1 << 40, device, |_| {}).unwrap();
+        assert!(minimum.bytes >= history.max_live_bytes(), "{kind}: what was live takes memory, too");
     }
 }
 
@@ -178,19 +183,19 @@ fn check_cut(settings: CachingSettings, steps: &[Step], at: Index) {
     let recorder = record(settings, steps);
     let mut events = recorder.events();
     let mut skip = at.index(events.len() + 1);
-    // What a retry waited for before the cut looks as if it had always been free.
+    // Frees for which a retry waited before the truncation look as if they had completed.
     while settings.memory_limit.is_some() && skip < events.len() && !between_operations(&events, skip) {
         skip += 1;
     }
     if events[skip..].iter().all(|event| event.action != Action::FreeCompleted) {
-        // A log without completions is one that does not record them, so let there be one.
+        // A log without completions counts as one that does not record them, so add one.
         let completed = Event { action: Action::FreeCompleted, device: 0, addr: 1, bytes: 512, stream: 0, time_ns: 0 };
         events.insert(skip, completed);
     }
-    let whole = Whole { events, segments: recorder.segments(), settings };
-    let history = whole.cut(skip);
+    let complete = Complete { events, segments: recorder.segments(), settings };
+    let history = complete.cut(skip);
     if let Err(error) = history.check_comparable() {
-        let silent = history.events() == 0 || whole.peak(skip) == 0;
+        let silent = history.events() == 0 || complete.peak(skip) == 0;
         assert!(silent, "only a history without segments cannot be compared: {error}");
         return;
     }
@@ -199,10 +204,10 @@ fn check_cut(settings: CachingSettings, steps: &[Step], at: Index) {
         let Event { action, addr, bytes, stream, .. } = *event;
         format!("{action} {addr:#x} {bytes} on {stream}")
     };
-    let log: Vec<String> = whole.events.iter().map(line).collect();
+    let log: Vec<String> = complete.events.iter().map(line).collect();
     let log = format!("cut at {skip}:\n{}", log.join("\n"));
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{log}");
-    assert_eq!(reserved(&report), whole.peak(skip), "{log}");
+    assert_eq!(reserved(&report), complete.peak(skip), "{log}");
     for (ours, recorded) in report.stats.entries().iter().zip(recorder.caching.stats().entries()) {
         assert!(!ours.0.ends_with(".current") || *ours == recorded, "{ours:?}, recorded {recorded:?}, {log}");
     }
@@ -219,7 +224,7 @@ fn cases(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(cases(400))]
 
-    /// Whatever the allocator did, and wherever its log is cut: between the events of one operation, too.
+    /// Any operations, with the log truncated anywhere, also between the events of one operation.
     #[test]
     fn a_log_that_is_cut_anywhere_is_followed(
         steps in steps(300),
@@ -230,7 +235,7 @@ proptest! {
         check_cut(CachingSettings { roundup_power2_divisions, ..CachingSettings::default() }, &steps, at);
     }
 
-    /// With retries and refusals, cut between operations.
+    /// With retries and refusals, truncated between operations.
     #[test]
     fn a_log_under_a_limit_that_is_cut_is_followed(
         steps in steps(300),

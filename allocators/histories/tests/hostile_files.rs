@@ -1,4 +1,4 @@
-//! Files that ask for all there is, and files that are mutated: what reading and compiling take from the system's allocator, and no panic.
+//! Files that exhaust memory, and mutated files: memory allocated by reading and compiling, and no panic.
 
 use crate::mutate::{mutations, seeds};
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -40,12 +40,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What the tests allow.
+/// Limits of the tests.
 const LIMIT: u64 = 32 << 20;
-/// What a reader has beside the budget.
+/// A reader's memory besides the budget.
 const BUFFERS: i64 = 2 << 20;
 
-/// The most bytes that this thread held during `work`, beyond those before.
+/// Peak bytes of this thread during `work`, beyond those before.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, i64) {
     let before = HELD.get();
     PEAK.set(before);
@@ -53,7 +53,7 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, i64) {
     (out, PEAK.get() - before)
 }
 
-/// Something again and again, without end.
+/// Endless repetition.
 struct Endless {
     item: Box<dyn FnMut(u64) -> Vec<u8>>,
     count: u64,
@@ -89,7 +89,7 @@ fn read(source: impl Read) -> (Result<Summary, ReadError>, i64, Budget) {
     (result, peak, options.budget)
 }
 
-/// Reads until the budget is used up, which it is not exceeded by, and of which a good part is really taken.
+/// Reads until the budget is used up, and checks that it is not exceeded and mostly used.
 fn refused(what: &str, source: impl Read) {
     let (result, peak, budget) = read(source);
     let error = result.expect_err(what);
@@ -101,7 +101,7 @@ fn refused(what: &str, source: impl Read) {
     assert!(peak <= LIMIT as i64 + BUFFERS, "{what}: {peak} bytes were taken, {} claimed", budget.peak());
     assert!(peak >= LIMIT as i64 / 8, "{what}: refused although only {peak} bytes were taken");
     assert!(over.limit == LIMIT && over.needed > LIMIT, "{what}: {over}");
-    assert_eq!(budget.held(), 0, "{what}: what was claimed goes back");
+    assert_eq!(budget.held(), 0, "{what}: all claims are returned");
 }
 
 fn pickle(start: &[u8], rest: Endless) -> impl Read {
@@ -148,15 +148,15 @@ fn pickles_that_never_end() {
 }
 
 #[test]
-fn a_pickle_that_copies_its_stack() {
-    // The whole stack is put into one list at once.
+fn pickle_that_copies_its_stack_is_bounded() {
+    // The complete stack is put into one list.
     let values = b"N".repeat(LIMIT as usize / 24);
     let source = [b"\x80\x04](", &values[..], b"e."].concat();
     refused("a list of the stack", std::io::Cursor::new(source));
 }
 
 #[test]
-fn settings_that_refer_to_one_text() {
+fn settings_with_one_shared_text_are_bounded() {
     // A text of 4 KiB, named a million times.
     let text = [&b"X"[..], &4096_u32.to_le_bytes(), &[b'a'; 4096], b"\x94"].concat();
     let list = [&b"}("[..], &text, b"](", &b"h\0".repeat(16_000), b"eu"].concat();
@@ -165,7 +165,7 @@ fn settings_that_refer_to_one_text() {
     let more = [&again[..], &b"h\0".repeat(16_000), b"es"].concat();
     let source = [&b"\x80\x04}(\x8c\x0ddevice_traces]"[..], &settings, &more.repeat(60), b"u."].concat();
     let (result, peak, _) = read(std::io::Cursor::new(source));
-    // What has no room is null; a training run's settings are some twenty numbers.
+    // Values beyond the budget are null; a training run's settings are some twenty numbers.
     assert!(result.unwrap().allocator_settings.contains_key("x"));
     assert!(peak <= LIMIT as i64 + BUFFERS, "{peak} bytes were taken");
 }
@@ -205,8 +205,8 @@ fn settings_in_json_are_bounded() {
 }
 
 #[test]
-fn what_unpacking_takes_is_bounded() {
-    // A dictionary of 4 MiB, of which the decoder tells before it reads on.
+fn decompression_memory_is_bounded() {
+    // A dictionary of 4 MiB, whose size the decoder reads first.
     let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 3);
     std::io::Write::write_all(&mut encoder, b"1 4096 512 0\n").unwrap();
     let packed = encoder.finish().unwrap();
@@ -232,7 +232,7 @@ fn tables_that_never_end() {
     refused("buffers", b"id,lower,upper,size\n".to_vec().chain_with(again(b"a,0,1,1\n")));
 }
 
-/// Compiles events without end until the budget is used up.
+/// Compiles endless events until the budget is used up.
 fn compiled(what: &str, event: impl Fn(u64) -> Event) {
     let budget = Budget::new(LIMIT);
     let (error, peak) = peak(|| {
@@ -251,7 +251,7 @@ fn event(action: Action, addr: u64) -> Event {
     Event { action, device: 0, addr: (1 << 40) + addr * 4096, bytes: 1024, stream: 0, time_ns: 0 }
 }
 
-/// The actions in turn, each at as many addresses.
+/// The actions in turn, each at this many addresses.
 fn turns<const N: usize>(actions: [Action; N], addresses: u64) -> impl Fn(u64) -> Event {
     move |at| event(actions[(at % N as u64) as usize], at / N as u64 % addresses)
 }
@@ -272,7 +272,7 @@ fn histories_that_never_end() {
 }
 
 #[test]
-fn what_a_history_holds_stays_claimed() {
+fn history_keeps_its_claim() {
     let budget = Budget::new(LIMIT);
     let mut builder = HistoryBuilder::new(None).within(&budget);
     for at in 0..10_000 {
@@ -280,12 +280,12 @@ fn what_a_history_holds_stays_claimed() {
     }
     let history = builder.finish(&CachingSettings::default()).unwrap();
     assert_eq!(history.prologue_allocations(), 5000);
-    // 16 bytes an operation and 8 an allocation, of which there are as many again at the front.
+    // 16 bytes for each operation and 8 for each allocation, of which there are twice as many.
     assert!(budget.held() >= 16 * 10_000 + 8 * 5000, "{} bytes", budget.held());
 }
 
-// The fuzz targets' seeds and some thousand mutations of them, through the targets' own entry points: no parser
-// panics, and every error is one line. The same seeds, the same mutations, on every run.
+// Seeds of the fuzz targets and some thousand mutations of them, through the targets' entry points: no parser panics, and every
+// error is one line. Every run uses the same mutations.
 
 /// Mutations of each seed.
 const ROUNDS: u64 = 1500;
@@ -329,7 +329,7 @@ fn csv() {
     smoke("csv", &[Format::RmmCsv, Format::MinimallocCsv, Format::Stalloc]);
 }
 
-/// Reads and compiles; the one line of what is wrong.
+/// Reads and compiles; returns the one-line error.
 fn compile(bytes: &[u8]) -> Result<(), String> {
     let options = ReadOptions { format: None, budget: Budget::new(1 << 26) };
     let mut builder = HistoryBuilder::new(None).within(&options.budget);

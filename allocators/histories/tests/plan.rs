@@ -1,4 +1,4 @@
-//! Plans: no two blocks that conflict overlap, none beats the bound, and few are far from it.
+//! Plans: no two conflicting blocks overlap, none is below the bound, and few are far from it.
 
 use proptest::prelude::*;
 use std::fs::File;
@@ -19,13 +19,13 @@ fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// Written from the definition, without what the library has for it.
+/// Written from the definition, without the library's helpers.
 fn conflict(lifetimes: &[Lifetime], first: usize, second: usize, cross: CrossStream) -> bool {
     let (a, b) = (&lifetimes[first], &lifetimes[second]);
     let other_stream = cross == CrossStream::KnownOrder && a.stream != b.stream;
-    let kept = a.pool != b.pool && (a.pool > 0 || cross == CrossStream::KnownOrder);
-    let end = if other_stream || kept { a.end.max(a.end_elsewhere) } else { a.end };
-    // A block that is gone before the next allocation has not met it.
+    let from_outside = a.pool != b.pool && (a.pool > 0 || cross == CrossStream::KnownOrder);
+    let end = if other_stream || from_outside { a.end.max(a.end_elsewhere) } else { a.end };
+    // A block that is freed before the next allocation does not conflict with it.
     second < end as usize
 }
 
@@ -37,34 +37,34 @@ fn made(lifetimes: &[Lifetime], cross: CrossStream, steps: u64) -> Plan {
     plan(lifetimes, &settings(cross, steps), &Budget::default(), |_, _| ()).unwrap()
 }
 
-/// Lifetimes by (units of 512 bytes, stream and three times the private pool, allocations until the end, more until others see
-/// it).
+/// Lifetimes by (units of 512 bytes, stream plus three times the private pool, allocations until the end, further ones until
+/// others can reuse it).
 fn lifetimes(blocks: &[(u64, u32, u32, u32)]) -> Vec<Lifetime> {
     let end = |at: u32, length: u32| if length > 40 { NEVER } else { at + 1 + length };
     (0u32..)
         .zip(blocks)
         .map(|(at, &(units, stream, length, more))| {
-            let own = end(at, length);
-            let seen = if more > 40 || own == NEVER { NEVER } else { own + more };
+            let own_end = end(at, length);
+            let outside_end = if more > 40 || own_end == NEVER { NEVER } else { own_end + more };
             Lifetime {
                 requested: 512 * units - 11,
                 stream: stream % 3,
                 pool: stream / 3,
-                end: own,
-                end_elsewhere: seen,
+                end: own_end,
+                end_elsewhere: outside_end,
             }
         })
         .collect()
 }
 
 fn blocks(most: usize) -> impl Strategy<Value = Vec<Lifetime>> {
-    // Half of them in no private pool.
+    // Half of them outside private pools.
     let kind = prop_oneof![0..3u32, 3..9u32];
     let block = (1..60u64, kind, 0..45u32, 0..45u32);
     prop::collection::vec(block, 0..most).prop_map(|blocks| lifetimes(&blocks))
 }
 
-/// Of one stream, in no private pool.
+/// Of one stream, outside private pools.
 fn of_one_group(most: usize) -> impl Strategy<Value = Vec<Lifetime>> {
     let block = (1..60u64, 0..45u32, 0..45u32);
     let blocks = prop::collection::vec(block, 0..most);
@@ -77,7 +77,7 @@ fn crossings() -> impl Strategy<Value = CrossStream> {
     prop_oneof![Just(CrossStream::AfterWait), Just(CrossStream::KnownOrder)]
 }
 
-/// The fewest bytes of any plan: some order gives it by placing each block at the lowest offset it can have.
+/// The smallest size of any plan: some order reaches it by placing each block at its lowest possible offset.
 fn fewest(lifetimes: &[Lifetime], cross: CrossStream) -> u64 {
     fn go(lifetimes: &[Lifetime], cross: CrossStream, placed: &mut Vec<(usize, u64)>, highest: u64, best: &mut u64) {
         if highest >= *best {
@@ -120,39 +120,39 @@ proptest! {
 
     #[test]
     fn no_two_blocks_that_conflict_overlap(lifetimes in prop_oneof![blocks(120), of_one_group(120)], cross in crossings(), steps in 0..20_000u64) {
-        let found = made(&lifetimes, cross, steps);
-        prop_assert_eq!(found.offsets.len(), lifetimes.len());
-        let top = |block: usize| found.offsets[block] + lifetimes[block].bytes();
+        let plan = made(&lifetimes, cross, steps);
+        prop_assert_eq!(plan.offsets.len(), lifetimes.len());
+        let top = |block: usize| plan.offsets[block] + lifetimes[block].bytes();
         for second in 0..lifetimes.len() {
-            prop_assert!(top(second) <= found.bytes && found.offsets[second].is_multiple_of(512));
+            prop_assert!(top(second) <= plan.bytes && plan.offsets[second].is_multiple_of(512));
             for first in 0..second {
-                let apart = top(first) <= found.offsets[second] || top(second) <= found.offsets[first];
-                prop_assert!(apart || !conflict(&lifetimes, first, second, cross), "{} and {}", first, second);
+                let disjoint = top(first) <= plan.offsets[second] || top(second) <= plan.offsets[first];
+                prop_assert!(disjoint || !conflict(&lifetimes, first, second, cross), "{} and {}", first, second);
             }
         }
-        prop_assert_eq!(found.overlap(&lifetimes, cross), None);
-        prop_assert!(found.bytes >= found.least && found.least >= found.lower_bound);
-        prop_assert_eq!(found.lower_bound, lower_bound(&lifetimes, cross));
-        // One attempt may end beyond the last step.
-        prop_assert_eq!(made(&lifetimes, cross, steps), found, "the same again");
+        prop_assert_eq!(plan.overlap(&lifetimes, cross), None);
+        prop_assert!(plan.bytes >= plan.least && plan.least >= plan.lower_bound);
+        prop_assert_eq!(plan.lower_bound, lower_bound(&lifetimes, cross));
+        // One attempt may exceed the limit.
+        prop_assert_eq!(made(&lifetimes, cross, steps), plan, "the same again");
     }
 
     #[test]
     fn an_overlap_is_found(lifetimes in blocks(40), cross in crossings(), at in 0..40usize, to in 0..40usize) {
-        let mut found = made(&lifetimes, cross, 1 << 14);
+        let mut plan = made(&lifetimes, cross, 1 << 14);
         prop_assume!(at < lifetimes.len() && to < lifetimes.len());
-        found.offsets[at] = found.offsets[to];
-        let top = |block: usize| found.offsets[block] + lifetimes[block].bytes();
+        plan.offsets[at] = plan.offsets[to];
+        let top = |block: usize| plan.offsets[block] + lifetimes[block].bytes();
         let pairs = (0..lifetimes.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
         let overlapping = |&(first, second): &(usize, usize)| {
-            top(first) > found.offsets[second]
-                && top(second) > found.offsets[first]
+            top(first) > plan.offsets[second]
+                && top(second) > plan.offsets[first]
                 && conflict(&lifetimes, first, second, cross)
         };
         let expected: Vec<(usize, usize)> = pairs.filter(overlapping).collect();
-        let said = found.overlap(&lifetimes, cross).map(|Overlap { first, second }| (first as usize, second as usize));
-        prop_assert_eq!(said.is_some(), !expected.is_empty());
-        prop_assert!(said.is_none_or(|pair| expected.contains(&pair)));
+        let reported = plan.overlap(&lifetimes, cross).map(|Overlap { first, second }| (first as usize, second as usize));
+        prop_assert_eq!(reported.is_some(), !expected.is_empty());
+        prop_assert!(reported.is_none_or(|pair| expected.contains(&pair)));
     }
 }
 
@@ -161,24 +161,24 @@ proptest! {
 
     #[test]
     fn small_plans_are_as_small_as_can_be(lifetimes in prop_oneof![blocks(9), of_one_group(9)], cross in crossings()) {
-        let (fewest, found) = (fewest(&lifetimes, cross), made(&lifetimes, cross, 200_000));
+        let (fewest, plan) = (fewest(&lifetimes, cross), made(&lifetimes, cross, 200_000));
         let fewest = if lifetimes.is_empty() { 0 } else { fewest };
-        prop_assert!(found.lower_bound <= fewest, "{} is no bound: {} will do", found.lower_bound, fewest);
-        prop_assert_eq!(found.bytes, fewest);
-        prop_assert!(found.least <= fewest, "{} is not the least: {} will do", found.least, fewest);
+        prop_assert!(plan.lower_bound <= fewest, "{} is no bound: {} will do", plan.lower_bound, fewest);
+        prop_assert_eq!(plan.bytes, fewest);
+        prop_assert!(plan.least <= fewest, "{} is not the least: {} will do", plan.least, fewest);
     }
 
     #[test]
     fn plans_of_one_stream_are_proved_to_be_the_best(lifetimes in of_one_group(9)) {
-        let found = made(&lifetimes, CrossStream::AfterWait, 200_000);
-        prop_assert_eq!(found.least, found.bytes);
+        let plan = made(&lifetimes, CrossStream::AfterWait, 200_000);
+        prop_assert_eq!(plan.least, plan.bytes);
     }
 }
 
 /// MiniMalloc's published instances (<https://github.com/google/minimalloc>, benchmarks of ASPLOS 2024), which are under the Apache
 /// License 2.0; the archive has its text. Each fits into 1,048,576 bytes.
 #[test]
-fn the_published_instances_fit() {
+fn published_minimalloc_instances_are_solved() {
     let packed = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/minimalloc.tar.xz");
     let mut archive = tar::Archive::new(liblzma::read::XzDecoder::new(File::open(packed).unwrap()));
     let mut planned = Vec::new();
@@ -194,38 +194,38 @@ fn the_published_instances_fit() {
         let mut push = |event: Event| builder.push(&event).map_err(ReadError::stop);
         read_from(Box::new(&text[..]), &ReadOptions::default(), &mut push).unwrap();
         let lifetimes = builder.finish(&CachingSettings::default()).unwrap().lifetimes();
-        let found = made(&lifetimes, CrossStream::AfterWait, PlanSettings::MOST_STEPS);
-        assert_eq!(found.overlap(&lifetimes, CrossStream::AfterWait), None);
-        planned.push((path.file_stem().unwrap().to_str().unwrap().to_owned(), found));
+        let plan = made(&lifetimes, CrossStream::AfterWait, PlanSettings::MOST_STEPS);
+        assert_eq!(plan.overlap(&lifetimes, CrossStream::AfterWait), None);
+        planned.push((path.file_stem().unwrap().to_str().unwrap().to_owned(), plan));
     }
     assert_eq!(planned.len(), 11);
-    for (name, found) in planned {
-        assert!(found.bytes <= 1 << 20, "{name}: {found}");
+    for (name, plan) in planned {
+        assert!(plan.bytes <= 1 << 20, "{name}: {plan}");
     }
 }
 
 #[test]
-fn the_search_makes_no_more_steps_than_it_may() {
-    // Random lifetimes and sizes over eleven doublings: best fit leaves holes, and the bound is not reached at once.
+fn search_stops_at_its_step_limit() {
+    // Random lifetimes and sizes over eleven doublings: best fit leaves gaps, and the bound is not reached immediately.
     let blocks: Vec<(u64, u32, u32, u32)> = (0..400u64)
         .map(|at| ((1 << (at * 7919 % 11)) + at % 7, 0, u32::try_from(at * 104_729 % 31).unwrap(), 0))
         .collect();
     let lifetimes = lifetimes(&blocks);
     let mut heard = Vec::new();
     let listen = |steps, bytes| heard.push((steps, bytes));
-    let found = plan(&lifetimes, &settings(CrossStream::AfterWait, 600_000), &Budget::default(), listen).unwrap();
-    assert!(found.bytes > found.lower_bound, "the bound was reached: {found}");
-    assert!((600_000..610_000).contains(&found.steps), "{}", found.steps);
-    assert_eq!(heard.last(), Some(&(found.steps, found.bytes)));
+    let planned = plan(&lifetimes, &settings(CrossStream::AfterWait, 600_000), &Budget::default(), listen).unwrap();
+    assert!(planned.bytes > planned.lower_bound, "the bound was reached: {planned}");
+    assert!((600_000..610_000).contains(&planned.steps), "{}", planned.steps);
+    assert_eq!(heard.last(), Some(&(planned.steps, planned.bytes)));
     assert!(heard.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 >= pair[1].1));
-    assert_eq!(found.end, SearchEnd::Steps);
+    assert_eq!(planned.end, SearchEnd::Steps);
     let first = made(&lifetimes, CrossStream::AfterWait, 0);
-    assert!(found.bytes < first.bytes, "searching is worth it: {found} after {first}");
-    assert!(found.gap() < 0.02, "{found}");
+    assert!(planned.bytes < first.bytes, "searching is worth it: {planned} after {first}");
+    assert!(planned.gap() < 0.02, "{planned}");
 }
 
-/// Training steps of a network of so many layers: activations that are freed in the opposite order, gradients until the step ends, and
-/// temporary blocks beside both.
+/// Training steps of a network with this many layers: activations that are freed in reverse order, gradients until the step ends,
+/// and temporary blocks.
 fn training(layers: usize, seed: u64) -> Vec<Lifetime> {
     const KIB: u64 = 1 << 10;
     let choices = [2, 160, 800, 1300, 5 << 10, 6 << 10, 13 << 10, 20 << 10, 39 << 10].map(|kib| kib * KIB);
@@ -272,22 +272,23 @@ fn training(layers: usize, seed: u64) -> Vec<Lifetime> {
 }
 
 #[test]
-fn the_way_back_of_an_exact_search_takes_kilobytes_for_each_block() {
+fn exact_search_takes_kilobytes_for_each_block() {
     for (layers, seed) in [(16, 3), (24, 5)] {
         let lifetimes = training(layers, seed);
         let budget = Budget::default();
         let settings = settings(CrossStream::AfterWait, 1 << 22);
-        let found = plan(&lifetimes, &settings, &budget, |_, _| ()).unwrap();
+        let planned = plan(&lifetimes, &settings, &budget, |_, _| ()).unwrap();
         let each = budget.peak() / lifetimes.len() as u64;
         assert!(each < 16 << 10, "{each} bytes for each of {} blocks", lifetimes.len());
-        assert!(found.steps < settings.steps + (1 << 16), "{} steps", found.steps);
+        assert!(planned.steps < settings.steps + (1 << 16), "{} steps", planned.steps);
         assert_eq!(budget.held(), 0);
     }
 }
 
 #[test]
-fn a_search_ends_where_its_memory_is_used_up_with_the_best_plan_so_far() {
-    let of_streams = |(at, one): (usize, Lifetime)| Lifetime { stream: u32::try_from(at % 3).unwrap(), ..one };
+fn search_out_of_memory_returns_the_best_plan_so_far() {
+    let of_streams =
+        |(at, lifetime): (usize, Lifetime)| Lifetime { stream: u32::try_from(at % 3).unwrap(), ..lifetime };
     let one_group = training(12, 1);
     let groups: Vec<Lifetime> = one_group.iter().copied().enumerate().map(of_streams).collect();
     for (lifetimes, cross) in [(one_group, CrossStream::AfterWait), (groups, CrossStream::KnownOrder)] {
@@ -295,52 +296,52 @@ fn a_search_ends_where_its_memory_is_used_up_with_the_best_plan_so_far() {
         let (mut refused, mut ended) = (0, 0);
         for power in 10..28 {
             let budget = Budget::new(1 << power);
-            let Ok(found) = plan(&lifetimes, &settings(cross, 1 << 21), &budget, |_, _| ()) else {
+            let Ok(planned) = plan(&lifetimes, &settings(cross, 1 << 21), &budget, |_, _| ()) else {
                 refused += 1;
                 continue;
             };
             assert!(budget.peak() <= budget.limit() && budget.held() == 0);
-            assert_eq!(found.overlap(&lifetimes, cross), None);
-            assert!((found.lower_bound..=at_first.bytes).contains(&found.bytes));
-            ended += u32::from(found.end == SearchEnd::Memory);
+            assert_eq!(planned.overlap(&lifetimes, cross), None);
+            assert!((planned.lower_bound..=at_first.bytes).contains(&planned.bytes));
+            ended += u32::from(planned.end == SearchEnd::Memory);
         }
         assert!(refused > 0 && ended > 0, "{refused} and {ended}");
-        let found = made(&lifetimes, cross, 1 << 21);
-        assert!(found.end != SearchEnd::Memory && found.bytes < at_first.bytes);
+        let plan = made(&lifetimes, cross, 1 << 21);
+        assert!(plan.end != SearchEnd::Memory && plan.bytes < at_first.bytes);
     }
 }
 
 #[test]
-fn streams_share_memory_only_in_an_order() {
+fn streams_share_memory_only_in_known_order() {
     let block = |stream, end, end_elsewhere| Lifetime { requested: 1 << 20, stream, pool: 0, end, end_elsewhere };
     let lifetimes = [block(0, 1, NEVER), block(1, 2, NEVER), block(0, NEVER, NEVER)];
     assert_eq!(made(&lifetimes, CrossStream::AfterWait, 1000).bytes, 1 << 20);
-    let apart = made(&lifetimes, CrossStream::KnownOrder, 1000);
-    assert_eq!((apart.bytes, apart.lower_bound), (2 << 20, 2 << 20));
-    assert_eq!(apart.offsets[0], apart.offsets[2], "its own stream has it at once");
+    let plan = made(&lifetimes, CrossStream::KnownOrder, 1000);
+    assert_eq!((plan.bytes, plan.lower_bound), (2 << 20, 2 << 20));
+    assert_eq!(plan.offsets[0], plan.offsets[2], "its own stream reuses it immediately");
 }
 
 #[test]
-fn memory_of_a_private_pool_serves_nothing_else_until_the_pool_is_released() {
+fn private_pool_keeps_its_memory_until_its_release() {
     let block = |pool, end, end_elsewhere| Lifetime { requested: 1 << 20, stream: 0, pool, end, end_elsewhere };
     for cross in [CrossStream::AfterWait, CrossStream::KnownOrder] {
-        let kept = [block(1, 1, 3), block(0, 2, 2), block(1, 3, 3), block(0, 4, 4)];
-        let found = made(&kept, cross, 1000);
-        assert_eq!((found.bytes, found.lower_bound), (2 << 20, 2 << 20));
-        assert_eq!(found.offsets[0], found.offsets[2], "its own pool has it at once");
-        let released = [block(1, 1, 1), kept[1]];
+        let blocks = [block(1, 1, 3), block(0, 2, 2), block(1, 3, 3), block(0, 4, 4)];
+        let plan = made(&blocks, cross, 1000);
+        assert_eq!((plan.bytes, plan.lower_bound), (2 << 20, 2 << 20));
+        assert_eq!(plan.offsets[0], plan.offsets[2], "its own pool reuses it immediately");
+        let released = [block(1, 1, 1), blocks[1]];
         assert_eq!(made(&released, cross, 1000).bytes, 1 << 20);
     }
 }
 
-/// The lifetimes of a history as (bytes, stream, end, end elsewhere).
-fn told(events: &[Event]) -> Vec<(u64, u32, u32, u32)> {
+/// The lifetimes of a recording as (bytes, stream, end, end elsewhere).
+fn lifetimes_of(events: &[Event]) -> Vec<(u64, u32, u32, u32)> {
     let mut builder = HistoryBuilder::new(None);
     events.iter().try_for_each(|event| builder.push(event)).unwrap();
     let history = builder.finish(&CachingSettings::default()).unwrap();
     let lifetimes = history.lifetimes();
     assert_eq!(lifetimes.len() as u64, history.allocations());
-    lifetimes.iter().map(|one| (one.bytes(), one.stream, one.end, one.end_elsewhere)).collect()
+    lifetimes.iter().map(|life| (life.bytes(), life.stream, life.end, life.end_elsewhere)).collect()
 }
 
 fn event(action: Action, block: u64, bytes: u64, stream: u64) -> Event {
@@ -348,10 +349,10 @@ fn event(action: Action, block: u64, bytes: u64, stream: u64) -> Event {
 }
 
 #[test]
-fn a_history_tells_how_long_memory_is_needed() {
+fn lifetimes_follow_from_the_recording() {
     use Action::{Alloc, FreeCompleted, FreeRequested, Oom};
     let events = [
-        // From before the first event: it is in use from the beginning.
+        // From before recording started: active from the beginning.
         event(FreeRequested, 1, 900, 0),
         event(FreeCompleted, 1, 900, 0),
         event(Alloc, 2, 100, 0), // 1
@@ -369,13 +370,13 @@ fn a_history_tells_how_long_memory_is_needed() {
         event(FreeRequested, 5, 1, 9),   // never completes
     ];
     assert_eq!(
-        told(&events),
+        lifetimes_of(&events),
         [(1024, 0, 1, 4), (512, 0, 3, 4), (512, 1, 4, NEVER), (1024, 0, 4, NEVER), (512, 1, NEVER, NEVER)]
     );
 }
 
 #[test]
-fn a_log_without_completions_has_them_at_once_and_shows_no_order() {
+fn log_without_completions_shows_no_stream_order() {
     use Action::{Alloc, FreeRequested, RecordUse};
     let events = [
         event(Alloc, 1, 512, 1),
@@ -384,11 +385,11 @@ fn a_log_without_completions_has_them_at_once_and_shows_no_order() {
         event(Alloc, 1, 512, 1),
         event(Alloc, 2, 512, 2),
     ];
-    assert_eq!(told(&events), [(512, 0, 1, NEVER), (512, 0, NEVER, NEVER), (512, 1, NEVER, NEVER)]);
+    assert_eq!(lifetimes_of(&events), [(512, 0, 1, NEVER), (512, 0, NEVER, NEVER), (512, 1, NEVER, NEVER)]);
 }
 
 #[test]
-fn frees_that_complete_at_once_need_less() {
+fn immediate_completions_need_less_memory() {
     use Action::{Alloc, FreeCompleted, FreeRequested};
     let events = [
         event(Alloc, 1, 1 << 20, 0),
@@ -413,7 +414,7 @@ fn frees_that_complete_at_once_need_less() {
     };
     assert_eq!((active(&history), history.deferred_frees()), ((2 << 20, 2 << 20, 5), 1));
     history.complete_at_once();
-    // The first block is gone when the second one comes.
+    // The first block is free when the second one is allocated.
     assert_eq!((active(&history), history.deferred_frees()), ((1 << 20, 1 << 20, 5), 0));
     assert_eq!(history.lifetimes()[0].end, 1);
     assert!(history.check_comparable().is_err());

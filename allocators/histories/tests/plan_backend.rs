@@ -1,4 +1,4 @@
-//! The backend `plan`: a program that repeats itself lies where its plan says, and one that does not is served all the same.
+//! The backend `plan`: a repeating program gets its planned addresses, and any other is served all the same.
 
 use crate::common::{GIB, MIB, allocate, check_nothing_held, checker, free, ready_ns, sim, work};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use vramlab_device::budget::Budget;
 use vramlab_device::{Driver, NullDriver, StreamId, sim::SimMemory};
-use vramlab_histories::plan::{CrossStream, Lifetime, NEVER, plan as place};
+use vramlab_histories::plan::{CrossStream, Lifetime, NEVER, plan as search};
 use vramlab_policies::backends::{PlanFile, PlanSettings, plan};
 use vramlab_policies::{AllocError, Block, DeviceAllocator, Path, Selection};
 
@@ -14,7 +14,7 @@ fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-/// A plan in a file, and the allocator that follows it.
+/// A plan in a file, and the allocator that uses it.
 struct Followed {
     _folder: tempfile::TempDir,
     settings: PlanSettings,
@@ -33,7 +33,7 @@ impl Followed {
     }
 }
 
-/// Requests that were served as planned, and those that were not.
+/// Number of requests that were served as planned, and of others.
 fn served(allocator: &dyn DeviceAllocator) -> (u64, u64) {
     let stats = allocator.stats();
     (stats.num_planned.unwrap(), stats.num_unplanned.unwrap())
@@ -43,7 +43,7 @@ fn reserved(allocator: &dyn DeviceAllocator) -> u64 {
     allocator.stats().reserved_bytes.all.peak
 }
 
-/// What a program does: a block of so many units on a stream, which another one may use, freed after so many more.
+/// Operations of a program: a block of this many units on a stream, possibly used by another one, freed after this many more.
 #[derive(Clone, Debug)]
 struct Step {
     bytes: u64,
@@ -65,15 +65,15 @@ fn planned(program: &[Step], cross_stream: CrossStream) -> plan::PlanTable {
         .map(|(at, step)| {
             let end = at + 1 + u32::try_from(step.keep).unwrap();
             let stream = u32::try_from(step.stream).unwrap();
-            // No event says when other streams are done.
+            // No event shows when other streams are done.
             Lifetime { requested: step.bytes, stream, pool: 0, end, end_elsewhere: NEVER }
         })
         .collect();
     let settings = vramlab_histories::plan::PlanSettings { cross_stream, steps: 20_000, seed: 0 };
-    place(&lifetimes, &settings, &Budget::default(), |_, _| ()).unwrap().table(&lifetimes)
+    search(&lifetimes, &settings, &Budget::default(), |_, _| ()).unwrap().table(&lifetimes)
 }
 
-/// Runs a program and frees what is left.
+/// Runs a program and frees the remaining blocks.
 fn run(
     program: &[Step],
     allocator: &dyn DeviceAllocator,
@@ -82,10 +82,10 @@ fn run(
 ) {
     let mut live: Vec<(usize, Block, StreamId)> = Vec::new();
     for (at, step) in program.iter().enumerate() {
-        let (gone, left) = live.into_iter().partition(|(end, ..)| *end <= at);
+        let (ended, left) = live.into_iter().partition(|(end, ..)| *end <= at);
         live = left;
-        let gone: Vec<(usize, Block, StreamId)> = gone;
-        gone.into_iter().for_each(|(_, block, stream)| {
+        let ended: Vec<(usize, Block, StreamId)> = ended;
+        ended.into_iter().for_each(|(_, block, stream)| {
             free(allocator, block, stream).unwrap();
         });
         let stream = streams[step.stream];
@@ -107,11 +107,11 @@ proptest! {
     #![proptest_config(cases(100))]
 
     #[test]
-    fn the_same_program_needs_what_its_plan_says(program in programs(60), apart in any::<bool>()) {
-        let cross = if apart { CrossStream::KnownOrder } else { CrossStream::AfterWait };
+    fn repeated_program_needs_its_planned_memory(program in programs(60), known_order in any::<bool>()) {
+        let cross = if known_order { CrossStream::KnownOrder } else { CrossStream::AfterWait };
         let table = planned(&program, cross);
         let followed = Followed::new(&table);
-        // Here events are over when they are recorded, as the lifetimes above have it.
+        // Events complete immediately here, as the lifetimes above assume.
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 40));
         let streams = [(); 3].map(|()| driver.stream_create().unwrap());
         let allocator = followed.build(&driver);
@@ -121,7 +121,7 @@ proptest! {
             prop_assert_eq!(served(allocator), (round * program.len() as u64, 0));
             prop_assert_eq!(reserved(allocator), table.bytes);
         }
-        // The arena goes back when nothing lies in it, and comes again.
+        // The arena is released when it is empty, and allocated again.
         allocator.trim(0).unwrap();
         check_nothing_held(&allocator.stats());
         run(&program, allocator, &streams, None);
@@ -158,7 +158,7 @@ proptest! {
     }
 }
 
-/// Two streams, of which the second gets what the first one had.
+/// Two streams; the second gets memory of the first.
 fn handed_over(wait: bool, pause: bool) -> (Path, u64, (u64, u64)) {
     let table = plan::PlanTable::new(2 * MIB, vec![(2 * MIB, 0, 0), (2 * MIB, 1, 0)]);
     let mut followed = Followed::new(&table);
@@ -184,7 +184,7 @@ fn handed_over(wait: bool, pause: bool) -> (Path, u64, (u64, u64)) {
 }
 
 #[test]
-fn a_stream_waits_for_the_work_of_another_whose_memory_it_gets() {
+fn stream_waits_for_the_previous_owner_of_its_memory() {
     assert_eq!(handed_over(true, false), (Path::WaitInserted, 2 * MIB, (2, 0)));
     assert_eq!(handed_over(true, true), (Path::Hit, 2 * MIB, (2, 0)), "nobody waits for what is over");
     let (path, reserved, counts) = handed_over(false, false);
@@ -193,7 +193,7 @@ fn a_stream_waits_for_the_work_of_another_whose_memory_it_gets() {
 }
 
 #[test]
-fn a_device_without_room_for_the_arena_serves_what_it_can() {
+fn plan_without_room_for_its_arena_still_serves() {
     let table = plan::PlanTable::new(64 * MIB, vec![(1000, 0, 0), (2000, 0, 1024), (1000, 0, 0)]);
     let followed = Followed::new(&table);
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(32 * MIB));
@@ -209,7 +209,7 @@ fn a_device_without_room_for_the_arena_serves_what_it_can() {
 }
 
 #[test]
-fn a_plan_that_cannot_be_read_is_said_in_one_line() {
+fn unreadable_plan_is_one_line() {
     let chosen: Selection = "plan:file=/nowhere/plan.json".parse().unwrap();
     assert_eq!(chosen.to_string(), "plan:file=/nowhere/plan.json");
     let error = chosen.check().unwrap_err().to_string();

@@ -1,5 +1,5 @@
-//! Private pools in histories: whatever a program did with them, the recorded placements tell enough that a replay puts every
-//! block where it lay.
+//! Private pools in recordings: whatever a program did with them, the recorded placements suffice for a replay at every recorded
+//! address.
 
 use crate::common::{GIB, MIB};
 use crate::recorder::Recorder;
@@ -37,7 +37,7 @@ enum Step {
         ns: u64,
     },
     EmptyCache,
-    /// Lets a stream into one of the pools, or into a new one, or out again.
+    /// Switches a stream to one of the pools, to a new one, or back.
     Enter {
         stream: usize,
         which: Index,
@@ -69,7 +69,7 @@ fn steps(length: usize) -> impl Strategy<Value = Vec<Step>> {
 
 fn record(backend: &Selection, steps: &[Step]) -> Recorder {
     let mut recorder = Recorder::of(backend, CachingSettings::default(), 64 * GIB, STREAMS);
-    // Those that are not released.
+    // Pools that are not released.
     let mut pools: Vec<usize> = Vec::new();
     for step in steps {
         match step {
@@ -111,7 +111,7 @@ fn run(history: &History, backend: &Selection) -> ReplayReport {
     replay(history, backend, &driver, &settings).unwrap()
 }
 
-/// Blocks elsewhere and other segments, if the history can be compared.
+/// Numbers of blocks and segments at other addresses, if the recording can be compared.
 fn differs(backend: &Selection, steps: &[Step]) -> Option<(u64, u64, u64, u64)> {
     let recorder = record(backend, steps);
     let history = compile(&recorder);
@@ -122,11 +122,11 @@ fn differs(backend: &Selection, steps: &[Step]) -> Option<(u64, u64, u64, u64)> 
     Some((moved, segments, peak(&report.stats), peak(&recorder.caching.stats())))
 }
 
-/// Programs of PyTorch 2.11 at their limit. `torch.compile` captured graphs until memory ran out in a capture, where nothing cached is
-/// released; pools that go give back what is idle of them; `torch.cuda.graph` empties the cache before it captures. One has no
-/// pools, but a setting that its snapshot names only in the line that PyTorch was given.
+/// PyTorch 2.11 programs at their limit. `torch.compile` captured graphs until memory ran out in a capture, where no cached
+/// memory is released; destroyed pools release their free segments; `torch.cuda.graph` empties the cache before a capture. One
+/// program has no pools, but a setting that its snapshot contains only in the line that PyTorch parsed.
 #[test]
-fn recorded_programs_are_followed_to_where_memory_runs_out() {
+fn programs_at_their_limit_are_reproduced() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/pools");
     let list = std::fs::read_to_string(folder.join("recorded.json")).unwrap();
     let list: Vec<serde_json::Value> = serde_json::from_str(&list).unwrap();
@@ -153,33 +153,33 @@ fn recorded_programs_are_followed_to_where_memory_runs_out() {
     }
 }
 
-/// Of programs that let streams into pools and out again at random, and release pools at any time, few have a course that the
-/// placements do not tell: mostly where several calls lie between two events.
+/// Programs that switch streams between pools and release pools at random. Few of them are ambiguous: mostly if several calls are
+/// between two events.
 #[test]
-fn programs_with_private_pools_are_replayed_block_for_block() {
+fn programs_with_private_pools_are_reproduced() {
     for backend in following() {
         let (strategy, mut runner) = (steps(200), TestRunner::deterministic());
         let (mut compared, mut other) = (0, 0);
         for _ in 0..200 {
             let steps = strategy.new_tree(&mut runner).unwrap().current();
-            let Some((moved, segments, ours, theirs)) = differs(&backend, &steps) else { continue };
+            let Some((moved, segments, replayed, recorded)) = differs(&backend, &steps) else { continue };
             compared += 1;
-            other += u64::from((moved, segments) != (0, 0) || ours != theirs);
+            other += u64::from((moved, segments) != (0, 0) || replayed != recorded);
         }
         assert!(compared > 150 && other * 33 < compared, "{backend}: {other} of {compared} differ");
     }
 }
 
-/// A program with pools, of which the history is to tell everything.
+/// A program with pools that can be inferred completely from its recording.
 struct Program(Recorder, Selection);
 
-/// On which stream: that of the program, and two for captures.
+/// Stream of an operation: the program's, and two for captures.
 const MAIN: usize = 0;
 const CAPTURE: usize = 1;
 const SIDE: usize = 2;
 
 impl Program {
-    /// Blocks of these sizes in KiB on a stream, which may be in a pool; where they are in the list of live ones.
+    /// Allocates blocks of these sizes in KiB on a stream, possibly in a pool; returns their indices among live ones.
     fn take(&mut self, stream: usize, pool: Option<usize>, kib: &[u64]) {
         self.0.enter(stream, pool);
         for kib in kib {
@@ -197,9 +197,9 @@ impl Program {
 
     fn check(&self, pools: u64, allocations: u64, undetermined: u64) {
         let history = compile(&self.0);
-        let told =
+        let counts =
             (history.private_pools(), history.private_pool_allocations(), history.undetermined_pool_allocations());
-        assert_eq!(told, (pools, allocations, undetermined), "{}", self.1);
+        assert_eq!(counts, (pools, allocations, undetermined), "{}", self.1);
         let report = run(&history, &self.1);
         assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{}", self.1);
         assert_eq!(report.stats.reserved_bytes, self.0.caching.stats().reserved_bytes, "{}", self.1);
@@ -216,7 +216,7 @@ fn programs() -> impl Iterator<Item = Program> {
 }
 
 #[test]
-fn a_pool_that_is_held_at_the_end_is_named() {
+fn pool_of_a_final_segment_is_known() {
     for mut program in programs() {
         program.take(MAIN, None, &[100, 5_000]);
         program.drop_last(2);
@@ -227,10 +227,10 @@ fn a_pool_that_is_held_at_the_end_is_named() {
     }
 }
 
-/// Garbage goes by age. Who does not know the memory limit, under which PyTorch collects, may take that for a call of
-/// `empty_cache`, in which memory goes by size, and that of private pools last.
+/// Garbage collection goes by age. Without the memory limit a collection looks like a call of `empty_cache`, which goes by size
+/// and releases private pools last.
 #[test]
-fn what_a_collection_of_garbage_gives_back_is_of_no_private_pool() {
+fn garbage_collection_spares_private_pools() {
     let event = |action, addr: u64, mib: u64| Event {
         action,
         device: 0,
@@ -256,12 +256,12 @@ fn what_a_collection_of_garbage_gives_back_is_of_no_private_pool() {
         builder.finish(&settings).unwrap().private_pool_allocations()
     };
     assert_eq!(in_pools(0.5), 0);
-    // Where nothing is collected, what went first was not of the pool that `empty_cache` begins with.
+    // Without a collection, the first released segments were not of the pool with which `empty_cache` begins.
     assert_ne!(in_pools(0.0), 0);
 }
 
 #[test]
-fn a_pool_that_is_gone_is_told_by_new_segments() {
+fn released_pool_is_inferred_from_new_segments() {
     for mut program in programs() {
         program.take(MAIN, None, &[100, 5_000]);
         let pool = program.0.make_pool();
@@ -277,7 +277,7 @@ fn a_pool_that_is_gone_is_told_by_new_segments() {
 }
 
 #[test]
-fn a_pool_that_gives_its_memory_back_by_itself_leaves_the_cache_alone() {
+fn pool_releases_its_memory_without_a_cache_flush() {
     for mut program in programs() {
         program.take(MAIN, None, &[100, 5_000, 40_000]);
         program.drop_last(1);
@@ -285,17 +285,17 @@ fn a_pool_that_gives_its_memory_back_by_itself_leaves_the_cache_alone() {
         program.take(MAIN, Some(pool), &[100, 5_000, 30_000]);
         program.drop_last(3);
         program.0.release_pool(pool, true);
-        // What was idle then is still there.
+        // Memory that was free then still exists.
         program.take(MAIN, None, &[40_000]);
         program.check(1, 3, 0);
     }
 }
 
 #[test]
-fn graphs_share_a_pool_with_other_work_between_and_a_side_stream() {
+fn graphs_share_a_pool_across_streams() {
     for mut program in programs() {
         program.take(MAIN, None, &[300, 7_000, 25_000]);
-        // What a capture asks for before it begins comes from the default pool.
+        // Requests of a capture before it begins are served by the default pool.
         program.take(CAPTURE, None, &[1]);
         let pool = program.0.make_pool();
         program.take(CAPTURE, Some(pool), &[100, 5_000, 30_000]);
@@ -310,7 +310,7 @@ fn graphs_share_a_pool_with_other_work_between_and_a_side_stream() {
 }
 
 #[test]
-fn two_pools_of_a_stream_are_kept_apart() {
+fn two_pools_of_a_stream_are_distinguished() {
     for mut program in programs() {
         program.take(MAIN, None, &[300, 7_000]);
         let pools = [0, 1].map(|_| program.0.make_pool());
@@ -322,7 +322,7 @@ fn two_pools_of_a_stream_are_kept_apart() {
             program.take(CAPTURE, Some(pool), &[300, 6_000]);
         }
         program.0.empty_cache();
-        // The first one's blocks are freed, and go with the next release of the cache.
+        // The first one's blocks are freed, and released with the next cache flush.
         for _ in 0..2 {
             program.0.free(2);
         }

@@ -1,5 +1,5 @@
-//! The recorded memory is PyTorch's: for every recorded history each block is as large as PyTorch's policy makes it, the
-//! sums and peaks are PyTorch's own statistics, and what is left at the end is what the snapshot says.
+//! The recorded memory is PyTorch's: in every recording each block has the size of PyTorch's policy, sums and peaks are PyTorch's
+//! statistics, and the final state is the snapshot's.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 #[path = "common/facts.rs"]
@@ -24,45 +24,48 @@ use vramlab_histories::replay::{
 use vramlab_policies::backends::{CachingSettings, parse_list};
 use vramlab_policies::contract::BlockState;
 
-/// Folders beside the checkout, which are not there everywhere.
+/// Directories next to the checkout, which may be absent.
 const BESIDE: [&str; 3] = ["traces", "traces/configs", "traces/heldout"];
 
 fn main() -> ExitCode {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let own = ["experiments/histories", "allocators/histories/tests/fixtures"].map(|folder| root.join(folder));
+    let repository =
+        ["experiments/histories", "allocators/histories/tests/fixtures"].map(|directory| root.join(directory));
     let mut tests = Vec::new();
-    for folder in own {
-        tests.extend(histories(&folder).into_iter().map(|path| trial(name(&path), None, move || check(&path))));
+    for directory in repository {
+        tests.extend(histories(&directory).into_iter().map(|path| trial(name(&path), None, move || check(&path))));
     }
     assert!(tests.len() >= 15, "the repository has more histories than {}", tests.len());
-    for folder in BESIDE {
-        let path = root.join("../shared").join(folder);
+    for directory in BESIDE {
+        let path = root.join("../shared").join(directory);
         match path.is_dir() {
             true => {
-                let found = histories(&path).into_iter();
-                tests.extend(found.map(|path| trial(format!("shared/{}", name(&path)), None, move || check(&path))));
+                let recordings = histories(&path).into_iter();
+                tests.extend(
+                    recordings.map(|path| trial(format!("shared/{}", name(&path)), None, move || check(&path))),
+                );
             }
-            false => tests.push(trial(format!("shared/{folder}"), Some("not beside the checkout"), || {
+            false => tests.push(trial(format!("shared/{directory}"), Some("not beside the checkout"), || {
                 panic!("there are no histories beside the checkout");
             })),
         }
     }
-    tests.push(trial("a_history_that_begins_late", None, a_history_that_begins_late));
+    tests.push(trial("initial_state_is_inferred_from_the_end", None, initial_state_is_inferred_from_the_end));
     trials::run(tests)
 }
 
 fn histories(folder: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let mut found: Vec<PathBuf> = files.filter(|path| facts(path).is_some()).collect();
-    found.sort();
-    found
+    let mut paths: Vec<PathBuf> = files.filter(|path| facts(path).is_some()).collect();
+    paths.sort();
+    paths
 }
 
 fn name(path: &Path) -> String {
     path.file_name().unwrap().to_str().unwrap().trim_end_matches(".pickle.xz").to_owned()
 }
 
-/// A history in memory.
+/// A recording in memory.
 struct History {
     device: u16,
     events: Events,
@@ -109,7 +112,7 @@ impl History {
     }
 }
 
-/// A sum of PyTorch's: `current`, `peak` and `allocated` of its statistics.
+/// A sum of PyTorch's statistics: `current`, `peak` and `allocated`.
 #[derive(Default)]
 struct Gauge {
     current: u64,
@@ -141,16 +144,16 @@ fn check(path: &Path) {
         if event.action == Action::Alloc {
             sizes.push(memory.blocks()[&event.addr].bytes);
         }
-        // Every event of a long history would take long.
+        // Checking every event of a long recording would take long.
         if index < 200 || index % 997 == 0 {
             adds_up(&memory);
         }
     }
     let stats = facts.get("stats").unwrap_or(&facts);
     for (name, gauge) in [("reserved_bytes", &reserved), ("active_bytes", &active), ("allocated_bytes", &allocated)] {
-        let known = |key: &str, ours: u64| {
-            if let Some(theirs) = stats[format!("{name}.all.{key}")].as_u64() {
-                assert_eq!(ours, theirs, "{name}.{key}");
+        let known = |key: &str, actual: u64| {
+            if let Some(expected) = stats[format!("{name}.all.{key}")].as_u64() {
+                assert_eq!(actual, expected, "{name}.{key}");
             }
         };
         known("current", gauge.current);
@@ -164,7 +167,7 @@ fn check(path: &Path) {
     assert_eq!(sizes, sizes_of_policy(history), "sizes of blocks in the order of their allocation");
 }
 
-/// The size of each block as PyTorch's own policy makes it, which puts all blocks and segments where they were recorded.
+/// The size of each block under PyTorch's policy, which reproduces all recorded addresses.
 fn sizes_of_policy(history: History) -> Vec<u64> {
     let compiled = history.builder.finish(&history.settings).unwrap();
     let how = ReplaySettings { addresses: Addresses::Recorded, ..ReplaySettings::default() };
@@ -182,7 +185,7 @@ fn sizes_of_policy(history: History) -> Vec<u64> {
     panic!("no policy of PyTorch puts every block where it was recorded");
 }
 
-/// A segment as it is compared: address, bytes, stream, whether it is expandable, and its blocks.
+/// A segment for comparison: address, bytes, stream, whether it is expandable, and its blocks.
 type Listed = (u64, u64, u64, bool, Vec<(u64, u64, BlockState)>);
 
 fn listed(segments: Vec<Segment>) -> Vec<Listed> {
@@ -197,7 +200,7 @@ fn listed(segments: Vec<Segment>) -> Vec<Listed> {
     out
 }
 
-/// The sums are those of what is there, and blocks and gaps fill the segments.
+/// Sums match the blocks, and blocks and free ranges fill the segments.
 fn adds_up(memory: &Memory) {
     let mut totals = Totals::default();
     for block in memory.blocks().values() {
@@ -232,29 +235,29 @@ fn adds_up(memory: &Memory) {
     assert_eq!(ledger.wasted(), ledger.reserved - ledger.requested);
 }
 
-/// What was there before the first event is told from what goes and from the end, up to the sizes of some blocks.
-fn a_history_that_begins_late() {
+/// The memory before recording started is inferred from releases and from the end, except the sizes of some blocks.
+fn initial_state_is_inferred_from_the_end() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/resnet50.pickle.xz");
     let facts = facts(&path).unwrap();
-    let whole = History::read(&path, &facts, 0);
-    // Between the two events of a free it would count as one that waits.
-    let half = whole.events.len() / 2;
-    let skipped = half + whole.events.iter_from(half).position(|event| event.action == Action::Alloc).unwrap();
+    let complete = History::read(&path, &facts, 0);
+    // Between the two events of a free, that free would count as pending.
+    let half = complete.events.len() / 2;
+    let skipped = half + complete.events.iter_from(half).position(|event| event.action == Action::Alloc).unwrap();
     let late = History::read(&path, &facts, skipped as u64);
-    let (_, mut memory) = whole.beginning();
-    for (index, event, at_once) in whole.events.walk(0).take(skipped) {
+    let (_, mut memory) = complete.beginning();
+    for (index, event, at_once) in complete.events.walk(0).take(skipped) {
         memory.apply(&event, u32::try_from(index).unwrap(), at_once).unwrap();
     }
-    let (_, mut told) = late.beginning();
-    adds_up(&told);
-    assert!(told.is_whole());
-    assert_eq!(told.segments(), memory.segments());
-    assert!(told.blocks().keys().eq(memory.blocks().keys()));
-    assert_eq!(told.totals().requested, memory.totals().requested);
+    let (_, mut inferred) = late.beginning();
+    adds_up(&inferred);
+    assert!(inferred.is_whole());
+    assert_eq!(inferred.segments(), memory.segments());
+    assert!(inferred.blocks().keys().eq(memory.blocks().keys()));
+    assert_eq!(inferred.totals().requested, memory.totals().requested);
     for (index, event, at_once) in late.events.walk(0) {
-        told.apply(&event, u32::try_from(index).unwrap(), at_once).unwrap();
+        inferred.apply(&event, u32::try_from(index).unwrap(), at_once).unwrap();
     }
-    assert_eq!(told.totals().reserved, late.summary.segments.iter().map(|segment| segment.total_size).sum::<u64>());
+    assert_eq!(inferred.totals().reserved, late.summary.segments.iter().map(|segment| segment.total_size).sum::<u64>());
     let peaks = |history: &History| history.levels.peaks(&history.summary).unwrap();
-    assert_eq!(peaks(&late).reserved, peaks(&whole).reserved);
+    assert_eq!(peaks(&late).reserved, peaks(&complete).reserved);
 }

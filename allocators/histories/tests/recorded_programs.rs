@@ -1,6 +1,6 @@
-//! Real histories: PyTorch 2.11 on an H200, with the statistics that it gave. At the recorded addresses `pytorch` and
-//! `caching` have to place every block and to make and release every segment as PyTorch did; `pytorch-expandable`, and `caching`
-//! with that setting, have to map and unmap the same parts where the history was recorded under expandable_segments.
+//! Real recordings: PyTorch 2.11 on an H200, with its statistics. At recorded addresses `pytorch` and `caching` must place every
+//! block and allocate and release every segment as PyTorch did; `pytorch-expandable`, and `caching` with that setting, must map
+//! and unmap the same ranges if the recording used expandable_segments.
 
 mod pools;
 mod remap;
@@ -24,18 +24,18 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
 }
 
-/// The repository's histories, some under a limit and under other settings of PyTorch, and those that may lie beside the checkout.
+/// The repository's recordings, some under a limit and under other PyTorch settings, and those that may be next to the checkout.
 fn folders() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let beside = ["../shared/traces", "../shared/traces/configs"].map(|folder| root.join(folder));
-    let own = [root.join("experiments/histories"), fixtures()];
-    own.into_iter().chain(beside.into_iter().filter(|folder| folder.is_dir())).collect()
+    let repository = [root.join("experiments/histories"), fixtures()];
+    repository.into_iter().chain(beside.into_iter().filter(|folder| folder.is_dir())).collect()
 }
 
-/// A snapshot with what PyTorch says of it.
+/// A snapshot with PyTorch's statistics.
 struct Recording {
     path: PathBuf,
-    /// What PyTorch said of the program.
+    /// PyTorch's statistics of the program.
     facts: Value,
     /// Memory limit in bytes.
     limit: Option<u64>,
@@ -53,7 +53,7 @@ impl Recording {
         Some(Self { path, facts, limit, expandable })
     }
 
-    /// A rank of several sees the GPUs of all.
+    /// A rank of several has the GPUs of all.
     fn gpu(&self) -> Option<u16> {
         self.facts["rank"].as_u64().map(|rank| u16::try_from(rank).unwrap())
     }
@@ -71,7 +71,7 @@ fn load(path: &Path, gpu: Option<u16>, limit: Option<u64>) -> (History, CachingS
     load_with(path, gpu, limit, &[])
 }
 
-/// A history with further events at its end.
+/// A recording with additional events at its end.
 fn load_with(path: &Path, gpu: Option<u16>, limit: Option<u64>, further: &[Event]) -> (History, CachingSettings) {
     let mut builder = HistoryBuilder::new(gpu);
     let summary =
@@ -106,11 +106,11 @@ fn under(allocator: &str, settings: &CachingSettings) -> Selection {
     allocator
 }
 
-/// Those under PyTorch's native policy.
+/// Recordings under PyTorch's native policy.
 fn recordings() -> Vec<Recording> {
-    let found: Vec<Recording> = all_recordings().filter(|recording| !recording.expandable).collect();
-    assert!(found.len() >= 11, "the repository has eleven recordings");
-    found
+    let recordings: Vec<Recording> = all_recordings().filter(|recording| !recording.expandable).collect();
+    assert!(recordings.len() >= 11, "the repository has eleven recordings");
+    recordings
 }
 
 fn all_recordings() -> impl Iterator<Item = Recording> {
@@ -124,7 +124,7 @@ fn all_recordings() -> impl Iterator<Item = Recording> {
 }
 
 #[test]
-fn those_that_follow_pytorch_do_so_address_for_address() {
+fn pytorch_and_caching_reproduce_recorded_addresses() {
     let all = backends::all().into_iter();
     let following: Vec<_> = all.filter(|backend| backend.capabilities.follows_pytorch).collect();
     assert!(following.len() >= 3, "{following:?}");
@@ -138,13 +138,13 @@ fn those_that_follow_pytorch_do_so_address_for_address() {
         let devices: [fn() -> Arc<dyn Driver>; 2] =
             [|| Arc::new(NullDriver::new(1 << 50)), || Arc::new(SimDriver::new(Profile::h200(), SimMemory::None))];
         for device in devices {
-            // They are one policy, also in what PyTorch says nothing of.
+            // Both implement one policy, also beyond PyTorch's statistics.
             let mut first = None;
             for backend in &following {
                 let report = run(backend, &history, settings, device());
                 follows_pytorch(&report, &recording, &history, &format!("{name} under {backend}"));
-                let said = (report.stats, report.ledger, report.driver_calls);
-                assert_eq!(first.get_or_insert(said.clone()), &said, "{name} under {backend}");
+                let outcome = (report.stats, report.ledger, report.driver_calls);
+                assert_eq!(first.get_or_insert(outcome.clone()), &outcome, "{name} under {backend}");
             }
         }
     }
@@ -154,9 +154,9 @@ fn follows_pytorch(report: &ReplayReport, recording: &Recording, history: &Histo
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{name}");
     assert_eq!(report.failed_allocations, 0, "{name}");
     let mut compared = 0;
-    for (key, ours) in report.stats.entries() {
+    for (key, actual) in report.stats.entries() {
         if let Some(value) = recording.number(&key) {
-            assert_eq!(ours, value, "{name}: {key}");
+            assert_eq!(actual, value, "{name}: {key}");
             compared += 1;
         }
     }
@@ -169,9 +169,9 @@ fn follows_pytorch(report: &ReplayReport, recording: &Recording, history: &Histo
 
 #[test]
 fn pytorch_expandable_maps_what_pytorch_mapped() {
-    let found: Vec<Recording> = all_recordings().filter(|recording| recording.expandable).collect();
-    assert!(!found.is_empty(), "the repository has one");
-    for recording in found {
+    let recordings: Vec<Recording> = all_recordings().filter(|recording| recording.expandable).collect();
+    assert!(!recordings.is_empty(), "the repository has one");
+    for recording in recordings {
         let (history, settings) = recording.load();
         let name = recording.path.display();
         let devices: [fn() -> Arc<dyn Driver>; 2] =
@@ -189,10 +189,10 @@ fn pytorch_expandable_maps_what_pytorch_mapped() {
     }
 }
 
-/// What a program asked for under the native policy, under expandable segments: PyTorch says of the same program what it
-/// reserved there. With several streams the two runs differ in when frees completed.
+/// The requests of a program under the native policy, replayed under expandable segments: PyTorch's statistics of the same
+/// program contain the reserved bytes. With several streams the two runs differ in the completion of frees.
 #[test]
-fn a_program_needs_what_it_needed_under_expandable_segments() {
+fn expandable_replay_matches_the_expandable_recording() {
     for recording in recordings() {
         let name = recording.path.file_name().unwrap().to_str().unwrap();
         let other = recording.path.with_file_name(name.replace(".pickle.xz", ".expandable.json"));
@@ -205,9 +205,9 @@ fn a_program_needs_what_it_needed_under_expandable_segments() {
         let allocator = Selection::with(&expandable::BACKEND, &settings);
         let stats = replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap().stats;
         let mut compared = 0;
-        for (key, ours) in stats.entries() {
+        for (key, actual) in stats.entries() {
             if let Some(value) = facts.get(&key).and_then(Value::as_u64) {
-                assert_eq!(ours, value, "{name}: {key}");
+                assert_eq!(actual, value, "{name}: {key}");
                 compared += 1;
             }
         }
@@ -216,59 +216,59 @@ fn a_program_needs_what_it_needed_under_expandable_segments() {
 }
 
 #[test]
-fn a_refused_request_is_described_as_pytorch_does() {
+fn failed_request_report_matches_pytorchs_message() {
     for recording in recordings() {
         let (history, _) = recording.load();
         let Some(words) = recording.facts["oom"].as_str() else {
             assert!(history.out_of_memory().is_empty(), "{}", recording.path.display());
             continue;
         };
-        let told = history.out_of_memory().last().unwrap();
-        let held = told.held.unwrap();
-        assert!(told.complete && held.free_blocks > 0, "{told}");
+        let report = history.out_of_memory().last().unwrap();
+        let state = report.held.unwrap();
+        assert!(report.complete && state.free_blocks > 0, "{report}");
         let mib = |bytes: u64| format!("{:.2} MiB", bytes as f64 / MIB as f64);
         let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / (1 << 30) as f64);
-        for said in [
-            format!("Tried to allocate {}.", mib(told.requested_bytes)),
-            format!("of which {} is free.", gib(told.device_free_bytes.unwrap())),
-            format!("{} allowed;", gib(told.limit_bytes.unwrap())),
-            format!("{} is allocated by PyTorch", gib(held.allocated_bytes)),
-            format!("{} is reserved by PyTorch", mib(held.reserved_bytes - held.allocated_bytes)),
+        for sentence in [
+            format!("Tried to allocate {}.", mib(report.requested_bytes)),
+            format!("of which {} is free.", gib(report.device_free_bytes.unwrap())),
+            format!("{} allowed;", gib(report.limit_bytes.unwrap())),
+            format!("{} is allocated by PyTorch", gib(state.allocated_bytes)),
+            format!("{} is reserved by PyTorch", mib(state.reserved_bytes - state.allocated_bytes)),
         ] {
-            assert!(words.contains(&said), "{}: '{said}' is not in '{words}'", recording.path.display());
+            assert!(words.contains(&sentence), "{}: '{sentence}' is not in '{words}'", recording.path.display());
         }
     }
 }
 
-/// A request that would be refused behind the last event finds what PyTorch says it held then.
+/// A request that would fail after the last event finds the memory state of PyTorch's statistics.
 #[test]
-fn what_was_held_is_what_pytorch_held() {
-    let (mut expandable, mut whole) = (0, 0);
+fn state_at_a_failed_request_matches_pytorchs_statistics() {
+    let (mut expandable, mut native) = (0, 0);
     for recording in all_recordings().filter(|recording| recording.number("reserved_bytes.all.current").is_some()) {
         let name = recording.path.display();
         let device = recording.gpu().unwrap_or(0);
         let refused = Event { action: Action::Oom, device, addr: 0, bytes: 1 << 40, stream: 0, time_ns: 0 };
         let (history, _) = load_with(&recording.path, recording.gpu(), recording.limit, &[refused]);
-        let told = history.out_of_memory().last().unwrap();
-        let held = told.held.unwrap();
-        assert!(told.complete, "{name}: {told}");
-        for (key, ours) in [
-            ("reserved_bytes.all.current", held.reserved_bytes),
-            ("allocated_bytes.all.current", held.allocated_bytes),
-            ("active_bytes.all.current", held.allocated_bytes + held.pending_bytes),
+        let report = history.out_of_memory().last().unwrap();
+        let state = report.held.unwrap();
+        assert!(report.complete, "{name}: {report}");
+        for (key, actual) in [
+            ("reserved_bytes.all.current", state.reserved_bytes),
+            ("allocated_bytes.all.current", state.allocated_bytes),
+            ("active_bytes.all.current", state.allocated_bytes + state.pending_bytes),
         ] {
-            assert!(recording.number(key).is_none_or(|theirs| theirs == ours), "{name}: {key}: {told}");
+            assert!(recording.number(key).is_none_or(|expected| expected == actual), "{name}: {key}: {report}");
         }
-        assert_eq!(held.free_bytes, held.reserved_bytes - held.allocated_bytes - held.pending_bytes, "{name}");
-        *(if recording.expandable { &mut expandable } else { &mut whole }) += 1;
+        assert_eq!(state.free_bytes, state.reserved_bytes - state.allocated_bytes - state.pending_bytes, "{name}");
+        *(if recording.expandable { &mut expandable } else { &mut native }) += 1;
     }
-    assert!(expandable > 0 && whole > 0, "the repository has both");
+    assert!(expandable > 0 && native > 0, "the repository has both");
 }
 
 #[test]
-fn a_wrong_limit_is_noticed() {
+fn wrong_limit_causes_mismatches() {
     let recording = Recording::at(fixtures().join("resnet50.limit.pickle.xz")).unwrap();
-    // Under a higher limit there is no reason to release what PyTorch released.
+    // Under a higher limit there is no reason for PyTorch's releases.
     let (history, mut settings) = recording.load();
     settings.memory_limit = Some(7000 * MIB);
     let report = run(&caching::BACKEND, &history, settings, Arc::new(NullDriver::new(1 << 50)));
@@ -280,7 +280,7 @@ fn every_backend_runs_every_recording() {
     for recording in recordings() {
         let (history, caching) = recording.load();
         for kind in backends::all() {
-            // Other policies' segments need not fit where PyTorch's just do, so they get no limit.
+            // Other policies' segments may not fit PyTorch's limit, so they get none.
             let like_pytorch = kind.has_setting("max_split_size");
             let allocator = if like_pytorch { Selection::with(kind, &caching) } else { Selection::of(kind) };
             let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
@@ -300,18 +300,18 @@ fn every_backend_runs_every_recording() {
 }
 
 #[test]
-fn the_smallest_memory_runs_and_less_does_not() {
+fn smallest_memory_is_minimal() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../experiments/histories/streams.pickle.xz");
     let (history, _) = load(&path, None, None);
     let device = |bytes: u64| Ok(Arc::new(NullDriver::new(bytes)) as Arc<dyn Driver>);
     for kind in backends::all() {
         let allocator = Selection::of(kind);
-        let found = smallest_memory(&history, &allocator, 2 * MIB, 1 << 40, device, |_| {}).unwrap();
-        assert!(found.bytes >= history.max_live_bytes(), "{kind}");
+        let minimum = smallest_memory(&history, &allocator, 2 * MIB, 1 << 40, device, |_| {}).unwrap();
+        assert!(minimum.bytes >= history.max_live_bytes(), "{kind}");
         let runs = |bytes: u64| {
             let driver = device(bytes).unwrap();
             replay(&history, &allocator, &driver, &ReplaySettings::default()).unwrap().failed_allocations == 0
         };
-        assert!(runs(found.bytes) && !runs(found.bytes - 2 * MIB), "{kind}: {found:#?}");
+        assert!(runs(minimum.bytes) && !runs(minimum.bytes - 2 * MIB), "{kind}: {minimum:#?}");
     }
 }

@@ -1,5 +1,4 @@
-//! Replays: at recorded addresses nothing may differ, whatever the allocator had to do; histories that contradict
-//! themselves are refused.
+//! Replays: at recorded addresses nothing may differ, whatever the allocator did; contradictory recordings are refused.
 
 mod full;
 
@@ -85,47 +84,47 @@ fn play(recorder: &mut Recorder, steps: &[Step]) {
     }
 }
 
-/// Everything that the recorded allocator counted, but for what only its own driver calls decide.
+/// All counters of the recorded allocator, except those that only its own driver calls decide.
 fn figures(stats: &vramlab_policies::Stats) -> Vec<(String, u64)> {
     let mut entries = stats.entries();
-    // Frees that complete in the same request join in another order, so what is split in between differs.
+    // Frees that complete in the same request coalesce in another order, so splits in between differ.
     let in_between = |key: &str| key.starts_with("inactive_split") && !key.ends_with("current");
     entries.retain(|(key, _)| key != "num_sync_all_streams" && !in_between(key));
     entries
 }
 
-/// Of each of the last refused requests the history says what the allocator held.
+/// The recording contains the allocator's state at each of the last failed requests.
 fn check_refusals(history: &History, recorder: &Recorder) {
-    let told = history.out_of_memory();
-    assert_eq!(told.len(), recorder.refusals.len().min(100));
-    for (told, held) in told.iter().rev().zip(recorder.refusals.iter().rev()) {
+    let reports = history.out_of_memory();
+    assert_eq!(reports.len(), recorder.refusals.len().min(100));
+    for (report, snapshot) in reports.iter().rev().zip(recorder.refusals.iter().rev()) {
         let (mut all, mut live, mut streams) = (Held::default(), 0, BTreeMap::<u64, Held>::new());
-        for segment in &held.segments {
-            for held in [&mut all, streams.entry(segment.stream.get()).or_default()] {
-                held.reserved_bytes += segment.bytes;
+        for segment in &snapshot.segments {
+            for state in [&mut all, streams.entry(segment.stream.get()).or_default()] {
+                state.reserved_bytes += segment.bytes;
                 for block in &segment.blocks {
                     match block.state {
-                        BlockState::Allocated => held.allocated_bytes += block.bytes,
-                        BlockState::PendingFree => held.pending_bytes += block.bytes,
+                        BlockState::Allocated => state.allocated_bytes += block.bytes,
+                        BlockState::PendingFree => state.pending_bytes += block.bytes,
                         BlockState::Free => {
-                            held.free_bytes += block.bytes;
-                            held.free_blocks += 1;
-                            held.largest_free_bytes = held.largest_free_bytes.max(block.bytes);
+                            state.free_bytes += block.bytes;
+                            state.free_blocks += 1;
+                            state.largest_free_bytes = state.largest_free_bytes.max(block.bytes);
                         }
                     }
                 }
             }
-            let own = segment.blocks.iter().filter(|block| block.state == BlockState::Allocated);
-            live += own.map(|block| block.requested).sum::<u64>();
+            let allocated = segment.blocks.iter().filter(|block| block.state == BlockState::Allocated);
+            live += allocated.map(|block| block.requested).sum::<u64>();
         }
         let streams: Vec<StreamHeld> = streams.into_iter().map(|(stream, held)| StreamHeld { stream, held }).collect();
-        assert!(told.complete, "{told}");
-        assert_eq!((told.held, &told.streams, told.live_bytes), (Some(all), &streams, live), "{told}");
+        assert!(report.complete, "{report}");
+        assert_eq!((report.held, &report.streams, report.live_bytes), (Some(all), &streams, live), "{report}");
     }
 }
 
 #[test]
-fn of_expandable_segments_a_refused_request_shows_what_was_mapped() {
+fn failed_request_shows_mapped_expandable_segments() {
     let (base, small) = (1 << 40, 1 << 50);
     let at = |mib: u64| base + mib * MIB;
     let freed = |addr, bytes| [Action::FreeRequested, Action::FreeCompleted].map(|action| event(action, addr, bytes));
@@ -135,7 +134,7 @@ fn of_expandable_segments_a_refused_request_shows_what_was_mapped() {
         event(Action::SegmentMap, at(0), 20 * MIB),
         event(Action::Alloc, at(0), 12 * MIB),
         event(Action::Alloc, at(12), 5 * MIB),
-        // What is left at the end and what is mapped behind it are one block.
+        // The remaining block at the end and the range mapped behind it are one block.
         event(Action::SegmentMap, at(20), 20 * MIB),
         event(Action::Alloc, at(17), 10 * MIB),
         event(Action::SegmentMap, small, 2 * MIB),
@@ -145,16 +144,16 @@ fn of_expandable_segments_a_refused_request_shows_what_was_mapped() {
         event(Action::Oom, 1 << 30, 30 * MIB),
         middle,
         middle_done,
-        // Of the free memory behind 17 MiB a whole handle goes back.
+        // Of the free memory behind 17 MiB a complete handle is released.
         event(Action::SegmentUnmap, at(20), 20 * MIB),
         event(Action::Oom, 1 << 30, 30 * MIB),
-        // However little is left of a block is cut off.
+        // Any remainder of a block is split off.
         event(Action::Alloc, at(0), 12 * MIB - 512),
         event(Action::Oom, 1 << 30, 30 * MIB),
     ];
     let history = compile(&events, &CachingSettings::default()).unwrap();
-    let told = history.out_of_memory();
-    let held = |reserved_bytes, allocated_bytes, free_blocks, largest_free_bytes| Held {
+    let reports = history.out_of_memory();
+    let state = |reserved_bytes, allocated_bytes, free_blocks, largest_free_bytes| Held {
         reserved_bytes,
         allocated_bytes,
         pending_bytes: 0,
@@ -163,21 +162,23 @@ fn of_expandable_segments_a_refused_request_shows_what_was_mapped() {
         largest_free_bytes,
     };
     let expected = [
-        held(42 * MIB, 15 * MIB + 1024, 3, 13 * MIB),
-        held(22 * MIB, 5 * MIB + 1024, 3, 12 * MIB),
-        held(22 * MIB, 17 * MIB + 512, 3, 3 * MIB),
+        state(42 * MIB, 15 * MIB + 1024, 3, 13 * MIB),
+        state(22 * MIB, 5 * MIB + 1024, 3, 12 * MIB),
+        state(22 * MIB, 17 * MIB + 512, 3, 3 * MIB),
     ];
-    assert_eq!(told.iter().map(|told| told.held).collect::<Vec<_>>(), expected.map(Some));
+    assert_eq!(reports.iter().map(|report| report.held).collect::<Vec<_>>(), expected.map(Some));
     assert!(
-        told.iter().all(|told| told.complete && told.streams == [StreamHeld { stream: 0, held: told.held.unwrap() }])
+        reports
+            .iter()
+            .all(|report| report.complete && report.streams == [StreamHeld { stream: 0, held: report.held.unwrap() }])
     );
-    assert!(told[0].to_string().contains("42 MiB reserved"), "{}", told[0]);
+    assert!(reports[0].to_string().contains("42 MiB reserved"), "{}", reports[0]);
 }
 
 fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
     let mut events = recorder.events();
     if events.iter().all(|event| event.action != Action::FreeCompleted) {
-        // A log without completions is one that does not record them, so let there be one.
+        // A log without completions counts as one that does not record them, so add one.
         events.insert(0, event(Action::FreeCompleted, 1, 512));
     }
     let history = compile(&events, &settings).unwrap();
@@ -187,15 +188,15 @@ fn check_faithful(settings: CachingSettings, recorder: &Recorder) {
     }
     check_refusals(&history, recorder);
     let report = run(&history, &caching::BACKEND, settings, Addresses::Recorded);
-    // Where every free seems to complete at once, a log does not tell when those with announced uses did.
+    // If every free seems to complete immediately, a log does not show when those with announced uses did.
     if history.deferred_frees() == 0 && events.iter().any(|event| event.action == Action::RecordUse) {
         assert_eq!(report.allocations, history.allocations());
         return;
     }
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(0), Some(0)), "{:?}", events);
     assert_eq!(report.failed_allocations, 0);
-    // What `empty_cache` right before a request released may as well have been released by a retry of that request, and
-    // the other way round; the outcome is the same but for this count.
+    // A retry of a request may look like `empty_cache` right before it, and vice versa; the result is the same except for this
+    // count.
     let ambiguous = settings.memory_limit.is_some() || recorder.caching.stats().num_alloc_retries > 0;
     for (ours, recorded) in figures(&report.stats).iter().zip(figures(&recorder.caching.stats())) {
         assert!(*ours == recorded || ambiguous && ours.0 == "num_alloc_retries", "{ours:?}, recorded {recorded:?}");
@@ -208,20 +209,20 @@ fn cases(cases: u32) -> ProptestConfig {
         Some(_) => ProptestConfig::default().cases,
         None => cases,
     };
-    // A case that failed is tried first from then on: the file is a part of the repository.
+    // A failed case is tried first from then on: the file is part of the repository.
     let file = FileFailurePersistence::Direct("tests/replay/failures.txt");
     ProptestConfig { cases, failure_persistence: Some(Box::new(file)), ..ProptestConfig::default() }
 }
 
-/// Two blocks whose frees wait, of which the log shows the second complete at once: it is the first event of the
-/// allocation that waited for both. `limit` says what becomes of that.
+/// Two blocks with pending frees, of which the log shows the second complete immediately: it is the first event of the allocation
+/// that waited for both. `limit` decides the interpretation.
 fn waits_for_the_block_freed_last(limit: u64, refused: bool) {
     let settings = CachingSettings { memory_limit: Some(limit), ..CachingSettings::default() };
     let mut recorder = Recorder::new(settings, 16 * GIB, STREAMS);
     for bytes in [8 * MIB, 6 * MIB, 18 * MIB] {
         assert!(recorder.alloc(bytes, 0));
     }
-    // Frees that wait for stream 1 are looked at before those that wait for stream 2.
+    // Frees pending on stream 1 are polled before those pending on stream 2.
     for (block, stream) in [(8 * MIB, 2), (18 * MIB, 1)] {
         let which = recorder.live.iter().position(|(live, ..)| live.requested() == block).unwrap();
         recorder.work(stream, 1_000_000_000);
@@ -229,7 +230,7 @@ fn waits_for_the_block_freed_last(limit: u64, refused: bool) {
         recorder.free(which);
     }
     let before = recorder.events().len();
-    // It would fit where the first block was, and into the segment of the second.
+    // It would fit in the place of the first block, and in the segment of the second.
     assert_eq!(recorder.alloc(7 * MIB, 0), !refused);
     let actions: Vec<Action> = recorder.events()[before..].iter().map(|event| event.action).collect();
     let last = if refused { &[Action::Oom][..] } else { &[Action::SegmentAlloc, Action::Alloc] };
@@ -239,25 +240,25 @@ fn waits_for_the_block_freed_last(limit: u64, refused: bool) {
 }
 
 #[test]
-fn a_retry_may_have_waited_for_the_block_freed_last() {
+fn retry_may_have_waited_for_the_last_freed_block() {
     waits_for_the_block_freed_last(50 * MIB, false);
 }
 
 #[test]
-fn a_refused_request_may_have_waited_for_the_block_freed_last() {
+fn failed_request_may_have_waited_for_the_last_free() {
     waits_for_the_block_freed_last(39 * MIB, true);
 }
 
-/// A block that was held up had got a free block whole that was 512 KiB larger. Together with that the free block behind
-/// it would have served the request; without it only a retry explains what went back.
+/// A pending block had got a full free block that was 512 KiB larger. Together with that, the free block behind it would have
+/// served the request; without it only a retry explains the releases.
 #[test]
-fn what_lies_behind_a_block_that_was_held_up_may_be_its_own() {
+fn memory_behind_a_pending_block_may_belong_to_it() {
     let settings = CachingSettings { memory_limit: Some(45 * MIB), ..CachingSettings::default() };
     let mut recorder = Recorder::new(settings, 16 * GIB, STREAMS);
     let block = |recorder: &Recorder, bytes: u64| {
         recorder.live.iter().position(|(live, ..)| live.requested() == bytes).unwrap()
     };
-    // A segment for the first two, another one for the others.
+    // A segment for the first two, another for the others.
     for bytes in [9 * MIB, 11 * MIB, 2 * MIB, 12 * MIB] {
         assert!(recorder.alloc(bytes, 0));
     }
@@ -272,7 +273,7 @@ fn what_lies_behind_a_block_that_was_held_up_may_be_its_own() {
         recorder.free(block(&recorder, bytes));
     }
     let before = recorder.events().len();
-    // Where 12 MiB become free by waiting it would have fitted, had that been before.
+    // If 12 MiB become free by waiting, the request would have fitted after a release before it.
     assert!(recorder.alloc(11 * MIB + MIB / 4, 0));
     let actions: Vec<Action> = recorder.events()[before..].iter().map(|event| event.action).collect();
     let completed = Action::FreeCompleted;
@@ -283,8 +284,8 @@ fn what_lies_behind_a_block_that_was_held_up_may_be_its_own() {
 proptest! {
     #![proptest_config(cases(400))]
 
-    /// Frees held up by other streams, calls of `empty_cache`, retries under a limit and refusals: from the log alone,
-    /// which names none of them.
+    /// Frees delayed by other streams, calls of `empty_cache`, retries under a limit and refusals: inferred from the log, which
+    /// names none of them.
     #[test]
     fn caching_follows_its_history(
         steps in steps(300),
@@ -294,7 +295,7 @@ proptest! {
         let settings = CachingSettings { memory_limit: limit, ..CachingSettings::default() };
         check_faithful(settings, &record(settings, writes_uses, &steps));
     }
-    /// The same with garbage collection and with blocks that are too large to split.
+    /// The same with garbage collection and with oversize blocks.
     #[test]
     fn caching_follows_its_history_under_other_settings(
         steps in steps(300),
@@ -302,8 +303,8 @@ proptest! {
         garbage_collection_threshold in prop_oneof![1 => Just(0.0), 2 => 0.3..0.9],
         max_split_size in prop_oneof![1 => Just(None), 1 => (21..40u64).prop_map(|mib| Some(mib * MIB))],
     ) {
-        // Under these settings a log does not always tell `empty_cache`, and the point at which a free that was held up
-        // completed, from what the allocator released itself.
+        // Under these settings a log does not always distinguish `empty_cache`, and the completion of a deferred free, from the
+        // allocator's own releases.
         let mut steps = steps;
         steps.retain(|step| !matches!(step, Step::EmptyCache | Step::Use { .. }));
         let memory_limit = Some(limit * MIB);
@@ -313,7 +314,7 @@ proptest! {
     }
 }
 
-/// What a history says, or the one line with which it is refused.
+/// The compiled recording, or the one-line error.
 fn refused(events: &[Event]) -> String {
     let mut builder = HistoryBuilder::new(None);
     builder.expect_complete();
@@ -337,7 +338,7 @@ fn contradictions_are_refused_in_one_line() {
         (&[free(4096, 512)], "event 1: free of 512 bytes at 0x1000, which were never allocated"),
         (&[segment(4096, 2 * MIB), free(4096, 512)], "event 2: free of 512 bytes at 0x1000, in a segment"),
         (&[alloc(4096, 1 << 62)], "event 1: alloc of 4611686018427387904 bytes: no device has more than 256 TiB"),
-        (&[alloc(u64::MAX - 5, 512)], "event 1: 0xfffffffffffffffa + 512 is no range of addresses"),
+        (&[alloc(u64::MAX - 5, 512)], "event 1: 0xfffffffffffffffa + 512 is not a range of addresses"),
         (
             &[segment(4099, 2 * MIB)],
             "event 1: the segment of 2097152 bytes at 0x1003 does not begin at a multiple of 256",
@@ -345,7 +346,10 @@ fn contradictions_are_refused_in_one_line() {
         (&[segment(4096, 2 * MIB), segment(8192, 2 * MIB)], "event 2: the segment of 2097152 bytes at 0x2000 overlaps"),
         (&[segment(4096, 0)], "event 1: a segment of 0 bytes"),
         (&[alloc(4096, 512), free(4096, 512), event(Action::RecordUse, 4096, 0)], "event 3: use of 0x1000"),
-        (&[alloc(4096, 512), Event { device: 1, ..alloc(8192, 512) }], "event 2: the history holds devices 0 and 1"),
+        (
+            &[alloc(4096, 512), Event { device: 1, ..alloc(8192, 512) }],
+            "event 2: the recording contains devices 0 and 1",
+        ),
     ];
     for (events, words) in cases {
         let text = refused(events);
@@ -355,11 +359,11 @@ fn contradictions_are_refused_in_one_line() {
         (0..5000).map(|at| Event { stream: at, ..event(Action::Alloc, 4096 * (at + 1), 512) }).collect();
     assert!(refused(&streams).contains("event 4097: the history has more than 4096 streams"));
     let huge: Vec<Event> = (0..1 << 15).map(|at| event(Action::Alloc, at << 48 | 512, (1 << 48) - 512)).collect();
-    assert!(refused(&huge).contains("allocates more than 4 EiB in all"));
+    assert!(refused(&huge).contains("allocates more than 4 EiB in total"));
 }
 
 #[test]
-fn a_history_that_starts_in_the_middle_is_replayed_but_not_compared() {
+fn recording_without_an_end_is_replayed_but_not_compared() {
     let events = [
         event(Action::SegmentAlloc, 64 * MIB, 2 * MIB),
         event(Action::Alloc, 64 * MIB, 1000),
@@ -383,19 +387,19 @@ fn a_history_that_starts_in_the_middle_is_replayed_but_not_compared() {
         event(Action::Alloc, 64 * MIB, 512),
     ];
     let history = compile(&outside, &CachingSettings::default()).unwrap();
-    assert!(history.check_comparable().unwrap_err().to_string().contains("event 1 lies in no segment"));
+    assert!(history.check_comparable().unwrap_err().to_string().contains("event 1 is outside every segment"));
     let mapped = [event(Action::SegmentMap, 2 * MIB, 2 * MIB), event(Action::Alloc, 2 * MIB, 512)];
     let history = compile(&mapped, &CachingSettings::default()).unwrap();
     history.check_comparable().unwrap();
     let unmapped = [mapped[0], mapped[1], event(Action::SegmentUnmap, 64 * MIB, 2 * MIB)];
     let history = compile(&unmapped, &CachingSettings::default()).unwrap();
-    assert!(history.check_comparable().unwrap_err().to_string().contains("event 3 lies in no segment"));
+    assert!(history.check_comparable().unwrap_err().to_string().contains("event 3 is outside every segment"));
 }
 
-/// Two free blocks of one size, in segments of 40 and of 20 MiB. The one at the lower address is taken; only the other's
-/// segment may be released where it is empty.
+/// Two free blocks of one size, in segments of 40 and of 20 MiB. The one at the lower address is used; only the other's segment
+/// may be released when it is empty.
 #[test]
-fn between_blocks_of_one_size_a_replay_near_the_recording_takes_the_one_that_lay_lower() {
+fn near_replay_takes_the_lower_of_two_equal_blocks() {
     for (first, second, reserved) in [(64 * MIB, 128 * MIB, 80 * MIB), (128 * MIB, 64 * MIB, 100 * MIB)] {
         let free = |addr, bytes| [event(Action::FreeRequested, addr, bytes), event(Action::FreeCompleted, addr, bytes)];
         let mut events = vec![
@@ -418,14 +422,14 @@ fn between_blocks_of_one_size_a_replay_near_the_recording_takes_the_one_that_lay
         let history = compile(&events, &CachingSettings::default()).unwrap();
         let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Near);
         assert_eq!((report.stats.reserved_bytes.all.peak, report.failed_allocations), (reserved, 0));
-        // An allocator that asks for sizes which were not recorded gets addresses below.
+        // An allocator that requests sizes which were not recorded gets addresses below.
         let report = run(&history, &naive::BACKEND, CachingSettings::default(), Addresses::Near);
         assert_eq!((report.failed_allocations, report.stats.reserved_bytes.all.current), (0, 80 * MIB));
     }
 }
 
 #[test]
-fn parts_that_come_and_go_elsewhere_are_counted() {
+fn ranges_mapped_elsewhere_are_counted() {
     let events = [
         event(Action::SegmentMap, 64 * MIB, 2 * MIB),
         event(Action::Alloc, 64 * MIB, 1000),
@@ -440,15 +444,15 @@ fn parts_that_come_and_go_elsewhere_are_counted() {
     ];
     let history = compile(&events, &CachingSettings::default()).unwrap();
     let report = run(&history, &expandable::BACKEND, CachingSettings::default(), Addresses::Recorded);
-    // The second mapping, what is unmapped instead, and the last mapping: 40 MiB at the front of the range.
+    // The second mapping, the range unmapped instead, and the last mapping: 40 MiB at the front of the range.
     assert_eq!((report.segment_mismatches, report.address_mismatches), (Some(3), Some(1)));
-    // Whole segments are no parts.
+    // Full segments are not ranges.
     let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert!(report.segment_mismatches >= Some(4) && report.address_mismatches >= Some(2), "{report:?}");
 }
 
 #[test]
-fn other_segments_than_the_recorded_ones_are_counted_and_the_replay_goes_on() {
+fn different_segments_are_counted_and_replay_continues() {
     let events = [
         event(Action::SegmentAlloc, 64 * MIB, 4 * MIB), // caching takes 2 MiB
         event(Action::Alloc, 64 * MIB, 1000),
@@ -462,7 +466,7 @@ fn other_segments_than_the_recorded_ones_are_counted_and_the_replay_goes_on() {
     let report = run(&history, &caching::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert_eq!((report.address_mismatches, report.segment_mismatches), (Some(3), Some(2)));
     assert_eq!((report.failed_allocations, report.allocations), (0, 4));
-    // Every tensor gets a segment of its own: one is there by chance, one is too much.
+    // Every tensor gets a separate segment: one matches by chance, one is too many.
     let report = run(&history, &naive::BACKEND, CachingSettings::default(), Addresses::Recorded);
     assert!(report.segment_mismatches >= Some(3) && report.failed_allocations == 0, "{report:#?}");
 }
@@ -488,12 +492,12 @@ fn empty_tensors_and_failed_allocations_leave_no_trace() {
 }
 
 #[test]
-fn announced_uses_hold_blocks_until_the_device_is_done() {
+fn announced_uses_keep_blocks_until_the_device_is_done() {
     let mut events = Vec::new();
     for at in 1..=8u64 {
         events.push(event(Action::Alloc, at * 64 * MIB, 30 * MIB));
         events.push(Event { stream: 7, ..event(Action::RecordUse, at * 64 * MIB, 0) });
-        // As our own traces are read: completions are not in them.
+        // As in our own traces, without completions.
         events.push(event(Action::FreeRequested, at * 64 * MIB, 30 * MIB));
         events.push(event(Action::FreeCompleted, at * 64 * MIB, 30 * MIB));
     }
@@ -505,12 +509,12 @@ fn announced_uses_hold_blocks_until_the_device_is_done() {
         let report = replay(&history, &Selection::of(&caching::BACKEND), &driver, &settings).unwrap();
         report.stats.active_bytes.all.peak
     };
-    // On an idle stream the use is over at once; behind the work of filling 30 MiB it is not.
+    // On an idle stream the use completes immediately; behind the work of filling 30 MiB it does not.
     assert!(peak(false) < peak(true), "{} {}", peak(false), peak(true));
 }
 
 #[test]
-fn trims_are_the_clients_and_reach_every_backend() {
+fn empty_cache_reaches_every_backend() {
     let events = [
         event(Action::SegmentAlloc, 64 * MIB, 20 * MIB),
         event(Action::Alloc, 64 * MIB, 2 * MIB),
@@ -532,13 +536,13 @@ fn trims_are_the_clients_and_reach_every_backend() {
 proptest! {
     #![proptest_config(cases(200))]
 
-    /// On every backend, with and without memory for everything: what the ledger tells apart adds up, and nothing goes
-    /// below what the client holds.
+    /// On every backend, with and without enough memory: the parts of the breakdown add up, and no value is below the client's
+    /// bytes.
     #[test]
     fn the_ledger_adds_up_on_every_backend(steps in steps(200), room in prop::sample::select(vec![100 * MIB, 4 * GIB])) {
         let recorder = record(CachingSettings::default(), false, &steps);
         let events = recorder.events();
-        // The whole history and each of its beginnings up to some length: the ledger at every event.
+        // The complete recording and each of its prefixes up to some length: the breakdown at every event.
         let lengths: Vec<usize> = if events.len() < 40 { (1..=events.len()).collect() } else { vec![events.len()] };
         for length in lengths {
             let history = compile(&events[..length], &CachingSettings::default()).unwrap();

@@ -1,4 +1,4 @@
-//! RMM's placements: every block where RMM 26.10 put it on an H200.
+//! RMM's placements: every block at the address that RMM 26.10 chose on an H200.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ fn null() -> Arc<dyn Driver> {
     Arc::new(NullDriver::new(64 * MIB))
 }
 
-/// Placements that stand in the repository or beside it, each with its history.
+/// Placements in the repository or next to it, each with its recording.
 fn recordings(kind: &str) -> Vec<(PathBuf, PathBuf)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = ["tests/fixtures/rmm", "../../../shared/traces/rmm"].map(|folder| root.join(folder));
@@ -27,8 +27,8 @@ fn recordings(kind: &str) -> Vec<(PathBuf, PathBuf)> {
         let Some(name) = file.file_name().unwrap().to_str().unwrap().strip_suffix(&format!(".{kind}.txt.xz")) else {
             continue;
         };
-        let found = histories.map(|folder| root.join(folder).join(format!("{name}.pickle.xz")));
-        out.push((found.into_iter().find(|path| path.is_file()).unwrap(), file));
+        let candidates = histories.map(|folder| root.join(folder).join(format!("{name}.pickle.xz")));
+        out.push((candidates.into_iter().find(|path| path.is_file()).unwrap(), file));
     }
     out.sort();
     assert!(!out.is_empty(), "the repository has some");
@@ -52,24 +52,24 @@ fn check(kind: &str) {
         let history = load(&history);
         let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
         let report = replay_against(&history, &allocator, &driver, &ReplaySettings::default(), &placements).unwrap();
-        let found = (report.address_mismatches, report.segment_mismatches, report.failed_allocations);
-        assert_eq!(found, (Some(0), Some(0), 0), "{}", file.display());
+        let differences = (report.address_mismatches, report.segment_mismatches, report.failed_allocations);
+        assert_eq!(differences, (Some(0), Some(0), 0), "{}", file.display());
         assert!(report.allocations > 2000, "{}", file.display());
     }
 }
 
 #[test]
-fn every_block_lies_where_rmms_pool_put_it() {
+fn rmm_pool_reproduces_every_address() {
     check("pool");
 }
 
 #[test]
-fn every_block_lies_where_rmms_arena_put_it() {
+fn rmm_arena_reproduces_every_address() {
     check("arena");
 }
 
 #[test]
-fn another_pool_puts_blocks_elsewhere_and_that_is_counted() {
+fn another_pool_size_causes_counted_mismatches() {
     let (history, file) = recordings("pool").into_iter().find(|(path, _)| path.ends_with("streams.pickle.xz")).unwrap();
     let (history, placements) = (load(&history), Placements::read(&file, &Budget::default()).unwrap());
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
@@ -79,7 +79,7 @@ fn another_pool_puts_blocks_elsewhere_and_that_is_counted() {
 }
 
 #[test]
-fn placements_of_another_history_are_refused() {
+fn placements_of_another_recording_are_refused() {
     let files = recordings("pool");
     let (history, _) = files.iter().find(|(path, _)| path.ends_with("streams.pickle.xz")).unwrap();
     let history = load(history);
@@ -87,7 +87,7 @@ fn placements_of_another_history_are_refused() {
     let driver = null();
     for (calls, words) in [
         ("a 0 16777216 0 0 0\n", "the file has 1 allocations and the history more"),
-        ("a 0 1024 0 0 0\n", "allocation 1 is of 16777216 bytes in the history and of 1024 in the file"),
+        ("a 0 1024 0 0 0\n", "allocation 1 is of 16777216 bytes in the recording and of 1024 in the file"),
         ("a 0 16777216 0 0 0\nf 0\na 0 8192 0 0 0\n", "after allocation 1, the file frees allocation 1 there"),
         ("a 0 16777216 0 0 0\na 1 8192 1 0 0\n", "allocation 2 is of another stream"),
     ] {

@@ -1,4 +1,4 @@
-//! Histories: what is read from the formats of others, and what is written for them.
+//! Recordings: reading other projects' formats, and writing them.
 
 mod hostile_pickle;
 mod origins;
@@ -14,7 +14,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// Everything in a file.
+/// All events of a file.
 pub(crate) fn read_all(path: &Path) -> Result<(Vec<Event>, Summary), ReadError> {
     let mut events = Vec::new();
     let summary = read(path, &ReadOptions::default(), &mut |event| {
@@ -24,7 +24,7 @@ pub(crate) fn read_all(path: &Path) -> Result<(Vec<Event>, Summary), ReadError> 
     Ok((events, summary))
 }
 
-/// Everything in some bytes.
+/// All events of some bytes.
 pub(crate) fn read_bytes(bytes: &[u8]) -> Result<(Vec<Event>, Summary), ReadError> {
     let mut events = Vec::new();
     let summary = read_from(Box::new(Cursor::new(bytes)), &ReadOptions::default(), &mut |event| {
@@ -34,7 +34,7 @@ pub(crate) fn read_bytes(bytes: &[u8]) -> Result<(Vec<Event>, Summary), ReadErro
     Ok((events, summary))
 }
 
-/// The one line that a user sees.
+/// The error line that a user sees.
 pub(crate) fn message(bytes: &[u8]) -> String {
     let text = read_bytes(bytes).expect_err("should be refused").to_string();
     assert!(!text.contains('\n'), "one line: {text}");

@@ -134,7 +134,7 @@ struct Advice {
     live_bytes: u64,
     #[serde(flatten)]
     bounds: Bounds,
-    /// What no replay shows.
+    /// Values that no replay shows.
     unknown: Unknown,
     #[serde(skip)]
     run: String,
@@ -182,7 +182,7 @@ enum Verdict {
     NotRecorded,
 }
 
-/// What no replay shows.
+/// Values that no replay shows.
 #[derive(Debug, Serialize)]
 struct Unknown {
     /// Deferred frees: their completion depends on timing.

@@ -44,7 +44,7 @@ impl ReadArgs {
     }
 }
 
-/// What [`read_gpu`] builds from the events of a GPU.
+/// A value that [`read_gpu`] builds from the events of a GPU.
 pub(crate) trait FromEvents: Sized {
     /// Whether it needs stack frames, categories and annotations, which only snapshots have.
     const ORIGINS: bool;

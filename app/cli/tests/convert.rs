@@ -202,7 +202,7 @@ fn one_of_several_gpus_is_converted() {
         assert!(line.contains("2 events of 1 GPU; omitted: 1 of other GPUs"), "{line}");
     }
     convert(&dir, &from, "snapshot", "none", &["--gpu", "1"])
-        .refused(2, &["no event of GPU 1; there are those of 0, 2"]);
+        .refused(2, &["no event of GPU 1; the file has events of 0, 2"]);
     let line = convert(&dir, &from, "snapshot", "all.pickle", &[]).line();
     assert!(line.contains("3 events of 2 GPUs; nothing omitted"), "{line}");
     convert(&dir, &from, "snapshot", "one.pickle", &["--gpu", "2"]).line();
@@ -254,7 +254,7 @@ fn bad_input_gets_one_line_and_leaves_no_file() {
         (
             "idle.json",
             b"{\"segments\":[],\"device_traces\":[[]],\"allocator_settings\":{}}",
-            &["idle.json: there are no events"],
+            &["idle.json: the file has no events"],
         ),
     ];
     for (name, bytes, words) in cases {
@@ -280,7 +280,7 @@ fn a_snapshot_without_events_keeps_its_segments() {
     let line = convert(&dir, &from, "snapshot", "held.pickle", &[]).line();
     assert!(line.contains("0 events of 0 GPUs; omitted: 3 of unknown actions"), "{line}");
     assert_eq!(read_all(&dir.at("held.pickle")).1.segments.len(), 2);
-    convert(&dir, &from, "perfetto", "held.perfetto", &[]).refused(2, &["there are no events"]);
+    convert(&dir, &from, "perfetto", "held.perfetto", &[]).refused(2, &["the file has no events"]);
 }
 
 #[test]

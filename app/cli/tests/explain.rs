@@ -352,7 +352,7 @@ fn ranks_are_listed_in_one_table_with_outliers_first() {
     dir.file("rank4.json", "{\"device_traces\": 1}");
     let files = ["rank0.json", "rank1.json", "rank2.json", "rank3.json", "rank4.json"];
     let output = explain(&dir, &[&files[..], &["--json"]].concat()).ok();
-    assert!(output.stderr.contains("rank4.json") && output.stderr.contains("go on without it"), "{}", output.stderr);
+    assert!(output.stderr.contains("rank4.json") && output.stderr.contains("continuing without it"), "{}", output.stderr);
     let explanation: Value = serde_json::from_str(&output.stdout).unwrap();
     let order: Vec<&str> =
         explanation["ranks"].as_array().unwrap().iter().map(|rank| rank["trace"].as_str().unwrap()).collect();
@@ -374,7 +374,7 @@ fn ranks_are_listed_in_one_table_with_outliers_first() {
     };
     assert_eq!(shard("1/2"), BTreeSet::from(["rank0.json".to_owned(), "rank2.json".to_owned()]));
     assert_eq!(shard("2/2"), BTreeSet::from(["rank1.json".to_owned(), "rank3.json".to_owned()]));
-    explain(&dir, &["rank4.json", "rank4.json"]).refused(2, &["none of the 2 histories"]);
+    explain(&dir, &["rank4.json", "rank4.json"]).refused(2, &["none of the 2 recordings"]);
 }
 
 #[test]

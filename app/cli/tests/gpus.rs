@@ -328,7 +328,7 @@ fn what_holds_nothing_either_is_refused() {
     let dir = Place::new();
     let file = dir.write("empty.json", json!({"segments": [], "device_traces": [[]]}).to_string());
     for command in ["advise", "explain", "report", "replay"] {
-        dir.run(&[command, &file]).refused(2, &["there are no events"]);
+        dir.run(&[command, &file]).refused(2, &["the file has no events"]);
     }
 }
 

@@ -202,51 +202,50 @@ fn screens_at_80_columns() {
             mlp.pickle.xz on NVIDIA H200 (simulated): 26911 events, 8981 allocations, peak
             live 81.6 MiB
             lower bound 81.6 MiB; offline placement 81.6 MiB (1.000 of it)
-            ─────────────────────────────────────────────────────────────────────────
-                                        recorded      naive   caching  stream-ordered
-            ═════════════════════════════════════════════════════════════════════════
-            failed allocations                 -          0         0               0
-            peak reserved                 90 MiB   81.6 MiB    90 MiB          96 MiB
-            reserved / bound               1.102      1.000     1.102           1.176
-            peak active                        -   81.6 MiB  81.6 MiB        81.6 MiB
-            peak requested              81.6 MiB   81.6 MiB  81.6 MiB        81.6 MiB
-            utilisation                        -    100.0 %    90.7 %          85.0 %
-            requested at peak reserved         -   81.6 MiB  81.6 MiB        73.0 MiB
-            internal at peak reserved          -        0 B  4.30 KiB        3.14 KiB
-            soft at peak reserved              -        0 B       0 B        23.0 MiB
-            hard at peak reserved              -        0 B  8.36 MiB             0 B
-            stream at peak reserved            -        0 B       0 B             0 B
-            pending at peak reserved           -        0 B       0 B             0 B
-            segments +/-                     6/0  8981/8962       6/0               -
-            retries                            -          0         0               0
-            driver calls                       -      17943         6           17967
-            simulated time                     -     126 ms    258 us         7.57 ms
+            ────────────────────────────────────────────────────────────────────
+                                   recorded      naive   caching  stream-ordered
+            ════════════════════════════════════════════════════════════════════
+            failed allocations            -          0         0               0
+            peak reserved            90 MiB   81.6 MiB    90 MiB          96 MiB
+            reserved / bound          1.102      1.000     1.102           1.176
+            peak active                   -   81.6 MiB  81.6 MiB        81.6 MiB
+            peak requested         81.6 MiB   81.6 MiB  81.6 MiB        81.6 MiB
+            utilisation                   -    100.0 %    90.7 %          85.0 %
+            requested at peak             -   81.6 MiB  81.6 MiB        73.0 MiB
+            internal at peak              -        0 B  4.30 KiB        3.14 KiB
+            free segments at peak         -        0 B       0 B        23.0 MiB
+            partly used at peak           -        0 B  8.36 MiB             0 B
+            other streams at peak         -        0 B       0 B             0 B
+            pending at peak               -        0 B       0 B             0 B
+            segments +/-                6/0  8981/8962       6/0               -
+            retries                       -          0         0               0
+            driver calls                  -      17943         6           17967
+            simulated time                -     126 ms    258 us         7.57 ms
             host ns/operation [host time]
-            ─────────────────────────────────────────────────────────────────────────
-            utilisation: peak active of peak reserved
-            recorded: what the program did, as far as its history tells; peak requested:
-              bytes asked for in active blocks
+            ────────────────────────────────────────────────────────────────────
+            utilisation: peak active of peak reserved; at peak: breakdown of peak reserved
+            recorded: values from the recording; peak requested: bytes requested in active
+              blocks
 
-            naive reserves 81.6 MiB at its peak, the least; 90 MiB were reserved when it was
-            recorded, and so they are by caching here; caching makes 6 driver calls,
-            stream-ordered 17967.
+            Lowest peak reserved: naive, 81.6 MiB. Recorded: 90 MiB, reproduced by caching.
+            Driver calls: caching 6, stream-ordered 17967.
             Next: cargo run -p vramlab-cli -- capacity mlp.pickle.xz
         ");
         insta::assert_snapshot!(screen(&dir, &["capacity", HISTORY]), @r"
             mlp.pickle.xz on sim, in steps of 2 MiB
-            ─────────────────────────────────────────────────────
-                                  naive   caching  stream-ordered
-            ═════════════════════════════════════════════════════
-            smallest memory      94 MiB    90 MiB          96 MiB
-            most live at once  81.6 MiB  81.6 MiB        81.6 MiB
-            ratio of the two      1.151     1.102           1.176
-            retries in it             0         0               0
-            sizes tried               5         5               7
-            ─────────────────────────────────────────────────────
-            nothing runs in less than is live at once
+            ──────────────────────────────────────────────────
+                               naive   caching  stream-ordered
+            ══════════════════════════════════════════════════
+            minimum memory    94 MiB    90 MiB          96 MiB
+            peak live       81.6 MiB  81.6 MiB        81.6 MiB
+            ratio              1.151     1.102           1.176
+            retries                0         0               0
+            sizes tested           5         5               7
+            ──────────────────────────────────────────────────
+            ratio: minimum memory over peak live; retries: at that size
 
-            caching runs the history in 90 MiB, stream-ordered needs 96 MiB; 81.6 MiB are
-            live at once.
+            Minimum memory: 90 MiB for caching, 96 MiB for stream-ordered; peak live 81.6
+            MiB.
             Next: cargo run -p vramlab-cli -- replay mlp.pickle.xz --alloc caching --limit \
                   94371840B --device sim
         ");

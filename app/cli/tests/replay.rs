@@ -130,12 +130,12 @@ fn replay_reports_a_recorded_out_of_memory_first() {
     place.write(file, snapshot.to_string());
     let text = place.run(&["replay", file, "--alloc", "naive,caching"]).ok().stdout;
     let expected = [
-        "oom.json: out of memory at event 13: 8 MiB asked for on stream 0x0",
+        "oom.json: out of memory at event 13: 8 MiB requested on stream 0x0",
         "  3 GiB free on the device",
         "  40 MiB reserved, 18 MiB allocated",
-        "  22 MiB free in 3 pieces, largest 11 MiB",
-        "  stream 0x0: 20 MiB reserved, 11 MiB free in 2 pieces, largest 7 MiB",
-        "  stream 0x5: 20 MiB reserved, 11 MiB free in one piece",
+        "  22 MiB free in 3 blocks, largest 11 MiB",
+        "  stream 0x0: 20 MiB reserved, 11 MiB free in 2 blocks, largest 7 MiB",
+        "  stream 0x5: 20 MiB reserved, 11 MiB free in one block",
         "  the free bytes would have sufficed but no single block does (fragmentation): allocate large tensors first, or set \
          max_split_size, or use expandable segments (expandable_segments)",
         "  earlier refused requests: 1",
@@ -158,7 +158,7 @@ fn replay_reports_a_recorded_out_of_memory_first() {
     // Without segments only live bytes are known.
     let lines = [line("alloc", 4096, 1000, 1), line("oom", 0, MIB, 1)].concat();
     let text = place.run(&["replay", &place.write("own.jsonl", lines), "--alloc", "naive"]).ok().stdout;
-    assert!(text.contains("1000 B live; the history does not show what was reserved"), "{text}");
+    assert!(text.contains("1000 B live; the recording does not show reserved memory"), "{text}");
 }
 
 #[test]
@@ -497,8 +497,8 @@ fn replay_compares_blocks_with_placements_of_rmm() {
     run("absent.txt", &[]).refused(2, &["absent.txt"]);
     let refused = |name: &str, text: String, words: &[&str]| run(&place.write(name, text), &[]).refused(2, words);
     refused("none.txt", header.to_owned(), &["none.txt", "there is no allocation in it"]);
-    refused("short.txt", format!("{header}a 0 1000 0 0 0\n"), &["history.json", "those of another history"]);
-    refused("size.txt", format!("{header}a 0 1001 0 0 0\n"), &["allocation 1 is of 1000 bytes in the history"]);
+    refused("short.txt", format!("{header}a 0 1000 0 0 0\n"), &["history.json", "belong to another recording"]);
+    refused("size.txt", format!("{header}a 0 1001 0 0 0\n"), &["allocation 1 is of 1000 bytes in the recording"]);
     refused("late.txt", header.to_owned() + &right.replace("f 0\n", "") + "f 0\n", &["after allocation 2"]);
     refused("room.txt", format!("{header}a 0 1000 0 0 1048000\n"), &["room.txt:3", "by the header"]);
     let overlaps = header.replace("2097152@0", "2097152@1048576");

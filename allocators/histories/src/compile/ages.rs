@@ -68,12 +68,15 @@ pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &Ca
             let mut round = &taken[start..end];
             if rest.is_empty() {
                 // Segments from before recording started are the oldest, so a last round with other segments has none of them.
-                let old = round.iter().rposition(|(one, _)| matches!(one, Since::Before(_))).map_or(0, |last| last + 1);
-                rest.extend(round[old..].iter().map(|(one, _)| *one));
+                let old = round
+                    .iter()
+                    .rposition(|(segment, _)| matches!(segment, Since::Before(_)))
+                    .map_or(0, |last| last + 1);
+                rest.extend(round[old..].iter().map(|(segment, _)| *segment));
                 round = &round[..old];
             }
             choose(round, &rest, &mut since, &mut chosen);
-            rest.extend(round.iter().map(|(one, _)| *one));
+            rest.extend(round.iter().map(|(segment, _)| *segment));
             end = start;
         }
     }
@@ -87,16 +90,16 @@ pub(super) fn find(timeline: &Timeline, beginning: &mut Beginning, settings: &Ca
 /// of retained segments.
 fn choose(round: &[(Since, bool)], rest: &[Since], since: &mut [i128], chosen: &mut [bool]) {
     steps::count(round.len() + rest.len());
-    let value = |one: &Since| match *one {
+    let value = |since_when: &Since| match *since_when {
         Since::Searches(searches) => i128::from(searches),
         Since::Before(number) => since[number],
     };
     let mut free = Vec::new();
     let mut sum = rest.iter().map(value).sum::<i128>();
-    for (one, _) in round {
-        match one {
+    for (segment, _) in round {
+        match segment {
             Since::Before(number) if !chosen[*number] => free.push(*number),
-            one => sum += value(one),
+            segment => sum += value(segment),
         }
     }
     let (Some(lowest), false) = (rest.iter().map(value).min(), free.is_empty()) else { return };
@@ -159,14 +162,14 @@ impl Placements for Idle<'_> {
         let mut taken: Vec<(Since, bool)> = Vec::new();
         let mut last = None;
         for event in segments.iter().filter(|event| event.part.is_none()) {
-            let gone = self.segments.remove(&event.addr);
+            let removed = self.segments.remove(&event.addr);
             if !event.released {
                 let (end, stream) = (event.end(), op.stream());
                 let since = Since::Searches(self.searches);
                 self.segments.insert(event.addr, Segment { end, stream, used: 0, since });
-            } else if let Some(gone) = gone.filter(|_| event.bytes > SMALL_SEGMENT) {
-                let place = (gone.stream, event.bytes, event.addr);
-                taken.push((gone.since, last.replace(place).is_some_and(|last| last > place)));
+            } else if let Some(removed) = removed.filter(|_| event.bytes > SMALL_SEGMENT) {
+                let key = (removed.stream, event.bytes, event.addr);
+                taken.push((removed.since, last.replace(key).is_some_and(|last| last > key)));
             }
         }
         if asks && !taken.is_empty() {

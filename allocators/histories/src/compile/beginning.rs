@@ -36,20 +36,21 @@ impl LookBack {
             ending
         });
         beginning.blocks.extend(transcript.unknown.iter().map(|unknown| unknown.block));
-        for gone in std::mem::take(&mut transcript.segments.departed) {
-            let stream = transcript.slots.stream(gone.stream).map_err(|what| wrong(transcript.number, what))?;
-            let (addr, bytes, pool) = (gone.addr, gone.bytes, gone.pool());
+        for released in std::mem::take(&mut transcript.segments.departed) {
+            let stream =
+                transcript.slots.stream(released.stream).map_err(|problem| wrong(transcript.number, problem))?;
+            let (addr, bytes, pool) = (released.addr, released.bytes, released.pool());
             beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private: 0 });
         }
         let names = ending.as_deref().and_then(NamedRange::of);
-        let found = match &ending {
+        let state = match &ending {
             Some(ending) => Ending::of(transcript, ending),
             None => Err("it lacks the segments at its end"),
         };
-        let problem = match found {
-            Ok(found) => {
-                let added = add_ending(transcript, &found, names.as_deref(), &mut beginning);
-                added.map_err(|what| wrong(transcript.number, what))?;
+        let problem = match state {
+            Ok(state) => {
+                let added = add_ending(transcript, &state, names.as_deref(), &mut beginning);
+                added.map_err(|problem| wrong(transcript.number, problem))?;
                 None
             }
             Err(problem) => Some(problem),
@@ -65,25 +66,25 @@ impl LookBack {
 /// Adds segments and blocks at the end that the recording did not allocate.
 fn add_ending(
     transcript: &mut Transcript,
-    found: &Ending<'_>,
+    state: &Ending<'_>,
     names: Option<&[NamedRange]>,
     beginning: &mut Beginning,
 ) -> Result<(), String> {
-    for segment in &found.segments {
+    for segment in &state.segments {
         let stream = transcript.slots.stream(segment.stream)?;
         let (addr, bytes, pool) = (segment.address, segment.total_size, segment.segment_type);
         let private = names.map_or(0, |names| NamedRange::number_at(names, addr));
         beginning.segments.push(StartSegment { addr, bytes, stream, pool, age: 0, private });
     }
-    for &InitialBlock { addr, requested, bytes, stream, .. } in found.blocks.iter().filter(|block| !block.pending) {
+    for &InitialBlock { addr, requested, bytes, stream, .. } in state.blocks.iter().filter(|block| !block.pending) {
         let (stream, slot) = (transcript.slots.stream(stream)?, transcript.timeline.fresh_slot());
         beginning.blocks.push(StartBlock { addr, requested, bytes, stream, slot, freed: None });
     }
-    for block in found.blocks.iter().filter(|block| block.pending) {
+    for block in state.blocks.iter().filter(|block| block.pending) {
         let free = transcript.add_pending(block.addr, block.requested, block.bytes, block.stream)?;
         transcript.frees.deferred.push(free);
     }
-    let waiting: HashMap<u32, u64> = found.waiting.iter().copied().collect();
+    let waiting: HashMap<u32, u64> = state.waiting.iter().copied().collect();
     for (block, unknown) in beginning.blocks.iter_mut().zip(&transcript.unknown) {
         block.bytes = waiting.get(&unknown.op).copied();
     }
@@ -140,7 +141,7 @@ const CONTRADICTION: &str = "the segments at its end contradict its events";
 impl<'a> Ending<'a> {
     /// Subtracts the recording's allocations from the segments at the end.
     fn of(history: &Transcript, ending: &'a [Segment]) -> Result<Self, &'static str> {
-        let mut found = Self::default();
+        let mut state = Self::default();
         let (mut made, mut allocated, mut last, mut total) = (0, 0, 0, 0u64);
         for segment in ending {
             let Segment { address: start, total_size: bytes, .. } = *segment;
@@ -157,7 +158,7 @@ impl<'a> Ending<'a> {
             } else if history.segments.knows(start, end) {
                 return Err(CONTRADICTION);
             } else {
-                found.segments.push(segment);
+                state.segments.push(segment);
             }
             let mut at = start;
             for block in &segment.blocks {
@@ -168,25 +169,25 @@ impl<'a> Ending<'a> {
                     return Err(CONTRADICTION);
                 }
                 at = stop;
-                let held = InitialBlock::at_end(block, segment.stream, Origin::default());
-                let InitialBlock { addr, requested, .. } = held;
+                let initial = InitialBlock::at_end(block, segment.stream, Origin::default());
+                let InitialBlock { addr, requested, .. } = initial;
                 let unseen = requested > 0 && !history.slots.was_used(addr, requested);
                 match block.state {
                     BlockState::Free => {}
                     BlockState::Allocated if history.slots.at(addr).is_some() => allocated += 1,
-                    BlockState::Allocated if unseen => found.blocks.push(held),
+                    BlockState::Allocated if unseen => state.blocks.push(initial),
                     BlockState::PendingFree => match history.frees.waiting_at(addr) {
-                        Some(free) => found.waiting.push((free, block.size)),
-                        None if unseen => found.blocks.push(held),
+                        Some(free) => state.waiting.push((free, block.size)),
+                        None if unseen => state.blocks.push(initial),
                         None => return Err(CONTRADICTION),
                     },
                     BlockState::Allocated => return Err(CONTRADICTION),
                 }
             }
         }
-        if !history.segments.expandable && made != history.segments.held() || allocated != history.slots.live() {
+        if !history.segments.expandable && made != history.segments.count() || allocated != history.slots.live() {
             return Err(CONTRADICTION);
         }
-        Ok(found)
+        Ok(state)
     }
 }

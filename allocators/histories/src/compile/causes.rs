@@ -111,7 +111,8 @@ impl Window {
             (End::Refused { .. }, _) => return Cause::Retry,
             (End::Alloc { bytes, stream }, Some(taken)) => {
                 // A block of a retained segment also serves requests after `empty_cache`.
-                serves_by_waiting = self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
+                serves_by_waiting =
+                    self.held_up_fits(settings, bytes, stream, |completion| !self.is_released(completion.addr));
                 serves_once_free = self.could_have_served(settings, bytes, stream, false)
                     || self.held_up_fits(settings, bytes, stream, |_| true);
                 taken
@@ -174,17 +175,17 @@ impl Window {
     /// Ranges of blocks whose frees were pending, or may have been.
     fn held_up(&self, rules: &Rules) -> Ranges {
         let mut out = Ranges::default();
-        for done in self.completions.iter().chain(&self.before) {
+        for completion in self.completions.iter().chain(&self.before) {
             steps::count(1);
-            out.insert(done.addr, done.addr + done.size.unwrap_or(rules.rounded(done.bytes)));
+            out.insert(completion.addr, completion.addr + completion.size.unwrap_or(rules.rounded(completion.bytes)));
         }
         out
     }
 
     /// Whether an address is in a released segment.
-    pub(super) fn is_gone(&self, addr: u64) -> bool {
-        let mut gone = self.segments.iter().filter(|segment| segment.released);
-        gone.any(|segment| segment.contains(addr))
+    pub(super) fn is_released(&self, addr: u64) -> bool {
+        let mut released = self.segments.iter().filter(|segment| segment.released);
+        released.any(|segment| segment.contains(addr))
     }
 
     /// Whether one of the pending blocks would have fitted a request.
@@ -193,16 +194,16 @@ impl Window {
         settings: &CachingSettings,
         bytes: u64,
         stream: u64,
-        mut asked: impl FnMut(&Completion) -> bool,
+        mut accepts: impl FnMut(&Completion) -> bool,
     ) -> bool {
         let rules = Rules::pytorch(settings);
         let rounded = rules.rounded(bytes);
-        self.completions.iter().any(|done| {
+        self.completions.iter().any(|completion| {
             steps::count(1);
-            let size = done.size.unwrap_or(rules.rounded(done.bytes));
-            asked(done)
-                && done.stream == stream
-                && pool_of(rules.rounded(done.bytes)) == pool_of(rounded)
+            let size = completion.size.unwrap_or(rules.rounded(completion.bytes));
+            accepts(completion)
+                && completion.stream == stream
+                && pool_of(rules.rounded(completion.bytes)) == pool_of(rounded)
                 && size >= rounded
                 && settings.max_split_size.is_none_or(|bound| size < bound)
         })
@@ -236,7 +237,7 @@ impl Window {
         // After `empty_cache` a retained block would have served the request, and nothing would have been mapped.
         let serves_by_waiting = self.segments.iter().any(|part| !part.released)
             && settings.max_split_size.is_none()
-            && self.held_up_fits(settings, bytes, stream, |done| !self.is_gone(done.addr));
+            && self.held_up_fits(settings, bytes, stream, |completion| !self.is_released(completion.addr));
         let over = |limit: u64| self.reserved.saturating_add(segment_size(rounded)) > limit;
         match settings.memory_limit {
             Some(limit) if over(limit) => Cause::Retry,
@@ -297,20 +298,20 @@ mod tests {
     #[test]
     fn refused_requests_tell_a_retry_on_a_full_device() {
         let settings = CachingSettings::default();
-        let told = |mib: u64| Window { refused_from: Some(mib * MIB), ..window(90, &[-20, 20]) };
-        assert_eq!(told(110).cause(&settings, ALLOC), Cause::Full);
-        assert_eq!(told(111).cause(&settings, ALLOC), Cause::Trim, "the device had that much");
+        let full_from = |mib: u64| Window { refused_from: Some(mib * MIB), ..window(90, &[-20, 20]) };
+        assert_eq!(full_from(110).cause(&settings, ALLOC), Cause::Full);
+        assert_eq!(full_from(111).cause(&settings, ALLOC), Cause::Trim, "the device had that much free");
         let fits = End::Alloc { bytes: 20 * MIB, stream: 0 };
-        assert_eq!(told(110).cause(&settings, fits), Cause::Trim, "what went back would have served it");
+        assert_eq!(full_from(110).cause(&settings, fits), Cause::Trim, "the released segment would have served it");
         // A free block of a retained segment would have served it after `empty_cache`.
         let mut waited = window(90, &[-20, 20]);
         waited.completions[0] = Completion { addr: 1 << 41, bytes: 30 * MIB, ..waited.completions[0] };
         let cause = |window: &Window, mib: u64| window.cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 });
         assert_eq!((cause(&waited, 30), cause(&waited, 31)), (Cause::Full, Cause::Trim));
         waited.completions[0].addr = 1 << 40;
-        assert_eq!(cause(&waited, 30), Cause::Trim, "it went with its segment");
+        assert_eq!(cause(&waited, 30), Cause::Trim, "it was released with its segment");
         // All pending frees are waited for, as in a retry under a limit.
-        assert_eq!(told(110).waited_for(Cause::Full).collect::<Vec<_>>(), [(0, true)]);
+        assert_eq!(full_from(110).waited_for(Cause::Full).collect::<Vec<_>>(), [(0, true)]);
     }
 
     #[test]
@@ -320,17 +321,17 @@ mod tests {
         let cause = |bytes, stream| window.cause(&settings, End::Alloc { bytes, stream });
         assert_eq!(cause(20 * MIB, 0), Cause::Trim);
         assert_eq!(cause(20 * MIB + 1, 0), Cause::Retry);
-        assert_eq!(cause(20 * MIB, 1), Cause::Retry, "another stream's");
-        assert_eq!(cause(MIB, 0), Cause::Retry, "the other pool's");
+        assert_eq!(cause(20 * MIB, 1), Cause::Retry, "of another stream");
+        assert_eq!(cause(MIB, 0), Cause::Retry, "of the other pool");
         let mut window = window;
         window.completions[0].addr = (1 << 40) + 5 * MIB;
         let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
-        assert_eq!(cause(16 * MIB), Cause::Retry, "a block in it was held up");
-        assert_eq!(cause(14 * MIB), Cause::Trim, "there was room behind that block");
+        assert_eq!(cause(16 * MIB), Cause::Retry, "a block in it was pending");
+        assert_eq!(cause(14 * MIB), Cause::Trim, "the block left enough room");
         window.completions[0].size = Some(MIB + 512);
         let cause = |bytes| window.cause(&settings, End::Alloc { bytes, stream: 0 });
-        assert_eq!(cause(14 * MIB), Cause::Retry, "that block was larger than what was asked for");
-        assert_eq!(cause(13 * MIB), Cause::Trim, "there was room behind it all the same");
+        assert_eq!(cause(14 * MIB), Cause::Retry, "that block was larger than what was accepts for");
+        assert_eq!(cause(13 * MIB), Cause::Trim, "the block still left enough room");
     }
 
     #[test]
@@ -352,10 +353,10 @@ mod tests {
             window.cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
         };
         window.before = freed(0, 20);
-        assert_eq!(cause(&window, 14, 100), Cause::Retry, "its segment was of no use before");
+        assert_eq!(cause(&window, 14, 100), Cause::Retry, "its segment was not free before");
         assert_eq!(cause(&window, 14, 110), Cause::Trim, "the limit allowed a segment");
         window.before = freed(0, 5);
-        assert_eq!(cause(&window, 14, 100), Cause::Trim, "there was room behind that block");
+        assert_eq!(cause(&window, 14, 100), Cause::Trim, "the block left enough room");
         assert_eq!(window.cause(&settings, End::Refused { bytes: 18 * MIB, stream: 0 }), Cause::Retry);
     }
 
@@ -418,10 +419,10 @@ mod tests {
             let (op, size, stream) = (0, Some(mib * MIB), 0);
             Completion { op, addr, bytes: mib * MIB, size, stream, after_release: false }
         };
-        let (gone, kept) = (1 << 40, 2 << 40);
+        let (released, retained) = (1 << 40, 2 << 40);
         let window = |completion| Window {
             completions: Vec::from([completion]),
-            segments: Vec::from([part(gone, 40 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            segments: Vec::from([part(released, 40 * MIB, true), part(4 << 40, 20 * MIB, false)]),
             reserved: 80 * MIB,
             released: true,
             ..Window::default()
@@ -431,14 +432,14 @@ mod tests {
             window(completion).cause(&settings, End::Alloc { bytes: mib * MIB, stream: 0 })
         };
         // 15 MiB were free on each side of the block in the released segment: enough for 12, not for 16.
-        let between = gone + 15 * MIB;
+        let between = released + 15 * MIB;
         assert_eq!(cause(held_up(between, 10), Some(90), 12), Cause::Trim);
         assert_eq!(cause(held_up(between, 10), Some(90), 16), Cause::Retry);
         // After `empty_cache` the retained block would have served the request, unless it is too small: the device was full.
-        assert_eq!(cause(held_up(kept, 16), None, 16), Cause::Trim, "40 MiB in one piece were free");
+        assert_eq!(cause(held_up(retained, 16), None, 16), Cause::Trim, "40 MiB were free in one block");
         let small = |mib| Window {
-            segments: Vec::from([part(gone, 2 * MIB, true), part(4 << 40, 20 * MIB, false)]),
-            ..window(held_up(kept, mib))
+            segments: Vec::from([part(released, 2 * MIB, true), part(4 << 40, 20 * MIB, false)]),
+            ..window(held_up(retained, mib))
         };
         let end = End::Alloc { bytes: 16 * MIB, stream: 0 };
         assert_eq!(small(16).cause(&CachingSettings::default(), end), Cause::Full);

@@ -23,29 +23,29 @@ pub(super) fn describe(
     let mut waiting = refusals.last.iter().peekable();
     let Some(last) = refusals.last.back() else { return Ok(Vec::new()) };
     let shown = !(timeline.segments.is_empty() && beginning.segments.is_empty());
-    let mut found = Vec::new();
+    let mut reports = Vec::new();
     memory::follow((timeline, frees), (beginning, streams), (settings, budget), last.op, |at, when, memory| {
         while let Some(refusal) = waiting.next_if(|refusal| when == When::After && refusal.op <= at) {
-            found.push(describe_one(refusal, memory, settings, shown, beginning.unknown.is_none()));
+            reports.push(describe_refusal(refusal, memory, settings, shown, beginning.unknown.is_none()));
         }
     })?;
-    Ok(found)
+    Ok(reports)
 }
 
 /// The memory state for a failed request; `shown` is whether the recording has segments, `complete` whether it has all of them.
 /// O(n) in the blocks.
-fn describe_one(
+fn describe_refusal(
     refusal: &Refusal,
     memory: &Memory,
     settings: &CachingSettings,
     shown: bool,
-    whole: bool,
+    complete: bool,
 ) -> OutOfMemory {
     let (mut all, mut streams) = (Held::default(), BTreeMap::<u64, Held>::new());
     for (start, segment) in memory.segments() {
         let contents = memory.contents(*start, segment);
-        for held in [&mut all, streams.entry(segment.stream).or_default()] {
-            add(held, segment.bytes, &contents);
+        for state in [&mut all, streams.entry(segment.stream).or_default()] {
+            add(state, segment.bytes, &contents);
         }
     }
     let streams = streams.into_iter().map(|(stream, held)| StreamHeld { stream, held });
@@ -59,18 +59,18 @@ fn describe_one(
         live_bytes: memory.totals().requested,
         held: shown.then_some(all),
         streams: if shown { streams.collect() } else { Vec::new() },
-        complete: shown && whole && memory.is_whole(),
+        complete: shown && complete && memory.is_whole(),
         against_fragmentation: (!expandable)
             .then(|| settings.against_fragmentation(Some("expandable_segments")))
             .flatten(),
     }
 }
 
-fn add(held: &mut Held, reserved: u64, contents: &Contents) {
-    held.reserved_bytes += reserved;
-    held.allocated_bytes += contents.active - contents.pending;
-    held.pending_bytes += contents.pending;
-    held.free_bytes += contents.free;
-    held.free_blocks += contents.holes;
-    held.largest_free_bytes = held.largest_free_bytes.max(contents.largest_hole);
+fn add(state: &mut Held, reserved: u64, contents: &Contents) {
+    state.reserved_bytes += reserved;
+    state.allocated_bytes += contents.active - contents.pending;
+    state.pending_bytes += contents.pending;
+    state.free_bytes += contents.free;
+    state.free_blocks += contents.holes;
+    state.largest_free_bytes = state.largest_free_bytes.max(contents.largest_hole);
 }

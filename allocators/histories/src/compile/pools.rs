@@ -69,7 +69,7 @@ pub(super) fn find(
 
 /// Segments while they are reserved.
 #[derive(Debug, Default)]
-struct Held {
+struct ReservedSegments {
     /// End and number by first address. Numbers start at 1.
     segments: BTreeMap<u64, (u64, u32)>,
     /// Number of segments so far.
@@ -78,14 +78,14 @@ struct Held {
     allocations: Vec<u32>,
 }
 
-impl Held {
+impl ReservedSegments {
     fn make(&mut self, addr: u64, bytes: u64) {
         self.made += 1;
         self.segments.insert(addr, (addr + bytes, self.made));
     }
 }
 
-impl Placements for Held {
+impl Placements for ReservedSegments {
     fn free(&mut self, _addr: u64) {}
 
     fn operation(&mut self, operation: Operation<'_>) -> bool {
@@ -116,19 +116,19 @@ fn find_by_name(
         return Ok(PrivatePools::default());
     }
     let Transcript { timeline, claim, .. } = transcript;
-    let mut held = Held::default();
-    claim.reserve(&mut held.allocations, timeline.addresses.len())?;
+    let mut segments = ReservedSegments::default();
+    claim.reserve(&mut segments.allocations, timeline.addresses.len())?;
     for segment in &beginning.segments {
-        held.make(segment.addr, segment.bytes);
+        segments.make(segment.addr, segment.bytes);
     }
-    timeline.follow(beginning, &mut held);
-    let all = held.made as usize + 1;
+    timeline.follow(beginning, &mut segments);
+    let all = segments.made as usize + 1;
     let mut labels = Labels { count, of: vec![0; all], undetermined: vec![true; all], ..Labels::default() };
-    for (addr, (_, number)) in held.segments {
+    for (addr, (_, number)) in segments.segments {
         labels.of[number as usize] = NamedRange::number_at(names, addr);
         labels.undetermined[number as usize] = false;
     }
-    Ok(write(timeline, &held.allocations, &labels, streams))
+    Ok(write(timeline, &segments.allocations, &labels, streams))
 }
 
 /// Writes pools into the operations. `allocations` has the segment of each, and `labels` the pool of each segment.

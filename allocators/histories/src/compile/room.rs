@@ -32,9 +32,9 @@ impl Transcript {
         claim.reserve(&mut windows.closed, 1)?;
         claim.reserve(&mut windows.current.completions, 1)?;
         claim.reserve(&mut windows.current.segments, 1)?;
-        let (whole, parts) = segments.entries();
+        let (segment_entries, range_entries) = segments.entries();
         let maps = (slots.live() + 1) * in_tree::<u64, Live>()
-            + (slots.seen() + whole + parts + 8) * in_tree::<u64, u64>()
+            + (slots.used_ranges() + segment_entries + range_entries + 8) * in_tree::<u64, u64>()
             + (frees.waiting() + 1) * in_table::<u64, u32>();
         // In steps, so that most events find what they need.
         self.maps.set(maps.next_multiple_of(1 << 14))
@@ -63,8 +63,8 @@ impl Transcript {
         let before = segments.departed.len() + ending.len();
         claim.reserve(&mut frees.deferred, windows.closed.len() + blocks + 1)?;
         let block = 2 * size_of::<StartBlock>() + 2 * size_of::<Pending>() + in_table::<u32, u64>();
-        let held = blocks * block + before * 2 * size_of::<StartSegment>();
-        claim.add(held + frees.deferred.len() * size_of::<u32>())
+        let bytes = blocks * block + before * 2 * size_of::<StartSegment>();
+        claim.add(bytes + frees.deferred.len() * size_of::<u32>())
     }
 
     /// Claims memory to follow the placements from the initial memory.

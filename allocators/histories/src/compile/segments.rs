@@ -15,7 +15,7 @@ use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Segments {
     /// Segments that the recording allocated, by address.
-    held: BTreeMap<u64, u64>,
+    reserved_segments: BTreeMap<u64, u64>,
     /// Mapped ranges of expandable segments, and the pool of every range.
     mapped: Ranges,
     pools: BTreeMap<u64, PoolKind>,
@@ -52,9 +52,11 @@ impl Segments {
             ));
         }
         if let Some((start, size)) = self.held_in(addr, bytes) {
-            return Err(format!("the segment of {bytes} bytes at {addr:#x} overlaps the one of {size} at {start:#x}"));
+            return Err(format!(
+                "the segment of {bytes} bytes at {addr:#x} overlaps the segment of {size} bytes at {start:#x}"
+            ));
         }
-        self.held.insert(addr, bytes);
+        self.reserved_segments.insert(addr, bytes);
         self.made.insert(addr, addr + bytes);
         Ok(self.grow(SegmentEvent::made(addr, bytes, stream)))
     }
@@ -66,7 +68,7 @@ impl Segments {
             return Err(format!("a mapping of {bytes} bytes at {addr:#x}"));
         }
         if self.held_in(addr, bytes).is_some() || self.mapped.overlaps(addr, addr + bytes) {
-            return Err(format!("the mapping of {bytes} bytes at {addr:#x} overlaps memory that is there"));
+            return Err(format!("the mapping of {bytes} bytes at {addr:#x} overlaps mapped memory"));
         }
         self.expandable = true;
         // Address ranges are far apart, so memory right after a mapped range belongs to the same one: `remap` maps no more there
@@ -88,17 +90,17 @@ impl Segments {
     /// A segment was released. Returns whether the recording had allocated it.
     pub(super) fn release(&mut self, event: &Event) -> (SegmentEvent, bool) {
         let Event { addr, bytes, stream, .. } = *event;
-        let (held, end) = (self.held.remove(&addr), addr + bytes);
+        let (known_bytes, end) = (self.reserved_segments.remove(&addr), addr + bytes);
         let known = |ranges: &Ranges| ranges.overlaps(addr, end);
-        let departed = held.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
+        let departed = known_bytes.is_none() && bytes > 0 && addr > 0 && !known(&self.made) && !known(&self.left);
         let event = SegmentEvent::made(addr, bytes, stream).released();
         if departed {
             self.left.insert(addr, end);
             self.departed.push(event);
         }
         // The released size is the allocated one, whatever the event contains; unknown segments release nothing.
-        self.shrink(held.unwrap_or(if departed { bytes } else { 0 }));
-        (event, held.is_some())
+        self.shrink(known_bytes.unwrap_or(if departed { bytes } else { 0 }));
+        (event, known_bytes.is_some())
     }
 
     /// A range was unmapped. Returns whether the recording had mapped it.
@@ -121,7 +123,7 @@ impl Segments {
 
     /// A segment that overlaps a range of addresses.
     pub(super) fn held_in(&self, addr: u64, bytes: u64) -> Option<(u64, u64)> {
-        let (start, size) = self.held.range(..addr + bytes).next_back()?;
+        let (start, size) = self.reserved_segments.range(..addr + bytes).next_back()?;
         (start + size > addr).then_some((*start, *size))
     }
 
@@ -131,21 +133,22 @@ impl Segments {
     }
 
     /// Whether a segment is released that the recording released before.
-    pub(super) fn went_before(&self, event: &Event) -> bool {
+    pub(super) fn was_released_before(&self, event: &Event) -> bool {
         let Event { action, addr, bytes, .. } = *event;
         let plain = action == Action::SegmentFree && bytes > 0;
-        plain && !self.held.contains_key(&addr) && self.made.overlaps(addr, addr + bytes)
+        plain && !self.reserved_segments.contains_key(&addr) && self.made.overlaps(addr, addr + bytes)
     }
 
     /// Size of the memory that a segment event adds or removes.
     pub(super) fn changed(&self, event: &Event) -> u64 {
-        let held = self.held.get(&event.addr).filter(|_| event.action == Action::SegmentFree);
-        held.copied().unwrap_or(event.bytes)
+        let reserved = self.reserved_segments.get(&event.addr).filter(|_| event.action == Action::SegmentFree);
+        reserved.copied().unwrap_or(event.bytes)
     }
 
     /// Whether a range of addresses is in one segment, or in mapped ranges.
     pub(super) fn contain(&self, addr: u64, bytes: u64) -> bool {
-        let plain = self.held.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
+        let plain =
+            self.reserved_segments.range(..=addr).next_back().is_some_and(|(start, size)| start + size >= addr + bytes);
         plain || self.mapped.contains(addr, addr + bytes)
     }
 
@@ -156,11 +159,11 @@ impl Segments {
 
     /// Whether a segment of the recording is reserved.
     pub(super) fn holds(&self, addr: u64, bytes: u64) -> bool {
-        self.held.get(&addr) == Some(&bytes)
+        self.reserved_segments.get(&addr) == Some(&bytes)
     }
 
-    pub(super) fn held(&self) -> usize {
-        self.held.len()
+    pub(super) fn count(&self) -> usize {
+        self.reserved_segments.len()
     }
 
     /// Whether the recording allocated or released segments in a range of addresses.
@@ -170,7 +173,7 @@ impl Segments {
 
     /// Entries of the maps from addresses to sizes, and of the maps of ranges.
     pub(super) fn entries(&self) -> (usize, usize) {
-        (self.held.len() + self.made.len() + self.left.len(), self.mapped.len() + self.pools.len())
+        (self.reserved_segments.len() + self.made.len() + self.left.len(), self.mapped.len() + self.pools.len())
     }
 
     /// Why ranges that are mapped at the end were not mapped by the recording.
@@ -181,7 +184,7 @@ impl Segments {
             !self.mapped.contains(segment.address, end)
         });
         let first = strange.map(|segment| segment.address).min()?;
-        Some(format!("the history is incomplete: it does not show how the memory at {first:#x} was mapped"))
+        Some(format!("the recording is incomplete: it does not show how the memory at {first:#x} was mapped"))
     }
 }
 
@@ -190,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_of_one_small_handle_right_behind_one_of_the_large_pool_is_of_that_pool() {
+    fn small_range_after_one_of_the_large_pool_joins_that_pool() {
         const MIB: u64 = 1 << 20;
         let mut segments = Segments::default();
         let mut map = |addr, bytes| {
@@ -199,7 +202,7 @@ mod tests {
         };
         assert_eq!(map(1 << 30, 12 * MIB), Some(PoolKind::Large));
         assert_eq!(map((1 << 30) + 12 * MIB, 2 * MIB), Some(PoolKind::Large));
-        assert_eq!(map((1 << 30) + 14 * MIB, 2 * MIB), Some(PoolKind::Large), "the one before was");
+        assert_eq!(map((1 << 30) + 14 * MIB, 2 * MIB), Some(PoolKind::Large), "the range before it was");
         assert_eq!(map(1 << 40, 2 * MIB), Some(PoolKind::Small), "another range");
         assert_eq!(map((1 << 40) + 2 * MIB, 2 * MIB), Some(PoolKind::Small));
     }

@@ -96,7 +96,7 @@ pub(super) fn find(
         let mut layout = Layout::new(settings, names, &mut open_ends, beginning, budget);
         timeline.follow(beginning, &mut layout);
         if let Some(number) = layout.outside {
-            return Err(format!("allocation {number} lies in no segment that is known"));
+            return Err(format!("allocation {number} is outside every known segment"));
         }
         if !layout.changed {
             break;
@@ -160,7 +160,7 @@ fn place_blocks(
 }
 
 fn outside(addr: u64) -> String {
-    format!("the block at {addr:#x} lies in no segment that is known")
+    format!("the block at {addr:#x} is outside every known segment")
 }
 
 impl<'a> Layout<'a> {
@@ -272,7 +272,7 @@ impl<'a> Layout<'a> {
             return;
         }
         let bytes = free.end - addr;
-        let found = if segment.made == number { (u64::MAX, addr) } else { (bytes, addr) };
+        let chosen = if segment.made == number { (u64::MAX, addr) } else { (bytes, addr) };
         self.remove_free(start);
         let mut front = None;
         match free.open_end.filter(|open_end| addr - self.open_ends[*open_end].base <= SMALL_MAX) {
@@ -282,7 +282,7 @@ impl<'a> Layout<'a> {
             None => {}
         }
         if !segment.private {
-            self.search(op.stream(), op.value, found);
+            self.search(op.stream(), op.value, chosen);
         }
         if let Some(front) = front {
             self.add_free(start, front);
@@ -313,14 +313,14 @@ impl<'a> Layout<'a> {
 
     /// A request got the free block `chosen`, given by size and address: any gap that would have fitted better was smaller than
     /// it seems.
-    fn search(&mut self, stream: u32, bytes: u64, found: (u64, u64)) {
+    fn search(&mut self, stream: u32, bytes: u64, chosen: (u64, u64)) {
         let rounded = self.rounded(bytes);
         let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
         if pool_of(rounded) == PoolKind::Small || rounded >= max_split {
             return;
         }
         while let Some(&(owner, size, start)) = self.open.range((stream, rounded, 0)..).next() {
-            if owner != stream || (size, start) >= found || size >= max_split || self.budget == 0 {
+            if owner != stream || (size, start) >= chosen || size >= max_split || self.budget == 0 {
                 return;
             }
             self.budget -= 1;

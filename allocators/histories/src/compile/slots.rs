@@ -23,13 +23,13 @@ pub(super) struct Slots {
     streams: IndexSet<u64>,
     live: BTreeMap<u64, Live>,
     /// Addresses of all blocks so far.
-    seen: Ranges,
+    used: Ranges,
     pub(super) spare: Vec<u32>,
 }
 
 impl Slots {
     pub(super) fn new() -> Self {
-        Self { streams: IndexSet::new(), live: BTreeMap::new(), seen: Ranges::default(), spare: Vec::new() }
+        Self { streams: IndexSet::new(), live: BTreeMap::new(), used: Ranges::default(), spare: Vec::new() }
     }
 
     /// The number of a stream.
@@ -56,8 +56,8 @@ impl Slots {
         self.live.len()
     }
 
-    pub(super) fn seen(&self) -> usize {
-        self.seen.len()
+    pub(super) fn used_ranges(&self) -> usize {
+        self.used.len()
     }
 
     /// The live block at an address.
@@ -67,12 +67,12 @@ impl Slots {
 
     /// Whether a block was in a range of addresses at any time.
     pub(super) fn was_used(&self, addr: u64, bytes: u64) -> bool {
-        self.seen.overlaps(addr, addr + bytes)
+        self.used.overlaps(addr, addr + bytes)
     }
 
     /// Records a block from before recording started.
     pub(super) fn note_used(&mut self, addr: u64, bytes: u64) {
-        self.seen.insert(addr, addr + bytes);
+        self.used.insert(addr, addr + bytes);
     }
 
     /// The live block that overlaps a range of addresses.
@@ -84,7 +84,7 @@ impl Slots {
     /// Assigns a slot to a block, which overlaps no other.
     pub(super) fn allocate(&mut self, addr: u64, bytes: u64, stream: u32, timeline: &mut Timeline) -> u32 {
         let slot = self.spare.pop().unwrap_or_else(|| timeline.fresh_slot());
-        self.seen.insert(addr, addr + bytes);
+        self.used.insert(addr, addr + bytes);
         self.live.insert(addr, Live { bytes, stream, slot, user: NO_STREAM });
         slot
     }

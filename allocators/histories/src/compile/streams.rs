@@ -61,10 +61,10 @@ pub(super) fn hold_up(deferred: &mut [u32], recorded: usize, timeline: &mut Time
         let op = timeline.op_mut(number);
         let release = op.release();
         let ready = if release.ready == BY_DEVICE { NEVER } else { release.ready };
-        let own = op.stream();
+        let block_stream = op.stream();
         let other = |stream: &&(u32, u32)| {
             steps::count(1);
-            stream.1 != own
+            stream.1 != block_stream
         };
         let fit = || ends.range(..=(ready, u32::MAX)).rev().find(other);
         let user = if announced && last[release.user as usize] <= ready {
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frees_that_complete_in_order_share_a_stream_and_others_take_more() {
+    fn frees_that_complete_in_order_share_a_stream() {
         let completing = |ready: &[u32]| {
             let mut timeline = Timeline { ops: vec![free_op(0, 0); ready.len()], ..Timeline::default() };
             let mut deferred: Vec<u32> = (0..).zip(ready).map(|(free, _)| free).collect();

@@ -275,9 +275,9 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Default)]
-    struct Seen(Vec<String>);
+    struct Visits(Vec<String>);
 
-    impl Placements for Seen {
+    impl Placements for Visits {
         fn free(&mut self, addr: u64) {
             self.0.push(format!("free {addr}"));
         }
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn frees_come_where_they_complete_and_segments_before_their_block() {
+    fn visits_frees_at_completion_and_segments_before_blocks() {
         let mut timeline = Timeline::default();
         let (slot, other) = (timeline.fresh_slot(), timeline.fresh_slot());
         let late = Op::new(Kind::Release, 0, slot, Release { ready: 3, user: 1 }.pack());
@@ -299,10 +299,10 @@ mod tests {
         timeline.addresses = vec![64, 128];
         let segment = |addr, op| SegmentEvent { op, ..SegmentEvent::made(addr, 64, 0) };
         timeline.segments = vec![segment(64, 0), segment(128, 2), segment(192, 2)];
-        let mut seen = Seen::default();
-        timeline.follow(&Beginning::default(), &mut seen);
+        let mut visits = Visits::default();
+        timeline.follow(&Beginning::default(), &mut visits);
         assert_eq!(
-            seen.0,
+            visits.0,
             [
                 "0: 1 segments, block Some(64)",
                 "2: 2 segments, block Some(128)",
@@ -326,7 +326,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn a_device_refuses_from_the_least_that_was_refused_and_above_the_most_that_was_held() {
+    fn refused_from_is_the_lowest_refused_above_the_peak() {
         let refusal =
             |bytes, device_free, reserved| Refusal { number: 1, bytes, stream: 0, device_free, reserved, op: 0 };
         let mut refusals = Refusals::default();
@@ -335,8 +335,8 @@ mod tests {
         let from = |refusals: &Refusals, most| refusals.refused_from(&CachingSettings::default(), 0, most).unwrap();
         assert_eq!(from(&refusals, 0), 1000 * MIB);
         refusals.add(refusal(100 * MIB, 10 * MIB, 960 * MIB));
-        assert_eq!(from(&refusals, 0), 970 * MIB + 1, "it said how much was free");
-        assert_eq!(from(&refusals, (980 * MIB).cast_signed()), 980 * MIB + 1, "so much was there at one time");
+        assert_eq!(from(&refusals, 0), 970 * MIB + 1, "the free bytes are known");
+        assert_eq!(from(&refusals, (980 * MIB).cast_signed()), 980 * MIB + 1, "that much fitted at one time");
         (0..200).for_each(|_| refusals.add(refusal(MIB, 0, 0)));
         assert_eq!((refusals.count, refusals.last.len()), (202, MOST));
     }

@@ -59,8 +59,8 @@ pub(super) struct Transcript {
     pub(super) maps: Claim,
 }
 
-pub(super) fn wrong(number: u64, what: impl Into<String>) -> ReplayError {
-    ReplayError::Event { number, what: what.into() }
+pub(super) fn wrong(number: u64, problem: impl Into<String>) -> ReplayError {
+    ReplayError::Event { number, what: problem.into() }
 }
 
 impl Transcript {
@@ -116,22 +116,23 @@ impl Transcript {
             if self.chosen {
                 return Ok(());
             }
-            let what = format!("the history holds devices {device} and {}; choose one with --gpu N", event.device);
-            return Err(wrong(self.number + 1, what));
+            let problem =
+                format!("the recording contains devices {device} and {}; choose one with --gpu N", event.device);
+            return Err(wrong(self.number + 1, problem));
         }
         self.number += 1;
         self.make_room()?;
         let taken = self.check(event).and_then(|()| self.take(event));
-        taken.map_err(|what| wrong(self.number, what))
+        taken.map_err(|problem| wrong(self.number, problem))
     }
 
     /// Checks an event by itself.
     fn check(&self, event: &Event) -> Result<(), String> {
         if !self.timeline.has_room() {
-            return Err("the history has more than four billion operations".into());
+            return Err("the recording has more than four billion operations".into());
         }
         if event.action != Action::Oom && event.addr.checked_add(event.bytes).is_none_or(|end| end > 1 << 63) {
-            return Err(format!("{:#x} + {} is no range of addresses", event.addr, event.bytes));
+            return Err(format!("{:#x} + {} is not a range of addresses", event.addr, event.bytes));
         }
         if event.bytes > MAX_BYTES && event.action != Action::Snapshot {
             return Err(format!("{} of {} bytes: no device has more than 256 TiB", event.action, event.bytes));
@@ -183,7 +184,7 @@ impl Transcript {
         }
         if let Some((start, size)) = self.segments.cut_off(addr, bytes) {
             return Err(format!(
-                "alloc of {bytes} bytes at {addr:#x} lies in a part of the segment of {size} bytes at {start:#x} and beside it"
+                "alloc of {bytes} bytes at {addr:#x} extends beyond the segment of {size} bytes at {start:#x}"
             ));
         }
         self.frees.stop_waiting(addr);
@@ -204,7 +205,7 @@ impl Transcript {
     fn count(&mut self, bytes: u64) -> Result<(), String> {
         self.requested.total += bytes;
         if self.requested.total > 1 << 62 {
-            return Err("the history allocates more than 4 EiB in all".into());
+            return Err("the recording allocates more than 4 EiB in total".into());
         }
         Ok(())
     }
@@ -240,7 +241,7 @@ impl Transcript {
         if let Some(why) = why {
             let hint = match self.requested.shown {
                 true => "",
-                false => "; no alloc event comes before it, so record the history without skip_actions=[\"alloc\"]",
+                false => "; no alloc event precedes it, so record without skip_actions=[\"alloc\"]",
             };
             return Err(format!("free of {bytes} bytes at {addr:#x}, {why}{hint}"));
         }
@@ -327,9 +328,9 @@ impl Transcript {
                 "{action} of {bytes} bytes at {addr:#x}, where the block of {size} bytes at {block:#x} is live"
             ));
         }
-        if self.segments.went_before(event) {
+        if self.segments.was_released_before(event) {
             return Err(format!(
-                "segment_free of {} bytes at {:#x}, where no segment is held",
+                "segment_free of {} bytes at {:#x}, where no segment is reserved",
                 event.bytes, event.addr
             ));
         }
@@ -365,7 +366,7 @@ impl Transcript {
         }
         // Not every allocator allocates segments from its device.
         match self.outside.filter(|_| self.segments.shows_some()) {
-            Some(number) => Err(wrong(number, "it lies in no segment that the log shows to be held then")),
+            Some(number) => Err(wrong(number, "it is outside every segment that the log shows as reserved")),
             None => Ok(()),
         }
     }

@@ -103,9 +103,9 @@ impl Window {
 
     /// For each completed free, whether the allocator waited for it after no free block fitted, or polled it.
     pub(super) fn waited_for(&self, cause: Cause) -> impl Iterator<Item = (u32, bool)> + '_ {
-        let some_after = self.completions.iter().any(|done| done.after_release);
+        let some_after = self.completions.iter().any(|completion| completion.after_release);
         let retry = matches!(cause, Cause::Retry | Cause::Full) && !some_after;
-        self.completions.iter().map(move |done| (done.op, done.after_release || retry))
+        self.completions.iter().map(move |completion| (completion.op, completion.after_release || retry))
     }
 
     /// Marks its frees as completed in operation `op`. Adds those that were pending to `deferred`.
@@ -113,7 +113,7 @@ impl Window {
         // In a retry the allocator is assumed to have waited for the previous free: if its block had been free, the request might
         // have got it. If it was free, nothing changes, since the request did not get it.
         let waits = matches!(cause, Cause::Retry | Cause::Full | Cause::Device);
-        let before = self.before.filter(|_| waits).map(|done| done.op);
+        let before = self.before.filter(|_| waits).map(|completion| completion.op);
         deferred.extend(before);
         steps::count(self.completions.len());
         for (free, waited) in self.waited_for(cause).chain(before.map(|free| (free, true))) {

@@ -1,43 +1,43 @@
-//! Pinned memory of the host in a snapshot: `host_segments` and `host_traces`, which PyTorch 2.14 and newer write where
-//! `record_pinned_host_memory` is on.
+//! Pinned host memory in a snapshot: `host_segments` and `host_traces`, which PyTorch 2.14 and newer write with
+//! `record_pinned_host_memory`.
 //!
-//! A segment holds one block. PyTorch rounds what is asked for to a power of two, and records the rounded size alone.
+//! A segment contains one block. PyTorch rounds requests up to a power of two, and records only the rounded size.
 
 use super::Action;
 use vramlab_policies::contract::BlockState;
 
-/// What a snapshot holds of pinned memory, summed up.
+/// Totals of the pinned memory in a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostMemory {
-    /// Segments at the end.
+    /// Number of segments at the end.
     pub segments: u64,
     /// Bytes in them.
     pub bytes: u64,
-    /// Of these, in segments that the program holds or that a stream still uses.
+    /// Of these, bytes in segments that are allocated or still used by a stream.
     pub active_bytes: u64,
-    /// Of `bytes`, in segments whose size is a power of two.
+    /// Of `bytes`, bytes in segments whose size is a power of two.
     pub rounded_bytes: u64,
-    /// Events.
+    /// Number of events.
     pub events: u64,
-    /// Bytes that the events took and did not give back, and the most of these at any time.
+    /// Bytes allocated minus bytes released by the events, and the maximum of that.
     level: i128,
     highest: i128,
 }
 
 impl HostMemory {
-    /// Most bytes that were held, as far as the recording shows: what was there before it began stayed.
+    /// Peak bytes as far as the recording shows: memory from before is assumed to remain.
     #[must_use]
     pub fn peak_bytes(&self) -> u64 {
         let before = (i128::from(self.bytes) - self.level).max(0);
         u64::try_from(before + self.highest).unwrap_or(u64::MAX).max(self.bytes)
     }
 
-    /// Whether a segment is in use, by what its dictionary says.
+    /// Whether a segment is in use, from its dictionary.
     pub(super) fn is_active(active: Option<u64>, allocated: Option<u64>, state: Option<BlockState>) -> bool {
         active.or(allocated).is_some_and(|bytes| bytes > 0) || state.is_some_and(|state| state != BlockState::Free)
     }
 
-    /// Adds a segment of the end.
+    /// Adds a segment at the end.
     pub(super) fn segment(&mut self, bytes: u64, active: bool) {
         self.segments += 1;
         self.bytes = self.bytes.saturating_add(bytes);
@@ -49,7 +49,6 @@ impl HostMemory {
         }
     }
 
-    /// Adds the next event.
     pub(super) fn event(&mut self, action: Option<Action>, bytes: u64) {
         self.events += 1;
         match action {
@@ -77,14 +76,14 @@ mod tests {
         ] {
             host.event(Some(action), bytes);
         }
-        // 50 came and stayed, 8 of before went, 30 of before stayed.
+        // 50 were allocated and remained, 8 from before were freed, 30 from before remained.
         host.segment(50, true);
         host.segment(30, false);
         assert_eq!((host.peak_bytes(), host.active_bytes, host.segments), (150 + 38, 50, 2));
-        // Without events the end is all that is known.
-        let mut held = HostMemory::default();
-        held.segment(64, true);
-        held.segment(48, true);
-        assert_eq!((held.peak_bytes(), held.rounded_bytes), (112, 64));
+        // Without events only the end is known.
+        let mut memory = HostMemory::default();
+        memory.segment(64, true);
+        memory.segment(48, true);
+        assert_eq!((memory.peak_bytes(), memory.rounded_bytes), (112, 64));
     }
 }

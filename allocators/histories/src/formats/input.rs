@@ -1,4 +1,4 @@
-//! Bytes of a file, unpacked if it is compressed, through one buffer.
+//! Bytes of a file, decompressed if necessary, through one buffer.
 
 use super::error::{Place, Problem, ReadError};
 use crate::steps;
@@ -9,38 +9,38 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 use vramlab_device::Bytes;
 use vramlab_device::budget::{Budget, Claim};
 
-/// Size of the buffer, which is the most that [`Input::ensure`] can give at once.
+/// Size of the buffer, the maximum for [`Input::ensure`].
 const BUFFER: usize = 1 << 18;
 
-/// Memory that unpacking xz takes at most where an eighth of the budget is not more: twice what `xz -9` asks for.
+/// Memory limit for xz, unless an eighth of the budget is more: twice the needs of `xz -9`.
 const XZ_MEMORY: u64 = 128 << 20;
 
-/// The mark of the byte order in UTF-8.
+/// The byte order mark in UTF-8.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// A reader that knows how far it is.
+/// A reader that knows its position.
 pub(crate) struct Input<'a> {
     source: Box<dyn Read + 'a>,
     buffer: Vec<u8>,
     /// Next byte in the buffer.
     at: usize,
-    /// End of what is in the buffer.
+    /// End of the buffer's content.
     end: usize,
     /// Offset of the buffer's first byte.
     base: u64,
-    /// For unpacking xz.
+    /// Claim for decompressing xz.
     unpacking: Claim,
-    /// Compressed data that broke off: they end the input.
+    /// The compressed data was truncated, which ends the input.
     broken: Option<std::io::Error>,
 }
 
 impl<'a> Input<'a> {
-    /// Reads `source`, which is unpacked if it begins like a gzip or xz file, after the mark of the byte order if there is one.
+    /// Reads `source`, after a byte order mark if there is one, and decompresses gzip and xz.
     pub(crate) fn new(source: Box<dyn Read + 'a>, budget: &Budget) -> Result<Self, ReadError> {
         let mut unpacking = budget.claim();
         let io = |error| ReadError::at(Place::Whole, Problem::Io(error));
         let mut packed = BufReader::with_capacity(BUFFER, source);
-        // The buffer is empty, so one call is enough for whatever the source gives at once; a pipe may give less.
+        // The buffer is empty, so one call gets whatever the source returns; a pipe may return less.
         let mut start = packed.fill_buf().map_err(io)?.to_vec();
         if start.len() < 6 {
             packed.consume(start.len());
@@ -50,9 +50,9 @@ impl<'a> Input<'a> {
         }
         let magic = if start.is_empty() { packed.buffer() } else { &start[..] };
         let (gzip, xz) = (magic.starts_with(&[0x1f, 0x8b]), magic.starts_with(b"\xfd7zXZ\0"));
-        let whole = std::io::Cursor::new(start).chain(packed);
+        let input = std::io::Cursor::new(start).chain(packed);
         let source: Box<dyn Read + 'a> = if gzip {
-            Box::new(MultiGzDecoder::new(whole))
+            Box::new(MultiGzDecoder::new(input))
         } else if xz {
             let memory = (budget.limit() / 8).max(XZ_MEMORY.min(budget.limit() / 4));
             // CAST: what exceeds the address space exceeds the budget of any machine.
@@ -61,19 +61,19 @@ impl<'a> Input<'a> {
                 .map_err(|over| ReadError::over(Place::Whole, over))?;
             let stream =
                 Stream::new_stream_decoder(memory, CONCATENATED).map_err(|error| io(std::io::Error::other(error)))?;
-            Box::new(XzDecoder::new_stream(whole, stream))
+            Box::new(XzDecoder::new_stream(input, stream))
         } else {
-            Box::new(whole)
+            Box::new(input)
         };
         let mut input = Self { source, buffer: vec![0; BUFFER], at: 0, end: 0, base: 0, unpacking, broken: None };
-        // Editors on Windows put a mark of the byte order before text; no format has one.
+        // Editors on Windows write a byte order mark before text; no format has one.
         if input.ensure(MARK.len())? && input.buffered().starts_with(MARK) {
             input.advance(MARK.len());
         }
         Ok(input)
     }
 
-    /// Fails if the compressed data broke off, for formats that do not tell by their content whether they are whole.
+    /// Fails if the compressed data was truncated, for formats whose content does not show that.
     pub(crate) fn check_whole(&mut self) -> Result<(), ReadError> {
         self.broken.take().map_or(Ok(()), |error| Err(self.failed(error)))
     }
@@ -84,7 +84,7 @@ impl<'a> Input<'a> {
         self.base + self.at as u64
     }
 
-    /// Sees to it that `count` bytes, at most [`BUFFER`], are in the buffer; false when the source ends before.
+    /// Fills the buffer with `count` bytes, at most [`BUFFER`]; returns false if the source ends before.
     #[inline]
     pub(crate) fn ensure(&mut self, count: usize) -> Result<bool, ReadError> {
         if self.end - self.at >= count { Ok(true) } else { self.fill(count) }
@@ -92,7 +92,7 @@ impl<'a> Input<'a> {
 
     #[cold]
     fn fill(&mut self, count: usize) -> Result<bool, ReadError> {
-        // A source may give one byte at a time, so what is here moves only where the buffer's end is near.
+        // A source may return one byte at a time, so the content moves only near the buffer's end.
         if self.at == self.end || self.at + count > BUFFER || BUFFER - self.end < BUFFER / 4 {
             steps::count(self.end - self.at);
             self.buffer.copy_within(self.at..self.end, 0);
@@ -132,20 +132,20 @@ impl<'a> Input<'a> {
         ReadError::at(place, Problem::Io(error))
     }
 
-    /// What is in the buffer.
+    /// Content of the buffer.
     #[inline]
     pub(crate) fn buffered(&self) -> &[u8] {
         &self.buffer[self.at..self.end]
     }
 
-    /// Passes over bytes of the buffer.
+    /// Skips bytes of the buffer.
     #[inline]
     pub(crate) fn advance(&mut self, count: usize) {
         debug_assert!(count <= self.end - self.at);
         self.at += count;
     }
 
-    /// Passes over bytes, of which any number may lie beyond the buffer; false when the source ends before.
+    /// Skips bytes, possibly beyond the buffer; returns false if the source ends before.
     pub(crate) fn skip(&mut self, mut count: u64) -> Result<bool, ReadError> {
         loop {
             // CAST: a length of the buffer.

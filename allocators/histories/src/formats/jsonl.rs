@@ -1,8 +1,8 @@
-//! Our own `trace.jsonl`, as `trainer --trace` writes it: one JSON object a line. It also says where and how requests were
-//! served, for which PyTorch's form of a history has no place.
+//! Our own `trace.jsonl`, as written by `trainer --trace`: one JSON object per line. It also contains how requests were served,
+//! which PyTorch's format does not.
 //!
-//! It does not say when a deferred free completed, so each free completes at once here; for a refused request it does
-//! not say what was free, which is 0 here. `analysis/schema.md` describes the fields.
+//! It does not contain when a deferred free completed, so each free completes immediately here; for a failed request the free
+//! bytes are unknown and 0 here. `analysis/schema.md` describes the fields.
 
 use super::error::Place;
 use super::input::Input;
@@ -17,7 +17,7 @@ use std::path::Path;
 use vramlab_device::budget::Budget;
 use vramlab_policies::contract::Path as Served;
 
-/// The fields that are read.
+/// The fields that are needed.
 #[derive(Deserialize)]
 struct Line<'l> {
     time_ns: u64,
@@ -50,8 +50,8 @@ fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> 
 
 fn parse(text: &str) -> Result<Event, String> {
     let line: Line<'_> = serde_json::from_str(text)
-        .map_err(|error| format!("the line is no event: {error}; it was cut short or damaged"))?;
-    let unknown = || format!("'{}' is no action", super::lines::clip(&line.action));
+        .map_err(|error| format!("the line is not an event: {error}; it was truncated or damaged"))?;
+    let unknown = || format!("'{}' is not an action", super::lines::clip(&line.action));
     let action = Action::named(&line.action).ok_or_else(unknown)?;
     let addr = match line.addr {
         Some(addr) => addr,
@@ -62,7 +62,7 @@ fn parse(text: &str) -> Result<Event, String> {
     Ok(Event { action, device: 0, addr, bytes, stream: line.stream, time_ns: line.time_ns })
 }
 
-/// The fields that say how a request was served.
+/// The fields on how a request was served.
 #[derive(Deserialize)]
 struct Placement<'l> {
     #[serde(borrow)]
@@ -77,7 +77,7 @@ struct Placement<'l> {
 /// Address, size and path of each allocation of a trace, plain or compressed, in order. Takes at most [`Budget::default`].
 ///
 /// # Errors
-/// Those of reading; [`ErrorKind::InvalidData`] for a line that is no event.
+/// Those of reading; [`ErrorKind::InvalidData`] for a line that is not an event.
 pub fn jsonl_placements(path: &Path) -> std::io::Result<Vec<BlockPlace>> {
     let failed = |error: ReadError| {
         let ReadError { place, problem, .. } = error;
@@ -95,7 +95,7 @@ pub fn jsonl_placements(path: &Path) -> std::io::Result<Vec<BlockPlace>> {
     while let Some(text) = lines.next().map_err(failed)? {
         let line: Placement<'_> = match serde_json::from_str(text) {
             Ok(line) => line,
-            Err(error) => return Err(failed(lines.content(format!("no event: {}", clip(&error.to_string()))))),
+            Err(error) => return Err(failed(lines.content(format!("not an event: {}", clip(&error.to_string()))))),
         };
         if line.action == "alloc" {
             let path = Served::ALL.into_iter().find(|path| path.name() == line.path);

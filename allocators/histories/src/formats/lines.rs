@@ -1,23 +1,23 @@
-//! Lines of a text, each of bounded length.
+//! Lines of a text, with limited length.
 
 use super::error::{Place, ReadError};
 use super::input::Input;
 use crate::steps;
 
-/// Longest line that is read, in bytes; what the formats here write is a thousandth of it.
+/// Longest accepted line, in bytes; lines of these formats are a thousand times shorter.
 pub(super) const LONGEST_LINE: usize = 1 << 16;
 
-/// Lines of an input, without their ends.
+/// Lines of an input, without line ends.
 pub(super) struct Lines<'r, 'i> {
     input: &'r mut Input<'i>,
-    /// Bytes of the line that was given out last.
+    /// Length of the last returned line.
     given: usize,
     number: u64,
-    /// Bytes of blank lines since the last one that is not.
+    /// Bytes of blank lines since the last other line.
     blank: u64,
 }
 
-/// Most bytes of blank lines that follow each other: what goes on like this has no end.
+/// Maximum bytes of consecutive blank lines; more are taken for an endless input.
 const MOST_BLANK: u64 = 1 << 24;
 
 impl<'r, 'i> Lines<'r, 'i> {
@@ -50,7 +50,7 @@ impl<'r, 'i> Lines<'r, 'i> {
         }
     }
 
-    /// Hands what each line says to `take`; a line may say nothing.
+    /// Passes the event of each line to `take`; a line may have none.
     pub(super) fn each<T>(
         mut self,
         parse: impl Fn(&str) -> Result<Option<T>, String>,
@@ -58,8 +58,8 @@ impl<'r, 'i> Lines<'r, 'i> {
     ) -> Result<(), ReadError> {
         while let Some(line) = self.next()? {
             let parsed = parse(line);
-            if let Some(said) = parsed.map_err(|text| self.content(text))? {
-                take(said)?;
+            if let Some(event) = parsed.map_err(|text| self.content(text))? {
+                take(event)?;
             }
         }
         Ok(())
@@ -71,8 +71,8 @@ impl<'r, 'i> Lines<'r, 'i> {
         loop {
             let bytes = self.input.buffered();
             steps::count(1);
-            if let Some(found) = bytes[searched..].iter().position(|byte| *byte == b'\n') {
-                let length = searched + found;
+            if let Some(length) = bytes[searched..].iter().position(|byte| *byte == b'\n') {
+                let length = searched + length;
                 if length <= LONGEST_LINE {
                     return Ok(Some((length, length + 1)));
                 }
@@ -90,7 +90,7 @@ impl<'r, 'i> Lines<'r, 'i> {
         }
     }
 
-    /// Where the last line is.
+    /// Location of the last line.
     pub(super) fn place(&self) -> Place {
         Place::Line(self.number)
     }
@@ -101,17 +101,17 @@ impl<'r, 'i> Lines<'r, 'i> {
     }
 }
 
-/// Where the columns of a table with a header are.
+/// Positions of columns in a table with a header.
 pub(super) fn columns<const N: usize>(header: &str, names: [&str; N]) -> Result<[usize; N], String> {
     let mut out = [0; N];
     for (slot, name) in out.iter_mut().zip(names) {
-        let found = header.split(',').position(|column| column.trim() == name);
-        *slot = found.ok_or_else(|| format!("the header has no column '{name}': found '{}'", clip(header)))?;
+        let position = header.split(',').position(|column| column.trim() == name);
+        *slot = position.ok_or_else(|| format!("the header has no column '{name}': found '{}'", clip(header)))?;
     }
     Ok(out)
 }
 
-/// The fields of these columns.
+/// The fields in these columns.
 pub(super) fn fields<const N: usize>(line: &str, columns: [usize; N]) -> Option<[&str; N]> {
     let mut out = [None; N];
     for (at, field) in line.split(',').enumerate() {
@@ -124,7 +124,7 @@ pub(super) fn fields<const N: usize>(line: &str, columns: [usize; N]) -> Option<
     out.iter().all(Option::is_some).then(|| out.map(Option::unwrap_or_default))
 }
 
-/// As much of a text as an error should show.
+/// A text shortened for an error message.
 pub(super) fn clip(text: &str) -> String {
     vramlab_device::input::excerpt(text, 60)
 }

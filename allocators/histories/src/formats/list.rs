@@ -1,6 +1,6 @@
-//! The formats: each file that reads or writes one has an entry, and here they are listed.
+//! The list of formats; each file that reads or writes a format has an entry.
 //!
-//! A format is added by a file with its entry, and by its name here.
+//! To add a format, add a file with its entry, and its name here.
 
 use super::input::Input;
 use super::summary::Receiver;
@@ -12,23 +12,23 @@ use serde::Serialize;
 use std::path::Path;
 use vramlab_device::output::{Existing, OutputFile};
 
-/// How a format is read.
+/// A reader.
 pub(super) struct Reader {
     /// Name in reports.
     pub(super) name: &'static str,
-    /// Whether a file that begins like this is of the format.
+    /// Whether a file with this beginning is of the format.
     pub(super) begins: fn(&Start<'_>) -> bool,
     /// Reads a file.
     pub(super) read: fn(&mut Input<'_>, &ReadOptions, &mut Receiver<'_>) -> Result<Summary, ReadError>,
-    /// Whether it is PyTorch's snapshot: it says what was held at the end, and one that breaks off is read as far as it is whole.
+    /// Whether it is PyTorch's snapshot: it contains the segments at the end, and a truncated one is read as far as possible.
     pub(super) snapshot: bool,
 }
 
-/// How a file begins.
+/// The beginning of a file.
 pub(super) struct Start<'a> {
-    /// As it is.
+    /// Raw bytes.
     pub(super) bytes: &'a [u8],
-    /// As text, without white space before it; the last line may be cut.
+    /// As text, without leading white space; the last line may be truncated.
     pub(super) text: &'a str,
 }
 
@@ -39,25 +39,25 @@ impl<'a> Start<'a> {
     }
 }
 
-/// Formats of histories.
+/// Formats of recordings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// PyTorch's memory snapshot as `torch.cuda.memory._dump_snapshot` writes it.
+    /// PyTorch's memory snapshot of `torch.cuda.memory._dump_snapshot`.
     SnapshotPickle,
-    /// Our own trace, as `trainer --trace` writes it.
+    /// Our own trace, of `trainer --trace`.
     Jsonl,
     /// PyTorch's memory snapshot as JSON.
     SnapshotJson,
     /// RMM's log.
     RmmCsv,
-    /// minimalloc's table of buffers, which is read as a whole before the first event.
+    /// minimalloc's table of buffers, which is read completely before the first event.
     MinimallocCsv,
     /// STAlloc's trace.
     Stalloc,
 }
 
 impl Format {
-    /// Every format, in the order in which a file is tried.
+    /// Every format, in the order of detection.
     pub const ALL: [Format; 6] = [
         Format::SnapshotPickle,
         Format::Jsonl,
@@ -91,7 +91,7 @@ impl Format {
     }
 }
 
-/// How a format is written.
+/// A writer.
 pub(super) struct Writer {
     /// Name on the command line.
     pub(super) name: &'static str,
@@ -99,13 +99,13 @@ pub(super) struct Writer {
     pub(super) file_name: &'static str,
     /// One line of help.
     pub(super) summary: &'static str,
-    /// Whether the format has a place for such events.
+    /// Whether the format has events of an action.
     pub(super) holds: fn(Action) -> bool,
-    /// Begins a history in a file.
+    /// Begins a recording in a file.
     pub(super) begin: fn(OutputFile) -> Result<Box<dyn TraceWriter>, WriteError>,
 }
 
-/// Formats that histories are written in.
+/// Formats for export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Export {
@@ -154,21 +154,21 @@ impl Export {
         self.writer().summary
     }
 
-    /// Whether the format has a place for such events; writers pass over the others.
+    /// Whether the format has events of an action; writers skip the others.
     #[must_use]
     pub fn holds(self, action: Action) -> bool {
         (self.writer().holds)(action)
     }
 
-    /// Begins a file at `path`, which is there once the writer has finished. One that is there is replaced.
+    /// Begins a file at `path`, which appears when the writer has finished, and replaces an existing one.
     ///
     /// # Errors
-    /// [`WriteError`] when the file cannot be made.
+    /// [`WriteError`] when the file cannot be created.
     pub fn create(self, path: &Path) -> Result<Box<dyn TraceWriter>, WriteError> {
         self.begin(OutputFile::create(path, Existing::Replace)?)
     }
 
-    /// Begins a history in a file.
+    /// Begins a recording in a file.
     ///
     /// # Errors
     /// [`WriteError`] when its first bytes cannot be written.

@@ -1,9 +1,8 @@
-//! minimalloc's problems and solutions: `id,lower,upper,size` and, in a solution, `offset`. A buffer lives in
-//! `[lower, upper)`.
+//! minimalloc's problems and solutions: `id,lower,upper,size` and, in a solution, `offset`. A buffer is live in `[lower, upper)`.
 //!
-//! The rows are in any order, so the whole table is kept, 40 bytes a row, and sorted. A buffer without an offset gets
-//! an address of its own, one behind the other. Times are the file's, counted from its earliest if that is negative;
-//! at equal times what ends goes before what begins. Source: minimalloc `src/converter.cc`.
+//! Rows are in any order, so the complete table is kept, 40 bytes for each row, and sorted. Buffers without offset get
+//! consecutive addresses. Times are the file's, relative to its earliest if that is negative; at equal times ends precede starts.
+//! Source: minimalloc `src/converter.cc`.
 
 use super::error::Place;
 use super::input::Input;
@@ -17,7 +16,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use vramlab_device::output::OutputFile;
 
-/// Names of the columns that are read.
+/// Names of the columns that are needed.
 const COLUMNS: [&str; 3] = ["lower", "upper", "size"];
 
 /// One buffer.
@@ -44,8 +43,8 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
     while let Some(line) = lines.next()? {
         let row = parse(line, needed, offset, &mut next);
         let row = row.map_err(|text| lines.content(text))?;
-        let kept = claim.push(&mut rows, row);
-        kept.map_err(|over| ReadError::over(lines.place(), over))?;
+        let pushed = claim.push(&mut rows, row);
+        pushed.map_err(|over| ReadError::over(lines.place(), over))?;
     }
     let order = 2 * rows.len() * size_of::<(i64, bool, u32)>();
     claim.add(order).map_err(|over| ReadError::over(Place::Whole, over))?;
@@ -53,20 +52,20 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
 }
 
 fn parse(line: &str, needed: [usize; 3], offset: Option<usize>, next: &mut u64) -> Result<Row, String> {
-    let short = || format!("the line has too few columns: '{}'; it was cut short or damaged", clip(line));
+    let short = || format!("the line has too few columns: '{}'; it was truncated or damaged", clip(line));
     let [lower, upper, size] = fields(line, needed).ok_or_else(short)?;
     let time = |name: &str, text: &str| {
-        text.parse::<i64>().map_err(|_| format!("{name} '{}' is no time: expected an integer", clip(text)))
+        text.parse::<i64>().map_err(|_| format!("{name} '{}' is not a time: expected an integer", clip(text)))
     };
     let (lower, upper) = (time("lower", lower)?, time("upper", upper)?);
     if lower >= upper {
         return Err(format!("the life [{lower}, {upper}) is empty: upper must be above lower"));
     }
-    let size = size.parse::<u64>().map_err(|_| format!("size '{}' is no number of bytes", clip(size)))?;
+    let size = size.parse::<u64>().map_err(|_| format!("size '{}' is not a number of bytes", clip(size)))?;
     let addr = match offset {
         Some(column) => {
             let [text] = fields(line, [column]).ok_or_else(short)?;
-            text.parse().map_err(|_| format!("offset '{}' is no number of bytes", clip(text)))?
+            text.parse().map_err(|_| format!("offset '{}' is not a number of bytes", clip(text)))?
         }
         None => {
             let addr = *next;
@@ -91,7 +90,7 @@ fn emit_rows(rows: &[Row], receiver: &mut Receiver<'_>) -> Result<Summary, ReadE
     let start = order.first().map_or(0, |first| first.0.min(0));
     for (time, begins, number) in order {
         let row = &rows[number as usize];
-        // CAST: `start` is the least, so the difference is not negative, and it fits 64 bits.
+        // CAST: `start` is the minimum, so the difference is not negative, and it fits 64 bits.
         let time_ns = time.wrapping_sub(start) as u64;
         let action = if begins { Action::Alloc } else { Action::FreeRequested };
         let event = Event { action, device: 0, addr: row.addr, bytes: row.size, stream: 0, time_ns };
@@ -103,17 +102,17 @@ fn emit_rows(rows: &[Row], receiver: &mut Receiver<'_>) -> Result<Summary, ReadE
     Ok(summary)
 }
 
-// minimalloc's table of buffers, `id,lower,upper,size`, in the order in which their lives end.
+// minimalloc's table of buffers, `id,lower,upper,size`, in the order of their ends.
 //
-// A life is counted in allocations and completed frees: each is one step of time. So the table orders lives as the
-// history does, whatever the clock's resolution. A free of what was allocated before the history began is a life from
-// 0; what is never freed lives to the end. Memory is taken for the live buffers only.
+// Time is counted in allocations and completed frees, so the table has the recording's order, whatever the clock's resolution.
+// Blocks from before recording started have lifetimes from 0; blocks that are never freed live to the end. Memory is proportional
+// to live buffers.
 
 /// The entry in the [list](super::list).
 pub(super) const WRITER: Writer = Writer {
     name: "minimalloc",
     file_name: "minimalloc.csv",
-    summary: "buffers and their lives for minimalloc",
+    summary: "buffers and their lifetimes for minimalloc",
     holds: MinimallocWriter::holds,
     begin: |file| Ok(Box::new(MinimallocWriter::begin(file)?)),
 };
@@ -122,9 +121,9 @@ pub(super) const WRITER: Writer = Writer {
 #[derive(Debug)]
 pub struct MinimallocWriter {
     file: HistoryFile,
-    /// Beginning and size of the live buffers, by device and address.
+    /// Start and size of live buffers, by device and address.
     live: BTreeMap<(u16, u64), (u64, u64)>,
-    /// Allocations and frees so far.
+    /// Number of allocations and frees so far.
     now: u64,
     written: u64,
     device: Option<u16>,
@@ -141,7 +140,7 @@ impl MinimallocWriter {
         Ok(Self { file, live: BTreeMap::new(), now: 0, written: 0, device: None })
     }
 
-    /// Whether a table has a place for such events.
+    /// Whether a table has events of an action.
     fn holds(action: Action) -> bool {
         matches!(action, Action::Alloc | Action::FreeCompleted)
     }
@@ -159,12 +158,12 @@ impl TraceWriter for MinimallocWriter {
             return Ok(());
         }
         if *self.device.get_or_insert(event.device) != event.device {
-            return Err(self.file.unfit("the history is of several devices, but a minimalloc table is of one"));
+            return Err(self.file.unfit("the recording has several devices, but a minimalloc table has one"));
         }
         self.now += 1;
         let key = (event.device, event.addr);
         let ended = if event.action == Action::Alloc {
-            // If the address is taken, the free of its last owner was lost.
+            // If the address is taken, the previous block's free was lost.
             self.live.insert(key, (self.now, event.bytes))
         } else {
             Some(self.live.remove(&key).unwrap_or((0, event.bytes)))

@@ -1,7 +1,7 @@
-//! Where in a program events came from: stack frames, categories, notes and annotations, each kept once.
+//! Origins of events in a program: stack frames, categories, notes and annotations, each stored once.
 //!
-//! A snapshot repeats the same few thousand stacks in millions of events. Texts, frames and stacks are numbered by what
-//! they say, and an event's [`Origin`] is three numbers.
+//! A snapshot repeats a few thousand stacks in millions of events. Texts, frames and stacks have numbers, and an event's
+//! [`Origin`] is three of them.
 
 use indexmap::IndexSet;
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ pub struct TextId(pub(super) u32);
 pub struct StackId(pub(super) u32);
 
 impl TextId {
-    /// Whether nothing was said.
+    /// Whether it is empty.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0
@@ -30,55 +30,55 @@ impl StackId {
         self.0 == 0
     }
 
-    /// The number itself, from 0 in the order of appearance.
+    /// The number, from 0 in order of appearance.
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// A place in a program's source.
+/// A location in a program's source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Frame {
     /// Function.
     pub name: TextId,
     /// File; for C++ without symbols `??`.
     pub filename: TextId,
-    /// Line in the file, 0 where it is not known.
+    /// Line in the file, 0 if unknown.
     pub line: u32,
 }
 
-/// Name of the frame that divides a stack of the backward pass: before it are the frames of that, behind it those of the
-/// forward pass, where the node of autograd was made. PyTorch has them under `torch.autograd.set_detect_anomaly`.
+/// Name of the frame that divides a stack of the backward pass: before it are that pass's frames, after it those of the forward
+/// pass that created the autograd node. PyTorch records them under `torch.autograd.set_detect_anomaly`.
 pub const FORWARD_PASS: &str = "=== forward pass ===";
 
-/// Where an event or a block came from. All parts may be empty.
+/// Origin of an event or a block. All parts may be empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Origin {
     /// Frames, the innermost first.
     pub stack: StackId,
     /// PyTorch's category of the memory.
     pub category: TextId,
-    /// What the program said with `torch.cuda.memory._set_memory_metadata`.
+    /// Text that the program set with `torch.cuda.memory._set_memory_metadata`.
     pub note: TextId,
 }
 
-/// The beginning or the end of a range that the program named, such as `torch.profiler.record_function` does.
+/// Start or end of a named range of the program, as from `torch.profiler.record_function`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Annotation {
     /// Name.
     pub name: TextId,
-    /// Device, counted from 0; `None` where the history does not say.
+    /// Device, counted from 0; `None` if unknown.
     pub device: Option<u16>,
-    /// Whether the range begins; it ends otherwise.
+    /// Whether the range starts; otherwise it ends.
     pub start: bool,
-    /// On the clock of the events.
+    /// Time on the clock of the events.
     pub time_ns: u64,
 }
 
-/// What [`Origin`]s refer to, and the annotations of a history.
+/// The texts, frames and stacks of [`Origin`]s, and the annotations of a recording.
 ///
-/// Memory is claimed from the budget of the reading and stays claimed.
+/// Memory is claimed from the reader's budget and stays claimed.
 #[derive(Debug)]
 pub struct Origins {
     texts: IndexSet<Box<str>>,
@@ -91,15 +91,15 @@ pub struct Origins {
     claim: Claim,
 }
 
-/// Something in a table with numbers: its hash, and its place there. Both sizes are held for a moment when it doubles.
+/// An entry of a numbered table: its hash and position. While the table doubles, both sizes are allocated.
 const ENTRY: usize = 4 * size_of::<(u64, usize)>();
-/// What the system's allocator adds to a text or a stack, and its pointer.
+/// Overhead of the system's allocator for a text or a stack, and its pointer.
 const BOX_COST: usize = 64;
 /// A block's origin in its tree.
 const BLOCK_COST: usize = 64;
 
 impl Origins {
-    /// None yet, to be kept within a budget.
+    /// Without entries, within a budget.
     #[must_use]
     pub fn new(budget: &Budget) -> Self {
         Self {
@@ -116,9 +116,9 @@ impl Origins {
     /// The number of a text.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn text(&mut self, text: &str) -> Result<TextId, OverBudget> {
-        // Most events have no note, and say so.
+        // Most events have no note.
         if text.is_empty() {
             return Ok(TextId::default());
         }
@@ -135,7 +135,7 @@ impl Origins {
     /// The number of a frame, for [`stack`](Self::stack).
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn frame(&mut self, frame: Frame) -> Result<u32, OverBudget> {
         if let Some(known) = self.frames.get_index_of(&frame) {
             // CAST: as above.
@@ -150,7 +150,7 @@ impl Origins {
     /// The number of a stack of frames, the innermost first.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn stack(&mut self, frames: &[u32]) -> Result<StackId, OverBudget> {
         if let Some(known) = self.stacks.get_index_of(frames) {
             // CAST: as above.
@@ -162,11 +162,11 @@ impl Origins {
         Ok(StackId(number))
     }
 
-    /// The number of a frame as Python prints it: `  File "train.py", line 12, in step`, and the source's line below it.
-    /// `None` where it is none.
+    /// The number of a frame in Python's syntax: `  File "train.py", line 12, in step`, followed by the source line. `None` for
+    /// other texts.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub(super) fn printed_frame(&mut self, text: &str) -> Result<Option<u32>, OverBudget> {
         let Some((filename, rest)) =
             text.trim_start().strip_prefix("File \"").and_then(|rest| rest.split_once("\", line "))
@@ -180,11 +180,11 @@ impl Origins {
         self.frame(frame).map(Some)
     }
 
-    /// The number of a stack of the backward pass with the frames of the forward pass behind it, which Python printed from
-    /// the outermost in.
+    /// The number of a stack of the backward pass followed by the frames of the forward pass, which Python prints outermost
+    /// first.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub(super) fn with_forward(&mut self, stack: StackId, forward: StackId) -> Result<StackId, OverBudget> {
         if forward.is_empty() {
             return Ok(stack);
@@ -192,11 +192,11 @@ impl Origins {
         let mark = Frame { name: self.text(FORWARD_PASS)?, ..Frame::default() };
         let mark = self.frame(mark)?;
         let forward = self.frame_numbers(forward).iter().rev().copied();
-        let whole: Vec<u32> = self.frame_numbers(stack).iter().copied().chain([mark]).chain(forward).collect();
-        self.stack(&whole)
+        let numbers: Vec<u32> = self.frame_numbers(stack).iter().copied().chain([mark]).chain(forward).collect();
+        self.stack(&numbers)
     }
 
-    /// More than can be named is more than any budget has room for.
+    /// No budget has room for more entries than 32 bits can number.
     fn next_number(&self, count: usize) -> Result<u32, OverBudget> {
         u32::try_from(count).map_err(|_| self.claim.refuse())
     }
@@ -204,15 +204,15 @@ impl Origins {
     /// Adds an annotation.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn annotate(&mut self, annotation: Annotation) -> Result<(), OverBudget> {
         self.claim.push(&mut self.annotations, annotation)
     }
 
-    /// Says where a block came from that is held at the end.
+    /// Sets the origin of a block at the end.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn set_block(&mut self, device: u16, address: u64, origin: Origin) -> Result<(), OverBudget> {
         if origin != Origin::default() {
             self.claim.add(BLOCK_COST)?;
@@ -221,10 +221,10 @@ impl Origins {
         Ok(())
     }
 
-    /// Says where the request came from that made a segment that is held at the end.
+    /// Sets the origin of the request that allocated a segment at the end.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn set_segment(&mut self, device: u16, address: u64, origin: Origin) -> Result<(), OverBudget> {
         if origin != Origin::default() {
             self.claim.add(BLOCK_COST)?;
@@ -233,7 +233,7 @@ impl Origins {
         Ok(())
     }
 
-    /// What a text says.
+    /// The text of a number.
     #[must_use]
     pub fn spelt(&self, text: TextId) -> &str {
         self.texts.get_index(text.0 as usize).map_or("", |text| text)
@@ -272,13 +272,13 @@ impl Origins {
         &self.annotations
     }
 
-    /// Where a block came from that is held at the end; nothing is known of others.
+    /// Origin of a block at the end; unknown for others.
     #[must_use]
     pub fn block(&self, device: u16, address: u64) -> Origin {
         self.blocks.get(&(device, address)).copied().unwrap_or_default()
     }
 
-    /// Where the request came from that made a segment that is held at the end.
+    /// Origin of the request that allocated a segment at the end.
     #[must_use]
     pub fn segment(&self, device: u16, address: u64) -> Origin {
         self.segments.get(&(device, address)).copied().unwrap_or_default()
@@ -298,12 +298,12 @@ mod tests {
         };
         let frames = [frame("step", 3), frame("main", 9), frame("step", 3)];
         assert_eq!(frames, [0, 1, 0]);
-        let [empty, one, two] = [&[][..], &[0], &[0, 1]].map(|frames| origins.stack(frames).unwrap());
-        assert!(empty.is_empty() && !one.is_empty() && one != two);
-        assert_eq!(origins.stack(&[0, 1]).unwrap(), two);
-        let lines: Vec<u32> = origins.frames(two).map(|frame| frame.line).collect();
+        let [empty, first, second] = [&[][..], &[0], &[0, 1]].map(|frames| origins.stack(frames).unwrap());
+        assert!(empty.is_empty() && !first.is_empty() && first != second);
+        assert_eq!(origins.stack(&[0, 1]).unwrap(), second);
+        let lines: Vec<u32> = origins.frames(second).map(|frame| frame.line).collect();
         assert_eq!(lines, [3, 9]);
-        let first = origins.frames(two).next().unwrap();
+        let first = origins.frames(second).next().unwrap();
         assert_eq!((origins.spelt(first.name), origins.spelt(first.filename)), ("step", "train.py"));
         assert_eq!(origins.frames(empty).count(), 0);
         assert!(origins.text("").unwrap().is_empty());

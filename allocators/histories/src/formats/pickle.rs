@@ -1,12 +1,12 @@
 //! PyTorch's memory snapshot as a pickle, protocols 2 to 5.
 //!
-//! A pickle is a program for a stack machine that can call any Python function. This machine knows only the
-//! instructions that build data; those that name or call something are refused by name. What it builds is understood by
-//! [`snapshot`](super::snapshot) and forgotten. What stays is the memo, eight bytes for each thing that the file may refer
-//! back to, and it is claimed from the budget. A file that breaks off is read as far as it is whole.
+//! A pickle is a program for a stack machine that can call any Python function. This machine has only the instructions that build
+//! data, and refuses those that name or call something. [`snapshot`](super::snapshot) interprets the values and drops them. Only
+//! the memo stays, eight bytes for each value that the file may refer to again, claimed from the budget. A truncated file is read
+//! as far as possible.
 //!
-//! Source: Python's `Lib/pickle.py` and `pickletools.py`; the structure is that of
-//! `torch/csrc/cuda/Module.cpp`, whose two writers (Python's pickler and PyTorch's own) are both understood.
+//! Source: Python's `Lib/pickle.py` and `pickletools.py`; the structure is that of `torch/csrc/cuda/Module.cpp`, whose two
+//! writers (Python's pickler and PyTorch's own) are both supported.
 
 mod machine;
 mod memo;

@@ -1,4 +1,4 @@
-//! Files that say where RMM put each block of a history, with which a replay is compared.
+//! Files with RMM's address of each block of a recording, to compare a replay with.
 //!
 //! ```text
 //! # RMM 26.10 pool, NVIDIA H200; upstream blocks, bytes@address: 268435456@268435456 536870912@0
@@ -7,8 +7,9 @@
 //! f 0
 //! ```
 //!
-//! The header gives what RMM took from the device, in order. Only the addresses' differences mean anything: they decide between
-//! blocks of one size. Each line is an allocation or a free. A slot names a block until it is freed; streams are numbered.
+//! The header has the blocks that RMM allocated from the device, in order. Only differences between addresses matter: they decide
+//! between blocks of one size. Each line is an allocation or a free. A slot names a block until it is freed; streams are
+//! numbered.
 
 use super::input::Input;
 use super::lines::{Lines, clip};
@@ -20,18 +21,18 @@ use vramlab_device::Bytes;
 use vramlab_device::budget::Budget;
 use vramlab_policies::contract::Path as Served;
 
-/// The lowest address of the file lies here, because no segment lies at zero. A multiple of every alignment that matters.
+/// Address of the file's lowest block, because no segment is at zero. A multiple of every relevant alignment.
 const BASE: u64 = 1 << 30;
 
 /// Beyond any device.
 const MOST: u64 = 1 << 48;
 
-/// Where each block of a history was put.
+/// Addresses of all blocks of a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placements {
-    /// The allocator that put them there: `pool` or `arena`.
+    /// RMM's allocator: `pool` or `arena`.
     allocator: &'static str,
-    /// The setting, of the backend that follows it, which says how large the first block from the device is.
+    /// The backend's setting for the size of the first block from the device.
     setting: &'static str,
     /// Whether that block is the default stream's.
     pub(crate) default_comes_first: bool,
@@ -41,14 +42,14 @@ pub struct Placements {
     pub(crate) calls: Vec<Placed>,
 }
 
-/// Where a block was put.
+/// Placement of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockPlace {
     /// First address; 0 if the request failed.
     pub addr: u64,
     /// Size of the block, after rounding; 0 if the request failed.
     pub bytes: u64,
-    /// How the request was served. `None` for a block that was held before the first event and not asked for again.
+    /// How the request was served. `None` for a block from before recording started.
     pub path: Option<Served>,
 }
 
@@ -57,14 +58,14 @@ pub struct BlockPlace {
 pub(crate) enum Placed {
     /// An allocation.
     Alloc {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: u64,
         /// Number of the stream.
         stream: u32,
-        /// Where the block was put.
+        /// Address of the block.
         addr: u64,
     },
-    /// The free of an allocation, of which this is the number, counted from 0.
+    /// The free of an allocation, by its number from 0.
     Free(u32),
 }
 
@@ -72,7 +73,7 @@ impl Placements {
     /// Reads a file, plain or compressed with gzip or xz, within a budget of memory.
     ///
     /// # Errors
-    /// [`ReadError`] for what cannot be opened, is no such file, or contradicts itself.
+    /// [`ReadError`] for a file that cannot be opened, is of another kind, or contradicts itself.
     pub fn read(path: &Path, budget: &Budget) -> Result<Self, ReadError> {
         read::named(path, || Self::read_from(Box::new(read::open(path)?), budget))
     }
@@ -87,7 +88,7 @@ impl Placements {
         let Some(header) = lines.next()? else { return Err(ReadError::at(Place::Whole, Problem::Empty)) };
         let header = read_header(header);
         let mut out = header.map_err(|text| lines.content(text))?;
-        // By slot, the number of the allocation that is in it.
+        // The allocation in each slot.
         let (mut slots, mut allocations) = (HashMap::new(), 0);
         while let Some(line) = lines.next()? {
             if line.starts_with('#') {
@@ -95,24 +96,23 @@ impl Placements {
             }
             let call = out.read_call(line, &mut slots, &mut allocations);
             let call = call.map_err(|text| lines.content(text))?;
-            // With room for the slot, and for a list and a table that are grown by doubling.
+            // Claims the slot, a list and a table that grow by doubling.
             claim.add(2 * size_of::<(Placed, u64, u32)>()).map_err(|over| ReadError::over(lines.place(), over))?;
             out.calls.push(call);
         }
         if allocations == 0 {
-            return Err(lines.content("there is no allocation in it; it was cut short"));
+            return Err(lines.content("there is no allocation in it; it was truncated"));
         }
         Ok(out)
     }
 
-    /// The allocator that put the blocks there, in words.
+    /// Name of the allocator.
     #[must_use]
     pub fn allocator(&self) -> String {
         format!("RMM's {}", self.allocator)
     }
 
-    /// A setting and its value in bytes by the file's header. The backend that is to put every block where the file says is the
-    /// one that has this setting.
+    /// A setting and its value in bytes from the file's header. The backend with this setting should reproduce every address.
     #[must_use]
     pub fn setting(&self) -> (&'static str, u64) {
         (self.setting, self.upstream.first().map_or(0, |(_, bytes)| *bytes))
@@ -130,7 +130,7 @@ impl Placements {
                 })?;
                 if bytes == 0 || offset.checked_add(bytes).is_none_or(|end| end > room) {
                     return Err(format!(
-                        "{bytes} bytes at offset {offset} do not lie in upstream block {number}, which has {room} by the \
+                        "{bytes} bytes at offset {offset} are not in upstream block {number}, which has {room} by the \
                          header"
                     ));
                 }
@@ -138,7 +138,7 @@ impl Placements {
                     return Err(format!("slot {slot} is taken before it is freed"));
                 }
                 *allocations = allocations.checked_add(1).ok_or("there are more than 2^32 allocations")?;
-                let stream = u32::try_from(stream).map_err(|_| format!("stream {stream} is no small number"))?;
+                let stream = u32::try_from(stream).map_err(|_| format!("stream {stream} is not a small number"))?;
                 Ok(Placed::Alloc { bytes, stream, addr: addr + offset })
             }
             (Some(&"f"), Some(&[slot])) => {
@@ -158,9 +158,9 @@ fn read_header(line: &str) -> Result<Placements, String> {
             clip(line)
         )
     };
-    let (said, blocks) = line.split_once("bytes@address:").ok_or_else(wrong)?;
-    let said = said.strip_prefix("# RMM ").and_then(|said| said.split_once(',')).ok_or_else(wrong)?;
-    let (allocator, setting, default_comes_first) = match said.0.split_ascii_whitespace().last() {
+    let (heading, blocks) = line.split_once("bytes@address:").ok_or_else(wrong)?;
+    let heading = heading.strip_prefix("# RMM ").and_then(|heading| heading.split_once(',')).ok_or_else(wrong)?;
+    let (allocator, setting, default_comes_first) = match heading.0.split_ascii_whitespace().last() {
         Some("pool") => ("pool", "initial_pool_size", true),
         Some("arena") => ("arena", "arena_size", false),
         _ => return Err(wrong()),
@@ -168,7 +168,7 @@ fn read_header(line: &str) -> Result<Placements, String> {
     let mut upstream = Vec::new();
     for word in blocks.split_ascii_whitespace() {
         let block = word.split_once('@').and_then(|(bytes, addr)| Some((addr.parse().ok()?, bytes.parse().ok()?)));
-        let (addr, bytes): (u64, u64) = block.ok_or_else(|| format!("'{}' is no bytes@address", clip(word)))?;
+        let (addr, bytes): (u64, u64) = block.ok_or_else(|| format!("'{}' is not bytes@address", clip(word)))?;
         if bytes == 0 || bytes > MOST || addr > MOST || !addr.is_multiple_of(256) {
             return Err(format!("no device has a block {word}"));
         }
@@ -214,21 +214,21 @@ mod tests {
             ("hello\n", "does not begin a file of placements"),
             ("# RMM 1 bin, x; bytes@address: 512@0\n", "does not begin a file of placements"),
             ("# RMM 1 pool, x; bytes@address:\n", "names no upstream block"),
-            ("# RMM 1 pool, x; bytes@address: 512\n", "'512' is no bytes@address"),
+            ("# RMM 1 pool, x; bytes@address: 512\n", "'512' is not bytes@address"),
             ("# RMM 1 pool, x; bytes@address: 0@0\n", "no device has a block 0@0"),
             ("# RMM 1 pool, x; bytes@address: 1024@0 512@512\n", "1 KiB@0 and 512 B@512 overlap"),
             (HEADER, "no allocation in it"),
             ("a 0 1 0 2 0", ":3: upstream block 2 is not in the header, which has 2"),
-            ("a 0 513 0 1 0", ":3: 513 bytes at offset 0 do not lie in upstream block 1"),
-            ("a 0 1 0 1 18446744073709551615", "do not lie in upstream block 1"),
+            ("a 0 513 0 1 0", ":3: 513 bytes at offset 0 are not in upstream block 1"),
+            ("a 0 1 0 1 18446744073709551615", "are not in upstream block 1"),
             ("a 0 1 0 0 0\na 0 1 0 0 0", ":4: slot 0 is taken before it is freed"),
             ("f 0", ":3: slot 0 is freed but not taken"),
             ("a 0 1", ":3: 'a 0 1' is neither"),
             ("x 0 1", ":3: 'x 0 1' is neither"),
         ] {
             let call = text.starts_with(['a', 'f', 'x']);
-            let whole = if call { format!("{HEADER}{text}") } else { text.to_owned() };
-            let error = read(&whole).unwrap_err();
+            let text = if call { format!("{HEADER}{text}") } else { text.to_owned() };
+            let error = read(&text).unwrap_err();
             assert!(error.contains(words) && !error.contains('\n'), "{text:?}: {error}");
         }
     }

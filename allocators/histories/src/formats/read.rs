@@ -1,4 +1,4 @@
-//! One entry for every format.
+//! Entry point for all formats.
 
 use super::error::{Place, Problem, ReadError};
 use super::input::Input;
@@ -8,15 +8,14 @@ use super::{Format, OriginSink, Origins, ReadOptions, Sink, Summary, lines};
 use std::io::Read;
 use std::path::Path;
 
-/// Reads a file of events, plain or compressed with gzip or xz, and hands them to `sink` in the order of the file:
-/// those of one device after those of another in a snapshot of several.
+/// Reads a file of events, plain or compressed with gzip or xz, and passes them to `sink` in the order of the file: in a snapshot
+/// of several devices, one device after the other.
 ///
-/// The format and the compression are told by the content. Events pass through bounded memory; the sink has got all
-/// events before an error by the time it is returned. A snapshot that was cut short is read as far as it is whole, and
-/// [`Summary::cut`] says so.
+/// Format and compression are detected from the content. Reading takes bounded memory; the sink gets all events before an error.
+/// A truncated snapshot is read as far as possible, and [`Summary::cut`] is set.
 ///
 /// # Errors
-/// [`ReadError`] for what cannot be opened, understood or kept within `options`, and what the sink returns.
+/// [`ReadError`] for a file that cannot be opened, parsed or kept within `options`, and errors of the sink.
 pub fn read(path: &Path, options: &ReadOptions, sink: &mut Sink<'_>) -> Result<Summary, ReadError> {
     named(path, || read_from(Box::new(open(path)?), options, sink))
 }
@@ -29,7 +28,7 @@ pub fn read_from(source: Box<dyn Read + '_>, options: &ReadOptions, sink: &mut S
     Ok(run(source, options, &mut |event, _, _| sink(event), false)?.0)
 }
 
-/// As [`read`], with where each event came from: stack frames, categories, annotations. Only snapshots say that.
+/// As [`read`], with the origin of each event: stack frames, categories, annotations. Only snapshots contain them.
 ///
 /// # Errors
 /// Those of [`read`].
@@ -53,12 +52,12 @@ pub fn read_origins_from(
     run(source, options, sink, true)
 }
 
-/// Opens a file of events, which may come through a pipe: what is read of it is bounded by a budget.
+/// Opens a file of events, possibly a pipe: a budget limits reading.
 pub(super) fn open(path: &Path) -> Result<std::fs::File, ReadError> {
     vramlab_device::input::open_stream(path).map_err(|error| ReadError::at(Place::Whole, Problem::of_opening(error)))
 }
 
-/// Puts the file into the error of a reading.
+/// Adds the file to the error.
 pub(super) fn named<T>(path: &Path, read: impl FnOnce() -> Result<T, ReadError>) -> Result<T, ReadError> {
     read().map_err(|error| ReadError { path: path.to_owned(), ..error })
 }
@@ -89,7 +88,7 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
     if !input.ensure(1)? {
         return Err(ReadError::at(Place::Whole, Problem::Empty));
     }
-    // However little a pipe gives at once; less is there when the file is shorter.
+    // A pipe may return few bytes at a time; only a short file has less.
     input.ensure(lines::LONGEST_LINE)?;
     let bytes = &input.buffered()[..input.buffered().len().min(lines::LONGEST_LINE)];
     let text = bytes.trim_ascii_start();
@@ -100,6 +99,6 @@ fn detect(input: &mut Input<'_>) -> Result<Format, ReadError> {
         ));
     }
     let start = Start { bytes, text: &String::from_utf8_lossy(text) };
-    let found = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));
-    found.ok_or_else(|| ReadError::at(Place::Whole, Problem::UnknownFormat))
+    let format = Format::ALL.into_iter().find(|format| (format.reader().begins)(&start));
+    format.ok_or_else(|| ReadError::at(Place::Whole, Problem::UnknownFormat))
 }

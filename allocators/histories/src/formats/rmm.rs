@@ -1,9 +1,8 @@
-//! RMM's log: the CSV that `rmm::mr::logging_resource_adaptor` writes.
+//! RMM's log: the CSV of `rmm::mr::logging_resource_adaptor`.
 //!
-//! Columns `Thread,Time,Action,Pointer,Size,Stream`. Pointer and stream are printed as pointers, in hexadecimal; RMM's
-//! own replay reads the stream as a decimal number and takes `0x55d3c0a1b2c0` for the default stream. Times are of the
-//! day, without a date. The log names no device, so all events are of device 0, and for a failed allocation it does
-//! not say what was free, which is 0 here.
+//! Columns `Thread,Time,Action,Pointer,Size,Stream`. Pointer and stream are printed as pointers, in hexadecimal; RMM's own replay
+//! parses the stream as a decimal number and takes `0x55d3c0a1b2c0` for the default stream. Times are of the day, without a date.
+//! The log names no device, so all events are of device 0; the free bytes at a failed allocation are unknown and 0 here.
 //!
 //! Source: RMM `cpp/src/mr/detail/logging_resource_adaptor_impl.cpp`, `cpp/benchmarks/utilities/log_parser.hpp`.
 
@@ -17,7 +16,7 @@ use std::collections::HashMap;
 use std::io::Write;
 use vramlab_device::output::OutputFile;
 
-/// Names of the columns that are read.
+/// Names of the columns that are needed.
 const COLUMNS: [&str; 5] = ["Time", "Action", "Pointer", "Size", "Stream"];
 
 const DAY_NS: u64 = 24 * 3600 * 1_000_000_000;
@@ -26,8 +25,8 @@ const DAY_NS: u64 = 24 * 3600 * 1_000_000_000;
 pub(super) const READER: Reader =
     Reader { name: "rmm", begins: |start| columns(start.header(), COLUMNS).is_ok(), read, snapshot: false };
 
-/// Reads a log. Times are from the midnight before its first event; a clock that falls back by more than half a day
-/// has passed midnight.
+/// Reads a log. Times are relative to the midnight before the first event; a clock that goes back by more than half a day has
+/// passed midnight.
 fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> Result<Summary, ReadError> {
     let mut summary = Summary::new(Format::RmmCsv);
     let mut lines = Lines::new(input);
@@ -36,7 +35,7 @@ fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> 
     let (mut day, mut last) = (0_u64, 0_u64);
     let parse = |line: &str| parse(line, columns).map(Some);
     lines.each(parse, |event| {
-        // Counted from midnight.
+        // Relative to midnight.
         let time = event.time_ns;
         if time + DAY_NS / 2 < last {
             day += 1;
@@ -50,13 +49,13 @@ fn read(input: &mut Input<'_>, _: &ReadOptions, receiver: &mut Receiver<'_>) -> 
 /// The event of a line, with the time of day.
 fn parse(line: &str, columns: [usize; 5]) -> Result<Event, String> {
     let [time, action, pointer, size, stream] = fields(line, columns)
-        .ok_or_else(|| format!("the line has too few columns: '{}'; it was cut short or damaged", clip(line)))?;
+        .ok_or_else(|| format!("the line has too few columns: '{}'; it was truncated or damaged", clip(line)))?;
     let action = match action {
         "allocate" => Action::Alloc,
         "free" => Action::FreeRequested,
         "allocate failure" => Action::Oom,
         other => {
-            return Err(format!("'{}' is no action: expected allocate, allocate failure or free", clip(other)));
+            return Err(format!("'{}' is not an action: expected allocate, allocate failure or free", clip(other)));
         }
     };
     let hexadecimal = |name: &str, text: &str| {
@@ -65,13 +64,13 @@ fn parse(line: &str, columns: [usize; 5]) -> Result<Event, String> {
         }
         let digits = text.strip_prefix("0x").unwrap_or(text);
         u64::from_str_radix(digits, 16)
-            .map_err(|_| format!("{name} '{}' is no hexadecimal number such as 0x7f7f38000000", clip(text)))
+            .map_err(|_| format!("{name} '{}' is not a hexadecimal number such as 0x7f7f38000000", clip(text)))
     };
     Ok(Event {
         action,
         device: 0,
         addr: hexadecimal("Pointer", pointer)?,
-        bytes: size.parse().map_err(|_| format!("Size '{}' is no number of bytes", clip(size)))?,
+        bytes: size.parse().map_err(|_| format!("Size '{}' is not a number of bytes", clip(size)))?,
         stream: hexadecimal("Stream", stream)?,
         time_ns: time_of_day(time).ok_or_else(|| format!("Time '{}' is not of the form HH:MM:SS.µs", clip(time)))?,
     })
@@ -88,20 +87,20 @@ fn time_of_day(text: &str) -> Option<u64> {
         text.parse::<u64>().ok().filter(|value| sound && *value < below)
     };
     // A leap second is the 61st.
-    let whole = (part(hours, 24)? * 60 + part(minutes, 60)?) * 60 + part(seconds, 61)?;
+    let seconds = (part(hours, 24)? * 60 + part(minutes, 60)?) * 60 + part(seconds, 61)?;
     if fraction.len() > 9 || !fraction.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
     }
     let nanos: u64 = format!("{fraction:0<9}").parse().ok()?;
-    Some(whole * 1_000_000_000 + nanos)
+    Some(seconds * 1_000_000_000 + nanos)
 }
 
-// RMM's log, for its replay benchmark and whatever reads such logs.
+// RMM's log, for its replay benchmark and other readers.
 //
-// Allocations, the client's frees and refused requests; the rest has no place in it. Where only the completion of a free
-// was recorded, it is written as the free. Times are of the day, in UTC if the history's times count from 1970. The thread
-// is not known and written as 0. A log is of one device, and it begins with its program: frees of what it does not
-// allocate are left out. Memory is taken for the live blocks.
+// Contains allocations, the client's frees and failed requests. If only the completion of a free was recorded, it is written as
+// the free. Times are of the day, in UTC if the recording's times count from 1970. The thread is unknown and written as 0. A log
+// is of one device and begins with its program: frees of blocks that it does not allocate are left out. Memory is proportional to
+// live blocks.
 
 /// The entry in the [list](super::list).
 pub(super) const WRITER: Writer = Writer {
@@ -140,13 +139,13 @@ impl TraceWriter for RmmWriter {
         let action = match event.action {
             Action::Alloc => "allocate",
             Action::FreeRequested => "free",
-            // The history has no request for this free.
+            // The recording has no request for this free.
             Action::FreeCompleted if event.bytes > 0 && self.live.get(&event.addr) == Some(&event.bytes) => "free",
             Action::Oom => "allocate failure",
             _ => return Ok(()),
         };
         if *self.device.get_or_insert(event.device) != event.device {
-            return Err(self.file.unfit("the history is of several devices, but an RMM log is of one"));
+            return Err(self.file.unfit("the recording has several devices, but an RMM log has one"));
         }
         match event.action {
             // Empty tensors have no block.

@@ -1,16 +1,16 @@
-//! What an allocator held at the end of a history, as PyTorch's snapshots list it.
+//! Segments at the end of a recording, as in PyTorch's snapshots.
 
 use vramlab_policies::contract::{BlockState, PoolKind, Snapshot};
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// A part of a [`Segment`].
+/// A block of a [`Segment`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentBlock {
     /// First address.
     pub address: u64,
     /// Size in bytes.
     pub size: u64,
-    /// Bytes that the client asked for. PyTorch keeps those of the last owner in a block that is free again.
+    /// Requested bytes. In a free block PyTorch keeps the previous value.
     pub requested_size: u64,
     /// State.
     pub state: BlockState,
@@ -25,12 +25,11 @@ pub struct Segment {
     pub address: u64,
     /// Size in bytes.
     pub total_size: u64,
-    /// Stream that owns its free blocks.
+    /// Stream of its free blocks.
     pub stream: u64,
-    /// Pool.
+    /// Small or large requests.
     pub segment_type: PoolKind,
-    /// The pool that it is of, as PyTorch names it (`segment_pool_id`): both zero for the default pool. `None` where the file does
-    /// not say.
+    /// Its private pool in PyTorch's notation (`segment_pool_id`): both zero for the default pool. `None` if unknown.
     pub pool_id: Option<(u64, u64)>,
     /// Whether it is a range of an expandable segment.
     pub is_expandable: bool,
@@ -39,25 +38,25 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Bytes in blocks that the client holds.
+    /// Bytes in allocated blocks.
     #[must_use]
     pub fn allocated_size(&self) -> u64 {
         self.sum(|block| if block.state == BlockState::Allocated { block.size } else { 0 })
     }
 
-    /// Bytes in blocks that the client holds or a stream still uses.
+    /// Bytes in active blocks: allocated, or still used by a stream.
     #[must_use]
     pub fn active_size(&self) -> u64 {
         self.sum(|block| if block.state == BlockState::Free { 0 } else { block.size })
     }
 
-    /// Bytes asked for in those blocks.
+    /// Requested bytes of active blocks.
     #[must_use]
     pub fn requested_size(&self) -> u64 {
         self.sum(|block| if block.state == BlockState::Free { 0 } else { block.requested_size })
     }
 
-    /// Older snapshots give no addresses of blocks, which are 0 then; they lie one behind the other.
+    /// Older snapshots have no addresses of blocks; blocks are consecutive.
     pub(super) fn place_blocks(&mut self) {
         let mut address = self.address;
         for block in &mut self.blocks {
@@ -72,12 +71,12 @@ impl Segment {
         self.blocks.iter().map(of).fold(0, u64::saturating_add)
     }
 
-    /// The segments of an allocator of ours on `device`.
+    /// The segments of one of our allocators on `device`.
     ///
-    /// A backend without two pools has its segments in the pool that PyTorch would have them in by their size.
+    /// For a backend without two pools, the segment's size decides its pool, as in PyTorch.
     #[must_use]
     pub fn from_snapshot(snapshot: &Snapshot, device: u16) -> Vec<Segment> {
-        // PyTorch's segments for small requests are of 2 MiB, and no others are that small.
+        // PyTorch's segments for small requests have 2 MiB, and no others are that small.
         let by_size = |bytes: u64| if bytes <= SMALL_SEGMENT { PoolKind::Small } else { PoolKind::Large };
         let convert = |segment: &vramlab_policies::contract::SegmentInfo| Segment {
             device,
@@ -110,8 +109,8 @@ pub(super) fn pool_name(pool: PoolKind) -> &'static str {
     }
 }
 
-/// Name of a block's state in PyTorch's snapshots. Its documentation writes `active_awaiting_free`, its code and its
-/// viewer `active_pending_free`.
+/// Name of a block's state in PyTorch's snapshots. Its documentation has `active_awaiting_free`, its code and viewer
+/// `active_pending_free`.
 pub(super) fn state_name(state: BlockState) -> &'static str {
     match state {
         BlockState::Allocated => "active_allocated",

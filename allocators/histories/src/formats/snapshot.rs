@@ -1,9 +1,9 @@
-//! What the values of a snapshot's file are put together to, whichever form the file has.
+//! Interprets the values of a snapshot, in either file format.
 //!
-//! A reader pushes values in the order of the file, as the instructions of a pickle do: a container, a mark, and what the
-//! container holds, which is then put into it. The file is gone through once: an event becomes an [`Event`](super::Event)
-//! when it is appended to its device's list and is then forgotten. Stack frames become numbers ([`Origins`](super::Origins)),
-//! or nothing where the receiver does not ask for them.
+//! A reader pushes values in file order, as the instructions of a pickle do: a container, a mark, and the container's items,
+//! which are then added to it. The file is read once: an event becomes an [`Event`](super::Event) when it is appended to its
+//! device's list and is then dropped. Stack frames become numbers ([`Origins`](super::Origins)), or are skipped if the receiver
+//! does not need them.
 
 mod contents;
 mod cut;
@@ -20,7 +20,7 @@ use vramlab_device::budget::{Claim, OverBudget};
 
 pub(super) use store::{Handle, Store, Value};
 
-/// Which part of the snapshot is under way: the value of a key of the outermost dictionary, and where it lies.
+/// The current part of the snapshot: the value of a key of the outermost dictionary, and its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) key: Word,
@@ -29,25 +29,25 @@ pub(super) struct Part {
     keys_until: usize,
 }
 
-/// What was understood so far, and the receiver of the events.
+/// Values interpreted so far, and the receiver of the events.
 pub(super) struct Assembly<'r, 's> {
     pub(super) receiver: &'r mut Receiver<'s>,
     pub(super) summary: Summary,
     pub(super) stack: Vec<Value>,
-    /// Heights of the stack at which a mark was set.
+    /// Stack heights of the marks.
     pub(super) marks: Vec<usize>,
     pub(super) part: Option<Part>,
     pub(super) store: Store,
     pub(super) stacks: Stacks,
-    /// For the stack.
+    /// Claim for the stack.
     claim: Claim,
-    /// For the summary.
-    kept: Claim,
-    /// What the settings may still take.
+    /// Claim for the summary.
+    retained: Claim,
+    /// Remaining budget for the settings.
     room: Room,
-    /// Where the blocks of the segment under way came from, by address. No more than its list of blocks has.
+    /// Origins of the current segment's blocks, by address; at most as many as blocks.
     block_origins: Vec<(u64, Origin)>,
-    /// Offset of what comes next, for errors.
+    /// Offset of the next value, for errors.
     pub(super) at: u64,
 }
 
@@ -62,7 +62,7 @@ impl<'r, 's> Assembly<'r, 's> {
             store: Store::new(budget, receiver.wants_origins),
             stacks: Stacks::new(budget),
             claim: budget.claim(),
-            kept: budget.claim(),
+            retained: budget.claim(),
             room: Room::default(),
             block_origins: Vec::new(),
             at: 0,
@@ -70,9 +70,9 @@ impl<'r, 's> Assembly<'r, 's> {
         }
     }
 
-    /// The summary, which stays claimed.
+    /// The summary; its memory stays claimed.
     pub(super) fn into_summary(self) -> Summary {
-        self.kept.keep();
+        self.retained.keep();
         self.summary
     }
 
@@ -82,7 +82,7 @@ impl<'r, 's> Assembly<'r, 's> {
         self.finish(top)
     }
 
-    /// Sets a mark: what comes next goes into the container below it.
+    /// Sets a mark: later values belong to the container below it.
     pub(super) fn mark(&mut self) -> Result<(), ReadError> {
         let grown = self.claim.push(&mut self.marks, self.stack.len());
         self.within(grown)
@@ -117,7 +117,7 @@ impl<'r, 's> Assembly<'r, 's> {
         self.push(value)
     }
 
-    /// The error of a claim, at this place.
+    /// The error of a claim, at this location.
     #[inline]
     pub(super) fn within<T>(&self, claimed: Result<T, OverBudget>) -> Result<T, ReadError> {
         claimed.map_err(|over| ReadError::over(Place::Byte(self.at), over))
@@ -140,20 +140,20 @@ impl<'r, 's> Assembly<'r, 's> {
         Ok(value)
     }
 
-    /// Height of the stack below the `count` uppermost values, all of them above the last MARK.
+    /// Stack height below the `count` topmost values, all above the last MARK.
     pub(super) fn below(&self, count: usize) -> Result<usize, ReadError> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let from = self.stack.len().checked_sub(count).filter(|from| *from >= floor);
         from.ok_or_else(|| self.content("an instruction finds too few values; the file is damaged"))
     }
 
-    /// Does something with the values above the last MARK.
+    /// Runs `act` on the values above the last MARK.
     pub(super) fn with_marked(&mut self, act: fn(&mut Self, usize) -> Result<(), ReadError>) -> Result<(), ReadError> {
         let mark = self.marks.pop();
         act(self, mark.ok_or_else(|| self.content("an instruction finds no MARK; the file is damaged"))?)
     }
 
-    /// Does something with the `count` uppermost values.
+    /// Runs `act` on the `count` topmost values.
     pub(super) fn with_top(
         &mut self,
         count: usize,
@@ -170,7 +170,7 @@ impl<'r, 's> Assembly<'r, 's> {
             .ok_or_else(|| self.content("an instruction finds no container; the file is damaged"))
     }
 
-    /// Drops the uppermost values.
+    /// Drops the topmost values.
     pub(super) fn cut(&mut self, height: usize) {
         steps::count(self.stack.len() - height);
         self.stack.truncate(height);
@@ -181,12 +181,12 @@ impl<'r, 's> Assembly<'r, 's> {
         }
     }
 
-    /// Makes a tuple of the values from `from` on.
+    /// Builds a tuple of the values from `from` on.
     pub(super) fn tuple(&mut self, from: usize) -> Result<(), ReadError> {
         let key = from.checked_sub(1).map(|key| self.stack[key]);
         let tuple = match self.stack[from..] {
             [Value::Int(first), Value::Int(second)] if key == Some(Value::Word(Word::SegmentPoolId)) => {
-                // PyTorch counts pools from 1. What is larger is no name of one.
+                // PyTorch counts pools from 1; larger values are not names of pools.
                 let pair = u32::try_from(first).ok().zip(u32::try_from(second).ok());
                 pair.map_or(Value::Opaque, |(first, second)| Value::Pair(first, second))
             }
@@ -208,8 +208,8 @@ impl<'r, 's> Assembly<'r, 's> {
     pub(super) fn collect_list(&mut self, mark: usize) -> Result<(), ReadError> {
         let list = self.store.list();
         let list = self.within(list)?;
-        let kept = self.store.extend(list, &self.stack[mark..]);
-        self.within(kept)?;
+        let extended = self.store.extend(list, &self.stack[mark..]);
+        self.within(extended)?;
         self.cut(mark);
         self.push(list)
     }
@@ -222,7 +222,7 @@ impl<'r, 's> Assembly<'r, 's> {
         self.push(dict)
     }
 
-    /// Puts the values above `from` into the dictionary below them.
+    /// Adds the values above `from` to the dictionary below them.
     pub(super) fn set_items(&mut self, from: usize) -> Result<(), ReadError> {
         let target = self.container_below(from)?;
         match self.stack[target] {
@@ -234,14 +234,14 @@ impl<'r, 's> Assembly<'r, 's> {
         Ok(())
     }
 
-    /// Puts the values above `from` into a dictionary that lies, or will lie, at `target`.
+    /// Adds the values above `from` to a dictionary at `target`.
     pub(super) fn set_pairs(&mut self, dict: Value, target: usize, from: usize) -> Result<(), ReadError> {
         if !(self.stack.len() - from).is_multiple_of(2) {
             return Err(self.content("a dictionary is given a key without a value; the file is damaged"));
         }
         let in_trace = self.part.is_some_and(|part| part.key == Word::DeviceTraces && target > part.at);
         let Some((pairs, claim)) = self.store.dict_and_claim(dict) else {
-            return Err(self.content("keys are set in what is no dictionary; the file is damaged"));
+            return Err(self.content("keys are set in a value that is not a dictionary; the file is damaged"));
         };
         let (mut grown, origins) = (Ok(()), self.receiver.wants_origins);
         for pair in self.stack[from..].chunks_exact(2) {
@@ -255,7 +255,7 @@ impl<'r, 's> Assembly<'r, 's> {
         self.within(grown)
     }
 
-    /// Whether the value of the key that was pushed last is kept.
+    /// Whether the value of the last key is kept.
     pub(super) fn wants_next(&self) -> bool {
         let key = self.stack.last().copied().unwrap_or(Value::None);
         let dict = self.marks.last().map_or(0, |mark| mark - 1);
@@ -265,7 +265,7 @@ impl<'r, 's> Assembly<'r, 's> {
     }
 }
 
-/// Whether a dictionary keeps what it has under a key; the dictionaries in a trace are events and what lies in them.
+/// Whether a dictionary keeps the value of a key; dictionaries in a trace are events and their parts.
 fn is_wanted(key: Value, in_trace: bool, origins: bool) -> bool {
     match key {
         Value::Word(word) => !in_trace || word.is_event_key() || origins && word.is_origin_key(),

@@ -1,7 +1,7 @@
 //! PyTorch's memory snapshot as JSON: the dictionary of `torch.cuda.memory._snapshot()` through Python's `json.dump`.
 //!
-//! What the parser finds is put together as the values of a [pickle](super::pickle) are. JSON refers back to nothing, so each
-//! item of a list is taken as soon as it is whole.
+//! The parser's values are interpreted as those of a [pickle](super::pickle). JSON has no references, so each item of a list is
+//! processed as soon as it is complete.
 
 use super::error::{Place, Problem};
 use super::input::Input;
@@ -34,21 +34,21 @@ fn read(input: &mut Input<'_>, options: &ReadOptions, receiver: &mut Receiver<'_
         (_, Some(ReadError { place: Place::Byte(_), problem, .. }), _) => return Err(ReadError::at(place, problem)),
         (_, Some(stopped), _) => return Err(stopped),
         (_, _, Some(fault)) => return Err(ReadError::content(place, fault)),
-        (Err(error), ..) if error.is_eof() => built.keep_what_is_whole("the JSON document", end)?,
+        (Err(error), ..) if error.is_eof() => built.keep_complete_part("the JSON document", end)?,
         (Err(error), ..) if error.is_io() => return Err(ReadError::at(place, Problem::Io(error.into()))),
         (Err(error), ..) => return Err(ReadError::content(place, format!("{error}; dump the snapshot again"))),
     }
     Ok(built.into_summary())
 }
 
-/// What was understood, and why no more can be.
+/// The interpreted values, and the error that ended parsing.
 struct Reading<'r, 's> {
     built: Assembly<'r, 's>,
     failed: Option<ReadError>,
 }
 
 impl<'r, 's> Reading<'r, 's> {
-    /// Does something with what was understood. Its error ends the parsing.
+    /// Runs `act` on the interpreted values. Its error ends parsing.
     fn run<E: Error>(&mut self, act: impl FnOnce(&mut Assembly<'r, 's>) -> Result<(), ReadError>) -> Result<(), E> {
         act(&mut self.built).map_err(|error| {
             self.failed = Some(error);
@@ -56,13 +56,13 @@ impl<'r, 's> Reading<'r, 's> {
         })
     }
 
-    /// Whether the container that has just begun is not looked into.
+    /// Whether the container that just started is skipped.
     fn is_opaque(&self) -> bool {
         self.built.stack.last() == Some(&Value::Opaque)
     }
 }
 
-/// Pushes the value that comes next.
+/// Pushes the next value.
 struct Next<'a, 'r, 's>(&'a mut Reading<'r, 's>);
 
 impl<'de> DeserializeSeed<'de> for Next<'_, '_, '_> {
@@ -109,7 +109,7 @@ impl<'de> Visitor<'de> for Next<'_, '_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
         let Self(reading) = self;
-        // JSON has pairs as lists.
+        // JSON writes pairs as lists.
         let pair = reading.built.stack.last() == Some(&Value::Word(Word::SegmentPoolId));
         if !pair {
             reading.run(Assembly::list)?;
@@ -118,11 +118,11 @@ impl<'de> Visitor<'de> for Next<'_, '_, '_> {
             while seq.next_element::<IgnoredAny>()?.is_some() {}
             return Ok(());
         }
-        let whole = pair || matches!(reading.built.stack.last(), Some(Value::Stack(_)));
+        let complete = pair || matches!(reading.built.stack.last(), Some(Value::Stack(_)));
         let made = reading.built.stacks.len();
         reading.run(Assembly::mark)?;
         while seq.next_element_seed(Next(&mut *reading))?.is_some() {
-            if !whole {
+            if !complete {
                 reading.run(|built| built.with_marked(Assembly::append).and_then(|()| built.mark()))?;
                 reading.built.stacks.forget(made);
             }
@@ -150,25 +150,25 @@ impl<'de> Visitor<'de> for Next<'_, '_, '_> {
     }
 }
 
-// Bounds on what the parser of JSON can be made to keep or to wait for.
+// Limits on the memory and time that the JSON parser can be made to use.
 
-/// Longest text in bytes; the parser keeps the one that it reads.
+/// Longest text in bytes; the parser buffers the current one.
 const LONGEST_TEXT: u32 = 1 << 18;
-/// Longest stretch between two texts.
+/// Longest distance between two texts.
 const LONGEST_STRETCH: u32 = 1 << 24;
-/// Deepest nesting; the parser itself stops one level further on.
+/// Deepest nesting; the parser itself stops one level deeper.
 const DEEPEST: u32 = 127;
 
-/// The bytes of an input, up to what no snapshot holds.
+/// The bytes of an input, up to these limits.
 struct Guarded<'r, 'i> {
     input: &'r mut Input<'i>,
-    /// Bytes since a text began or ended, and how many there may be.
+    /// Bytes since a text started or ended, and their limit.
     run: u32,
     longest: u32,
     in_text: bool,
     escaped: bool,
     depth: u32,
-    /// What ended the reading.
+    /// The error that ended reading.
     fault: Option<&'static str>,
 }
 
@@ -194,7 +194,7 @@ impl<'r, 'i> Guarded<'r, 'i> {
         Ok(())
     }
 
-    /// Takes note of what has a meaning, but within a text.
+    /// Processes structural characters outside of texts.
     fn mark(&mut self, byte: u8) {
         match byte {
             _ if self.escaped => self.escaped = false,
@@ -218,7 +218,7 @@ impl<'r, 'i> Guarded<'r, 'i> {
 impl Read for Guarded<'_, '_> {
     #[inline]
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        // The parser asks for one byte at a time.
+        // The parser requests one byte at a time.
         if let ([slot], Some(&byte)) = (&mut *out, self.input.buffered().first()) {
             *slot = byte;
             self.input.advance(1);

@@ -1,5 +1,5 @@
-//! STAlloc's trace: `1 POINTER SIZE STREAM` for an allocation, `0 POINTER SIZE STREAM` for a free, and between them
-//! lines of text that mark iterations, micro-batches and layers, which are passed over.
+//! STAlloc's trace: `1 POINTER SIZE STREAM` for an allocation, `0 POINTER SIZE STREAM` for a free, and lines of text that mark
+//! iterations, micro-batches and layers, which are skipped.
 //!
 //! The trace has no times and names no device. Source: STAlloc `Allocator/trace.cpp`, `Synthesizer/trace_parser.py`.
 
@@ -42,7 +42,7 @@ fn parse(line: &str) -> Result<Option<Event>, String> {
     Ok(Some(Event { action, device: 0, addr, bytes, stream, time_ns: 0 }))
 }
 
-/// Decimal, or hexadecimal behind `0x`.
+/// Decimal, or hexadecimal with `0x`.
 fn number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),

@@ -1,56 +1,56 @@
-//! What is read from a file of events, and how.
+//! Options and results of reading a file of events.
 
 use super::{Action, Event, Format, HostMemory, Keys, Origin, Origins, ReadError, Segment};
 use serde_json::Value;
 use std::fmt;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// How to read.
+/// Reader options.
 #[derive(Clone, Debug, Default)]
 pub struct ReadOptions {
-    /// The format; `None` tells it by the content.
+    /// The format; `None` to detect it from the content.
     pub format: Option<Format>,
-    /// What a reader may keep besides its buffers, which take less than 2 MiB. A snapshot's events are not kept, but
-    /// what it may refer back to is: some 20 bytes an event. What the [`Summary`] holds stays claimed. Default 1 GiB.
+    /// Memory limit besides buffers, which take less than 2 MiB. Events of a snapshot are not kept, but values that it may refer
+    /// to again are: some 20 bytes for each event. The [`Summary`] stays claimed. Default 1 GiB.
     pub budget: Budget,
 }
 
-/// What a file held besides its events.
+/// Content of a file besides its events.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// Format it was read as.
+    /// Detected format.
     pub format: Format,
-    /// Events of each device.
+    /// Number of events of each device.
     pub events: Vec<u64>,
-    /// Events left out because their action has no counterpart in [`Action`](super::Action).
+    /// Number of events skipped because their action has no counterpart in [`Action`](super::Action).
     pub unknown_actions: u64,
-    /// What was held when the history ended; empty for formats that do not say.
+    /// Segments at the end; empty for formats without them.
     pub segments: Vec<Segment>,
     /// PyTorch's `allocator_settings`; empty for other formats.
     pub allocator_settings: serde_json::Map<String, serde_json::Value>,
     /// Number of PyTorch's `external_annotations`.
     pub external_annotations: u64,
-    /// Pinned memory of the host, which newer snapshots may hold.
+    /// Pinned host memory, in newer snapshots.
     pub host: HostMemory,
-    /// The keys of a snapshot's dictionaries.
+    /// Keys of a snapshot's dictionaries.
     pub keys: Keys,
-    /// Bytes read, after unpacking.
+    /// Bytes read, after decompression.
     pub bytes: u64,
-    /// Where the file was cut short, if it was and is a snapshot that is read as far as it is whole.
+    /// Where the file was truncated, if it is a snapshot that can be read as far as possible.
     pub cut: Option<Cut>,
 }
 
-/// Where a snapshot ends before its end, because the program that wrote it was killed or the copy was not completed.
+/// Position at which a snapshot was truncated, because the program that wrote it was killed or a copy was incomplete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// Bytes that are there, after unpacking.
+    /// Available bytes, after decompression.
     pub at: u64,
-    /// Events that were read.
+    /// Number of events read.
     pub events: u64,
-    /// Whether all events are there and what was held after them. If not, [`Summary::segments`] is empty: what was held
-    /// at the end says nothing of the moment at which the events break off.
+    /// Whether all events and the segments after them were read. Otherwise [`Summary::segments`] is empty: segments at the end do
+    /// not describe the moment of the truncation.
     pub ends_known: bool,
-    /// Whether the allocator's settings are there.
+    /// Whether the allocator's settings were read.
     pub settings_known: bool,
 }
 
@@ -59,12 +59,11 @@ impl fmt::Display for Cut {
         write!(f, "the file was cut short at byte {}: its first {} events were read", self.at, self.events)?;
         match (self.ends_known, self.settings_known) {
             (true, true) => write!(f, " and nothing that matters is missing"),
-            (true, false) => write!(f, ", the allocator's settings are missing and taken to be PyTorch's defaults"),
-            (false, true) => write!(f, ", what came after them and what was held at the end is missing"),
-            (false, false) => write!(
-                f,
-                ", what came after them and the settings are missing; the settings are taken to be PyTorch's defaults"
-            ),
+            (true, false) => write!(f, ", the allocator's settings are missing; PyTorch's defaults are assumed"),
+            (false, true) => write!(f, ", later events and the segments at the end are missing"),
+            (false, false) => {
+                write!(f, ", later events and the settings are missing; PyTorch's default settings are assumed")
+            }
         }
     }
 }
@@ -85,7 +84,7 @@ impl Summary {
         }
     }
 
-    /// Takes note of a device, with or without events.
+    /// Registers a device, with or without events.
     pub(super) fn has_device(&mut self, device: u16) {
         let devices = self.events.len().max(usize::from(device) + 1);
         self.events.resize(devices, 0);
@@ -97,13 +96,13 @@ impl Summary {
         self.events[usize::from(device)] += 1;
     }
 
-    /// What was held when the events ended; `None` where the file does not say.
+    /// Segments after the last event; `None` if unknown.
     #[must_use]
     pub fn ending(&self) -> Option<&[Segment]> {
         (self.format.is_snapshot() && self.cut.is_none_or(|cut| cut.ends_known)).then_some(&self.segments)
     }
 
-    /// Whether the first event is the program's first: PyTorch's snapshots may begin in the middle.
+    /// Whether the recording begins with its program; PyTorch's snapshots may begin in the middle.
     #[must_use]
     pub fn begins_with_program(&self) -> bool {
         self.ending().is_none() && self.cut.is_none()
@@ -116,16 +115,16 @@ impl Summary {
     }
 }
 
-// What is kept of the allocator's settings in a snapshot. A training run has some twenty of them.
+// Allocator settings in a snapshot. A training run has some twenty of them.
 
-/// Deepest nesting that is kept.
+/// Deepest nesting to keep.
 pub(super) const DEEPEST: usize = 16;
 
-/// What the settings may still take. Sharing could make few bytes into many, and a file may hold settings more than
-/// once, so it is counted over the whole file.
+/// Remaining budget for settings. Shared values could expand few bytes into many, and a file may contain settings more than once,
+/// so it applies to the complete file.
 #[derive(Debug)]
 pub(super) struct Room {
-    /// Values, those in lists and dictionaries included.
+    /// Values, including those in lists and dictionaries.
     nodes: usize,
     /// Bytes of texts.
     text: usize,
@@ -138,21 +137,21 @@ impl Default for Room {
 }
 
 impl Room {
-    /// Takes room for a value; false when there is none.
+    /// Claims a value; false if the budget is used up.
     pub(super) fn take_node(&mut self) -> bool {
         self.nodes = self.nodes.saturating_sub(1);
         self.nodes > 0
     }
 
-    /// Whether a list of `count` values may have room; they take it one by one.
+    /// Whether a list of `count` values may fit; they are claimed one by one.
     pub(super) fn fits(&self, count: usize) -> bool {
         count <= self.nodes
     }
 
-    /// Takes room for a text.
+    /// Claims a text.
     ///
     /// # Errors
-    /// [`OverBudget`] where the settings would have room and the reading has none.
+    /// [`OverBudget`] if the settings have room but the reader's budget is used up.
     pub(super) fn take_text(&mut self, text: &str, claim: &mut Claim) -> Result<Option<String>, OverBudget> {
         let Some(left) = self.text.checked_sub(text.len() + 1) else { return Ok(None) };
         claim.add(text.len())?;
@@ -161,27 +160,26 @@ impl Room {
     }
 }
 
-/// Memory of the next entry of a dictionary that has `entries`: key, value, hash and place in the table, while all of
-/// these double.
+/// Memory of the next entry of a dictionary with `entries`: key, value, hash and position, while all of these double.
 pub(super) fn entry_cost(entries: usize) -> usize {
     let entry = size_of::<Value>() + size_of::<String>() + 2 * size_of::<usize>();
-    // Room for the first entries is made at once.
+    // The first entries are allocated together.
     if entries == 0 { 8 * entry } else { 4 * entry }
 }
 
-// What takes the events of a file as they are read.
+// Receivers of events.
 
-/// Takes events as they are read; its error ends the reading ([`ReadError::stop`]).
+/// Takes events during reading; its error stops the reader ([`ReadError::stop`]).
 pub type Sink<'a> = dyn FnMut(Event) -> Result<(), ReadError> + 'a;
 
-/// As [`Sink`], with where each event came from.
+/// As [`Sink`], with the origin of each event.
 pub type OriginSink<'a> = dyn FnMut(Event, Origin, &Origins) -> Result<(), ReadError> + 'a;
 
-/// The sink of a reading, and what is kept of where events came from.
+/// The sink of a reader, and the origins so far.
 pub(super) struct Receiver<'s> {
     pub(super) sink: &'s mut OriginSink<'s>,
     pub(super) origins: Origins,
-    /// Whether the caller asks where they came from.
+    /// Whether the caller needs origins.
     pub(super) wants_origins: bool,
 }
 
@@ -191,7 +189,7 @@ impl Receiver<'_> {
     }
 }
 
-/// Hands on an event of a format that does not say when a free completed: it completes at once.
+/// Passes on an event of a format without completions of frees: a free completes immediately.
 pub(super) fn emit(event: Event, summary: &mut Summary, receiver: &mut Receiver<'_>) -> Result<(), ReadError> {
     summary.count(event.device);
     receiver.take(event, Origin::default())?;

@@ -1,4 +1,4 @@
-//! The strings that a snapshot's structure is made of, and its events, in either form.
+//! The strings of a snapshot's structure, and its events.
 
 use super::{Action, Event};
 use vramlab_policies::contract::{BlockState, PoolKind};
@@ -66,17 +66,16 @@ vramlab_device::named! {
 impl Word {
     /// The action of this name.
     pub(crate) fn action(self) -> Option<Action> {
-        // CAST: the numbers of the words; those of actions are in the order of the actions.
+        // CAST: numbers of words; actions have the same order.
         Action::ALL.get((self as usize).checked_sub(Word::Alloc as usize)?).copied()
     }
 
-    /// The pool of a segment; what is not small is large.
+    /// The pool of a segment; all others are large.
     pub(crate) fn pool(word: Option<Word>) -> PoolKind {
         if word == Some(Word::Small) { PoolKind::Small } else { PoolKind::Large }
     }
 
-    /// The state of a block of this name. PyTorch's documentation writes `active_awaiting_free`, its code
-    /// `active_pending_free`.
+    /// The block state of this name. PyTorch's documentation has `active_awaiting_free`, its code `active_pending_free`.
     pub(crate) fn block_state(self) -> Option<BlockState> {
         Some(match self {
             Word::ActiveAllocated => BlockState::Allocated,
@@ -86,7 +85,7 @@ impl Word {
         })
     }
 
-    /// Whether what stands under this key is not looked into.
+    /// Whether the value of this key is skipped.
     pub(crate) fn is_opaque(self) -> bool {
         matches!(self, Word::Frames | Word::ForwardFrames | Word::CompileContext | Word::PoolId)
     }
@@ -96,16 +95,16 @@ impl Word {
         matches!(self, Word::Action | Word::Addr | Word::Size | Word::Stream | Word::TimeUs | Word::DeviceFree)
     }
 
-    /// Whether it is a key that says where an event came from.
+    /// Whether it is a key of an event's origin.
     pub(crate) fn is_origin_key(self) -> bool {
         matches!(self, Word::Frames | Word::ForwardFrames | Word::Category | Word::UserMetadata)
     }
 }
 
-/// The fields of an event as a snapshot has them.
+/// The fields of an event in a snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RawEvent {
-    /// Its action; `None` for one that has no counterpart.
+    /// Its action; `None` for an unknown one.
     pub(super) action: Option<Option<Action>>,
     pub(super) addr: Option<u64>,
     pub(super) device_free: Option<u64>,
@@ -115,7 +114,7 @@ pub(super) struct RawEvent {
 }
 
 impl RawEvent {
-    /// The event; `None` for an action that has no counterpart.
+    /// The event; `None` for an unknown action.
     ///
     /// # Errors
     /// The name of a field that is missing or too large.
@@ -136,9 +135,9 @@ impl RawEvent {
     }
 }
 
-// Which keys the dictionaries of a snapshot have. Each release of PyTorch writes a few more, so they tell which wrote it.
+// Keys of a snapshot's dictionaries. Each release of PyTorch adds some, so they indicate the version.
 
-/// The keys of a snapshot that have a meaning here, wherever they stand in it.
+/// The known keys of a snapshot, anywhere in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keys(u64);
 

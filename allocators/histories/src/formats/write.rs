@@ -1,6 +1,6 @@
-//! Writers: each takes events in order and ends with what was held.
+//! Writers: each takes events in order and ends with the final segments.
 //!
-//! Files are written by [`output`](vramlab_device::output), so that nothing half-written looks whole.
+//! Files are written through [`output`](vramlab_device::output), so that no partial file appears.
 
 use super::{BlockPlace, Event, Origin, Origins, Segment};
 use std::path::PathBuf;
@@ -12,15 +12,15 @@ use vramlab_device::output::{OutputError, OutputFile, OutputProblem};
 pub struct WriteError {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong. Part of the message, so not a source of its own.
+    /// The fault. Part of the message, so not a source of its own.
     pub problem: WriteProblem,
 }
 
-/// What is wrong with writing.
+/// The fault in writing.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WriteProblem {
-    /// The file could not be written, or cannot be at all.
+    /// The file could not be written.
     #[error(transparent)]
     Output(OutputProblem),
     /// Events that the format cannot hold.
@@ -34,20 +34,20 @@ impl From<OutputError> for WriteError {
     }
 }
 
-/// What a history ends with.
+/// The end of a recording.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ending<'a> {
-    /// What was held.
+    /// Segments at the end.
     pub segments: &'a [Segment],
     /// Settings of the allocator.
     pub allocator_settings: Option<&'a serde_json::Map<String, serde_json::Value>>,
-    /// Number of devices, if more than those that had events.
+    /// Number of devices, if more than had events.
     pub devices: u16,
-    /// Annotations, and where blocks and segments came from that were held, for formats that have a place for that.
+    /// Annotations, and origins of blocks and segments at the end, for formats that have them.
     pub origins: Option<&'a Origins>,
 }
 
-/// Takes the events of a history in order and makes a file of them.
+/// Takes the events of a recording in order and writes a file.
 pub trait TraceWriter {
     /// Takes the next event.
     ///
@@ -55,7 +55,7 @@ pub trait TraceWriter {
     /// [`WriteError`] when it cannot be written or the format cannot hold it.
     fn event(&mut self, event: &Event) -> Result<(), WriteError>;
 
-    /// Takes the next event and where it came from, for formats that have a place for that; the others leave it out.
+    /// Takes the next event with its origin, for formats that have it; others ignore it.
     ///
     /// # Errors
     /// Those of [`event`](Self::event).
@@ -63,8 +63,8 @@ pub trait TraceWriter {
         self.event(event)
     }
 
-    /// Takes something that the host did, such as a driver call, for formats that show it; the others pass over it.
-    /// Slices of one track must not overlap unless one holds the other.
+    /// Takes an action of the host, such as a driver call, for formats that show it; others ignore it. Slices of one track must
+    /// be disjoint or nested.
     ///
     /// # Errors
     /// [`WriteError`] when it cannot be written.
@@ -72,21 +72,21 @@ pub trait TraceWriter {
         Ok(())
     }
 
-    /// Says where in the program the next event comes from, for formats that show it: a name, and arguments such as the step
-    /// and the layer. The others pass over it.
+    /// Sets the origin of the next event, for formats that show it: a name, and arguments such as step and layer. Others ignore
+    /// it.
     fn say(&mut self, _name: &str, _arguments: &[(&'static str, &str)]) {}
 
-    /// Says how each allocation of a device was served, in their order, for formats that show it; the others pass over it.
+    /// Sets how each allocation of a device was served, in order, for formats that show it; others ignore it.
     fn served(&mut self, _device: u16, _places: Vec<BlockPlace>) {}
 
-    /// Events so far that the format [holds](super::Export::holds) but that had no place in this file: frees of blocks from
-    /// before the first event, in a log that has to begin with its program.
+    /// Number of events so far that the format [holds](super::Export::holds) but that did not fit this file: frees of blocks from
+    /// before recording started, in a log that must begin with its program.
     fn passed_over(&self) -> u64 {
         0
     }
 
-    /// Events so far of an action that the format does not [hold](super::Export::holds) and that were written all the same: the
-    /// completion of a free stands for a request that was not recorded.
+    /// Number of events so far of an action that the format does not [hold](super::Export::holds) and that were written all the
+    /// same: completions of frees whose request was not recorded.
     fn stood_in(&self) -> u64 {
         0
     }
@@ -98,7 +98,7 @@ pub trait TraceWriter {
     fn finish(self: Box<Self>, ending: &Ending<'_>) -> Result<(), WriteError>;
 }
 
-/// A history's file, whose errors are those of a writer.
+/// A recording's file; its errors are those of a writer.
 #[derive(Debug)]
 pub(super) struct HistoryFile(OutputFile);
 

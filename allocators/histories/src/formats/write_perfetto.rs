@@ -1,16 +1,15 @@
-//! Chrome's trace events as JSON, for ui.perfetto.dev: counters, lives of blocks, and what happened when.
+//! Chrome's trace events as JSON, for ui.perfetto.dev: counters, lifetimes of blocks, and events.
 //!
 //! A device is a process. Counters: `requested`, bytes in blocks from allocation to the client's free; `active`, the same until
-//! the free has completed; `reserved`, bytes in segments, in histories that have segments. Segments, refused requests and uses on
+//! the free has completed; `reserved`, bytes in segments, if the recording has segments. Segments, failed requests and uses on
 //! other streams are instants on the thread of their stream.
 //!
-//! A block's life is a slice from its allocation to the completed free. Slices of one track must not overlap, and thousands of
-//! blocks live at once, so the largest blocks get the tracks that there are; the others are instants on the thread of their
-//! stream. Both carry the same arguments: address, bytes, stream, how the request was served, and where in the program it was
-//! made, as far as that is known. A file has at most 50 tracks, which is what a person can look through; more than
-//! eight devices have some more.
+//! A block's lifetime is a slice from its allocation to the completed free. Slices of one track must not overlap, and thousands
+//! of blocks are live simultaneously, so the largest blocks get tracks; the others are instants on the thread of their stream.
+//! Both have the same arguments: address, bytes, stream, how the request was served, and its origin, as far as known. A file has
+//! at most 50 tracks, which a person can still examine; more than eight devices have some more.
 //!
-//! Times are microseconds with decimals from the first event. Memory is taken for all blocks of the history, some 50 bytes each.
+//! Times are microseconds with decimals from the first event. Memory is some 50 bytes for each block of the recording.
 //! Source: the Trace Event Format document of Chromium.
 
 use super::list::Writer;
@@ -22,20 +21,20 @@ use std::io::Write;
 use vramlab_device::Bytes;
 use vramlab_device::output::OutputFile;
 
-/// Most tracks of a timeline.
+/// Maximum number of tracks of a timeline.
 const MOST_TRACKS: usize = 50;
-/// Most streams that have a thread of their own; those of a device that come later share one.
+/// Maximum number of streams with a thread of their own; later streams of a device share one.
 const MOST_STREAMS: usize = 16;
-/// Most tracks for blocks of a device.
+/// Maximum number of tracks for blocks of a device.
 const MOST_BLOCK_TRACKS: usize = 24;
 /// Counters of a device.
 const COUNTERS: usize = 3;
 
-/// A block's life.
+/// Lifetime of a block.
 #[derive(Clone, Copy, Debug)]
 struct Life {
     start: u64,
-    /// `None` for a block that was never free again.
+    /// `None` for a block that was never freed.
     end: Option<u64>,
     addr: u64,
     bytes: u64,
@@ -43,12 +42,12 @@ struct Life {
     thread: u32,
     device: u16,
     requested: bool,
-    /// Number of what was said of it, from 1; 0 for nothing.
-    said: u32,
+    /// Number of its label, from 1; 0 for none.
+    label: u32,
 }
 
-/// What was said of a block: a name, and arguments.
-type Said = (String, Vec<(&'static str, String)>);
+/// Label of a block: a name, and arguments.
+type Label = (String, Vec<(&'static str, String)>);
 
 /// Levels of one device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -74,21 +73,21 @@ pub struct PerfettoWriter {
     first: bool,
     base_ns: Option<u64>,
     latest_ns: u64,
-    /// All, in the order of their allocation.
+    /// All blocks, in the order of their allocation.
     lives: Vec<Life>,
-    /// Those that are live.
+    /// Live blocks.
     live: HashMap<(u16, u64), usize>,
     levels: BTreeMap<u16, Levels>,
     /// Thread of each stream.
     threads: HashMap<(u16, u64), u32>,
-    /// The thread that streams of a device share, and the threads that there are.
+    /// The thread that streams of a device share, and the number of threads.
     shared: BTreeMap<u16, u32>,
     thread_count: u32,
     /// Thread of each named track, of process 0.
     tracks: BTreeMap<String, u64>,
-    /// What is said of the next block, and all that was said.
-    next_said: u32,
-    said: IndexSet<Said>,
+    /// Label of the next block, and all labels.
+    next_label: u32,
+    labels: IndexSet<Label>,
     /// How each allocation of a device was served.
     served: BTreeMap<u16, Vec<BlockPlace>>,
 }
@@ -113,8 +112,8 @@ impl PerfettoWriter {
             shared: BTreeMap::new(),
             thread_count: 0,
             tracks: BTreeMap::new(),
-            next_said: 0,
-            said: IndexSet::new(),
+            next_label: 0,
+            labels: IndexSet::new(),
             served: BTreeMap::new(),
         })
     }
@@ -145,14 +144,14 @@ impl PerfettoWriter {
         if let Some(thread) = self.threads.get(&(device, stream)) {
             return Ok(*thread);
         }
-        let own = self.threads.len() < MOST_STREAMS;
+        let separate = self.threads.len() < MOST_STREAMS;
         let thread = match self.shared.get(&device) {
-            Some(shared) if !own => *shared,
+            Some(shared) if !separate => *shared,
             _ => {
                 self.thread_count += 1;
-                let name = if own { format!("stream {stream:#x}") } else { "other streams".to_owned() };
+                let name = if separate { format!("stream {stream:#x}") } else { "other streams".to_owned() };
                 self.name("thread_name", process(device), self.thread_count.into(), &name)?;
-                if !own {
+                if !separate {
                     self.shared.insert(device, self.thread_count);
                 }
                 self.thread_count
@@ -162,15 +161,15 @@ impl PerfettoWriter {
         Ok(thread)
     }
 
-    /// A block as a slice of a track, or as an instant where it has none.
+    /// Writes a block as a slice of a track, or as an instant if it has none.
     fn life(&mut self, life: &Life, track: Option<u64>, place: Option<BlockPlace>) -> Result<(), WriteError> {
         let base = self.base_ns.unwrap_or(0);
         let end = life.end.unwrap_or(self.latest_ns).max(life.start);
         let micros = |time: u64| Micros(i128::from(time) - i128::from(base));
         let nothing = (String::new(), Vec::new());
-        let said = std::mem::take(&mut self.said);
+        let labels = std::mem::take(&mut self.labels);
         let (name, arguments) =
-            (life.said as usize).checked_sub(1).and_then(|at| said.get_index(at)).unwrap_or(&nothing);
+            (life.label as usize).checked_sub(1).and_then(|at| labels.get_index(at)).unwrap_or(&nothing);
         let size = Bytes(life.bytes).to_string();
         let name = if name.is_empty() { size } else { format!("{name} ({size})") };
         let put = self.put(|out| {
@@ -199,11 +198,11 @@ impl PerfettoWriter {
             }
             out.write_all(b"}}")
         });
-        self.said = said;
+        self.labels = labels;
         put
     }
 
-    /// Tracks for blocks that each device can have beside all that is there.
+    /// Number of tracks for blocks that each device can have.
     fn block_tracks(&self) -> usize {
         // CAST: a number of threads.
         let used = self.tracks.len() + self.thread_count as usize + COUNTERS * self.levels.len();
@@ -211,15 +210,15 @@ impl PerfettoWriter {
         left.min(MOST_BLOCK_TRACKS)
     }
 
-    /// Writes the blocks, the largest on tracks of their own.
+    /// Writes the blocks, the largest on separate tracks.
     fn blocks(&mut self) -> Result<(), WriteError> {
         let most = self.block_tracks();
         let lives = std::mem::take(&mut self.lives);
         let spans: Vec<Span> = lives.iter().map(|life| Span::of(life, self.latest_ns)).collect();
-        let found = assign(&spans, most);
+        let assigned = assign(&spans, most);
         let mut named: BTreeMap<(u16, usize), u64> = BTreeMap::new();
         let mut numbers: BTreeMap<u16, usize> = BTreeMap::new();
-        for (life, track) in lives.iter().zip(found) {
+        for (life, track) in lives.iter().zip(assigned) {
             let number = numbers.entry(life.device).or_default();
             let place = self.served.get(&life.device).and_then(|places| places.get(*number)).copied();
             *number += 1;
@@ -270,7 +269,7 @@ impl PerfettoWriter {
     }
 }
 
-/// Devices are processes from 1 on; 0 is the host.
+/// Devices are processes from 1; 0 is the host.
 fn process(device: u16) -> u64 {
     u64::from(device) + 1
 }
@@ -297,7 +296,7 @@ impl TraceWriter for PerfettoWriter {
         self.latest_ns = self.latest_ns.max(event.time_ns);
         let thread = self.thread(device, event.stream)?;
         let mut levels = self.levels.get(&device).copied().unwrap_or_default();
-        let said = std::mem::take(&mut self.next_said);
+        let label = std::mem::take(&mut self.next_label);
         match event.action {
             Action::Alloc => {
                 if let Some(lost) = self.live.insert(key, self.lives.len()) {
@@ -309,7 +308,7 @@ impl TraceWriter for PerfettoWriter {
                 levels.active = levels.active.saturating_add(event.bytes);
                 levels.requested = levels.requested.saturating_add(event.bytes);
                 let Event { addr, bytes, stream, time_ns: start, .. } = *event;
-                let life = Life { start, end: None, addr, bytes, stream, thread, device, requested: true, said };
+                let life = Life { start, end: None, addr, bytes, stream, thread, device, requested: true, label };
                 self.lives.push(life);
             }
             Action::FreeRequested => match self.live.get(&key).map(|at| &mut self.lives[*at]) {
@@ -348,7 +347,6 @@ impl TraceWriter for PerfettoWriter {
         let thread = match self.tracks.get(track) {
             Some(thread) => *thread,
             None => {
-                // CAST: a number of tracks.
                 let thread = self.tracks.len() as u64 + 1;
                 if self.tracks.is_empty() {
                     self.name("process_name", 0, 0, "host")?;
@@ -370,9 +368,10 @@ impl TraceWriter for PerfettoWriter {
     }
 
     fn say(&mut self, name: &str, arguments: &[(&'static str, &str)]) {
-        let said: Said = (name.to_owned(), arguments.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
-        // CAST: what can be said of fewer than 2^32 blocks.
-        self.next_said = self.said.insert_full(said).0 as u32 + 1;
+        let label: Label =
+            (name.to_owned(), arguments.iter().map(|(key, value)| (*key, (*value).to_owned())).collect());
+        // CAST: there are at most as many labels as blocks, fewer than 2^32.
+        self.next_label = self.labels.insert_full(label).0 as u32 + 1;
     }
 
     fn served(&mut self, device: u16, places: Vec<BlockPlace>) {
@@ -386,9 +385,9 @@ impl TraceWriter for PerfettoWriter {
     }
 }
 
-// Which blocks get the few tracks that a timeline has.
+// Assignment of blocks to the tracks of a timeline.
 
-/// A block as its track sees it.
+/// A block for the assignment to tracks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Span {
     device: u16,
@@ -404,30 +403,30 @@ impl Span {
     }
 }
 
-/// The track of each block, from the largest block to the smallest each on the first on which nothing else lies at its time;
-/// `None` where there is none. O(n log n) for `most` tracks a device.
+/// The track of each block: from the largest block to the smallest, each on the first track that is free during its lifetime;
+/// `None` if there is none. O(n log n) for `most` tracks for each device.
 fn assign(spans: &[Span], most: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|at| (std::cmp::Reverse(spans[*at].bytes), *at));
-    // Starts with ends, of each track.
+    // Starts and ends on each track.
     let mut tracks: BTreeMap<u16, Vec<BTreeMap<u64, u64>>> = BTreeMap::new();
     let mut out = vec![None; spans.len()];
     for at in order {
         let Span { device, start, end, .. } = spans[at];
-        let own = tracks.entry(device).or_default();
+        let device_tracks = tracks.entry(device).or_default();
         let free = |track: &BTreeMap<u64, u64>| {
-            // One that takes no time lies there for a moment all the same.
+            // A block without duration still occupies its track for a moment.
             track.range(..end.max(start + 1)).next_back().is_none_or(|(other, last)| *last <= start && *other < start)
         };
-        let track = match own.iter().position(free) {
+        let track = match device_tracks.iter().position(free) {
             Some(track) => track,
-            None if own.len() < most => {
-                own.push(BTreeMap::new());
-                own.len() - 1
+            None if device_tracks.len() < most => {
+                device_tracks.push(BTreeMap::new());
+                device_tracks.len() - 1
             }
             None => continue,
         };
-        own[track].insert(start, end);
+        device_tracks[track].insert(start, end);
         out[at] = Some(track);
     }
     out
@@ -441,10 +440,10 @@ mod tests {
     fn the_largest_blocks_get_tracks_and_none_overlap() {
         let span = |bytes, start, end| Span { device: 0, bytes, start, end };
         let spans = [span(1, 0, 10), span(5, 0, 4), span(3, 4, 8), span(9, 2, 6), span(2, 6, 6), span(2, 6, 7)];
-        // The second track has 0..4 and 4..8, the first 2..6 and then one of those that begin at 6.
+        // The second track has 0..4 and 4..8, the first 2..6 and then one that starts at 6.
         assert_eq!(assign(&spans, 2), [None, Some(1), Some(1), Some(0), Some(0), None]);
         assert_eq!(assign(&spans, 0), [None; 6]);
         let other = Span { device: 1, ..spans[3] };
-        assert_eq!(assign(&[spans[3], other], 1), [Some(0), Some(0)], "each device has its own");
+        assert_eq!(assign(&[spans[3], other], 1), [Some(0), Some(0)], "each device has separate tracks");
     }
 }

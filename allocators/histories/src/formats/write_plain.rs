@@ -1,23 +1,23 @@
-//! Plain data, dictionaries and lists, as a pickle or as JSON, written as it comes.
+//! Plain data, dictionaries and lists, as a pickle or as JSON, written incrementally.
 
 use super::write::{HistoryFile, WriteError};
 use super::{Frame, StackId, TextId};
 use std::collections::HashMap;
 use std::io::Write;
 
-/// Items in one APPENDS: as many as Python's pickler batches. PyTorch's viewer passes them on as call arguments, of
-/// which browsers take only so many.
+/// Items in one APPENDS: as many as Python's pickler batches. PyTorch's viewer passes them as call arguments, whose number
+/// browsers limit.
 const BATCH: u32 = 1000;
 
-/// How plain data is written.
+/// Output syntax.
 #[derive(Debug)]
 enum Form {
-    /// Protocol 4, with the instructions that PyTorch's viewer knows. What recurs is memoized.
+    /// Protocol 4, with the instructions that PyTorch's viewer supports. Recurring values are memoized.
     Pickle(HashMap<Recurring, u32>),
     Json,
 }
 
-/// What a pickle writes once and refers to from then on.
+/// Values that a pickle writes once and refers to later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Recurring {
     Word(&'static str),
@@ -31,7 +31,7 @@ pub(super) enum Recurring {
 pub(super) struct Plain {
     pub(super) file: HistoryFile,
     form: Form,
-    /// Items so far of each container that is open.
+    /// Number of items so far of each open container.
     open: Vec<u32>,
 }
 
@@ -53,7 +53,7 @@ impl Plain {
         self.file.put(|out| out.write_all(bytes))
     }
 
-    /// Writes what the form has for something.
+    /// Writes a value in the syntax's form.
     fn either(&mut self, pickle: &[u8], json: &[u8]) -> Result<(), WriteError> {
         let bytes = if self.is_pickle() { pickle } else { json };
         self.bytes(bytes)
@@ -69,7 +69,7 @@ impl Plain {
         self.either(b"u", b"}")
     }
 
-    /// A key of the open dictionary; its value comes next.
+    /// A key of the open dictionary; its value is next.
     pub(super) fn key(&mut self, key: &'static str) -> Result<&mut Self, WriteError> {
         self.separate()?;
         self.word(key)?;
@@ -89,7 +89,7 @@ impl Plain {
         self.either(b"](", b"[")
     }
 
-    /// Announces an item of the open list, which comes next.
+    /// Announces the next item of the open list.
     pub(super) fn item(&mut self) -> Result<&mut Self, WriteError> {
         let full = self.is_pickle() && self.open.last() == Some(&BATCH);
         if full {
@@ -106,7 +106,7 @@ impl Plain {
         self.either(b"e", b"]")
     }
 
-    /// A string that recurs.
+    /// A recurring string.
     pub(super) fn word(&mut self, text: &'static str) -> Result<(), WriteError> {
         if self.again(Recurring::Word(text))? {
             return Ok(());
@@ -115,10 +115,10 @@ impl Plain {
         self.keep(Recurring::Word(text))
     }
 
-    /// Refers to what was written before; false if it was not, or where nothing is referred to.
-    pub(super) fn again(&mut self, what: Recurring) -> Result<bool, WriteError> {
+    /// Refers to an earlier value; false if it was not written, or the syntax has no references.
+    pub(super) fn again(&mut self, value: Recurring) -> Result<bool, WriteError> {
         let Form::Pickle(memo) = &self.form else { return Ok(false) };
-        let Some(&index) = memo.get(&what) else { return Ok(false) };
+        let Some(&index) = memo.get(&value) else { return Ok(false) };
         match u8::try_from(index) {
             Ok(index) => self.bytes(&[b'h', index])?,
             Err(_) => {
@@ -129,12 +129,12 @@ impl Plain {
         Ok(true)
     }
 
-    /// Keeps what was just written, to be referred to.
-    pub(super) fn keep(&mut self, what: Recurring) -> Result<(), WriteError> {
+    /// Memoizes the value just written.
+    pub(super) fn keep(&mut self, value: Recurring) -> Result<(), WriteError> {
         let Form::Pickle(memo) = &mut self.form else { return Ok(()) };
-        // CAST: a pickle of more than four billion different things has no room on any disk.
+        // CAST: no disk has room for a pickle of four billion different values.
         let next = memo.len() as u32;
-        memo.insert(what, next);
+        memo.insert(value, next);
         self.bytes(b"\x94")
     }
 
@@ -168,7 +168,7 @@ impl Plain {
             self.bytes(b"J")?;
             return self.bytes(&value.to_le_bytes());
         }
-        // As few bytes as hold the value and its sign.
+        // The fewest bytes that represent the value and its sign.
         let bytes = value.to_le_bytes();
         let length = (1..8).find(|length| value >> (8 * length - 1) == value >> 63).unwrap_or(8);
         // CAST: at most 8.
@@ -176,7 +176,7 @@ impl Plain {
         self.bytes(&bytes[..length])
     }
 
-    /// A value that PyTorch's readers take as a signed integer of 64 bits.
+    /// A value that PyTorch's readers parse as a signed 64-bit integer.
     pub(super) fn size(&mut self, name: &str, value: u64) -> Result<(), WriteError> {
         match i64::try_from(value) {
             Ok(value) => self.int(value),
@@ -188,7 +188,7 @@ impl Plain {
         if value { self.either(b"\x88", b"true") } else { self.either(b"\x89", b"false") }
     }
 
-    /// A pair, which JSON has as a list.
+    /// A pair, which is a list in JSON.
     pub(super) fn pair(&mut self, first: i64, second: i64) -> Result<(), WriteError> {
         if self.is_pickle() {
             self.int(first)?;

@@ -1,9 +1,8 @@
 //! PyTorch's memory snapshot, as a pickle and as JSON, with exactly PyTorch's keys.
 //!
-//! Read by pytorch.org/memory_viz (the pickle), `torch/cuda/_memory_viz.py` (the pickle), mosaic (either) and by
-//! [`read`](super::read()). `record_use` events are left out, because PyTorch has no name for them. Stack frames that
-//! recur are shared. Times are whole
-//! microseconds. Integers are of 64 bits and signed; what does not fit is an error.
+//! Read by pytorch.org/memory_viz (the pickle), `torch/cuda/_memory_viz.py` (the pickle), mosaic (either) and
+//! [`read`](super::read()). `record_use` events are left out, because PyTorch has no name for them. Recurring stack frames are
+//! shared. Times are whole microseconds. Integers are signed 64-bit; larger values are errors.
 //!
 //! Source: `torch/csrc/cuda/Module.cpp`, `torch/utils/viz/MemoryViz.js`.
 
@@ -33,7 +32,7 @@ pub(super) const JSON: Writer = Writer {
     begin: |file| Ok(Box::new(SnapshotWriter::json(file)?)),
 };
 
-/// Writes a snapshot. Events come in the order of their devices: all of device 0, then all of device 1.
+/// Writes a snapshot. Events must be ordered by device: all of device 0, then all of device 1.
 #[derive(Debug)]
 pub struct SnapshotWriter {
     out: Plain,
@@ -58,13 +57,13 @@ impl SnapshotWriter {
         Self::begin(Plain::json(HistoryFile::new(file)))
     }
 
-    /// Whether a snapshot has a place for such events.
+    /// Whether a snapshot has events of an action.
     fn holds(action: Action) -> bool {
         action != Action::RecordUse
     }
 
     fn begin(mut out: Plain) -> Result<Self, WriteError> {
-        // The segments are known last, so the events come first; no reader minds the order of keys.
+        // The segments are known last, so the events are written first; the order of keys does not matter.
         out.begin_dict()?;
         out.key("device_traces")?.begin_list()?;
         out.item()?.begin_list()?;
@@ -118,7 +117,7 @@ impl SnapshotWriter {
     }
 
     fn segment(&mut self, segment: &Segment, origins: Option<&Origins>) -> Result<(), WriteError> {
-        let came = origins.map(|origins| origins.segment(segment.device, segment.address)).unwrap_or_default();
+        let origin = origins.map(|origins| origins.segment(segment.device, segment.address)).unwrap_or_default();
         let out = &mut self.out;
         out.begin_dict()?;
         out.key("device")?.int(i64::from(segment.device))?;
@@ -135,11 +134,11 @@ impl SnapshotWriter {
         out.key("stream")?.int(segment.stream as i64)?;
         out.key("segment_type")?.word(pool_name(segment.segment_type))?;
         let (first, second) = segment.pool_id.unwrap_or_default();
-        // CAST: as they were read.
+        // CAST: the original 64 bits.
         out.key("segment_pool_id")?.pair(first as i64, second as i64)?;
         out.key("is_expandable")?.bool(segment.is_expandable)?;
         out.key("frames")?;
-        self.frames(came.stack, origins)?;
+        self.frames(origin.stack, origins)?;
         self.out.key("blocks")?.begin_list()?;
         for block in &segment.blocks {
             let out = &mut self.out;
@@ -151,9 +150,9 @@ impl SnapshotWriter {
             }
             out.key("state")?.word(state_name(block.state))?;
             out.key("frames")?;
-            let held = block.state != BlockState::Free;
-            let came = origins.filter(|_| held).map(|origins| origins.block(segment.device, block.address));
-            self.frames(came.unwrap_or_default().stack, origins)?;
+            let active = block.state != BlockState::Free;
+            let origin = origins.filter(|_| active).map(|origins| origins.block(segment.device, block.address));
+            self.frames(origin.unwrap_or_default().stack, origins)?;
             self.out.end_dict()?;
         }
         self.out.end_list()?;
@@ -166,7 +165,7 @@ impl SnapshotWriter {
         }
         if event.device < self.device {
             return Err(self.out.file.unfit(format!(
-                "an event of device {} comes after one of device {}, but a snapshot has them device by device",
+                "an event of device {} comes after one of device {}, but a snapshot orders them by device",
                 event.device, self.device
             )));
         }

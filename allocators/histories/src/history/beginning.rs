@@ -1,29 +1,29 @@
-//! The state from which a replay starts: what was held before the first event.
+//! The initial state of a replay: the memory before recording started.
 
 use super::op::Op;
 use super::{History, SegmentEvent};
 use vramlab_device::{DeviceAddr, StreamId};
 use vramlab_policies::contract::{BlockInfo, BlockState, PoolKind, SegmentInfo, Snapshot};
 
-/// A segment that was held before the first event.
+/// A segment from before recording started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StartSegment {
     pub(crate) addr: u64,
     pub(crate) bytes: u64,
     pub(crate) stream: u32,
     pub(crate) pool: PoolKind,
-    /// For how many searches of the large pool it had been idle, as far as that matters.
+    /// Number of searches of the large pool for which it had been idle, as far as that matters.
     pub(crate) age: u64,
-    /// The private pool that it serves, by number from 1; 0 for none, or where that is not told.
+    /// Number of its private pool, from 1; 0 if none or unknown.
     pub(crate) private: u32,
 }
 
-/// A block that was in use before the first event.
+/// A block that was active before recording started.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StartBlock {
     pub(crate) addr: u64,
     pub(crate) requested: u64,
-    /// Size, where the end of the history or the layout tells it.
+    /// Size, if the end of the recording or the layout shows it.
     pub(crate) bytes: Option<u64>,
     pub(crate) stream: u32,
     pub(crate) slot: u32,
@@ -31,25 +31,25 @@ pub(crate) struct StartBlock {
     pub(crate) freed: Option<usize>,
 }
 
-/// The state from which a replay starts.
+/// The initial state of a replay.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Beginning {
-    /// In address order; none if they are not known.
+    /// In address order; empty if unknown.
     pub(crate) segments: Vec<StartSegment>,
-    /// In address order; those whose free is pending come with their segments only.
+    /// In address order; blocks with a pending free are present only with their segments.
     pub(crate) blocks: Vec<StartBlock>,
-    /// Frees that had been requested, in order.
+    /// Requested frees, in order.
     pub(crate) frees: Vec<Op>,
-    /// Blocks whose size the history does not tell.
+    /// Number of blocks of unknown size.
     pub(crate) undetermined: u64,
-    /// Why the segments are not known, if something was held.
+    /// Why the segments are unknown, if something was reserved.
     pub(crate) unknown: Option<String>,
-    /// Whether a replay allocates the blocks anew instead of taking over their segments.
+    /// Whether a replay allocates the blocks anew instead of adopting their segments.
     pub(crate) anew: bool,
 }
 
 impl Beginning {
-    /// Bytes that the client held.
+    /// Requested bytes of its blocks.
     pub(crate) fn requested(&self) -> u64 {
         self.blocks.iter().filter(|block| block.freed.is_none()).map(|block| block.requested).sum()
     }
@@ -59,33 +59,33 @@ impl Beginning {
         self.segments.iter().map(|segment| segment.bytes).sum()
     }
 
-    /// The segments as the allocator's first events: from the highest address downwards, as allocators restore them, and where
-    /// those of private pools are `apart` one pool after another.
-    pub(crate) fn segment_events(&self, apart: bool) -> impl Iterator<Item = SegmentEvent> + use<> {
+    /// The segments as the allocator's first events: from the highest address downwards, as allocators restore them, and if
+    /// private pools are `separate`, one pool after another.
+    pub(crate) fn segment_events(&self, separate: bool) -> impl Iterator<Item = SegmentEvent> + use<> {
         let mut segments = self.segments.clone();
-        segments.sort_by_key(|segment| (if apart { segment.private } else { 0 }, std::cmp::Reverse(segment.addr)));
+        segments.sort_by_key(|segment| (if separate { segment.private } else { 0 }, std::cmp::Reverse(segment.addr)));
         segments.into_iter().map(|segment| SegmentEvent::made(segment.addr, segment.bytes, 0))
     }
 
-    /// For how many searches the segment at an address had been idle.
+    /// Number of searches for which the segment at an address had been idle.
     pub(crate) fn age(&self, addr: u64) -> u64 {
-        let found = self.segments.binary_search_by_key(&addr, |segment| segment.addr);
-        found.map_or(0, |number| self.segments[number].age)
+        let index = self.segments.binary_search_by_key(&addr, |segment| segment.addr);
+        index.map_or(0, |number| self.segments[number].age)
     }
 
-    /// The private pool of what lies at an address.
+    /// The private pool of an address.
     pub(crate) fn private_at(&self, addr: u64) -> u32 {
         let before = self.segments.partition_point(|segment| segment.addr <= addr);
         before.checked_sub(1).map_or(0, |number| self.segments[number].private)
     }
 
-    /// The segments of a private pool (`None`: all of them) and their blocks with the streams of a replay; `None` if there are
-    /// none that are known.
+    /// The segments of a private pool (`None`: all of them) and their blocks with the streams of a replay; `None` if no segments
+    /// are known.
     pub(crate) fn snapshot(&self, streams: &[StreamId], private: Option<u32>) -> Option<Snapshot> {
-        let taken_over =
+        let is_adopted =
             |segment: &&StartSegment| !self.anew && private.is_none_or(|private| private == segment.private);
-        let own = || self.segments.iter().filter(taken_over);
-        own().next()?;
+        let adopted = || self.segments.iter().filter(is_adopted);
+        adopted().next()?;
         let mut blocks = self.blocks.iter().peekable();
         let segment = |segment: &StartSegment| {
             let (mut at, end) = (segment.addr, segment.addr + segment.bytes);
@@ -116,15 +116,15 @@ impl Beginning {
                 blocks: parts,
             }
         };
-        Some(Snapshot { segments: own().map(segment).collect() })
+        Some(Snapshot { segments: adopted().map(segment).collect() })
     }
 
-    /// Whether something was held.
+    /// Whether anything was reserved.
     pub(crate) fn is_empty(&self) -> bool {
         self.segments.is_empty() && self.blocks.is_empty()
     }
 
-    /// Whether an address lies in one of the segments. O(log n).
+    /// Whether one of the segments contains an address. O(log n).
     pub(crate) fn has_segment_at(&self, addr: u64) -> bool {
         let before = self.segments.partition_point(|segment| segment.addr <= addr);
         before.checked_sub(1).is_some_and(|at| addr - self.segments[at].addr < self.segments[at].bytes)
@@ -132,13 +132,13 @@ impl Beginning {
 }
 
 impl History {
-    /// Leaves out what was cached before the first event: a replay then allocates the blocks anew that were in use, in the order of
-    /// their addresses, and begins with no other memory. What a setting reserves is then compared with what another one does from the
-    /// same start. Recorded addresses can no longer be compared.
+    /// Removes memory that was cached before recording started: a replay then allocates the blocks that were active anew, in
+    /// address order, and starts without other memory. So settings are compared from the same start. Recorded addresses can no
+    /// longer be compared.
     pub fn begin_without_cache(&mut self) {
         self.beginning.anew = true;
         self.beginning.blocks.retain(|block| block.freed.is_none());
         self.beginning.frees.clear();
-        self.not_comparable = Some("what was cached before the first event is left out".into());
+        self.not_comparable = Some("memory cached before recording started is removed".into());
     }
 }

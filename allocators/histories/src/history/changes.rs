@@ -1,12 +1,11 @@
-//! A history as it would have been if the program had run at another pace, or had been written otherwise. Its recorded addresses
-//! can then no longer be compared.
+//! Modified recordings: the program at another pace, or with changes. Their recorded addresses can no longer be compared.
 
 use super::op::{BY_DEVICE, Kind, NEVER, Release};
 use super::{History, PrivatePools};
 
 impl History {
-    /// Makes every free complete at once, as if no other stream had used the block (PyTorch's `record_stream` left out): what
-    /// waiting for other streams costs in memory is what a replay needs less then. Blocks come and go when they did.
+    /// Makes every free complete immediately, as if no other stream had used the block (without PyTorch's `record_stream`). The
+    /// reduction of a replay's memory is the cost of deferred frees. Allocations and requested frees stay as they were.
     pub fn complete_at_once(&mut self) {
         for op in self.ops.iter_mut().chain(&mut self.beginning.frees) {
             match op.kind() {
@@ -23,12 +22,12 @@ impl History {
         }
         self.further_streams = 0;
         self.deferred = 0;
-        self.not_comparable = Some("every free is made to complete at once, other than when it was recorded".into());
+        self.not_comparable = Some("every free completes immediately, unlike in the recording".into());
     }
 
-    /// Makes each free that waited for other streams wait `pace` times as long, counted in operations of the history. With
-    /// other settings a program runs at another pace, and how far the streams are then is not known: what a replay needs at
-    /// several paces says how much depends on it. What had not completed at the end still does not.
+    /// Scales the time for which each deferred free is pending by `pace`, counted in operations. Under other settings a program
+    /// runs at another pace, and the progress of its streams is unknown: replays at several paces show how much the memory
+    /// depends on it. Frees that were pending at the end stay pending.
     pub fn complete_at_pace(&mut self, pace: f64) {
         let last = self.ops.len();
         for (at, op) in self.ops.iter_mut().enumerate().filter(|(_, op)| op.kind() == Kind::Release) {
@@ -36,25 +35,25 @@ impl History {
             if ready == NEVER || ready == BY_DEVICE {
                 continue;
             }
-            // CAST: numbers of operations, below 2^32; a fraction of one is dropped.
+            // CAST: numbers of operations, below 2^32; the fraction is dropped.
             let waits = (f64::from(ready.saturating_sub(at as u32)) * pace) as usize;
             // CAST: as above.
             op.set_release(Release { ready: (at + waits).min(last) as u32, user });
         }
-        self.not_comparable = Some("frees are made to complete at another pace than when it was recorded".into());
+        self.not_comparable = Some("deferred frees complete at another pace than recorded".into());
     }
 
-    /// Leaves out every call of `empty_cache`.
+    /// Removes every call of `empty_cache`.
     pub fn without_empty_cache(&mut self) {
         for op in self.ops.iter_mut().filter(|op| op.kind() == Kind::Trim) {
             op.set_kind(Kind::Nothing);
             self.operations -= 1;
         }
         self.pools.trimmed.clear();
-        self.not_comparable = Some("calls of empty_cache are left out".into());
+        self.not_comparable = Some("calls of empty_cache are removed".into());
     }
 
-    /// Gives allocations another size, by number from 0 in the order of the recorded events; `None` leaves one as it was.
+    /// Resizes allocations, by number from 0 in recorded order; `None` keeps a size.
     pub fn resize_allocations(&mut self, mut bytes: impl FnMut(u64) -> Option<u64>) {
         let allocations = self.ops.iter_mut().filter(|op| op.kind() == Kind::Alloc);
         for (op, number) in allocations.zip(0..) {
@@ -63,16 +62,16 @@ impl History {
         self.not_comparable = Some("allocations have another size".into());
     }
 
-    /// Lets all streams be one, so that every free block serves every request and no free waits.
+    /// Merges all streams into one, so that every free block can serve every request and no free is deferred.
     pub fn on_one_stream(&mut self) {
         self.complete_at_once();
         self.ops.iter_mut().chain(&mut self.beginning.frees).for_each(|op| op.set_stream(0));
         self.beginning.segments.iter_mut().for_each(|segment| segment.stream = 0);
         self.beginning.blocks.iter_mut().for_each(|block| block.stream = 0);
-        self.not_comparable = Some("all streams are made one".into());
+        self.not_comparable = Some("all streams are merged".into());
     }
 
-    /// Takes every allocation from the cache that all share, and none from private pools.
+    /// Allocates everything from the shared cache, and nothing from private pools.
     pub fn without_private_pools(&mut self) {
         for op in self.ops.iter_mut().chain(&mut self.beginning.frees) {
             if op.kind() == Kind::Trim && op.pool() != 0 {
@@ -83,6 +82,6 @@ impl History {
         }
         self.beginning.segments.iter_mut().for_each(|segment| segment.private = 0);
         self.pools = PrivatePools::default();
-        self.not_comparable = Some("private pools are left out".into());
+        self.not_comparable = Some("private pools are removed".into());
     }
 }

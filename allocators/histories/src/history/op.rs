@@ -3,24 +3,24 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Most streams of a history; what has more is no log of a training run.
+/// Maximum number of streams; a log with more is not of a training run.
 pub const MAX_STREAMS: usize = 4096;
 
-/// What the client does.
+/// Operations of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Asks for `value` bytes and puts the block into its slot.
+    /// Requests `value` bytes and stores the block in its slot.
     Alloc,
-    /// Gives the slot's block back; nothing else uses it.
+    /// Frees the slot's block, which no other stream uses.
     Free,
-    /// Gives the slot's block back while another stream may use it; `value` is a packed [`Release`].
+    /// Frees the slot's block while another stream may use it; `value` is a packed [`Release`].
     Release,
     /// Announces that the stream uses the slot's block.
     Use,
     /// Empties the cache.
     Trim,
-    /// Asks for `value` bytes that the recorded allocator refused; only replayed at recorded addresses.
+    /// Requests `value` bytes that the recorded allocator refused; only replayed at recorded addresses.
     Refused,
     /// Nothing.
     Nothing,
@@ -31,16 +31,16 @@ pub(crate) enum Kind {
 pub(crate) struct Op {
     /// Bytes, or a packed [`Release`].
     pub(crate) value: u64,
-    /// Where the block is kept.
+    /// Slot of the block.
     pub(crate) slot: u32,
-    /// Kind in the lowest byte, above it twelve bits for the stream's number, and twelve for the private pool's.
+    /// Kind in the lowest byte, above it twelve bits for the stream's number and twelve for the private pool's.
     code: u32,
 }
 
-/// Where the private pool begins in a code.
+/// Position of the private pool in a code.
 const POOL_SHIFT: u32 = 20;
 
-/// Most private pools of a history. They are numbered from 1.
+/// Maximum number of private pools. They are numbered from 1.
 pub(crate) const MAX_POOLS: u32 = (1 << (u32::BITS - POOL_SHIFT)) - 1;
 
 const _: () = assert!(MAX_STREAMS <= 1 << (POOL_SHIFT - 8), "a stream's number has twelve bits");
@@ -68,7 +68,7 @@ impl Op {
         (self.code & ((1 << POOL_SHIFT) - 1)) >> 8
     }
 
-    /// Number of the private pool that it is for; 0 for none.
+    /// Number of its private pool; 0 if none.
     pub(crate) fn pool(self) -> u32 {
         self.code >> POOL_SHIFT
     }
@@ -81,7 +81,7 @@ impl Op {
         *self = Self::new(self.kind(), stream, self.slot, self.value).of_pool(self.pool());
     }
 
-    /// What a free waits for. Only of a [`Kind::Free`] or [`Kind::Release`].
+    /// When a free completes; only of a [`Kind::Free`] or [`Kind::Release`].
     pub(crate) fn release(self) -> Release {
         // CAST: the two halves.
         Release { ready: self.value as u32, user: (self.value >> 32) as u32 }
@@ -91,12 +91,12 @@ impl Op {
         self.value = release.pack();
     }
 
-    /// Makes it a free that completes when the device says so.
+    /// Makes it a free whose completion the device decides.
     pub(crate) fn complete_by_device(&mut self) {
         self.set_release(Release { ready: BY_DEVICE, user: NO_STREAM });
     }
 
-    /// The operation of a private pool (0: of none).
+    /// Assigns the operation to a private pool (0: none).
     pub(crate) fn of_pool(self, pool: u32) -> Self {
         Self { code: self.code & ((1 << POOL_SHIFT) - 1) | pool << POOL_SHIFT, ..self }
     }
@@ -115,18 +115,18 @@ impl fmt::Debug for Op {
     }
 }
 
-/// When a block whose free is deferred becomes reusable, and which stream holds it until then.
+/// When a block with a deferred free becomes reusable, and which stream uses it until then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Release {
     /// The first operation at which its events have completed, [`NEVER`] or [`BY_DEVICE`].
     pub(crate) ready: u32,
-    /// The stream whose use is not in the history and has to be announced; [`NO_STREAM`] when all are.
+    /// The stream whose use is not recorded and must be announced; [`NO_STREAM`] if all are recorded.
     pub(crate) user: u32,
 }
 
-/// The history ends before the free completes.
+/// The recording ends before the free completes.
 pub(crate) const NEVER: u32 = u32::MAX;
-/// The history does not say when frees complete: the device does.
+/// The recording does not show when frees complete: the device decides.
 pub(crate) const BY_DEVICE: u32 = u32::MAX - 1;
 /// No stream.
 pub(crate) const NO_STREAM: u32 = u32::MAX;
@@ -137,7 +137,7 @@ impl Release {
     }
 }
 
-/// Frees that were requested and complete in a later operation.
+/// Requested frees that complete in a later operation.
 #[derive(Debug)]
 pub(crate) struct DueFrees<T>(BTreeMap<u32, Vec<T>>);
 
@@ -148,19 +148,19 @@ impl<T> Default for DueFrees<T> {
 }
 
 impl<T> DueFrees<T> {
-    /// Takes note that operation `number` frees `what`, which is given back if it is free at once.
-    pub(crate) fn request(&mut self, number: u32, op: Op, what: T) -> Option<T> {
+    /// Records that operation `number` frees `item`, which is returned if it is free immediately.
+    pub(crate) fn request(&mut self, number: u32, op: Op, item: T) -> Option<T> {
         match (op.kind(), op.release().ready) {
             (Kind::Release, NEVER) => None,
             (Kind::Release, ready) if ready != BY_DEVICE && ready > number => {
-                self.0.entry(ready).or_default().push(what);
+                self.0.entry(ready).or_default().push(item);
                 None
             }
-            _ => Some(what),
+            _ => Some(item),
         }
     }
 
-    /// What completes up to operation `number` and did not before, by the first operation.
+    /// Frees that complete up to operation `number` and have not been returned, by first operation.
     pub(crate) fn complete(&mut self, number: u32) -> Option<Vec<T>> {
         let due = self.0.first_entry().filter(|due| *due.key() <= number)?;
         Some(due.remove())

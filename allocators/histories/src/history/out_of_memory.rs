@@ -1,35 +1,35 @@
-//! What the recorded allocator held when it refused a request.
+//! The recorded memory at a failed request.
 
 use serde::Serialize;
 use std::fmt;
 use vramlab_device::Bytes;
 use vramlab_policies::contract::OomReport;
 
-/// A request that the recorded allocator refused, and what it held then.
+/// A failed request of the recording, and the memory state then.
 ///
-/// Sizes of blocks are the allocator's and not those that were asked for: rounded, and in the large pool with what was
-/// too little to be split off.
+/// Sizes of blocks are the allocator's, not the requested ones: rounded, and in the large pool with remainders that were too
+/// small to be split off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct OutOfMemory {
     /// Number of the event, from 1.
     pub event: u64,
-    /// Bytes asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
     /// Recorded handle of the stream.
     pub stream: u64,
-    /// Bytes free on the device, if the history says so.
+    /// Free bytes of the device, if recorded.
     pub device_free_bytes: Option<u64>,
-    /// Memory limit, if it is known.
+    /// Memory limit, if known.
     pub limit_bytes: Option<u64>,
-    /// Bytes asked for in all blocks that the client held.
+    /// Requested bytes of all allocated blocks.
     pub live_bytes: u64,
-    /// What was held; `None` where the history does not show segments.
+    /// Memory state; `None` if the recording has no segments.
     pub held: Option<Held>,
-    /// What each stream's segments held, by handle.
+    /// Memory state of each stream's segments, by handle.
     pub streams: Vec<StreamHeld>,
-    /// Whether the history shows all that was held. If not, there were blocks outside of the segments that it shows.
+    /// Whether the recording shows all segments. If not, some blocks were outside those that it shows.
     pub complete: bool,
-    /// What could be set against free memory in pieces; see [`OomReport`].
+    /// Setting against fragmentation; see [`OomReport`].
     #[serde(skip)]
     pub against_fragmentation: Option<String>,
 }
@@ -39,9 +39,9 @@ pub struct OutOfMemory {
 pub struct Held {
     /// Bytes in segments.
     pub reserved_bytes: u64,
-    /// Bytes in blocks that the client holds.
+    /// Bytes in allocated blocks.
     pub allocated_bytes: u64,
-    /// Bytes in blocks that the client has freed and other streams still use.
+    /// Bytes in blocks that were freed and are pending on other streams.
     pub pending_bytes: u64,
     /// Bytes in free blocks.
     pub free_bytes: u64,
@@ -56,23 +56,24 @@ pub struct Held {
 pub struct StreamHeld {
     /// Recorded handle.
     pub stream: u64,
-    /// What its segments hold.
+    /// State of its segments.
     #[serde(flatten)]
     pub held: Held,
 }
 
 impl OutOfMemory {
-    /// The report that an allocator gives when it refuses a request, as far as the history tells it.
+    /// The report that an allocator gives for a failed request, as far as the recording shows it.
     #[must_use]
     pub fn report(&self) -> OomReport {
-        let own = self.streams.iter().find(|held| held.stream == self.stream).map(|own| own.held).unwrap_or_default();
-        let held = self.held.unwrap_or_default();
+        let same_stream =
+            self.streams.iter().find(|state| state.stream == self.stream).map(|state| state.held).unwrap_or_default();
+        let total = self.held.unwrap_or_default();
         let report = OomReport::new("the recorded allocator", self.requested_bytes)
-            .with_memory(held.reserved_bytes, held.allocated_bytes + held.pending_bytes)
+            .with_memory(total.reserved_bytes, total.allocated_bytes + total.pending_bytes)
             .with_limit(self.limit_bytes)
             .with_setting(self.against_fragmentation.clone());
         match self.held {
-            Some(held) => report.with_free(own.largest_free_bytes, held.free_bytes - own.free_bytes),
+            Some(held) => report.with_free(same_stream.largest_free_bytes, held.free_bytes - same_stream.free_bytes),
             None => report,
         }
     }
@@ -81,7 +82,7 @@ impl OutOfMemory {
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (asked, stream) = (Bytes(self.requested_bytes), self.stream);
-        write!(f, "out of memory at event {}: {asked} asked for on stream {stream:#x}", self.event)?;
+        write!(f, "out of memory at event {}: {asked} requested on stream {stream:#x}", self.event)?;
         if let Some(free) = self.device_free_bytes {
             write!(f, "\n  {} free on the device", Bytes(free))?;
         }
@@ -89,11 +90,11 @@ impl fmt::Display for OutOfMemory {
             write!(f, "\n  {} is the limit", Bytes(limit))?;
         }
         let Some(held) = &self.held else {
-            return write!(f, "\n  {} live; the history does not show what was reserved", Bytes(self.live_bytes));
+            return write!(f, "\n  {} live; the recording does not show reserved memory", Bytes(self.live_bytes));
         };
         write!(f, "\n  {} reserved, {} allocated", Bytes(held.reserved_bytes), Bytes(held.allocated_bytes))?;
         if held.pending_bytes > 0 {
-            write!(f, ", {} in use by other streams", Bytes(held.pending_bytes))?;
+            write!(f, ", {} pending on other streams", Bytes(held.pending_bytes))?;
         }
         write!(f, "\n  ")?;
         held.free(f)?;
@@ -105,7 +106,7 @@ impl fmt::Display for OutOfMemory {
         }
         write!(f, "\n  {}", self.report().advice())?;
         if !self.complete {
-            write!(f, "\n  the history does not show all that was held; this is what it shows")?;
+            write!(f, "\n  the recording does not show all segments; these are the shown ones")?;
         }
         Ok(())
     }
@@ -115,10 +116,10 @@ impl Held {
     fn free(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.free_blocks {
             0 => write!(f, "nothing free"),
-            1 => write!(f, "{} free in one piece", Bytes(self.free_bytes)),
+            1 => write!(f, "{} free in one block", Bytes(self.free_bytes)),
             pieces => {
                 let (free, largest) = (Bytes(self.free_bytes), Bytes(self.largest_free_bytes));
-                write!(f, "{free} free in {pieces} pieces, largest {largest}")
+                write!(f, "{free} free in {pieces} blocks, largest {largest}")
             }
         }
     }

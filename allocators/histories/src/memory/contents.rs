@@ -1,17 +1,17 @@
-//! What lies in the segments, and the account of it.
+//! Contents of segments, and the breakdown of reserved memory.
 
 use super::{Block, Memory, Segment};
 use crate::formats::{self, SegmentBlock};
 use vramlab_policies::contract::{BlockState, Ledger, PoolKind};
 
-/// What lies in a segment.
+/// Contents of a segment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// Bytes of blocks, those included whose free waits.
+    /// Bytes of active blocks, pending ones included.
     pub active: u64,
-    /// Bytes of blocks whose free waits for other streams.
+    /// Bytes of blocks with a pending free.
     pub pending: u64,
-    /// Bytes asked for in the blocks that the program holds.
+    /// Requested bytes of allocated blocks.
     pub requested: u64,
     /// Number of blocks.
     pub blocks: u64,
@@ -24,7 +24,7 @@ pub struct Contents {
 }
 
 impl Memory {
-    /// What lies in the segment at an address. O(log n + blocks of the segment).
+    /// Contents of the segment at an address. O(log n + blocks of the segment).
     #[must_use]
     pub fn contents(&self, start: u64, segment: &Segment) -> Contents {
         let mut out = Contents::default();
@@ -44,7 +44,7 @@ impl Memory {
         out
     }
 
-    /// The blocks of a segment with their addresses: those that keep it from going back.
+    /// Active blocks of a segment with their addresses: they keep it reserved.
     pub fn blocks_in(&self, start: u64, segment: &Segment) -> impl Iterator<Item = (u64, &Block)> + '_ {
         self.blocks.range(start..start + segment.bytes).map(|(addr, block)| (*addr, block))
     }
@@ -54,8 +54,8 @@ impl Memory {
         self.gaps.within(start, start + segment.bytes)
     }
 
-    /// Where reserved memory is, as a request on `stream` sees it. Blocks outside of the segments that the history shows do not
-    /// count. O(n).
+    /// Breakdown of reserved memory as seen by a request on `stream`. Blocks outside the segments of the recording do not count.
+    /// O(n).
     #[must_use]
     pub fn ledger(&self, stream: u64) -> Ledger {
         let mut out = Ledger::default();
@@ -76,7 +76,7 @@ impl Memory {
         out
     }
 
-    /// The segments and their blocks as PyTorch's snapshot of `device` lists them, in the order of their addresses. O(n).
+    /// The segments and their blocks in address order, as in PyTorch's snapshot of `device`. O(n).
     #[must_use]
     pub fn snapshot(&self, device: u16) -> Vec<formats::Segment> {
         let segment = |(&address, segment): (&u64, &Segment)| {

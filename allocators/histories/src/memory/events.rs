@@ -1,42 +1,42 @@
-//! The events of a history in memory, 32 bytes each.
+//! The events of a recording in memory, 32 bytes each.
 
 use crate::formats::{Action, Origin, StackId, TextId};
 use indexmap::IndexSet;
 use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
-/// An event, and where it came from.
+/// An event with its origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordedEvent {
-    /// Address, or the device's free bytes for a request that was refused.
+    /// Address, or the device's free bytes for a failed request.
     pub addr: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Stream.
+    /// Stream handle.
     pub stream: u64,
-    /// When it was, in nanoseconds.
+    /// Time in nanoseconds.
     pub time_ns: u64,
-    /// Where it came from.
+    /// Stack, category and note.
     pub origin: Origin,
-    /// What was done.
+    /// Kind of event.
     pub action: Action,
 }
 
-/// All events of a GPU's history. Memory is claimed from the budget of the reading.
+/// All events of one GPU. Memory is claimed from the reader's budget.
 #[derive(Debug)]
 pub struct Events {
     packed: LongList<Packed>,
-    /// What most events have in common with others.
+    /// Values that many events share.
     kinds: IndexSet<Kind>,
-    /// The last one of each action.
+    /// The last kind of each action.
     last: [u32; Action::ALL.len()],
-    /// How many there are of each action.
+    /// Number of events of each action.
     counts: [usize; Action::ALL.len()],
-    /// Whether frees waited when the history ended.
+    /// Whether frees were pending at the end.
     waits_at_end: bool,
     claim: Claim,
 }
 
-/// An event; what few have of their own is a number.
+/// An event; shared values are an index.
 #[derive(Clone, Copy, Debug)]
 struct Packed {
     addr: u64,
@@ -54,11 +54,11 @@ struct Kind {
     note: TextId,
 }
 
-/// A kind in its table, with its hash and its place there. Both sizes are held for a moment when it doubles.
+/// A kind in its table, with hash and position. While the table doubles, both sizes are allocated.
 const ENTRY: usize = 4 * size_of::<(Kind, u64, usize)>();
 
 impl Events {
-    /// None yet.
+    /// Without events.
     #[must_use]
     pub fn new(budget: &Budget) -> Self {
         Self {
@@ -74,7 +74,7 @@ impl Events {
     /// Adds an event.
     ///
     /// # Errors
-    /// [`OverBudget`] when there is no room for another.
+    /// [`OverBudget`] when the budget is used up.
     pub fn push(&mut self, event: RecordedEvent) -> Result<(), OverBudget> {
         let RecordedEvent { addr, bytes, stream, time_ns, origin, action } = event;
         let kind = self.number(Kind { action, stream, category: origin.category, note: origin.note })?;
@@ -84,15 +84,15 @@ impl Events {
         Ok(())
     }
 
-    /// How many events there are of an action.
+    /// Number of events of an action.
     #[must_use]
     pub fn count(&self, action: Action) -> usize {
         // CAST: the number of the action.
         self.counts[action as usize]
     }
 
-    /// Says that frees waited for other streams when the history ended, so that a history without completions has none
-    /// because none came, not because they were not recorded.
+    /// Declares that frees were pending at the end: a recording without completions then has none because none happened, not
+    /// because they were not recorded.
     pub fn waits_at_end(&mut self) {
         self.waits_at_end = true;
     }
@@ -106,7 +106,7 @@ impl Events {
         if !self.kinds.contains(&kind) {
             self.claim.add(ENTRY)?;
         }
-        // CAST: each claims memory, of which no machine has enough for four billion.
+        // CAST: each claims memory, and no machine has enough for four billion.
         *last = self.kinds.insert_full(kind).0 as u32;
         Ok(*last)
     }
@@ -123,7 +123,7 @@ impl Events {
         self.packed.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no events.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.packed.is_empty()
@@ -147,25 +147,25 @@ impl Events {
         self.get(self.len().checked_sub(1)?)
     }
 
-    /// All of them.
+    /// All events.
     pub fn iter(&self) -> impl Iterator<Item = RecordedEvent> + Clone + '_ {
         self.iter_from(0)
     }
 
-    /// Those from an index on.
+    /// The events from an index on.
     pub fn iter_from(&self, index: usize) -> impl Iterator<Item = RecordedEvent> + Clone + '_ {
         (index..).map_while(|index| self.get(index))
     }
 
-    /// Those from an index on, each with its index and whether it belongs to a free that completes at once.
+    /// The events from an index on, each with its index and whether it belongs to a free that completes immediately.
     ///
-    /// PyTorch can be told to record only one of a free's two events (`skip_actions`). That one then is the whole free, and
-    /// is given as a [`Action::FreeRequested`] that completes at once. So is a completion that is the very first event: the
-    /// recording began, or lost its beginning, between the two events of a free.
+    /// PyTorch can record only one of a free's two events (`skip_actions`). That one then is the complete free, and is returned
+    /// as a [`Action::FreeRequested`] that completes immediately. So is a completion that is the very first event: the recording
+    /// began, or lost its beginning, between the two events of a free.
     pub fn walk(&self, index: usize) -> impl Iterator<Item = (usize, RecordedEvent, bool)> + Clone + '_ {
         let requests = self.count(Action::FreeRequested) > 0;
         let completions = self.count(Action::FreeCompleted) > 0 || self.waits_at_end;
-        // Whether an event completes the free that the event before it requested.
+        // Whether the event completes the free that the previous one requested.
         let mut completes = false;
         let mut next = self.get(index);
         (index..).map_while(move |index| {
@@ -174,17 +174,17 @@ impl Events {
             completes = event.action == Action::FreeRequested
                 && next.is_some_and(|next| next.action == Action::FreeCompleted && next.addr == event.addr);
             let first = index == 0 && event.action == Action::FreeCompleted;
-            let whole = match event.action {
+            let complete = match event.action {
                 Action::FreeRequested => !completions,
                 Action::FreeCompleted => first || !requests,
                 _ => false,
             };
-            let action = if whole { Action::FreeRequested } else { event.action };
-            Some((index, RecordedEvent { action, ..event }, completes || completed || whole))
+            let action = if complete { Action::FreeRequested } else { event.action };
+            Some((index, RecordedEvent { action, ..event }, completes || completed || complete))
         })
     }
 
-    /// Index of the first event that is not before a time, in a history in the order of its times.
+    /// Index of the first event not before a time, if events are ordered by time.
     #[must_use]
     pub fn at_time(&self, time_ns: u64) -> usize {
         self.packed.partition_point(|event| event.time_ns < time_ns)
@@ -212,15 +212,24 @@ mod tests {
         assert_eq!((events.get(77_777), events.get(200_000)), (Some(event(77_777)), None));
         assert_eq!((events.first(), events.last()), (Some(event(0)), Some(event(199_999))));
         assert_eq!((events.at_time(5000), events.at_time(u64::MAX), events.len()), (20_000, 200_000, 200_000));
-        // No more than one piece beyond them.
+        // At most one chunk more.
         assert!(budget.peak() < 32 * (200_000 + (1 << 16)) + 100_000, "{}", budget.peak());
     }
 
     #[test]
     fn a_free_that_completes_at_once_is_a_pair() {
         let mut events = Events::new(&Budget::default());
-        let (free, done) = (Action::FreeRequested, Action::FreeCompleted);
-        let history = [(free, 1), (done, 1), (free, 2), (free, 3), (done, 3), (done, 2), (done, 2), (free, 2)];
+        let (free, completion) = (Action::FreeRequested, Action::FreeCompleted);
+        let history = [
+            (free, 1),
+            (completion, 1),
+            (free, 2),
+            (free, 3),
+            (completion, 3),
+            (completion, 2),
+            (completion, 2),
+            (free, 2),
+        ];
         for (action, addr) in history {
             let rest = (8, 0, 0, Origin::default());
             let (bytes, stream, time_ns, origin) = rest;
@@ -234,7 +243,7 @@ mod tests {
 
     #[test]
     fn the_only_event_of_a_free_is_all_of_it() {
-        let (alloc, free, done) = (Action::Alloc, Action::FreeRequested, Action::FreeCompleted);
+        let (alloc, free, completion) = (Action::Alloc, Action::FreeRequested, Action::FreeCompleted);
         let walked = |history: &[Action], waits: bool| {
             let mut events = Events::new(&Budget::default());
             for &action in history {
@@ -248,9 +257,9 @@ mod tests {
         };
         assert_eq!(walked(&[alloc, free], false), [(alloc, false), (free, true)]);
         assert_eq!(walked(&[alloc, free], true), [(alloc, false), (free, false)]);
-        assert_eq!(walked(&[alloc, done], false), [(alloc, false), (free, true)]);
-        // The first event is the second of a free; a later one ends a wait that began before.
-        let cut = [(free, true), (alloc, false), (done, false), (free, true), (done, true)];
-        assert_eq!(walked(&[done, alloc, done, free, done], false), cut);
+        assert_eq!(walked(&[alloc, completion], false), [(alloc, false), (free, true)]);
+        // The first event is the second of a free; a later one ends a free that was pending from the start.
+        let cut = [(free, true), (alloc, false), (completion, false), (free, true), (completion, true)];
+        assert_eq!(walked(&[completion, alloc, completion, free, completion], false), cut);
     }
 }

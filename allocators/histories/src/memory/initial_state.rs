@@ -1,5 +1,5 @@
-//! What was there before the first event of a history: what goes without having come, and what is held at the end without
-//! having come.
+//! The memory before recording started: segments and blocks that are released without having been allocated, or exist at the end
+//! without having been allocated.
 
 use super::events::{Events, RecordedEvent};
 use super::{Rules, Segment};
@@ -8,49 +8,49 @@ use std::collections::HashSet;
 use vramlab_device::ranges::Ranges;
 use vramlab_policies::contract::{BlockState, PoolKind};
 
-/// What was there before the first event, as far as the history tells it.
+/// The memory before recording started, as far as the recording shows it.
 #[derive(Clone, Debug, Default)]
 pub struct InitialState {
-    /// By address.
+    /// Segments by address.
     pub segments: Vec<InitialSegment>,
-    /// By address.
+    /// Blocks by address.
     pub blocks: Vec<InitialBlock>,
 }
 
-/// A segment that was there before the first event.
+/// A segment from before recording started.
 #[derive(Clone, Copy, Debug)]
 pub struct InitialSegment {
-    /// Where it begins.
+    /// First address.
     pub addr: u64,
-    /// What it is.
+    /// Its size, stream and kind.
     pub segment: Segment,
-    /// Whether it was held at the end, too.
+    /// Whether it still existed at the end.
     pub at_end: bool,
 }
 
-/// A block that was there before the first event.
+/// A block from before recording started.
 #[derive(Clone, Copy, Debug)]
 pub struct InitialBlock {
-    /// Where it begins.
+    /// First address.
     pub addr: u64,
-    /// What was asked for.
+    /// Requested bytes.
     pub requested: u64,
-    /// Its size, where the end tells it.
+    /// Its size, if the end shows it.
     pub bytes: Option<u64>,
-    /// Its stream.
+    /// Stream handle.
     pub stream: u64,
-    /// Whether it had been freed and waited for other streams.
+    /// Whether its free was pending.
     pub pending: bool,
-    /// Where it came from, where the end tells it.
+    /// Where it was allocated, if the end shows it.
     pub origin: Origin,
 }
 
 impl InitialBlock {
-    /// One that is held at the end, in a segment of this stream.
+    /// A block at the end, in a segment of this stream.
     pub(crate) fn at_end(block: &SegmentBlock, stream: u64, origin: Origin) -> Self {
         Self {
             addr: block.address,
-            // Older snapshots do not say what was asked for.
+            // Older snapshots do not contain the requested size.
             requested: if block.requested_size == 0 { block.size } else { block.requested_size },
             bytes: Some(block.size),
             stream,
@@ -61,29 +61,29 @@ impl InitialBlock {
 }
 
 impl InitialState {
-    /// What was there before the first of these events, all of which are `device`'s. Linear in the events and in what was
-    /// held at the end.
+    /// The memory before the first of these events, which are all of `device`. Linear in the events and in the segments at the
+    /// end.
     #[must_use]
     pub fn new(events: &Events, rules: &Rules, summary: &Summary, origins: &Origins, device: u16) -> Self {
         let mut out = Self::default();
         let mut live: HashSet<u64> = HashSet::new();
-        // Where blocks have been: what goes from there without having come was not there before.
-        let mut seen = Ranges::default();
+        // Addresses of blocks so far: an unknown free there is not of a block from before.
+        let mut used = Ranges::default();
         let mut made = Ranges::default();
         for (_, event, at_once) in events.walk(0) {
             let RecordedEvent { addr, bytes, stream, .. } = event;
             match event.action {
                 Action::Alloc => {
                     live.insert(addr);
-                    seen.insert(addr, addr + bytes);
+                    used.insert(addr, addr + bytes);
                 }
-                // The event before it told of the block.
+                // The previous event has introduced the block.
                 Action::FreeCompleted if at_once => {}
                 Action::FreeRequested | Action::FreeCompleted => {
                     let waits = event.action == Action::FreeRequested && !at_once;
                     let there = if waits { !live.insert(addr) } else { live.remove(&addr) };
-                    if !there && bytes > 0 && !seen.overlaps(addr, addr + bytes) && !made.overlaps(addr, addr + bytes) {
-                        seen.insert(addr, addr + bytes);
+                    if !there && bytes > 0 && !used.overlaps(addr, addr + bytes) && !made.overlaps(addr, addr + bytes) {
+                        used.insert(addr, addr + bytes);
                         let pending = event.action == Action::FreeCompleted;
                         let origin = Origin::default();
                         out.blocks.push(InitialBlock { addr, requested: bytes, bytes: None, stream, pending, origin });
@@ -103,27 +103,27 @@ impl InitialState {
                 _ => {}
             }
         }
-        let held = summary.ending().unwrap_or_default();
-        for end in held.iter().filter(|segment| segment.device == device) {
+        let ending = summary.ending().unwrap_or_default();
+        for end in ending.iter().filter(|segment| segment.device == device) {
             let small = end.segment_type == PoolKind::Small;
             for (addr, stop) in made.missing(end.address, end.end()) {
                 let segment = Segment { bytes: stop - addr, stream: end.stream, small, expandable: end.is_expandable };
                 out.segments.push(InitialSegment { addr, segment, at_end: true });
             }
             for block in end.blocks.iter().filter(|block| block.state != BlockState::Free) {
-                // It was asked for less than it has.
-                if !live.contains(&block.address) && !seen.overlaps(block.address, block.address + 1) {
+                // The requested size is smaller than the block.
+                if !live.contains(&block.address) && !used.overlaps(block.address, block.address + 1) {
                     out.blocks.push(InitialBlock::at_end(block, end.stream, origins.block(device, block.address)));
                 }
             }
         }
         out.segments.sort_by_key(|segment| segment.addr);
         out.blocks.sort_by_key(|block| block.addr);
-        // Where segments were recorded, and what was held at the end, blocks from before lay in the segments from before.
+        // If segments were recorded, and the segments at the end, initial blocks are in initial segments.
         let segments = [Action::SegmentAlloc, Action::SegmentMap, Action::SegmentFree, Action::SegmentUnmap];
         if summary.ending().is_some() && segments.into_iter().any(|action| events.count(action) > 0) {
             let Self { segments, blocks } = &mut out;
-            let before = |addr: u64| segments.partition_point(|one| one.addr <= addr).checked_sub(1);
+            let before = |addr: u64| segments.partition_point(|segment| segment.addr <= addr).checked_sub(1);
             let around = |addr: u64| before(addr).map(|at| addr - segments[at].addr < segments[at].segment.bytes);
             blocks.retain(|block| around(block.addr) == Some(true));
         }

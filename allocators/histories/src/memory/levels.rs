@@ -1,10 +1,10 @@
-//! How much was held, as far as the events alone tell it: sums that go up and down from a start that only the end tells.
+//! Reserved and requested bytes from the events alone: sums relative to an unknown start, which only the end shows.
 
 use super::limit::{Collections, LimitBound};
 use crate::formats::{Action, Event, Summary};
 use vramlab_policies::backends::CachingSettings;
 
-/// A sum that goes up and down from an unknown start.
+/// A sum relative to an unknown start.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Level {
     pub(super) now: i128,
@@ -19,23 +19,23 @@ impl Level {
         self.lowest = self.lowest.min(self.now);
     }
 
-    /// The least that the peak can have been: no sum was ever negative.
+    /// Lower bound on the peak: no sum was ever negative.
     fn least_peak(self) -> u64 {
         u64::try_from(self.highest - self.lowest).unwrap_or(u64::MAX)
     }
 
-    /// What the sum was before the first event if it was `end` after the last; `None` where the events do not add up to it.
+    /// The sum before the first event if it was `end` after the last; `None` where the events contradict that.
     fn start(self, end: u64) -> Option<i128> {
         Some(i128::from(end) - self.now).filter(|start| start + self.lowest >= 0)
     }
 
-    /// The peak of a sum that was `start` at first.
+    /// The peak of a sum that started at `start`.
     fn peak(self, start: i128) -> u64 {
         u64::try_from(start + self.highest).unwrap_or(0)
     }
 }
 
-/// Adds up the events of one GPU, in constant memory but for what tells of the [limit](LimitBound). O(1) an event.
+/// Sums over the events of one GPU, in constant memory except for evidence on the [limit](LimitBound). O(1) for each event.
 #[derive(Clone, Debug)]
 pub struct Levels {
     gpu: Option<u16>,
@@ -46,21 +46,21 @@ pub struct Levels {
     collections: Collections,
 }
 
-/// What the allocator of the recorded program came to.
+/// Peaks and counts of the recorded allocator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peaks {
-    /// Peak of the bytes held from the device.
+    /// Peak of reserved bytes.
     pub reserved: u64,
-    /// Peak of the bytes asked for in active blocks.
+    /// Peak of requested bytes in active blocks.
     pub requested: u64,
-    /// Segments obtained from the device and given back to it.
+    /// Segments allocated and released.
     pub segments: (u64, u64),
-    /// Whether its segments were expandable, so that it was another policy.
+    /// Whether its segments were expandable, which is another policy.
     pub expandable: bool,
 }
 
 impl Levels {
-    /// Takes the events of a GPU (`None`: of the only one).
+    /// Sums over the events of a GPU (`None`: of the only one).
     #[must_use]
     pub fn new(gpu: Option<u16>) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl Levels {
         }
     }
 
-    /// Takes the next event.
+    /// Adds the next event.
     pub fn take(&mut self, event: &Event) {
         if self.gpu.is_some_and(|gpu| gpu != event.device) {
             return;
@@ -95,21 +95,20 @@ impl Levels {
         }
     }
 
-    /// The least that was held from the device at the peak, as far as the events alone say it: what was asked for lay in it.
+    /// Lower bound on peak reserved bytes, from the events alone; requested bytes were in reserved memory.
     #[must_use]
     pub fn least_reserved(&self) -> u64 {
         self.reserved.least_peak().max(self.requested.least_peak())
     }
 
-    /// The peaks, counted back from what was held at the end: a history may begin late. Only PyTorch's snapshots tell
-    /// that, and only those that lost no event in between add up. Where more was asked for than was held, events of segments are
-    /// missing.
+    /// The peaks, counted back from the segments at the end, since a recording may begin late. Only PyTorch's snapshots contain
+    /// that end, and only those that lost no event add up. If more was requested than reserved, segment events are missing.
     #[must_use]
     pub fn peaks(&self, summary: &Summary) -> Option<Peaks> {
-        let held = summary.ending()?;
-        let mine = || held.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
-        let reserved = self.reserved.start(mine().map(|segment| segment.total_size).sum())?;
-        let requested = self.requested.start(mine().map(|segment| segment.requested_size()).sum())?;
+        let ending = summary.ending()?;
+        let of_gpu = || ending.iter().filter(|segment| self.gpu.is_none_or(|gpu| gpu == segment.device));
+        let reserved = self.reserved.start(of_gpu().map(|segment| segment.total_size).sum())?;
+        let requested = self.requested.start(of_gpu().map(|segment| segment.requested_size()).sum())?;
         let peaks = Peaks {
             reserved: self.reserved.peak(reserved),
             requested: self.requested.peak(requested),
@@ -119,13 +118,14 @@ impl Levels {
         Some(peaks).filter(|peaks| peaks.requested <= peaks.reserved)
     }
 
-    /// What the collections of garbage under `settings` say of the memory limit.
+    /// The bound on the memory limit from garbage collections under `settings`.
     #[must_use]
     pub fn limit(&self, summary: &Summary, settings: &CachingSettings) -> LimitBound {
-        let mine = |device: u16| self.gpu.is_none_or(|gpu| gpu == device);
-        let held =
-            summary.ending().map(|held| held.iter().filter(|one| mine(one.device)).map(|one| one.total_size).sum());
-        self.limit_from(held.and_then(|held| self.reserved.start(held)), settings)
+        let of_gpu = |device: u16| self.gpu.is_none_or(|gpu| gpu == device);
+        let reserved = summary.ending().map(|ending| {
+            ending.iter().filter(|segment| of_gpu(segment.device)).map(|segment| segment.total_size).sum()
+        });
+        self.limit_from(reserved.and_then(|reserved| self.reserved.start(reserved)), settings)
     }
 
     pub(super) fn limit_from(&self, start: Option<i128>, settings: &CachingSettings) -> LimitBound {
@@ -147,11 +147,11 @@ mod tests {
         // It began with 8: 8, 13, 10, 20, 0.
         assert_eq!(peak(sum, 0), Some(20));
         assert_eq!(peak(sum, 4), Some(24));
-        // Where the end is not known, with as little as there can have been.
+        // With an unknown end: the lowest possible start.
         assert_eq!(sum.least_peak(), 20);
         let mut up = Level::default();
         up.add(9);
-        assert_eq!(peak(up, 3), None, "more was taken than is there");
+        assert_eq!(peak(up, 3), None, "more was added than remains");
         let mut down = Level::default();
         down.add(-9);
         assert_eq!(peak(down, 1), Some(10), "the start may be the peak");

@@ -1,4 +1,4 @@
-//! From when to when blocks and segments were there, counted in events.
+//! Lifetimes of blocks and segments, counted in events.
 
 use super::{Events, InitialBlock, InitialState, RecordedEvent};
 use crate::formats::{Action, Origin, Segment};
@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, HashMap};
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::SMALL_SEGMENT;
 
-/// The end of what is never given back.
+/// The end of memory that is never released.
 pub const NEVER: u32 = u32::MAX;
 
-/// A block from its allocation until its memory is free again. Times are indices of events.
+/// A block from its allocation to the completion of its free. Times are indices of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockLifetime {
     /// Its allocation.
@@ -18,52 +18,52 @@ pub struct BlockLifetime {
     pub freed: u32,
     /// The completion of that free.
     pub end: u32,
-    /// Where it begins.
+    /// First address.
     pub addr: u64,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub bytes: u64,
-    /// Its stream.
+    /// Stream handle.
     pub stream: u64,
-    /// Where it came from.
+    /// Where it was allocated.
     pub origin: Origin,
-    /// Whether it was there before the first event.
+    /// Whether it existed before recording started.
     pub before: bool,
 }
 
-/// Memory held from the device. Times are indices of events.
+/// A segment. Times are indices of events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentLifetime {
-    /// The event with which it came.
+    /// The event that allocated it.
     pub start: u32,
-    /// The one with which it went.
+    /// The event that released it.
     pub end: u32,
-    /// Where it begins.
+    /// First address.
     pub addr: u64,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Its stream; `None` where it is not known.
+    /// Its stream; `None` if unknown.
     pub stream: Option<u64>,
-    /// Whether it serves small requests, or others; `None` where it is not known.
+    /// Whether it serves small requests; `None` if unknown.
     pub small: Option<bool>,
-    /// Whether it is a part of an expandable segment.
+    /// Whether it is a mapped range of an expandable segment.
     pub expandable: bool,
-    /// The private pool that it belongs to, such as that of a CUDA graph. Only those that are held at the end are known.
+    /// Its private pool, such as that of a CUDA graph; known only for segments at the end.
     pub private: Option<(u64, u64)>,
-    /// Whether it was there before the first event.
+    /// Whether it existed before recording started.
     pub before: bool,
 }
 
-/// The lifetimes of a history's blocks and segments.
+/// The lifetimes of a recording's blocks and segments.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
-    /// Those from before the first event in address order, then the others in the order of their allocation.
+    /// Blocks from before recording started in address order, then the others in the order of their allocation.
     pub blocks: Vec<BlockLifetime>,
-    /// In the order in which they came.
+    /// In the order of their allocation.
     pub segments: Vec<SegmentLifetime>,
 }
 
 impl Lifetimes {
-    /// Those of a history, at whose end these segments were held. O(n log n).
+    /// The lifetimes of a recording that ends with these segments. O(n log n).
     #[must_use]
     pub fn of(events: &Events, before: &InitialState, ending: &[Segment]) -> Self {
         let block_before = |block: &InitialBlock| BlockLifetime {
@@ -79,7 +79,7 @@ impl Lifetimes {
         let mut blocks: Vec<BlockLifetime> = before.blocks.iter().map(block_before).collect();
         let mut live: HashMap<u64, usize> = blocks.iter().enumerate().map(|(at, block)| (block.addr, at)).collect();
         let mut segments = SegmentLifetimes::default();
-        // What a segment from before was for is known only where it is there at the end.
+        // The pool of an initial segment is known only if the segment still exists at the end.
         before.segments.iter().for_each(|segment| {
             segments.take(SegmentLifetime {
                 start: 0,
@@ -93,10 +93,10 @@ impl Lifetimes {
                 before: true,
             });
         });
-        // The block whose free was requested by the event before and completes at once.
+        // The block whose free was requested by the previous event and completes immediately.
         let mut just_freed = None;
         for (index, event, at_once) in events.walk(0) {
-            // CAST: a history has fewer than 2^32 events.
+            // CAST: a recording has fewer than 2^32 events.
             let at = index as u32;
             let RecordedEvent { addr, bytes, stream, origin, .. } = event;
             match event.action {
@@ -147,14 +147,14 @@ impl Lifetimes {
         Self { blocks, segments: segments.finish() }
     }
 
-    /// Number of blocks from before the first event.
+    /// Number of blocks from before recording started.
     #[must_use]
     pub fn blocks_before(&self) -> usize {
         self.blocks.partition_point(|block| block.before)
     }
 }
 
-/// Finds the lifetimes of memory that comes and goes in ranges of addresses, also in others than it came in.
+/// Builds the lifetimes of memory whose allocated and released ranges may differ.
 #[derive(Debug, Default)]
 pub struct SegmentLifetimes {
     now: BTreeMap<u64, SegmentLifetime>,
@@ -162,7 +162,7 @@ pub struct SegmentLifetimes {
 }
 
 impl SegmentLifetimes {
-    /// Memory comes. What a damaged log holds twice ends where the second begins. O(log n).
+    /// Memory is allocated. A range that a damaged log allocates twice ends where the second begins. O(log n).
     pub fn take(&mut self, segment: SegmentLifetime) {
         self.give_back(segment.start, segment.addr, segment.bytes);
         if segment.bytes > 0 {
@@ -170,40 +170,41 @@ impl SegmentLifetimes {
         }
     }
 
-    /// Ends what is held of a range. O(log n) for each segment in it.
+    /// Ends the segments in a range. O(log n) for each of them.
     pub fn give_back(&mut self, at: u32, addr: u64, bytes: u64) {
         let end = addr.saturating_add(bytes);
-        let first = self.now.range(..addr).next_back().filter(|(_, held)| held.addr + held.bytes > addr);
+        let first = self.now.range(..addr).next_back().filter(|(_, segment)| segment.addr + segment.bytes > addr);
         let first = first.map_or(addr, |(addr, _)| *addr);
-        let found: Vec<SegmentLifetime> = self.now.range(first..end.max(first)).map(|(_, held)| *held).collect();
-        for held in found {
-            self.now.remove(&held.addr);
-            let (from, to) = (held.addr.max(addr), (held.addr + held.bytes).min(end));
-            self.past.push(SegmentLifetime { addr: from, bytes: to - from, end: at, ..held });
-            for (from, to) in [(held.addr, from), (to, held.addr + held.bytes)] {
+        let overlapping: Vec<SegmentLifetime> =
+            self.now.range(first..end.max(first)).map(|(_, segment)| *segment).collect();
+        for segment in overlapping {
+            self.now.remove(&segment.addr);
+            let (from, to) = (segment.addr.max(addr), (segment.addr + segment.bytes).min(end));
+            self.past.push(SegmentLifetime { addr: from, bytes: to - from, end: at, ..segment });
+            for (from, to) in [(segment.addr, from), (to, segment.addr + segment.bytes)] {
                 if from < to {
-                    self.now.insert(from, SegmentLifetime { addr: from, bytes: to - from, ..held });
+                    self.now.insert(from, SegmentLifetime { addr: from, bytes: to - from, ..segment });
                 }
             }
         }
     }
 
-    /// What is held at the end says what it is for.
+    /// A segment at the end shows the pool of its ranges.
     fn held_at_the_end(&mut self, segment: &Segment) {
-        let held = self.now.range_mut(..segment.end()).map(|(_, held)| held);
-        for held in held.rev().take_while(|held| held.addr + held.bytes > segment.address) {
-            held.small = Some(segment.segment_type == PoolKind::Small);
-            held.expandable = segment.is_expandable;
-            held.private = segment.pool_id.filter(|pool| *pool != (0, 0));
+        let ranges = self.now.range_mut(..segment.end()).map(|(_, range)| range);
+        for range in ranges.rev().take_while(|range| range.addr + range.bytes > segment.address) {
+            range.small = Some(segment.segment_type == PoolKind::Small);
+            range.expandable = segment.is_expandable;
+            range.private = segment.pool_id.filter(|pool| *pool != (0, 0));
         }
     }
 
-    /// All of them, in the order in which they came.
+    /// All lifetimes, in the order of their allocation.
     #[must_use]
     pub fn finish(self) -> Vec<SegmentLifetime> {
         let mut all = self.past;
         all.extend(self.now.into_values());
-        all.sort_by_key(|held| (held.start, held.addr, held.end));
+        all.sort_by_key(|segment| (segment.start, segment.addr, segment.end));
         all
     }
 }

@@ -1,46 +1,46 @@
-//! Segments, the pools that they belong to, the ranges of them in which nothing lies, and how large these are in each pool.
+//! Segments and their pools, the free ranges in them, and the sizes of free ranges in each pool.
 
 use crate::steps;
 use std::collections::btree_map::{BTreeMap, Entry};
 
-/// A segment, or the mapped parts of an expandable one that lie side by side.
+/// A segment, or adjacent mapped ranges of an expandable one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Its stream.
+    /// Stream handle.
     pub stream: u64,
-    /// Whether small requests are served from it.
+    /// Whether it serves small requests.
     pub small: bool,
-    /// Whether it grows and shrinks by parts that are mapped.
+    /// Whether it grows and shrinks by mapped ranges.
     pub expandable: bool,
 }
 
 impl Segment {
-    /// The pool that it belongs to.
+    /// Its pool.
     #[must_use]
     pub fn pool(&self) -> Pool {
         Pool { stream: self.stream, small: self.small }
     }
 }
 
-/// Segments from which a request may be served: those of a stream, for small requests or for others.
+/// Segments that may serve a request: those of a stream, for small or for other requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Pool {
-    /// The stream.
+    /// Stream handle.
     pub stream: u64,
-    /// Whether it is the one for small requests.
+    /// Whether it serves small requests.
     pub small: bool,
 }
 
-/// The sizes of the free blocks of each pool.
+/// Sizes of the free blocks of each pool.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Holes(BTreeMap<Pool, Sizes>);
 
 #[derive(Clone, Debug, Default)]
 struct Sizes {
     bytes: u64,
-    /// How many there are of each size.
+    /// Number of free blocks of each size.
     counts: BTreeMap<u64, u32>,
 }
 
@@ -75,22 +75,22 @@ impl Holes {
         self.0.get(&pool).map_or(0, |sizes| sizes.bytes)
     }
 
-    /// Pools that have a segment, or had one.
+    /// Pools that have or had a segment.
     pub(super) fn pools(&self) -> impl Iterator<Item = Pool> + '_ {
         self.0.keys().copied()
     }
 }
 
-/// A range in which nothing lies.
+/// A free range.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Gap {
     pub(super) bytes: u64,
     pub(super) pool: Pool,
-    /// Whether its segment is.
+    /// Whether its segment is expandable.
     pub(super) expandable: bool,
 }
 
-/// Ranges by address, those of a segment that touch joined, and their sizes by pool. Each change costs O(log n).
+/// Free ranges by address, coalesced within each segment, and their sizes by pool. Each change costs O(log n).
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gaps {
     ranges: BTreeMap<u64, Gap>,
@@ -102,7 +102,7 @@ impl Gaps {
         self.ranges.len()
     }
 
-    /// A range of a segment becomes free. It joins what is free beside it there.
+    /// A range of a segment becomes free and coalesces with adjacent free ranges.
     pub(super) fn give(&mut self, start: u64, bytes: u64, (at, segment): (u64, Segment)) {
         let end = start + bytes;
         let behind = if end < at + segment.bytes { self.remove(end) } else { None };
@@ -144,13 +144,13 @@ impl Gaps {
         Some(gap)
     }
 
-    /// The gap in which an address lies.
+    /// The free range that contains an address.
     pub(super) fn around(&self, addr: u64) -> Option<(u64, Gap)> {
         let (start, gap) = self.ranges.range(..=addr).next_back()?;
         (start + gap.bytes > addr).then_some((*start, *gap))
     }
 
-    /// Those that begin in `from..to`: address and bytes of each.
+    /// Free ranges that start in `from..to`: address and bytes of each.
     pub(super) fn within(&self, from: u64, to: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.ranges.range(from..to).map(|(at, gap)| (*at, gap.bytes))
     }

@@ -1,28 +1,28 @@
-//! What was cached before the first event, and what became of it: memory that an earlier part of the program, or an earlier
-//! program of the same process, reserved and the recording does not show in use.
+//! Memory cached before recording started: reused, released or never used. An earlier part of the program, or an earlier program
+//! of the same process, reserved it.
 
 use super::{Events, InitialSegment, InitialState, RecordedEvent};
 use crate::formats::Action;
 use serde::Serialize;
 use vramlab_device::ranges::Ranges;
 
-/// Pages of expandable segments; what a block touches is counted in whole ones.
+/// Page size of expandable segments; a block uses full pages.
 const PAGE: u64 = 2 << 20;
 
-/// What was cached before the first event, and what became of it.
+/// Memory cached before recording started: reused, released or never used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PriorCache {
-    /// Held from the device before the first event.
+    /// Reserved bytes before recording started.
     pub reserved_bytes: u64,
-    /// Of that, in blocks.
+    /// Of these, bytes in blocks.
     pub in_blocks_bytes: u64,
-    /// Of that, given back without a block in it since the first event.
+    /// Of these, bytes released without a block in them since recording started.
     pub returned_unused_bytes: u64,
-    /// Of what was returned unused, what went before the first allocation.
+    /// Of the bytes released unused, those released before the first allocation.
     pub returned_at_once_bytes: u64,
-    /// Held to the end without a block in it since the first event.
+    /// Bytes that stayed reserved to the end without a block in them since recording started.
     pub kept_unused_bytes: u64,
-    /// Peak of reserved memory without what was cached before the first event and had not been used by then.
+    /// Peak of reserved bytes without memory from before recording started that was not yet used.
     pub peak_in_use_bytes: u64,
 }
 
@@ -61,7 +61,7 @@ impl PriorCache {
     }
 }
 
-/// Memory from before the first event in which no block has been since.
+/// Initial memory without a block since recording started.
 struct Unused<'a> {
     before: &'a InitialState,
     ranges: Ranges,
@@ -78,23 +78,23 @@ impl<'a> Unused<'a> {
         out
     }
 
-    /// A block comes to lie here, in a segment or in pages of an expandable one. Those are no longer unused.
+    /// A block is allocated here, in a segment or in pages of an expandable one, which are used from now on.
     fn take(&mut self, addr: u64, bytes: u64) {
         let segments = &self.before.segments;
         let end = addr.saturating_add(bytes);
-        let first = segments.partition_point(|one| one.addr + one.segment.bytes <= addr);
-        for one in segments[first..].iter().take_while(|one| one.addr < end) {
-            let last = one.addr + one.segment.bytes;
-            if one.segment.expandable {
-                let page = |at: u64| one.addr + (at - one.addr) / PAGE * PAGE;
-                self.remove(page(addr.max(one.addr)), (page(end.min(last) - 1) + PAGE).min(last));
+        let first = segments.partition_point(|initial| initial.addr + initial.segment.bytes <= addr);
+        for initial in segments[first..].iter().take_while(|initial| initial.addr < end) {
+            let last = initial.addr + initial.segment.bytes;
+            if initial.segment.expandable {
+                let page = |at: u64| initial.addr + (at - initial.addr) / PAGE * PAGE;
+                self.remove(page(addr.max(initial.addr)), (page(end.min(last) - 1) + PAGE).min(last));
             } else {
-                self.remove(one.addr, last);
+                self.remove(initial.addr, last);
             }
         }
     }
 
-    /// How many bytes of `start..end` were unused; they are no longer.
+    /// Removes `start..end` from the unused memory, and returns the number of bytes removed.
     fn remove(&mut self, start: u64, end: u64) -> u64 {
         if start >= end {
             return 0;
@@ -114,7 +114,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn leftover(segments: &[(u64, u64, bool)], block: Option<u64>, history: &[(Action, u64, u64)]) -> PriorCache {
+    fn prior_cache(segments: &[(u64, u64, bool)], block: Option<u64>, history: &[(Action, u64, u64)]) -> PriorCache {
         let segment = |&(addr, mib, expandable): &(u64, u64, bool)| InitialSegment {
             addr: addr * MIB,
             segment: Segment { bytes: mib * MIB, stream: 0, small: false, expandable },
@@ -140,11 +140,11 @@ mod tests {
     }
 
     #[test]
-    fn what_an_earlier_run_left_is_not_what_this_one_needs() {
+    fn prior_cache_of_an_earlier_run_is_not_needed() {
         use Action::{Alloc, SegmentAlloc, SegmentFree};
-        // 100 MiB go before anything is asked for, and 40 later without a use. 20 hold a block, and 30 get one.
+        // 100 MiB are released before the first allocation, and 40 later without a use. 20 contain a block, and 30 get one.
         let before = [(1000, 100, false), (2000, 40, false), (3000, 20, false), (4000, 30, false), (5000, 7, false)];
-        let found = leftover(
+        let cache = prior_cache(
             &before,
             Some(3000),
             &[
@@ -164,16 +164,16 @@ mod tests {
             kept_unused_bytes: 7 * MIB,
             peak_in_use_bytes: 110 * MIB,
         };
-        assert_eq!(found, expected);
-        assert_eq!(leftover(&[], None, &[(SegmentAlloc, 1, 2), (SegmentFree, 1, 2)]).peak_in_use_bytes, 2 * MIB);
+        assert_eq!(cache, expected);
+        assert_eq!(prior_cache(&[], None, &[(SegmentAlloc, 1, 2), (SegmentFree, 1, 2)]).peak_in_use_bytes, 2 * MIB);
     }
 
     #[test]
-    fn of_an_expandable_segment_pages_are_used() {
+    fn expandable_segments_are_used_by_page() {
         use Action::{Alloc, SegmentUnmap};
         // A block of 3 MiB from the fifth MiB on touches two pages.
-        let found = leftover(&[(100, 20, true)], None, &[(Alloc, 104, 3), (SegmentUnmap, 110, 4)]);
-        let PriorCache { returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes, .. } = found;
+        let cache = prior_cache(&[(100, 20, true)], None, &[(Alloc, 104, 3), (SegmentUnmap, 110, 4)]);
+        let PriorCache { returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes, .. } = cache;
         assert_eq!((returned_unused_bytes, kept_unused_bytes, peak_in_use_bytes), (4 * MIB, 12 * MIB, 4 * MIB));
     }
 }

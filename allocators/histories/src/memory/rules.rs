@@ -1,4 +1,4 @@
-//! How the recorded allocator cut its memory into segments and blocks.
+//! How the recorded allocator splits memory into segments and blocks.
 
 use crate::formats::{Segment, Summary};
 use std::sync::Arc;
@@ -8,18 +8,18 @@ use vramlab_policies::policy::size::Size;
 use vramlab_policies::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, pool_of};
 use vramlab_policies::policy::split::Split;
 
-/// How the recorded allocator cut its memory into segments and blocks, as far as the history tells it.
+/// How the recorded allocator splits memory into segments and blocks, as far as the recording shows it.
 #[derive(Clone, Debug)]
 pub struct Rules {
-    /// How PyTorch rounds a request; `None` for histories of other allocators, whose blocks are as large as what was asked for.
+    /// How PyTorch rounds a request; `None` for recordings of other allocators, whose blocks have the requested size.
     size: Option<Size>,
     split: Split,
-    /// Expandable segments that were held at the end: where each begins and ends, and whether it is for small requests.
+    /// Expandable segments at the end: start, end, and whether they serve small requests.
     expandable: Arc<[(u64, u64, bool)]>,
 }
 
 impl Rules {
-    /// PyTorch's under these settings.
+    /// PyTorch's rules under these settings.
     #[must_use]
     pub fn pytorch(settings: &CachingSettings) -> Self {
         let split = Split::Torch {
@@ -29,7 +29,7 @@ impl Rules {
         Self { size: Some(Size::Torch(settings.roundup_power2_divisions)), split, expandable: Arc::default() }
     }
 
-    /// Those of a GPU's history.
+    /// The rules for a GPU's recording.
     #[must_use]
     pub fn new(summary: &Summary, device: u16, settings: &CachingSettings) -> Self {
         let ending = summary.ending().unwrap_or_default().iter();
@@ -38,12 +38,12 @@ impl Rules {
             .map(|segment| (segment.address, segment.end(), segment.segment_type == PoolKind::Small))
             .collect();
         expandable.sort_unstable();
-        let own = if summary.format.is_snapshot() {
+        let rules = if summary.format.is_snapshot() {
             Self::pytorch(settings)
         } else {
             Self { size: None, split: Split::Always, expandable: Arc::default() }
         };
-        Self { expandable: expandable.into(), ..own }
+        Self { expandable: expandable.into(), ..rules }
     }
 
     /// The size of the block for a request.
@@ -52,7 +52,7 @@ impl Rules {
         self.size.map_or(bytes, |size| size.round(bytes))
     }
 
-    /// Whether a rounded size is of the pool for small requests.
+    /// Whether a rounded size belongs to the pool for small requests.
     #[must_use]
     pub fn is_small(&self, rounded: u64) -> bool {
         pool_of(rounded) == PoolKind::Small
@@ -64,28 +64,28 @@ impl Rules {
         (rounded..=self.split.largest(rounded)).contains(&size)
     }
 
-    /// Whether a request of this rounded size leaves a rest of the free block of `size` that serves it. Segments for small
-    /// requests and expandable ones keep `small` rests.
+    /// Whether a request of this rounded size splits a free block of `size`. Segments for small requests and expandable ones keep
+    /// `small` remainders.
     #[must_use]
     pub fn cuts(&self, small: bool, rounded: u64, size: u64) -> bool {
         self.split.cuts(Some(if small { PoolKind::Small } else { PoolKind::Large }), rounded, size)
     }
 
-    /// Whether a new segment is for small requests. Of parts that are mapped into an expandable segment the end tells it, where
-    /// they are still there. O(log n) in those.
+    /// Whether a new segment serves small requests. For mapped ranges of an expandable segment the end shows it, if they still
+    /// exist. O(log n) in those.
     pub(super) fn is_small_segment(&self, addr: u64, bytes: u64, mapped: bool) -> bool {
         if !mapped {
             return bytes == SMALL_SEGMENT;
         }
         let before = self.expandable.partition_point(|(start, _, _)| *start <= addr);
         let known = before.checked_sub(1).map(|at| self.expandable[at]).filter(|(_, end, _)| addr < *end);
-        // Parts for small requests are of 2 MiB, for others of multiples of 20 MiB.
+        // Ranges for small requests have 2 MiB, others multiples of 20 MiB.
         known.map_or(!bytes.is_multiple_of(LARGE_SEGMENT), |(_, _, small)| small)
     }
 }
 
 impl Segment {
-    /// The address behind the last one.
+    /// The first address behind it.
     pub(super) fn end(&self) -> u64 {
         self.address.saturating_add(self.total_size)
     }

@@ -1,43 +1,43 @@
-//! Finds the blocks that were placed and conflict with another one, without looking at the others, where streams or private
-//! pools have their own memory back earlier than others' ([`occupied`](super::occupied) does it faster where none has).
+//! Finds placed blocks that conflict with another one, without examining the others, where streams or private pools can reuse
+//! their own memory earlier than others' ([`occupied`](super::occupied) is faster where none can).
 
 use super::{CrossStream, Lifetime};
 use std::collections::BTreeMap;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// Blocks that were placed, by time.
+/// Placed blocks, by time.
 ///
-/// What started before a block and is still in use when it starts is found in a segment tree over time: each lifetime lies in
-/// the O(log n) nodes that cover it, and those that are in use at a time are on the path from its leaf to the root. What starts
-/// while the block is in use is found in a bitmap: each allocation is a point of time of its own.
+/// Blocks that started before a block and are still active when it starts are in a segment tree over time: each lifetime is in
+/// the O(log n) nodes that cover it, and those active at a time are on the path from its leaf to the root. Blocks that start
+/// while the block is active are in a bitmap: each allocation is a time of its own.
 ///
-/// Where the order of streams must be known, a block's memory is free for its own stream earlier than for others, and for its
-/// own private pool earlier than for others. The time between lies in a second tree and is looked up by group.
+/// Where the order of streams must be known, a block's memory is free for its own stream earlier than for others, and for its own
+/// private pool earlier than for others. The time between is in a second tree and is looked up by group.
 #[derive(Debug)]
 pub(super) struct Placed<'a> {
     lifetimes: &'a [Lifetime],
     cross: CrossStream,
-    /// Nodes of the tree whose leaves begin at `leaves`: blocks in use.
+    /// Nodes of the tree whose leaves start at `leaves`: active blocks.
     used: Vec<Vec<u32>>,
-    /// Blocks by the time in which only their own group can have the memory, for each group that has such blocks.
+    /// Blocks by the time in which only their own group can reuse the memory, for each group with such blocks.
     owned: Vec<Vec<(u32, Vec<u32>)>>,
     leaves: usize,
     /// Nodes that are not empty.
     filled: Vec<u32>,
     filled_owned: Vec<u32>,
-    /// Allocations that were placed, a bit each.
+    /// Placed allocations, one bit each.
     bits: Vec<u64>,
     /// Numbers of the allocations of each group, and a bit for each.
     groups: Vec<Members>,
-    /// The group of each allocation, and where it stands there.
+    /// The group of each allocation, and its index there.
     group: Vec<(u32, u32)>,
     claim: Claim,
 }
 
-/// Words of a bitmap that are looked at in the time of a step.
+/// Words of a bitmap that are examined in the time of a step.
 const WORDS: usize = 32;
 
-/// Bytes of an allocation beside the lists of the trees, with its entry in the list of a group.
+/// Bytes for each allocation besides the lists of the trees, with its entry in the list of a group.
 const ALLOCATION: usize = 32;
 /// Bytes of a group.
 const GROUP: usize = 160;
@@ -48,8 +48,8 @@ struct Members {
     bits: Vec<u64>,
 }
 
-/// Calls `found` with each bit that is set in `from..to`.
-fn each_set(bits: &[u64], from: usize, to: usize, mut found: impl FnMut(usize)) {
+/// Calls `visit` with each set bit in `from..to`.
+fn each_set(bits: &[u64], from: usize, to: usize, mut visit: impl FnMut(usize)) {
     if from >= to {
         return;
     }
@@ -64,7 +64,7 @@ fn each_set(bits: &[u64], from: usize, to: usize, mut found: impl FnMut(usize)) 
         }
         while left != 0 {
             // CAST: below 64.
-            found(word * 64 + left.trailing_zeros() as usize);
+            visit(word * 64 + left.trailing_zeros() as usize);
             left &= left - 1;
         }
     }
@@ -75,10 +75,10 @@ fn set(bits: &mut [u64], at: usize) {
 }
 
 impl<'a> Placed<'a> {
-    /// Nothing is placed.
+    /// Without placed blocks.
     ///
     /// # Errors
-    /// The budget has less than this takes when it is empty.
+    /// The budget has no room for the empty structure.
     pub(super) fn new(lifetimes: &'a [Lifetime], cross: CrossStream, budget: &Budget) -> Result<Self, OverBudget> {
         let count = lifetimes.len();
         let leaves = count.next_power_of_two();
@@ -89,7 +89,7 @@ impl<'a> Placed<'a> {
         let mut group = Vec::new();
         let mut numbers = BTreeMap::new();
         group.reserve(count);
-        // CAST: a history has fewer than 2^32 allocations.
+        // CAST: a recording has fewer than 2^32 allocations.
         for (allocation, lifetime) in (0u32..).zip(lifetimes) {
             let next = numbers.len() as u32;
             let number = *numbers.entry(lifetime.group(cross)).or_insert(next);
@@ -117,7 +117,7 @@ impl<'a> Placed<'a> {
         })
     }
 
-    /// Nothing is placed any more. Keeps its memory.
+    /// Removes all blocks. Keeps the memory.
     pub(super) fn clear(&mut self) {
         self.filled.drain(..).for_each(|node| self.used[node as usize].clear());
         for node in self.filled_owned.drain(..) {
@@ -130,29 +130,29 @@ impl<'a> Placed<'a> {
     /// The ends of a block as points of time: for its own group, and for others.
     fn ends(&self, block: u32) -> (usize, usize) {
         let lifetime = &self.lifetimes[block as usize];
-        let own = lifetime.end_within(block, self.lifetimes.len());
+        let own_end = lifetime.end_within(block, self.lifetimes.len());
         let elsewhere = Lifetime { end: lifetime.end_outside(self.cross), ..*lifetime };
-        (own, elsewhere.end_within(block, self.lifetimes.len()).max(own))
+        (own_end, elsewhere.end_within(block, self.lifetimes.len()).max(own_end))
     }
 
-    /// Calls `found` with each placed block that conflicts with this one, once. Returns the steps that were made besides.
-    pub(super) fn each(&self, block: u32, mut found: impl FnMut(u32)) -> u64 {
+    /// Calls `visit` with each placed block that conflicts with this one, once. Returns the number of additional steps.
+    pub(super) fn each(&self, block: u32, mut visit: impl FnMut(u32)) -> u64 {
         let start = block as usize;
         let (end, elsewhere) = self.ends(block);
         let mut node = self.leaves + start;
         while node > 0 {
-            self.used[node].iter().for_each(|&other| found(other));
+            self.used[node].iter().for_each(|&other| visit(other));
             node /= 2;
         }
         // CAST: allocations are numbered in 32 bits.
-        each_set(&self.bits, start, end, |other| found(other as u32));
+        each_set(&self.bits, start, end, |other| visit(other as u32));
         let (group, _) = self.group[start];
         let mut asked = (end - start) / 64 / WORDS;
         let mut node = self.leaves + start;
         while node > 0 {
             for (_, blocks) in self.owned[node].iter().filter(|(owner, _)| *owner != group) {
                 asked += 1;
-                blocks.iter().for_each(|&other| found(other));
+                blocks.iter().for_each(|&other| visit(other));
             }
             node /= 2;
         }
@@ -161,18 +161,18 @@ impl<'a> Placed<'a> {
                 asked += 1;
                 let from = other.allocations.partition_point(|&number| (number as usize) < end);
                 let to = other.allocations.partition_point(|&number| (number as usize) < elsewhere);
-                each_set(&other.bits, from, to, |at| found(other.allocations[at]));
+                each_set(&other.bits, from, to, |at| visit(other.allocations[at]));
                 asked += (to - from) / 64 / WORDS;
             }
         }
-        // CAST: a count of what was looked at.
+        // CAST: a count of examined items.
         asked as u64
     }
 
     /// Places a block. Returns the steps.
     ///
     /// # Errors
-    /// The budget is used up. Some lists have the block then.
+    /// The budget is used up. Some lists contain the block then.
     pub(super) fn insert(&mut self, block: u32) -> Result<u64, OverBudget> {
         let start = block as usize;
         let (end, elsewhere) = self.ends(block);
@@ -184,16 +184,16 @@ impl<'a> Placed<'a> {
             room =
                 room.and_then(|()| claim.push(&mut used[node], block)).and_then(|()| claim.push(filled, node as u32));
         });
-        let (group, place) = self.group[start];
-        set(&mut self.groups[group as usize].bits, place as usize);
+        let (group, index) = self.group[start];
+        set(&mut self.groups[group as usize].bits, index as usize);
         let (owned, filled) = (&mut self.owned, &mut self.filled_owned);
         let mut asked = 0;
         cover(self.leaves, end, elsewhere, |node| {
             let lists = &mut owned[node];
-            let found = lists.iter().position(|(owner, _)| *owner == group);
-            asked += found.unwrap_or(lists.len());
+            let index = lists.iter().position(|(owner, _)| *owner == group);
+            asked += index.unwrap_or(lists.len());
             room = room.and_then(|()| {
-                let at = match found {
+                let at = match index {
                     Some(at) => at,
                     None => {
                         claim.push(lists, (group, Vec::new()))?;
@@ -205,7 +205,7 @@ impl<'a> Placed<'a> {
                 claim.push(filled, node as u32)
             });
         });
-        // CAST: a count of what was looked at.
+        // CAST: a count of examined items.
         room.map(|()| asked as u64)
     }
 }

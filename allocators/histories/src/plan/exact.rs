@@ -1,4 +1,4 @@
-//! Improves a plan by asking whether there is one of fewer bytes, until there is none or the steps are used up.
+//! Improves a plan by searching for smaller ones, until none exists or the steps are used up.
 
 use super::parts::{Part, parts};
 use super::search::{DOUBLING, log2};
@@ -8,32 +8,32 @@ use crate::random::Random;
 use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// Pairs of a block and a section it is in use in, beyond which no part is searched: each takes four bytes.
+/// Maximum number of pairs of a block and a section in which it is active, four bytes each; larger parts are not searched.
 const MOST_PAIRS: usize = 1 << 23;
 
-/// Wrong decisions of the shortest search. A search that goes wrong at its beginning does not come back, so another order is
-/// tried soon; sometimes a search is allowed more ([`luby`]).
+/// Wrong decisions of the shortest search. A search that starts wrong does not recover, so another order is tried soon; sometimes
+/// a search may take longer ([`luby`]).
 const WRONG: u64 = 100;
 
-/// What a search looks at in the time of a step.
+/// Items that a search examines in the time of a step.
 const LOOKED: u64 = 16;
 
-/// Halvings of the gap that are tried one after another.
+/// Number of consecutive halvings of the gap.
 const HALVINGS: u32 = 6;
 
-/// Bytes of an allocation while a history is divided into parts.
+/// Bytes for each allocation while a recording is divided into parts.
 const DIVIDING: usize = 160;
 
-/// A history whose parts are searched.
+/// A recording whose parts are searched.
 #[derive(Debug)]
 pub(super) struct Exact<'a> {
     lifetimes: &'a [Lifetime],
     parts: Vec<Searched>,
-    /// In units, of the blocks that are in no part.
+    /// In units, of the blocks outside the parts.
     offsets: Vec<u64>,
     random: Random,
     room: Room,
-    /// Of the parts.
+    /// Claim for the parts.
     _claim: Claim,
 }
 
@@ -46,23 +46,23 @@ struct Searched {
     orders: Vec<Order>,
     /// Offsets above the part's base.
     offsets: Vec<u64>,
-    /// Units that the history needs because of it, once there is a plan.
+    /// Size of the plan because of this part, in units, once there is a plan.
     top: Option<u64>,
 }
 
-/// What speaks for placing a block first, as logarithms.
+/// Reasons to place a block first, as logarithms.
 #[derive(Clone, Copy, Debug)]
 struct Order {
-    /// Sections in which it is in use.
+    /// Number of sections in which it is active.
     width: u64,
     size: u64,
-    /// Most that is in use while it is.
+    /// Maximum active bytes during its lifetime.
     crowd: u64,
 }
 
 impl Order {
-    /// Blocks of crowded sections go first, or long ones, or those that take most of both. An attempt after the first four is
-    /// disturbed.
+    /// Blocks of crowded sections go first, or long ones, or those with the largest product of both. Attempts after the first
+    /// four are perturbed.
     fn priority(self, attempt: u32, random: &mut Random) -> u64 {
         let Self { width, size, crowd } = self;
         let (priority, noise) = match attempt % 4 {
@@ -89,7 +89,7 @@ impl Searched {
         Self { start, orders, offsets: Vec::new(), top: None, part }
     }
 
-    /// Searches for a plan with which so many units are enough. Adds to the steps, of which there are `most`.
+    /// Searches for a plan of at most this many units. Adds to the steps, of which there are at most `most`.
     fn attempt(
         &mut self,
         units: u64,
@@ -103,7 +103,7 @@ impl Searched {
         let mut search = Skyline::new(&self.part, &self.start, &priorities, capacity, room);
         let looked = most.saturating_sub(*steps).saturating_mul(LOOKED);
         let answer = search.search(WRONG * luby(u64::from(attempt) + 1), looked);
-        // CAST: a count of what was looked at.
+        // CAST: a count of examined items.
         steps::count(search.looked as usize);
         *steps += search.looked.div_ceil(LOOKED);
         let offsets = search.finish();
@@ -117,10 +117,10 @@ impl Searched {
 }
 
 impl<'a> Exact<'a> {
-    /// For a history of one group; nothing where a search would look at too much.
+    /// For a recording of one group; `None` if a search would examine too much.
     ///
     /// # Errors
-    /// There is no memory for it.
+    /// The budget is used up.
     pub(super) fn new(
         lifetimes: &'a [Lifetime],
         settings: &PlanSettings,
@@ -138,8 +138,8 @@ impl<'a> Exact<'a> {
         Ok(Some(Self { lifetimes, parts, offsets, random, room, _claim: claim }))
     }
 
-    /// Makes a plan better, in no more than `most` steps but for one decision. Every other attempt is for the fewest bytes that
-    /// may be enough. The others halve what is between these and the plan, or less where that was too much.
+    /// Improves a plan, in no more than `most` steps except for one decision. Every other attempt is for the smallest size that
+    /// may suffice. The others halve the distance to the plan, or less if that was too much.
     pub(super) fn improve(mut self, plan: &mut Plan, most: u64, progress: &mut dyn FnMut(u64, u64)) {
         let mut halvings = 1;
         let mut tried = 0;
@@ -151,7 +151,8 @@ impl<'a> Exact<'a> {
             match self.attempt(units, tried / 2, &mut plan.steps, most) {
                 Answer::Found => {
                     plan.offsets = self.placed();
-                    let tops = plan.offsets.iter().zip(self.lifetimes).map(|(offset, one)| offset + one.bytes());
+                    let tops =
+                        plan.offsets.iter().zip(self.lifetimes).map(|(offset, lifetime)| offset + lifetime.bytes());
                     plan.bytes = tops.max().unwrap_or(0);
                     halvings = 1;
                 }
@@ -172,7 +173,7 @@ impl<'a> Exact<'a> {
         };
     }
 
-    /// Searches each part that needs more than so many units.
+    /// Searches each part that needs more than this many units.
     fn attempt(&mut self, units: u64, attempt: u32, steps: &mut u64, most: u64) -> Answer {
         let mut all = Answer::Found;
         for part in self.parts.iter_mut().filter(|part| part.top.is_none_or(|top| top > units)) {
@@ -199,7 +200,7 @@ impl<'a> Exact<'a> {
     }
 }
 
-/// How much longer than the first an attempt may take: 1, 1, 2, 1, 1, 2, 4, 1, … (Luby, Sinclair and Zuckerman 1993). Attempts are
+/// Length of an attempt relative to the first: 1, 1, 2, 1, 1, 2, 4, 1, … (Luby, Sinclair and Zuckerman 1993). Attempts are
 /// counted from 1.
 fn luby(mut attempt: u64) -> u64 {
     loop {
@@ -207,7 +208,7 @@ fn luby(mut attempt: u64) -> u64 {
         if attempt + 1 >= 2 * power {
             return power;
         }
-        // Behind a power of two the sequence begins anew.
+        // After a power of two the sequence restarts.
         attempt -= power - 1;
     }
 }
@@ -219,8 +220,7 @@ mod tests {
     use super::super::{CrossStream, NEVER, lower_bound};
     use super::*;
 
-    /// Whether there is a plan of fewer bytes: blocks are placed in the order of their offsets, each at the lowest that it can
-    /// have.
+    /// Whether a smaller plan exists: blocks are placed in the order of their offsets, each at the lowest possible one.
     fn fewer(lifetimes: &[Lifetime], bytes: u64, offsets: &mut [Option<u64>], last: u64) -> bool {
         let end = |block: usize| (lifetimes[block].end as usize).max(block + 1);
         for block in 0..lifetimes.len() {
@@ -232,20 +232,20 @@ mod tests {
             let below = (0..lifetimes.len()).filter(meets).filter_map(top).max().unwrap_or(0);
             let offset = below.max(last);
             if offset + lifetimes[block].bytes() >= bytes {
-                // It does not come to lie lower.
+                // Its offset does not decrease.
                 return false;
             }
             offsets[block] = Some(offset);
-            let found = fewer(lifetimes, bytes, offsets, offset);
+            let smaller = fewer(lifetimes, bytes, offsets, offset);
             offsets[block] = None;
-            if found {
+            if smaller {
                 return true;
             }
         }
         offsets.iter().all(Option::is_some)
     }
 
-    /// A history of which nine units are in use whenever a block is freed, so that there is no room to spare.
+    /// A recording with nine active units whenever a block is freed, so that a plan has no spare room.
     fn full(random: &mut Random) -> Vec<Lifetime> {
         let (mut lifetimes, mut live, mut room): (Vec<Lifetime>, Vec<usize>, u32) = (Vec::new(), Vec::new(), 9);
         while lifetimes.len() < 8 {
@@ -257,21 +257,21 @@ mod tests {
                 lifetimes.push(Lifetime { requested, stream: 0, pool: 0, end: NEVER, end_elsewhere: NEVER });
             }
             for _ in 0..2 {
-                let gone = live.swap_remove(random.below(live.len() as u32) as usize);
+                let freed = live.swap_remove(random.below(live.len() as u32) as usize);
                 let end = lifetimes.len() as u32;
-                lifetimes[gone].end = end;
-                room += (lifetimes[gone].requested / UNIT) as u32;
+                lifetimes[freed].end = end;
+                room += (lifetimes[freed].requested / UNIT) as u32;
             }
         }
         lifetimes
     }
 
-    /// The plan that the search makes of blocks that lie one upon the other, once no plan of fewer bytes is there.
+    /// The plan for blocks that are stacked, once the search proves that no smaller plan exists.
     fn best(lifetimes: &[Lifetime]) -> Plan {
         let mut bytes = 0;
-        let stacked = lifetimes.iter().map(|one| {
-            bytes += one.bytes();
-            bytes - one.bytes()
+        let stacked = lifetimes.iter().map(|lifetime| {
+            bytes += lifetime.bytes();
+            bytes - lifetime.bytes()
         });
         let offsets = stacked.collect();
         let lower_bound = lower_bound(lifetimes, CrossStream::AfterWait);
@@ -295,7 +295,7 @@ mod tests {
 
     #[test]
     fn a_bound_that_no_plan_reaches_is_proved_to_be_too_low() {
-        // Units and ends. In each of them the same is in use whenever a block is freed.
+        // Units and ends. In each list the same bytes are active whenever a block is freed.
         let known: [&[(u64, u32)]; 2] = [
             &[
                 (1, 6),

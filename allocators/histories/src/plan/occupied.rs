@@ -1,38 +1,38 @@
-//! Which bytes are taken when: finds the lowest place of a block among those that were placed, where all of them have memory
-//! from each other as soon as it is free.
+//! Occupied bytes over time: finds the lowest offset for a block among the placed ones, where all can reuse each other's memory
+//! as soon as it is free.
 //!
-//! A segment tree over time. A stretch of time is the union of O(log n) nodes, and each node has two lists of byte ranges that are
-//! sorted and joined where they touch: what is taken *through* all of its time, and what is taken at some time *within* it. What
-//! conflicts with a block is taken within the nodes of its lifetime, or through a node above one of these. So a block is
-//! placed without looking at each other block. Many small blocks that lie side by side, as weights do, are one range.
+//! A segment tree over time. A stretch of time is the union of O(log n) nodes, and each node has two lists of byte ranges that
+//! are sorted and coalesced: ranges occupied *through* all of its time, and ranges occupied at some time *within* it. Ranges that
+//! conflict with a block are occupied within the nodes of its lifetime, or through a node above one of these. So a block is
+//! placed without examining each other block. Many small adjacent blocks, such as weights, are one range.
 
 use super::conflicts::cover;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// Byte ranges that are taken, by time.
+/// Occupied byte ranges, by time.
 #[derive(Debug)]
 pub(super) struct Occupied {
     leaves: usize,
-    /// What is taken within each node, and behind that what is taken through each node but the leaves: through the time of one
-    /// allocation is taken what is taken within it.
+    /// Ranges occupied within each node, followed by ranges occupied through each node except the leaves: for the time of one
+    /// allocation both are the same.
     lists: Vec<Vec<(u64, u64)>>,
     /// Lists that are not empty.
     filled: Vec<u32>,
-    /// Lists that a search goes through, and how far it has come in each.
+    /// Lists that a search traverses, and its position in each.
     cursors: Vec<(u32, u32)>,
     claim: Claim,
 }
 
 /// Ranges that are moved in the time of a step.
 const MOVED: usize = 32;
-/// Bytes of a list of one range, with what the system keeps beside it.
+/// Bytes of a list with one range, with the system allocator's overhead.
 const SHORT: usize = 32;
 
 impl Occupied {
-    /// Nothing is taken in the time of so many allocations.
+    /// Nothing is occupied in the time of this many allocations.
     ///
     /// # Errors
-    /// The budget has less than this takes when it is empty.
+    /// The budget has no room for the empty structure.
     pub(super) fn new(count: usize, budget: &Budget) -> Result<Self, OverBudget> {
         let leaves = count.next_power_of_two();
         let mut claim = budget.claim();
@@ -41,19 +41,19 @@ impl Occupied {
         Ok(Self { leaves, lists: vec![Vec::new(); 3 * leaves], filled, cursors: Vec::new(), claim })
     }
 
-    /// Nothing is taken any more. Keeps its memory.
+    /// Removes all ranges. Keeps the memory.
     pub(super) fn clear(&mut self) {
         self.filled.drain(..).for_each(|list| self.lists[list as usize].clear());
     }
 
-    /// The lowest offset at which so many bytes are free from one allocation to another, and how many steps it took to find it: a
-    /// step is a list or a range that is looked at.
+    /// The lowest offset at which this many bytes are free from one allocation to another, and the number of steps: a step
+    /// examines a list or a range.
     pub(super) fn lowest(&mut self, from: usize, to: usize, bytes: u64) -> (u64, u64) {
         let Self { leaves, ref lists, ref mut cursors, .. } = *self;
         cursors.clear();
         let mut ask = |list: usize| {
             if !lists[list].is_empty() {
-                // CAST: at most six times the allocations, which the builder of a history bounds.
+                // CAST: at most six times the allocations, which the compilation limits.
                 cursors.push((list as u32, 0));
             }
         };
@@ -85,10 +85,10 @@ impl Occupied {
         }
     }
 
-    /// Bytes are taken from one allocation to another. Returns the steps.
+    /// Occupies bytes from one allocation to another. Returns the steps.
     ///
     /// # Errors
-    /// The budget is used up. Some lists have the bytes then.
+    /// The budget is used up. Some lists contain the bytes then.
     pub(super) fn insert(&mut self, from: usize, to: usize, bytes: (u64, u64)) -> Result<u64, OverBudget> {
         let Self { leaves, ref mut lists, ref mut filled, ref mut claim, .. } = *self;
         let (mut steps, mut room) = (0, Ok(()));
@@ -99,7 +99,7 @@ impl Occupied {
                 filled.push(list as u32);
             }
             let enough = if ranges.capacity() == 0 {
-                // Of most lists it stays the only one.
+                // Most lists have only this one range.
                 claim.add(SHORT).map(|()| ranges.reserve_exact(1))
             } else {
                 claim.reserve(ranges, 1)
@@ -119,12 +119,12 @@ impl Occupied {
             }
         });
         above(leaves, from, to, |node| steps += 1 + take(node));
-        // CAST: a count of what was looked at.
+        // CAST: a count of examined items.
         room.map(|()| steps as u64)
     }
 }
 
-/// Adds a range and joins what touches. Returns how many others were moved.
+/// Adds a range and coalesces it with adjacent ones. Returns the number of moved ranges.
 fn add(ranges: &mut Vec<(u64, u64)>, (start, end): (u64, u64)) -> usize {
     let first = ranges.partition_point(|range| range.1 < start);
     let last = first + ranges[first..].partition_point(|range| range.0 <= end);
@@ -136,7 +136,7 @@ fn add(ranges: &mut Vec<(u64, u64)>, (start, end): (u64, u64)) -> usize {
     moved
 }
 
-/// Calls `node` with the nodes of a segment tree that hold a part of `from..to` and something else, once each.
+/// Calls `node` with the nodes of a segment tree that intersect `from..to` without being inside, once each.
 fn above(leaves: usize, from: usize, to: usize, mut node: impl FnMut(usize)) {
     let (from, to) = (leaves + from, leaves + to);
     for level in 1..=leaves.ilog2() {
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// Looks at each block that was placed.
+    /// Examines each placed block.
     fn slowly(placed: &[(usize, usize, u64, u64)], from: usize, to: usize, bytes: u64) -> u64 {
         let mut near: Vec<_> = placed.iter().filter(|other| other.0 < to && from < other.1).collect();
         near.sort_by_key(|other| other.2);
@@ -186,7 +186,7 @@ mod tests {
                     let (from, to, bytes) = (from as usize, to as usize, u64::from(1 + random.below(9)));
                     let (offset, _) = occupied.lowest(from, to, bytes);
                     assert_eq!(offset, slowly(&placed, from, to, bytes), "{bytes} in {from}..{to} among {placed:?}");
-                    // Not always at the lowest place, so that gaps are left.
+                    // Not always at the lowest offset, which leaves gaps.
                     let offset =
                         offset + u64::from(random.below(3)) * u64::from(slowly(&placed, from, to, bytes + 3) == offset);
                     placed.push((from, to, offset, offset + bytes));

@@ -1,17 +1,17 @@
-//! The plan that every history has: blocks are placed in the order of the history, by best fit.
+//! The plan for every recording: blocks are placed in recorded order, by best fit.
 
 use super::lifetime::{Ends, Group};
 use super::{CrossStream, Lifetime};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// One space in which free ranges are joined with their neighbours.
+/// One address space with coalescing free ranges.
 #[derive(Debug, Default)]
 struct Space {
     /// Bytes of free ranges by offset.
     by_offset: BTreeMap<u64, u64>,
     /// (bytes, offset) of the same.
     by_bytes: BTreeSet<(u64, u64)>,
-    /// Where it ends.
+    /// Its end.
     end: u64,
 }
 
@@ -26,7 +26,7 @@ impl Space {
         self.by_bytes.insert((bytes, offset));
     }
 
-    /// The smallest free range that fits, or the end, which grows by what is missing.
+    /// The smallest free range that fits, or the end of the space, which grows by the missing bytes.
     fn take(&mut self, bytes: u64) -> u64 {
         let fit = self.by_bytes.range((bytes, 0)..).next().copied();
         let last = || {
@@ -58,7 +58,7 @@ impl Space {
     }
 }
 
-/// Offsets of the blocks of a kind, and where the space of each group ends. O(n log n).
+/// Offsets of the blocks of a kind, and the end of each group's space. O(n log n).
 pub(super) fn spaces(
     lifetimes: &[Lifetime],
     cross: CrossStream,
@@ -67,11 +67,11 @@ pub(super) fn spaces(
     let mut spaces: BTreeMap<Group, Space> = BTreeMap::new();
     let mut offsets = vec![0; lifetimes.len()];
     let mut ends = Ends::default();
-    // CAST: a history has fewer than 2^32 allocations.
-    for (now, lifetime) in (0u32..).zip(lifetimes).filter(|(_, one)| kind(one)) {
-        while let Some(gone) = ends.pop(now) {
-            let block = &lifetimes[gone as usize];
-            spaces.entry(block.group(cross)).or_default().give(offsets[gone as usize], block.bytes());
+    // CAST: a recording has fewer than 2^32 allocations.
+    for (now, lifetime) in (0u32..).zip(lifetimes).filter(|(_, lifetime)| kind(lifetime)) {
+        while let Some(ended) = ends.pop(now) {
+            let block = &lifetimes[ended as usize];
+            spaces.entry(block.group(cross)).or_default().give(offsets[ended as usize], block.bytes());
         }
         offsets[now as usize] = spaces.entry(lifetime.group(cross)).or_default().take(lifetime.bytes());
         ends.add(lifetime, now);
@@ -79,7 +79,7 @@ pub(super) fn spaces(
     (offsets, spaces.into_iter().map(|(number, space)| (number, space.end)).collect())
 }
 
-/// Offsets, and the bytes that they need: the spaces follow one another.
+/// Offsets, and their total size: the spaces are consecutive.
 pub(super) fn best_fit(lifetimes: &[Lifetime], cross: CrossStream) -> (Vec<u64>, u64) {
     let (mut offsets, ends) = spaces(lifetimes, cross, |_| true);
     let mut base = 0;

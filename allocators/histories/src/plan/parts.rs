@@ -1,17 +1,17 @@
-//! The parts of a history that can be planned one by one, as rectangles between sections of time.
+//! Parts of a recording that can be planned separately, as rectangles between sections of time.
 //!
-//! Only points of time matter at which as much is in use as can be: after an allocation and before the next free. What is in
-//! use elsewhere is a part of that. These *sections* are what remains of time, so blocks that conflict share one.
+//! Only times with a local maximum of active bytes matter: after an allocation and before the next free. Blocks active at other
+//! times are a subset of these. The remaining times are the *sections*, so conflicting blocks share one.
 //!
-//! A block that shares a section with every other can lie at the bottom: what lies beneath it moves up by its size. So it
-//! is placed and left out, and what remains may fall apart into stretches of time that no block crosses.
+//! A block that shares a section with every other can be at the bottom: the others move up by its size. So it is placed and left
+//! out, and the others may fall apart into stretches of time that no block crosses.
 
 use super::{Lifetime, UNIT};
 
-/// How often a block is looked at, on average, before the rest is left as it is: nested lives are one layer each.
+/// Average number of times that a block is examined before the rest is left as it is: each layer of nested lifetimes takes one.
 const LAYERS: usize = 64;
 
-/// A block of a part: in use in the sections `from..to`.
+/// A block of a part: active in the sections `from..to`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) from: usize,
@@ -22,10 +22,10 @@ pub(super) struct Item {
     pub(super) block: u32,
 }
 
-/// Blocks that can be placed without a look at others, above what lies beneath them.
+/// Blocks that can be placed independently, above those already placed.
 #[derive(Debug)]
 pub(super) struct Part {
-    /// Where the part begins, in units.
+    /// Offset of the part, in units.
     pub(super) base: u64,
     /// In the order in which they start.
     pub(super) items: Vec<Item>,
@@ -33,21 +33,21 @@ pub(super) struct Part {
 }
 
 impl Part {
-    /// How many pairs of a block and a section that it is in use in there are: the memory that a search needs.
+    /// Number of pairs of a block and a section in which it is active: the memory of a search.
     pub(super) fn pairs(&self) -> usize {
         self.items.iter().map(|item| item.to - item.from).sum()
     }
 }
 
-/// The parts of a history of one group, and the offsets in units of the blocks that are placed already. O(n log n).
+/// The parts of a recording of one group, and the offsets in units of the blocks that are already placed. O(n log n).
 pub(super) fn parts(lifetimes: &[Lifetime]) -> (Vec<Part>, Vec<u64>) {
     let mut offsets = vec![0; lifetimes.len()];
-    let mut found = Vec::new();
-    // CAST: a history has fewer than 2^32 allocations.
-    let items = (0u32..).zip(lifetimes).filter(|(_, one)| one.bytes() > 0).map(|(block, one)| Item {
+    let mut parts = Vec::new();
+    // CAST: a recording has fewer than 2^32 allocations.
+    let items = (0u32..).zip(lifetimes).filter(|(_, lifetime)| lifetime.bytes() > 0).map(|(block, lifetime)| Item {
         from: block as usize,
-        to: one.end_within(block, lifetimes.len()),
-        size: one.bytes() / UNIT,
+        to: lifetime.end_within(block, lifetimes.len()),
+        size: lifetime.bytes() / UNIT,
         block,
     });
     let mut open = vec![(0, items.collect())];
@@ -64,19 +64,19 @@ pub(super) fn parts(lifetimes: &[Lifetime]) -> (Vec<Part>, Vec<u64>) {
                 above += item.size;
             }
             if through.is_empty() {
-                found.push(Part { base, items: rest, sections });
+                parts.push(Part { base, items: rest, sections });
             } else {
                 open.push((above, rest));
             }
         }
     }
-    found.sort_by_key(|part| part.items.first().map(|item| item.block));
-    (found, offsets)
+    parts.sort_by_key(|part| part.items.first().map(|item| item.block));
+    (parts, offsets)
 }
 
-/// Divides blocks, in the order of their starts, where none is in use, and counts the sections of each stretch of time anew.
+/// Divides blocks, ordered by start, at times without active blocks, and renumbers the sections of each stretch.
 fn stretches(mut items: Vec<Item>) -> Vec<(Vec<Item>, usize)> {
-    // What ends goes before what starts.
+    // Ends precede starts.
     let starts = items.iter().enumerate().map(|(at, item)| (item.from, true, at));
     let mut events: Vec<(usize, bool, usize)> =
         starts.chain(items.iter().enumerate().map(|(at, item)| (item.to, false, at))).collect();

@@ -1,4 +1,4 @@
-//! Where each block of a history lies, and whether that is a plan: no two blocks that conflict overlap.
+//! The placement of a recording's blocks, and a check that no two conflicting blocks overlap.
 
 use super::lifetime::{CrossStream, Lifetime};
 use serde::Serialize;
@@ -6,60 +6,63 @@ use std::collections::BTreeSet;
 use std::fmt;
 use vramlab_policies::backends::plan::PlanTable;
 
-/// Where each block of a history lies.
+/// The placement of a recording's blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     /// Offset of each block in bytes, in the order of the allocations; multiples of [`UNIT`](super::UNIT).
     pub offsets: Vec<u64>,
-    /// Bytes that the plan needs.
+    /// Size of the plan in bytes.
     pub bytes: u64,
-    /// Bytes below which there is no plan.
+    /// Lower bound on the size of a plan.
     pub lower_bound: u64,
-    /// Bytes below which no plan keeps each block in one piece, as far as the search proved it: `lower_bound` or more. If it is
-    /// `bytes`, this is the best plan there is.
+    /// Proved lower bound for plans that keep each block contiguous: `lower_bound` or more. If it equals `bytes`, this plan is
+    /// optimal.
     pub least: u64,
-    /// Steps that the search made.
+    /// Number of steps of the search.
     pub steps: u64,
-    /// Why it ended.
+    /// Why the search stopped.
     pub end: SearchEnd,
 }
 
-/// Why a search for a plan ended.
+/// Why a search for a plan stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SearchEnd {
-    /// The plan is the best there is, or within 0.012 % of the lower bound.
+    /// The plan is optimal, or within 0.012 % of the lower bound.
     Best,
     /// Its steps were used up.
     Steps,
-    /// Its memory was used up, or some of its attempts ended because of that.
+    /// Its memory was used up, or some attempts stopped because of that.
     Memory,
 }
 
 impl Plan {
-    /// What the plan needs above the bound, as a fraction of the bound.
+    /// The plan's size above the bound, as a fraction of the bound.
     #[must_use]
     pub fn gap(&self) -> f64 {
         // CAST: bytes of a device, below 2^53.
         if self.lower_bound == 0 { 0.0 } else { self.bytes as f64 / self.lower_bound as f64 - 1.0 }
     }
 
-    /// The plan as the backend [`plan`](mod@vramlab_policies::backends::plan) follows it.
+    /// The plan for the backend [`plan`](mod@vramlab_policies::backends::plan).
     ///
     /// # Panics
-    /// When there are not as many lifetimes as offsets.
+    /// When the numbers of lifetimes and offsets differ.
     #[must_use]
     pub fn table(&self, lifetimes: &[Lifetime]) -> PlanTable {
         assert_eq!(lifetimes.len(), self.offsets.len(), "an offset for each block");
-        let blocks = lifetimes.iter().zip(&self.offsets).map(|(one, offset)| (one.requested, one.stream, *offset));
+        let blocks = lifetimes
+            .iter()
+            .zip(&self.offsets)
+            .map(|(lifetime, offset)| (lifetime.requested, lifetime.stream, *offset));
         PlanTable::new(self.bytes, blocks.collect())
     }
 
-    /// Two blocks that conflict and overlap, if there are such: then it is no plan for these lifetimes. O(n · b), where b is
-    /// the most blocks that have one byte one after another.
+    /// Two blocks that conflict and overlap, if there are any: then this is not a plan for these lifetimes. O(n · b), where b is
+    /// the maximum number of blocks that use one byte in turn.
     ///
     /// # Panics
-    /// When there are not as many lifetimes as offsets.
+    /// When the numbers of lifetimes and offsets differ.
     #[must_use]
     pub fn overlap(&self, lifetimes: &[Lifetime], cross: CrossStream) -> Option<Overlap> {
         find_overlap(lifetimes, &self.offsets, cross)
@@ -73,7 +76,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// Two blocks that are in use at the same time, at the same addresses.
+/// Two simultaneously active blocks at the same addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
     /// Number of the allocation that came first.
@@ -88,16 +91,16 @@ impl fmt::Display for Overlap {
     }
 }
 
-/// Whether two blocks need memory of their own; the first came first.
+/// Whether two blocks need separate memory; the first was allocated first.
 fn conflict(lifetimes: &[Lifetime], first: u32, second: u32, cross: CrossStream) -> bool {
-    // Blocks that are freed before the next allocation have lived all the same.
+    // A block that is freed before the next allocation still has a lifetime.
     second < lifetimes[first as usize].end_for(&lifetimes[second as usize], cross).max(first + 1)
 }
 
-/// Goes through the offsets from the lowest to the highest and compares each block with those that reach beyond its start.
+/// Traverses the offsets from the lowest to the highest and compares each block with those that extend beyond its start.
 fn find_overlap(lifetimes: &[Lifetime], offsets: &[u64], cross: CrossStream) -> Option<Overlap> {
     assert_eq!(lifetimes.len(), offsets.len(), "an offset for each block");
-    // CAST: a history has fewer than 2^32 allocations.
+    // CAST: a recording has fewer than 2^32 allocations.
     let mut order: Vec<u32> =
         (0..lifetimes.len() as u32).filter(|&block| lifetimes[block as usize].bytes() > 0).collect();
     order.sort_unstable_by_key(|&block| (offsets[block as usize], block));

@@ -9,26 +9,26 @@ use crate::steps;
 use std::cmp::Reverse;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// An attempt ends when so many blocks lie above the best plan, because it cannot become better. Attempts take turns: the
-/// first is over sooner, the second tells more about what stands in the way.
+/// Attempts stop when this many blocks are above the best plan, because they cannot become better. Attempts alternate: the first
+/// stops sooner, the second shows more of the obstacles.
 const OFFENDERS: [u32; 2] = [1, 4];
 
-/// A plan that is above the bound by less than this part of it is good enough: 0.012 %.
+/// A plan within this fraction of the bound is good enough: 0.012 %.
 const ENOUGH: u64 = 8192;
 
-/// The part of the steps that orders are tried for before the exact search begins.
+/// Share of the steps for orders before the exact search begins.
 const FIRST: u64 = 8;
 
-/// Steps that orders are tried for at least, because the exact search has found little by then.
+/// Minimum number of steps for orders, because the exact search finds little in that time.
 const FEWEST_FIRST: u64 = 1 << 20;
 
-/// Blocks of a history whose lists a processor's caches hold. With more of them each step counts double.
+/// Number of blocks whose lists fit a processor's caches. With more of them each step counts double.
 const CACHED: usize = 1 << 16;
 
-/// Blocks of a history up to which it begins at all.
+/// Maximum number of blocks for the search to begin at all.
 const MOST_BLOCKS: usize = 1 << 15;
 
-/// Bytes of an allocation in a search: two plans, an order, priorities, and the keys by which the order is sorted.
+/// Bytes for each allocation in a search: two plans, an order, priorities, and sort keys.
 const ALLOCATION: usize = 3 * size_of::<u64>() + size_of::<u32>() + 32;
 
 /// A search over orders.
@@ -39,30 +39,30 @@ pub(super) struct Search<'a> {
     budget: &'a Budget,
     lower_bound: u64,
     placed: Blocks<'a>,
-    /// Where the blocks lie that this attempt has placed.
+    /// Placed blocks of this attempt.
     offsets: Vec<u64>,
-    /// Ranges of the blocks that conflict with the one to be placed.
+    /// Ranges of the blocks that conflict with the next one.
     taken: Vec<(u64, u64)>,
-    /// Of what a block takes, and of `taken`.
+    /// Claim for the lists and `taken`.
     claim: Claim,
     steps: u64,
-    /// Most steps.
+    /// Maximum number of steps.
     most: u64,
 }
 
-/// Blocks that were placed.
+/// Placed blocks.
 #[derive(Debug)]
 enum Blocks<'a> {
-    /// Of one group: by the bytes that they take.
+    /// For one group: by occupied bytes.
     OneGroup(Occupied),
-    /// Of groups that have memory from each other later than from themselves: one by one.
+    /// For groups that can reuse others' memory later than their own: one by one.
     Groups(Placed<'a>),
 }
 
 impl<'a> Blocks<'a> {
     fn new(lifetimes: &'a [Lifetime], cross: CrossStream, budget: &Budget) -> Result<Self, OverBudget> {
-        let apart = lifetimes.iter().any(|one| one.group(cross) != lifetimes[0].group(cross));
-        Ok(match apart {
+        let several_groups = lifetimes.iter().any(|lifetime| lifetime.group(cross) != lifetimes[0].group(cross));
+        Ok(match several_groups {
             true => Self::Groups(Placed::new(lifetimes, cross, budget)?),
             false => Self::OneGroup(Occupied::new(lifetimes.len(), budget)?),
         })
@@ -76,16 +76,16 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// How an attempt to place all blocks ended.
+/// Result of an attempt to place all blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Attempt {
-    /// All are placed, in so many bytes.
+    /// All are placed, in this many bytes.
     Done(u64),
-    /// Too many lay above the best plan. So many were placed.
+    /// Too many were above the best plan. Number of placed blocks.
     Worse(usize),
-    /// There are no steps left.
+    /// The steps are used up.
     OutOfSteps,
-    /// There is no memory left.
+    /// The memory is used up.
     OutOfMemory,
 }
 
@@ -93,7 +93,7 @@ impl<'a> Search<'a> {
     /// A search.
     ///
     /// # Errors
-    /// The budget has less than it takes for any attempt.
+    /// The budget has no room for any attempt.
     pub(super) fn new(
         lifetimes: &'a [Lifetime],
         settings: &'a PlanSettings,
@@ -107,15 +107,15 @@ impl<'a> Search<'a> {
         Ok(Self { lifetimes, settings, budget, lower_bound, placed, offsets, taken, claim, steps: 0, most })
     }
 
-    /// Makes a plan better. Not generic, so that it is compiled, and optimised, with this crate.
+    /// Improves a plan. Not generic, so that it is compiled and optimised in this crate.
     pub(super) fn run(mut self, first: Plan, progress: &mut dyn FnMut(u64, u64)) -> Plan {
         let Plan { offsets: mut best, mut bytes, .. } = first;
         let mut end = SearchEnd::Best;
         let mut random = Random(self.settings.seed);
-        // CAST: a history has fewer than 2^32 allocations.
+        // CAST: a recording has fewer than 2^32 allocations.
         let mut order: Vec<u32> = (0..self.lifetimes.len() as u32).collect();
-        let mut priorities: Vec<u64> = self.lifetimes.iter().map(|one| log2(one.bytes())).collect();
-        // The first order is that of the sizes themselves; it is gone through whatever comes of it.
+        let mut priorities: Vec<u64> = self.lifetimes.iter().map(|lifetime| log2(lifetime.bytes())).collect();
+        // The first order is by size; it is completed in any case.
         order.sort_by_cached_key(|&block| (Reverse(self.lifetimes[block as usize].bytes()), self.tie(block)));
         let mut limit = u64::MAX;
         let mut offenders = OFFENDERS.iter().cycle();
@@ -128,9 +128,9 @@ impl<'a> Search<'a> {
             progress(self.steps, bytes);
             let offenders = offenders.next().copied().unwrap_or(1);
             let placed = match self.attempt(&order, limit, offenders) {
-                Attempt::Done(found) => {
-                    if found < bytes {
-                        (bytes, best) = (found, self.offsets.clone());
+                Attempt::Done(size) => {
+                    if size < bytes {
+                        (bytes, best) = (size, self.offsets.clone());
                     }
                     order.len()
                 }
@@ -139,8 +139,8 @@ impl<'a> Search<'a> {
                     self.most = all;
                     match Exact::new(self.lifetimes, self.settings, self.budget) {
                         Ok(None) => continue,
-                        Ok(found) => {
-                            exact = found;
+                        Ok(search) => {
+                            exact = search;
                             break;
                         }
                         Err(_) => {
@@ -159,7 +159,7 @@ impl<'a> Search<'a> {
                 }
             };
             limit = bytes;
-            // What lies above the bound comes earlier, by half a doubling to one and a half.
+            // Blocks above the bound move forward, by half a doubling to one and a half.
             for &block in &order[..placed] {
                 if self.offsets[block as usize] + self.lifetimes[block as usize].bytes() > self.lower_bound {
                     // CAST: below 2^16.
@@ -178,12 +178,12 @@ impl<'a> Search<'a> {
         plan
     }
 
-    /// Of equal blocks the longest-lived comes first, then the one that was allocated first.
+    /// Of equal blocks the longest-lived comes first, then the earliest allocation.
     fn tie(&self, block: u32) -> (Reverse<u32>, u32) {
         (Reverse(self.lifetimes[block as usize].end.saturating_sub(block)), block)
     }
 
-    /// Places all blocks in this order, unless as many as `offenders` come to lie above `limit`.
+    /// Places all blocks in this order, unless as many as `offenders` are above `limit`.
     fn attempt(&mut self, order: &[u32], limit: u64, offenders: u32) -> Attempt {
         self.placed.clear();
         let (mut highest, mut above) = (0, 0);
@@ -201,7 +201,7 @@ impl<'a> Search<'a> {
         if above > 0 { Attempt::Worse(order.len()) } else { Attempt::Done(highest) }
     }
 
-    /// Places a block at the lowest offset at which it overlaps none that conflicts with it; its top.
+    /// Places a block at the lowest offset without overlap with a conflicting block; returns its top.
     ///
     /// # Errors
     /// The budget is used up.
@@ -216,7 +216,7 @@ impl<'a> Search<'a> {
                 let (lowest, steps) = occupied.lowest(from, to, bytes);
                 offset = lowest;
                 let lists = steps + occupied.insert(from, to, (offset, offset + bytes))?;
-                // A list takes half as long to look at as a block.
+                // Examining a list takes half as long as a block.
                 lists.div_ceil(2)
             }
             Blocks::Groups(placed) => {
@@ -229,11 +229,11 @@ impl<'a> Search<'a> {
                 });
                 room?;
                 lowest_gap(taken, bytes, &mut offset);
-                // CAST: a count of what was looked at.
+                // CAST: a count of examined items.
                 placed.insert(block)? + taken.len() as u64 + asked
             }
         };
-        // CAST: a count of what was looked at.
+        // CAST: a count of examined items.
         steps::count(made as usize);
         self.steps += if lifetimes.len() > CACHED { 2 * made } else { made };
         self.offsets[block as usize] = offset;
@@ -241,9 +241,9 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Moves `offset` up to the lowest place where `bytes` fit between ranges; false when that is behind the last one.
+/// Moves `offset` up to the lowest gap of `bytes` between ranges; returns false if that is behind the last one.
 ///
-/// The ranges are sorted only as far as the place lies.
+/// The ranges are sorted only up to that gap.
 fn lowest_gap(ranges: &mut [(u64, u64)], bytes: u64, offset: &mut u64) -> bool {
     const FEW: usize = 24;
     if ranges.len() > FEW {
@@ -265,8 +265,8 @@ fn lowest_gap(ranges: &mut [(u64, u64)], bytes: u64, offset: &mut u64) -> bool {
 /// One doubling of the size, in a logarithm.
 pub(super) const DOUBLING: u64 = 1 << 16;
 
-/// The binary logarithm, with sixteen bits behind the point that are linear between powers of two. Integers only, so that it
-/// is the same everywhere.
+/// The binary logarithm, with sixteen fractional bits that are linear between powers of two. Integers only, so that it is the
+/// same everywhere.
 pub(super) fn log2(bytes: u64) -> u64 {
     let Some(power) = bytes.checked_ilog2() else { return 0 };
     let rest = bytes - (1 << power);

@@ -1,28 +1,28 @@
-//! The exact search: is there a plan of a [part](super::parts) that needs no more than so many units?
+//! The exact search: is there a plan of a [part](super::parts) with at most this many units?
 //!
-//! Blocks are laid from the bottom up, as bricks. Where the skyline has a valley, some block lies at its bottom, or the
-//! bottom stays empty. So a section of the valley is chosen, and each block of that section that fits into the valley is tried
-//! there; at last the bottom stays empty at that section, and its blocks rest on other blocks higher up. The search goes
-//! back where a section cannot hold any more what is left of it. That finds a plan, or proves that there is none.
+//! Blocks are stacked from the bottom up, like bricks. In a valley of the skyline some block is at the bottom, or the bottom
+//! stays empty. So the search chooses a section of the valley, and tries each block of that section that fits into the valley; at
+//! last the bottom stays empty at that section, and its blocks rest on other blocks higher up. The search backtracks when a
+//! section's remaining blocks no longer fit. That finds a plan, or proves that there is none.
 //!
-//! - **Floors.** Each block has a lowest offset, which is that of the highest skyline below it. The floor of a section is
-//!   the lowest such offset of its blocks that are left: what lies beneath is lost. If floor and blocks that are left need more
-//!   than there is, this is a dead end. So a section that is full at the fullest time loses nothing.
+//! - **Floors.** Each block has a lowest offset, that of the highest skyline below it. The floor of a section is the lowest such
+//!   offset of its remaining blocks: memory beneath is lost. If floor and remaining blocks exceed the size, this is a dead end.
+//!   So a section that is full at the peak loses nothing.
 //! - **The section with the fewest choices is decided first,** in any valley. Valleys that are not the lowest count, too: a
-//!   narrow one is filled or found impossible before the search has spent its time elsewhere.
-//! - **Dominance.** A block that was to rest higher up, but would fit as a whole beneath all that is left, could lie there in
-//!   any plan that comes of this: such plans are found elsewhere.
-//! - **Parts.** Where no block that is left crosses a point of time, both sides are solved by themselves. If one of them is
-//!   impossible, the search does not try the other one's plans one by one.
+//!   narrow one is filled or found impossible before the search spends its time elsewhere.
+//! - **Dominance.** A block that should rest higher up, but would fit beneath all remaining blocks, could be there in any
+//!   resulting plan: such plans are found elsewhere.
+//! - **Parts.** Where no remaining block crosses a time, both sides are solved separately. If one of them is impossible, the
+//!   search does not enumerate the other one's plans.
 //!
 //! *Source.* Sections, floors, dominance and parts are ideas of MiniMalloc (Moffitt, ASPLOS 2023), which places blocks in the
-//! order of their offsets. Here a place is chosen first and then its block, by the fewest choices.
+//! order of their offsets. Here a location is chosen first and then its block, by the fewest choices.
 
 use super::parts::{Item, Part};
 use std::cmp::Reverse;
 use vramlab_device::budget::{Budget, Claim};
 
-/// What is undone when the search goes back, with the value before.
+/// A change to undo when the search backtracks, with the previous value.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Undo {
     Skyline(u32, u64),
@@ -34,16 +34,16 @@ pub(super) enum Undo {
     Lifted,
 }
 
-/// Entries that a search can undo at most, of 16 bytes each. A search that has come so deep has seldom been right all the way.
+/// Maximum number of undo entries, of 16 bytes each. A search this deep has seldom been right all the way.
 const MOST_UNDO: usize = 1 << 24;
 
-/// Memory of a search that grows as it goes deeper: the changes that it can undo, and the decisions that it can change.
+/// Memory that grows with the depth of a search: changes to undo, and decisions to revise.
 #[derive(Debug)]
 pub(super) struct Room {
     undo: Vec<Undo>,
     of_undo: Claim,
     of_decisions: Claim,
-    /// Whether a change could not be kept. What it changed cannot be undone, so the search ends there.
+    /// Whether a change could not be recorded. It cannot be undone, so the search stops there.
     full: bool,
 }
 
@@ -66,7 +66,7 @@ impl Room {
         self.undo.len() < MOST_UNDO && self.of_undo.reserve(&mut self.undo, 1).is_ok()
     }
 
-    /// Whether there is room for so many bytes of decisions.
+    /// Whether there is room for this many bytes of decisions.
     #[inline]
     fn holds(&mut self, decisions: usize) -> bool {
         // In steps, so that most decisions claim nothing.
@@ -75,24 +75,24 @@ impl Room {
     }
 }
 
-/// A part as every search of it begins.
+/// A part at the start of every search.
 #[derive(Debug)]
 pub(super) struct Start {
     /// Blocks by section.
     at: Vec<Vec<u32>>,
     /// The first block that starts in a section or later; one more than there are sections.
     starts: Vec<usize>,
-    /// Units in use in each section, and the number of blocks.
+    /// Active units in each section, and the number of blocks.
     left: Vec<u64>,
     count: Vec<u32>,
-    /// Blocks that are in use before a section and in it.
+    /// Blocks that are active before a section and in it.
     crossing: Vec<u32>,
-    /// Sections in which each block is in use.
+    /// Sections in which each block is active.
     widths: Vec<u32>,
 }
 
 impl Start {
-    /// Bytes that it takes, and each search of the part besides what [`Room`] claims.
+    /// Bytes of it, and of each search of the part besides the claims of [`Room`].
     pub(super) fn bytes(part: &Part) -> usize {
         8 * part.pairs() + 128 * part.sections + 128 * part.items.len()
     }
@@ -102,7 +102,7 @@ impl Start {
         let (mut at, mut starts, mut crossing) =
             (vec![Vec::new(); sections], vec![0; sections + 1], vec![0; sections + 1]);
         let mut left = vec![0; sections];
-        // CAST: a history has fewer than 2^32 allocations.
+        // CAST: a recording has fewer than 2^32 allocations.
         for (number, item) in (0u32..).zip(&part.items) {
             at[item.from..item.to].iter_mut().for_each(|list| list.push(number));
             left[item.from..item.to].iter_mut().for_each(|left| *left += item.size);
@@ -118,37 +118,37 @@ impl Start {
         Self { at, starts, left, count, crossing, widths }
     }
 
-    /// Units in use in each section.
+    /// Active units in each section.
     pub(super) fn in_use(&self) -> &[u64] {
         &self.left
     }
 }
 
-/// A valley's section that is decided.
+/// A decision about a section of a valley.
 #[derive(Debug)]
 struct Decision {
-    /// The stretch of sections that is solved: all that lies outside is none of its business.
+    /// The stretch of sections that is solved; sections outside are ignored.
     stretch: (usize, usize),
     section: usize,
-    /// Blocks that can lie at the bottom, and how many were tried.
+    /// Blocks that can be at the bottom, and the number of tried ones.
     choices: Vec<u32>,
     tried: usize,
     /// Whether the bottom may stay empty.
     empty: bool,
-    /// How much was to be undone before.
+    /// Number of undo entries before.
     mark: usize,
-    /// Stretches that are solved after this one.
+    /// Stretches to solve after this one.
     after: Vec<(usize, usize)>,
 }
 
 impl Decision {
-    /// Bytes that it takes in a vector that doubles.
+    /// Its bytes in a vector that doubles.
     fn bytes(&self) -> usize {
         2 * size_of::<Self>() + 4 * self.choices.capacity() + size_of::<(usize, usize)>() * self.after.capacity()
     }
 }
 
-/// Decisions that led to where a search is.
+/// Decisions that led to the current state.
 #[derive(Debug, Default)]
 struct Decisions {
     list: Vec<Decision>,
@@ -168,20 +168,20 @@ impl Decisions {
     }
 }
 
-/// What a search came to.
+/// Result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// There is a plan.
+    /// A plan was found.
     Found,
-    /// There is none.
+    /// No plan exists.
     Impossible,
-    /// It took too long.
+    /// The limit on its work was reached.
     Unknown,
-    /// It took too much memory.
+    /// The limit on its memory was reached.
     Memory,
 }
 
-/// The state of a search.
+/// State of a search.
 #[derive(Debug)]
 pub(super) struct Skyline<'a> {
     items: &'a [Item],
@@ -189,33 +189,34 @@ pub(super) struct Skyline<'a> {
     at: &'a [Vec<u32>],
     /// The first block that starts in a section or later; one more than there are sections.
     starts: &'a [usize],
-    /// Which block is tried first: that with the highest.
+    /// Priorities of blocks: the highest is tried first.
     priorities: &'a [u64],
-    /// Units that there are.
+    /// Available units.
     capacity: u64,
     skyline: Vec<u64>,
     floor: Vec<u64>,
     /// Blocks whose lowest offset is the floor.
     support: Vec<u32>,
-    /// Units of blocks that are left, and their number.
+    /// Units of remaining blocks, and their number.
     left: Vec<u64>,
     count: Vec<u32>,
-    /// Blocks that are left and in use before a section and in it.
+    /// Remaining blocks that are active before a section and in it.
     crossing: Vec<u32>,
-    /// Lowest offsets of blocks; where those lie that are placed.
+    /// Lowest offsets of blocks; the offsets of placed ones.
     lowest: Vec<u64>,
-    /// Sections whose floor is the lowest offset of a block.
+    /// Number of sections whose floor is the lowest offset of a block.
     supports: Vec<u32>,
     placed: Vec<bool>,
-    /// Blocks that were to rest higher up.
+    /// Blocks that should rest higher up.
     lifted: Vec<u32>,
     /// Sections that lost their last support.
     unsupported: Vec<usize>,
-    /// The change in which a section's number of supports was last kept, and that of a block: once is enough to undo all of it.
-    kept: [Vec<u64>; 2],
+    /// The change in which a section's number of supports was last recorded, and that of a block: once is enough to undo all of
+    /// it.
+    recorded_in: [Vec<u64>; 2],
     change: u64,
     room: &'a mut Room,
-    /// What was looked at, and what may be.
+    /// Number of examined items, and its limit.
     pub(super) looked: u64,
     most_looked: u64,
 }
@@ -249,7 +250,7 @@ impl<'a> Skyline<'a> {
             placed: vec![false; items.len()],
             lifted: Vec::new(),
             unsupported: Vec::new(),
-            kept: [vec![0; sections], vec![0; items.len()]],
+            recorded_in: [vec![0; sections], vec![0; items.len()]],
             change: 0,
             room,
             looked: (sections + items.len()) as u64,
@@ -257,12 +258,12 @@ impl<'a> Skyline<'a> {
         }
     }
 
-    /// Where the blocks lie, after a plan was found.
+    /// Offsets of the blocks, after a plan was found.
     pub(super) fn finish(self) -> Vec<u64> {
         self.lowest
     }
 
-    /// Searches until a plan is found or impossible, so many decisions were wrong, or so much was looked at.
+    /// Searches until a plan is found or impossible, or the limit on wrong decisions or examined items is reached.
     pub(super) fn search(&mut self, most_wrong: u64, most_looked: u64) -> Answer {
         if (0..self.floor.len()).any(|section| self.left[section] > self.capacity) {
             return Answer::Impossible;
@@ -270,8 +271,8 @@ impl<'a> Skyline<'a> {
         self.most_looked = most_looked;
         let mut stack = Decisions::default();
         let mut wrong = 0;
-        let whole = self.stretches((0, self.floor.len()));
-        self.open(&mut stack, whole);
+        let stretches = self.stretches((0, self.floor.len()));
+        self.open(&mut stack, stretches);
         while let Some(mut top) = stack.pop() {
             if wrong >= most_wrong || self.looked >= most_looked {
                 return Answer::Unknown;
@@ -284,7 +285,7 @@ impl<'a> Skyline<'a> {
                 return Answer::Memory;
             }
             let Some(stretches) = next else {
-                // Whatever lies there, this stretch does not work out, and neither does what came of the decision before it.
+                // This stretch is impossible, and so are the consequences of the previous decision.
                 let Some(before) = stack.list.last() else { return Answer::Impossible };
                 self.back(before.mark);
                 wrong += 1;
@@ -308,7 +309,7 @@ impl<'a> Skyline<'a> {
         Answer::Found
     }
 
-    /// Begins with the first of these stretches.
+    /// Starts with the first of these stretches.
     fn open(&mut self, stack: &mut Decisions, mut stretches: Vec<(usize, usize)>) {
         if let Some(stretch) = stretches.pop() {
             let decision = self.decide(stretch, stretches);
@@ -347,20 +348,20 @@ impl<'a> Skyline<'a> {
         self.capacity - self.floor[section] - self.left[section]
     }
 
-    /// The blocks of a section that can lie on its floor.
+    /// The blocks of a section that can be on its floor.
     fn supporters(&mut self, section: usize) -> Vec<u32> {
         self.looked += self.at[section].len() as u64;
         let left = self.at[section].iter().copied();
         left.filter(|&item| !self.placed[item as usize] && self.lowest[item as usize] == self.floor[section]).collect()
     }
 
-    /// Tries what has not been tried: the stretches that are left then, or none if nothing is left to try, or the search has to end.
+    /// Tries the next choice: returns the remaining stretches, or none if no choice remains or the search has to stop.
     fn next(&mut self, decision: &mut Decision) -> Option<Vec<(usize, usize)>> {
         while let Some(&item) = decision.choices.get(decision.tried) {
             decision.tried += 1;
             let alike = |&other: &u32| {
-                let (one, other) = (&self.items[item as usize], &self.items[other as usize]);
-                (one.from, one.to, one.size) == (other.from, other.to, other.size)
+                let (item, other) = (&self.items[item as usize], &self.items[other as usize]);
+                (item.from, item.to, item.size) == (other.from, other.to, other.size)
             };
             if decision.choices[..decision.tried - 1].iter().any(alike) {
                 continue;
@@ -385,38 +386,38 @@ impl<'a> Skyline<'a> {
         None
     }
 
-    /// Divides a stretch where no block that is left crosses, the last first.
+    /// Divides a stretch at times that no remaining block crosses, the last first.
     fn stretches(&mut self, (from, to): (usize, usize)) -> Vec<(usize, usize)> {
         self.looked += (to - from) as u64;
-        let mut found = Vec::new();
+        let mut stretches = Vec::new();
         let mut end = to;
         for section in (from..to).rev() {
             if section > from && self.crossing[section] > 0 {
                 continue;
             }
             if self.count[section] > 0 {
-                found.push((section, end));
+                stretches.push((section, end));
             }
             end = section;
         }
-        found
+        stretches
     }
 }
 
 /// Changes that can be undone.
 impl Skyline<'_> {
-    /// Places a block at its lowest offset. False if that leads nowhere.
+    /// Places a block at its lowest offset. False if that is a dead end.
     fn place(&mut self, item: usize) -> bool {
         let Item { from, to, size, .. } = self.items[item];
         let offset = self.lowest[item];
         if self.skyline[from..to].iter().all(|&top| top < offset) {
-            // It was to rest on something, and now there is nothing.
+            // It should rest on a block, but there is none.
             return false;
         }
         let top = offset + size;
         self.change += 1;
         self.placed[item] = true;
-        // CAST: a history has fewer than 2^32 allocations, and no more sections.
+        // CAST: a recording has fewer than 2^32 allocations, and no more sections.
         self.room.push(Undo::Placed(item as u32));
         for section in from..to {
             self.room.push(Undo::Skyline(section as u32, self.skyline[section]));
@@ -433,7 +434,7 @@ impl Skyline<'_> {
         self.settle(possible)
     }
 
-    /// The blocks of a section that can lie on its floor are to rest higher up. False if that leads nowhere.
+    /// The blocks of a section that can be on its floor should rest higher up. False if that is a dead end.
     fn lift(&mut self, section: usize, supporters: &[u32]) -> bool {
         let floor = self.floor[section];
         self.change += 1;
@@ -446,7 +447,7 @@ impl Skyline<'_> {
         self.settle(possible)
     }
 
-    /// The lowest top of a block that another one can rest on, if those that could lie on the floor of a section do not.
+    /// The lowest top of a block on which another one can rest, if the blocks on the floor of a section do not.
     fn lowest_top(&mut self, item: usize, section: usize, floor: u64) -> u64 {
         let Item { from, to, .. } = self.items[item];
         let (at, items) = (self.at, self.items);
@@ -461,7 +462,7 @@ impl Skyline<'_> {
         before.into_iter().chain(later).min().unwrap_or(u64::MAX)
     }
 
-    /// A block that is left does not lie lower than this. False if it does not fit then.
+    /// Raises a remaining block's lowest offset. False if it does not fit then.
     fn raise(&mut self, item: usize, lowest: u64) -> bool {
         let before = self.lowest[item];
         if self.placed[item] || before >= lowest {
@@ -494,23 +495,23 @@ impl Skyline<'_> {
         }
     }
 
-    /// Keeps how many supports a section had before this change.
+    /// Records how many supports a section had before this change.
     fn keep_support(&mut self, section: usize) {
-        if std::mem::replace(&mut self.kept[0][section], self.change) != self.change {
+        if std::mem::replace(&mut self.recorded_in[0][section], self.change) != self.change {
             // CAST: as above.
             self.room.push(Undo::Support(section as u32, self.support[section]));
         }
     }
 
-    /// Keeps how many sections a block supported before this change.
+    /// Records how many sections a block supported before this change.
     fn keep_supports(&mut self, item: usize) {
-        if std::mem::replace(&mut self.kept[1][item], self.change) != self.change {
+        if std::mem::replace(&mut self.recorded_in[1][item], self.change) != self.change {
             // CAST: as above.
             self.room.push(Undo::Supports(item as u32, self.supports[item]));
         }
     }
 
-    /// Raises the floors of sections that lost their last support. False if there is not enough left above one.
+    /// Raises the floors of sections that lost their last support. False if the remaining room above one is too small.
     fn settle(&mut self, mut possible: bool) -> bool {
         while let Some(section) = self.unsupported.pop() {
             if !possible {
@@ -538,10 +539,10 @@ impl Skyline<'_> {
         possible
     }
 
-    /// Whether a block that was to rest higher up would fit beneath all that is left.
+    /// Whether a block that should rest higher up would fit beneath all remaining blocks.
     fn dominated(&mut self, (first, last): (usize, usize)) -> bool {
         let mut looked = self.lifted.len();
-        let found = self.lifted.iter().any(|&item| {
+        let stretches = self.lifted.iter().any(|&item| {
             let Item { from, to, size, .. } = self.items[item as usize];
             if self.placed[item as usize] || from < first || to > last {
                 return false;
@@ -560,10 +561,10 @@ impl Skyline<'_> {
                 })
         });
         self.looked += looked as u64;
-        found
+        stretches
     }
 
-    /// Goes back to where so much was to be undone.
+    /// Backtracks to this number of undo entries.
     fn back(&mut self, mark: usize) {
         for undo in self.room.undo.drain(mark..).rev() {
             match undo {

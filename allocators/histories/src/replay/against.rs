@@ -1,40 +1,40 @@
-//! A history beside a file of placements: whether the file is of this history, and where it puts each block.
+//! A recording and a file of placements: whether they belong together, and the address of each block.
 
 use crate::formats::{Placed, Placements};
 use crate::history::{DueFrees, History, Kind, Op, ReplayError, SegmentEvent};
 use std::collections::HashMap;
 
-/// What a replay is compared with.
+/// Placements to compare a replay with.
 #[derive(Debug)]
 pub(super) struct Against {
     /// Address of each allocation, in order.
     pub(super) addresses: Vec<u64>,
-    /// What comes from the device, in order.
+    /// Memory allocated from the device, in order.
     pub(super) upstream: Vec<SegmentEvent>,
-    /// RMM's pool knows the default stream from the beginning, and gives it the first block. Unless that stream makes the
-    /// first request it has to come before: a stream of the history, or one that is in none.
+    /// RMM's pool knows the default stream from the beginning, and gives it the first block. Unless that stream makes the first
+    /// request, it has to come first: a stream of the recording, or one that is not in it.
     pub(super) comes_before: Option<DefaultStream>,
 }
 
 /// The default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DefaultStream {
-    /// The history's first: the one with handle zero.
+    /// The recording's first: the one with handle zero.
     Recorded,
-    /// Not in the history.
+    /// Not in the recording.
     Absent,
 }
 
-fn other(what: String) -> ReplayError {
-    ReplayError::History(format!("{what}: the placements are those of another history"))
+fn mismatch(problem: String) -> ReplayError {
+    ReplayError::History(format!("{problem}: the placements belong to another recording"))
 }
 
 impl Against {
     /// # Errors
-    /// [`ReplayError::History`] when the file is not of this history, or says too little of it.
+    /// [`ReplayError::History`] when the file belongs to another recording, or is incomplete.
     pub(super) fn new(history: &History, placements: &Placements) -> Result<Self, ReplayError> {
         if history.prologue_allocations() > 0 || !history.beginning.segments.is_empty() {
-            let text = "the history began late, and where its first blocks lay is in no file of placements";
+            let text = "the recording began late, and files of placements do not contain its first blocks";
             return Err(ReplayError::History(text.to_owned()));
         }
         let mut matching = Matching::default();
@@ -56,8 +56,8 @@ impl Against {
             match call {
                 Placed::Free(allocation) => rest.push(allocation),
                 Placed::Alloc { .. } => {
-                    return Err(other(format!(
-                        "the history has {} allocations and the file more",
+                    return Err(mismatch(format!(
+                        "the recording has {} allocations and the file more",
                         matching.addresses.len()
                     )));
                 }
@@ -73,22 +73,22 @@ impl Against {
     }
 }
 
-/// The history and the file, call by call.
+/// The recording and the file, call by call.
 #[derive(Debug, Default)]
 struct Matching {
     addresses: Vec<u64>,
-    /// By slot of the history, the number of the allocation that is in it.
+    /// The allocation in each slot of the recording.
     slots: HashMap<u32, u32>,
-    /// Frees of the history that have completed since the last allocation.
+    /// Frees of the recording that have completed since the last allocation.
     completed: Vec<u32>,
-    /// Those that complete later, by operation.
+    /// Deferred frees, by operation.
     due: DueFrees<u32>,
-    /// Streams of the file by those of the history, and the other way round.
+    /// Streams of the file by those of the recording, and vice versa.
     streams: [HashMap<u32, u32>; 2],
 }
 
 impl Matching {
-    /// Takes note of an operation's frees. The file has each where it completed.
+    /// Records an operation's frees. The file has each at its completion.
     fn request(&mut self, number: u32, op: Op) {
         while let Some(freed) = self.due.complete(number) {
             self.completed.extend(freed);
@@ -98,7 +98,7 @@ impl Matching {
         }
     }
 
-    /// Compares what was freed between two allocations, in whatever order.
+    /// Compares the frees between two allocations, in any order.
     fn freed(&mut self, mut by_file: Vec<u32>) -> Result<(), ReplayError> {
         let mut by_history = std::mem::take(&mut self.completed);
         by_history.sort_unstable();
@@ -106,30 +106,35 @@ impl Matching {
         if by_file == by_history {
             return Ok(());
         }
-        let differs = |ours: &[u32], theirs: &[u32]| ours.iter().find(|own| !theirs.contains(own)).map(|own| own + 1);
-        let what = match (differs(&by_history, &by_file), differs(&by_file, &by_history)) {
-            (Some(own), _) => format!("the history frees allocation {own} there and the file does not"),
-            (None, named) => format!("the file frees allocation {} there and the history does not", named.unwrap_or(0)),
+        let differs =
+            |these: &[u32], others: &[u32]| these.iter().find(|free| !others.contains(free)).map(|free| free + 1);
+        let problem = match (differs(&by_history, &by_file), differs(&by_file, &by_history)) {
+            (Some(free), _) => format!("the recording frees allocation {free} there and the file does not"),
+            (None, named) => {
+                format!("the file frees allocation {} there and the recording does not", named.unwrap_or(0))
+            }
         };
-        Err(other(format!("after allocation {}, {what}", self.addresses.len())))
+        Err(mismatch(format!("after allocation {}, {problem}", self.addresses.len())))
     }
 
     fn allocated(&mut self, op: Op, call: Option<Placed>) -> Result<(), ReplayError> {
         let number = self.addresses.len() + 1;
         let Some(Placed::Alloc { bytes, stream, addr }) = call else {
-            return Err(other(format!("the file has {} allocations and the history more", number - 1)));
+            return Err(mismatch(format!("the file has {} allocations and the recording more", number - 1)));
         };
         if bytes != op.value {
             let text =
-                format!("allocation {number} is of {} bytes in the history and of {bytes} in the file", op.value);
-            return Err(other(text));
+                format!("allocation {number} is of {} bytes in the recording and of {bytes} in the file", op.value);
+            return Err(mismatch(text));
         }
-        let own = op.stream();
+        let recorded_stream = op.stream();
         let [to, from] = &mut self.streams;
-        if *to.entry(own).or_insert(stream) != stream || *from.entry(stream).or_insert(own) != own {
-            return Err(other(format!("allocation {number} is of another stream in the file")));
+        if *to.entry(recorded_stream).or_insert(stream) != stream
+            || *from.entry(stream).or_insert(recorded_stream) != recorded_stream
+        {
+            return Err(mismatch(format!("allocation {number} is of another stream in the file")));
         }
-        // CAST: a history has fewer than 2^32 operations.
+        // CAST: a recording has fewer than 2^32 operations.
         self.slots.insert(op.slot, (number - 1) as u32);
         self.addresses.push(addr);
         Ok(())

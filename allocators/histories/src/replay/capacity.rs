@@ -1,4 +1,4 @@
-//! The smallest memory in which a history still runs.
+//! The minimum memory in which a recording runs.
 
 use super::ReplayReport;
 use super::run::{ReplaySettings, replay};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use vramlab_device::Driver;
 use vramlab_policies::backends::Selection;
 
-/// One size that was tried.
+/// A tested size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probe {
     /// Memory of the device for clients, in bytes.
@@ -16,33 +16,31 @@ pub struct Probe {
     pub runs: bool,
 }
 
-/// What a search found.
+/// Result of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Capacity {
-    /// The smallest size that was found to run, in bytes: a multiple of the granularity. One step less either failed
-    /// or is below what the client held at once.
+    /// The minimum size, in bytes: a multiple of the granularity. One step less either failed or is below the peak live bytes.
     pub bytes: u64,
-    /// Steps in which sizes were tried, in bytes.
+    /// Granularity of the search, in bytes.
     pub granularity: u64,
-    /// Every size that was tried, in order.
+    /// Tested sizes, in order.
     pub probes: Vec<Probe>,
     /// The replay at [`bytes`](Self::bytes).
     pub report: ReplayReport,
 }
 
-/// Searches by bisection for the smallest device on which every allocation of a history succeeds, in steps of
-/// `granularity` bytes. `device` makes a fresh device with that many bytes for clients; `progress` hears of each probe.
+/// Searches by bisection for the smallest device on which every allocation succeeds, in steps of `granularity` bytes. `device`
+/// makes a device with that many bytes for clients; `progress` receives each probe.
 ///
-/// Bisection finds the smallest size only if what runs in some memory also runs in more. That holds for a backend whose
-/// behaviour depends on the device's size only by failing; one that releases its cache under pressure and goes on may
-/// run in some size and fail in a larger one. What always holds is what was tried: the size that is returned runs, and
-/// one step less does not.
+/// Bisection finds the minimum only if a recording that runs in some memory also runs in more. That holds for backends whose
+/// behaviour depends on the device's size only through failures; one that flushes its cache under pressure and continues may run
+/// in one size and fail in a larger one. In any case the returned size was tested and runs, and one step less does not.
 ///
-/// A replay that runs costs as much as [`replay`], one that fails ends at its first failure; there are about
-/// log2(highest / granularity) of them.
+/// A probe that runs costs as much as [`replay`], one that fails stops at its first failure; there are about log2(highest /
+/// granularity) probes.
 ///
 /// # Errors
-/// Those of `device` and of [`replay`]; [`ReplayError::History`] when the history does not run in `highest` bytes.
+/// Those of `device` and of [`replay`]; [`ReplayError::History`] when the recording does not run in `highest` bytes.
 pub fn smallest_memory(
     history: &History,
     allocator: &Selection,
@@ -53,12 +51,13 @@ pub fn smallest_memory(
 ) -> Result<Capacity, ReplayError> {
     let settings = ReplaySettings { stop_at_failure: true, ..ReplaySettings::default() };
     let run = |bytes| replay(history, allocator, &device(bytes)?, &settings);
-    let found = smallest_in(history.max_live_bytes(), granularity, highest, run, progress)?;
-    found.ok_or_else(|| ReplayError::History(format!("the history does not run in {highest} bytes under {allocator}")))
+    let capacity = smallest_in(history.max_live_bytes(), granularity, highest, run, progress)?;
+    capacity
+        .ok_or_else(|| ReplayError::History(format!("the recording does not run in {highest} bytes under {allocator}")))
 }
 
-/// The search of [`smallest_memory`] where `run` replays in so many bytes, in whatever way, from `least` bytes on. `None` when nothing up to
-/// `highest` runs.
+/// The search of [`smallest_memory`] with any function `run` that replays in a given size, starting at `least` bytes. `None` if
+/// it fails up to `highest`.
 ///
 /// # Errors
 /// Those of `run`.
@@ -79,11 +78,11 @@ pub fn smallest_in(
         Ok((probe.runs, report))
     };
     let most = highest / granularity;
-    // Below what the client holds at once nothing can run, so that needs no probe.
+    // Below the peak live bytes nothing can run, which needs no probe.
     let least = least.div_ceil(granularity);
     let (mut fails, mut step) = (least.saturating_sub(1), least.max(1));
-    // Upwards from the bound in growing steps: good allocators end near it.
-    let mut found = loop {
+    // Upwards from the bound in growing steps: good allocators are near it.
+    let mut smallest = loop {
         if step > most {
             return Ok(None);
         }
@@ -94,12 +93,12 @@ pub fn smallest_in(
         let grown = (step + (step - fails).max(step / 64).max(1) * 2).min(most.max(step + 1));
         (fails, step) = (step, grown);
     };
-    while found.0 - fails > 1 {
-        let middle = fails + (found.0 - fails) / 2;
+    while smallest.0 - fails > 1 {
+        let middle = fails + (smallest.0 - fails) / 2;
         match probe(middle)? {
-            (true, report) => found = (middle, report),
+            (true, report) => smallest = (middle, report),
             (false, _) => fails = middle,
         }
     }
-    Ok(Some(Capacity { bytes: found.0 * granularity, granularity, probes, report: found.1 }))
+    Ok(Some(Capacity { bytes: smallest.0 * granularity, granularity, probes, report: smallest.1 }))
 }

@@ -1,4 +1,4 @@
-//! Counts driver calls by kind, and what those calls took.
+//! Counts driver calls by kind, and measures their time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use vramlab_device::{CallArguments, CallKind, CallOutcome, Clock, DeviceKind, Driver, DriverResult, Hook};
 use vramlab_policies::contract::Path;
 
-/// One count for each kind of call, and the time in all of them. A call costs two atomic additions more, and two looks at the
-/// clock where calls take time.
+/// Counts for each kind of call, and the total time. A call costs two additional atomic additions, and two reads of the clock
+/// where calls take time.
 #[derive(Debug)]
 pub(super) struct CallCounter {
     kinds: [AtomicU64; CallKind::COUNT],
@@ -17,7 +17,7 @@ pub(super) struct CallCounter {
     clock: Option<Arc<dyn Clock>>,
 }
 
-/// Driver calls and the host's time in them.
+/// Driver calls and their host time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Spent {
     pub(super) calls: u64,
@@ -35,7 +35,7 @@ impl CallCounter {
         }
     }
 
-    /// Calls so far by name; kinds that were not called are left out.
+    /// Calls so far by name, without kinds that did not occur.
     pub(super) fn read(&self) -> BTreeMap<&'static str, u64> {
         let counts = CallKind::ALL.iter().map(|&kind| (kind.name(), self.kinds[kind as usize].load(Relaxed)));
         counts.filter(|(_, count)| *count > 0).collect()
@@ -50,7 +50,7 @@ impl CallCounter {
         Spent { calls: self.all.load(Relaxed), ns: self.ns.load(Relaxed) }
     }
 
-    /// Whether calls take time that was measured.
+    /// Whether calls take measured time.
     pub(super) fn measures(&self) -> bool {
         self.clock.is_some()
     }
@@ -58,7 +58,7 @@ impl CallCounter {
 
 // SAFETY: changes no call.
 unsafe impl Hook for CallCounter {
-    /// When the call began, where calls take time.
+    /// Start of the call, where calls take time.
     type Before = Option<u64>;
 
     fn before(&self, _inner: &dyn Driver, kind: CallKind, _arguments: CallArguments) -> DriverResult<Option<u64>> {
@@ -82,23 +82,23 @@ unsafe impl Hook for CallCounter {
     }
 }
 
-/// Requests that were served in one way, and what they cost the driver.
+/// Requests on one path, and their driver calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Requests {
-    /// How many.
+    /// Number of requests.
     pub count: u64,
     /// Driver calls inside them.
     pub driver_calls: u64,
-    /// The host's time in these calls, waits included; 0 on a device whose calls cost nothing.
+    /// Host time in these calls, waits included; 0 on a device whose calls cost nothing.
     pub driver_ns: u64,
 }
 
-/// Requests by how they were served.
+/// Requests by path.
 #[derive(Debug, Default)]
 pub(super) struct ByPath([Requests; Path::COUNT]);
 
 impl ByPath {
-    /// Adds a request that began when the driver had done `before` and is served when it has done `now`.
+    /// Adds a request with the driver's totals `before` and `now`, after it.
     #[inline]
     pub(super) fn add(&mut self, path: Path, before: Spent, now: Spent) {
         // CAST: the path's position in `ALL`.
@@ -108,7 +108,7 @@ impl ByPath {
         requests.driver_ns += now.ns - before.ns;
     }
 
-    /// Those that occurred, by name.
+    /// Paths that occurred, by name.
     pub(super) fn read(&self) -> BTreeMap<&'static str, Requests> {
         let named = Path::ALL.iter().map(|path| path.name()).zip(self.0);
         named.filter(|(_, requests)| requests.count > 0).collect()

@@ -1,6 +1,6 @@
-//! The device of a replay: events complete where the history says so, and segments come at recorded addresses.
+//! The device of a replay: events complete as recorded, and segments have recorded addresses.
 
-use super::near::{HandedOut, Near};
+use super::near::{AllocatedRanges, Near};
 use crate::history::{BY_DEVICE, NEVER, SegmentEvent};
 use crate::steps;
 use std::collections::HashMap;
@@ -11,46 +11,46 @@ use vramlab_device::{
     VmmDriver,
 };
 
-/// Segments start at multiples of this where the history has no address for them.
+/// Alignment of segments without a recorded address.
 const PAGE: u64 = 2 << 20;
 
-/// Wraps the device on which a history is replayed.
+/// Wraps the device of a replay.
 pub(super) type ReplayDriver = HookedDriver<Replaying>;
 
-/// Where a replay stands, and what it makes of events and segments.
+/// Progress of a replay, and its events and segments.
 #[derive(Debug)]
 pub(super) struct Replaying {
-    /// The operation that is being replayed.
+    /// The current operation.
     position: AtomicU32,
-    /// At which operation events that are recorded now will have completed.
+    /// Operation at which events that are recorded now will have completed.
     releasing: AtomicU32,
-    /// Recorded events that complete by the history: first operation at which they have.
+    /// Recorded events that complete as in the recording, with the first operation at which they have.
     events: Mutex<HashMap<EventId, u32>>,
     segments: Option<Mutex<Segments>>,
     near: Option<Mutex<Near>>,
 }
 
-/// Recorded segments and what became of them.
+/// Recorded segments and their replay.
 #[derive(Debug)]
 struct Segments {
     recorded: Vec<SegmentEvent>,
-    /// The next one that the backend has to make or release.
+    /// The next one that the backend has to allocate or release.
     next: usize,
     mismatches: u64,
-    /// Segments that are out.
-    held: HandedOut,
-    /// Ranges of addresses that are out.
-    ranges: HandedOut,
-    /// The next address for a segment that the history does not have.
+    /// Allocated segments.
+    allocated: AllocatedRanges,
+    /// Reserved ranges of addresses.
+    ranges: AllocatedRanges,
+    /// The next address for a segment that is not recorded.
     fresh: u64,
-    /// Bytes of the part that is due which have been unmapped, and the end of one that was not due.
+    /// Unmapped bytes of the range that is due, and the end of one that was not due.
     unmapped: u64,
     strange_end: u64,
     /// The operation in which the device was made to refuse.
     refused_in: Option<u32>,
-    /// The operation whose request was refused: in it the recorded device gave no more than the history shows.
+    /// The operation whose request failed: in it the recorded device allocated no more than recorded.
     refused_op: Option<u32>,
-    /// Whether segments come in this order, in whatever operation.
+    /// Whether segments must be in this order, regardless of the operation.
     anytime: bool,
 }
 
@@ -58,9 +58,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a device says that is made to refuse.
+/// The error of a device that is made to refuse.
 fn refused(call: CallKind) -> DriverError {
-    DriverError::new(call, DriverError::OUT_OF_MEMORY, "as in the history")
+    DriverError::new(call, DriverError::OUT_OF_MEMORY, "as in the recording")
 }
 
 impl Segments {
@@ -70,8 +70,8 @@ impl Segments {
             recorded,
             next: 0,
             mismatches: 0,
-            held: HandedOut::default(),
-            ranges: HandedOut::default(),
+            allocated: AllocatedRanges::default(),
+            ranges: AllocatedRanges::default(),
             unmapped: 0,
             strange_end: 0,
             fresh: end.next_multiple_of(PAGE).max(PAGE),
@@ -81,7 +81,7 @@ impl Segments {
         }
     }
 
-    /// The recorded event that is due inside operation `op`. Those of earlier operations never happened.
+    /// The recorded event that is due in operation `op`. Overdue ones of earlier operations are skipped.
     fn due(&mut self, op: u32) -> Option<SegmentEvent> {
         if self.anytime {
             return self.recorded.get(self.next).copied();
@@ -108,7 +108,7 @@ impl Segments {
         refuses
     }
 
-    /// The backend made or released something else than what is due. That counts as done if it is of the same kind.
+    /// The backend allocated or released something else than recorded. It counts as the due event if it is of the same kind.
     fn differs(&mut self, due: Option<SegmentEvent>, released: bool) {
         self.mismatches += 1;
         self.next += usize::from(due.is_some_and(|due| due.released == released));
@@ -119,13 +119,13 @@ impl Segments {
             return Err(refused(CallKind::MemAlloc));
         }
         let due = self.due(op);
-        let own = inner.mem_alloc(bytes)?;
+        let inner_block = inner.mem_alloc(bytes)?;
         let addr = match due {
             Some(due)
                 if !due.released
                     && due.part.is_none()
                     && due.bytes == bytes
-                    && self.held.is_free(due.addr, due.bytes) =>
+                    && self.allocated.is_free(due.addr, due.bytes) =>
             {
                 self.next += 1;
                 due.addr
@@ -135,12 +135,12 @@ impl Segments {
                 self.fresh(bytes)
             }
         };
-        self.held.add(addr, bytes, own);
+        self.allocated.add(addr, bytes, inner_block);
         Ok(DeviceAddr::new(addr).expect("recorded segments do not start at zero"))
     }
 
     fn mem_free(&mut self, inner: &dyn Driver, op: u32, addr: DeviceAddr) -> DriverResult<()> {
-        self.held.mem_free(inner, addr)?;
+        self.allocated.mem_free(inner, addr)?;
         self.refused_in = None;
         match self.due(op) {
             Some(due) if due.released && due.addr == addr.get() => self.next += 1,
@@ -149,31 +149,31 @@ impl Segments {
         Ok(())
     }
 
-    /// A range of addresses. It begins where the first part lies that was mapped in it.
+    /// A range of addresses. It starts at the first range that the recording maps in it.
     fn address_reserve(&mut self, inner: &dyn VmmDriver, op: u32, bytes: u64) -> DriverResult<DeviceAddr> {
-        let own = inner.address_reserve(bytes)?;
+        let inner_block = inner.address_reserve(bytes)?;
         self.due(op);
         let now = self.recorded[self.next..].iter().take_while(|event| event.op == op);
         let mut first = now.filter(|event| !event.released && event.part.is_some()).map(|event| event.addr);
         let known = first.find(|addr| self.ranges.get(*addr).is_none());
         let addr = known.unwrap_or_else(|| self.fresh(bytes));
-        self.ranges.add(addr, bytes, own);
+        self.ranges.add(addr, bytes, inner_block);
         Ok(DeviceAddr::new(addr).expect("recorded parts do not start at zero"))
     }
 
     fn address_free(&mut self, inner: &dyn VmmDriver, addr: DeviceAddr) -> DriverResult<()> {
-        let Some((bytes, own)) = self.ranges.get(addr.get()) else {
-            let text = format!("no range at {:#x}", addr.get());
+        let Some((bytes, inner_block)) = self.ranges.get(addr.get()) else {
+            let text = format!("no reserved range at {:#x}", addr.get());
             return Err(DriverError::new(CallKind::MemAddressFree, DriverError::INVALID_VALUE, text));
         };
-        // SAFETY: the device handed this address out for the range. The caller promises that nothing is mapped in it, and it is
-        // given back once: it is removed below.
-        unsafe { inner.address_free(own, bytes) }?;
+        // SAFETY: the device returned this address for the range. The caller promises that nothing is mapped in it, and it is
+        // freed once: it is removed below.
+        unsafe { inner.address_free(inner_block, bytes) }?;
         self.ranges.remove(addr);
         Ok(())
     }
 
-    /// A part was mapped: access is set once for all of it.
+    /// A range was mapped: access is set once for all of it.
     fn part_mapped(&mut self, op: u32, addr: u64, bytes: u64) {
         match self.due(op) {
             Some(due) if !due.released && (due.addr, due.bytes) == (addr, bytes) => self.next += 1,
@@ -181,7 +181,7 @@ impl Segments {
         }
     }
 
-    /// One handle of a part was unmapped.
+    /// One handle of a range was unmapped.
     fn handle_unmapped(&mut self, op: u32, addr: u64, bytes: u64) {
         self.refused_in = None;
         match self.due(op) {
@@ -200,12 +200,12 @@ impl Segments {
         }
     }
 
-    /// The device's own address for one that was handed out.
-    fn own(&self, addr: DeviceAddr) -> DeviceAddr {
-        self.held.own(addr).or_else(|| self.ranges.own(addr)).unwrap_or(addr)
+    /// The inner device's address for a returned one.
+    fn inner_addr(&self, addr: DeviceAddr) -> DeviceAddr {
+        self.allocated.inner_addr(addr).or_else(|| self.ranges.inner_addr(addr)).unwrap_or(addr)
     }
 
-    /// An address for what the history does not have.
+    /// An address for a segment that is not recorded.
     fn fresh(&mut self, bytes: u64) -> u64 {
         let addr = self.fresh;
         self.fresh = addr.saturating_add(bytes.next_multiple_of(PAGE));
@@ -214,7 +214,7 @@ impl Segments {
 }
 
 impl Replaying {
-    /// With `recorded`, segments come at those addresses.
+    /// With `recorded`, segments get those addresses.
     pub(super) fn new(recorded: Option<Vec<SegmentEvent>>) -> Self {
         Self {
             position: AtomicU32::new(0),
@@ -225,18 +225,18 @@ impl Replaying {
         }
     }
 
-    /// Segments come near these.
+    /// Segments get addresses near these.
     pub(super) fn near(segments: impl Iterator<Item = SegmentEvent>) -> Self {
         Self { near: Some(Mutex::new(Near::new(segments))), ..Self::new(None) }
     }
 
-    /// Segments come at the addresses of these, in their order.
+    /// Segments get the addresses of these, in order.
     pub(super) fn in_order(segments: Vec<SegmentEvent>) -> Self {
         let segments = Segments { anytime: true, ..Segments::new(segments) };
         Self { segments: Some(Mutex::new(segments)), ..Self::new(None) }
     }
 
-    /// Ends what comes before the first event, in which `segments` were to be made: differences count from here.
+    /// Ends the setup of `segments` from before the first event; differences count from here.
     pub(super) fn begin(&self, segments: usize) {
         if let Some(recorded) = &self.segments {
             let mut recorded = lock(recorded);
@@ -244,12 +244,12 @@ impl Replaying {
         }
     }
 
-    /// Says which operation comes now. Costs a store.
+    /// Sets the current operation. Costs a store.
     pub(super) fn at(&self, op: u32) {
         self.position.store(op, Relaxed);
     }
 
-    /// Says that the request of the operation that comes now was refused.
+    /// Marks the next operation's request as failed in the recording.
     pub(super) fn at_refused(&self, op: u32) {
         self.at(op);
         if let Some(segments) = &self.segments {
@@ -257,12 +257,12 @@ impl Replaying {
         }
     }
 
-    /// Says when events complete that are recorded from now on.
+    /// Sets when events complete that are recorded from now on.
     pub(super) fn releasing(&self, ready: u32) {
         self.releasing.store(ready, Relaxed);
     }
 
-    /// Segment events that differ from the recorded ones, those that never happened included.
+    /// Segment events that differ from the recorded ones, missing ones included.
     pub(super) fn segment_mismatches(&self) -> Option<u64> {
         self.segments.as_ref().map(|segments| {
             let segments = lock(segments);
@@ -271,9 +271,8 @@ impl Replaying {
     }
 }
 
-// SAFETY: addresses that are handed out stand for segments and ranges of the inner device, which `own_addr`, `mem_free` and
-// `address_free` name; what
-// replay says of an event is never earlier than what the inner device says.
+// SAFETY: returned addresses stand for segments and ranges of the inner device, which `own_addr`, `mem_free` and `address_free`
+// translate; the replay never reports an event earlier than the inner device.
 unsafe impl Hook for Replaying {
     type Before = ();
 
@@ -327,9 +326,9 @@ unsafe impl Hook for Replaying {
     unsafe fn mem_free(&self, inner: &dyn Driver, addr: DeviceAddr) -> DriverResult<()> {
         match (&self.segments, &self.near) {
             (Some(segments), _) => lock(segments).mem_free(inner, self.position.load(Relaxed), addr),
-            (None, Some(near)) => lock(near).held.mem_free(inner, addr),
-            // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no
-            // recorded segments.
+            (None, Some(near)) => lock(near).allocated.mem_free(inner, addr),
+            // SAFETY: the caller promises an address of `mem_alloc`, which is the inner device's where there are no recorded
+            // segments.
             (None, None) => unsafe { inner.mem_free(addr) },
         }
     }
@@ -351,23 +350,23 @@ unsafe impl Hook for Replaying {
     }
 
     fn event_query(&self, inner: &dyn Driver, event: EventId) -> DriverResult<bool> {
-        let done = inner.event_query(event)?;
-        // Looked up before the match: waiting below must not hold the lock.
+        let completed = inner.event_query(event)?;
+        // Read before the match: waiting below must not hold the lock.
         let ready = lock(&self.events).get(&event).copied();
         match ready {
-            None => Ok(done),
+            None => Ok(completed),
             Some(NEVER) => Ok(false),
             Some(ready) if self.position.load(Relaxed) < ready => Ok(false),
-            // The history is ahead of the device.
-            Some(_) if !done => inner.event_synchronize(event).map(|()| true),
+            // The recording is ahead of the device.
+            Some(_) if !completed => inner.event_synchronize(event).map(|()| true),
             Some(_) => Ok(true),
         }
     }
 
     fn own_addr(&self, addr: DeviceAddr) -> DeviceAddr {
         match (&self.segments, &self.near) {
-            (Some(segments), _) => lock(segments).own(addr),
-            (None, Some(near)) => lock(near).held.own(addr).unwrap_or(addr),
+            (Some(segments), _) => lock(segments).inner_addr(addr),
+            (None, Some(near)) => lock(near).allocated.inner_addr(addr).unwrap_or(addr),
             (None, None) => addr,
         }
     }

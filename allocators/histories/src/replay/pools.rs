@@ -1,26 +1,26 @@
-//! The private pools of a history, kept in an allocator that has such.
+//! The private pools of a recording, in an allocator that has them.
 
 use crate::history::History;
 use vramlab_device::StreamId;
 use vramlab_policies::contract::{AllocError, DeviceAllocator, PrivatePool};
 
-/// Lets each request go to its pool.
+/// Directs each request to its pool.
 #[derive(Debug)]
 pub(super) struct Pools<'a> {
     allocator: &'a dyn DeviceAllocator,
     streams: &'a [StreamId],
     /// By number, from 1.
     pools: Vec<PrivatePool>,
-    /// Those that are still to be released, and before which operation.
+    /// Pools to release, and the operation before which to do so.
     released: &'a [(u32, u32)],
-    /// Those that give memory back, and in which operation.
+    /// Pools that release their free segments, and in which operation.
     trimmed: &'a [(u32, u32)],
-    /// The pool that each stream is in, 0 for none.
+    /// The current pool of each stream, 0 for none.
     current: Vec<u32>,
 }
 
 impl<'a> Pools<'a> {
-    /// Makes the pools. Allocators that give back several at once do so in the order in which they were made.
+    /// Creates the pools. Allocators that release several together do so in the order of creation.
     pub(super) fn new(
         history: &'a History,
         allocator: &'a dyn DeviceAllocator,
@@ -35,7 +35,7 @@ impl<'a> Pools<'a> {
         self.pools[number as usize - 1]
     }
 
-    /// Releases the pools that are asked for nothing from operation `op` on.
+    /// Releases the pools that serve no request from operation `op` on.
     #[inline]
     pub(super) fn release_until(&mut self, op: u32) -> Result<(), AllocError> {
         while let Some((&(_, pool), rest)) = self.released.split_first().filter(|((at, _), _)| *at <= op) {
@@ -50,7 +50,7 @@ impl<'a> Pools<'a> {
         Ok(())
     }
 
-    /// Lets the next requests of a stream go to a pool.
+    /// Directs the next requests of a stream to a pool.
     #[inline]
     pub(super) fn enter(&mut self, stream: usize, pool: u32) -> Result<(), AllocError> {
         let before = std::mem::replace(&mut self.current[stream], pool);
@@ -63,12 +63,12 @@ impl<'a> Pools<'a> {
         if pool != 0 { self.allocator.pool_begin(self.pool(pool), self.streams[stream]) } else { Ok(()) }
     }
 
-    /// Lets no stream's requests go to a pool.
+    /// Directs all streams to the default pool.
     pub(super) fn leave(&mut self) -> Result<(), AllocError> {
         (0..self.current.len()).try_for_each(|stream| self.enter(stream, 0))
     }
 
-    /// Gives back in operation `op` what is idle of released pools.
+    /// In operation `op`, releases the free segments of released pools.
     pub(super) fn trim(&mut self, op: u32) -> Result<(), AllocError> {
         while let Some((&(_, pool), rest)) = self.trimmed.split_first().filter(|((at, _), _)| *at <= op) {
             self.trimmed = rest;

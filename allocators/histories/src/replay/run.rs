@@ -1,4 +1,4 @@
-//! The loop that runs a compiled history.
+//! The loop that runs a compiled recording.
 
 use super::ReplayReport;
 use super::against::{Against, DefaultStream};
@@ -15,52 +15,52 @@ use vramlab_policies::backends::Selection;
 use vramlab_policies::contract::{AllocError, Block, DeviceAllocator, Path, Request, Stats};
 use vramlab_policies::instruments::Limit;
 
-/// Where segments lie.
+/// Source of segment addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Addresses {
-    /// Where the device puts them.
+    /// The device chooses them.
     #[default]
     Own,
-    /// Where they lay when the history was recorded.
+    /// The recorded addresses.
     Recorded,
-    /// Each where the recorded program's next one of its size lay, further ones below: for settings other than the recorded
-    /// ones, of which it is not known where the driver would have put their segments. As [`Addresses::Own`] where the history
-    /// cannot be compared, and for ranges of addresses (expandable segments).
+    /// The address of the recorded program's next segment of the same size, others below: for settings other than the recorded
+    /// ones, under which the driver's choice is unknown. As [`Addresses::Own`] if the recording cannot be compared, and for
+    /// ranges of addresses (expandable segments).
     Near,
 }
 
-/// How a history is replayed.
+/// Options of a replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReplaySettings {
-    /// Where segments lie.
+    /// Source of segment addresses.
     pub addresses: Addresses,
-    /// Fill each block with a byte on its stream, and again on each stream that uses it, so that memory is really
-    /// used and streams are really busy.
+    /// Fill each block with a byte on its stream, and again on each stream that uses it, so that memory is really used and
+    /// streams are really busy.
     pub touch: bool,
-    /// Keep the bytes in live blocks at or below this, by [`Limit`]: for backends without a limit of their own on
-    /// devices whose size is given. It costs two atomic additions an operation.
+    /// Limit the bytes in live blocks, with [`Limit`]: for backends without a limit of their own on real devices. Costs two
+    /// atomic additions for each operation.
     pub limit: Option<u64>,
-    /// Stop at the first allocation that fails; times then say nothing.
+    /// Stop at the first failed allocation; times are then meaningless.
     pub stop_at_failure: bool,
-    /// Ask again for what was refused when the history was recorded, also where addresses are the device's own: what is
-    /// refused now counts as failed, and what is not goes back at once.
+    /// Repeat requests that failed in the recording, also where the device chooses addresses: those that fail now count as
+    /// failed, and the others are freed immediately.
     pub ask_again: bool,
 }
 
-/// What blocks are filled with when they are touched.
+/// Fill value of touched blocks.
 const TOUCH: u8 = 0xA5;
 
-/// Replays a history on a backend built on `driver`, from an empty cache to the last event; then everything is freed.
+/// Replays a recording on a backend built on `driver`, from an empty cache to the last event; then frees everything.
 ///
-/// A history that began late starts from what was held before its first event. That is set up before anything is
-/// counted: statistics, driver calls and times are those of the history, and peaks begin at what is held then.
+/// A recording that began late starts from its initial memory. That is set up before anything is counted: statistics, driver
+/// calls and times are those of the recording, and peaks start at the initial memory.
 ///
-/// Time is measured around the list of operations alone: `host_ns` holds the backend, the device's part of its driver
-/// calls, and an indirect call, a store and a few additions for each operation of the history.
+/// Time is measured around the list of operations alone: `host_ns` contains the backend, the device's part of its driver calls,
+/// and an indirect call, a store and a few additions for each operation.
 ///
 /// # Errors
-/// [`ReplayError::History`] when addresses are to be the recorded ones and cannot; [`ReplayError::Alloc`] when the
-/// backend fails for another reason than memory; [`ReplayError::Driver`] when a stream cannot be made.
+/// [`ReplayError::History`] when recorded addresses are requested and cannot be used; [`ReplayError::Alloc`] when the backend
+/// fails for another reason than memory; [`ReplayError::Driver`] when a stream cannot be created.
 pub fn replay(
     history: &History,
     allocator: &Selection,
@@ -70,7 +70,7 @@ pub fn replay(
     run(history, allocator, driver, settings, None, None)
 }
 
-/// As [`replay`], and records in `watched` where each block lay and what was held. Blocks are not filled.
+/// As [`replay`], and records block addresses and memory in `watched`. Blocks are not filled.
 ///
 /// # Errors
 /// Those of [`replay`].
@@ -84,13 +84,13 @@ pub fn replay_watched(
     run(history, allocator, driver, &ReplaySettings { touch: false, ..*settings }, None, Some(watched))
 }
 
-/// As [`replay`], compared with where another allocator put each block of the history.
+/// As [`replay`], compared with another allocator's address for each block.
 ///
-/// The device gives what that allocator got from its own, at the same distances. `empty_cache` is left out, which RMM does not
-/// have; so are requests that were refused when the history was recorded.
+/// The device returns the memory that the other allocator got from its device, at the same distances. `empty_cache`, which RMM
+/// does not have, is left out; so are requests that failed in the recording.
 ///
 /// # Errors
-/// Those of [`replay`], and [`ReplayError::History`] when the placements are those of another history.
+/// Those of [`replay`], and [`ReplayError::History`] when the placements belong to another recording.
 pub fn replay_against(
     history: &History,
     allocator: &Selection,
@@ -143,7 +143,7 @@ fn run(
         driver: device.as_ref(),
         calls: counting.hook(),
         streams: &streams.ids,
-        // The slots are touched here, so that the first use of each costs the same as the others.
+        // Touches the slots, so that the first use of each costs the same as later ones.
         live: (0..history.slots).map(|_| None).collect(),
         addresses: recorded.then(|| against.map_or(&history.addresses, |against| &against.addresses).iter()),
         touch: settings.touch,
@@ -204,7 +204,7 @@ fn run(
     })
 }
 
-/// Streams of the device in ascending order, destroyed with this.
+/// Streams of the device in ascending order; destroyed on drop.
 #[derive(Debug)]
 struct Streams {
     driver: Arc<dyn Driver>,
@@ -227,8 +227,8 @@ impl Streams {
 impl Drop for Streams {
     fn drop(&mut self) {
         for &stream in &self.ids {
-            // SAFETY: made here, and declared before the backend, which is gone and was the only user. An error cannot be
-            // returned; the stream goes with the device's context.
+            // SAFETY: created here, and declared before the backend, which has been dropped and was the only user. An error
+            // cannot be returned; the stream is destroyed with the device's context.
             let _ = unsafe { self.driver.stream_destroy(stream) };
         }
     }
@@ -250,33 +250,33 @@ struct Run<'a> {
     calls: &'a CallCounter,
     streams: &'a [StreamId],
     live: Vec<Option<Block>>,
-    /// Where the blocks should lie, if that is compared.
+    /// Expected addresses of blocks, if they are compared.
     addresses: Option<std::slice::Iter<'a, u64>>,
     /// Whether each block is written to.
     touch: bool,
-    /// Whether the addresses are those of an allocator other than the recorded one.
+    /// Whether the expected addresses are those of an allocator other than the recorded one.
     against: bool,
     stop: bool,
     ask_again: bool,
-    /// The private pools of the history, if the allocator keeps them.
+    /// The private pools of the recording, if the allocator has them.
     pools: Option<Pools<'a>>,
     tally: Tally,
-    /// Is told where each block lay.
+    /// Records block addresses.
     watched: Option<&'a mut Watched>,
     segments: Option<&'a SegmentWatch>,
 }
 
-/// How a replay starts.
+/// State at the start of a replay.
 #[derive(Debug)]
 struct Start {
-    /// Statistics by then.
+    /// Statistics at the start.
     stats: Stats,
-    /// Whether something failed and that ends it.
+    /// Whether a failure ends the replay.
     stopped: bool,
 }
 
 impl Run<'_> {
-    /// Sets up what was held before the first event.
+    /// Sets up the initial memory.
     fn begin(&mut self, history: &History) -> Result<Start, ReplayError> {
         let beginning = &history.beginning;
         let mut stopped = false;
@@ -301,11 +301,10 @@ impl Run<'_> {
         Ok(Start { stats: self.allocator.stats(), stopped })
     }
 
-    /// Sets up what was held before the first event of a pool (0: the default pool), or of all of them. True when something failed
-    /// and that ends the replay.
+    /// Sets up the initial memory of a pool (0: the default pool), or of all of them. Returns whether a failure ends the replay.
     fn begin_pool(&mut self, beginning: &Beginning, pool: Option<u32>, mut stopped: bool) -> Result<bool, ReplayError> {
-        let own = |block: &&StartBlock| pool.is_none_or(|pool| beginning.private_at(block.addr) == pool);
-        let mut left: Vec<&StartBlock> = beginning.blocks.iter().filter(own).collect();
+        let in_pool = |block: &&StartBlock| pool.is_none_or(|pool| beginning.private_at(block.addr) == pool);
+        let mut left: Vec<&StartBlock> = beginning.blocks.iter().filter(in_pool).collect();
         if let (Some(pool), Some(pools)) = (pool, &mut self.pools) {
             for segment in beginning.segments.iter().filter(|segment| segment.private == pool) {
                 pools.enter(segment.stream as usize, pool)?;
@@ -350,15 +349,15 @@ impl Run<'_> {
         Ok(stopped)
     }
 
-    /// Makes a stream known to the allocator before any other.
+    /// Introduces a stream to the allocator before any other.
     fn come(&self, stream: StreamId) -> Result<(), ReplayError> {
         self.ask(1, stream)?.filter(|error| !error.is_out_of_memory()).map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Makes a request whose block goes back at once; why it was refused, if it was.
+    /// Makes a request whose block is freed immediately; returns the error if it failed.
     fn ask(&self, bytes: u64, stream: StreamId) -> Result<Option<AllocError>, AllocError> {
         match self.allocator.allocate(Request::new(bytes), stream) {
-            // SAFETY: the block was not handed on, so no work uses it.
+            // SAFETY: the block was not passed on, so no work uses it.
             Ok(block) => unsafe { self.allocator.deallocate(block, stream) }.map(|_| None),
             Err(error) => Ok(Some(error)),
         }
@@ -366,13 +365,13 @@ impl Run<'_> {
 
     fn hold(&mut self, start: &StartBlock, block: Block, path: Option<Path>) -> Result<(), ReplayError> {
         let stream = self.streams[start.stream as usize];
-        self.held(&block, path, stream)?;
+        self.record_block(&block, path, stream)?;
         self.live[start.slot as usize] = Some(block);
         Ok(())
     }
 
-    /// Notes a block that was served, and writes to it where that is wanted.
-    fn held(&mut self, block: &Block, path: Option<Path>, stream: StreamId) -> Result<(), ReplayError> {
+    /// Records an allocated block, and writes to it if requested.
+    fn record_block(&mut self, block: &Block, path: Option<Path>, stream: StreamId) -> Result<(), ReplayError> {
         if let Some(watched) = &mut self.watched {
             watched.served(block, path, self.allocator, stream);
         }
@@ -396,7 +395,7 @@ impl Run<'_> {
                     match served {
                         Ok(block) => {
                             self.compare(Some(block.addr().get()));
-                            self.held(&block, Some(path), stream)?;
+                            self.record_block(&block, Some(path), stream)?;
                             self.live[op.slot as usize] = Some(block);
                         }
                         Err(error) => {
@@ -430,7 +429,7 @@ impl Run<'_> {
                     if let Some(pools) = &mut self.pools {
                         pools.trim(at)?;
                     }
-                    // What only a private pool gave back lies, without such, in a cache that the client did not empty.
+                    // A release of a private pool alone is, without private pools, part of a cache that the client did not empty.
                     if op.pool() == 0 {
                         self.allocator.trim(0)?;
                     }
@@ -448,7 +447,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Compares the place of an allocation, or that there is none, with the recorded one.
+    /// Compares the address of an allocation, or its absence, with the recorded one.
     fn compare(&mut self, addr: Option<u64>) {
         if let Some(addresses) = &mut self.addresses {
             let same = addresses.next().copied() == addr && addr.is_some();
@@ -456,21 +455,21 @@ impl Run<'_> {
         }
     }
 
-    /// Says that there was a request to free.
+    /// Records a request to free.
     fn freed(&mut self, op: Op) {
         if let Some(watched) = &mut self.watched {
             watched.freed(self.allocator, self.streams[op.stream() as usize]);
         }
     }
 
-    /// Says which allocation comes next.
+    /// Announces the next allocation.
     fn watch(&self) {
         if let (Some(watched), Some(segments)) = (&self.watched, self.segments) {
             segments.at(watched.places.len());
         }
     }
 
-    /// Releases the pools that are due, and lets a request go to its own.
+    /// Releases the pools that are due, and directs a request to its pool.
     fn choose_pool(&mut self, at: u32, op: Op) -> Result<(), ReplayError> {
         let Some(pools) = &mut self.pools else { return Ok(()) };
         pools.release_until(at)?;
@@ -508,7 +507,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A free whose completion the history tells, or that waits for announced uses.
+    /// A free whose completion the recording shows, or that is pending on announced uses.
     fn release(&mut self, op: Op) -> Result<(), ReplayError> {
         let Release { ready, user } = op.release();
         let Some(block) = self.live[op.slot as usize].take() else { return Ok(()) };
@@ -523,8 +522,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A request that was refused. What it made the allocator release is a part of the history; should it succeed
-    /// now, its block goes back at once.
+    /// A failed request. The memory that it made the allocator release is part of the recording; if it succeeds now, its block is
+    /// freed immediately.
     fn refused(&mut self, op: Op) -> Result<(), ReplayError> {
         match self.ask(op.value, self.streams[op.stream() as usize])? {
             Some(error) if self.ask_again => self.failed(error),
@@ -533,7 +532,7 @@ impl Run<'_> {
         }
     }
 
-    /// Gives back what the history leaves live.
+    /// Frees blocks that stay live.
     fn free_all(&mut self, history: &History) -> Result<(), ReplayError> {
         let mut owners = vec![0; self.live.len()];
         for block in &history.beginning.blocks {

@@ -1,4 +1,4 @@
-//! What a replay says on the way: where each block lay, which memory was held from the device, and how the ledger went.
+//! Observations during a replay: block addresses, allocated memory, and breakdowns of reserved memory.
 
 use crate::formats::BlockPlace;
 use std::collections::HashMap;
@@ -7,46 +7,46 @@ use std::sync::{Mutex, PoisonError};
 use vramlab_device::{CallArguments, CallKind, CallOutcome, DeviceAddr, Driver, DriverResult, Hook, StreamId};
 use vramlab_policies::contract::{Block, DeviceAllocator, Ledger, Path};
 
-/// Memory that an allocator took from the device, or gave back to it.
+/// Memory that an allocator allocated from the device, or released to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentChange {
-    /// Number of the allocation in whose course it happened, or after which, from 0.
+    /// Number of the allocation during or after which it happened, from 0.
     pub allocation: usize,
     /// First address.
     pub addr: u64,
     /// Size in bytes.
     pub bytes: u64,
-    /// Whether it was taken.
+    /// Whether it was allocated.
     pub taken: bool,
 }
 
-/// What a replay says on the way. It is kept beside the replay, so it changes nothing but the host's time.
+/// Observations during a replay. Recording them changes nothing but the host's time.
 #[derive(Debug, Default)]
 pub struct Watched {
-    /// One for each allocation in order: first the blocks that were held before the first event, in address order.
+    /// One for each allocation in order: first the blocks from before recording started, in address order.
     pub places: Vec<BlockPlace>,
-    /// In order. Empty for an allocator that takes its memory from a pool of the driver, which shows no segments.
+    /// In order. Empty for an allocator on a CUDA memory pool, which shows no segments.
     pub segments: Vec<SegmentChange>,
-    /// Ledgers as the stream of the operation saw them, in order. The last is that after the last operation.
+    /// Breakdowns as the stream of the operation saw them, in order. The last is that after the last operation.
     pub ledgers: Vec<LedgerAt>,
-    /// Operations between two ledgers; 0 takes none.
+    /// Operations between two breakdowns; 0 for none.
     every: usize,
     frees: usize,
 }
 
-/// A ledger on the way.
+/// A breakdown during the replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LedgerAt {
-    /// Allocations that there had been by then.
+    /// Number of allocations by then.
     pub allocations: usize,
-    /// Requests to free that there had been by then.
+    /// Number of requests to free by then.
     pub frees: usize,
-    /// What there was.
+    /// The breakdown.
     pub ledger: Ledger,
 }
 
 impl Watched {
-    /// Takes a ledger after each `every` allocations and frees (0: none). A ledger costs a snapshot of the allocator.
+    /// Takes a breakdown after each `every` allocations and frees (0: none). Each costs a snapshot of the allocator.
     #[must_use]
     pub fn every(every: usize) -> Self {
         Self { every, ..Self::default() }
@@ -72,7 +72,7 @@ impl Watched {
         self.places.push(BlockPlace { addr: 0, bytes: 0, path: Some(Path::Failed) });
     }
 
-    /// The ledger after the last operation.
+    /// Takes the breakdown after the last operation.
     pub(super) fn end(&mut self, allocator: &dyn DeviceAllocator, stream: StreamId) {
         if self.every > 0 {
             self.take_ledger(allocator, stream);
@@ -87,43 +87,43 @@ impl Watched {
     }
 }
 
-/// Notes what is taken from the device and given back.
+/// Records memory allocated from and released to the device.
 #[derive(Debug, Default)]
 pub(super) struct SegmentWatch {
     allocation: AtomicUsize,
-    seen: Mutex<Seen>,
+    log: Mutex<SegmentLog>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct SegmentLog {
     changes: Vec<SegmentChange>,
-    /// Bytes of what was taken in one call, by address: the call that gives it back names no size.
-    held: HashMap<u64, u64>,
+    /// Bytes of each allocation, by address: the call that releases it has no size.
+    sizes: HashMap<u64, u64>,
 }
 
 impl SegmentWatch {
-    /// Says how many allocations there were.
+    /// Sets the number of allocations.
     pub(super) fn at(&self, allocation: usize) {
         self.allocation.store(allocation, Relaxed);
     }
 
     pub(super) fn take(&self) -> Vec<SegmentChange> {
-        std::mem::take(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner).changes)
+        std::mem::take(&mut self.log.lock().unwrap_or_else(PoisonError::into_inner).changes)
     }
 
     fn saw(&self, kind: CallKind, arguments: CallArguments, made: Option<DeviceAddr>) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let given = arguments.addr.map_or(0, DeviceAddr::get);
         let (addr, bytes, taken) = match kind {
             CallKind::MemAlloc => (made.map_or(0, DeviceAddr::get), arguments.bytes, true),
-            CallKind::MemFree => (given, seen.held.remove(&given).unwrap_or(0), false),
+            CallKind::MemFree => (given, log.sizes.remove(&given).unwrap_or(0), false),
             CallKind::MemMap => (given, arguments.bytes, true),
             _ => (given, arguments.bytes, false),
         };
         if kind == CallKind::MemAlloc {
-            seen.held.insert(addr, bytes);
+            log.sizes.insert(addr, bytes);
         }
-        seen.changes.push(SegmentChange { allocation: self.allocation.load(Relaxed), addr, bytes, taken });
+        log.changes.push(SegmentChange { allocation: self.allocation.load(Relaxed), addr, bytes, taken });
     }
 }
 
@@ -176,18 +176,18 @@ mod tests {
         let report = replay_watched(&history, &selection, &driver, &settings, &mut watched).unwrap();
         let plain = replay(&history, &selection, &driver, &settings).unwrap();
         assert_eq!((&report.stats, &report.ledger), (&plain.stats, &plain.ledger), "watching changes nothing");
-        let place = |addr, bytes, path| BlockPlace { addr, bytes, path: Some(path) };
+        let block = |addr, bytes, path| BlockPlace { addr, bytes, path: Some(path) };
         let expected = [
-            place(64 * MIB, 1024, Path::DriverAlloc),
-            place(64 * MIB + 1024, 512, Path::Split),
-            place(32 * MIB, 3 * MIB, Path::DriverAlloc),
+            block(64 * MIB, 1024, Path::DriverAlloc),
+            block(64 * MIB + 1024, 512, Path::Split),
+            block(32 * MIB, 3 * MIB, Path::DriverAlloc),
         ];
         assert_eq!(watched.places, expected);
         let taken = |allocation, addr, bytes| SegmentChange { allocation, addr, bytes, taken: true };
         assert_eq!(watched.segments[..2], [taken(0, 64 * MIB, 2 * MIB), taken(2, 32 * MIB, 20 * MIB)]);
-        let told = |at: &LedgerAt| (at.allocations, at.frees, at.ledger.requested, at.ledger.reserved);
+        let values = |at: &LedgerAt| (at.allocations, at.frees, at.ledger.requested, at.ledger.reserved);
         let expected = [(2, 0, 1500, 2 * MIB), (3, 1, 3 * MIB + 500, 22 * MIB), (3, 1, 3 * MIB + 500, 22 * MIB)];
-        assert_eq!(watched.ledgers.iter().map(told).collect::<Vec<_>>(), expected, "after each two, and at the end");
+        assert_eq!(watched.ledgers.iter().map(values).collect::<Vec<_>>(), expected, "after each two, and at the end");
     }
 
     #[test]

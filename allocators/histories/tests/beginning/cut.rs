@@ -1,4 +1,4 @@
-//! Histories to be cut.
+//! Recordings to truncate.
 
 use crate::facts::{facts, limit};
 use std::collections::HashMap;
@@ -7,16 +7,16 @@ use vramlab_histories::formats::{Action, Event, ReadOptions, Segment, read};
 use vramlab_histories::replay::{History, HistoryBuilder, recorded_settings};
 use vramlab_policies::backends::CachingSettings;
 
-/// A whole history.
-pub(crate) struct Whole {
+/// A complete recording.
+pub(crate) struct Complete {
     pub(crate) events: Vec<Event>,
-    /// What was held at its end.
+    /// Segments at its end.
     pub(crate) segments: Vec<Segment>,
     pub(crate) settings: CachingSettings,
 }
 
-impl Whole {
-    /// The history without its first `skip` events.
+impl Complete {
+    /// The recording without its first `skip` events.
     pub(crate) fn cut(&self, skip: usize) -> History {
         let mut builder = HistoryBuilder::new(None);
         for event in &self.events[skip..] {
@@ -26,23 +26,23 @@ impl Whole {
         builder.finish(&self.settings).unwrap()
     }
 
-    /// The highest number of bytes reserved from there on.
+    /// Peak reserved bytes from there on.
     pub(crate) fn peak(&self, skip: usize) -> u64 {
-        let (mut held, mut peak) = (0, 0);
+        let (mut reserved, mut peak) = (0, 0);
         for (at, event) in self.events.iter().enumerate() {
             if at >= skip {
-                peak = held.max(peak);
+                peak = reserved.max(peak);
             }
             match event.action {
-                Action::SegmentAlloc => held += event.bytes,
-                Action::SegmentFree => held -= event.bytes,
+                Action::SegmentAlloc => reserved += event.bytes,
+                Action::SegmentFree => reserved -= event.bytes,
                 _ => {}
             }
         }
-        held.max(peak)
+        reserved.max(peak)
     }
 
-    /// Blocks that are live there, and the bytes asked for in them.
+    /// Live blocks there, and their requested bytes.
     pub(crate) fn live(&self, skip: usize) -> (u64, u64) {
         let mut live = HashMap::new();
         for event in &self.events[..skip] {
@@ -56,10 +56,10 @@ impl Whole {
     }
 }
 
-/// The repository's histories, and those that may lie beside the checkout.
-pub(crate) fn recordings() -> Vec<(String, Whole)> {
+/// The repository's recordings, and those that may be next to the checkout.
+pub(crate) fn recordings() -> Vec<(String, Complete)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut found = Vec::new();
+    let mut recordings = Vec::new();
     for folder in ["experiments/histories", "../shared/traces", "../shared/traces/configs"] {
         let Ok(entries) = std::fs::read_dir(root.join(folder)) else {
             eprintln!("without {folder}, which is not there");
@@ -67,33 +67,33 @@ pub(crate) fn recordings() -> Vec<(String, Whole)> {
         };
         let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
         paths.sort();
-        found.extend(paths.iter().filter_map(|path| Some((path.display().to_string(), load(path)?))));
+        recordings.extend(paths.iter().filter_map(|path| Some((path.display().to_string(), load(path)?))));
     }
-    assert!(found.len() >= 4, "the repository has four recordings");
-    found
+    assert!(recordings.len() >= 4, "the repository has four recordings");
+    recordings
 }
 
 /// Programs that capture graphs in their first third.
-pub(crate) fn graphs() -> Vec<(String, Whole)> {
+pub(crate) fn graphs() -> Vec<(String, Complete)> {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let names = ["graph_step", "graphed_callables"].map(|name| format!("{name}.default"));
-    names.into_iter().map(|name| (name.clone(), whole(&fixtures.join(format!("{name}.pickle.xz"))))).collect()
+    names.into_iter().map(|name| (name.clone(), complete(&fixtures.join(format!("{name}.pickle.xz"))))).collect()
 }
 
-fn load(path: &Path) -> Option<Whole> {
+fn load(path: &Path) -> Option<Complete> {
     let name = path.file_name().unwrap().to_str().unwrap().to_owned();
     let stem = name.strip_suffix(".pickle.xz")?;
-    // Of expandable segments and, cut anywhere, of the private pools of CUDA graphs a log does not tell enough.
+    // Logs of expandable segments and, truncated anywhere, of CUDA graphs' private pools are not complete enough.
     if ["expandable", "graph_step", "graphed_callables"].iter().any(|word| stem.contains(word)) {
         return None;
     }
-    Some(whole(path))
+    Some(complete(path))
 }
 
-fn whole(path: &Path) -> Whole {
+fn complete(path: &Path) -> Complete {
     let facts = facts(path).unwrap();
     let limit = limit(&facts);
-    // A rank of several sees the GPUs of all.
+    // A rank of several has the GPUs of all.
     let gpu = facts["rank"].as_u64().map(|rank| u16::try_from(rank).unwrap());
     let mut events = Vec::new();
     let mut keep = |event: Event| {
@@ -103,5 +103,5 @@ fn whole(path: &Path) -> Whole {
     let summary = read(path, &ReadOptions::default(), &mut keep).unwrap();
     let mut settings = recorded_settings(&summary.allocator_settings).unwrap();
     settings.memory_limit = limit;
-    Whole { events, segments: summary.segments, settings }
+    Complete { events, segments: summary.segments, settings }
 }

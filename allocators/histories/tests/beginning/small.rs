@@ -1,4 +1,4 @@
-//! Beginnings that are small enough to be told by hand.
+//! Initial states small enough to infer by hand.
 
 use super::{run, run_on};
 use vramlab_histories::formats::{Action, Event, Segment, SegmentBlock};
@@ -8,7 +8,7 @@ use vramlab_policies::PoolKind;
 use vramlab_policies::backends::{CachingSettings, caching, pytorch};
 
 const MIB: u64 = 1 << 20;
-/// Where the segment of the tests begins.
+/// Address of the tests' segment.
 const BASE: u64 = 64 * MIB;
 
 fn event(action: Action, addr: u64, bytes: u64) -> Event {
@@ -23,7 +23,7 @@ fn alloc(addr: u64, bytes: u64) -> Event {
     event(Action::Alloc, addr, bytes)
 }
 
-/// A segment of 20 MiB with blocks of these sizes in KiB; those below zero are free.
+/// A segment of 20 MiB with blocks of these sizes in KiB; negative ones are free.
 fn segment(sizes: &[i64]) -> Segment {
     let mut address = BASE;
     let mut block = |kib: i64| {
@@ -55,7 +55,7 @@ fn moved(history: &History) -> (Option<u64>, Option<u64>) {
 
 #[test]
 fn a_gap_of_a_private_pool_serves_only_that_pool() {
-    // At first: of a private pool 4 MiB held and 16 MiB free.
+    // Initially: 4 MiB of a private pool active and 16 MiB free.
     let other = BASE + 512 * MIB;
     let events = [
         event(Action::SegmentAlloc, other, 20 * MIB),
@@ -72,18 +72,18 @@ fn a_gap_of_a_private_pool_serves_only_that_pool() {
         }
         segments.iter_mut().zip(names).for_each(|(segment, name)| segment.pool_id = name);
         let history = compile(&events, &segments);
-        let told = (history.private_pools(), history.private_pool_allocations());
+        let pools = (history.private_pools(), history.private_pool_allocations());
         let reports = [&caching::BACKEND, &pytorch::BACKEND]
             .map(|backend| run_on(backend, &history, CachingSettings::default(), Addresses::Recorded));
-        (told, history.undetermined_pool_allocations(), reports.map(|report| report.address_mismatches.unwrap()))
+        (pools, history.undetermined_pool_allocations(), reports.map(|report| report.address_mismatches.unwrap()))
     };
     assert_eq!(moved([Some((0, 1)), Some((0, 0))]), ((1, 1), 0, [0, 0]));
     assert_eq!(moved([None, None]), ((0, 0), 0, [2, 2]), "without names the gap serves anybody");
 }
 
 #[test]
-fn a_gap_that_is_too_small_for_a_free_block_belongs_to_the_block_before_it() {
-    // At first: 4 MiB held, 512 KiB unknown, 15.5 MiB held to the end.
+fn gap_below_1_mib_belongs_to_the_block_before_it() {
+    // Initially: 4 MiB active, 512 KiB unknown, 15.5 MiB active to the end.
     let mut events = free(BASE, 4 * MIB).to_vec();
     events.push(alloc(BASE, 4 * MIB + (400 << 10)));
     let history = compile(&events, &[segment(&[4608, 15872])]);
@@ -95,8 +95,8 @@ fn a_gap_that_is_too_small_for_a_free_block_belongs_to_the_block_before_it() {
 }
 
 #[test]
-fn the_first_block_in_a_gap_shows_where_the_one_before_it_ends() {
-    // At first: 4 MiB held, 6 MiB unknown, 10 MiB held to the end.
+fn first_block_in_a_gap_shows_the_end_of_the_previous_one() {
+    // Initially: 4 MiB active, 6 MiB unknown, 10 MiB active to the end.
     let extra = 700 << 10;
     let mut events = vec![alloc(BASE + 4 * MIB + extra, 2 * MIB)];
     events.extend(free(BASE, 4 * MIB));
@@ -105,15 +105,15 @@ fn the_first_block_in_a_gap_shows_where_the_one_before_it_ends() {
 }
 
 #[test]
-fn a_request_that_passes_a_gap_by_shows_that_it_was_smaller() {
-    // At first: 4 MiB held, 3 MiB unknown, 3 MiB held, 10 MiB free. A request of 2.5 MiB goes to the larger gap, so the
+fn request_that_skips_a_gap_shows_its_size() {
+    // Initially: 4 MiB active, 3 MiB unknown, 3 MiB active, 10 MiB free. A request of 2.5 MiB goes to the larger gap, so the
     // other one has less room than that.
     let mut events = vec![alloc(BASE + 10 * MIB, 5 * MIB / 2)];
     events.extend(free(BASE, 4 * MIB));
     let end = [segment(&[-7168, 3072, 2560, -7680])];
     let history = compile(&events, &end);
     assert_eq!((history.undetermined_blocks(), moved(&history)), (1, (Some(0), Some(0))));
-    // Had it gone to the smaller one, there would have been no doubt.
+    // A placement in the smaller one would have shown nothing.
     let mut events = vec![alloc(BASE + 4 * MIB, 5 * MIB / 2)];
     events.extend(free(BASE, 4 * MIB));
     let history = compile(&events, &[segment(&[-4096, 3072, 3072, -10240])]);
@@ -121,8 +121,8 @@ fn a_request_that_passes_a_gap_by_shows_that_it_was_smaller() {
 }
 
 #[test]
-fn a_free_that_was_pending_holds_its_block_until_it_completes() {
-    // At first: 4 MiB pending, 16 MiB held. What comes meanwhile needs another segment.
+fn pending_free_keeps_its_block_until_completion() {
+    // Initially: 4 MiB pending, 16 MiB active. Requests in the meantime need another segment.
     let mut events = vec![
         event(Action::SegmentAlloc, 128 * MIB, 20 * MIB),
         alloc(128 * MIB, 3 * MIB),
@@ -138,7 +138,7 @@ fn a_free_that_was_pending_holds_its_block_until_it_completes() {
 }
 
 #[test]
-fn an_end_that_does_not_follow_from_the_events_is_not_used() {
+fn contradictory_end_is_not_used() {
     let events = [free(BASE, 4 * MIB).to_vec(), vec![alloc(BASE, 4 * MIB)]].concat();
     let refusal = |segments: &[Segment]| {
         let history = compile(&events, segments);
@@ -153,5 +153,5 @@ fn an_end_that_does_not_follow_from_the_events_is_not_used() {
     }
     let events = free(BASE / 2, 4 * MIB);
     let text = compile(&events, &[segment(&[-20480])]).check_comparable().unwrap_err().to_string();
-    assert!(text.contains("the block at 0x2000000 lies in no segment that is known"), "{text}");
+    assert!(text.contains("the block at 0x2000000 is outside every known segment"), "{text}");
 }

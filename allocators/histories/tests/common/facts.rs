@@ -1,9 +1,9 @@
-//! What PyTorch said of a program when it had recorded its history.
+//! PyTorch's statistics of a program when its recording was taken.
 
 use serde_json::Value;
 use std::path::Path;
 
-/// The facts of a history: in a file of its name beside it, or under its name in `recorded.json`.
+/// The statistics of a recording: in a file of its name next to it, or under its name in `recorded.json`.
 pub(crate) fn facts(history: &Path) -> Option<Value> {
     let stem = history.file_name()?.to_str()?.strip_suffix(".pickle.xz")?;
     let read = |name: &str| -> Option<Value> {
@@ -17,7 +17,7 @@ pub(crate) fn facts(history: &Path) -> Option<Value> {
     })
 }
 
-/// The memory limit in bytes. PyTorch is given it as a share of the memory and cuts the product to whole bytes.
+/// The memory limit in bytes. PyTorch gets it as a share of the memory and truncates the result to bytes.
 #[allow(dead_code, reason = "not every test needs it")]
 pub(crate) fn limit(facts: &Value) -> Option<u64> {
     let mib = facts["limit_mib"].as_f64().filter(|mib| *mib > 0.0)?;

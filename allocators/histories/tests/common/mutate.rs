@@ -4,25 +4,25 @@ use flate2::read::GzDecoder;
 use std::io::Read;
 use std::path::Path;
 
-/// The seeds of a target, by name: the files of its folder in `fuzz/corpus.tar.gz`.
+/// The seeds of a target, by name: the files of its directory in `fuzz/corpus.tar.gz`.
 pub(crate) fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
     let archive =
         Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().map(|folder| folder.join("allocators/fuzz/corpus.tar.gz"));
     let archive =
-        archive.into_iter().find_map(|path| std::fs::File::open(path).ok()).expect("the corpus lies in the checkout");
+        archive.into_iter().find_map(|path| std::fs::File::open(path).ok()).expect("the checkout has the corpus");
     let mut archive = tar::Archive::new(GzDecoder::new(archive));
-    let mut found = Vec::new();
+    let mut seeds = Vec::new();
     for entry in archive.entries().unwrap() {
         let mut entry = entry.unwrap();
         let path = entry.path().unwrap().into_owned();
         if entry.header().entry_type().is_file() && path.parent().is_some_and(|folder| folder.ends_with(target)) {
             let mut bytes = Vec::new();
             entry.read_to_end(&mut bytes).unwrap();
-            found.push((path.file_name().unwrap().to_str().unwrap().to_owned(), bytes));
+            seeds.push((path.file_name().unwrap().to_str().unwrap().to_owned(), bytes));
         }
     }
-    assert!(!found.is_empty(), "there should be seeds of {target}");
-    found
+    assert!(!seeds.is_empty(), "there should be seeds of {target}");
+    seeds
 }
 
 /// Marsaglia's xorshift.
@@ -73,7 +73,7 @@ fn mutate(bytes: &mut Vec<u8>, seeds: &[(String, Vec<u8>)], random: &mut Random)
             bytes.splice(to..to, part);
         }
         5 => {
-            // Numbers at the edges, as a length, an index or a size may be.
+            // Edge cases of a length, an index or a size.
             let edges = [0, 1, 0x7f, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 1 << 62, 1 << 63, u64::MAX];
             let edge = edges[random.below(edges.len())].to_le_bytes();
             for (slot, byte) in bytes[at..].iter_mut().zip(edge) {
@@ -81,7 +81,7 @@ fn mutate(bytes: &mut Vec<u8>, seeds: &[(String, Vec<u8>)], random: &mut Random)
             }
         }
         6 => {
-            // Numbers at the edges, as text.
+            // Edge cases as text.
             let edges =
                 ["-1", "0", "1000000000", "9223372036854775808", "18446744073709551616", "1e999", "(nil)", "\""];
             bytes.splice(at..at + length, edges[random.below(edges.len())].bytes());

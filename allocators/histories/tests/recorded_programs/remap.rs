@@ -1,4 +1,4 @@
-//! How little memory `remap` needs, and that it costs nothing where there is enough.
+//! The memory that `remap` needs, and that it costs nothing with enough memory.
 
 use super::{MIB, load};
 use std::path::Path;
@@ -28,8 +28,8 @@ fn run(history: &History, allocator: &str, bytes: u64) -> ReplayReport {
 }
 
 #[test]
-fn histories_run_in_hardly_more_than_they_hold() {
-    // The network's blocks are small, so that its pages are never all free; side streams keep pages until their work is over.
+fn remap_runs_in_little_more_than_live_bytes() {
+    // The network's blocks are small, so its pages are never completely free; side streams keep pages until their work is done.
     for (name, most) in [("gpt2", 1.015), ("resnet50", 1.015), ("mlp", 1.05), ("streams", 1.05)] {
         let history = history(name);
         // CAST: bytes of a device, below 2^53.
@@ -44,7 +44,7 @@ fn histories_run_in_hardly_more_than_they_hold() {
 }
 
 #[test]
-fn with_room_to_spare_no_page_moves() {
+fn remap_moves_no_page_with_enough_memory() {
     for name in ["gpt2", "resnet50", "mlp", "streams"] {
         let history = history(name);
         let [ours, pytorch] =
@@ -57,8 +57,8 @@ fn with_room_to_spare_no_page_moves() {
 }
 
 #[test]
-fn pages_that_are_always_taken_first_keep_reserved_at_what_is_active() {
-    // A page of the network is more than two hundredths of it.
+fn stealing_first_keeps_reserved_near_active() {
+    // One page is more than 0.5 % of the network.
     for (name, most) in [("gpt2", 1.0105), ("resnet50", 1.0075), ("mlp", 1.055), ("streams", 1.06)] {
         let stats = run(&history(name), "remap:steal=always", 1 << 50).stats;
         let ratio = stats.reserved_bytes.all.peak as f64 / stats.active_bytes.all.peak as f64;
@@ -67,7 +67,7 @@ fn pages_that_are_always_taken_first_keep_reserved_at_what_is_active() {
 }
 
 #[test]
-fn with_small_blocks_between_large_ones_programs_of_one_stream_reserve_hardly_more_than_is_active() {
+fn mixed_sizes_on_one_stream_reserve_little_over_active() {
     for name in ["gpt2", "resnet50", "mlp"] {
         let report = run(&history(name), "remap:steal=always,small_pool=off", 1 << 50);
         assert!(ratio(&report) <= 1.02, "{name}: {}", ratio(&report));
@@ -75,9 +75,9 @@ fn with_small_blocks_between_large_ones_programs_of_one_stream_reserve_hardly_mo
     }
 }
 
-/// Memory grows only when no page is free as a whole: what is reserved beyond what is active lies in pages that are partly in use.
+/// Memory grows only if no page is completely free: reserved bytes beyond active ones are in partly used pages.
 #[test]
-fn whole_pages_are_taken_before_memory_grows() {
+fn free_pages_are_used_before_memory_grows() {
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 50));
     let streams = [(); 3].map(|()| driver.stream_create().unwrap());
     let allocator = "remap:steal=always".parse::<Selection>().unwrap().build(&driver).unwrap();
@@ -124,18 +124,18 @@ fn ratio(report: &ReplayReport) -> f64 {
 }
 
 #[test]
-fn a_ratio_bounds_what_is_reserved() {
+fn ratio_bounds_reserved_memory() {
     for name in ["gpt2", "resnet50"] {
         let history = history(name);
         let mut moved = Vec::new();
         for steal in ["always", "1.01", "1.02", "1.05", "pressure"] {
             let report = run(&history, &format!("remap:steal={steal}"), 1 << 50);
             let most = steal.parse().unwrap_or(f64::INFINITY);
-            // What free pages lack comes from the device: a few pages of thousands.
+            // Missing free pages are allocated from the device: a few pages of thousands.
             assert!(ratio(&report) <= most + 0.001, "{name}, {steal}: {}", ratio(&report));
             moved.push(report.stats.steals.unwrap().pages);
         }
-        // Pages that go back where they are mapped are moved as well, and the more there are, the more go back.
+        // Pages that are released where they are mapped are moved as well, and the more there are, the more are released.
         assert!(moved[0] > 0 && moved[1] > 0, "{name}: {moved:?}");
         assert_eq!(moved.last(), Some(&0), "{name}");
     }
@@ -145,28 +145,28 @@ fn a_ratio_bounds_what_is_reserved() {
 fn larger_handles_take_fewer_calls_and_more_memory() {
     for name in ["gpt2", "resnet50", "streams"] {
         let history = history(name);
-        let mut found = Vec::new();
+        let mut costs = Vec::new();
         for mib in [2, 4, 8, 16, 32] {
             let report = run(&history, &format!("remap:steal=always,handle={mib}M"), 1 << 50);
             assert_eq!(report.stats.reserved_bytes.all.peak % (mib * MIB), 0, "{name}, {mib}");
             assert_eq!(report.settings["handle"], mib * MIB);
-            found.push((report.driver_calls["mem_create"] + report.driver_calls["mem_map"], ratio(&report)));
+            costs.push((report.driver_calls["mem_create"] + report.driver_calls["mem_map"], ratio(&report)));
         }
-        assert!(found.is_sorted_by(|(more, _), (fewer, _)| more > fewer), "{name}: {found:?}");
-        assert!(found[0].1 < found[4].1, "{name}: {found:?}");
+        assert!(costs.is_sorted_by(|(more, _), (fewer, _)| more > fewer), "{name}: {costs:?}");
+        assert!(costs[0].1 < costs[4].1, "{name}: {costs:?}");
     }
 }
 
 #[test]
-fn a_handle_that_no_device_makes_is_refused_in_one_line() {
+fn invalid_handle_size_is_refused_in_one_line() {
     let refused = "remap:handle=3M".parse::<Selection>().unwrap().check().unwrap_err().to_string();
     assert!(refused.contains("handle is 3145728 bytes") && refused.contains("handle=4M"), "{refused}");
     assert!("remap:handle=1M".parse::<Selection>().unwrap_err().to_string().contains("at least 2M"));
 }
 
-/// What a steal costs stands in the report beside what a retry costs.
+/// The report contains the cost of steals and of retries.
 #[test]
-fn the_report_says_what_steals_and_retries_cost() {
+fn report_contains_the_cost_of_steals_and_retries() {
     let history = history("resnet50");
     // CAST: bytes of a device, below 2^53.
     let limit = (history.max_live_bytes() as f64 * 1.018) as u64;
@@ -185,7 +185,7 @@ fn the_report_says_what_steals_and_retries_cost() {
     let moved = report.stats.steals.unwrap();
     assert_eq!((moved.requests, moved.bytes), (steals.count, moved.pages * 2 * MIB));
     let again = report.driver_calls["mem_map"] - report.driver_calls["mem_create"];
-    assert!(0 < again && again < moved.pages, "some go back to where they are mapped: {again} of {}", moved.pages);
+    assert!(0 < again && again < moved.pages, "some return to their mapped address: {again} of {}", moved.pages);
     assert!(steals.driver_calls > again && steals.driver_ns > 0);
     let (retries, report) = cost("pytorch-expandable", "retry");
     assert_eq!(
@@ -193,15 +193,14 @@ fn the_report_says_what_steals_and_retries_cost() {
         (report.stats.num_alloc_retries, None)
     );
     assert!(retries.driver_ns > 0 && report.requests.contains_key("driver_alloc"));
-    // Nothing takes time on the null device, and so nothing is said of it.
+    // Calls take no time on the null device, so times are absent.
     assert_eq!(run(&history, "remap", limit).driver_ns, None);
 }
 
-/// A program that repeats itself, under a limit that it can keep only because pages move: after a few steps there are no calls
-/// that map memory, and the host never waits although the device is far behind. The simulated device refuses to unmap what queued
-/// work uses.
+/// A repeating program under a limit that it can keep only because pages move: after a few steps no call maps memory, and the
+/// host never waits although the device is far behind. The simulated device refuses to unmap memory that queued work uses.
 #[test]
-fn a_program_that_repeats_itself_maps_nothing_in_the_end_and_never_waits() {
+fn repeating_program_stops_mapping_and_never_waits() {
     for steal in ["pressure", "always"] {
         let sim = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
         let driver: Arc<dyn Driver> = Arc::clone(&sim) as _;
@@ -215,7 +214,7 @@ fn a_program_that_repeats_itself_maps_nothing_in_the_end_and_never_waits() {
             [CallKind::MemCreate, CallKind::MemMap, CallKind::MemUnmap, CallKind::MemSetAccess]
                 .map(|call| calls.get(call).count)
         };
-        // What is freed in between leaves holes of other sizes than what follows; one block lives from each step to the next.
+        // Blocks freed in between leave gaps of other sizes than later requests; one block lives from each step to the next.
         let mut last = None;
         let mut before = mapped();
         for step in 0..12 {
@@ -225,17 +224,17 @@ fn a_program_that_repeats_itself_maps_nothing_in_the_end_and_never_waits() {
                 sim.launch(stream, "work", (1, 1), 1 << 34, &[(block.addr().get(), block.bytes())]).unwrap();
                 live.push(block);
                 if number % 2 == 1 {
-                    let gone = live.swap_remove(number / 4);
+                    let freed = live.swap_remove(number / 4);
                     // SAFETY: later work of the stream alone uses the memory.
-                    unsafe { allocator.deallocate(gone, stream) }.unwrap();
+                    unsafe { allocator.deallocate(freed, stream) }.unwrap();
                 }
                 while live.iter().map(vramlab_policies::Block::bytes).sum::<u64>() > 150 * MIB {
                     // SAFETY: as above.
                     unsafe { allocator.deallocate(live.remove(0), stream) }.unwrap();
                 }
             }
-            let kept = allocator.allocate(Request::new(24 * MIB), stream).unwrap();
-            for block in last.replace(kept).into_iter().chain(live) {
+            let retained = allocator.allocate(Request::new(24 * MIB), stream).unwrap();
+            for block in last.replace(retained).into_iter().chain(live) {
                 // SAFETY: as above.
                 unsafe { allocator.deallocate(block, stream) }.unwrap();
             }
@@ -254,9 +253,9 @@ fn a_program_that_repeats_itself_maps_nothing_in_the_end_and_never_waits() {
     }
 }
 
-/// A call that fails while pages move costs a request at most: what is reserved is what is mapped, and all of it goes back.
+/// A failed call during a move costs at most the request: reserved memory is what is mapped, and all of it is released.
 #[test]
-fn a_move_that_fails_loses_nothing() {
+fn failed_move_loses_no_memory() {
     for (kind, code) in [
         (CallKind::MemMap, DriverError::OUT_OF_MEMORY),
         (CallKind::MemMap, DriverError::ILLEGAL_STATE),
@@ -286,7 +285,7 @@ fn a_move_that_fails_loses_nothing() {
                 if number % 40 == 39 {
                     let _ = allocator.trim(0);
                 }
-                // What the device did not take back is offered again when memory goes the next time.
+                // Memory that the device did not take back is offered again at the next release.
                 if number > 100 && kind != CallKind::MemRelease {
                     assert_eq!(
                         free - sim.mem_info().unwrap().free,
@@ -306,16 +305,16 @@ fn a_move_that_fails_loses_nothing() {
     }
 }
 
-/// A program that never repeats itself keeps mapping pages to new places, and the oldest mappings go.
+/// A program that never repeats itself keeps mapping pages elsewhere, and the oldest mappings are removed.
 #[test]
-fn mappings_that_are_kept_have_a_bound() {
+fn number_of_kept_mappings_is_bounded() {
     let sim: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
-    // One call may unmap what several have mapped, so that bytes are counted: mapped, and unmapped.
+    // One call may unmap the mappings of several, so bytes are counted: mapped, and unmapped.
     let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
-    let seen = Arc::clone(&moved);
+    let counters = Arc::clone(&moved);
     let observer = Box::new(move |event: &CallEvent| match event.kind {
-        CallKind::MemMap => _ = seen[0].fetch_add(event.bytes, Relaxed),
-        CallKind::MemUnmap => _ = seen[1].fetch_add(event.bytes, Relaxed),
+        CallKind::MemMap => _ = counters[0].fetch_add(event.bytes, Relaxed),
+        CallKind::MemUnmap => _ = counters[1].fetch_add(event.bytes, Relaxed),
         _ => {}
     });
     let metered = Arc::new(MeteredDriver::new(Arc::clone(&sim), None, Some(observer)));
@@ -330,15 +329,15 @@ fn mappings_that_are_kept_have_a_bound() {
         let bytes = (3 + random.below(28)) * MIB;
         while live.iter().map(vramlab_policies::Block::bytes).sum::<u64>() + bytes > 90 * MIB {
             // CAST: a small number.
-            let gone = live.swap_remove(random.below(live.len() as u64) as usize);
+            let freed = live.swap_remove(random.below(live.len() as u64) as usize);
             // SAFETY: no work has used the block.
-            unsafe { allocator.deallocate(gone, stream) }.unwrap();
+            unsafe { allocator.deallocate(freed, stream) }.unwrap();
         }
         live.push(allocator.allocate(Request::new(bytes), stream).unwrap());
         let mapped = (moved[0].load(Relaxed) - moved[1].load(Relaxed)) / (2 * MIB);
         let pages = allocator.stats().reserved_bytes.all.current / (2 * MIB);
         most = most.max(mapped / pages);
-        // Each page lies where it belongs, and in eight other places at most.
+        // Each page is mapped at its own address, and at most eight others.
         assert!(mapped <= 9 * pages, "{mapped} mappings of {pages} pages");
     }
     assert!(most >= 8 && moved[1].load(Relaxed) > 0, "{most}: the bound should have been met");
@@ -350,9 +349,9 @@ fn mappings_that_are_kept_have_a_bound() {
     assert_eq!(sim.mem_info().unwrap().free, free);
 }
 
-/// A graph writes to its memory at each launch, so that no page of it moves while others do.
+/// A graph writes to its memory at each launch, so none of its pages moves while others do.
 #[test]
-fn no_page_of_a_graph_moves_while_others_do() {
+fn graph_pages_never_move() {
     let sim: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
     let stream = sim.stream_create().unwrap();
     let allocator = format!("remap:steal=always,memory_limit={}", 128 * MIB).parse::<Selection>().unwrap();
@@ -383,12 +382,15 @@ fn no_page_of_a_graph_moves_while_others_do() {
     allocator.capture_end(capture).unwrap();
     churn(200);
     assert!(allocator.stats().steals.unwrap().pages > before, "pages should have moved beside the graph");
-    // All of the graph's memory is still mapped where it was, and free in its pool alone.
+    // All of the graph's memory is still mapped at its addresses, and free only in its pool.
     let snapshot = allocator.snapshot().unwrap();
     for (addr, bytes) in &ranges {
         let inside = |start: u64, size: u64| start <= *addr && addr + bytes <= start + size;
-        let segment =
-            snapshot.segments.iter().find(|one| inside(one.addr.get(), one.bytes)).expect("its memory should be there");
+        let segment = snapshot
+            .segments
+            .iter()
+            .find(|segment| inside(segment.addr.get(), segment.bytes))
+            .expect("its memory should be there");
         assert!(segment.private.is_some(), "{segment:?}");
     }
     allocator.capture_release(capture).unwrap();

@@ -1,8 +1,8 @@
-//! `caching` beside `pytorch` on every recorded history: each operation has the same outcome by the same path and makes the same
-//! driver calls at the same time, and at a few hundred places along the way both say the same of themselves.
+//! `caching` compared with `pytorch` on every recording: each operation has the same result by the same path and makes the same
+//! driver calls at the same time, and at a few hundred points both report the same state.
 //!
-//! The random operations of `model/twins.rs` reach rules that no recorded program does; here caches are as large and as
-//! old as a program makes them.
+//! The random operations of `model/twins.rs` reach rules that no recorded program does; here caches are as large and as old as
+//! those of programs.
 
 use super::{Recording, recordings, under};
 use std::sync::{Arc, Mutex};
@@ -14,13 +14,13 @@ use vramlab_histories::replay::{Addresses, ReplaySettings, replay};
 use vramlab_policies::backends::{Backend, Capabilities, Constructor};
 use vramlab_policies::{AllocError, Block, DeviceAllocator, Ledger, Path, PrivatePool, Request, Selection, Snapshot};
 
-/// Places at which the two are compared as a whole.
+/// Number of points at which the complete states are compared.
 const LOOKS: u64 = 300;
 
-/// What of a driver call has to be alike: kind, bytes, address, whether it went well, and when it began.
+/// Compared values of a driver call: kind, bytes, address, success, and start time.
 type Call = (CallKind, u64, Option<u64>, bool, u64);
 
-/// What an operation gave.
+/// Result of an operation.
 #[derive(Clone, Debug, PartialEq)]
 enum Outcome {
     Placed(u64, u64, Path),
@@ -30,21 +30,21 @@ enum Outcome {
     Used,
 }
 
-/// An operation, with the number of driver calls made by its end.
+/// An operation, with the number of driver calls by its end.
 type Step = (Outcome, usize);
 
-/// What an allocator says of itself.
+/// State that an allocator reports.
 #[derive(Debug, PartialEq)]
 struct Look {
     step: usize,
     stats: Vec<(String, u64)>,
     ledger: Ledger,
     snapshot: Option<Snapshot>,
-    /// Whether each of its segments is a private pool's.
+    /// Whether each of its segments belongs to a private pool.
     private: Vec<bool>,
 }
 
-/// What one of the two did.
+/// Log of one of the two.
 #[derive(Debug, Default)]
 struct Log {
     steps: Vec<Step>,
@@ -52,11 +52,11 @@ struct Log {
     looks: Vec<Look>,
 }
 
-/// Makes a backend that is watched.
+/// Constructs a backend that is observed.
 #[derive(Debug)]
 struct Watch {
     of: Selection,
-    /// Steps from one look to the next.
+    /// Operations between two comparisons.
     stride: usize,
     log: Arc<Mutex<Log>>,
 }
@@ -82,7 +82,7 @@ impl Constructor for Watch {
     }
 }
 
-/// An allocator whose operations are written down.
+/// An allocator that logs its operations.
 #[derive(Debug)]
 struct Watched {
     inner: Arc<dyn DeviceAllocator>,
@@ -102,13 +102,13 @@ impl Watched {
 
     fn look(&self, step: usize) -> Look {
         let (stats, mut snapshot) = (self.inner.stats(), self.inner.snapshot());
-        // No two allocators of a process number their pools alike.
+        // Numbers of pools differ between the allocators of a process.
         let segments = snapshot.iter_mut().flat_map(|snapshot| &mut snapshot.segments);
         let private = segments.map(|segment| segment.private.take().is_some()).collect();
         Look { step, stats: stats.entries(), ledger: self.inner.ledger_at_peak(), snapshot, private }
     }
 
-    /// The report says which allocator refused.
+    /// The report contains the allocator's name.
     fn refused(&self, error: &AllocError) -> Outcome {
         Outcome::Refused(error.to_string().replacen(self.inner.name(), "either", 1))
     }
@@ -155,21 +155,21 @@ impl vramlab_policies::Instrument for Watched {
 }
 
 impl Drop for Watched {
-    /// After the history, when everything has been freed.
+    /// After the replay, when everything has been freed.
     fn drop(&mut self) {
         let log = &mut *self.log.lock().unwrap();
         log.looks.push(self.look(log.steps.len()));
     }
 }
 
-/// What a backend does with a history.
+/// Log of a backend's replay.
 fn watch(of: &str, recording: &Recording) -> Log {
     let (history, settings) = recording.load();
     let of = under(of, &settings);
     let Backend { name, summary, capabilities, compared, .. } = *of.backend();
     let stride = usize::try_from((history.events() / LOOKS).max(1)).unwrap();
     let log = Arc::new(Mutex::new(Log::default()));
-    // An entry of the list lives as long as the program: some hundred bytes each are left behind.
+    // An entry of the list lives as long as the program: some hundred bytes each are leaked.
     let constructor = Box::leak(Box::new(Watch { of, stride, log: Arc::clone(&log) }));
     let backend: &'static Backend = Box::leak(Box::new(Backend { name, summary, capabilities, compared, constructor }));
     let driver: Arc<dyn Driver> = Arc::new(SimDriver::new(Profile::h200(), SimMemory::None));
@@ -178,7 +178,7 @@ fn watch(of: &str, recording: &Recording) -> Log {
     std::mem::take(&mut *log.lock().unwrap())
 }
 
-/// Fails with the first place where two lists differ.
+/// Fails at the first difference between two lists.
 fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, rules: &[T], fast: &[T]) {
     if let Some(at) = rules.iter().zip(fast).position(|(rules, fast)| rules != fast) {
         panic!("{what} {at}: rules {:#?}, caching {:#?}", rules[at], fast[at]);
@@ -186,7 +186,7 @@ fn assert_same<T: PartialEq + std::fmt::Debug>(what: &str, rules: &[T], fast: &[
     assert_eq!(rules.len(), fast.len(), "{what}");
 }
 
-/// Fails with the first place where the two differ on a history.
+/// Fails at the first difference between the two on a recording.
 fn assert_twins(recording: &Recording) {
     let name = recording.path.display();
     let [rules, fast] = ["pytorch", "caching"].map(|of| watch(of, recording));
@@ -197,6 +197,6 @@ fn assert_twins(recording: &Recording) {
 }
 
 #[test]
-fn caching_is_pytorch_on_every_recorded_history() {
+fn caching_matches_pytorch_on_every_recording() {
     recordings().iter().for_each(assert_twins);
 }

@@ -1,4 +1,4 @@
-//! Records what an allocator does in the words of PyTorch's snapshots: the histories that a replay has to follow.
+//! Records an allocator as PyTorch's snapshots do: recordings that a replay must reproduce.
 
 use crate::common::{self, allocate, free, sim, work};
 use std::collections::{BTreeMap, HashMap};
@@ -11,24 +11,24 @@ use vramlab_histories::formats::{Action, Event, Segment};
 use vramlab_policies::backends::{CachingSettings, caching};
 use vramlab_policies::{Block, DeviceAllocator, PrivatePool, Selection, Snapshot};
 
-/// What one operation made the allocator do, by the calls that it makes.
+/// An operation's effect on the allocator, from its calls.
 #[derive(Debug, Default)]
 struct Log {
     events: Vec<Event>,
-    /// Frees that wait, by event.
+    /// Pending frees, by event.
     waiting: HashMap<EventId, u64>,
-    /// By block: size, stream, events that are missing.
+    /// By block: size, stream, missing events.
     pending: HashMap<u64, (u64, u64, usize)>,
     /// By segment: size, stream and pool.
     sizes: HashMap<u64, (u64, u64, u64)>,
-    /// The same of ranges of addresses, by first address.
+    /// The same for address ranges, by first address.
     ranges: BTreeMap<u64, (u64, u64, u64)>,
-    /// Parts of them that are mapped: end by first address.
+    /// Their mapped ranges: end by first address.
     mapped: BTreeMap<u64, u64>,
-    /// The stream and the pool of the request that is being served.
+    /// The stream and the pool of the current request.
     stream: u64,
     pool: u64,
-    /// The block that is being freed.
+    /// The block of the current free.
     freeing: Option<(u64, u64, u64)>,
 }
 
@@ -96,7 +96,7 @@ unsafe impl Hook for Watch {
 }
 
 impl Log {
-    /// A part was mapped; those of a range that touch are one.
+    /// A range was mapped; adjacent ones coalesce.
     fn map(&mut self, mut addr: u64, mut end: u64) {
         if let Some(behind) = self.mapped.remove(&end) {
             end = behind;
@@ -107,7 +107,7 @@ impl Log {
         self.mapped.insert(addr, end);
     }
 
-    /// A handle was unmapped; those of one block are one event.
+    /// A handle was unmapped; the handles of one block are one event.
     fn unmap(&mut self, addr: u64, bytes: u64) {
         let (&first, &until) = self.mapped.range(..=addr).next_back().unwrap();
         self.mapped.remove(&first);
@@ -122,19 +122,19 @@ impl Log {
     }
 }
 
-/// An allocator on a simulated device, watched: `caching`, unless another is asked for.
+/// An observed allocator on a simulated device: `caching`, unless another is requested.
 pub(crate) struct Recorder {
     sim: Arc<SimDriver>,
     watch: Arc<HookedDriver<Watch>>,
     pub(crate) caching: Arc<dyn DeviceAllocator>,
-    /// Private pools, and which each stream is in.
+    /// Private pools, and the current one of each stream.
     pools: Vec<PrivatePool>,
     routes: Vec<Option<usize>>,
     streams: Vec<StreamId>,
     pub(crate) live: Vec<(Block, usize, bool)>,
-    /// What was held at each refusal, with the log's handles of streams.
+    /// Memory state at each refusal, with the log's handles of streams.
     pub(crate) refusals: Vec<Snapshot>,
-    /// Whether uses on other streams are written down, as our own traces do and PyTorch does not.
+    /// Whether uses on other streams are recorded, as in our own traces and unlike PyTorch.
     pub(crate) writes_uses: bool,
 }
 
@@ -156,13 +156,13 @@ impl Recorder {
         Self { sim, watch, caching, pools, routes, streams, live, refusals, writes_uses: false }
     }
 
-    /// Makes a private pool; its number.
+    /// Creates a private pool; returns its number.
     pub(crate) fn make_pool(&mut self) -> usize {
         self.pools.push(self.caching.pool_create().unwrap());
         self.pools.len() - 1
     }
 
-    /// Lets a stream's requests go to a pool, or to none.
+    /// Directs a stream's requests to a pool, or to none.
     pub(crate) fn enter(&mut self, stream: usize, pool: Option<usize>) {
         let before = std::mem::replace(&mut self.routes[stream], pool);
         if before != pool {
@@ -171,7 +171,7 @@ impl Recorder {
         }
     }
 
-    /// Releases a pool, and gives its idle memory back at once or with the next that goes.
+    /// Releases a pool, and its free memory immediately or with the next release.
     pub(crate) fn release_pool(&mut self, pool: usize, now: bool) {
         for stream in 0..self.routes.len() {
             if self.routes[stream] == Some(pool) {
@@ -188,7 +188,7 @@ impl Recorder {
         self.watch.hook().0.lock().unwrap().events.push(event);
     }
 
-    /// The handle that the log has for a stream: ascending, but not the device's own.
+    /// The log's handle for a stream: ascending, but not the device's own.
     pub(crate) fn handle(stream: usize) -> u64 {
         if stream == 0 { 0 } else { 0x5000_0000 + 0x140 * stream as u64 }
     }
@@ -209,12 +209,12 @@ impl Recorder {
             Err(error) => {
                 assert!(error.is_out_of_memory(), "{error}");
                 self.log(event(Action::Oom, 0, bytes, Self::handle(stream)));
-                let mut held = self.caching.snapshot().unwrap();
-                for segment in &mut held.segments {
+                let mut snapshot = self.caching.snapshot().unwrap();
+                for segment in &mut snapshot.segments {
                     let number = self.streams.iter().position(|stream| *stream == segment.stream).unwrap();
                     segment.stream = common::stream(Self::handle(number));
                 }
-                self.refusals.push(held);
+                self.refusals.push(snapshot);
                 false
             }
         }
@@ -252,7 +252,7 @@ impl Recorder {
         self.caching.trim(0).unwrap();
     }
 
-    /// What is held now, with the log's handles.
+    /// The memory state, with the log's handles.
     pub(crate) fn segments(&self) -> Vec<Segment> {
         let mut segments = Segment::from_snapshot(&self.caching.snapshot().unwrap(), 0);
         let log = &*self.watch.hook().0.lock().unwrap();

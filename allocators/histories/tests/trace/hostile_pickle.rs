@@ -1,16 +1,16 @@
-//! Pickles that are cut, damaged or meant to do harm.
+//! Pickles that are truncated, damaged or malicious.
 
 use super::{fixture, message, read_bytes};
 use vramlab_device::budget::Budget;
 use vramlab_histories::formats::{Problem, ReadOptions, read_from};
 
 #[test]
-fn a_pickle_cut_anywhere_is_read_as_far_as_it_is_whole() {
+fn truncated_pickle_is_read_as_far_as_possible() {
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle"] {
         let bytes = std::fs::read(fixture(name)).unwrap();
         let (all, summary) = read_bytes(&bytes).unwrap();
         assert_eq!(summary.cut, None);
-        let (mut most, mut whole) = (0, 0);
+        let (mut most, mut complete) = (0, 0);
         for length in 1..bytes.len() {
             let (events, part) = match read_bytes(&bytes[..length]) {
                 Ok(read) => read,
@@ -26,7 +26,7 @@ fn a_pickle_cut_anywhere_is_read_as_far_as_it_is_whole() {
             most = events.len();
             if cut.ends_known {
                 assert_eq!((events.len(), &part.segments), (all.len(), &summary.segments), "{name}: {length}");
-                whole += 1;
+                complete += 1;
             } else {
                 assert!(part.segments.is_empty() && part.ending().is_none(), "{name}: {length}");
             }
@@ -35,25 +35,25 @@ fn a_pickle_cut_anywhere_is_read_as_far_as_it_is_whole() {
             }
         }
         assert_eq!(most, all.len(), "{name}");
-        assert!(whole > 0, "{name}: the events and what was held after them come before the last byte");
+        assert!(complete > 0, "{name}: events and final segments precede the last byte");
     }
     assert!(message(b"").contains("empty"));
 }
 
 #[test]
-fn a_packed_snapshot_that_breaks_off_is_read_too() {
+fn truncated_xz_snapshot_is_read_as_far_as_possible() {
     let bytes = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
     std::io::Write::write_all(&mut gzip, &bytes).unwrap();
     let packed = gzip.finish().unwrap();
     let (events, summary) = read_bytes(&packed[..packed.len() - 100]).unwrap();
     assert!(summary.cut.is_some() && !events.is_empty());
-    let said = summary.cut.unwrap().to_string();
-    assert!(said.contains("was cut short at byte") && !said.contains('\n'), "{said}");
+    let message_text = summary.cut.unwrap().to_string();
+    assert!(message_text.contains("was cut short at byte") && !message_text.contains('\n'), "{message_text}");
 }
 
 #[test]
-fn whatever_runs_code_is_refused_by_name() {
+fn opcodes_that_run_code_are_refused_by_name() {
     // os.system("true"), as protocols 2 and 4 call it.
     let cases: [(&[u8], &str); 4] = [
         (b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R.", "byte 2: the pickle opcode GLOBAL"),
@@ -66,15 +66,15 @@ fn whatever_runs_code_is_refused_by_name() {
         assert!(text.contains(expected) && text.contains("run code"), "{text}");
     }
     assert!(message(b"\x80\x05\x96\0\0\0\0\0\0\0\0.").contains("BYTEARRAY8"));
-    assert!(message(b"\x80\x04\xfe.").contains("0xfe is no pickle opcode"));
+    assert!(message(b"\x80\x04\xfe.").contains("0xfe is not a pickle opcode"));
     assert!(message(b"\x80\x09}.").contains("protocol 9"));
 }
 
 #[test]
-fn every_opcode_in_every_place_is_survived() {
+fn every_opcode_at_every_position_causes_no_panic() {
     let bytes = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut damaged = bytes.clone();
-    // The head, the first events and the end have every kind of place.
+    // The head, the first events and the end contain every kind of position.
     let places = (0..300).chain(bytes.len() - 60..bytes.len());
     for at in places {
         for value in (0..=255).step_by(if at < 100 { 1 } else { 11 }) {
@@ -88,7 +88,7 @@ fn every_opcode_in_every_place_is_survived() {
 }
 
 #[test]
-fn lengths_are_not_believed() {
+fn huge_lengths_allocate_nothing() {
     for (start, length) in [
         (&b"\x80\x04\x8d"[..], (1_u64 << 63).to_le_bytes().to_vec()),
         (b"\x80\x04\x8d", u64::MAX.to_le_bytes().to_vec()),
@@ -105,7 +105,7 @@ fn lengths_are_not_believed() {
 }
 
 #[test]
-fn the_memo_takes_no_more_than_was_put_there() {
+fn memo_memory_is_proportional_to_its_entries() {
     let mut bytes = b"\x80\x04}".to_vec();
     for index in [u32::MAX, 1 << 31, 1 << 20, 0] {
         bytes.push(b'r');
@@ -145,14 +145,14 @@ fn sharing_does_not_grow_and_depth_does_not_recurse() {
     settings.push(b's');
     let (_, summary) = read_bytes(&with_settings(&settings)).unwrap();
     assert!(summary.allocator_settings.contains_key("x"));
-    // A list that holds itself.
+    // A list that contains itself.
     let (_, summary) = read_bytes(&with_settings(b"}\x8c\x01x]\x94h\0as")).unwrap();
     assert!(summary.allocator_settings.contains_key("x"));
 }
 
 #[test]
 fn memory_is_bounded() {
-    // Four bytes of memo for each byte of the file, without end.
+    // Four bytes of memo for each byte of the file, endlessly.
     let source = std::io::Read::chain(&b"\x80\x04}"[..], std::io::repeat(0x94));
     let options = ReadOptions { budget: Budget::new(1 << 20), ..ReadOptions::default() };
     let error = read_from(Box::new(source), &options, &mut |_| Ok(())).unwrap_err();
@@ -177,7 +177,7 @@ fn one_event(fields: &[(&str, &[u8])]) -> Vec<u8> {
 }
 
 #[test]
-fn numbers_beyond_every_device_pass_and_impossible_ones_are_refused() {
+fn large_numbers_are_read_and_invalid_ones_refused() {
     let alloc: &[u8] = b"\x8c\x05alloc";
     let (addr, size) = ((1_u64 << 63) + 512, (1_u64 << 62) + 1);
     let wide = |value: u64| [&b"\x8a\x09"[..], &value.to_le_bytes(), &[0]].concat();
@@ -201,7 +201,7 @@ fn numbers_beyond_every_device_pass_and_impossible_ones_are_refused() {
         let text = message(&one_event(&fields));
         assert!(text.contains(expected) && text.contains("event 0 of device 0"), "{text}");
     }
-    // A stream is a pointer; an action that we have no word for is left out and counted.
+    // A stream is a pointer; an unknown action is skipped and counted.
     let (events, summary) =
         read_bytes(&one_event(&[("action", alloc), ("addr", b"K\x01"), ("size", b"K\x01"), ("stream", minus)]))
             .unwrap();
@@ -211,7 +211,7 @@ fn numbers_beyond_every_device_pass_and_impossible_ones_are_refused() {
 }
 
 #[test]
-fn what_is_no_snapshot_is_told_so() {
+fn pickle_without_a_snapshot_is_refused() {
     assert!(message(b"\x80\x04].").contains("memory_snapshot()"));
     assert!(message(b"\x80\x04N.").contains("None"));
     assert!(message(b"\x80\x04}.").contains("device_traces"));
@@ -225,8 +225,8 @@ fn what_is_no_snapshot_is_told_so() {
 }
 
 #[test]
-fn containers_built_from_the_inside_are_understood_too() {
-    // As MARK ... LIST and MARK ... DICT, which no pickler of today writes.
+fn containers_built_from_the_inside_are_read() {
+    // As MARK ... LIST and MARK ... DICT, which no current pickler writes.
     let mut bytes = b"\x80\x02(\x8c\x0ddevice_traces((".to_vec();
     bytes.extend(b"(\x8c\x06action\x8c\x05alloc\x8c\x04addrK\x10\x8c\x04sizeK\x20d");
     bytes.extend(b"ll\x8c\x08segments(ld.");

@@ -1,4 +1,4 @@
-//! Where events came from, as every form of a snapshot says it.
+//! Origins of events, in every form of a snapshot.
 
 use super::fixture;
 use serde_json::Value;
@@ -33,29 +33,29 @@ fn expected(frames: &Value) -> Vec<Spelt> {
 }
 
 #[test]
-fn every_form_says_the_same_frames_and_annotations() {
+fn every_form_has_the_same_frames_and_annotations() {
     let document: Value = serde_json::from_slice(&std::fs::read(fixture("small.json")).unwrap()).unwrap();
-    let wanted: Vec<Vec<Spelt>> =
+    let expected: Vec<Vec<Spelt>> =
         document["device_traces"][0].as_array().unwrap().iter().map(|event| expected(&event["frames"])).collect();
-    assert!(wanted.iter().any(|frames| frames.len() > 1));
+    assert!(expected.iter().any(|frames| frames.len() > 1));
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle", "small.json"] {
         let (events, origins) = read(&fixture(name));
-        let found: Vec<Vec<Spelt>> = events.iter().map(|(_, origin)| spelt(&origins, origin.stack)).collect();
-        assert_eq!(found, wanted, "{name}");
-        let said: Vec<_> = origins
+        let frames: Vec<Vec<Spelt>> = events.iter().map(|(_, origin)| spelt(&origins, origin.stack)).collect();
+        assert_eq!(frames, expected, "{name}");
+        let annotations: Vec<_> = origins
             .annotations()
             .iter()
             .map(|annotation| (origins.spelt(annotation.name), annotation.start, annotation.device, annotation.time_ns))
             .collect();
         assert_eq!(
-            said,
+            annotations,
             [
                 ("Optimizer.step#SGD.step", true, Some(0), 1_795_247_137_685_945_000),
                 ("Optimizer.step#SGD.step", false, Some(0), 1_795_247_137_685_999_000)
             ],
             "{name}"
         );
-        assert!(origins.stacks() <= wanted.len() + 1, "{name}: equal stacks are one");
+        assert!(origins.stacks() <= expected.len() + 1, "{name}: equal stacks are one");
     }
 }
 
@@ -75,22 +75,22 @@ const SNAPSHOT: &str = r#"{
     "a later key": {"frames": [1]}}"#;
 
 #[test]
-fn categories_notes_and_blocks_have_their_origins_and_unknown_keys_are_read_over() {
-    let mut seen = Vec::new();
+fn origins_are_read_and_unknown_keys_ignored() {
+    let mut events = Vec::new();
     let (summary, origins) =
         read_origins_from(Box::new(SNAPSHOT.as_bytes()), &ReadOptions::default(), &mut |_, origin, origins| {
             let text = |text| origins.spelt(text).to_owned();
-            seen.push((text(origin.category), text(origin.note), spelt(origins, origin.stack)));
+            events.push((text(origin.category), text(origin.note), spelt(origins, origin.stack)));
             Ok(())
         })
         .unwrap();
     let frame = |name: &str, file: &str, line| (name.to_owned(), file.to_owned(), line);
-    let told = |category: &str, note: &str, frames| (category.to_owned(), note.to_owned(), frames);
+    let expected = |category: &str, note: &str, frames| (category.to_owned(), note.to_owned(), frames);
     assert_eq!(
-        seen,
+        events,
         [
-            told("parameter", "step 3", vec![frame("f", "a.py", 7), frame("g", "a.py", 0)]),
-            told("unknown", "", Vec::new())
+            expected("parameter", "step 3", vec![frame("f", "a.py", 7), frame("g", "a.py", 0)]),
+            expected("unknown", "", Vec::new())
         ]
     );
     assert_eq!(spelt(&origins, origins.block(0, 4096).stack), [frame("f", "a.py", 7)]);
@@ -107,7 +107,7 @@ fn shared(count: u16) -> Vec<u8> {
     let event = |frames: &[u8]| {
         [&b"}(\x8c\x06action\x8c\x05alloc\x8c\x04addrM\0\x10\x8c\x04sizeK\x10\x8c\x06frames"[..], frames, b"u"].concat()
     };
-    // Memo 0 and 1 are frames, 2 is the list; then one batch after another, each of references and new frames.
+    // Memo 0 and 1 are frames, 2 is the list; then several batches, each of references and new frames.
     let first = event(&[&b"]\x94("[..], &frame(1), b"\x94", &frame(2), b"\x94e"].concat());
     let again = event(b"h\0");
     let mut long = b"]".to_vec();
@@ -121,7 +121,7 @@ fn shared(count: u16) -> Vec<u8> {
 }
 
 #[test]
-fn lists_of_frames_are_shared_and_come_in_batches() {
+fn shared_and_batched_lists_of_frames_are_read() {
     let bytes = shared(3);
     let mut lines: Vec<Vec<u32>> = Vec::new();
     read_origins_from(Box::new(&bytes[..]), &ReadOptions::default(), &mut |_, origin, origins| {
@@ -131,7 +131,7 @@ fn lists_of_frames_are_shared_and_come_in_batches() {
     .unwrap();
     let long = (0..3).flat_map(|batch| [1, 2, 100 + batch, 1]).collect();
     assert_eq!(lines, [vec![1, 2], vec![1, 2], long]);
-    // Cut anywhere, damaged anywhere: an error or a part, never a panic.
+    // Truncated or damaged anywhere: an error or a part, never a panic.
     for length in 0..bytes.len() {
         let _ = read_origins_from(Box::new(&bytes[..length]), &ReadOptions::default(), &mut |_, _, _| Ok(()));
     }
@@ -146,8 +146,8 @@ fn lists_of_frames_are_shared_and_come_in_batches() {
 }
 
 #[test]
-fn what_origins_take_is_bounded() {
-    // Each event has a stack of its own.
+fn memory_of_origins_is_bounded() {
+    // Each event has a separate stack.
     let start = b"\x80\x04}(\x8c\x0ddevice_traces]](".to_vec();
     let event = |line: u32| {
         let frame = [&b"}(\x8c\x04lineJ"[..], &line.to_le_bytes(), b"u"].concat();
@@ -156,7 +156,7 @@ fn what_origins_take_is_bounded() {
     };
     let mut bytes = start;
     for line in 0..100_000 {
-        // A batch an event, so that no event waits.
+        // One batch for each event, so that no event waits.
         bytes.extend(event(line));
         bytes.extend_from_slice(b"e(");
     }
@@ -168,15 +168,15 @@ fn what_origins_take_is_bounded() {
 }
 
 #[test]
-fn frames_categories_notes_and_annotations_survive_being_written() {
+fn written_origins_read_back_unchanged() {
     let spelling = |origins: &Origins, origin: Origin| {
         let text = |text| origins.spelt(text).to_owned();
         (spelt(origins, origin.stack), text(origin.category), text(origin.note))
     };
     let folder = tempfile::tempdir().unwrap();
-    let told = folder.path().join("told.json");
-    std::fs::write(&told, SNAPSHOT).unwrap();
-    for path in [fixture("small.p4.pickle"), told] {
+    let path = folder.path().join("told.json");
+    std::fs::write(&path, SNAPSHOT).unwrap();
+    for path in [fixture("small.p4.pickle"), path] {
         let (events, origins) = read(&path);
         let summary = vramlab_histories::formats::read(&path, &ReadOptions::default(), &mut |_| Ok(())).unwrap();
         for export in [Export::Snapshot, Export::SnapshotJson] {
@@ -209,7 +209,7 @@ fn frames_categories_notes_and_annotations_survive_being_written() {
             }
         }
     }
-    // What recurs is written once: the pickle of a hundred events with one stack is not a hundred stacks long.
+    // Recurring stacks are written once: the pickle of a hundred events with one stack is not a hundred stacks long.
     let (events, origins) = read(&folder.path().join("told.json"));
     let size = |count: usize| {
         let out = folder.path().join("many.pickle");

@@ -1,4 +1,4 @@
-//! What is written is what was read.
+//! Written recordings read back unchanged.
 
 use super::snapshots::recorded;
 use super::{fixture, read_all};
@@ -36,7 +36,7 @@ fn snapshots() -> Vec<PathBuf> {
 }
 
 #[test]
-fn snapshots_come_back_whole() {
+fn snapshots_round_trip() {
     for path in snapshots() {
         let (events, summary) = read_all(&path).unwrap();
         for (export, format) in
@@ -53,7 +53,7 @@ fn snapshots_come_back_whole() {
 }
 
 #[test]
-fn every_integer_comes_back() {
+fn integers_round_trip() {
     let (_, mut summary) = read_all(&fixture("small.p4.pickle")).unwrap();
     summary.segments.clear();
     let mut events = Vec::new();
@@ -66,7 +66,7 @@ fn every_integer_comes_back() {
     for export in [Export::Snapshot, Export::SnapshotJson] {
         assert_eq!(through(export, &events, &summary).0, events, "{}", export.name());
     }
-    // What PyTorch's readers could not hold is refused, and no file is left.
+    // Values that PyTorch's readers cannot represent are refused, and no file is left.
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("snapshot.pickle");
     let mut writer = Export::Snapshot.create(&path).unwrap();
@@ -77,7 +77,7 @@ fn every_integer_comes_back() {
 }
 
 #[test]
-fn several_devices_come_back_in_order() {
+fn several_devices_round_trip_in_order() {
     let (events, mut summary) = read_all(&fixture("small.p4.pickle")).unwrap();
     let mut all = Vec::new();
     for device in [0, 2] {
@@ -96,11 +96,11 @@ fn several_devices_come_back_in_order() {
         let mut writer = export.create(&folder.path().join("y")).unwrap();
         let alloc = Event { action: Action::Alloc, ..all[0] };
         writer.event(&alloc).unwrap();
-        assert!(writer.event(&Event { device: 1, ..alloc }).unwrap_err().to_string().contains("of one"));
+        assert!(writer.event(&Event { device: 1, ..alloc }).unwrap_err().to_string().contains("has one"));
     }
 }
 
-/// What an RMM log keeps of a history.
+/// The part of a recording that an RMM log contains.
 fn as_rmm(events: &[Event]) -> Vec<Event> {
     const DAY: u64 = 24 * 3600 * 1_000_000_000;
     let start = events[0].time_ns / DAY * DAY;
@@ -121,7 +121,7 @@ fn as_rmm(events: &[Event]) -> Vec<Event> {
 }
 
 #[test]
-fn rmm_logs_hold_what_they_can_and_become_snapshots() {
+fn rmm_logs_round_trip_and_become_snapshots() {
     for path in snapshots() {
         let (events, summary) = read_all(&path).unwrap();
         let (log, also) = through(Export::Rmm, &events, &summary);
@@ -132,7 +132,7 @@ fn rmm_logs_hold_what_they_can_and_become_snapshots() {
 }
 
 #[test]
-fn an_rmm_log_frees_only_what_it_allocates() {
+fn rmm_log_frees_only_blocks_that_it_allocates() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("rmm.csv");
     let event = |action, addr| Event { action, device: 0, addr, bytes: 512, stream: 0, time_ns: 0 };
@@ -156,7 +156,7 @@ fn an_rmm_log_frees_only_what_it_allocates() {
 
 /// PyTorch can leave out the requests of frees (`skip_actions`).
 #[test]
-fn an_rmm_log_takes_a_completion_without_a_request_for_the_free() {
+fn rmm_log_writes_a_lone_completion_as_a_free() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("rmm.csv");
     let mut writer = Export::Rmm.create(&path).unwrap();
@@ -165,7 +165,7 @@ fn an_rmm_log_takes_a_completion_without_a_request_for_the_free() {
         (Action::FreeCompleted, 4096, 512),
         (Action::Alloc, 4096, 1024),
         (Action::FreeRequested, 4096, 1024),
-        // It belongs to the request before it; the next one to a block from before the history.
+        // The first belongs to the request before it; the next one to a block from before recording started.
         (Action::FreeCompleted, 4096, 1024),
         (Action::FreeCompleted, 8192, 1024),
     ];
@@ -175,21 +175,21 @@ fn an_rmm_log_takes_a_completion_without_a_request_for_the_free() {
     assert_eq!((writer.stood_in(), writer.passed_over()), (1, 0));
     writer.finish(&Ending::default()).unwrap();
     let read = read_all(&path).unwrap().0;
-    let kept: Vec<_> = read
+    let written: Vec<_> = read
         .iter()
         .filter(|event| event.action != Action::FreeCompleted)
         .map(|event| (event.action, event.bytes))
         .collect();
     let free = Action::FreeRequested;
-    assert_eq!(kept, [(Action::Alloc, 512), (free, 512), (Action::Alloc, 1024), (free, 1024)]);
+    assert_eq!(written, [(Action::Alloc, 512), (free, 512), (Action::Alloc, 1024), (free, 1024)]);
 }
 
 #[test]
-fn minimalloc_tables_keep_the_order_of_lives() {
+fn minimalloc_tables_keep_the_order_of_lifetimes() {
     for path in snapshots() {
         let (events, summary) = read_all(&path).unwrap();
         let (table, _) = through(Export::Minimalloc, &events, &summary);
-        // The same sizes in the same order. What is never freed ends in the table when the history does.
+        // The same sizes in the same order. Blocks that are never freed end with the recording.
         let sizes = |events: &[Event], action| {
             let of = events.iter().filter(|event| event.action == action);
             of.map(|event| event.bytes).collect::<Vec<u64>>()
@@ -197,7 +197,7 @@ fn minimalloc_tables_keep_the_order_of_lives() {
         assert_eq!(sizes(&table, Action::Alloc), sizes(&events, Action::Alloc), "{}", path.display());
         let frees = sizes(&events, Action::FreeCompleted);
         assert_eq!(sizes(&table, Action::FreeCompleted)[..frees.len()], frees);
-        // Peak of the live bytes, which is what minimalloc is after.
+        // Peak live bytes, which minimalloc minimises.
         let peak = |events: &[Event]| {
             let (mut live, mut peak) = (0_u64, 0);
             for event in events {
@@ -217,7 +217,7 @@ fn minimalloc_tables_keep_the_order_of_lives() {
 }
 
 #[test]
-fn the_timeline_adds_up() {
+fn timeline_counters_match_the_recording() {
     for path in snapshots() {
         let (events, summary) = read_all(&path).unwrap();
         let folder = TempDir::new().unwrap();
@@ -229,19 +229,19 @@ fn the_timeline_adds_up() {
         let count = |action| events.iter().filter(|event| event.action == action).count();
         let (blocks, others): (Vec<_>, Vec<_>) = trace.iter().partition(|event| event["cat"] == "block");
         assert_eq!(blocks.len(), count(Action::Alloc), "each block once");
-        let kept = blocks.iter().filter(|block| block["args"]["freed"] == "never").count();
+        let written = blocks.iter().filter(|block| block["args"]["freed"] == "never").count();
         let begun = blocks.iter().map(|block| block["args"]["addr"].as_str().unwrap()).collect::<BTreeSet<_>>();
-        assert!(kept <= begun.len() && kept + count(Action::FreeCompleted) >= blocks.len());
+        assert!(written <= begun.len() && written + count(Action::FreeCompleted) >= blocks.len());
         let instants = others.iter().filter(|event| event["ph"] == "i").count();
         assert_eq!(instants, count(Action::SegmentAlloc) + count(Action::SegmentFree) + count(Action::Oom));
-        // The last counters are what the segments say.
+        // The last counters match the segments.
         let last = &phase("C").last().copied().unwrap()["args"];
-        let held = |state: &dyn Fn(&vramlab_histories::formats::Segment) -> u64| {
+        let sum = |state: &dyn Fn(&vramlab_histories::formats::Segment) -> u64| {
             summary.segments.iter().map(state).sum::<u64>()
         };
-        assert_eq!(last["reserved"], held(&|segment| segment.total_size));
-        assert_eq!(last["active"], held(&|segment| segment.requested_size()));
-        // Times begin at 0, do not go back, and every slice is on a named stream.
+        assert_eq!(last["reserved"], sum(&|segment| segment.total_size));
+        assert_eq!(last["active"], sum(&|segment| segment.requested_size()));
+        // Times start at 0 and increase, and every slice is on a named stream.
         let mut before = 0.0;
         let mut named = BTreeSet::new();
         for event in &others {
@@ -279,7 +279,7 @@ fn the_timeline_adds_up() {
 }
 
 #[test]
-fn a_writer_that_is_dropped_leaves_nothing() {
+fn dropped_writer_leaves_no_file() {
     let (events, _) = read_all(&fixture("small.p4.pickle")).unwrap();
     let folder = TempDir::new().unwrap();
     for export in Export::ALL {
@@ -295,7 +295,7 @@ fn a_writer_that_is_dropped_leaves_nothing() {
 }
 
 #[test]
-fn formats_hold_what_they_say() {
+fn formats_contain_their_declared_actions() {
     let folder = TempDir::new().unwrap();
     let file = |export: Export, actions: &[Action]| {
         let path = folder.path().join("out");
@@ -309,7 +309,7 @@ fn formats_hold_what_they_say() {
     };
     for export in Export::ALL {
         for action in Action::ALL {
-            // What is freed was allocated.
+            // Freed blocks were allocated.
             let before: &[Action] = if action == Action::FreeRequested { &[Action::Alloc] } else { &[] };
             let changed = file(export, &[before, &[action]].concat()) != file(export, before);
             assert_eq!(changed, export.holds(action), "{action} in {}", export.name());

@@ -1,4 +1,4 @@
-//! PyTorch's snapshots: those recorded on a GPU, and small ones of the same form.
+//! PyTorch's snapshots: recorded on a GPU, and small ones of the same form.
 
 use super::{fixture, read_all, read_bytes};
 use crate::facts::facts;
@@ -11,7 +11,7 @@ use vramlab_histories::formats::{
 };
 use vramlab_policies::{BlockState, PoolKind};
 
-/// Snapshots recorded on an H200, with their numbers of events: the repository's, and those that may lie beside the checkout.
+/// Snapshots recorded on an H200, with their numbers of events: the repository's, and those that may be next to the checkout.
 pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut out = Vec::new();
@@ -32,7 +32,7 @@ pub(crate) fn recorded() -> Vec<(PathBuf, u64)> {
 }
 
 #[test]
-fn the_small_snapshot_says_what_was_written() {
+fn small_snapshot_reads_as_written() {
     let (events, summary) = read_all(&fixture("small.p4.pickle")).unwrap();
     assert_eq!(summary.format, Format::SnapshotPickle);
     assert_eq!(summary.events, [40, 0]);
@@ -66,7 +66,7 @@ fn the_small_snapshot_says_what_was_written() {
 }
 
 #[test]
-fn every_protocol_and_both_picklers_say_the_same() {
+fn all_protocols_and_picklers_read_alike() {
     let (events, summary) = read_all(&fixture("small.p4.pickle")).unwrap();
     for name in ["small.p2.pickle", "small.torch.pickle"] {
         let (other, also) = read_all(&fixture(name)).unwrap();
@@ -84,7 +84,7 @@ fn every_protocol_and_both_picklers_say_the_same() {
 }
 
 #[test]
-fn compressed_files_are_unpacked_whatever_their_name() {
+fn compressed_files_are_detected_by_content() {
     use std::io::Write;
     let plain = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
@@ -102,13 +102,13 @@ fn compressed_files_are_unpacked_whatever_their_name() {
 }
 
 #[test]
-fn recorded_snapshots_have_the_events_that_pytorch_counted() {
+fn recorded_snapshots_have_pytorchs_event_counts() {
     for (path, count) in recorded() {
         let (events, summary) = read_all(&path).unwrap();
         assert_eq!(events.len() as u64, count, "{}", path.display());
         assert_eq!(summary.all_events(), count);
         assert_eq!(summary.allocator_settings["max_split_size"], -1);
-        // The blocks of a segment lie one behind the other and fill it.
+        // The blocks of a segment are consecutive and fill it.
         for segment in &summary.segments {
             let mut at = segment.address;
             for block in &segment.blocks {
@@ -117,7 +117,7 @@ fn recorded_snapshots_have_the_events_that_pytorch_counted() {
             }
             assert_eq!(at, segment.address + segment.total_size);
         }
-        // Live at the end by the events and by the segments.
+        // Live at the end, by the events and by the segments.
         let mut live = BTreeMap::new();
         for event in &events {
             match event.action {
@@ -127,16 +127,16 @@ fn recorded_snapshots_have_the_events_that_pytorch_counted() {
             }
         }
         let blocks = summary.segments.iter().flat_map(|segment| &segment.blocks);
-        let held: BTreeMap<u64, u64> = blocks
+        let expected: BTreeMap<u64, u64> = blocks
             .filter(|block| block.state == BlockState::Allocated)
             .map(|block| (block.address, block.requested_size))
             .collect();
-        assert_eq!(live, held, "{}", path.display());
+        assert_eq!(live, expected, "{}", path.display());
     }
 }
 
-// The JSON export has the keys and the names that `allocators/histories/schema/memory_snapshot.schema.json` lists.
-// `analysis/check_memory_viz.py` checks it against the whole schema.
+// The JSON export has the keys and names of `allocators/histories/schema/memory_snapshot.schema.json`.
+// `analysis/check_memory_viz.py` checks it against the full schema.
 
 fn schema() -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("schema/memory_snapshot.schema.json");
@@ -201,8 +201,8 @@ fn json_exports_have_the_keys_of_the_schema() {
     assert_eq!(types, names(&of("segment")["properties"]["segment_type"]["enum"]));
 }
 
-// Pickles that come byte by byte. Shortcuts of the reader take what lies in its buffer, so here each instruction is run
-// alone; files that come at once must say the same.
+// Pickles that arrive byte by byte. The reader has shortcuts for its buffer, so here each instruction runs alone; complete files
+// must give the same result.
 
 /// Gives one byte at a time.
 struct Bytewise<'a>(&'a [u8]);
@@ -214,17 +214,17 @@ impl Read for Bytewise<'_> {
     }
 }
 
-/// Everything that reading gives: events, what their stacks and texts are, and the rest or the error in words.
+/// Everything that reading returns: events, stacks and texts, and the rest or the error.
 #[derive(PartialEq)]
-struct Told {
+struct Reading {
     events: Vec<(Event, Origin)>,
     stacks: BTreeMap<StackId, Vec<Frame>>,
     texts: BTreeMap<TextId, String>,
     rest: String,
 }
 
-fn told(source: impl Read) -> Told {
-    // Telling the format by the content would fill the buffer.
+fn reading(source: impl Read) -> Reading {
+    // Detecting the format would fill the buffer.
     let options = ReadOptions { format: Some(Format::SnapshotPickle), ..ReadOptions::default() };
     let mut events = Vec::new();
     let read = read_origins_from(Box::new(source), &options, &mut |event, origin, _| {
@@ -242,19 +242,19 @@ fn told(source: impl Read) -> Told {
         }
         format!("{summary:?} {:?} {}", origins.annotations(), origins.stacks())
     });
-    Told { events, stacks, texts, rest: rest.unwrap_or_else(|error| error.to_string()) }
+    Reading { events, stacks, texts, rest: rest.unwrap_or_else(|error| error.to_string()) }
 }
 
 fn assert_same(what: &str, bytes: &[u8]) {
-    let (at_once, bytewise) = (told(Cursor::new(bytes)), told(Bytewise(bytes)));
+    let (at_once, bytewise) = (reading(Cursor::new(bytes)), reading(Bytewise(bytes)));
     assert_eq!(at_once.rest, bytewise.rest, "{what}");
     assert_eq!(at_once.events, bytewise.events, "{what}");
     assert!(at_once == bytewise, "{what}: stacks or texts differ");
 }
 
 #[test]
-fn whole_files_say_the_same() {
-    let mut found = 0;
+fn complete_files_read_alike_byte_by_byte() {
+    let mut files = 0;
     for entry in std::fs::read_dir(fixture("")).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
@@ -268,13 +268,13 @@ fn whole_files_say_the_same() {
             continue;
         }
         assert_same(&name, &unpacked);
-        found += 1;
+        files += 1;
     }
-    assert!(found > 10, "{found} files");
+    assert!(files > 10, "{files} files");
 }
 
 #[test]
-fn damaged_files_say_the_same() {
+fn damaged_files_read_alike_byte_by_byte() {
     // The instructions of a snapshot, and some that none has.
     const INSTRUCTIONS: &[u8] = b"hjKMJ\x8a\x94()}]uea\x8cXqr\x88N.st\x95\x850";
     let mut state = 1_u64;
@@ -284,9 +284,9 @@ fn damaged_files_say_the_same() {
         ((state >> 33) % bound as u64) as usize
     };
     for name in ["small.p2.pickle", "small.p4.pickle", "small.torch.pickle"] {
-        let whole = std::fs::read(fixture(name)).unwrap();
+        let original = std::fs::read(fixture(name)).unwrap();
         for number in 0..200 {
-            let mut bytes = whole.clone();
+            let mut bytes = original.clone();
             let at = below(bytes.len());
             match number % 5 {
                 0 => bytes.truncate(at),
@@ -301,8 +301,8 @@ fn damaged_files_say_the_same() {
 }
 
 #[test]
-fn numbers_of_every_length_say_the_same() {
-    // An event whose size is written as LONG1 of each length, with each sign, in front of what could be taken for its rest.
+fn numbers_of_every_length_read_alike_byte_by_byte() {
+    // An event whose size is written as LONG1 of each length, with each sign, before bytes that could be taken for its rest.
     for length in 0..=9_u8 {
         for top in [0x00, 0x01, 0x7f, 0x80, 0xff] {
             let mut bytes =

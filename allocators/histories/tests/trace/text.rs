@@ -1,4 +1,4 @@
-//! Logs that are text: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
+//! Text logs: RMM's, STAlloc's, minimalloc's, our own, and a snapshot as JSON.
 
 use super::{fixture, message, read_all, read_bytes};
 use vramlab_device::budget::Budget;
@@ -19,7 +19,7 @@ Thread,Time,Action,Pointer,Size,Stream
 ";
 
 #[test]
-fn rmm_logs_keep_their_streams_and_pass_midnight() {
+fn rmm_logs_keep_streams_and_pass_midnight() {
     const SECOND: u64 = 1_000_000_000;
     let (events, summary) = read_bytes(RMM.as_bytes()).unwrap();
     let day = 24 * 3600 * SECOND;
@@ -39,7 +39,7 @@ fn rmm_logs_keep_their_streams_and_pass_midnight() {
 }
 
 #[test]
-fn a_mark_of_the_byte_order_is_passed_over() {
+fn byte_order_mark_is_skipped() {
     let marked = |bytes: &[u8]| [b"\xef\xbb\xbf", bytes].concat();
     let json = std::fs::read(fixture("small.json")).unwrap();
     let buffers = b"id,lower,upper,size,offset\nb,4,9,7,0\n".to_vec();
@@ -49,7 +49,7 @@ fn a_mark_of_the_byte_order_is_passed_over() {
         let (events, of_marked) = read_bytes(&marked(&plain)).unwrap();
         assert_eq!((events, of_marked.format), (expected, summary.format));
     }
-    // A trace is read for the places of its blocks, too.
+    // A trace is also read for the addresses of its blocks.
     let file = tempfile::NamedTempFile::new().unwrap();
     let line = br#"{"action":"alloc","addr":4096,"size":500,"block":512,"stream":0,"time_ns":1,"path":"split"}"#;
     std::fs::write(file.path(), marked(line)).unwrap();
@@ -58,7 +58,7 @@ fn a_mark_of_the_byte_order_is_passed_over() {
 }
 
 #[test]
-fn stalloc_traces_are_read_past_their_marks() {
+fn stalloc_marks_are_skipped() {
     let text = "Iteration Index : 0\n1 140737488355328 2048 0\nmicro-batch:F 0\n1 0x7f0000000800 512 7\nLayer 3 : forward\n\
                 0 140737488355328 2048 0\n";
     let (events, summary) = read_bytes(text.as_bytes()).unwrap();
@@ -72,11 +72,11 @@ fn stalloc_traces_are_read_past_their_marks() {
 }
 
 #[test]
-fn minimalloc_buffers_live_until_the_next_begins() {
+fn minimalloc_buffers_end_before_the_next_begins() {
     let (events, summary) = read_bytes(b"id,lower,upper,size,offset\nb,4,9,7,0\na,-3,4,5,0\n").unwrap();
     let expected = [
         event(Action::Alloc, 0, 5, 0, 0),
-        // Ends at the time at which the other begins, and so before it: both may lie at offset 0.
+        // Ends when the other begins, and so before it: both may be at offset 0.
         event(Action::FreeRequested, 0, 5, 0, 7),
         event(Action::FreeCompleted, 0, 5, 0, 7),
         event(Action::Alloc, 0, 7, 0, 7),
@@ -84,7 +84,7 @@ fn minimalloc_buffers_live_until_the_next_begins() {
         event(Action::FreeCompleted, 0, 7, 0, 12),
     ];
     assert_eq!((events.as_slice(), summary.format), (&expected[..], Format::MinimallocCsv));
-    // Without offsets each buffer has a place of its own; columns are found by name.
+    // Without offsets each buffer has a separate address; columns are found by name.
     let (events, _) = read_bytes(b"size,id,upper,lower\n5,a,4,0\n7,b,9,2\n").unwrap();
     let allocs: Vec<_> = events.iter().filter(|event| event.action == Action::Alloc).collect();
     assert_eq!((allocs[0].addr, allocs[0].bytes, allocs[0].time_ns), (0, 5, 0));
@@ -92,7 +92,7 @@ fn minimalloc_buffers_live_until_the_next_begins() {
 }
 
 #[test]
-fn our_own_trace_is_read() {
+fn jsonl_trace_is_read() {
     let text = r#"{"time_ns":5,"action":"alloc","addr":512,"size":100,"block":512,"stream":1,"path":"split"}
 {"time_ns":6,"action":"record_use","addr":512,"size":100,"block":512,"stream":2,"path":"deferred"}
 {"time_ns":9,"action":"free_requested","addr":512,"size":100,"block":512,"stream":1,"path":"coalesce"}
@@ -108,11 +108,11 @@ fn our_own_trace_is_read() {
     ];
     assert_eq!((events.as_slice(), summary.format), (&expected[..], Format::Jsonl));
     let cut = message(&text.as_bytes()[..text.len() - 30]);
-    assert!(cut.contains(":4: ") && cut.contains("cut short"), "{cut}");
+    assert!(cut.contains(":4: ") && cut.contains("truncated"), "{cut}");
 }
 
 #[test]
-fn a_snapshot_as_json_says_what_its_pickle_says() {
+fn json_snapshot_reads_like_its_pickle() {
     let (events, summary) = read_all(&fixture("small.json")).unwrap();
     let (pickled, also) = read_all(&fixture("small.p4.pickle")).unwrap();
     assert_eq!(events, pickled);
@@ -123,7 +123,7 @@ fn a_snapshot_as_json_says_what_its_pickle_says() {
 }
 
 #[test]
-fn json_cut_anywhere_is_read_as_far_as_it_is_whole() {
+fn truncated_json_is_read_as_far_as_possible() {
     let bytes = std::fs::read(fixture("small.json")).unwrap();
     let (all, summary) = read_bytes(&bytes).unwrap();
     let end = bytes.trim_ascii_end().len();
@@ -148,11 +148,11 @@ fn json_cut_anywhere_is_read_as_far_as_it_is_whole() {
 }
 
 #[test]
-fn damaged_text_is_told_by_its_line() {
+fn damaged_text_error_names_its_line() {
     let rmm = |row: &str| format!("Thread,Time,Action,Pointer,Size,Stream\n{row}\n");
     for (text, expected) in [
         (rmm("1,14:41:57.1,allocate,0x10,1024"), ":2: the line has too few columns"),
-        (rmm("1,14:41:57.1,allot,0x10,1024,0"), "'allot' is no action"),
+        (rmm("1,14:41:57.1,allot,0x10,1024,0"), "'allot' is not an action"),
         (rmm("1,14:41:57.1,allocate,0xyz,1024,0"), "Pointer '0xyz'"),
         (rmm("1,14:41:57.1,allocate,0x10,1e9,0"), "Size '1e9'"),
         (rmm("1,24:41:57.1,allocate,0x10,1,0"), "Time '24:41:57.1'"),
@@ -167,7 +167,7 @@ fn damaged_text_is_told_by_its_line() {
         ("1 4096 512 0\n1 4096 512\n".into(), ":2: '1 4096 512' should be"),
         ("1 4096 512 0\n0 4096 512 0 3\n".into(), "more than four"),
         (r#"{"time_ns":1,"action":"alloc","size":1,"stream":0}"#.into(), "no 'addr'"),
-        (r#"{"time_ns":1,"action":"alot","size":1,"stream":0}"#.into(), "'alot' is no action"),
+        (r#"{"time_ns":1,"action":"alot","size":1,"stream":0}"#.into(), "'alot' is not an action"),
         ("[]".into(), "memory_snapshot()"),
         ("{}".into(), "no 'device_traces'"),
         (r#"{"device_traces":[[{"action":"alloc","addr":1}]]}"#.into(), "has no 'size'"),
@@ -176,8 +176,8 @@ fn damaged_text_is_told_by_its_line() {
         ("hello\n".into(), "is in no known format"),
         ("\n\n".into(), "is in no known format"),
     ] {
-        let found = message(text.as_bytes());
-        assert!(found.contains(expected), "{text}: {found}");
+        let error = message(text.as_bytes());
+        assert!(error.contains(expected), "{text}: {error}");
     }
     assert!(message(&[0xff, 0xfe, 0x41, 0x00]).contains("no known format"));
     let mut bytes = rmm("1,14:41:57.1,allocate,0x10,1,0").into_bytes();
@@ -186,7 +186,7 @@ fn damaged_text_is_told_by_its_line() {
 }
 
 #[test]
-fn numbers_of_any_size_are_survived() {
+fn numbers_of_any_size_cause_no_panic() {
     let (events, _) = read_bytes(
         b"Thread,Time,Action,Pointer,Size,Stream\n1000000000,14:41:57.1,allocate,1000000000,1000000000,1000000000\n",
     )
@@ -198,13 +198,13 @@ fn numbers_of_any_size_are_survived() {
     )
     .unwrap();
     assert_eq!(events.last().unwrap().time_ns, u64::MAX);
-    // A reader passes on frees of what was never allocated. A replay decides about them.
+    // A reader passes on frees of unknown blocks. A replay decides about them.
     let (events, _) = read_bytes(b"0 1 2 3\n").unwrap();
     assert_eq!(events[0], event(Action::FreeRequested, 1, 2, 3, 0));
 }
 
 #[test]
-fn a_million_streams_pass() {
+fn a_million_streams_are_read() {
     let mut text = String::from("Thread,Time,Action,Pointer,Size,Stream\n");
     for stream in 0..1_000_000 {
         text.push_str(&format!("1,00:00:00.0,allocate,{stream:#x},1,{stream:#x}\n"));
@@ -219,7 +219,7 @@ fn a_million_streams_pass() {
 }
 
 #[test]
-fn lines_and_strings_without_end_are_refused() {
+fn endless_lines_and_strings_are_refused() {
     use std::io::Read;
     for start in ["Thread,Time,Action,Pointer,Size,Stream\n", "id,lower,upper,size\n", "1 1 1 1\n", "{\"time_ns\":"] {
         let source = start.as_bytes().chain(std::io::repeat(b'7').take(100 << 20));
@@ -241,7 +241,7 @@ fn lines_and_strings_without_end_are_refused() {
 }
 
 #[test]
-fn bombs_are_unpacked_piece_by_piece() {
+fn decompression_bombs_take_bounded_memory() {
     use std::io::Write;
     // 16 MiB of one letter, in a few KiB.
     let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -253,12 +253,12 @@ fn bombs_are_unpacked_piece_by_piece() {
     let (gzip, xz) = (gzip.finish().unwrap(), xz.finish().unwrap());
     assert!(message(&gzip).contains("no known format"));
     assert!(message(&xz).contains("no known format"));
-    // Cut and damaged packing.
+    // Truncated and damaged compression.
     let plain = std::fs::read(fixture("small.p4.pickle")).unwrap();
     let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
     packed.write_all(&plain).unwrap();
     let mut packed = packed.finish().unwrap();
-    // A snapshot tells what is whole of it, other formats do not.
+    // A truncated snapshot is read as far as possible, other formats are not.
     let (_, summary) = read_bytes(&packed[..packed.len() / 2]).unwrap();
     assert!(summary.cut.is_some());
     let mut log = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
@@ -272,14 +272,14 @@ fn bombs_are_unpacked_piece_by_piece() {
 }
 
 #[test]
-fn what_is_no_file_and_what_the_sink_says_are_told() {
+fn errors_of_files_and_sinks_are_returned() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("absent");
     let text = read_all(&path).unwrap_err().to_string();
     assert!(text.starts_with(path.to_str().unwrap()) && text.contains("cannot be read"), "{text}");
     assert!(read_all(folder.path()).unwrap_err().to_string().contains("is a directory"));
     std::fs::write(&path, "").unwrap();
-    assert!(read_all(&path).unwrap_err().to_string().ends_with("is empty; record the history again"));
+    assert!(read_all(&path).unwrap_err().to_string().ends_with("is empty; record again"));
     for name in ["small.p4.pickle", "small.json"] {
         let mut left = 3;
         let error = vramlab_histories::formats::read(&fixture(name), &ReadOptions::default(), &mut |_| {

@@ -81,7 +81,7 @@ impl RecordedRun {
         if (known.is_none() || limit.is_some() && other)
             && let Some((inferred, source)) = inferred
         {
-            // Under the limit, segments released before memory ran out are told from calls of `empty_cache`. The inferred limit
+            // Under the limit, segments released before memory ran out are distinguished from calls of `empty_cache`. The inferred limit
             // is not exact, so the events may contradict it.
             match copy.map(|builder| recording.finish(builder, Some(inferred))) {
                 Some(Ok(again)) => trace = again,
@@ -223,7 +223,7 @@ impl fmt::Display for RecordedRun {
 pub(super) struct Retries {
     /// Number of flushes that stack traces show.
     pub(super) count: u64,
-    /// Lower bound: so much was reserved.
+    /// Lower bound: the highest reserved bytes.
     pub(super) least: u64,
     /// Upper bound: with more memory the cache would not have been flushed.
     pub(super) most: u64,

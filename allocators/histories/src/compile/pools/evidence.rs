@@ -1,4 +1,4 @@
-//! What the recorded placements say of pools: segments and ranges that cannot be of one.
+//! Evidence of the recorded placements about pools: segments and ranges that cannot be of one pool.
 
 use super::super::timeline::{Operation, Placements};
 use super::{DEFAULT, Effort, NamedRange};
@@ -10,10 +10,10 @@ use vramlab_policies::backends::CachingSettings;
 use vramlab_policies::contract::PoolKind;
 use vramlab_policies::policy::size::torch::{LARGE_SEGMENT, SMALL_SEGMENT, pool_of, round_size, segment_size};
 
-/// No segment is known.
+/// Unknown segment.
 const NOWHERE: u32 = u32::MAX;
 
-/// A segment, or a range of addresses whose memory came and went in parts, while it was held.
+/// A segment, or an address range with mapped ranges, while it is reserved.
 #[derive(Clone, Debug)]
 pub(super) struct Region {
     /// Handle of its stream.
@@ -22,57 +22,57 @@ pub(super) struct Region {
     expandable: bool,
     addr: u64,
     end: u64,
-    held: bool,
-    /// Its pool, if the snapshot names it.
+    reserved: bool,
+    /// Its pool, if the snapshot contains it.
     pub(super) name: Option<(u64, u64)>,
-    /// First and last operation that took a block of it.
+    /// First and last operation that used it.
     pub(super) first: u32,
     pub(super) last: u32,
 }
 
-/// Memory that went back.
+/// Released memory.
 #[derive(Debug)]
 pub(super) struct Returned {
-    /// The operation in which it did.
+    /// The operation that released it.
     pub(super) op: u32,
-    /// Whether that was a call of `empty_cache`, and not the allocator in need.
+    /// Whether that was a call of `empty_cache`, and not the allocator itself.
     pub(super) trim: bool,
-    /// Whether all that was idle went, in the order of pools.
+    /// Whether all free segments were released, in the order of pools.
     pub(super) ordered: bool,
-    /// What it was of, in order.
-    pub(super) gone: Vec<Gone>,
-    /// What was idle and stayed; only where that says something.
-    pub(super) stayed: Vec<u32>,
+    /// Released segments, in order.
+    pub(super) released: Vec<ReleasedPart>,
+    /// Retained free segments; only where they are evidence.
+    pub(super) retained: Vec<u32>,
 }
 
-/// A segment, or memory of a range, that went back.
+/// A released segment, or memory of a range.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Gone {
+pub(super) struct ReleasedPart {
     pub(super) region: u32,
-    /// Whether it went after the default pool had, by the order.
+    /// Whether it was released after the default pool, by the order.
     pub(super) private: bool,
-    /// What is of one private pool goes in one run.
+    /// Number of its run: memory of one private pool is released in one run.
     pub(super) run: u32,
 }
 
-/// A block that went back: its class, and by what it is ordered among those of its pool.
+/// A released block: its class, and its sort key among those of its pool.
 type Place = (PoolKind, (u64, u64, u64));
 
-/// The default pool goes first, its large blocks before its small ones, then one private pool after another, each with its small
-/// blocks first; `tells` says whether this is how it went.
-fn in_order(parts: &[(u32, Place)], tells: bool) -> Vec<Gone> {
+/// The default pool is released first, its large blocks before its small ones, then one private pool after another, each with its
+/// small blocks first; `ordered` is whether this holds here.
+fn in_order(parts: &[(u32, Place)], ordered: bool) -> Vec<ReleasedPart> {
     let (mut private, mut run) = (false, 0);
-    let mut gone: Vec<Gone> = Vec::with_capacity(parts.len());
+    let mut released: Vec<ReleasedPart> = Vec::with_capacity(parts.len());
     for (at, &(region, (class, key))) in parts.iter().enumerate() {
-        if let Some((_, (before, last))) = at.checked_sub(1).filter(|_| tells).map(|at| parts[at]) {
+        if let Some((_, (before, last))) = at.checked_sub(1).filter(|_| ordered).map(|at| parts[at]) {
             let small = class == PoolKind::Small;
             let was_small = before == PoolKind::Small;
             private |= (small, key) < (was_small, last);
             run += u32::from((!small, key) < (!was_small, last));
         }
-        gone.push(Gone { region, private, run });
+        released.push(ReleasedPart { region, private, run });
     }
-    gone
+    released
 }
 
 /// Free blocks of a stream's segments for small or large requests, by size and address.
@@ -82,7 +82,7 @@ struct FreeBlocks {
     of: BTreeMap<u32, BTreeSet<(u64, u64)>>,
 }
 
-/// The placements while they are followed, and what they say.
+/// Follows the placements and collects evidence.
 #[derive(Debug)]
 pub(super) struct Evidence<'a> {
     settings: &'a CachingSettings,
@@ -90,30 +90,30 @@ pub(super) struct Evidence<'a> {
     /// Handles of streams by number.
     pub(super) streams: &'a [u64],
     pub(super) regions: Vec<Region>,
-    /// Pairs that are of different pools, the lower number first.
-    pub(super) apart: BTreeSet<(u32, u32)>,
-    /// How often a stream took a block of one right after a block of the other.
+    /// Pairs of different pools, the lower number first.
+    pub(super) different: BTreeSet<(u32, u32)>,
+    /// How often a stream used one right after the other.
     pub(super) in_turn: HashMap<(u32, u32), u32>,
     pub(super) releases: Vec<Returned>,
-    /// Where each allocation lies, in order.
+    /// Segment of each allocation, in order.
     pub(super) allocations: Vec<u32>,
-    /// What PyTorch would not have done in any pool.
+    /// Number of placements that PyTorch would not choose in any pool.
     strange: u64,
-    held: BTreeMap<u64, u32>,
+    by_address: BTreeMap<u64, u32>,
     free: BTreeMap<u64, (u64, u32)>,
     used: BTreeMap<u64, (u64, u32)>,
     free_blocks: BTreeMap<(u64, PoolKind), FreeBlocks>,
-    /// The last region that each stream took a block of.
+    /// The last region that each stream used.
     latest: HashMap<u32, u32>,
-    /// For what the placements say.
+    /// Claim for the evidence.
     claim: &'a mut Claim,
     over: Option<OverBudget>,
     pub(super) effort: Effort,
-    /// Pairs of segments for which memory is claimed.
+    /// Number of pairs of segments with claimed memory.
     pairs: usize,
 }
 
-/// Memory of a pair of segments as its tree's nodes are as empty as they get, and where labelling lists it twice.
+/// Memory of a pair of segments in the emptiest tree nodes, and in the two lists of labelling.
 const PAIR: usize = 3 * size_of::<(u32, u32)>() + 16;
 const LISTED: usize = 2 * (2 * size_of::<u32>() + 3 * size_of::<u32>() + 16);
 
@@ -128,12 +128,12 @@ impl<'a> Evidence<'a> {
             rules: Rules::pytorch(settings),
             streams,
             regions: Vec::new(),
-            apart: BTreeSet::new(),
+            different: BTreeSet::new(),
             in_turn: HashMap::new(),
             releases: Vec::new(),
             allocations: Vec::new(),
             strange: 0,
-            held: BTreeMap::new(),
+            by_address: BTreeMap::new(),
             free: BTreeMap::new(),
             used: BTreeMap::new(),
             free_blocks: BTreeMap::new(),
@@ -145,34 +145,36 @@ impl<'a> Evidence<'a> {
         }
     }
 
-    /// Makes room for what following so many segments and allocations finds at least.
+    /// Claims the minimum for this many segments and allocations.
     pub(super) fn make_room(&mut self, segments: usize, allocations: usize) -> Result<(), OverBudget> {
         self.effort = Effort::new(segments + allocations);
         self.claim.reserve(&mut self.regions, segments)?;
         self.claim.reserve(&mut self.allocations, allocations)
     }
 
-    /// Claims what labelling takes: maps of what went and stayed, and lists of pairs.
+    /// Claims memory for labelling: maps of released and retained segments, and lists of pairs.
     pub(super) fn make_room_to_label(&mut self) -> Result<(), OverBudget> {
-        let returned: usize = self.releases.iter().map(|one| one.gone.len() + one.stayed.len()).sum();
+        let returned: usize = self.releases.iter().map(|release| release.released.len() + release.retained.len()).sum();
         let maps = 4 * (3 * size_of::<(u32, usize)>() + 16);
         self.claim.add(self.pairs * LISTED + returned * maps + self.regions.len() * 8 * size_of::<Region>())
     }
 
-    /// What the placements say took too much memory, if it did.
+    /// The error if the evidence exceeded the memory budget.
     pub(super) fn check(&self) -> Result<(), OverBudget> {
         self.over.map_or(Ok(()), Err)
     }
 
-    /// Whether there are private pools: a segment of one is held at the end, or the default pool alone would have been used
-    /// otherwise by PyTorch, which is what was recorded.
+    /// Whether there are private pools: a segment of one exists at the end, or PyTorch, if it was recorded, would have used the
+    /// default pool otherwise.
     pub(super) fn tells_of_pools(&self) -> bool {
         let named = self.regions.iter().any(|region| region.name.is_some_and(|name| name != DEFAULT));
-        let by_itself = |release: &Returned| !release.stayed.is_empty() || release.gone.iter().any(|gone| gone.private);
-        named || self.strange == 0 && (!self.apart.is_empty() || self.releases.iter().any(by_itself))
+        let by_itself = |release: &Returned| {
+            !release.retained.is_empty() || release.released.iter().any(|released| released.private)
+        };
+        named || self.strange == 0 && (!self.different.is_empty() || self.releases.iter().any(by_itself))
     }
 
-    /// Gives what is held at the end its name.
+    /// Assigns the known pools to segments at the end.
     pub(super) fn name(&mut self, names: &[NamedRange]) {
         for named in names {
             let Some(number) = self.region_at(named.addr) else { continue };
@@ -184,7 +186,7 @@ impl<'a> Evidence<'a> {
     }
 
     fn region_at(&self, addr: u64) -> Option<u32> {
-        let (_, &number) = self.held.range(..=addr).next_back()?;
+        let (_, &number) = self.by_address.range(..=addr).next_back()?;
         (addr < self.regions[number as usize].end).then_some(number)
     }
 
@@ -203,9 +205,9 @@ impl<'a> Evidence<'a> {
         let Region { stream, class, .. } = self.regions[region as usize];
         if let Some(blocks) = self.free_blocks.get_mut(&(stream, class)) {
             blocks.all.remove(&(end - start, start));
-            if let Some(own) = blocks.of.get_mut(&region) {
-                own.remove(&(end - start, start));
-                if own.is_empty() {
+            if let Some(free) = blocks.of.get_mut(&region) {
+                free.remove(&(end - start, start));
+                if free.is_empty() {
                     blocks.of.remove(&region);
                 }
             }
@@ -213,7 +215,7 @@ impl<'a> Evidence<'a> {
         Some((end, region))
     }
 
-    /// Adds free memory, joined with what is free beside it.
+    /// Adds free memory, coalesced with adjacent free memory.
     fn join_free(&mut self, mut start: u64, mut end: u64, region: u32) {
         if let Some((behind, _)) = self.free.get(&end).copied().filter(|(_, of)| *of == region) {
             self.remove_free(end);
@@ -227,12 +229,12 @@ impl<'a> Evidence<'a> {
         self.add_free(start, end, region);
     }
 
-    /// A segment came, or a part of a range: its number, if it is new.
+    /// A segment or range was allocated; returns its number if it is new.
     fn make(&mut self, event: &SegmentEvent) -> Option<u32> {
         let (addr, end) = (event.addr, event.addr + event.bytes);
         let class = event.pool();
         if event.part.is_some()
-            && let Some((_, &number)) = self.held.range(..=addr).next_back()
+            && let Some((_, &number)) = self.by_address.range(..=addr).next_back()
         {
             let region = &mut self.regions[number as usize];
             if region.expandable && (region.stream, region.class) == (event.stream, class) && addr <= region.end {
@@ -245,22 +247,22 @@ impl<'a> Evidence<'a> {
         let number = self.regions.len() as u32;
         let expandable = event.part.is_some();
         if expandable {
-            let others = self.held.values().copied().filter(|other| {
+            let others = self.by_address.values().copied().filter(|other| {
                 let other = &self.regions[*other as usize];
                 other.expandable && (other.stream, other.class) == (event.stream, class)
             });
             let effort = &self.effort;
-            self.apart.extend(others.take_while(|_| effort.take(1)).map(|other| (other, number)));
+            self.different.extend(others.take_while(|_| effort.take(1)).map(|other| (other, number)));
         }
         let (first, last) = (event.op, event.op);
         let stream = event.stream;
-        self.regions.push(Region { stream, class, expandable, addr, end, held: true, name: None, first, last });
-        self.held.insert(addr, number);
+        self.regions.push(Region { stream, class, expandable, addr, end, reserved: true, name: None, first, last });
+        self.by_address.insert(addr, number);
         self.add_free(addr, end, number);
         Some(number)
     }
 
-    /// A segment went, or a part of a range: its number, and its place among what goes.
+    /// A segment or range was released; returns its number, and its position among released memory.
     fn release(&mut self, event: &SegmentEvent) -> Option<(u32, Place)> {
         let (addr, end) = (event.addr, event.addr + event.bytes);
         let number = self.region_at(addr)?;
@@ -283,25 +285,25 @@ impl<'a> Evidence<'a> {
         }
         let Region { addr, end, class, stream, .. } = self.regions[number as usize];
         if self.free.range(addr..end).next().is_none() && self.used.range(addr..end).next().is_none() {
-            self.regions[number as usize].held = false;
-            self.held.remove(&addr);
+            self.regions[number as usize].reserved = false;
+            self.by_address.remove(&addr);
         }
         Some((number, (class, (stream, size, first))))
     }
 
-    /// Whether a request that needs memory gives back all that is idle, in the order of pools, as `empty_cache` does. Oversize
-    /// blocks and garbage go by themselves.
+    /// Whether a request that needs memory releases all free segments in the order of pools, as `empty_cache` does. Oversize
+    /// segments and garbage are released separately.
     fn retries_in_order(&self) -> bool {
         self.settings.max_split_size.is_none() && self.settings.garbage_collection_threshold == 0.0
     }
 
-    /// Whether what looks like a call of `empty_cache` may have been a collection of garbage, which leaves young blocks: PyTorch
-    /// collects under a memory limit, and that is not known.
+    /// Whether an apparent `empty_cache` may have been a garbage collection, which retains young segments: PyTorch collects under
+    /// a memory limit, which is unknown.
     fn may_be_garbage(&self) -> bool {
         self.settings.garbage_collection_threshold > 0.0 && self.settings.memory_limit.is_none()
     }
 
-    /// What has memory that could have gone back and did not.
+    /// Free segments that could have been released and were retained.
     fn idle(&self) -> Vec<u32> {
         let idle = |number: &u32| {
             let Region { addr, end, expandable, class, .. } = self.regions[*number as usize];
@@ -314,11 +316,11 @@ impl<'a> Evidence<'a> {
                 .take_while(|_| self.effort.take(1))
                 .any(|(start, (until, _))| addr + (start - addr).next_multiple_of(granule) + granule <= *until)
         };
-        self.held.values().copied().take_while(|_| self.effort.take(1)).filter(idle).collect()
+        self.by_address.values().copied().take_while(|_| self.effort.take(1)).filter(idle).collect()
     }
 
-    /// A block was placed; says where. `tells` says whether the free blocks are those that the request was looked up in.
-    fn place(&mut self, number: u32, addr: u64, op: Op, made: &[u32], tells: bool) -> u32 {
+    /// A block was placed; returns its segment. `comparable` is whether the free blocks are those of the request's search.
+    fn place(&mut self, number: u32, addr: u64, op: Op, made: &[u32], comparable: bool) -> u32 {
         let rounded = round_size(op.value, &self.settings.roundup_power2_divisions);
         let Some(number_of) = self.region_at(addr) else {
             self.strange += 1;
@@ -327,15 +329,15 @@ impl<'a> Evidence<'a> {
         let region = &mut self.regions[number_of as usize];
         region.last = number;
         let (expandable, class, bytes) = (region.expandable, region.class, region.end - region.addr);
-        let own = class == pool_of(rounded) && region.stream == self.streams[op.stream() as usize];
+        let fits = class == pool_of(rounded) && region.stream == self.streams[op.stream() as usize];
         let new = made.contains(&number_of);
-        self.strange += u64::from(!own || new && !expandable && bytes != segment_size(rounded));
-        let found = self.free.range(..=addr).next_back().map(|(start, (end, _))| (*start, *end));
-        let Some((start, end)) = found.filter(|(_, end)| *end > addr) else {
+        self.strange += u64::from(!fits || new && !expandable && bytes != segment_size(rounded));
+        let block = self.free.range(..=addr).next_back().map(|(start, (end, _))| (*start, *end));
+        let Some((start, end)) = block.filter(|(_, end)| *end > addr) else {
             self.strange += 1;
             return number_of;
         };
-        if !expandable && tells && own {
+        if !expandable && comparable && fits {
             self.compare(number_of, rounded, if new { (u64::MAX, addr) } else { (end - start, start) });
         }
         self.remove_free(start);
@@ -353,22 +355,22 @@ impl<'a> Evidence<'a> {
         number_of
     }
 
-    /// A request got the free block `found`, by size and address; the size is `u64::MAX` for that of a new segment. Segments that
-    /// had a better one are of other pools.
-    fn compare(&mut self, region: u32, rounded: u64, found: (u64, u64)) {
+    /// A request got the free block `chosen`, by size and address; the size is `u64::MAX` for a new segment. Segments that had a
+    /// better one are of other pools.
+    fn compare(&mut self, region: u32, rounded: u64, chosen: (u64, u64)) {
         let Region { stream, class, .. } = self.regions[region as usize];
-        // A log that put a block where it does not fit.
-        if found < (rounded, 0) {
+        // Another allocator's log with a block that does not fit.
+        if chosen < (rounded, 0) {
             self.strange += 1;
             return;
         }
         let Some(blocks) = self.free_blocks.get(&(stream, class)) else { return };
         let max_split = self.settings.max_split_size.unwrap_or(u64::MAX);
-        // Of oversize blocks PyTorch has more to say; they tell nothing here.
+        // PyTorch has further rules for oversize blocks, so they are not evidence.
         let tells = |(size, _): &&(u64, u64)| *size < max_split && rounded < max_split;
-        // The new segment's own block is in front of those that are larger.
+        // The new segment's own block precedes the larger ones.
         let better = |free: &BTreeSet<(u64, u64)>| {
-            free.range((rounded, 0)..found).find(|block| block.1 != found.1).filter(tells).copied()
+            free.range((rounded, 0)..chosen).find(|block| block.1 != chosen.1).filter(tells).copied()
         };
         if better(&blocks.all).is_none() {
             return;
@@ -380,7 +382,7 @@ impl<'a> Evidence<'a> {
             if other == region {
                 self.strange += u64::from(better(free).is_some());
             } else if better(free).is_some() {
-                self.apart.insert((region.min(other), region.max(other)));
+                self.different.insert((region.min(other), region.max(other)));
             }
         }
     }
@@ -401,33 +403,34 @@ impl Placements for Evidence<'_> {
 
 impl Evidence<'_> {
     fn take(&mut self, Operation { number, op, segments, block }: Operation<'_>) -> Result<(), OverBudget> {
-        let (mut gone, mut made) = (Vec::new(), Vec::new());
+        let (mut released, mut made) = (Vec::new(), Vec::new());
         for segment in segments {
             if segment.released {
-                gone.extend(self.release(segment));
+                released.extend(self.release(segment));
             } else {
                 made.extend(self.make(segment));
             }
         }
         if let Some(addr) = block {
-            // What a retry waited for was of no use when the request was looked at.
-            let region = self.place(number, addr, op, &made, gone.is_empty());
+            // Blocks for which a retry waited could not serve the request during its search.
+            let region = self.place(number, addr, op, &made, released.is_empty());
             self.allocations.push(region);
             let before = if region == NOWHERE { None } else { self.latest.insert(op.stream(), region) };
             if let Some(before) = before.filter(|before| *before != region) {
                 *self.in_turn.entry((before.min(region), before.max(region))).or_insert(0) += 1;
             }
         }
-        if !gone.is_empty() {
+        if !released.is_empty() {
             let trim = op.kind() == Kind::Trim && !self.may_be_garbage();
             let ordered = trim || self.retries_in_order();
-            let stayed = if trim && ordered { self.idle() } else { Vec::new() };
-            let gone = in_order(&gone, ordered);
-            self.claim.add((4 * gone.len() + stayed.len()) * size_of::<Gone>() + size_of::<Returned>())?;
-            self.releases.push(Returned { op: number, trim, ordered, gone, stayed });
+            let retained = if trim && ordered { self.idle() } else { Vec::new() };
+            let released = in_order(&released, ordered);
+            self.claim
+                .add((4 * released.len() + retained.len()) * size_of::<ReleasedPart>() + size_of::<Returned>())?;
+            self.releases.push(Returned { op: number, trim, ordered, released, retained });
         }
-        // One operation may tell of any number of pairs.
-        let pairs = self.apart.len() + self.in_turn.len();
+        // One operation may be evidence for any number of pairs.
+        let pairs = self.different.len() + self.in_turn.len();
         self.claim.add((pairs - self.pairs) * PAIR)?;
         self.pairs = pairs;
         Ok(())

@@ -1,7 +1,7 @@
-//! Puts segments together that are of one pool, and says which.
+//! Groups segments of one pool, and assigns pools to the groups.
 
 use super::DEFAULT;
-use super::evidence::{Evidence, Gone, Region, Returned};
+use super::evidence::{Evidence, Region, ReleasedPart, Returned};
 use super::order::{Labels, Pools};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +12,10 @@ struct Group {
     name: Option<(u64, u64)>,
     /// Whether it cannot be the default pool.
     private: bool,
-    /// In which releases something of it went, in which run of each.
-    gone: BTreeMap<u32, u32>,
-    /// In which something idle stayed; true where all that was idle and released went.
-    stayed: BTreeMap<u32, bool>,
+    /// Releases of its segments, with the run in each.
+    released: BTreeMap<u32, u32>,
+    /// Releases that retained a free segment of it; true if all free and released segments were released.
+    retained: BTreeMap<u32, bool>,
     first: u32,
     last: u32,
 }
@@ -30,16 +30,16 @@ impl Group {
     }
 }
 
-/// Groups under way.
+/// Groups so far.
 struct Grouping<'a> {
     evidence: &'a Evidence<'a>,
-    /// Segments that are of another pool than each.
-    apart: Vec<Vec<u32>>,
+    /// For each segment, those of other pools.
+    different: Vec<Vec<u32>>,
     groups: Vec<Option<Group>>,
     of: Vec<usize>,
 }
 
-/// Puts together what a stream takes blocks from in turn, most often first, while nothing speaks against it.
+/// Groups segments that a stream uses in turn, most often first, unless evidence contradicts it.
 pub(super) fn label(evidence: &Evidence<'_>) -> Labels {
     let mut grouping = Grouping::new(evidence);
     let partial = grouping.take_releases();
@@ -61,18 +61,18 @@ pub(super) fn label(evidence: &Evidence<'_>) -> Labels {
 
 impl<'a> Grouping<'a> {
     fn new(evidence: &'a Evidence<'a>) -> Self {
-        let mut apart = vec![Vec::new(); evidence.regions.len()];
-        for &(first, second) in &evidence.apart {
-            apart[first as usize].push(second);
-            apart[second as usize].push(first);
+        let mut different = vec![Vec::new(); evidence.regions.len()];
+        for &(first, second) in &evidence.different {
+            different[first as usize].push(second);
+            different[second as usize].push(first);
         }
         let alone = |(number, region): (u32, &Region)| {
-            let (gone, stayed) = (BTreeMap::new(), BTreeMap::new());
+            let (released, retained) = (BTreeMap::new(), BTreeMap::new());
             let Region { name, first, last, .. } = *region;
-            Some(Group { regions: vec![number], name, private: false, gone, stayed, first, last })
+            Some(Group { regions: vec![number], name, private: false, released, retained, first, last })
         };
         let groups = (0u32..).zip(&evidence.regions).map(alone).collect();
-        Self { evidence, apart, groups, of: (0..evidence.regions.len()).collect() }
+        Self { evidence, different, groups, of: (0..evidence.regions.len()).collect() }
     }
 
     fn group(&self, region: u32) -> Option<&Group> {
@@ -83,33 +83,40 @@ impl<'a> Grouping<'a> {
         self.groups[self.of[region as usize]].as_mut()
     }
 
-    /// Takes note of what went and what stayed in each release. Returns the operations that gave memory of one private pool back,
-    /// and what went: something of the default pool was idle and stayed.
+    /// Records the released and retained segments of each release. Returns the operations that released only memory of one
+    /// private pool, and that memory: a free segment of the default pool was retained.
     fn take_releases(&mut self) -> Vec<(u32, Vec<u32>)> {
         let evidence = self.evidence;
         let mut partial = Vec::new();
-        // A private pool that was released is asked for nothing more, so a range that was is the default pool's.
-        let asked_again = |release: &Returned, gone: &Gone| evidence.regions[gone.region as usize].last > release.op;
+        // A released private pool serves no more requests, so a range that does is the default pool's.
+        let asked_again =
+            |release: &Returned, released: &ReleasedPart| evidence.regions[released.region as usize].last > release.op;
         let default: BTreeSet<u32> = (evidence.releases.iter())
-            .flat_map(|release| release.gone.iter().filter(|gone| asked_again(release, gone)).map(|gone| gone.region))
+            .flat_map(|release| {
+                release
+                    .released
+                    .iter()
+                    .filter(|released| asked_again(release, released))
+                    .map(|released| released.region)
+            })
             .collect();
         let is_default =
             |region: &u32| evidence.regions[*region as usize].name == Some(DEFAULT) || default.contains(region);
         for release in &evidence.releases {
-            let of_one_pool = release.trim && release.stayed.iter().any(is_default);
-            for gone in &release.gone {
-                let Some(group) = self.group_mut(gone.region) else { continue };
-                group.private |= (of_one_pool || gone.private) && !is_default(&gone.region);
-                group.gone.insert(release.op, gone.run);
+            let of_one_pool = release.trim && release.retained.iter().any(is_default);
+            for released in &release.released {
+                let Some(group) = self.group_mut(released.region) else { continue };
+                group.private |= (of_one_pool || released.private) && !is_default(&released.region);
+                group.released.insert(release.op, released.run);
             }
-            for region in &release.stayed {
+            for region in &release.retained {
                 let Some(group) = self.group_mut(*region) else { continue };
-                // Nothing idle of the default pool stays where that is released.
+                // A release of the default pool retains none of its free segments.
                 group.private |= release.trim && !of_one_pool;
-                group.stayed.insert(release.op, release.trim && !of_one_pool);
+                group.retained.insert(release.op, release.trim && !of_one_pool);
             }
             if of_one_pool {
-                partial.push((release.op, release.gone.iter().map(|gone| gone.region).collect()));
+                partial.push((release.op, release.released.iter().map(|released| released.region).collect()));
             }
         }
         partial
@@ -134,7 +141,7 @@ impl<'a> Grouping<'a> {
         }
     }
 
-    /// Puts two segments and all that is with them together, unless something speaks against it.
+    /// Merges the groups of two segments, unless evidence contradicts it.
     fn join(&mut self, first: u32, second: u32) {
         if self.of[first as usize] != self.of[second as usize] && self.fits(first, second) {
             self.merge(first, second);
@@ -145,16 +152,17 @@ impl<'a> Grouping<'a> {
         let (Some(a), Some(b)) = (self.group(first), self.group(second)) else { return false };
         let same_name = a.name.is_none() || b.name.is_none() || a.name == b.name;
         let clash = a.is_private() && b.is_default() || b.is_private() && a.is_default();
-        let stays = |one: &Group, other: &Group| one.gone.keys().any(|op| other.stayed.contains_key(op));
-        let works = self.evidence.effort.take(1 + a.gone.len() + a.stayed.len() + b.gone.len() + b.stayed.len());
+        let stays = |first: &Group, other: &Group| first.released.keys().any(|op| other.retained.contains_key(op));
+        let works =
+            self.evidence.effort.take(1 + a.released.len() + a.retained.len() + b.released.len() + b.retained.len());
         if !works || !same_name || clash || stays(a, b) || stays(b, a) {
             return false;
         }
-        // A private pool is asked for nothing more when it was released, and goes back in one run.
+        // A released private pool serves no more requests, and is released in one run.
         if !a.is_default() && !b.is_default() {
-            let released = a.gone.keys().next().into_iter().chain(b.gone.keys().next()).min();
-            let full = a.stayed.iter().chain(&b.stayed).filter(|(_, full)| **full).map(|(op, _)| *op).max();
-            let together = a.gone.iter().all(|(op, run)| b.gone.get(op).is_none_or(|other| other == run));
+            let released = a.released.keys().next().into_iter().chain(b.released.keys().next()).min();
+            let full = a.retained.iter().chain(&b.retained).filter(|(_, full)| **full).map(|(op, _)| *op).max();
+            let together = a.released.iter().all(|(op, run)| b.released.get(op).is_none_or(|other| other == run));
             if !together || released.is_some_and(|released| *released <= a.last.max(b.last).max(full.unwrap_or(0))) {
                 return false;
             }
@@ -162,8 +170,9 @@ impl<'a> Grouping<'a> {
         let (few, other) = if a.regions.len() < b.regions.len() { (a, second) } else { (b, first) };
         let other = self.of[other as usize];
         few.regions.iter().all(|region| {
-            let apart = &self.apart[*region as usize];
-            self.evidence.effort.take(1 + apart.len()) && apart.iter().all(|apart| self.of[*apart as usize] != other)
+            let others = &self.different[*region as usize];
+            self.evidence.effort.take(1 + others.len())
+                && others.iter().all(|region| self.of[*region as usize] != other)
         })
     }
 
@@ -176,19 +185,19 @@ impl<'a> Grouping<'a> {
         if regions(into) < regions(from) {
             (into, from) = (from, into);
         }
-        let Some(gone) = self.groups[from].take() else { return };
-        gone.regions.iter().for_each(|region| self.of[*region as usize] = into);
+        let Some(merged) = self.groups[from].take() else { return };
+        merged.regions.iter().for_each(|region| self.of[*region as usize] = into);
         if let Some(group) = &mut self.groups[into] {
-            group.regions.extend(gone.regions);
-            group.name = group.name.or(gone.name);
-            group.private |= gone.private;
-            group.gone.extend(gone.gone);
-            group.stayed.extend(gone.stayed);
-            (group.first, group.last) = (group.first.min(gone.first), group.last.max(gone.last));
+            group.regions.extend(merged.regions);
+            group.name = group.name.or(merged.name);
+            group.private |= merged.private;
+            group.released.extend(merged.released);
+            group.retained.extend(merged.retained);
+            (group.first, group.last) = (group.first.min(merged.first), group.last.max(merged.last));
         }
     }
 
-    /// Gives the default pool every group without a name that it may have, in the order in which they were first used.
+    /// Assigns to the default pool every unnamed group that it may contain, in the order of first use.
     fn take_default(&mut self) {
         let mut nameless: Vec<(u32, u32)> = self
             .groups
@@ -213,7 +222,7 @@ impl<'a> Grouping<'a> {
         }
     }
 
-    /// Gives each named private pool the groups without a name that it may have. A program has no more pools than it must.
+    /// Assigns to each named private pool the unnamed groups that it may contain. A program has no more pools than necessary.
     fn take_named(&mut self) {
         let mut named: Vec<((u64, u64), u32)> =
             self.groups.iter().flatten().filter_map(|group| Some((group.name?, group.regions[0]))).collect();
@@ -229,7 +238,7 @@ impl<'a> Grouping<'a> {
         }
     }
 
-    /// What is of one pool, by number: the default pool is 0.
+    /// Segments of each pool, by number: the default pool is 0.
     fn members(&self) -> Vec<Vec<u32>> {
         let default = self.groups.iter().flatten().filter(|group| group.is_default());
         let private = self.groups.iter().flatten().filter(|group| !group.is_default());

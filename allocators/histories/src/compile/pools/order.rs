@@ -1,53 +1,54 @@
-//! Pools as the order tells in which memory went back, numbered.
+//! Numbers the pools by the order of releases.
 
 use super::evidence::{Evidence, Region, Returned};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Which pool each segment is of.
+/// The pool of each segment.
 #[derive(Debug, Default)]
 pub(super) struct Labels {
     /// Number of private pools.
     pub(super) count: u32,
     /// The pool of each segment: 0 for the default pool.
     pub(super) of: Vec<u32>,
-    /// Whether it could be of another one as well.
+    /// Whether each segment could also be of another pool.
     pub(super) undetermined: Vec<bool>,
-    /// Operations before which a pool was released, by pool.
+    /// Operations before which each pool was released.
     pub(super) released: Vec<(u32, u32)>,
-    /// Operations in which a released pool's idle memory went by itself, and the pool, in order.
+    /// Operations that released only a released pool's free memory, with the pool, in order.
     pub(super) trims: Vec<(u32, u32)>,
-    /// Those in which nothing else went.
+    /// Operations that released nothing else.
     pub(super) partial: Vec<u32>,
 }
 
-/// What went back of a segment, or of all segments of a pool, and when.
+/// Releases of a segment, or of all segments of a pool.
 #[derive(Clone, Debug, Default)]
 struct Returns {
-    /// Releases in which something of it went, and its place there.
-    gone: BTreeMap<u32, usize>,
-    /// Those in which it was idle and stayed; true where all that was released and idle went.
-    stayed: BTreeMap<u32, bool>,
+    /// Releases of its segments, with their position.
+    released: BTreeMap<u32, usize>,
+    /// Releases that retained its free segments; true if all free and released segments were released.
+    retained: BTreeMap<u32, bool>,
     /// First and last request.
     first: u32,
     last: u32,
 }
 
 impl Returns {
-    /// Whether a private pool's could go in operation `op`: it is asked for no memory from then on, and nothing of it stays.
+    /// Whether a private pool can have been released in operation `op`: it serves no request from then on, and none of it is
+    /// retained later.
     fn may_go(&self, op: u32) -> bool {
-        self.last < op && self.stayed.range(op..).all(|(at, full)| *at != op && !full)
+        self.last < op && self.retained.range(op..).all(|(at, full)| *at != op && !full)
     }
 
     fn and(mut self, other: &Self) -> Self {
-        self.gone.extend(other.gone.iter().map(|(op, place)| (*op, *place)));
-        self.stayed.extend(other.stayed.iter().map(|(op, may)| (*op, *may)));
+        self.released.extend(other.released.iter().map(|(op, place)| (*op, *place)));
+        self.retained.extend(other.retained.iter().map(|(op, may)| (*op, *may)));
         (self.first, self.last) = (self.first.min(other.first), self.last.max(other.last));
         self
     }
 
-    /// Steps that it takes to go through it.
+    /// Number of steps to traverse it.
     fn len(&self) -> usize {
-        1 + self.gone.len() + self.stayed.len()
+        1 + self.released.len() + self.retained.len()
     }
 }
 
@@ -55,13 +56,13 @@ impl Returns {
 #[derive(Debug)]
 pub(super) struct Pools<'a> {
     evidence: &'a Evidence<'a>,
-    /// The default pool's first.
+    /// The default pool's segments first.
     members: Vec<Vec<u32>>,
     /// The pool of each segment.
     of: Vec<u32>,
-    /// Calls of `empty_cache` that were for one released pool.
+    /// Calls of `empty_cache` for one released pool.
     partial: BTreeSet<u32>,
-    /// Operations in which a private pool's idle memory went by itself, and the pool's, in order.
+    /// Operations that released only a private pool's free memory, and the pool's memory, in order.
     trimmed: Vec<(u32, u32)>,
     returns: Vec<Returns>,
 }
@@ -75,11 +76,11 @@ impl<'a> Pools<'a> {
         let returns = |region: &Region| Returns { first: region.first, last: region.last, ..Returns::default() };
         let mut returns: Vec<Returns> = evidence.regions.iter().map(returns).collect();
         for release in &evidence.releases {
-            for (place, gone) in release.gone.iter().enumerate() {
-                returns[gone.region as usize].gone.entry(release.op).or_insert(place);
+            for (place, released) in release.released.iter().enumerate() {
+                returns[released.region as usize].released.entry(release.op).or_insert(place);
             }
-            for region in &release.stayed {
-                returns[*region as usize].stayed.insert(release.op, !partial.contains(&release.op));
+            for region in &release.retained {
+                returns[*region as usize].retained.insert(release.op, !partial.contains(&release.op));
             }
         }
         Self { evidence, members, of, partial, trimmed: Vec::new(), returns }
@@ -91,8 +92,8 @@ impl<'a> Pools<'a> {
         returns.fold(Returns { first: u32::MAX, ..Returns::default() }, |all, returns| all.and(returns))
     }
 
-    /// Takes segments out of a pool that went back other than what is of one pool does: before the default pool's, apart from the
-    /// pool's others, or while the pool was still asked for memory. What goes in one run is taken for a pool by itself.
+    /// Removes segments from a pool whose releases are not those of one pool: before the default pool's, separately from the
+    /// pool's others, or while the pool still served requests. Memory of one run is taken for a separate pool.
     pub(super) fn refine(&mut self) {
         let evidence = self.evidence;
         let releases = evidence.releases.iter().filter(|release| release.ordered);
@@ -102,23 +103,23 @@ impl<'a> Pools<'a> {
     fn refine_by(&mut self, release: &Returned) {
         let first = self.take_trimmed(release);
         let mut private = self.partial.contains(&release.op);
-        // The part that is under way, by pool and run, and the pools whose parts have ended.
+        // The current run, by pool and run, and the pools whose runs have ended.
         let mut under_way = (u32::MAX, 0);
         let mut ended: BTreeSet<u32> = BTreeSet::new();
         let mut may_go: BTreeMap<u32, bool> = BTreeMap::new();
         let mut made: BTreeMap<(u32, u32), u32> = BTreeMap::new();
-        for (place, gone) in release.gone.iter().enumerate() {
-            let mut pool = self.of[gone.region as usize];
+        for (place, released) in release.released.iter().enumerate() {
+            let mut pool = self.of[released.region as usize];
             let returns = || self.returns(&self.members[pool as usize]);
             let wrong = match pool {
-                0 => private && self.returns[gone.region as usize].last < release.op,
-                _ if ended.contains(&pool) || under_way.0 == pool && under_way.1 != gone.run => true,
+                0 => private && self.returns[released.region as usize].last < release.op,
+                _ if ended.contains(&pool) || under_way.0 == pool && under_way.1 != released.run => true,
                 _ => !*may_go.entry(pool).or_insert_with(|| returns().may_go(release.op)),
             };
             if wrong {
                 // CAST: no more than segments.
                 let next = self.members.len() as u32;
-                let new = *made.entry((pool, gone.run)).or_insert(next);
+                let new = *made.entry((pool, released.run)).or_insert(next);
                 if new == next {
                     self.members.push(Vec::new());
                     may_go.insert(new, true);
@@ -126,43 +127,44 @@ impl<'a> Pools<'a> {
                 if !self.evidence.effort.take(self.members[pool as usize].len()) {
                     return;
                 }
-                self.members[pool as usize].retain(|region| *region != gone.region);
-                self.members[new as usize].push(gone.region);
-                self.of[gone.region as usize] = new;
+                self.members[pool as usize].retain(|region| *region != released.region);
+                self.members[new as usize].push(released.region);
+                self.of[released.region as usize] = new;
                 pool = new;
             }
             if under_way.0 != pool {
                 ended.insert(under_way.0);
             }
-            under_way = (pool, gone.run);
+            under_way = (pool, released.run);
             private |= pool != 0 && place >= first;
         }
-        let trimmed = release.gone[..first].iter().map(|gone| (release.op, self.of[gone.region as usize]));
+        let trimmed = release.released[..first].iter().map(|released| (release.op, self.of[released.region as usize]));
         self.trimmed.extend(trimmed);
     }
 
-    /// How much of a release is private pools' that the client gave back one by one: all that went before the default pool's, or
-    /// everything where nothing of that did.
+    /// Length of the part of a release that belongs to private pools released one by one: everything before the default pool's,
+    /// or all of it if the default pool has no part.
     fn take_trimmed(&self, release: &Returned) -> usize {
         if self.partial.contains(&release.op) {
-            return release.gone.len();
+            return release.released.len();
         }
-        let first = release.gone.iter().position(|gone| self.of[gone.region as usize] == 0);
+        let first = release.released.iter().position(|released| self.of[released.region as usize] == 0);
         first.filter(|_| release.trim).unwrap_or(0)
     }
 
-    /// The private pools in an order in which each release went through them, those first that went first.
+    /// The private pools in an order that is consistent with each release, the earliest first.
     fn in_order(&self) -> Vec<(u32, Returns)> {
         let private = (1u32..).zip(&self.members[1..]).filter(|(_, regions)| !regions.is_empty());
         let mut private: Vec<(u32, Returns)> = private.map(|(pool, regions)| (pool, self.returns(regions))).collect();
         private.sort_by_key(|(_, returns)| {
-            let first = returns.gone.first_key_value();
+            let first = returns.released.first_key_value();
             (first.is_none(), first.map(|(op, place)| (*op, *place)), returns.first)
         });
         let rank: BTreeMap<u32, usize> = private.iter().enumerate().map(|(rank, (pool, _))| (*pool, rank)).collect();
         let (mut behind, mut before) = (vec![BTreeSet::new(); private.len()], vec![0u32; private.len()]);
         for release in self.evidence.releases.iter().filter(|release| release.ordered) {
-            let pools = release.gone.iter().filter_map(|gone| rank.get(&self.of[gone.region as usize]).copied());
+            let pools =
+                release.released.iter().filter_map(|released| rank.get(&self.of[released.region as usize]).copied());
             let pools: Vec<usize> = pools.skip(self.take_trimmed(release)).collect();
             for pair in pools.windows(2).filter(|pair| pair[0] != pair[1]) {
                 before[pair[1]] += u32::from(behind[pair[0]].insert(pair[1]));
@@ -171,7 +173,7 @@ impl<'a> Pools<'a> {
         let mut left: BTreeSet<usize> = (0..private.len()).collect();
         let mut order = Vec::with_capacity(private.len());
         let mut ready: BTreeSet<usize> = left.iter().copied().filter(|rank| before[*rank] == 0).collect();
-        // Where they contradict each other, the first that is left.
+        // If they contradict each other, the first remaining one.
         while let Some(next) = ready.pop_first().or_else(|| left.first().copied()) {
             ready.remove(&next);
             if !left.remove(&next) {
@@ -188,14 +190,14 @@ impl<'a> Pools<'a> {
         order
     }
 
-    /// Numbers the private pools. An allocator that gives back several at once does so by number.
+    /// Numbers the private pools. An allocator that releases several together does so by number.
     pub(super) fn number(self) -> Labels {
         let private = self.in_order();
         let mut labels = Labels { of: vec![0; self.evidence.regions.len()], ..Labels::default() };
         for (pool, returns) in &private {
             labels.count += 1;
             self.members[*pool as usize].iter().for_each(|region| labels.of[*region as usize] = labels.count);
-            let released = returns.gone.keys().next().copied().filter(|op| returns.may_go(*op));
+            let released = returns.released.keys().next().copied().filter(|op| returns.may_go(*op));
             labels.released.extend(released.map(|op| (op, labels.count)));
         }
         labels.released.sort_unstable();
@@ -214,33 +216,40 @@ impl<'a> Pools<'a> {
         labels
     }
 
-    /// Which segments without a name fit another pool of their stream, too.
+    /// Which unnamed segments also fit another pool of their stream.
     fn undetermined(&self, labels: &Labels, pools: &[Returns]) -> Vec<bool> {
         let mut of_stream: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
         for (region, label) in self.evidence.regions.iter().zip(&labels.of) {
             of_stream.entry(region.stream).or_insert_with(|| BTreeSet::from([0])).insert(*label);
         }
-        let mut apart: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); self.evidence.regions.len()];
-        for &(first, second) in &self.evidence.apart {
-            apart[first as usize].insert(labels.of[second as usize]);
-            apart[second as usize].insert(labels.of[first as usize]);
+        let mut different: Vec<BTreeSet<u32>> = vec![BTreeSet::new(); self.evidence.regions.len()];
+        for &(first, second) in &self.evidence.different {
+            different[first as usize].insert(labels.of[second as usize]);
+            different[second as usize].insert(labels.of[first as usize]);
         }
         let last = |release: &Returned| {
-            release.gone.iter().filter(|gone| gone.private).map(|gone| gone.region).collect::<Vec<_>>()
+            release
+                .released
+                .iter()
+                .filter(|released| released.private)
+                .map(|released| released.region)
+                .collect::<Vec<_>>()
         };
         let not_default: BTreeSet<u32> = self.evidence.releases.iter().flat_map(last).collect();
         let fits = |region: usize, label: u32| {
-            let (own, pool) = (&self.returns[region], &pools[label as usize]);
-            if !self.evidence.effort.take(own.len() + pool.len()) {
+            let (region_returns, pool) = (&self.returns[region], &pools[label as usize]);
+            if !self.evidence.effort.take(region_returns.len() + pool.len()) {
                 return false;
             }
-            let both = own.clone().and(pool);
+            let both = region_returns.clone().and(pool);
             // CAST: a number of segments.
             let lives = match label {
-                0 => !own.stayed.values().any(|full| *full) && !not_default.contains(&(region as u32)),
-                _ => both.gone.keys().next().is_none_or(|op| both.may_go(*op)),
+                0 => !region_returns.retained.values().any(|full| *full) && !not_default.contains(&(region as u32)),
+                _ => both.released.keys().next().is_none_or(|op| both.may_go(*op)),
             };
-            lives && !apart[region].contains(&label) && both.gone.keys().all(|op| !both.stayed.contains_key(op))
+            lives
+                && !different[region].contains(&label)
+                && both.released.keys().all(|op| !both.retained.contains_key(op))
         };
         let several = |(number, region): (usize, &Region)| {
             let mut others = of_stream[&region.stream].iter().filter(|label| **label != labels.of[number]);

@@ -8,7 +8,7 @@ use crate::formats::words::Word;
 use crate::formats::{Format, Place, Problem, ReadError, ReadOptions, Summary};
 use crate::steps;
 
-/// Longest string that is looked at; longer ones are passed over.
+/// Longest string to keep; longer ones are skipped.
 const LONGEST_TEXT: u64 = 1 << 12;
 
 /// The machine: a program that builds values.
@@ -24,7 +24,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         Self { input, memo: Memo::new(&options.budget), built }
     }
 
-    /// Runs the program and returns what it built.
+    /// Runs the program and returns its result.
     pub(super) fn run(mut self) -> Result<Summary, ReadError> {
         let [first, protocol] = self.take::<2>("its first two bytes")?;
         if first != 0x80 {
@@ -32,8 +32,8 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         }
         self.protocol(protocol)?;
         match self.steps() {
-            Err(ReadError { problem: Problem::Truncated(what), .. }) => {
-                self.built.keep_what_is_whole(what, self.end())?
+            Err(ReadError { problem: Problem::Truncated(part), .. }) => {
+                self.built.keep_complete_part(part, self.end())?
             }
             stopped => {
                 stopped?;
@@ -59,7 +59,7 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
 
     fn step(&mut self, opcode: u8) -> Result<(), ReadError> {
         match opcode {
-            // By how often they occur in a snapshot.
+            // Ordered by frequency in a snapshot.
             b'h' => self.get::<1>("BINGET"),
             b'j' => self.get::<4>("LONG_BINGET"),
             0x94 => {
@@ -133,9 +133,9 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
 
     /// The next bytes of the file.
     #[inline]
-    fn take<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], ReadError> {
+    fn take<const N: usize>(&mut self, part: &'static str) -> Result<[u8; N], ReadError> {
         if !self.input.ensure(N)? {
-            return Err(self.truncated(what));
+            return Err(self.truncated(part));
         }
         let mut out = [0; N];
         out.copy_from_slice(&self.input.buffered()[..N]);
@@ -143,21 +143,21 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         Ok(out)
     }
 
-    /// A number of so many bytes.
+    /// A number of this many bytes.
     #[inline]
-    fn number<const N: usize>(&mut self, what: &'static str) -> Result<u64, ReadError> {
+    fn number<const N: usize>(&mut self, part: &'static str) -> Result<u64, ReadError> {
         let mut wide = [0; 8];
-        wide[..N].copy_from_slice(&self.take::<N>(what)?);
+        wide[..N].copy_from_slice(&self.take::<N>(part)?);
         Ok(u64::from_le_bytes(wide))
     }
 
-    fn integer<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
-        let value = self.number::<N>(what)?;
+    fn integer<const N: usize>(&mut self, part: &'static str) -> Result<(), ReadError> {
+        let value = self.number::<N>(part)?;
         self.built.push(Value::Int(value.cast_signed()))
     }
 
-    fn text<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
-        let length = self.number::<N>(what)?;
+    fn text<const N: usize>(&mut self, part: &'static str) -> Result<(), ReadError> {
+        let length = self.number::<N>(part)?;
         if length > LONGEST_TEXT {
             if !self.input.skip(length)? {
                 return Err(self.truncated("a string"));
@@ -201,9 +201,9 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         self.built.push(value)
     }
 
-    fn get<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
+    fn get<const N: usize>(&mut self, part: &'static str) -> Result<(), ReadError> {
         // CAST: at most four bytes.
-        let index = self.number::<N>(what)? as u32;
+        let index = self.number::<N>(part)? as u32;
         let Some(value) = self.memo.get(index) else {
             return Err(self
                 .built
@@ -212,20 +212,20 @@ impl<'r, 'i, 's> Machine<'r, 'i, 's> {
         self.built.push(value)
     }
 
-    fn put<const N: usize>(&mut self, what: &'static str) -> Result<(), ReadError> {
-        let index = self.number::<N>(what)?;
+    fn put<const N: usize>(&mut self, part: &'static str) -> Result<(), ReadError> {
+        let index = self.number::<N>(part)?;
         let value = self.built.peek()?;
         // CAST: at most four bytes.
-        let kept = self.memo.put(index as u32, value);
-        self.built.within(kept)
+        let stored = self.memo.put(index as u32, value);
+        self.built.within(stored)
     }
 
     #[cold]
-    pub(super) fn truncated(&self, what: &'static str) -> ReadError {
-        ReadError::truncated(what, self.end())
+    pub(super) fn truncated(&self, part: &'static str) -> ReadError {
+        ReadError::truncated(part, self.end())
     }
 
-    /// Bytes of the input up to what is in the buffer.
+    /// Position after the buffer's content.
     pub(super) fn end(&self) -> u64 {
         // CAST: a length of the buffer.
         self.input.offset() + self.input.buffered().len() as u64

@@ -1,7 +1,7 @@
-//! The memo: what a pickle may refer back to, eight bytes for each value.
+//! The memo: values that a pickle may refer to again, eight bytes each.
 //!
-//! A pickler enters every container and every string, used again or not, so the memo is what reading a long history keeps. Most
-//! instructions of a snapshot only push a value or enter one here: they run without a step of the machine.
+//! A pickler memoizes every container and every string, used again or not, so the memo dominates the memory for a long recording.
+//! Most instructions of a snapshot only push or memoize a value: they run without a step of the machine.
 
 use super::machine::Machine;
 use crate::formats::snapshot::{Handle, Value};
@@ -11,18 +11,18 @@ use crate::steps;
 use std::collections::HashMap;
 use vramlab_device::budget::{Budget, Claim, LongList, OverBudget};
 
-/// An entry in a table, which holds both sizes for a moment when it doubles at seven eighths.
+/// An entry in a hash table, which allocates both sizes while it doubles at seven eighths.
 const SPARSE_COST: usize = 4 * (size_of::<(u32, Value)>() + 1);
 
-/// Values by their numbers.
+/// Values by number.
 #[derive(Debug)]
 pub(super) struct Memo {
     entries: LongList<Packed>,
-    /// Those that do not fit; picklers enter none.
+    /// Values that do not fit; picklers enter none.
     wide: LongList<Value>,
-    /// Entries whose numbers do not follow on.
+    /// Entries whose numbers are not consecutive.
     sparse: HashMap<u32, Value>,
-    /// For these.
+    /// Claim for these.
     claim: Claim,
 }
 
@@ -36,14 +36,14 @@ impl Memo {
         }
     }
 
-    /// Enters a value under the number that comes next.
+    /// Memoizes a value under the next number.
     #[inline]
     pub(super) fn add(&mut self, value: Value) -> Result<(), OverBudget> {
         let packed = self.packed(value)?;
         self.entries.push(packed)
     }
 
-    /// Enters a value under a number.
+    /// Memoizes a value under a number.
     pub(super) fn put(&mut self, number: u32, value: Value) -> Result<(), OverBudget> {
         let at = number as usize;
         if at == self.entries.len() {
@@ -54,7 +54,7 @@ impl Memo {
             self.entries.set(at, packed);
             return Ok(());
         }
-        // A large number must not take the memory of all those before it.
+        // A large number must not allocate all entries before it.
         if !self.sparse.contains_key(&number) {
             self.claim.add(SPARSE_COST)?;
         }
@@ -82,7 +82,7 @@ impl Memo {
     }
 }
 
-/// A value: what it is in the lowest four bits, above them which.
+/// A packed value: its kind in the lowest four bits, its number above them.
 #[derive(Clone, Copy, Debug)]
 struct Packed(u64);
 
@@ -103,7 +103,7 @@ impl Packed {
         Self(kind | which << 4)
     }
 
-    /// `None` for numbers of any size, and pairs of large ones.
+    /// `None` for integers of any size, and pairs of large ones.
     #[inline]
     fn of(value: Value) -> Option<Self> {
         let (kind, which) = match value {
@@ -143,12 +143,12 @@ impl Packed {
     }
 }
 
-/// The longest instruction that is run ahead: LONG1 with eight bytes.
+/// The longest instruction of the fast path: LONG1 with eight bytes.
 const LONGEST: usize = 10;
 
 impl Machine<'_, '_, '_> {
-    /// Runs what comes next as long as it is such an instruction and lies in the buffer. Whatever is not as it should be is
-    /// left to the machine, which says what is wrong, so both together do what the machine does alone.
+    /// Runs such instructions as long as they are in the buffer. Anything unexpected is left to the machine, which reports
+    /// errors, so both together act as the machine alone.
     pub(super) fn run_ahead(&mut self) -> Result<(), ReadError> {
         let buffer = self.input.buffered();
         let floor = self.built.marks.last().copied().unwrap_or(0);
@@ -161,7 +161,7 @@ impl Machine<'_, '_, '_> {
                 [b'M', a, b, ..] => (Some(Value::Int(i64::from(u16::from_le_bytes([a, b])))), 3),
                 [b'J', a, b, c, d, ..] => (Some(Value::Int(i64::from(i32::from_le_bytes([a, b, c, d])))), 5),
                 [0x8a, length @ 1..=8, a, b, c, d, e, f, g, h] => {
-                    // What lies behind the number is shifted out, and its sign comes in.
+                    // Shifts out bytes behind the number, and sign-extends it.
                     let rest = 64 - 8 * u32::from(length);
                     let value = i64::from_le_bytes([a, b, c, d, e, f, g, h]) << rest >> rest;
                     (Some(Value::Int(value)), 2 + usize::from(length))
@@ -186,13 +186,12 @@ impl Machine<'_, '_, '_> {
         Ok(())
     }
 
-    /// Passes over references to the memo that follow each other: most of a file with stack frames are these, in lists
-    /// that the reader does not look into.
+    /// Skips consecutive references to the memo: most of a file with stack frames are these, in lists that the reader skips.
     pub(super) fn skip_references(&mut self) -> Result<(), ReadError> {
         self.references(|_, _| true)
     }
 
-    /// Takes references to frames that follow each other into a stack, without a step for each.
+    /// Takes consecutive references to frames into a stack, without a step for each.
     pub(super) fn refer_to_frames(&mut self, stack: u32) -> Result<(), ReadError> {
         self.built.stacks.which = stack;
         self.built.stacks.under_way.clear();
@@ -210,7 +209,7 @@ impl Machine<'_, '_, '_> {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Takes the references to the memo that come next, as long as `take` wants them.
+    /// Takes the next references to the memo, as long as `take` accepts them.
     fn references(&mut self, mut take: impl FnMut(&mut Self, Value) -> bool) -> Result<(), ReadError> {
         loop {
             let mut taken = 0;
@@ -258,7 +257,7 @@ mod tests {
         }
         let read = |memo: &Memo| (0..values.len() as u32).map(|at| memo.get(at).unwrap()).collect::<Vec<_>>();
         assert_eq!(read(&memo), values);
-        // Over others, and where there is a gap.
+        // With several entries, and with a gap.
         for (at, value) in (0..).zip(&values) {
             memo.put(at, Value::Huge).unwrap();
             memo.put(at, *value).unwrap();

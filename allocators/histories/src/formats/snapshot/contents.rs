@@ -1,7 +1,7 @@
-//! What the machine's containers mean in a snapshot.
+//! Meaning of the machine's containers in a snapshot.
 //!
-//! The part of the snapshot that is under way is told by where its container lies on the stack: a pickle is built from
-//! the outside in, so the outermost dictionary lies at the bottom, above it a key, above that the value under way.
+//! The position of a container on the stack shows the current part of the snapshot: a pickle is built from the outside in, so the
+//! outermost dictionary is at the bottom, above it a key, above that the current value.
 
 use super::store::{Object, Pairs, Value, last_of};
 use super::{Assembly, Part};
@@ -14,7 +14,7 @@ use vramlab_policies::contract::BlockState;
 type Taker<'a, 'b> = fn(&mut Assembly<'a, 'b>, Value) -> Result<(), ReadError>;
 
 impl<'a, 'b> Assembly<'a, 'b> {
-    /// Takes note when the container that comes next is the value of a key of the outermost dictionary.
+    /// Records that the next container is the value of a key of the outermost dictionary.
     pub(in crate::formats) fn enter_part(&mut self) {
         let at = self.stack.len();
         let outermost = self.marks.len() <= 1 && at >= 2 && at.is_multiple_of(2);
@@ -28,10 +28,10 @@ impl<'a, 'b> Assembly<'a, 'b> {
         }
     }
 
-    /// Whether nothing but whole pairs lie between the part that is under way, if one is, and the key at `key`.
+    /// Whether only complete pairs are between the current part, if there is one, and the key at `key`.
     ///
-    /// What was found to be a key is not looked at again until it leaves the stack, so all questions together cost no
-    /// more than what was pushed.
+    /// A value that was identified as a key is not examined again until it leaves the stack, so all calls together cost no more
+    /// than the pushes.
     fn is_key_position(&mut self, key: usize) -> bool {
         let Some(part) = &mut self.part else { return true };
         if self.marks.len() != 1 || part.at >= key {
@@ -44,7 +44,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         part.keys_until >= key
     }
 
-    /// Whether the reader does not look into the container that comes next.
+    /// Whether the next container is skipped.
     pub(in crate::formats) fn is_opaque_here(&self) -> bool {
         let Some(last) = self.stack.last() else { return false };
         let inside = |key: Word| self.part.is_some_and(|part| part.key == key && part.at < self.stack.len());
@@ -55,13 +55,13 @@ impl<'a, 'b> Assembly<'a, 'b> {
                 let key = self.part.filter(|part| part.at < self.stack.len()).map(|part| part.key);
                 key.is_some_and(|key| key == Word::DeviceTraces || Self::taker(key).is_some())
             }
-            // An annotation follows on the list or on another annotation.
+            // An annotation follows the list or another annotation.
             Value::Object(_) if self.receiver.wants_origins => false,
             _ => inside(Word::ExternalAnnotations),
         }
     }
 
-    /// What takes the items of a list of the outermost dictionary, where items stand for themselves.
+    /// The function for items of a list of the outermost dictionary, if items are processed one by one.
     pub(in crate::formats) fn taker(list: Word) -> Option<Taker<'a, 'b>> {
         Some(match list {
             Word::Segments => Self::take_segment,
@@ -72,7 +72,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         })
     }
 
-    /// Appends the values above `from` to the list below them, or passes them on where that list is known.
+    /// Appends the values above `from` to the list below them, or processes them if that list is known.
     pub(in crate::formats) fn append(&mut self, from: usize) -> Result<(), ReadError> {
         let target = self.container_below(from)?;
         let list = self.stack[target];
@@ -89,7 +89,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
             _ => {}
         }
         if self.store.as_list(list).is_none() {
-            return Err(self.content("items are appended to what is no list; the file is damaged"));
+            return Err(self.content("items are appended to a value that is not a list; the file is damaged"));
         }
         match self.part {
             Some(part) if part.at == target => match (part.key, Self::taker(part.key)) {
@@ -121,8 +121,8 @@ impl<'a, 'b> Assembly<'a, 'b> {
             Some(part) if part.key == Word::Segments && self.stack[target - 1] == Value::Word(Word::Blocks) => {
                 for at in from..self.stack.len() {
                     let block = self.take_block(self.stack[at])?;
-                    let kept = self.store.push_block(list, block);
-                    self.within(kept)?;
+                    let stored = self.store.push_block(list, block);
+                    self.within(stored)?;
                 }
             }
             _ => self.keep(from, list)?,
@@ -150,27 +150,27 @@ impl<'a, 'b> Assembly<'a, 'b> {
     }
 
     fn keep(&mut self, from: usize, list: Value) -> Result<(), ReadError> {
-        let kept = self.store.extend(list, &self.stack[from..]);
-        self.within(kept)
+        let stored = self.store.extend(list, &self.stack[from..]);
+        self.within(stored)
     }
 
     fn device(&self, number: u64) -> Result<u16, ReadError> {
         u16::try_from(number).map_err(|_| self.content("there are traces of more than 65,536 devices"))
     }
 
-    /// The pairs of a dictionary, which is then gone.
-    fn take_pairs(&mut self, value: Value, what: &str) -> Result<Pairs, ReadError> {
+    /// The pairs of a dictionary, which is dropped.
+    fn take_pairs(&mut self, value: Value, part: &str) -> Result<Pairs, ReadError> {
         match self.store.take(value) {
             Some(Object::Dict(pairs)) => {
                 steps::count(pairs.len());
                 return Ok(pairs);
             }
             None if matches!(value, Value::Object(_)) => {
-                return Err(self.content(format!("{what} is a dictionary that was used before; write it out twice")));
+                return Err(self.content(format!("{part} is a dictionary that occurs twice; write it out each time")));
             }
             _ => {}
         }
-        Err(self.content(format!("{what} should be a dictionary, found {}", value.kind())))
+        Err(self.content(format!("{part} should be a dictionary, found {}", value.kind())))
     }
 
     fn take_event(&mut self, value: Value, device: u16, number: u64) -> Result<(), ReadError> {
@@ -225,10 +225,10 @@ impl<'a, 'b> Assembly<'a, 'b> {
         }
     }
 
-    /// A number of a dictionary, if it has one there.
-    fn number_in(&self, pairs: &Pairs, key: Word, what: &str) -> Result<Option<u64>, ReadError> {
+    /// A number under a key of a dictionary, if present.
+    fn number_in(&self, pairs: &Pairs, key: Word, part: &str) -> Result<Option<u64>, ReadError> {
         let Some(value) = last_of(pairs, key) else { return Ok(None) };
-        value.unsigned().map(Some).ok_or_else(|| self.content(format!("'{}' of {what}", key.name())))
+        value.unsigned().map(Some).ok_or_else(|| self.content(format!("'{}' of {part}", key.name())))
     }
 
     fn take_block(&mut self, value: Value) -> Result<SegmentBlock, ReadError> {
@@ -245,8 +245,8 @@ impl<'a, 'b> Assembly<'a, 'b> {
         let state = if let Value::Word(word) = state { word.block_state() } else { None };
         let state = state.ok_or_else(|| self.content("a block's 'state' is not one of PyTorch's"))?;
         if state != BlockState::Free && address > 0 && origin != Origin::default() {
-            let kept = self.kept.push(&mut self.block_origins, (address, origin));
-            self.within(kept)?;
+            let stored = self.retained.push(&mut self.block_origins, (address, origin));
+            self.within(stored)?;
         }
         Ok(SegmentBlock { address, size, requested_size, state })
     }
@@ -267,7 +267,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         };
         let mut segment = Segment {
             device: self.device(device)?,
-            stream: stream.ok_or_else(|| self.content("'stream' of a segment is no stream"))?,
+            stream: stream.ok_or_else(|| self.content("'stream' of a segment is not a stream"))?,
             segment_type: Word::pool(segment_type),
             pool_id,
             is_expandable: last_of(&pairs, Word::IsExpandable) == Some(Value::Bool(true)),
@@ -284,13 +284,13 @@ impl<'a, 'b> Assembly<'a, 'b> {
         (segment.address, segment.total_size) = (address, total_size);
         segment.place_blocks();
         let origins = &mut self.receiver.origins;
-        let mut kept = origins.set_segment(segment.device, segment.address, origin);
+        let mut stored = origins.set_segment(segment.device, segment.address, origin);
         for (address, origin) in self.block_origins.drain(..) {
-            kept = kept.and_then(|()| origins.set_block(segment.device, address, origin));
+            stored = stored.and_then(|()| origins.set_block(segment.device, address, origin));
         }
-        self.within(kept)?;
-        let kept = self.kept.push(&mut self.summary.segments, segment);
-        self.within(kept)
+        self.within(stored)?;
+        let stored = self.retained.push(&mut self.summary.segments, segment);
+        self.within(stored)
     }
 
     fn take_host_segment(&mut self, value: Value) -> Result<(), ReadError> {
@@ -327,17 +327,17 @@ impl<'a, 'b> Assembly<'a, 'b> {
             return Err(self.content("'blocks' of a segment should be a list of its own"));
         };
         let mut blocks = list.blocks;
-        let mut kept = self.store.hand_over(&blocks, &mut self.kept);
+        let mut stored = self.store.hand_over(&blocks, &mut self.retained);
         for item in &list.items {
             let block = self.take_block(*item)?;
-            kept = kept.and_then(|()| self.kept.push(&mut blocks, block));
+            stored = stored.and_then(|()| self.retained.push(&mut blocks, block));
         }
         self.store.release(list.items);
-        self.within(kept)?;
+        self.within(stored)?;
         Ok(blocks)
     }
 
-    /// Hands out the events of a list that was built before it was known to be a device's.
+    /// Passes on the events of a list that was built before it was known to be a device's.
     fn take_kept_events(&mut self, list: Value, device: u64) -> Result<(), ReadError> {
         let device = self.device(device)?;
         let Some(items) = self.store.take_items(list) else {
@@ -352,7 +352,7 @@ impl<'a, 'b> Assembly<'a, 'b> {
         Ok(())
     }
 
-    /// Understands what is left when the program ends.
+    /// Interprets the remaining value when the program ends.
     pub(in crate::formats) fn finish(&mut self, top: Value) -> Result<(), ReadError> {
         if self.store.as_list(top).is_some() {
             return Err(self.content(
@@ -388,26 +388,26 @@ impl<'a, 'b> Assembly<'a, 'b> {
             }
         }
         if !traced {
-            return Err(self.content("the snapshot has no 'device_traces'; it is none, or was cut by hand"));
+            return Err(self.content("the snapshot has no 'device_traces'; it is not a snapshot, or was edited"));
         }
         Ok(())
     }
 
-    /// The items of a list that were not passed on; to be released.
-    fn take_items(&mut self, list: Value, what: Word) -> Result<Vec<Value>, ReadError> {
+    /// The unprocessed items of a list; to be released.
+    fn take_items(&mut self, list: Value, key: Word) -> Result<Vec<Value>, ReadError> {
         let items = self.store.take_items(list);
-        let of = if what == Word::DeviceTraces { " with one list of events for each device" } else { "" };
-        items.ok_or_else(|| self.content(format!("'{what}' should be a list{of}, found {}", list.kind())))
+        let of = if key == Word::DeviceTraces { " with one list of events for each device" } else { "" };
+        items.ok_or_else(|| self.content(format!("'{key}' should be a list{of}, found {}", list.kind())))
     }
 }
 
-/// Sets a field; true if the value is none that it can have.
+/// Sets a field; returns whether the value is invalid.
 fn set(field: &mut Option<u64>, value: Value) -> bool {
     *field = value.unsigned();
     field.is_none()
 }
 
-/// Stream handles are pointers; as signed integers they may be negative.
+/// Stream handles are pointers, which may be negative as signed integers.
 fn stream(value: Value) -> Option<u64> {
     match value {
         // CAST: the same 64 bits.

@@ -1,4 +1,4 @@
-//! What is kept of a file that breaks off.
+//! Reading a truncated file.
 
 use super::Assembly;
 use super::store::Value;
@@ -6,11 +6,11 @@ use crate::formats::words::Word;
 use crate::formats::{Cut, ReadError};
 
 impl Assembly<'_, '_> {
-    /// Hands on what was whole when the file ended: the events up to the one that was under way, and what else came before.
+    /// Passes on the complete part of a truncated file: its events up to the last complete one, and everything before.
     ///
     /// # Errors
-    /// That the file, of which there are `end` bytes, ends `what`, if not even one event is whole.
-    pub(in crate::formats) fn keep_what_is_whole(&mut self, what: &'static str, end: u64) -> Result<(), ReadError> {
+    /// The file, of `end` bytes, ends within `part`, and not even one event is complete.
+    pub(in crate::formats) fn keep_complete_part(&mut self, part: &'static str, end: u64) -> Result<(), ReadError> {
         let under_way = self.under_way().filter(|_| !self.marks.is_empty());
         while self.marks.len() > 1 {
             let Some(mark) = self.marks.pop() else { break };
@@ -20,14 +20,14 @@ impl Assembly<'_, '_> {
                     || Self::taker(part.key).is_some() && part.at == container
             });
             if list {
-                // Dictionaries are filled at one stroke, so one that has something in it has everything.
-                let whole = |value: &Value| self.store.as_dict(*value).is_some_and(|pairs| !pairs.is_empty());
+                // Dictionaries are filled in one step, so one with items is complete.
+                let complete = |value: &Value| self.store.as_dict(*value).is_some_and(|pairs| !pairs.is_empty());
                 let traces = self.store.as_list(self.stack[container]).is_some()
                     && self.stack[mark..].first().is_some_and(|first| self.store.as_list(*first).is_some());
                 let count = if traces {
                     self.stack.len() - mark
                 } else {
-                    self.stack[mark..].iter().take_while(|value| whole(value)).count()
+                    self.stack[mark..].iter().take_while(|value| complete(value)).count()
                 };
                 self.cut(mark + count);
                 self.append(mark)?;
@@ -36,12 +36,12 @@ impl Assembly<'_, '_> {
             }
         }
         if self.summary.all_events() == 0 {
-            return Err(ReadError::truncated(what, end));
+            return Err(ReadError::truncated(part, end));
         }
-        // What is left are the outermost keys and their values, of which the last may be in pieces.
+        // The remaining values are the outermost keys and their values, the last of which may be incomplete.
         let start = self.marks.pop().unwrap_or(self.stack.len());
         let keep = match (under_way, self.part.map(|part| part.at)) {
-            // Its events were handed on, and a dictionary without traces is no snapshot.
+            // Its events were passed on, and a dictionary without traces is not a snapshot.
             (Some(Word::DeviceTraces), Some(at)) => at + 1,
             (Some(_), Some(at)) => at - 1,
             _ => self.stack.len() - self.stack.len().saturating_sub(start) % 2,
@@ -51,15 +51,15 @@ impl Assembly<'_, '_> {
         let top = self.stack.first().copied().unwrap_or(Value::None);
         let pairs = self.store.as_dict(top);
         let has = |word: Word| pairs.is_some_and(|pairs| pairs.iter().any(|(key, _)| *key == Value::Word(word)));
-        let whole = |word: Word| has(word) && under_way != Some(word);
+        let complete = |word: Word| has(word) && under_way != Some(word);
         let cut = Cut {
             at: end,
             events: self.summary.all_events(),
-            ends_known: whole(Word::DeviceTraces) && whole(Word::Segments),
-            settings_known: whole(Word::AllocatorSettings),
+            ends_known: complete(Word::DeviceTraces) && complete(Word::Segments),
+            settings_known: complete(Word::AllocatorSettings),
         };
         if !has(Word::DeviceTraces) {
-            return Err(ReadError::truncated(what, end));
+            return Err(ReadError::truncated(part, end));
         }
         self.finish(top)?;
         let summary = &mut self.summary;
@@ -70,10 +70,10 @@ impl Assembly<'_, '_> {
         Ok(())
     }
 
-    /// The outermost key whose value is not known to be whole.
+    /// The outermost key whose value may be incomplete.
     fn under_way(&self) -> Option<Word> {
         let part = self.part?;
-        // A further key shows that the value before it is whole. Nothing that is inside of a part is a text.
+        // A later key shows that the value before it is complete. Values inside a part are not texts.
         let followed = self.marks.len() <= 1
             && matches!(self.stack.get(part.at + 1), Some(Value::Word(_) | Value::Text(_) | Value::LostText));
         (!followed).then_some(part.key)

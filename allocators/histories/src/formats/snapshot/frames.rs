@@ -1,5 +1,5 @@
-//! Stacks of frames: a list of small dictionaries under the key `frames`, most of which a snapshot refers to again and
-//! again through the memo. Frames and stacks have numbers, under which values name them.
+//! Stacks of frames: a list of small dictionaries under the key `frames`, most of which a snapshot references repeatedly through
+//! the memo. Frames and stacks have numbers, which values refer to.
 
 use super::Assembly;
 use super::store::{Value, last_of};
@@ -9,23 +9,23 @@ use crate::steps;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
 impl Assembly<'_, '_> {
-    /// Whether the list that comes next is one of frames, and the receiver wants them.
+    /// Whether the next list contains frames that the receiver needs.
     pub(in crate::formats) fn is_stack_next(&self) -> bool {
         self.receiver.wants_origins
             && matches!(self.stack.last(), Some(Value::Word(Word::Frames | Word::ForwardFrames)))
             && self.part.is_some_and(|part| matches!(part.key, Word::DeviceTraces | Word::Segments))
     }
 
-    /// Whether the dictionary that comes next is a frame.
+    /// Whether the next dictionary is a frame.
     pub(in crate::formats) fn is_frame_next(&self) -> bool {
         matches!(self.stack.last(), Some(Value::Stack(_) | Value::Frame(_)))
     }
 
-    /// Adds a frame to the list that is under way.
+    /// Adds a frame to the current list.
     pub(in crate::formats) fn add_frame(&mut self, frame: u32) -> Result<(), ReadError> {
         let number = self.frame_number(frame)?;
-        let kept = self.stacks.claim.push(&mut self.stacks.under_way, number);
-        self.within(kept)
+        let stored = self.stacks.claim.push(&mut self.stacks.under_way, number);
+        self.within(stored)
     }
 
     /// The number of a frame.
@@ -40,7 +40,7 @@ impl Assembly<'_, '_> {
         Ok(number)
     }
 
-    /// Sets what the values above `from` say of a frame.
+    /// Sets the fields of a frame from the values above `from`.
     pub(in crate::formats) fn set_frame(&mut self, frame: u32, from: usize) -> Result<(), ReadError> {
         for at in (from..self.stack.len().saturating_sub(1)).step_by(2) {
             steps::count(1);
@@ -69,7 +69,7 @@ impl Assembly<'_, '_> {
         for at in from..self.stack.len() {
             let number = match self.stack[at] {
                 Value::Frame(frame) => Some(self.frame_number(frame)?),
-                // Those of the forward pass are as Python prints them.
+                // Frames of the forward pass are in Python's syntax.
                 Value::Text(_) => {
                     let text = self.store.spelling(self.stack[at]).unwrap_or_default();
                     let number = self.receiver.origins.printed_frame(text);
@@ -78,32 +78,32 @@ impl Assembly<'_, '_> {
                 _ => None,
             };
             if let Some(number) = number {
-                let kept = self.stacks.claim.push(&mut numbers, number);
-                self.within(kept)?;
+                let stored = self.stacks.claim.push(&mut numbers, number);
+                self.within(stored)?;
             }
         }
-        // A list that is longer than one batch is appended to more than once.
+        // A list longer than one batch is appended to more than once.
         let before = self.stacks.stacks[stack as usize];
         let origins = &mut self.receiver.origins;
-        let whole = if before.is_empty() {
+        let stack_number = if before.is_empty() {
             origins.stack(&numbers)
         } else {
             let longer = [origins.frame_numbers(before), &numbers].concat();
             origins.stack(&longer)
         };
-        self.stacks.stacks[stack as usize] = self.within(whole)?;
+        self.stacks.stacks[stack as usize] = self.within(stack_number)?;
         self.stacks.under_way = numbers;
         Ok(())
     }
 
-    /// The text of a value among those that origins refer to; nothing for what is none or was too long to be kept.
+    /// The text of a value for origins; empty for other values and for strings that were too long.
     pub(in crate::formats) fn origin_text(&mut self, value: Value) -> Result<TextId, ReadError> {
         let text = self.store.spelling(value).unwrap_or_default();
         let text = self.receiver.origins.text(text);
         self.within(text)
     }
 
-    /// Where an event, a block or a segment came from, by its dictionary.
+    /// Origin of an event, a block or a segment, from its dictionary.
     pub(in crate::formats) fn origin(&mut self, pairs: &[(Value, Value)]) -> Result<Origin, ReadError> {
         let mut origin = Origin::default();
         if !self.receiver.wants_origins {
@@ -121,12 +121,12 @@ impl Assembly<'_, '_> {
                 _ => {}
             }
         }
-        let whole = self.receiver.origins.with_forward(origin.stack, forward);
-        origin.stack = self.within(whole)?;
+        let stack_number = self.receiver.origins.with_forward(origin.stack, forward);
+        origin.stack = self.within(stack_number)?;
         Ok(origin)
     }
 
-    /// Keeps an annotation; what is none is passed over.
+    /// Keeps an annotation; other values are skipped.
     pub(in crate::formats) fn take_annotation(&mut self, value: Value) -> Result<(), ReadError> {
         self.summary.external_annotations += 1;
         let Some(pairs) = self.store.as_dict(value).filter(|_| self.receiver.wants_origins) else {
@@ -140,8 +140,8 @@ impl Assembly<'_, '_> {
             start: stage == Value::Word(Word::Start),
             time_ns: time.unsigned().unwrap_or(0).saturating_mul(1000),
         };
-        let kept = self.receiver.origins.annotate(annotation);
-        self.within(kept)?;
+        let stored = self.receiver.origins.annotate(annotation);
+        self.within(stored)?;
         if let Some(pairs) = self.store.take_dict(value) {
             self.store.recycle(pairs);
         }
@@ -149,14 +149,14 @@ impl Assembly<'_, '_> {
     }
 }
 
-/// Frames and stacks that the file made, by the order in which it did.
+/// Frames and stacks of the file, in order of appearance.
 #[derive(Debug)]
 pub(in crate::formats) struct Stacks {
     pub(in crate::formats) frames: Vec<Made>,
     pub(in crate::formats) stacks: Vec<StackId>,
-    /// Frames of the list that is under way, by their numbers in [`Origins`](crate::formats::Origins).
+    /// Frames of the current list, by their numbers in [`Origins`](crate::formats::Origins).
     pub(in crate::formats) under_way: Vec<u32>,
-    /// Which list that is.
+    /// The current list.
     pub(in crate::formats) which: u32,
     pub(in crate::formats) claim: Claim,
 }
@@ -165,7 +165,7 @@ pub(in crate::formats) struct Stacks {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::formats) struct Made {
     pub(in crate::formats) frame: Frame,
-    /// Its number, once a stack has it.
+    /// Its number, once a stack contains it.
     pub(in crate::formats) number: Option<u32>,
 }
 
@@ -174,12 +174,12 @@ impl Stacks {
         Self { frames: Vec::new(), stacks: Vec::new(), under_way: Vec::new(), which: u32::MAX, claim: budget.claim() }
     }
 
-    /// Frames and stacks so far.
+    /// Number of frames and stacks so far.
     pub(in crate::formats) fn len(&self) -> (usize, usize) {
         (self.frames.len(), self.stacks.len())
     }
 
-    /// Forgets those that were made since, which nothing can refer to any more.
+    /// Drops newer ones, to which nothing can refer any more.
     pub(in crate::formats) fn forget(&mut self, (frames, stacks): (usize, usize)) {
         self.frames.truncate(frames);
         self.stacks.truncate(stacks);
@@ -187,7 +187,7 @@ impl Stacks {
 
     pub(in crate::formats) fn new_frame(&mut self) -> Result<Value, OverBudget> {
         self.claim.push(&mut self.frames, Made { frame: Frame::default(), number: None })?;
-        // More than can be named is more than any budget has room for.
+        // No budget has room for more entries than 32 bits can number.
         u32::try_from(self.frames.len() - 1).map(Value::Frame).map_err(|_| self.claim.refuse())
     }
 

@@ -1,4 +1,4 @@
-//! The allocator's settings, which are kept as they are.
+//! The allocator's settings, which are kept unchanged.
 
 use super::Assembly;
 use super::store::Value;
@@ -37,7 +37,7 @@ impl Assembly<'_, '_> {
                 if !self.room.fits(count) {
                     return Ok(Json::Null);
                 }
-                self.kept.add(count.saturating_mul(size_of::<Json>()))?;
+                self.retained.add(count.saturating_mul(size_of::<Json>()))?;
                 let mut items = Vec::with_capacity(count);
                 for at in 0..count {
                     let item = self.store.as_list(value).and_then(|list| list.items.get(at).copied());
@@ -59,23 +59,23 @@ impl Assembly<'_, '_> {
         let mut out = Map::new();
         for at in 0..count {
             steps::count(1);
-            // Keys count as well, or a dictionary without texts could be gone through over and over.
+            // Keys count as well; otherwise a dictionary without texts could be traversed repeatedly.
             if !self.room.take_node() {
                 break;
             }
             let Some((key, value)) = self.store.as_dict(dict).and_then(|pairs| pairs.get(at).copied()) else { break };
             let Some(key) = self.spelt(key)? else { continue };
-            self.kept.add(entry_cost(out.len()))?;
+            self.retained.add(entry_cost(out.len()))?;
             let value = self.json(value, depth - 1)?;
             out.insert(key, value);
         }
         Ok(out)
     }
 
-    /// What a string says, if that was kept and there is room for it.
+    /// The text of a string, if it was kept and fits the budget.
     fn spelt(&mut self, value: Value) -> Result<Option<String>, OverBudget> {
         match self.store.spelling(value) {
-            Some(text) => self.room.take_text(text, &mut self.kept),
+            Some(text) => self.room.take_text(text, &mut self.retained),
             None => Ok(None),
         }
     }

@@ -1,11 +1,11 @@
-//! Values of the stack machine, and the objects that they refer to.
+//! Values of the stack machine, and the objects to which they refer.
 
 use crate::formats::SegmentBlock;
 use crate::formats::words::Word;
 use indexmap::IndexSet;
 use vramlab_device::budget::{Budget, Claim, OverBudget};
 
-/// A value. Containers are referred to, so that the memo shares them as Python does.
+/// A value. Containers are references, so that the memo shares them as Python does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::formats) enum Value {
     None,
@@ -29,7 +29,7 @@ pub(in crate::formats) enum Value {
     Frame(u32),
     /// Two numbers that name a pool.
     Pair(u32, u32),
-    /// A container that the reader does not look into.
+    /// A container that the reader skips.
     Opaque,
 }
 
@@ -54,14 +54,14 @@ impl Value {
     }
 }
 
-/// Names an object until that is taken.
+/// Refers to an object until that is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::formats) struct Handle {
     slot: u32,
     generation: u32,
 }
 
-/// Bits of a slot's number: more objects at once are more than any budget has room for.
+/// Bits of a slot's number: no budget has room for more objects.
 const SLOT_BITS: u32 = 28;
 
 impl Handle {
@@ -70,27 +70,27 @@ impl Handle {
         u64::from(self.slot) | u64::from(self.generation) << SLOT_BITS
     }
 
-    /// What [`bits`](Self::bits) gave.
+    /// From [`bits`](Self::bits).
     pub(in crate::formats) fn from_bits(bits: u64) -> Self {
         // CAST: each part within its bits.
         Self { slot: (bits & ((1 << SLOT_BITS) - 1)) as u32, generation: (bits >> SLOT_BITS) as u32 }
     }
 }
 
-/// Keys and values in the order in which they were set.
+/// Keys and values in order.
 pub(in crate::formats) type Pairs = Vec<(Value, Value)>;
 
-/// What a dictionary has under a key.
-pub(in crate::formats) fn last_of(pairs: &Pairs, wanted: Word) -> Option<Value> {
-    pairs.iter().rev().find(|(key, _)| *key == Value::Word(wanted)).map(|(_, value)| *value)
+/// The value of a key of a dictionary.
+pub(in crate::formats) fn last_of(pairs: &Pairs, name: Word) -> Option<Value> {
+    pairs.iter().rev().find(|(key, _)| *key == Value::Word(name)).map(|(_, value)| *value)
 }
 
 /// A list.
 #[derive(Debug, Default)]
 pub(in crate::formats) struct List {
-    /// Its items, but for those that were passed on.
+    /// Its items, without processed ones.
     pub(in crate::formats) items: Vec<Value>,
-    /// Items that were passed on.
+    /// Number of processed items.
     pub(in crate::formats) passed: u64,
     /// A segment's blocks.
     pub(in crate::formats) blocks: Vec<SegmentBlock>,
@@ -109,45 +109,45 @@ struct Slot {
     object: Object,
 }
 
-/// The objects. Places of those that were taken are used again, so that a long history takes no more than a short one.
+/// The objects. Slots of taken objects are reused, so that a long recording takes no more than a short one.
 #[derive(Debug)]
 pub(in crate::formats) struct Store {
     slots: Vec<Slot>,
     free: Vec<u32>,
     spare: Vec<Pairs>,
     texts: IndexSet<Box<str>>,
-    /// The last string of each [`place`]: some keys have the same value in every event, written out each time.
+    /// The last string of each [`slot_of`]: some keys have the same value in every event, written out each time.
     recent: [Value; RECENT],
     text_bytes: usize,
     most_text: usize,
-    /// For all of it, and for what the objects hold.
+    /// Claim for all of it, and for the objects' contents.
     claim: Claim,
 }
 
-/// Strings that are looked at before all others.
+/// Number of recent strings that are compared first.
 const RECENT: usize = 16;
 
-/// Where a string is among the recent ones.
-fn place(bytes: &[u8]) -> usize {
+/// Slot of a string among the recent ones.
+fn slot_of(bytes: &[u8]) -> usize {
     let last = bytes.last().copied().unwrap_or(0);
     (bytes.len() + usize::from(last)) % RECENT
 }
 
-/// Most bytes of strings without a meaning that are kept. Settings may refer to a string that was first seen in an
-/// event, and those are few and short.
+/// Limit on the bytes of other strings. Settings may refer to a string that first appeared in an event, and those are few and
+/// short.
 const MOST_TEXT: usize = 1 << 20;
-/// Most bytes of strings that are kept where names of functions and files are wanted.
+/// The same if names of functions and files are needed.
 const MOST_NAMES: usize = 1 << 26;
-/// Beside a string: its places in the list and in the table, both of which double, and what the system's allocator adds.
+/// Overhead of a string: its entries in the list and the table, both of which double, and that of the system's allocator.
 const TEXT_COST: usize = 160;
-/// A list behind its pointer, with what the system's allocator adds.
+/// A boxed list, with the overhead of the system's allocator.
 const LIST_COST: usize = size_of::<List>() + 16;
-/// Dictionaries that are kept for the next ones: as many as Python's pickler puts on the stack before it appends them.
+/// Number of dictionaries to reuse: as many as Python's pickler puts on the stack before it appends them.
 const SPARE: usize = 1000;
-/// The largest of them.
+/// Largest reused dictionary.
 const SPARE_PAIRS: usize = 64;
 
-/// The place of an object that is still there.
+/// The index of an object that exists.
 fn slot_mut(slots: &mut [Slot], value: Value) -> Option<&mut Slot> {
     let Value::Object(handle) = value else { return None };
     slots.get_mut(handle.slot as usize).filter(|slot| slot.generation == handle.generation)
@@ -175,7 +175,7 @@ impl Store {
             }
             None => {
                 self.claim.push(&mut self.slots, Slot { generation: 0, object })?;
-                // Each place may become free, and then there must be room to say so.
+                // Each index may become free, and then the list of free ones must have room.
                 self.claim.reserve(&mut self.free, self.slots.len())?;
                 let slot = u32::try_from(self.slots.len() - 1).ok().filter(|slot| slot >> SLOT_BITS == 0);
                 let Some(slot) = slot else { return Err(self.claim.refuse()) };
@@ -221,7 +221,7 @@ impl Store {
         }
     }
 
-    /// The pairs of a dictionary and the claim with which they grow; `None` when it is none.
+    /// The pairs of a dictionary and the claim for their growth; `None` for other values.
     pub(in crate::formats) fn dict_and_claim(&mut self, value: Value) -> Option<(&mut Pairs, &mut Claim)> {
         match &mut slot_mut(&mut self.slots, value)?.object {
             Object::Dict(pairs) => Some((pairs, &mut self.claim)),
@@ -255,8 +255,8 @@ impl Store {
         self.slots.get(handle.slot as usize).filter(|slot| slot.generation == handle.generation)
     }
 
-    /// Takes an object away; whatever in the memo still names it finds nothing. What it holds stays claimed until it is
-    /// given to [`recycle`](Self::recycle) or [`release`](Self::release).
+    /// Removes an object; references in the memo then find nothing. Its content stays claimed until it is passed to
+    /// [`recycle`](Self::recycle) or [`release`](Self::release).
     pub(in crate::formats) fn take(&mut self, value: Value) -> Option<Object> {
         let Value::Object(handle) = value else { return None };
         let slot = slot_mut(&mut self.slots, value)?;
@@ -269,7 +269,7 @@ impl Store {
         Some(object)
     }
 
-    /// Takes a dictionary away, if the value is one that is still there.
+    /// Removes a dictionary, if the value refers to one.
     pub(in crate::formats) fn take_dict(&mut self, value: Value) -> Option<Pairs> {
         match self.take(value) {
             Some(Object::Dict(pairs)) => Some(pairs),
@@ -277,7 +277,7 @@ impl Store {
         }
     }
 
-    /// Keeps the memory of a dictionary that was taken for the next one.
+    /// Keeps the memory of a removed dictionary for the next one.
     pub(in crate::formats) fn recycle(&mut self, mut pairs: Pairs) {
         if self.spare.len() < SPARE && pairs.capacity() <= SPARE_PAIRS {
             pairs.clear();
@@ -287,7 +287,7 @@ impl Store {
         }
     }
 
-    /// Frees the items or the blocks of a list that was taken.
+    /// Frees the items or blocks of a removed list.
     pub(in crate::formats) fn release<T>(&mut self, items: Vec<T>) {
         self.claim.free(items);
     }
@@ -297,7 +297,7 @@ impl Store {
         self.as_list_mut(list).map(|list| std::mem::take(&mut list.items))
     }
 
-    /// Hands blocks of a list that was taken, with their claim, to who has `claim`.
+    /// Passes the blocks of a removed list, with their claim, to the owner of `claim`.
     pub(in crate::formats) fn hand_over(
         &mut self,
         blocks: &Vec<SegmentBlock>,
@@ -308,20 +308,20 @@ impl Store {
         claim.add(bytes)
     }
 
-    /// A string, as UTF-8 or what Python makes of lone surrogates, which no reader needs.
+    /// A string, as UTF-8 or Python's lone surrogates, which no reader needs.
     pub(in crate::formats) fn string(&mut self, bytes: &[u8]) -> Result<Value, OverBudget> {
-        let place = place(bytes);
-        let recent = self.recent[place];
+        let slot = slot_of(bytes);
+        let recent = self.recent[slot];
         if self.spelling(recent).is_some_and(|text| text.as_bytes() == bytes) {
             return Ok(recent);
         }
         let Ok(text) = std::str::from_utf8(bytes) else { return Ok(Value::LostText) };
         let value = self.text(text)?;
-        self.recent[place] = value;
+        self.recent[slot] = value;
         Ok(value)
     }
 
-    /// A string. Those that are too many or too long are forgotten.
+    /// A string. Too many or too long ones are dropped.
     pub(in crate::formats) fn text(&mut self, text: &str) -> Result<Value, OverBudget> {
         if let Some(word) = Word::named(text) {
             return Ok(Value::Word(word));
@@ -339,7 +339,7 @@ impl Store {
         Ok(Value::Text(self.texts.insert_full(text.into()).0 as u32))
     }
 
-    /// What a string says, if that was kept.
+    /// The text of a string, if it was kept.
     pub(in crate::formats) fn spelling(&self, value: Value) -> Option<&str> {
         match value {
             Value::Word(word) => Some(word.name()),

@@ -1,4 +1,4 @@
-//! Compiling a history, following the recorded memory, as `explain` and `report` do, and replaying.
+//! Compiling a recording, following the recorded memory as `explain` and `report` do, and replaying.
 
 use super::{MANY, linear};
 use crate::formats::{Action, Event, Format, Origin, Origins, Summary};
@@ -19,10 +19,10 @@ fn event(action: Action, addr: u64, bytes: u64) -> Event {
     Event { action, device: 0, addr, bytes, stream: 0, time_ns: 0 }
 }
 
-/// As many events as there are in `events` take a number of steps that is near their number.
-fn compile(what: &str, limit: Option<u64>, events: impl Iterator<Item = Event>) -> History {
+/// Compiles `events` in about as many steps as events.
+fn compile(name: &str, limit: Option<u64>, events: impl Iterator<Item = Event>) -> History {
     let events: Vec<Event> = events.collect();
-    linear(what, events.len() as u64, || {
+    linear(name, events.len() as u64, || {
         let mut builder = HistoryBuilder::new(None);
         for event in &events {
             builder.push(event).unwrap();
@@ -31,7 +31,7 @@ fn compile(what: &str, limit: Option<u64>, events: impl Iterator<Item = Event>) 
     })
 }
 
-/// Blocks of a KiB, each of which is asked for and given back before the first free completes.
+/// Blocks of a KiB, all allocated and freed before the first free completes.
 fn held_up(count: u64) -> impl Iterator<Item = Event> {
     let each = move |action| (0..count).map(move |at| event(action, BASE + at * KIB, KIB));
     each(Action::Alloc).chain(each(Action::FreeRequested))
@@ -49,14 +49,14 @@ fn frees_that_complete_after_segments_came() {
 
 #[test]
 fn frees_that_complete_before_segments_go() {
-    // One segment comes and goes, and every block that was held up lies in it.
+    // One segment is allocated and released, and contains every block with a deferred free.
     let end = BASE + MANY * KIB;
-    let gone = (0..MANY / 2)
+    let removed = (0..MANY / 2)
         .flat_map(|_| [Action::SegmentFree, Action::SegmentAlloc].map(|action| event(action, BASE, MANY * KIB)));
     let first = [event(Action::SegmentAlloc, BASE, MANY * KIB)];
     let last = [event(Action::SegmentAlloc, end, 2 * MIB), event(Action::Alloc, end, 2 * KIB)];
-    let events = first.into_iter().chain(held_up(MANY)).chain(completed(MANY)).chain(gone).chain(last);
-    // Each segment has to be looked at, because none has room.
+    let events = first.into_iter().chain(held_up(MANY)).chain(completed(MANY)).chain(removed).chain(last);
+    // Each segment is examined, because none has room.
     compile("segments that go after completions", Some(MIB), events);
 }
 
@@ -78,7 +78,7 @@ fn a_window_for_each_free() {
 
 #[test]
 fn blocks_that_were_there_before() {
-    // Every other place first, so that what was seen is as many ranges, then what joins them.
+    // Every other address first, which makes as many ranges, then those that join them.
     let places = (0..MANY).step_by(2).chain((1..MANY).step_by(2));
     let frees = places.flat_map(|at| {
         [Action::FreeRequested, Action::FreeCompleted].map(|action| event(action, BASE + at * KIB, KIB))
@@ -91,15 +91,15 @@ fn blocks_that_were_there_before() {
 fn frees_that_complete_in_another_order() {
     // In reverse within each thousand, so that no two of them can wait for one stream.
     let orders = (0..MANY / 1000).flat_map(|thousand| {
-        let place = move |at: u64| BASE + (thousand * 1000 + at) * KIB;
-        let each = move |action| (0..1000).map(move |at| event(action, place(at), KIB));
+        let address = move |at: u64| BASE + (thousand * 1000 + at) * KIB;
+        let each = move |action| (0..1000).map(move |at| event(action, address(at), KIB));
         let back = (0..1000)
             .rev()
-            .flat_map(move |at| [event(Action::FreeCompleted, place(at), KIB), event(Action::Snapshot, 0, 0)]);
+            .flat_map(move |at| [event(Action::FreeCompleted, address(at), KIB), event(Action::Snapshot, 0, 0)]);
         each(Action::Alloc).chain(each(Action::FreeRequested)).chain(back)
     });
     let history = compile("completions in reverse", None, orders);
-    // The last free of each thousand completes at once.
+    // The last free of each thousand completes immediately.
     assert_eq!(history.deferred_frees(), MANY - MANY / 1000);
 }
 
@@ -111,9 +111,9 @@ fn uses_on_every_stream() {
     compile("uses", None, first.into_iter().chain(events).chain(last));
 }
 
-/// As [`compile`], with an end that names the pools of all that is held then, which is nothing.
-fn find_pools(what: &str, events: Vec<Event>) -> History {
-    linear(what, events.len() as u64, || {
+/// As [`compile`], with an end without segments.
+fn find_pools(name: &str, events: Vec<Event>) -> History {
+    linear(name, events.len() as u64, || {
         let mut builder = HistoryBuilder::new(None);
         events.iter().for_each(|event| builder.push(event).unwrap());
         builder.ends_with(&[]).unwrap();
@@ -123,7 +123,7 @@ fn find_pools(what: &str, events: Vec<Event>) -> History {
 
 #[test]
 fn segments_that_cannot_be_of_one_pool() {
-    // Each request gets a new segment, though all before it have room: any two are of different pools.
+    // Each request gets a new segment, although earlier ones have room: any two are of different pools.
     let places = (0..MANY / 5).map(|at| BASE + at * 2 * MIB);
     let events = places.flat_map(|at| [(Action::SegmentAlloc, at, 2 * MIB), (Action::Alloc, at, 512 * KIB)]);
     let history = find_pools("pools", events.map(|(action, at, bytes)| event(action, at, bytes)).collect());
@@ -132,7 +132,7 @@ fn segments_that_cannot_be_of_one_pool() {
 
 #[test]
 fn idle_segments_at_every_release() {
-    // One segment comes and goes, and all others are idle and stay.
+    // One segment is allocated and released, and all others are free and retained.
     let idle = (0..MANY / 10).map(|at| BASE + at * 2 * MIB);
     let idle = idle.flat_map(|at| {
         [(Action::SegmentAlloc, at, 2 * MIB), (Action::Alloc, at, MIB)]
@@ -141,18 +141,18 @@ fn idle_segments_at_every_release() {
     let freed = (0..MANY / 10).flat_map(|at| {
         [Action::FreeRequested, Action::FreeCompleted].map(|action| event(action, BASE + at * 2 * MIB, MIB))
     });
-    let place = BASE << 1;
+    let address = BASE << 1;
     let released = (0..MANY / 10).flat_map(|_| {
-        [Action::SegmentAlloc, Action::SegmentFree, Action::Snapshot].map(|action| event(action, place, 2 * MIB))
+        [Action::SegmentAlloc, Action::SegmentFree, Action::Snapshot].map(|action| event(action, address, 2 * MIB))
     });
     find_pools("releases", idle.chain(freed).chain(released).collect());
 }
 
-// Replaying a history. What the allocator itself does is its own and not counted.
+// Replaying a recording. The allocator's own steps are not counted.
 
 #[test]
 fn segments_that_another_allocator_does_not_take() {
-    // The recorded program took a segment for each block. What a replay does not take is passed over once.
+    // The recorded program allocated a segment for each block. The replay skips unused ones once.
     let each = |at: u64| {
         let (addr, stream) = (BASE + at * 2 * MIB, 1 + at % 8);
         [Action::SegmentAlloc, Action::Alloc, Action::FreeRequested, Action::FreeCompleted, Action::SegmentFree]
@@ -172,8 +172,8 @@ fn segments_that_another_allocator_does_not_take() {
 
 // Following the recorded memory, as `explain` and `report` do.
 
-/// Following as many events as there are takes a number of steps that is near their number, with a look at what is free after each.
-fn follow(what: &str, history: impl Iterator<Item = (Action, u64, u64, u64)>) {
+/// Follows `history` in about as many steps as events, with a query of free memory after each.
+fn follow(name: &str, history: impl Iterator<Item = (Action, u64, u64, u64)>) {
     let mut events = Events::new(&Budget::default());
     for (action, addr, bytes, stream) in history {
         let event = RecordedEvent { addr, bytes, stream, time_ns: 0, origin: Origin::default(), action };
@@ -181,7 +181,7 @@ fn follow(what: &str, history: impl Iterator<Item = (Action, u64, u64, u64)>) {
     }
     let (budget, summary) = (Budget::new(u64::MAX), Summary::new(Format::SnapshotPickle));
     let rules = Rules::new(&summary, 0, &CachingSettings::default());
-    linear(what, events.len() as u64, || {
+    linear(name, events.len() as u64, || {
         let before = InitialState::new(&events, &rules, &summary, &Origins::new(&budget), 0);
         let _ = PriorCache::of(&events, &before);
         let mut memory = Memory::beginning(rules, &before, &budget).unwrap();
@@ -216,20 +216,20 @@ fn segments_that_come_and_go() {
 
 #[test]
 fn parts_that_join() {
-    // Every second part first, so that each of the others joins two.
+    // Every second range first, so that each of the others joins two.
     let part = |action, at: u64| (action, BASE + at * 2 * MIB, 2 * MIB, 0);
     let even = (0..MANY / 4).map(|at| part(Action::SegmentMap, 2 * at));
     let odd = (0..MANY / 4).map(|at| part(Action::SegmentMap, 2 * at + 1));
-    let gone = (0..MANY / 2).map(|at| part(Action::SegmentUnmap, at));
-    follow("parts of an expandable segment", even.chain(odd).chain(gone));
+    let removed = (0..MANY / 2).map(|at| part(Action::SegmentUnmap, at));
+    follow("parts of an expandable segment", even.chain(odd).chain(removed));
 }
 
 #[test]
 fn blocks_over_frees_that_wait() {
-    // The completions are missing, and one block comes where many lay.
+    // The completions are missing, and one block replaces many.
     let segment = [(Action::SegmentAlloc, BASE, MANY * KIB, 0)];
     let waiting = [Action::Alloc, Action::FreeRequested].map(|action| blocks(action, MANY / 4));
-    let whole = (0..MANY / 4)
+    let freed = (0..MANY / 4)
         .flat_map(|_| [Action::Alloc, Action::FreeRequested].map(|action| (action, BASE, MANY / 4 * KIB, 0)));
-    follow("blocks over many", segment.into_iter().chain(waiting.into_iter().flatten()).chain(whole));
+    follow("blocks over many", segment.into_iter().chain(waiting.into_iter().flatten()).chain(freed));
 }

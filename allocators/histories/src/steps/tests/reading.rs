@@ -4,13 +4,13 @@ use super::{MANY, linear};
 use crate::formats::{ReadError, ReadOptions, Summary, read_from};
 use std::io::Read;
 
-/// Reads `bytes` in a number of steps that is near `items`.
-fn read(what: &str, items: u64, bytes: &[u8]) -> Result<Summary, ReadError> {
-    read_source(what, items, bytes)
+/// Reads `bytes` in about `items` steps.
+fn read(name: &str, items: u64, bytes: &[u8]) -> Result<Summary, ReadError> {
+    read_source(name, items, bytes)
 }
 
-fn read_source(what: &str, items: u64, source: impl Read) -> Result<Summary, ReadError> {
-    linear(what, items, || read_from(Box::new(source), &ReadOptions::default(), &mut |_| Ok(())))
+fn read_source(name: &str, items: u64, source: impl Read) -> Result<Summary, ReadError> {
+    linear(name, items, || read_from(Box::new(source), &ReadOptions::default(), &mut |_| Ok(())))
 }
 
 fn many(what: &[u8]) -> Vec<u8> {
@@ -32,14 +32,14 @@ fn pickle_of_many_keys() {
     let summary = read("keys", MANY, &pickle(&[TRACES, b"]", &many(b"\x8c\x08segments]")])).unwrap();
     assert!(summary.segments.is_empty());
     read("keys without a meaning", MANY, &pickle(&[TRACES, b"]", &many(b"\x8c\x01x]")])).unwrap();
-    // One that is no key, and then keys again.
+    // A value that is not a key, and then keys again.
     read("a key that is none", MANY, &pickle(&[TRACES, b"]", b"K\x01]", &many(b"\x8c\x08segments]")])).unwrap();
     // Such values behind a million that are keys.
     let behind = [&many(b"\x8c\x01xN")[..], b"K\x01]", &many(b"\x8c\x08segments]")].concat();
     read("a key that is none, behind keys", 2 * MANY, &pickle(&[TRACES, b"]", &behind])).unwrap();
-    // Keys that come and go.
-    let gone = many(b"\x8c\x01x]\x8c\x08segments]");
-    read("keys in tuples", MANY, &pickle(&[TRACES, b"]", b"\x8c\x01x(", &gone, b"t"])).unwrap();
+    // Keys that are pushed and dropped.
+    let removed = many(b"\x8c\x01x]\x8c\x08segments]");
+    read("keys in tuples", MANY, &pickle(&[TRACES, b"]", b"\x8c\x01x(", &removed, b"t"])).unwrap();
     // One instruction each, all for one dictionary.
     let set = [&b"\x80\x04}"[..], TRACES, b"]s", &many(b"\x8c\x08segments]s"), b"."].concat();
     read("keys one by one", MANY, &set).unwrap();
@@ -79,18 +79,18 @@ fn pickle_that_refers_to_itself() {
     let large = [&b"}\x94("[..], &b"\x8c\x01xK\x01".repeat(1 << 13), b"u"].concat();
     let again = many(&[SETTINGS, b"h\0"].concat());
     read("the same settings", MANY, &pickle(&[&traces, SETTINGS, &large, &again])).unwrap();
-    // A dictionary whose keys are no texts, in a list a million times.
+    // A dictionary whose keys are not texts, in a list a million times.
     let numbers = [&b"}\x94("[..], &many(b"K\x01K\x02"), b"u"].concat();
     let listed = [&b"]("[..], &numbers, &many(b"h\0"), b"e"].concat();
     let settings = [&b"}\x8c\x01x"[..], &listed, b"s"].concat();
-    read("keys that are no texts", MANY, &pickle(&[&traces, SETTINGS, &settings])).unwrap();
+    read("keys that are not texts", MANY, &pickle(&[&traces, SETTINGS, &settings])).unwrap();
     // A list of two of a list of two of ...
     let mut shared = b"}(\x8c\x01x(]\x94".to_vec();
     for level in 1..200_u8 {
         shared.extend([b']', 0x94, b'(', b'h', level - 1, b'h', level - 1, b'e']);
     }
     shared.extend(b"lu");
-    // What is kept of settings is bounded, so this is about a bound and not about the file.
+    // Kept settings are limited, so the steps follow that limit and not the file.
     read("shared lists", 1 << 14, &pickle(&[&traces, SETTINGS, &shared])).unwrap();
 }
 
@@ -113,9 +113,9 @@ fn json() {
     let event = "{\"action\":\"alloc\",\"addr\":1,\"size\":2}";
     let text = events(event);
     assert_eq!(read("JSON events", text.len() as u64, text.as_bytes()).unwrap().events, [(1 << 17) + 1]);
-    let list = |what: &str, before: &str, item: &str, after: &str| {
+    let list = |name: &str, before: &str, item: &str, after: &str| {
         let text = format!("{before}{}{item}{after}", format!("{item},").repeat(1 << 17));
-        read(what, text.len() as u64, text.as_bytes())
+        read(name, text.len() as u64, text.as_bytes())
     };
     let segment = "{\"address\":1,\"total_size\":2,\"blocks\":[]}";
     list("JSON segments", "{\"device_traces\":[],\"segments\":[", segment, "]}").unwrap();
@@ -127,7 +127,7 @@ fn json() {
     list("JSON unknown", "{\"device_traces\":[],\"x\":[", "[[[[[[[[{\"a\":1}]]]]]]]]", "]}").unwrap();
 }
 
-/// A source that gives one byte at a time.
+/// A source that returns one byte at a time.
 struct Slow<'b>(&'b [u8]);
 
 impl Read for Slow<'_> {
@@ -154,6 +154,6 @@ fn text() {
     // Lines as long as they may be, from a source that gives a byte at a time.
     let line = format!("x{}\n", " ".repeat(60_000));
     let text = format!("1 1 1 1\n{}", line.repeat(16));
-    // What tells the format looks at some of it without counting.
+    // Format detection reads some of it without counting.
     read_source("a byte at a time", text.len() as u64 * 9 / 10, Slow(text.as_bytes())).unwrap();
 }
