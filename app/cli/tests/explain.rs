@@ -352,7 +352,11 @@ fn ranks_are_listed_in_one_table_with_outliers_first() {
     dir.file("rank4.json", "{\"device_traces\": 1}");
     let files = ["rank0.json", "rank1.json", "rank2.json", "rank3.json", "rank4.json"];
     let output = explain(&dir, &[&files[..], &["--json"]].concat()).ok();
-    assert!(output.stderr.contains("rank4.json") && output.stderr.contains("continuing without it"), "{}", output.stderr);
+    assert!(
+        output.stderr.contains("rank4.json") && output.stderr.contains("continuing without it"),
+        "{}",
+        output.stderr
+    );
     let explanation: Value = serde_json::from_str(&output.stdout).unwrap();
     let order: Vec<&str> =
         explanation["ranks"].as_array().unwrap().iter().map(|rank| rank["trace"].as_str().unwrap()).collect();
