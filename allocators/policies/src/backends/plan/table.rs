@@ -203,8 +203,8 @@ mod tests {
         assert_eq!(PlanTable::read(&path).unwrap(), table);
         let blocks = |blocks: &str| format!("{{\"format\": \"{FORMAT}\", \"bytes\": 1024, \"blocks\": {blocks}}}");
         for (text, words) in [
-            (String::new(), "no plan"),
-            ("[]".to_owned(), "no plan"),
+            (String::new(), "not a plan"),
+            ("[]".to_owned(), "not a plan"),
             (blocks("[]").replace(FORMAT, "other"), "not a plan of the format"),
             (blocks("[[1, 0, 0], [513, 0, 512]]"), "block 2 is outside"),
             (blocks("[[1, 0, 8]]"), "not aligned"),
