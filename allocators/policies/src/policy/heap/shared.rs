@@ -122,6 +122,9 @@ impl Heap {
 
     /// See [`Pages::exported_descriptor`](crate::contract::Pages::exported_descriptor).
     pub(crate) fn exported_descriptor(&self, number: i32) -> Option<OwnedFd> {
+        if !self.source.is_expandable() {
+            return None;
+        }
         self.source.shared().handles.values().find_map(|(handle, _)| match handle.as_ref() {
             Shareable::Descriptor(descriptor) if descriptor.as_raw_fd() == number => descriptor.try_clone().ok(),
             _ => None,

@@ -250,3 +250,9 @@ fn arena_blocks_are_taken_at_addresses_and_return() {
     assert_eq!(bench.heap.release(idle.segment).unwrap(), 8 * MIB);
     assert_eq!(free(&mut bench, 0, 1), None);
 }
+
+#[test]
+fn heap_of_whole_segments_has_no_exported_descriptor() {
+    let bench = Bench::new(Stream::Own);
+    assert!(bench.heap.exported_descriptor(3).is_none());
+}
