@@ -372,7 +372,7 @@ fn lower_bound(advice: &Advice, all: bool, page: &mut Page) {
     others.sort_by_key(|outcome| (outcome.out_of_memory, outcome.peak_reserved_bytes));
     if !others.is_empty() {
         let list: Vec<String> = others.into_iter().map(other).collect();
-        let end = if all { "." } else { "; --all lists the rest." };
+        let end = if all { "." } else { "; --all lists more." };
         paragraph(page, format!("Other allocators: {}{end}", list.join(", ")));
     }
 }
