@@ -37,7 +37,7 @@ import catalogue
 from campaign import choice, compile_shim, machine
 from processes import HERE, NATIVE, PACKAGE, environment, start_hook
 
-sys.path[:0] = [str(HERE.parent / "baselines"), str(HERE.parents[1] / "analysis" / "src")]
+sys.path[:0] = [str(HERE / "baselines"), str(HERE.parents[1] / "analysis" / "src")]
 from run_record import whole_lines
 
 # Loads nothing beyond Python's own library: a run is judged here as it is in the table.

@@ -35,7 +35,7 @@ from pathlib import Path
 from processes import HERE, NATIVE, Starter, environment
 from turns import Turns
 
-sys.path.insert(0, str(HERE.parent / "baselines"))
+sys.path.insert(0, str(HERE / "baselines"))
 from run_record import provenance
 
 GIB = 2**30

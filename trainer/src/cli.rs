@@ -37,7 +37,7 @@ digits, the data. A run with the same options begins with exactly these.
 
 Example:
   trainer start -o start.safetensors --hidden 784 --epochs 2
-  python3 experiments/baselines/mlp.py --start start.safetensors --lr 0.1";
+  python3 experiments/pytorch/baselines/mlp.py --start start.safetensors --lr 0.1";
 
 #[derive(Debug, Parser)]
 #[command(name = "trainer", version, about, after_long_help = AFTER_HELP)]

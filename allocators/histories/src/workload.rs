@@ -10,7 +10,7 @@
 //! Only the first is what a program does; each of the others shows one effect. Sizes and slots are drawn beforehand
 //! ([`Sequence`]), so that a timed loop contains the calls through the trait object, a sequential read of 8 bytes and a slot of
 //! the live blocks. Each loop is compiled once and not inlined: inlined copies of a block may be read in other pieces than it was
-//! written in, which can double the time of a call. `experiments/baselines/workload.hpp` draws the same numbers for allocators of
+//! written in, which can double the time of a call. `experiments/pytorch/baselines/workload.hpp` draws the same numbers for allocators of
 //! other projects.
 
 use super::random::Random;

@@ -71,7 +71,7 @@ pub(crate) fn truth(args: &TruthArgs) -> Result<()> {
         let folders: Vec<String> = args.folders.iter().map(|folder| folder.display().to_string()).collect();
         bail!(
             "{}: no program has a history (PROGRAM.CONFIG.pickle.xz) and PyTorch's statistics (PROGRAM.CONFIG.json) of that run and \
-             of one under another setting; experiments/baselines/record_settings.py records both",
+             of one under another setting; experiments/pytorch/baselines/record_settings.py records both",
             folders.join(", ")
         );
     }

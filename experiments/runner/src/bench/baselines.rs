@@ -1,4 +1,4 @@
-//! Other projects' allocators, measured by programs of their own (`experiments/baselines`).
+//! Other projects' allocators, measured by programs of their own (`experiments/pytorch/baselines`).
 
 use super::cases::{Case, Named, write_history};
 use super::report::{Missing, Report, Row};
@@ -25,11 +25,16 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
         return if folder.join(PROGRAM).is_file() {
             Ok(folder.to_owned())
         } else {
-            bail!("{} holds no {PROGRAM}; --baselines-dir takes the folder experiments/baselines", folder.display())
+            bail!(
+                "{} holds no {PROGRAM}; --baselines-dir takes the folder experiments/pytorch/baselines",
+                folder.display()
+            )
         };
     }
-    let found = repository::find("baselines").filter(|folder| folder.join(PROGRAM).is_file());
-    found.context("the baseline programs are not here; name their folder (experiments/baselines) with --baselines-dir")
+    let found = repository::find("pytorch/baselines").filter(|folder| folder.join(PROGRAM).is_file());
+    found.context(
+        "the baseline programs are not here; name their folder (experiments/pytorch/baselines) with --baselines-dir",
+    )
 }
 
 /// Runs the programs on the cases that allocators of other projects share and adds what they found.

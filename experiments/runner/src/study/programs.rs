@@ -92,7 +92,7 @@ impl Inputs {
             histories: absolute(&histories.unwrap_or_else(|| Path::new("experiments").join("histories")))?,
             data_dir: data_dir.as_deref().map(absolute).transpose()?,
             python: std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()),
-            baseline: repository::find(&format!("baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
+            baseline: repository::find(&format!("pytorch/baselines/{PYTORCH}")).as_deref().map(absolute).transpose()?,
         })
     }
 }
@@ -229,9 +229,9 @@ pub(crate) fn command_line(
         Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
         Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
         Program::Pytorch => {
-            let file = inputs.baseline.as_ref().context("experiments/baselines/mlp.py is not here")?;
+            let file = inputs.baseline.as_ref().context("experiments/pytorch/baselines/mlp.py is not here")?;
             let file = file.to_string_lossy().into_owned();
-            (Some("python3"), vec![(file, "experiments/baselines/mlp.py".to_owned())])
+            (Some("python3"), vec![(file, "experiments/pytorch/baselines/mlp.py".to_owned())])
         }
     };
     words.extend(arguments(run).iter().map(|option| same(option)));
@@ -408,7 +408,7 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
 /// Why the PyTorch arms cannot run here, if they cannot.
 pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
     if inputs.baseline.is_none() {
-        return Some(format!("experiments/baselines/{PYTORCH} is not here"));
+        return Some(format!("experiments/pytorch/baselines/{PYTORCH} is not here"));
     }
     let python = inputs.python.to_string_lossy().into_owned();
     let probe = "import sys\ntry:\n import torch\nexcept ImportError:\n sys.exit(3)\n\
@@ -431,7 +431,7 @@ mod tests {
 
     #[test]
     fn the_options_of_pytorch_are_those_of_its_program() {
-        let path = repository::find(&format!("baselines/{PYTORCH}")).unwrap();
+        let path = repository::find(&format!("pytorch/baselines/{PYTORCH}")).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         for option in PYTORCH_OPTIONS.iter().chain(["device", "out", "start"].iter()) {
             assert!(text.contains(&format!("\"--{option}\"")), "{} has no --{option}", path.display());

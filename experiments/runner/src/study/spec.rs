@@ -36,7 +36,7 @@ vramlab::device::named! {
         /// The trainer.
         #[default]
         Trainer "trainer",
-        /// The same network in PyTorch, `experiments/baselines/mlp.py`.
+        /// The same network in PyTorch, `experiments/pytorch/baselines/mlp.py`.
         Pytorch "pytorch",
         /// `vramlab replay`.
         Replay "replay",

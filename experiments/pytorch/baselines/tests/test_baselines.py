@@ -1,6 +1,6 @@
 """Start files, losses and records of the baselines, without PyTorch: numpy computes what the trainer does.
 
-    python3 -m pytest experiments/baselines/tests
+    python3 -m pytest experiments/pytorch/baselines/tests
 
 Runs the trainer on the simulated device, see `conftest.py`.
 """

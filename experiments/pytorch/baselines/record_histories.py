@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records what PyTorch's caching allocator does under four workloads, for `vramlab replay` and `capacity`.
 
-    python3 experiments/baselines/record_histories.py -o experiments/histories [--only NAME] [--steps N]
+    python3 experiments/pytorch/baselines/record_histories.py -o experiments/histories [--only NAME] [--steps N]
 
 Each workload has a process of its own, so that its history begins with the first allocation. For each: NAME.pickle.xz,
 the snapshot of `torch.cuda.memory` without stack frames, and NAME.json, PyTorch's own statistics at its end. Needs a GPU

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records what PyTorch really reserves under each of its settings, to hold `vramlab advise` to.
 
-    python3 experiments/baselines/record_settings.py -o DIR [--only NAME]... [--jobs N]
+    python3 experiments/pytorch/baselines/record_settings.py -o DIR [--only NAME]... [--jobs N]
 
 Eight programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
 statistics at the end, the setting and the limit; DIR/NAME.default.pickle.xz the history under the defaults, from which

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Checks that the trainer and PyTorch, from the same weights and batches, see the same losses.
 
-    python3 experiments/baselines/check_losses.py                                on any machine: simulated device, CPU
-    python3 experiments/baselines/check_losses.py --trainer-device cuda --torch-device cuda --hidden 784
-    python3 experiments/baselines/check_losses.py --dtype bf16 --weights half --lr 0.03 --tolerance 2e-2
+    python3 experiments/pytorch/baselines/check_losses.py                                on any machine: simulated device, CPU
+    python3 experiments/pytorch/baselines/check_losses.py --trainer-device cuda --torch-device cuda --hidden 784
+    python3 experiments/pytorch/baselines/check_losses.py --dtype bf16 --weights half --lr 0.03 --tolerance 2e-2
 
 Writes a start file, runs `trainer` and `mlp.py` from it and compares `steps.csv` row by row. The difference of a step is
 |theirs - ours| / |ours|. Exit code 0 when all differences of the first hundred steps are below the tolerance, 1 when one
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 
 
 class Parser(argparse.ArgumentParser):

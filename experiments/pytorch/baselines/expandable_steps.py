@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Asks whether PyTorch's expandable segments make GPT-2's steps on varying shapes slower, and in which steps.
 
-    python3 experiments/baselines/expandable_steps.py -o experiments/results/expandable-steps.json [--repeats 5] [--steps 40]
+    python3 experiments/pytorch/baselines/expandable_steps.py -o experiments/results/expandable-steps.json [--repeats 5] [--steps 40]
 
 Each repeat is a process for each setting, in turn. A process trains on the same sequence of shapes three times over: in the
 first pass every shape is new to the libraries and memory grows, in the later ones neither. Each step is waited for. The file

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BASELINES = Path(__file__).resolve().parents[1]
-ROOT = BASELINES.parents[1]
+ROOT = BASELINES.parents[2]
 sys.path.insert(0, str(BASELINES))
 
 import start_file  # noqa: E402

@@ -20,7 +20,7 @@ COLUMNS = (
 
 def code_version():
     """Version of this repository's programs."""
-    manifest = Path(__file__).resolve().parents[2] / "Cargo.toml"
+    manifest = Path(__file__).resolve().parents[3] / "Cargo.toml"
     found = re.search(r'^version = "(.+)"$', manifest.read_text(), re.MULTILINE) if manifest.is_file() else None
     return found[1] if found else "unknown"
 

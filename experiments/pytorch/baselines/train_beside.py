@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times the whole captured step beside PyTorch's, cell by cell: a width and a type, batch 32, four layers.
 
-    python3 experiments/baselines/train_beside.py -o DIR/training-beside.jsonl --trainer target/release/trainer --budget 540
+    python3 experiments/pytorch/baselines/train_beside.py -o DIR/training-beside.jsonl --trainer target/release/trainer --budget 540
 
 Needs PyTorch 2.11, a GPU, MNIST's files (--data-dir or MNIST_DIR) and the trainer's binary, which needs no Rust. The arms are
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Says why two runs from the same start part: with numpy, in float64, as the third opinion.
 
-    python3 experiments/baselines/check_losses.py --dataset mnist --lr 0.1 --out parted
-    python3 experiments/baselines/explain_losses.py parted
+    python3 experiments/pytorch/baselines/check_losses.py --dataset mnist --lr 0.1 --out parted
+    python3 experiments/pytorch/baselines/explain_losses.py parted
 
 Two programs in float32 differ by rounding, about 1e-7 of the loss in each step, and stay so close until the input of a ReLU
 is so near to zero that rounding decides its sign. Its derivative is 0 on one side and 1 on the other, so the weights part

@@ -1,6 +1,6 @@
 """The network in PyTorch on a CPU: 16-bit types beside the trainer's, and what a captured step does.
 
-    python3 -m pytest experiments/baselines/tests
+    python3 -m pytest experiments/pytorch/baselines/tests
 
 Skipped where PyTorch is not installed.
 """
