@@ -244,8 +244,8 @@ fn screens_at_80_columns() {
             ──────────────────────────────────────────────────
             ratio: minimum memory over peak live; retries: at that size
 
-            Minimum memory: 90 MiB for caching, 96 MiB for stream-ordered; peak live 81.6
-            MiB.
+            Minimum memory: 90 MiB for caching, 96 MiB for stream-ordered; peak live
+            81.6 MiB.
             Next: cargo run -p vramlab-cli -- replay mlp.pickle.xz --alloc caching --limit \
                   94371840B --device sim
         ");
