@@ -43,7 +43,7 @@ pub enum GemmMode {
     Tensor,
 }
 
-/// What is fused into one launch.
+/// Operations that one launch fuses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FuseMode {
@@ -68,7 +68,7 @@ pub struct Arithmetic {
     pub loss_scale: f32,
     /// Matrix product.
     pub gemm: GemmMode,
-    /// What is fused.
+    /// The fused operations.
     pub fuse: FuseMode,
 }
 
@@ -154,7 +154,7 @@ impl Arithmetic {
         self.weights == WeightsMode::Master && self.element() != Element::F32
     }
 
-    /// What to change when the loss is no longer a number.
+    /// The setting to change when the loss becomes NaN or infinite.
     pub(crate) fn advice(&self, learning_rate: f32) -> String {
         let scaled = self.dtype == Dtype::F16 || self.loss_scale != 1.0;
         let scale = if scaled { format!(", lower --loss-scale (now {})", self.loss_scale) } else { String::new() };

@@ -1,4 +1,4 @@
-//! What a run refuses before it begins.
+//! Checks of the settings before a run begins.
 
 use crate::arithmetic::Arithmetic;
 use crate::data::Dataset;
@@ -11,7 +11,7 @@ use vramlab::{Bytes, HostRoom, Selection};
 /// More layers than any network has, and few enough that their widths can be listed.
 const MOST_LAYERS: u32 = 1 << 16;
 
-/// What can be told from the settings alone.
+/// Checks that need only the settings.
 pub(crate) fn settings(settings: &Settings) -> Result<()> {
     let positive = [
         ("--hidden", settings.hidden),

@@ -52,16 +52,16 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Lists the allocators; with names, says what these can do and which settings they have
+    /// List the allocators; with names, print their capabilities and settings
     Allocators {
-        /// These, with all that there is to say of them
+        /// Allocators to describe in full
         #[arg(value_name = "NAME")]
         names: Vec<String>,
         /// Print one JSON array instead of a table
         #[arg(long)]
         json: bool,
     },
-    /// Says what was found on this machine: driver, devices, pools, data, profiler
+    /// Report the driver, devices, pools, data and profiler of this machine
     Doctor {
         /// Print one JSON object instead of lines
         #[arg(long)]
@@ -70,16 +70,16 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         data_dir: Option<PathBuf>,
     },
-    /// Writes initial weights and batches to a file from which other programs can do the same work
+    /// Write initial weights and batches to a file, so that other programs can do the same work
     #[command(args_override_self = true, after_long_help = START_HELP, mut_args(if_it_decides))]
     Start(Box<StartArgs>),
-    /// Prints what a shell needs to complete command lines
+    /// Print a completion script for a shell
     Completions(Completions),
 }
 
 #[derive(Debug, Args)]
 struct StartArgs {
-    /// The file, in the safetensors format; one that is there is replaced
+    /// Output file in the safetensors format; an existing file is replaced
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     /// Print one JSON object on stdout
@@ -157,7 +157,7 @@ pub fn check(options: &[OsString]) -> std::result::Result<(), String> {
     check_allocator(&settings).and_then(|()| crate::check::settings(&settings)).map_err(|error| error.to_string())
 }
 
-/// What clap says about a bad command line in several lines, in one.
+/// Clap's error for a bad command line, in one line.
 #[must_use]
 pub fn one_line(error: &clap::Error) -> String {
     let text = error.to_string();

@@ -142,7 +142,7 @@ impl Device {
         if self.driver.blocked_ns().is_some() { "exact" } else { "beyond_idle_cost" }
     }
 
-    /// What calls cost on this device when it is idle, if that was measured.
+    /// The cost of each driver call on this device when idle, if measured.
     #[must_use]
     pub fn idle_costs(&self) -> Option<&IdleCosts> {
         self.idle.as_ref()
@@ -304,7 +304,7 @@ trait Executor: fmt::Debug + Send + Sync {
     fn profile(&self, _on: bool) {}
 }
 
-/// What a device is made of.
+/// The components of a device.
 #[derive(Debug)]
 struct Parts {
     executor: Arc<dyn Executor>,
@@ -314,7 +314,7 @@ struct Parts {
     meter: Arc<MeteredDriver>,
     /// The first stream.
     stream: StreamId,
-    /// What calls cost on the idle device, if that was measured.
+    /// The cost of each driver call on the idle device, if measured.
     idle: Option<IdleCosts>,
 }
 

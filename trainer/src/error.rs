@@ -1,4 +1,4 @@
-//! What can end a run, and the exit code for it.
+//! Errors that end a run, and their exit codes.
 
 use crate::data::DataError;
 use kernels::KernelError;
@@ -33,7 +33,7 @@ pub enum TrainError {
     Record {
         /// The file.
         path: String,
-        /// What went wrong.
+        /// The fault.
         error: std::io::Error,
     },
     /// The run record could not be written.
@@ -51,17 +51,17 @@ pub enum TrainError {
         step: u64,
         /// The loss.
         loss: f32,
-        /// What to change, with the values in effect.
+        /// The settings to change, with the values in effect.
         advice: String,
     },
-    /// The validation loss is no number, because of the epoch's last update.
+    /// The validation loss is not a number, because of the epoch's last update.
     #[error("the validation loss became {loss} in epoch {epoch}: {advice}")]
     DivergedInValidation {
         /// Epoch, from 1.
         epoch: u32,
         /// The loss.
         loss: f64,
-        /// What to change, with the values in effect.
+        /// The settings to change, with the values in effect.
         advice: String,
     },
     /// By a signal.

@@ -102,7 +102,7 @@ impl Calls {
     }
 }
 
-/// What goes wrong on the way: reading the run's own files, or writing.
+/// Errors of an export: reading the run's files, or writing.
 #[derive(Debug, thiserror::Error)]
 enum Fault {
     #[error(transparent)]

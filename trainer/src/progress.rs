@@ -1,4 +1,4 @@
-//! What a person sees on the terminal while a run goes on. Everything here goes to stderr.
+//! Progress on the terminal while a run continues. Everything here is written to stderr.
 
 use crate::Settings;
 use crate::data::{Dataset, Progress};

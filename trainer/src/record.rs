@@ -103,7 +103,7 @@ pub enum Status {
     Failed,
 }
 
-/// What was recorded beside the summary.
+/// Files of the record besides the summary.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Files {
     /// One row for each step.
@@ -127,7 +127,7 @@ pub struct Files {
 pub struct Summary {
     /// [`SCHEMA_VERSION`].
     pub schema_version: u32,
-    /// What wrote the record: `trainer`.
+    /// The program that wrote the record: `trainer`.
     pub program: &'static str,
     /// How the run ended.
     pub status: Status,
@@ -171,7 +171,7 @@ pub struct Summary {
     pub driver_calls: CallCounts,
     /// How `blocked_ns` came about: `exact` or `beyond_idle_cost`.
     pub blocked_method: &'static str,
-    /// What calls cost on the idle device.
+    /// The cost of each driver call on the idle device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_costs: Option<IdleCosts>,
     /// Allocator statistics under PyTorch's names.
@@ -183,12 +183,12 @@ pub struct Summary {
     pub latency: Vec<LatencyRecord>,
     /// Where reserved minus requested went at the peak of reserved.
     pub fragmentation: Ledger,
-    /// What the instruments cost.
+    /// The cost of the instruments.
     pub instruments: Vec<InstrumentCost>,
-    /// What the checker found.
+    /// The findings of the checker.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub check: Option<CheckReport>,
-    /// What is beside this file.
+    /// The other files in the directory of this record.
     pub files: Files,
 }
 

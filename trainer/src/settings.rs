@@ -1,4 +1,4 @@
-//! What a run was asked to do.
+//! The settings of a run.
 
 use crate::arithmetic::{Arithmetic, Dtype, FuseMode, GemmMode, WeightsMode};
 use crate::data::{DataRequest, DatasetName};

@@ -12,11 +12,11 @@ use vramlab::{DeviceAllocator, MeteredDriver};
 /// Pairs of operations from which an instrument's cost is taken.
 const PAIRS: u32 = 10_000;
 
-/// A backend and its instruments, from the inside out: a memory checker that is told of blocks, latency,
+/// A backend and its instruments, from the inside out: a memory checker that is notified of blocks, latency,
 /// NVTX, trace, limit, checker. The histograms are innermost but for the first, which is there under a tool alone, so that they hold the backend's time and not that of the other instruments.
 #[derive(Debug)]
 pub(crate) struct Stack {
-    /// What the trainer allocates from.
+    /// The allocator that the trainer uses.
     pub(crate) top: Arc<dyn DeviceAllocator>,
     /// Latency histograms.
     pub(crate) timed: Option<Arc<Timed>>,
@@ -24,14 +24,14 @@ pub(crate) struct Stack {
     pub(crate) trace: Option<Arc<EventTrace>>,
     /// Checker.
     pub(crate) checker: Option<Arc<Checker>>,
-    /// Whether a memory checker is told of blocks.
+    /// Whether a memory checker is notified of blocks.
     pub(crate) told: bool,
-    /// What the instruments that are on cost.
+    /// The cost of the enabled instruments.
     pub(crate) costs: Vec<InstrumentCost>,
 }
 
 impl Stack {
-    /// Builds the backend on the device and puts the instruments that are wanted around it.
+    /// Builds the backend on the device and puts the requested instruments around it.
     ///
     /// # Errors
     /// Those of building the backend.

@@ -36,7 +36,7 @@ use vramlab::{Bytes, CallCounts, CallEvent, DeviceKind, HostRoom, Memory};
 
 pub use crate::record::LastAllocation;
 
-/// What a finished or ended run leaves.
+/// The result of a run that has completed or was ended early.
 #[derive(Debug)]
 pub struct Outcome {
     /// The record, as written.

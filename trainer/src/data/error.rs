@@ -1,4 +1,4 @@
-//! What can be wrong with data.
+//! Errors of data sets.
 
 use std::io;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub enum DataError {
     Read {
         /// The file.
         file: String,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A file that is damaged, or not the one that is needed.
@@ -55,7 +55,7 @@ pub enum DataError {
         searched: String,
         /// Why there was no download.
         reason: &'static str,
-        /// What to do about it.
+        /// The fix.
         mend: &'static str,
     },
     /// No mirror gave the file.
@@ -65,7 +65,7 @@ pub enum DataError {
     Download {
         /// The file's standard name.
         file: &'static str,
-        /// What each mirror answered.
+        /// Each mirror's answer.
         problems: String,
         /// What they answered in few words, without their names.
         brief: String,
@@ -75,9 +75,9 @@ pub enum DataError {
         "{path}: cannot write to the cache: {source}: mend that, or set VRAMLAB_CACHE to a directory that can be written"
     )]
     Cache {
-        /// What was being written.
+        /// The path that was being written.
         path: String,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
     /// A table is malformed.
@@ -87,7 +87,7 @@ pub enum DataError {
         file: &'static str,
         /// The line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The fault.
         problem: &'static str,
     },
 }

@@ -157,7 +157,7 @@ fn gzip_error(file: &str, found: u64, problem: &str) -> DataError {
     unusable(file, format!("broken gzip data after {found} uncompressed bytes ({problem}): fetch it afresh"))
 }
 
-/// What a wrong magic number suggests.
+/// The likely cause of a wrong magic number.
 fn advice(kind: IdxKind, found: u32) -> &'static str {
     match (kind, found) {
         (IdxKind::Images, 2049) => "is this the labels file? the names may be swapped",

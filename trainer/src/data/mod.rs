@@ -122,9 +122,9 @@ pub enum Features {
     U8 {
         /// Row after row.
         bytes: Vec<u8>,
-        /// What a byte is multiplied by.
+        /// The factor that a byte is multiplied by.
         scale: f32,
-        /// What is then added.
+        /// The offset that is added to the scaled byte.
         shift: f32,
     },
     /// The values themselves.

@@ -1,4 +1,4 @@
-//! What one layer is made of, forward, backward and in the update.
+//! The operations of one layer: forward, backward and update.
 
 use super::{LayerLaunches, Linear, LinearGradient, Mlp};
 use crate::arithmetic::FuseMode;

@@ -1,4 +1,4 @@
-//! What a profiler captures of a run.
+//! The steps of a run that a profiler captures.
 
 use crate::device::{Device, DeviceRange};
 use crate::error::{Result, TrainError};

@@ -183,7 +183,7 @@ impl Pass<'_> {
         Ok(context.memory.check()?)
     }
 
-    /// What to change when the loss is no longer a number.
+    /// The setting to change when the loss becomes NaN or infinite.
     fn advice(&self) -> String {
         self.model.arithmetic().advice(self.settings.learning_rate)
     }
