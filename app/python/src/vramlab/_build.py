@@ -42,10 +42,10 @@ LIBRARIES = ("-lc10", "-lc10_cuda", "-l:libstdc++.so.6")
 
 @dataclass(frozen=True)
 class Part:
-    """What is compiled to a file of its own."""
+    """A library that is compiled to a file of its own."""
 
     name: str
-    """What its file is called, and the folder of its source."""
+    """The name of its file and of its source directory."""
     libraries: tuple[str, ...] = LIBRARIES
 
 
@@ -154,7 +154,7 @@ def _need(part: Part, compiler: str | None, torch: Torch) -> str:
 
 
 def file_name(torch: Torch, part: Part = SHIM) -> str:
-    """What a file in the package is called."""
+    """The name of a built file in the package."""
     return f"{part.name}-{torch.version}.so"
 
 

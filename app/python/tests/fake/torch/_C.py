@@ -1,4 +1,4 @@
-"""What PyTorch has in C++."""
+"""Stand-ins for the functions that PyTorch has in C++."""
 
 from __future__ import annotations
 
