@@ -252,7 +252,7 @@ fn warpgroups() -> Result<Option<u32>, KernelError> {
     Ok(((major, minor) == (9, 0)).then_some(multiprocessors as u32))
 }
 
-/// What the driver says of the current context's device.
+/// Attributes of the current context's device, read from the driver.
 fn attribute(attribute: CUdevice_attribute) -> Result<i32, KernelError> {
     let mut device = 0;
     // SAFETY: the driver writes the device of the current context, or fails.

@@ -1,4 +1,4 @@
-//! What can go wrong with an operation.
+//! Errors of operations.
 
 /// Why an operation could not be run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -35,7 +35,7 @@ pub enum KernelError {
     Shape {
         /// Name of the operation.
         operation: &'static str,
-        /// What is wrong with it.
+        /// The fault.
         what: String,
     },
 

@@ -128,7 +128,7 @@ impl<T: Definition> Operation for T {
     }
 }
 
-/// What a launch asks of a device.
+/// The work of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Work {
     /// Thread blocks of the launch.

@@ -1,6 +1,6 @@
-//! What the kernels of the linear layers are given.
+//! Arguments of the linear layers' kernels.
 
-/// What a kernel is given; the struct of the same name in `cuda/linear.cuh`.
+/// Arguments of one kernel; the struct of the same name in `cuda/linear.cuh`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct LinearArguments {

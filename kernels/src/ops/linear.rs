@@ -25,7 +25,7 @@ use crate::storage::{Element, Operand, Precision, Stored};
 /// The tile arithmetic of the kernels is in 32 bits.
 const LARGEST: u32 = i32::MAX as u32;
 
-/// What the four have in common: their plan, and the checks of their sizes.
+/// The common part of the four operations: their plan, and the checks of their sizes.
 macro_rules! linear {
     ($operation:ident, $product:expr, |$self:ident| ($m:expr, $n:expr, $k:expr)) => {
         impl $operation {
