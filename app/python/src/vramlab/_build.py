@@ -187,7 +187,7 @@ def header_folder() -> Path:
 
 
 def source_digest() -> str:
-    """What both are made of, as a short text; it stands in what was built."""
+    """A digest of the sources and flags of the shim and the recorder; it is embedded in the built libraries."""
     digest = hashlib.sha256(" ".join(FLAGS + RECORDER.libraries).encode())
     sources = [file for folder in SOURCES for file in sorted(folder.iterdir())]
     for file in [*sources, header_folder() / "vramlab.h"]:

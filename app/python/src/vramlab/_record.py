@@ -86,7 +86,7 @@ class _File(NamedTuple):
     named: int
 
     def of(self, path: Path) -> Path:
-        """What it is called beside the file of the first GPU."""
+        """The path of this GPU's file, next to the file of the first GPU."""
         return path.with_name(f"{path.stem}.gpu{self.device}{path.suffix}") if self.named else path
 
 

@@ -141,7 +141,7 @@ class Recorder:
 
     @property
     def name(self) -> str:
-        """What the files of this process begin with."""
+        """The prefix of the names of this process's files."""
         rank = _rank()
         return f"pid{self.pid}" if rank is None else f"rank{rank}-pid{self.pid}"
 
@@ -222,7 +222,7 @@ class Recorder:
 
     @staticmethod
     def _allocator() -> str | None:
-        """What was put under PyTorch, whatever was asked for."""
+        """The allocator that PyTorch uses, whichever was requested; None for PyTorch's own."""
         inside = sys.modules.get("vramlab.torch")
         return None if inside is None else inside.allocator()
 
@@ -260,7 +260,7 @@ class Recorder:
         return [times[at] - times[at - 1] for at in range(1, len(times))]
 
     def _own_stats(self) -> Any:
-        """What the allocator says that PyTorch has no word for; nothing under PyTorch's own."""
+        """The allocator's statistics that PyTorch does not have; None for PyTorch's own allocator."""
         if not os.environ.get("VRAMLAB_ALLOC"):
             return None
         try:

@@ -73,7 +73,7 @@ def _number(value: int, what: str) -> int:
 
 
 class _NoCopy:
-    """What stands for memory of this process, and is neither copied nor sent to another one."""
+    """An object that owns memory of this process; it cannot be copied or sent to another process."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuses `copy.copy`, `copy.deepcopy` and `pickle`."""
@@ -269,7 +269,7 @@ class Allocator(_NoCopy):
         self._call("latency", on)
 
     def latencies(self) -> list[dict[str, Any]]:
-        """What was timed: percentiles in nanoseconds by operation and path."""
+        """Measured latencies: percentiles in nanoseconds by operation and path."""
         rows: list[dict[str, Any]] = self._json("latency_json")
         return rows
 
@@ -279,11 +279,11 @@ class Allocator(_NoCopy):
 
     def settings(self) -> dict[str, Any]:
         """The settings in effect."""
-        told: dict[str, Any] = self._json("settings_json")["settings"]
-        return told
+        settings: dict[str, Any] = self._json("settings_json")["settings"]
+        return settings
 
     def can(self) -> set[str]:
-        """What it can do: pools, checkpoint, snapshot, expand, follows_pytorch."""
+        """The allocator's capabilities: pools, checkpoint, snapshot, expand, follows_pytorch."""
         bits = ctypes.c_uint32()
         self._call("can", ctypes.byref(bits))
         return {name for at, name in enumerate(_CAPABILITIES) if bits.value >> at & 1}
@@ -326,7 +326,7 @@ class Pool(_NoCopy):
 
 
 class Checkpoint(_NoCopy):
-    """What a private pool was at a moment."""
+    """The state of a private pool at one moment."""
 
     def __init__(self, pool: Pool) -> None:
         """As [`Pool.checkpoint`]."""

@@ -50,7 +50,7 @@ class _Shim:
         raise AttributeError(name)
 
     def error_text(self) -> str:
-        """What the last failing call said."""
+        """The message of the last failing call."""
         return str(self.error().decode(errors="replace"))
 
 
@@ -108,7 +108,7 @@ def _installed() -> _Shim:
 
 
 def allocator() -> str | None:
-    """What PyTorch runs under, as it was asked for; None for its own."""
+    """The allocator that PyTorch uses, as it was requested; None for PyTorch's own."""
     return None if _shim is None else _shim.spec
 
 
@@ -206,7 +206,7 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
         self._contexts.pop().__exit__(kind, error, trace)
 
     def stats(self) -> dict[str, Any]:
-        """What the pool's allocator says of itself, as [`stats`] of a GPU."""
+        """Statistics of the pool's allocator, in the form of [`stats`] of one GPU."""
         return _stats_of(library(), self._handle)
 
 
