@@ -273,7 +273,7 @@ fn effective_settings_are_read_back() {
 }
 
 #[test]
-fn a_memory_limit_is_of_reserved_bytes_where_the_allocator_has_one() {
+fn memory_limit_of_the_allocator_counts_reserved_bytes() {
     let place = Place::new();
     // More than the run's live blocks need, less than a segment of most allocators.
     let limit = 64u64 << 10;

@@ -160,7 +160,7 @@ fn the_timeline_names_kernels_and_adds_up() {
 }
 
 #[test]
-fn exports_change_nothing_that_is_measured_on_the_simulated_device() {
+fn exports_leave_simulated_measurements_unchanged() {
     let plain = train(&iris()).finished();
     let exported = train(&exporting(&iris())).finished();
     assert_eq!(plain.column("loss"), exported.column("loss"));

@@ -250,7 +250,7 @@ fn lists_every_setting(summary: &Value) {
 }
 
 #[test]
-fn every_key_of_the_record_is_described_and_every_description_is_kept() {
+fn record_keys_and_their_descriptions_match() {
     let (mut summaries, mut traces, mut calls) = (Walk::default(), Walk::default(), Walk::default());
     let mut statistics = BTreeSet::new();
     for done in runs() {

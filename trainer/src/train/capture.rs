@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_are_queued_together_do_not_cross_the_ends_of_a_capture() {
+    fn queued_steps_stop_at_the_ends_of_a_capture() {
         let mut capture = Capture::new(Some(ProfileSteps { first: 4, last: 9 }), 20).unwrap();
         let alike = [0, 2, 3, 5, 8, 9].map(|begun| {
             capture.begun = begun;

@@ -32,7 +32,7 @@ fn mib(words: &str) -> f64 {
 }
 
 #[test]
-fn a_network_that_the_host_has_no_memory_for_is_refused_before_it_takes_any() {
+fn network_too_large_for_the_host_is_refused_before_allocation() {
     let place = Place::new();
     let output = within(&place, 1_500_000, &["--hidden", "30000", "--layers", "4"]);
     let reason = reason(&output);
