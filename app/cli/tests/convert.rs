@@ -221,7 +221,7 @@ fn an_existing_file_is_replaced_only_with_force() {
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
     // With --force it stays if the conversion fails.
     let hostile = dir.file("cut.pickle", &std::fs::read(&from).unwrap()[..500]);
-    convert(&dir, &hostile, "rmm", "out.csv", &["--force"]).refused(2, &["cut.pickle", "cut short"]);
+    convert(&dir, &hostile, "rmm", "out.csv", &["--force"]).refused(2, &["cut.pickle", "truncated"]);
     assert_eq!(std::fs::read_to_string(&out).unwrap(), "precious");
     convert(&dir, &from, "rmm", "out.csv", &["--force"]).line();
     assert!(std::fs::read_to_string(&out).unwrap().starts_with("Thread,Time,Action"));
