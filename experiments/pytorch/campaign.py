@@ -235,7 +235,7 @@ def machine(build):
         build = build or commit
     return {"kind": "machine", "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "build": build, "cores": os.cpu_count(),
             "python": sys.version.split()[0], "kernel": os.uname().release,
-            "provenance": provenance("../..", build), **facts}  # fmt: skip
+            "provenance": provenance(whole=True, build=build), **facts}  # fmt: skip
 
 
 def line(record):

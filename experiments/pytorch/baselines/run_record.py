@@ -25,10 +25,10 @@ def code_version():
     return found[1] if found else "unknown"
 
 
-def provenance(sources=".", build=None):
-    """Where a record comes from, as the trainer says it; what cannot be told is absent.
+def provenance(whole=False, build=None):
+    """Commit, state of the sources, host and job of a record, under the trainer's keys; unknown values are absent.
 
-    `sources` is the folder, from this file's, that must be as the commit has it. With `build`, a commit, no repository is asked.
+    The sources are this directory, or with `whole` the repository. With `build`, a commit, git is not asked.
     """
     here = Path(__file__).resolve().parent
 
@@ -54,7 +54,7 @@ def provenance(sources=".", build=None):
         told["git_commit"] = build
     elif commit := git("rev-parse", "HEAD"):
         told["git_commit"] = commit
-        changed = git("status", "--porcelain", "--untracked-files=no", sources)
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/" if whole else ".")
         if changed is not None:
             told["git_dirty"] = changed != ""
     machine, name = system("/etc/machine-id", "/var/lib/dbus/machine-id"), system("/proc/sys/kernel/hostname")
