@@ -33,13 +33,12 @@
 //! # The search
 //! 1. An online best fit gives the first plan, in O(n log n). It is the result if the rest would take too long.
 //! 2. Blocks are placed from the largest to the smallest (of equal ones the longest-lived first), each at the lowest offset
-//! without a conflicting block. The order decides: by size the result is within a few percent of the bound.
+//!    without a conflicting block. The order decides: by size the result is within a few percent of the bound.
 //! 3. As long as a block's top is above the bound, such blocks move forward in the order, and all are placed again: "squeaky
-//! wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
-//!
+//!    wheel" optimisation (Joslin and Clements 1999). The best plan is kept.
 //! 4. An eighth of the steps is spent on orders. If that is not enough, up to 32,768 blocks of one group are searched exactly for
-//! smaller and smaller plans (`plan/skyline.rs`). That brings a plan close to the bound, and can prove that none is smaller:
-//! [`Plan::least`].
+//!    smaller and smaller plans (`plan/skyline.rs`). That brings a plan close to the bound, and can prove that none is smaller:
+//!    [`Plan::least`].
 //!
 //! The search stops at the bound, within 0.012 % of it for orders, after [`PlanSettings::steps`] steps, or when its memory budget
 //! is used up. A step examines or sorts one block, or two lists of byte ranges, or sixteen numbers of the exact search. Nothing
