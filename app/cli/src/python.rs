@@ -7,10 +7,10 @@ use std::process::{Command, Stdio};
 use terminal::RuntimeFailure;
 
 /// Commands of `python3 -m vramlab_analysis`.
-const COMMANDS: [&str; 3] = ["steps", "losses", "nsight"];
+const COMMANDS: [&str; 2] = ["steps", "losses"];
 
 /// The line below the commands in `--help`.
-pub(crate) const HELP: &str = "Commands of the analysis package (pip install ./analysis): steps, losses, nsight";
+pub(crate) const HELP: &str = "Commands of the analysis package (pip install ./analysis): steps, losses";
 
 /// The module that runs the commands.
 const PACKAGE: &str = "vramlab_analysis.__main__";

@@ -516,7 +516,7 @@ fn commands_of_the_python_package_are_passed_on() {
     let ran = run(true);
     assert_eq!((ran.code, ran.stdout.trim()), (Some(3), "-m vramlab_analysis steps runs/a --json"), "{ran:?}");
     let help = place.run(&["--help"]).ok().stdout;
-    assert!(help.contains("steps, losses, nsight") && help.contains("advise"), "{help}");
+    assert!(help.contains("steps, losses") && help.contains("advise"), "{help}");
 }
 
 #[test]
