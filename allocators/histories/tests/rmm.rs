@@ -86,7 +86,7 @@ fn placements_of_another_recording_are_refused() {
     let header = "# RMM 26.10 pool, x; upstream blocks, bytes@address: 268435456@0\n";
     let driver = null();
     for (calls, words) in [
-        ("a 0 16777216 0 0 0\n", "the file has 1 allocations and the history more"),
+        ("a 0 16777216 0 0 0\n", "the file has 1 allocations and the recording more"),
         ("a 0 1024 0 0 0\n", "allocation 1 is of 16777216 bytes in the recording and of 1024 in the file"),
         ("a 0 16777216 0 0 0\nf 0\na 0 8192 0 0 0\n", "after allocation 1, the file frees allocation 1 there"),
         ("a 0 16777216 0 0 0\na 1 8192 1 0 0\n", "allocation 2 is of another stream"),

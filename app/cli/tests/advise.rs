@@ -502,7 +502,7 @@ fn truncated_file_is_answered_for_its_events() {
 fn commands_of_the_python_package_are_passed_on() {
     use std::process::Command;
     let place = Place::new();
-    place.run(&["advize"]).refused(2, &["'advize' is no command"]);
+    place.run(&["advize"]).refused(2, &["'advize' is not a command"]);
     let run = |installed: bool| {
         // An interpreter that prints its arguments.
         let finds = if installed { "exit 0" } else { "exit 1" };
@@ -588,8 +588,7 @@ fn paths(value: &Value, at: &str, out: &mut BTreeSet<String>) {
 #[test]
 fn schema_describes_every_key_of_advise() {
     let place = Place::new();
-    let schema =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../analysis/schema.md")).unwrap();
+    let schema = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("schema.md")).unwrap();
     let part = |from: &str, to: &str| schema.split(from).nth(1).and_then(|rest| rest.split(to).next()).unwrap();
     let tables = [part("\n# Advice\n", "\n## explain\n"), part("\n### Bounds\n", "\n## ")];
     let rows = tables.into_iter().flat_map(str::lines).filter(|line| line.starts_with('`') && line.contains(" | "));

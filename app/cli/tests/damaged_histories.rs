@@ -369,8 +369,7 @@ fn without_segment_events_reserved_memory_is_unknown() {
     for command in ["advise", "explain"] {
         let screen = place.run(&[command, &file]).ok().stdout;
         assert!(!screen.contains("% above") && !screen.contains("(300"), "{screen}");
-        let words =
-            if command == "advise" { "Peak reserved: at least 96 MiB" } else { "what was reserved is not known" };
+        let words = if command == "advise" { "Peak reserved: at least 96 MiB" } else { "reserved memory is unknown" };
         assert!(screen.contains(words), "{screen}");
     }
 }

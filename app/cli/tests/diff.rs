@@ -147,7 +147,7 @@ fn a_replay_by_its_offline_placement_needs_the_planned_memory() {
     let table = dir.run(&["replay", &file, "--alloc", &alloc, "--device", "null", "--plan", "off"]).ok().stdout;
     assert!(table.contains("not as planned"), "{table}");
     let text = dir.run(&["plan", &file, "--steps", "1000"]).ok().stdout;
-    assert!(text.contains("A plan of") && text.contains("plan.json"), "{text}");
+    assert!(text.contains("Offline placement:") && text.contains("plan.json"), "{text}");
     let bad = dir.write("bad.json", "[]");
     dir.run(&["replay", &file, "--alloc", &format!("plan:file={bad}")]).refused(2, &["bad.json", "vramlab plan"]);
     dir.run(&["plan", "missing.pickle"]).refused(2, &["missing.pickle"]);

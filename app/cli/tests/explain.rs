@@ -466,7 +466,7 @@ fn one_event_of_each_free_is_enough() {
     }
     let file = dir.write("none.json", without(&story, &["alloc"]).text());
     for command in ["explain", "advise"] {
-        dir.run(&[command, &file]).refused(2, &["no alloc event comes before it", "skip_actions"]);
+        dir.run(&[command, &file]).refused(2, &["no alloc event precedes it", "skip_actions"]);
     }
     // The recording starts between the two events of a free that did not wait.
     let at = story.events.iter().position(|event| event["action"] == "free_completed").unwrap();

@@ -91,7 +91,7 @@ fn several_devices_round_trip_in_order() {
     let folder = TempDir::new().unwrap();
     let mut writer = Export::Snapshot.create(&folder.path().join("x")).unwrap();
     writer.event(&all[40]).unwrap();
-    assert!(writer.event(&all[0]).unwrap_err().to_string().contains("device by device"));
+    assert!(writer.event(&all[0]).unwrap_err().to_string().contains("by device"));
     for export in [Export::Rmm, Export::Minimalloc] {
         let mut writer = export.create(&folder.path().join("y")).unwrap();
         let alloc = Event { action: Action::Alloc, ..all[0] };

@@ -199,6 +199,11 @@ fn cost<T>(outcome: &Outcome<T>) -> String {
     }
 }
 
+/// Without the device, which the setting above names.
+fn current_cost<T>(outcome: &Outcome<T>) -> String {
+    cost(outcome).replace(" (simulated H200)", "")
+}
+
 fn cache_flushes(count: u64) -> String {
     if count == 1 { "1 cache flush".to_owned() } else { format!("{count} cache flushes") }
 }
@@ -279,9 +284,9 @@ fn settings_to_change(advice: &Advice, page: &mut Page) {
                 Some(recorded) => format!(
                     "current settings: peak reserved {} recorded; replay: {peak} {reserved}; {}",
                     Bytes(recorded),
-                    cost(now)
+                    current_cost(now)
                 ),
-                None => format!("current settings: {peak} {reserved}; {}", cost(now)),
+                None => format!("current settings: {peak} {reserved}; {}", current_cost(now)),
             },
         );
     }

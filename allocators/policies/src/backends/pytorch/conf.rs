@@ -146,7 +146,7 @@ impl Default for TorchConf {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ParseConfError {
     /// There is no such key.
-    #[error("'{0}' is no setting of PyTorch's allocator; there are {names}", names = CONF_KEYS.map(|key| key.name).join(", "))]
+    #[error("'{0}' is not a setting of PyTorch's allocator; use one of {names}", names = CONF_KEYS.map(|key| key.name).join(", "))]
     Key(String),
     /// The key takes other values.
     #[error("{key}:{value}: {expected}")]
@@ -283,7 +283,7 @@ mod tests {
         for (text, words) in [
             ("max_split_size_mb:19", "max_split_size_mb:19: PyTorch takes 20 or more"),
             ("max_split_size_mb", "'max_split_size_mb': write key:value"),
-            ("max_split", "'max_split' is no setting of PyTorch's allocator; there are backend"),
+            ("max_split", "'max_split' is not a setting of PyTorch's allocator; use one of backend"),
             ("expandable_segments:true", "write True or False"),
             ("per_process_memory_fraction:2", "write a fraction from 0 to 1"),
             ("large_segment_size_mb:x", "write a whole number"),
