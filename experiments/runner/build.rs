@@ -1,6 +1,6 @@
-//! Tells the program which commit and profile it is built from.
+//! Embeds the commit and profile that this program is built from.
 
-/// Files and directories that this program is built from, beside those of all programs.
+/// Files and directories that this program is built from, in addition to those of all programs.
 const SOURCES: [&str; 9] = [
     "kernels/Cargo.toml",
     "kernels/src",

@@ -1,8 +1,7 @@
-//! `experiments bench`: what an allocator call costs the host, in loops that do nothing else.
+//! `experiments bench`: the host time of an allocator call, in loops that do nothing else.
 //!
-//! Runs are interleaved (each repeat takes every allocator in turn), each on an allocator of its own, and the median of
-//! the repeats is quoted with the smallest and the largest. No kernel runs; on a GPU the streams and the memory are
-//! real.
+//! Runs are interleaved (each repeat runs every allocator in turn), each on a fresh allocator; the report quotes the
+//! median of the repeats with the minimum and maximum. No kernel runs; on a GPU the streams and the memory are real.
 
 mod baselines;
 mod cases;
@@ -86,7 +85,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     if args.json { terminal::print_json(&report) } else { report.page().print() }
 }
 
-/// A measurement that broke off is no fault of the command line.
+/// A failed measurement is not a fault of the command line.
 fn failed(error: anyhow::Error) -> anyhow::Error {
     RuntimeFailure::new(format!("{error:#}")).into()
 }
@@ -100,8 +99,8 @@ fn measure_all(setup: &Setup, groups: &[Vec<Job>], repeats: u32, report: &mut Re
         groups.iter().enumerate().flat_map(|(group, jobs)| (0..jobs.len()).map(move |at| (group, at))).collect();
     for repeat in 0..repeats {
         for step in 0..all.len() {
-            // There and back, so that neither a drift of the machine nor a phase in which another program uses it falls on
-            // one case alone.
+            // Forward and backward in turn, so that neither a drift of the machine nor a phase in which another
+            // program uses it affects one case only.
             let (group, at) = all[if repeat % 2 == 0 { step } else { all.len() - 1 - step }];
             let job = &groups[group][at];
             let name = job.case.name(setup.histories());

@@ -1,10 +1,10 @@
-//! # `buddy`: powers of two, halved and joined again
+//! # `buddy`: powers of two, halved and coalesced
 //!
-//! *Policy.* A request is rounded up to a power of two, of at least 4 KiB. The smallest free block of its stream serves it, which is
-//! halved until it is as large as the request. When none is large enough, free buddies are joined: halves of one block. Then a
-//! segment is taken, of 32 MiB or as large as the request.
+//! *Policy.* A request is rounded up to a power of two of at least 4 KiB. The smallest free block of its stream serves
+//! it, and is halved until it is as large as the request. If no block is large enough, free buddies (the two halves of
+//! one block) are coalesced. If that fails, a segment of 32 MiB, or of the request size if larger, is allocated.
 //!
-//! It shows a rule for sizes of its own, and steps that cut and join free blocks.
+//! The example shows a custom rule for sizes, and custom steps that split and coalesce free blocks.
 
 use std::sync::Arc;
 use vramlab::backends::{Backend, Capabilities, Found, Policy, Pooled, Rules, With};
@@ -15,11 +15,11 @@ use vramlab::settings::{NoSettings, Settings};
 use vramlab::space::{BlockId, FreeList, State};
 use vramlab::{Driver, DriverError, Path};
 
-/// The entry: what lists, help and tests know of this backend.
+/// The backend's entry in the list: lists, help and tests read it.
 pub static BACKEND: Backend = Backend {
     name: "buddy",
     summary: "a buddy allocator: powers of two, halved for a request and joined when none is large enough",
-    // A snapshot's blocks are of other sizes.
+    // Block sizes differ from those in a snapshot.
     capabilities: Capabilities {
         coalesces: false,
         restores: false,
@@ -30,7 +30,7 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, _: &NoSettings| Ok(Arc::new(Buddy::on(driver)))),
 };
 
-/// Powers of two from 4 KiB on.
+/// Powers of two, at least 4 KiB.
 #[derive(Debug)]
 struct Powers;
 
@@ -55,12 +55,13 @@ impl Buddy {
         let (size, split) = (Size::Custom(&Powers), Split::Always);
         let ladder = Ladder::releasing(SegmentSize::Fixed(32 << 20));
         let rules = Rules { name: BACKEND.name, settings: NoSettings::default().json(), size, split, ladder };
-        // SAFETY: the heap is new, `Powers` does what its trait says, and `take` takes the block whole once it is small enough.
+        // SAFETY: the heap is new, `Powers` keeps the promise of its trait, and `take` takes a full block once it is
+        // small enough.
         unsafe { Pooled::new(heap, Self(rules)) }
     }
 }
 
-/// Joins free halves of one block, and what comes of that, until there are none.
+/// Coalesces free halves of one block repeatedly, until no such pair is left.
 fn join_buddies(heap: &mut Heap, list: FreeList) {
     let segments = heap.space().segments().filter(|(_, segment)| segment.list == list);
     for (segment, base) in segments.map(|(id, segment)| (id, segment.addr)).collect::<Vec<_>>() {

@@ -1,7 +1,7 @@
-//! `Census`: an instrument, which counts requests by size around any allocator.
+//! `Census`: an instrument that counts requests by size around any allocator.
 //!
-//! It is one method, [`inner`](Instrument::inner), and what it watches. Everything else passes: frees, captures, private pools,
-//! notices of streams.
+//! It implements only [`inner`](Instrument::inner) and the events that it counts. All other calls pass through: frees,
+//! captures, private pools, notices of streams.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,7 +9,7 @@ use vramlab::{AllocError, Block, DeviceAllocator, Instrument, PrivatePool, Reque
 
 /// See the [module](self).
 ///
-/// *Cost.* A lock and a look-up for each request.
+/// *Cost.* A lock and a map lookup per request.
 #[derive(Debug)]
 pub struct Census {
     inner: Arc<dyn DeviceAllocator>,
@@ -23,7 +23,7 @@ impl Census {
         Self { inner, sizes: Mutex::default() }
     }
 
-    /// Requests so far, by size in bytes.
+    /// Number of requests so far, by size in bytes.
     #[must_use]
     pub fn sizes(&self) -> BTreeMap<u64, u64> {
         self.sizes.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -1,16 +1,18 @@
-//! # `bump`: segments that are filled from front to back
+//! # `bump`: segments filled from front to back
 //!
-//! *Policy.* Requests are put one behind the other in segments that they share; a segment is as large as its first request, or as
-//! the setting where that is more. What is freed is used again when nothing is held behind it in its segment. When the device
-//! has no memory left, idle segments go back to it, and it is asked once more.
+//! *Policy.* Requests are placed one behind the other in shared segments; a segment has the size of its first request,
+//! or the configured size if larger. Freed memory is reused once no later block of its segment is live. If the device
+//! is out of memory, idle segments are released and the allocation is retried once.
 //!
-//! *Good at* speed and at phases that end with nothing held. *Bad at* a block that stays: it pins all that lies in front of it.
+//! *Good at* speed, and phases that end with no live block. *Bad at* a long-lived block: it keeps all memory in front
+//! of it reserved.
 //!
-//! *Streams.* A segment belongs to the stream that it was made for. If another stream was announced to use a block, the owner
-//! is made to wait for that stream when the block is freed.
+//! *Streams.* A segment belongs to the stream that it was allocated for. If another stream was announced as a user of
+//! a block, the owner waits for that stream when the block is freed.
 //!
-//! The library's [`Space`] says where blocks lie and counts them; what is decided is decided here. [`snug`] is a policy that
-//! leaves the rest to the library, too, [`worst`] one with parts of its own, and [`buddy`] one with steps of its own. [`census`] is an instrument around any of them.
+//! The library's [`Space`] stores the blocks and counts them; this module makes all decisions. [`snug`] is a policy
+//! that leaves everything else to the library, [`worst`] has custom parts, and [`buddy`] has custom steps. [`census`]
+//! is an instrument around any of them.
 
 pub mod buddy;
 pub mod census;
@@ -31,12 +33,12 @@ vramlab::settings! {
     /// Settings of [`Bump`].
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct BumpSettings {
-        /// Bytes of a segment, if its first request does not need more.
+        /// Bytes of a segment, unless its first request is larger.
         pub segment: u64 = 8 << 20, bytes().at_least(1 << 20);
     }
 }
 
-/// The entry: what lists, help and tests know of this backend.
+/// The backend's entry in the list: lists, help and tests read it.
 pub static BACKEND: Backend = Backend {
     name: "bump",
     summary: "fills segments from front to back and starts again when one is idle",
@@ -53,16 +55,16 @@ pub static BACKEND: Backend = Backend {
     constructor: &With(|driver, settings: &BumpSettings| Ok(Arc::new(Bump::new(driver, *settings)))),
 };
 
-/// All that this crate adds to the list.
+/// All backends that this crate adds to the list.
 pub static ALL: [&Backend; 4] = [&BACKEND, &snug::BACKEND, &worst::BACKEND, &buddy::BACKEND];
 
-/// Blocks are multiples of this, as PyTorch's are.
+/// Block sizes are multiples of this, as in PyTorch.
 const ROUND: u64 = 512;
 
 /// See the [crate](self).
 #[derive(Debug)]
 pub struct Bump {
-    /// They tell its blocks from those of others.
+    /// Identifies this allocator's blocks among those of other allocators.
     tokens: Tokens,
     driver: Arc<dyn Driver>,
     settings: BumpSettings,
@@ -72,14 +74,14 @@ pub struct Bump {
 #[derive(Debug)]
 struct State {
     space: Space,
-    /// Other streams that use a block.
+    /// Other streams that use the block.
     users: BTreeMap<BlockId, Vec<StreamId>>,
-    /// Blocks whose uses could not be ordered before later ones when they were freed.
+    /// Freed blocks whose uses on other streams could not be ordered before later work.
     stranded: Vec<BlockId>,
 }
 
 impl State {
-    /// The free end of the lowest segment that has room for a request.
+    /// The free end of the lowest segment with room for the request.
     fn find(&self, list: FreeList, bytes: u64) -> Option<BlockId> {
         let own = self.space.segments().filter(|(_, segment)| segment.list == list);
         let ends = own.filter_map(|(id, _)| self.space.blocks_of(id).last());
@@ -101,12 +103,12 @@ impl Bump {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The held block that a client's block stands for.
+    /// The live block behind a client's block.
     fn held(&self, state: &State, block: &Block) -> Option<BlockId> {
         state.space.find_held(self.tokens.record(block.token())?, block.addr().get())
     }
 
-    /// A new segment; `None` when the device has no memory.
+    /// A new segment; `None` if the device is out of memory.
     fn grow(&self, state: &mut State, list: FreeList, bytes: u64) -> Result<Option<BlockId>, DriverError> {
         let bytes = bytes.max(self.settings.segment).next_multiple_of(ROUND);
         match self.driver.mem_alloc(bytes) {
@@ -116,7 +118,7 @@ impl Bump {
         }
     }
 
-    /// Gives idle segments back while more than `keep` bytes stay; how many went.
+    /// Releases idle segments while more than `keep` bytes stay reserved; returns the number of segments released.
     fn release(&self, state: &mut State, keep: u64) -> Result<u64, DriverError> {
         if !state.stranded.is_empty() {
             self.driver.device_synchronize()?;
@@ -131,21 +133,21 @@ impl Bump {
             if state.space.account().reserved() <= keep {
                 break;
             }
-            // SAFETY: from `mem_alloc` of this driver and forgotten below. No block of it is out, and the driver waits for
-            // the device before it takes the memory.
+            // SAFETY: from `mem_alloc` of this driver and forgotten below. It has no live block, and the driver waits
+            // for the device before it takes the memory.
             unsafe { self.driver.mem_free(DeviceAddr::new(addr).expect("segments lie above zero")) }?;
             state.space.remove_segment(segment);
         }
         Ok(before - state.space.account().reserved())
     }
 
-    /// Lets later work of `owner` wait for what `user` has queued so far.
+    /// Makes later work of `owner` wait for the work that `user` has queued so far.
     fn order(&self, owner: StreamId, user: StreamId) -> Result<(), DriverError> {
         let event = self.driver.event_create(false)?;
         let ordered = self.driver.event_record(event, user).and_then(|()| self.driver.stream_wait_event(owner, event));
-        // SAFETY: made above and used nowhere else; the driver keeps it while work waits for it.
+        // SAFETY: created above and used nowhere else; the driver keeps it while work waits for it.
         let destroyed = unsafe { self.driver.event_destroy(event) };
-        // Should that fail, only the event is lost.
+        // If that fails, only the event leaks.
         let _ = destroyed;
         ordered
     }
@@ -195,8 +197,8 @@ impl DeviceAllocator for Bump {
         state.space.take(held, bytes, request.bytes);
         state.space.account_mut().note_peak(stream);
         let addr = DeviceAddr::new(state.space[held].addr).expect("segments lie above zero");
-        // SAFETY: segments come from the driver at multiples of 256 and blocks are multiples of 512. A space's blocks do not
-        // overlap, and a segment goes back to the driver idle.
+        // SAFETY: the driver allocates segments at multiples of 256, and block sizes are multiples of 512. Blocks of a
+        // space do not overlap, and only idle segments are released to the driver.
         Ok(unsafe { Block::new(addr, bytes, request.bytes, path, self.tokens.of_record(held.number())) })
     }
 
@@ -209,7 +211,7 @@ impl DeviceAllocator for Bump {
         let users = state.users.remove(&held).unwrap_or_default();
         state.space.defer(held);
         let ordered = users.iter().try_for_each(|user| self.order(owner, *user));
-        // A stream that cannot be waited for may be gone: then the whole device is waited for.
+        // A stream that cannot be waited for may be destroyed: wait for the whole device instead.
         if let Err(error) = ordered.or_else(|_| self.driver.device_synchronize()) {
             state.stranded.push(held);
             return Err(error.into());
@@ -231,7 +233,7 @@ impl DeviceAllocator for Bump {
         Ok(())
     }
 
-    /// No later free waits for the stream.
+    /// Later frees do not wait for the stream.
     fn forget_stream(&self, stream: StreamId) {
         self.lock().users.values_mut().for_each(|users| users.retain(|user| *user != stream));
     }
@@ -256,7 +258,7 @@ impl DeviceAllocator for Bump {
         Ok(self.release(&mut self.lock(), keep_bytes)?)
     }
 
-    /// No graphs, no private pools, and none of the others.
+    /// No graphs, no private pools, and no other optional features.
     fn parts(&self) -> Parts<'_> {
         Parts::NONE
     }
@@ -264,7 +266,7 @@ impl DeviceAllocator for Bump {
 
 impl Drop for Bump {
     fn drop(&mut self) {
-        // Once more where the driver refused; what it refuses again goes with the device.
+        // Retry where the driver refused; memory that it refuses again is released with the device.
         let state = &mut *self.lock();
         let _ = self.release(state, 0).or_else(|_| self.release(state, 0));
     }

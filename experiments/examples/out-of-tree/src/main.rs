@@ -1,5 +1,5 @@
-//! The three programs with the allocators of this crate in their lists: `cargo run -- --alloc bump` trains,
-//! `cargo run -- vramlab replay HISTORY --alloc bump,caching` replays, `cargo run -- experiments compare bump caching` compares.
+//! The three programs with this crate's allocators added: `cargo run -- --alloc bump` trains, `cargo run -- vramlab
+//! replay HISTORY --alloc bump,caching` replays, `cargo run -- experiments compare bump caching` compares.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -11,13 +11,13 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     }
-    // Commands that are suggested begin with this program.
+    // Suggested commands begin with this program's name.
     terminal::contains(&[("trainer", ""), ("vramlab", "vramlab"), ("experiments", "experiments")]);
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
     let program: fn(Vec<OsString>) -> ExitCode = match arguments.get(1).and_then(|word| word.to_str()) {
         Some("vramlab") => vramlab_cli::main,
         Some("experiments") => experiments::main,
-        // So `experiments` starts its runs.
+        // `experiments` starts its runs with these words.
         Some("trainer") => trainer::cli::main,
         _ => return trainer::cli::main(arguments),
     };

@@ -1,11 +1,11 @@
-//! # `snug`: blocks that are never cut, put together from the library's parts
+//! # `snug`: blocks that are never split, built from the library's parts
 //!
-//! *Policy.* A request is rounded up to a multiple of 512 bytes. The smallest free block of its stream serves it, as a whole, if
-//! the request fills three quarters of it. Else it gets a segment of exactly its size. When the device has no memory left, idle
-//! segments go back to it, and it is asked once more. A free makes the block reusable for its stream: at once, or when the
-//! other streams that use it are done.
+//! *Policy.* A request is rounded up to a multiple of 512 bytes. The smallest free block of its stream serves it,
+//! unsplit, if the request fills three quarters of the block. Otherwise a segment of exactly the request's size is
+//! allocated. If the device is out of memory, idle segments are released and the allocation is retried once. A freed
+//! block is reusable on its stream immediately, or once the other streams that use it are done.
 //!
-//! *Good at* programs that ask for the same sizes over and over: nothing fragments. *Bad at* sizes that keep changing.
+//! *Good at* programs that request the same sizes repeatedly: no fragmentation. *Bad at* sizes that keep changing.
 
 use std::sync::Arc;
 use vramlab::backends::{Backend, Capabilities, Found, Policy, Pooled, Rules, With};
@@ -15,7 +15,7 @@ use vramlab::settings::{NoSettings, Settings};
 use vramlab::space::FreeList;
 use vramlab::{Driver, DriverError, Path};
 
-/// The entry: what lists, help and tests know of this backend.
+/// The backend's entry in the list: lists, help and tests read it.
 pub static BACKEND: Backend = Backend {
     name: "snug",
     summary: "serves a request with a whole block of about its size, and cuts none",
@@ -36,7 +36,7 @@ impl Snug {
         let ladder = Ladder { steps, size: SegmentSize::Exact };
         let (size, split) = (Size::Multiple(512), Split::Never);
         let rules = Rules { name: BACKEND.name, settings: NoSettings::default().json(), size, split, ladder };
-        // SAFETY: the heap is new. `find` is the only step that this policy says by itself, and it takes no block.
+        // SAFETY: the heap is new. `find` is the only step that this policy implements, and it takes no block.
         unsafe { Pooled::new(heap, Self(rules)) }
     }
 }

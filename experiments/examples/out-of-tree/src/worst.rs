@@ -1,9 +1,10 @@
-//! # `worst`: the largest free block serves, so that what is left of it is large, too
+//! # `worst`: the largest free block serves, so the remainder is large, too
 //!
-//! *Policy.* A request is rounded up to a multiple of 512 bytes. The largest free block of its stream serves it, of equal ones that
-//! with the highest address. What is left is cut off if it is at least 64 KiB. All else is as in PyTorch's ladder.
+//! *Policy.* A request is rounded up to a multiple of 512 bytes. The largest free block of its stream serves it; of
+//! equal blocks, the one with the highest address. A remainder of at least 64 KiB is split off. Everything else
+//! follows PyTorch's fallback steps.
 //!
-//! It shows parts of its own: an index of free blocks, and a rule for splitting.
+//! The example shows custom parts: an index of free blocks, and a rule for splitting.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use vramlab::policy::{Heap, size::Size};
 use vramlab::settings::{NoSettings, Settings};
 use vramlab::space::{BlockId, FreeBlock, FreeList};
 
-/// The entry: what lists, help and tests know of this backend.
+/// The backend's entry in the list: lists, help and tests read it.
 pub static BACKEND: Backend = Backend {
     name: "worst",
     summary: "worst fit: the largest free block serves",
@@ -31,7 +32,8 @@ pub fn on(driver: Arc<dyn Driver>) -> Pooled<Rules> {
     let (size, split) = (Size::Multiple(512), Split::Custom(&KeepLarge));
     let ladder = Ladder::releasing(SegmentSize::Fixed(32 << 20));
     let rules = Rules { name: BACKEND.name, settings: NoSettings::default().json(), size, split, ladder };
-    // SAFETY: the heap is new, the rules are the library's own policy, and both parts below do what their traits say.
+    // SAFETY: the heap is new, the rules are the library's own policy, and both parts below keep the promises of their
+    // traits.
     unsafe { Pooled::new(heap, rules) }
 }
 
@@ -58,7 +60,7 @@ impl FreeBlocks for Worst {
     }
 }
 
-/// Rests of at least 64 KiB are cut off.
+/// Remainders of at least 64 KiB are split off.
 #[derive(Debug)]
 struct KeepLarge;
 

@@ -1,4 +1,4 @@
-//! An instrument of this crate passes on what it does not watch: `cargo test`.
+//! An instrument of this crate passes on the calls that it does not count: `cargo test`.
 
 use bump_allocator::{BACKEND, census::Census};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ fn requests_are_counted_and_everything_else_passes() {
     // SAFETY: the null device queues no work.
     let free = |block| unsafe { allocator.deallocate(block, stream) }.unwrap();
     assert_eq!(allocator.name(), "caching");
-    // A capture keeps its memory until it is released.
+    // A capture keeps its memory until the graph's pool is released.
     let capture = allocator.capture_begin(stream).unwrap();
     let captured = allocator.allocate(Request::new(700), stream).unwrap();
     let place = captured.addr();
@@ -28,12 +28,12 @@ fn requests_are_counted_and_everything_else_passes() {
     let outside = allocator.allocate(Request::new(700), stream).unwrap();
     assert_ne!(outside.addr(), place, "the capture's memory is pinned");
     allocator.capture_release(capture).unwrap();
-    // A private pool has memory of its own.
+    // Memory of a private pool.
     let pool = allocator.pool_create().unwrap();
     free(allocator.allocate_in(Request::new(9), stream, pool).unwrap());
     allocator.pool_release(pool).unwrap();
     assert!(allocator.pool_trim(pool).unwrap() > 0);
-    // A destroyed stream, and a limit.
+    // A destroyed stream, and a memory limit.
     allocator.record_use(&outside, other).unwrap();
     allocator.forget_stream(other);
     assert_ne!(free(outside), Path::Deferred, "no block waits for a destroyed stream");

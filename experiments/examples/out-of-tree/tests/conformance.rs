@@ -9,7 +9,7 @@ fn trial(check: Check) -> Trial {
         check.run();
         Ok(())
     });
-    // Counted as ignored where the machine has no GPU.
+    // Reported as ignored on a machine without a GPU.
     match missing {
         Some(why) => trial.with_kind(why).with_ignored_flag(true),
         None => trial,

@@ -1,5 +1,5 @@
-//! The three programs know the backends: the trainer computes the same under each, `vramlab replay` and `experiments compare`
-//! compare them and go on with this program.
+//! The three programs accept the backends: the trainer computes the same losses under each; `vramlab replay` and
+//! `experiments compare` compare them and suggest commands of this program.
 
 use std::process::Command;
 
@@ -9,14 +9,14 @@ fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_bump-allocator"))
 }
 
-/// What the program prints.
+/// The program's stdout.
 fn said(arguments: &[&str]) -> String {
     let output = program().args(arguments).env_remove("CARGO").output().expect("the program runs");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).expect("it writes text")
 }
 
-/// What a run computed: the losses of each epoch, which are sums over its steps, to the last bit.
+/// The losses of each epoch, sums over its steps, to the last bit.
 fn computed(record: &str) -> Vec<String> {
     let record: serde_json::Value = serde_json::from_str(record).expect("a record is JSON");
     let epochs = record["epochs"].as_array().expect("a record has epochs");
@@ -59,7 +59,7 @@ fn a_history_is_replayed_under_each() {
     for row in rows {
         assert_eq!((&row["failed_allocations"], &row["allocations"]), (&0.into(), &rows[4]["allocations"]), "{row}");
     }
-    // A policy of its own reserves what no other does.
+    // The policy's peak differs from every other backend's.
     assert_ne!(rows[2]["peak_reserved_bytes"], rows[4]["peak_reserved_bytes"], "{rows:?}");
 }
 

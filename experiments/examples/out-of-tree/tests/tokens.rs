@@ -1,11 +1,11 @@
-//! Blocks of this crate's allocators and of the library's are told apart: `cargo test`.
+//! Blocks of this crate's allocators and of the library's are distinguishable: `cargo test`.
 
 use bump_allocator::BACKEND;
 use std::sync::Arc;
 use vramlab::backends::naive;
 use vramlab::{AllocError, Block, DeviceAllocator, Driver, NullDriver, Request, Selection, StreamId};
 
-/// An allocator on a device of its own, and a block of it.
+/// An allocator on its own device, and a block of it.
 fn made(kind: &'static vramlab::Backend) -> (Arc<dyn DeviceAllocator>, StreamId, Block) {
     let driver: Arc<dyn Driver> = Arc::new(NullDriver::new(1 << 30));
     let allocator = Selection::of(kind).build(&driver).unwrap();
@@ -16,7 +16,7 @@ fn made(kind: &'static vramlab::Backend) -> (Arc<dyn DeviceAllocator>, StreamId,
 
 #[test]
 fn a_block_of_one_allocator_is_refused_by_all_others() {
-    // Each kind several times: were they counted by kind, their numbers would meet.
+    // Each kind several times: if tokens were counted by kind, they would collide.
     let held: Vec<_> =
         [&BACKEND, &naive::BACKEND].into_iter().flat_map(|kind| (0..4).map(move |_| made(kind))).collect();
     for (number, (allocator, stream, own)) in held.iter().enumerate() {

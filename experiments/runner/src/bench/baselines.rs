@@ -1,4 +1,4 @@
-//! Other projects' allocators, measured by programs of their own (`experiments/pytorch/baselines`).
+//! Other projects' allocators, measured by separate programs (`experiments/pytorch/baselines`).
 
 use super::cases::{Case, Named, write_history};
 use super::report::{Missing, Report, Row};
@@ -12,14 +12,14 @@ use tempfile::TempDir;
 
 const PROGRAM: &str = "run.py";
 
-/// What the baseline programs print.
+/// Output of the baseline programs.
 #[derive(Debug, Deserialize)]
 struct Output {
     rows: Vec<Row>,
     missing: Vec<Missing>,
 }
 
-/// The folder of the programs: the one named, the one below the current directory, or that of the sources.
+/// The directory of the programs: the given one, the one below the current directory, or the one in the sources.
 pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
     if let Some(folder) = named {
         return if folder.join(PROGRAM).is_file() {
@@ -37,7 +37,7 @@ pub(crate) fn find(named: Option<&Path>) -> Result<PathBuf> {
     )
 }
 
-/// Runs the programs on the cases that allocators of other projects share and adds what they found.
+/// Runs the programs on the cases that other projects' allocators support and adds their results.
 pub(crate) fn run(folder: &Path, cases: &[Case], histories: &[Named], repeats: u32, report: &mut Report) -> Result<()> {
     let names: Vec<String> = cases.iter().filter(|case| case.is_for_all()).map(|case| case.name(histories)).collect();
     if names.is_empty() {

@@ -1,4 +1,4 @@
-//! What is measured: the cases by name.
+//! The benchmark's cases by name.
 
 use crate::repository;
 use crate::study::record::cores;
@@ -21,7 +21,7 @@ vramlab::device::named! {
     /// An instrument whose cost is measured.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(crate) enum Instrument {
-        /// None, to compare with.
+        /// No instrument, the reference.
         Bare "bare",
         /// Latency histograms.
         Latency "latency",
@@ -30,29 +30,29 @@ vramlab::device::named! {
     }
 }
 
-/// One thing that is measured.
+/// A benchmark case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Case {
-    /// The allocations and frees of the recorded history with this number.
+    /// Replays the allocations and frees of the recording with this number.
     History { number: usize },
-    /// A random one of `live` blocks is freed and another allocated.
+    /// Frees a random one of `live` blocks and allocates another.
     Mixed { live: u32 },
-    /// A block of one size is allocated and freed, then one of the other.
+    /// Allocates and frees a block of one size, then one of the other.
     Alternate { bytes: [u64; 2] },
-    /// One size is allocated and freed in turn, so the same block comes back.
+    /// Allocates and frees one size in turn, so the same block is reused.
     Pair { bytes: u64 },
-    /// Mixed sizes by threads on streams of their own.
+    /// Mixed sizes by threads, each on its own stream.
     Threads { threads: u32 },
     /// Mixed sizes by threads that share one stream.
     Shared { threads: u32 },
     /// Pairs of 4 KiB under an instrument.
     Instrument { instrument: Instrument, threads: u32 },
-    /// Ten million events at full speed, every one of which must be in the trace.
+    /// Ten million events at full speed; the trace must contain every one.
     Events { threads: u32 },
 }
 
 impl Case {
-    /// Its name, as `--case` takes it; `histories` are those that `History` counts.
+    /// Name, as `--case` takes it; `histories` are the recordings that `History` numbers.
     pub(crate) fn name(self, histories: &[Named]) -> String {
         match self {
             Self::History { number } => format!("history/{}", histories[number].name),
@@ -66,7 +66,7 @@ impl Case {
         }
     }
 
-    /// Threads that it runs.
+    /// Number of threads.
     pub(crate) fn threads(self) -> u32 {
         match self {
             Self::History { .. } | Self::Mixed { .. } | Self::Alternate { .. } | Self::Pair { .. } => 1,
@@ -77,12 +77,12 @@ impl Case {
         }
     }
 
-    /// Whether allocators of other projects are measured with it too.
+    /// Whether other projects' allocators are measured with it too.
     pub(crate) fn is_for_all(self) -> bool {
         !matches!(self, Self::Instrument { .. } | Self::Events { .. })
     }
 
-    /// What its figures count.
+    /// Unit of its values.
     pub(crate) fn unit(self) -> &'static str {
         match self {
             Self::History { .. } | Self::Mixed { .. } | Self::Alternate { .. } | Self::Pair { .. } => "ns/operation",
@@ -106,13 +106,13 @@ impl Case {
 /// A case under an allocator.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
-    /// What.
+    /// The case.
     pub(crate) case: Case,
-    /// Under which allocator.
+    /// The allocator.
     pub(crate) alloc: Selection,
 }
 
-/// The wanted cases, in groups whose members are compared and so run in turn.
+/// The selected cases, in groups; members of a group are compared and so run in turn.
 pub(crate) fn groups(
     chosen: &[Selection],
     threads: &[u32],
@@ -127,7 +127,7 @@ pub(crate) fn groups(
     cases.extend(threads.iter().filter(|threads| **threads > 1).map(|threads| Case::Shared { threads: *threads }));
     let mut groups: Vec<Vec<Job>> =
         cases.into_iter().map(|case| chosen.iter().map(|alloc| Job { case, alloc: alloc.clone() }).collect()).collect();
-    // Instruments wrap every allocator alike; their cost is measured on one with cheap hits.
+    // Instruments wrap every allocator alike; their cost is measured on one whose cache hits are cheap.
     let cheap = |alloc: &&Selection| alloc.capabilities().caches;
     if let Some(alloc) = chosen.iter().find(cheap).or(chosen.first()) {
         for threads in [1, cores().min(16)].into_iter().take(if cores() > 1 { 2 } else { 1 }) {
@@ -139,7 +139,7 @@ pub(crate) fn groups(
     let all = groups.clone();
     for group in &mut groups {
         group.retain(|job| job.case.matches(histories, patterns));
-        // What an instrument adds is a difference, so the bare run comes along.
+        // An instrument's cost is a difference, so the bare run is included.
         if let Some(Job { case: Case::Instrument { threads, .. }, alloc }) = group.first().cloned() {
             let bare = Case::Instrument { instrument: Instrument::Bare, threads };
             if group.iter().all(|job| job.case != bare) {
@@ -156,18 +156,18 @@ pub(crate) fn groups(
     Ok(groups)
 }
 
-/// A history and what it is called.
+/// A recording and its name.
 #[derive(Debug)]
 pub(crate) struct Named {
     /// The file's name up to its first dot.
     pub(crate) name: String,
-    /// Its calls.
+    /// The recorded calls.
     pub(crate) calls: RecordedCalls,
 }
 
-/// Reads the histories that were named, or those of the sources: all in `experiments/histories`.
+/// Reads the given recordings, or those of the sources: all in `experiments/histories`.
 ///
-/// Without a list and without the folder there are none.
+/// Without a list and without the directory the result is empty.
 pub(crate) fn read_histories(named: &[PathBuf]) -> Result<Vec<Named>> {
     let files = if named.is_empty() { beside_the_sources() } else { named.to_vec() };
     let mut found: Vec<Named> = Vec::new();
@@ -188,7 +188,7 @@ pub(crate) fn read_histories(named: &[PathBuf]) -> Result<Vec<Named>> {
     Ok(found)
 }
 
-/// What a case can be called: letters, digits, `-` and `_` of the file's name up to its first dot.
+/// A case's name for a recording: letters, digits, `-` and `_` of the file's name up to its first dot.
 fn name_of(file: &Path) -> String {
     let name = file.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
     let stem = name.split('.').next().unwrap_or_default();
@@ -204,7 +204,8 @@ fn beside_the_sources() -> Vec<PathBuf> {
     files
 }
 
-/// Writes a history for the baseline programs: slots and streams, then a line a call (slot, stream, bytes; 0 bytes free).
+/// Writes a recording for the baseline programs: slots and streams, then a line per call (slot, stream, bytes; 0
+/// bytes: free).
 pub(crate) fn write_history(history: &Named, folder: &Path) -> Result<PathBuf> {
     let calls = &history.calls;
     let mut text = format!("{} {}\n", calls.slots(), calls.streams());

@@ -1,4 +1,4 @@
-//! One measurement: an allocator of its own, a warm-up, and one look at the clock on either side of a loop.
+//! One measurement: a fresh allocator, a warm-up, and one clock reading on either side of a loop.
 
 use super::cases::{Case, Instrument, Job, Named, THREAD_LIVE};
 use anyhow::{Result, ensure};
@@ -16,23 +16,23 @@ use vramlab::{
     Request, Selection, Snapshot, Stats, StreamId,
 };
 
-/// Allocations that the passes of a case `history` come to at least.
+/// Minimum number of allocations over all passes of a case `history`.
 const HISTORY_ALLOCATIONS: u64 = 300_000;
 /// Operations of one pass of the cases `mixed`; the second pass is timed.
 const MIXED_PASS: usize = 300_000;
-/// How long the threads of a case `threads` run.
+/// Run time of the threads of a case `threads`.
 const WINDOW: Duration = Duration::from_millis(300);
-/// Steps that a thread draws beforehand and takes in a circle: 128 KiB.
+/// Steps that a thread draws beforehand and repeats: 128 KiB.
 const THREAD_STEPS: usize = 16_384;
-/// Steps between looks at the end of the window.
+/// Steps between checks for the end of the window.
 const BATCH: usize = 128;
 /// Pairs of each thread under an instrument.
 const INSTRUMENT_PAIRS: u64 = 100_000;
-/// Events of the cases `trace/events`, in all threads together.
+/// Events of the cases `trace/events`, over all threads.
 const EVENTS: u64 = 10_000_000;
 const SEED: u64 = 1;
 
-/// A figure and the operations that it was taken from.
+/// A value and the number of operations behind it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
     /// In the case's unit.
@@ -47,14 +47,14 @@ pub(crate) struct Setup {
     driver: Arc<dyn Driver>,
     streams: Vec<StreamId>,
     kind: DeviceKind,
-    /// Steps by case: they are the same in every repeat and under every allocator.
+    /// Steps by case: identical in every repeat and under every allocator.
     mixed: BTreeMap<u32, Sequence>,
     threads: Vec<Sequence>,
     histories: Vec<Named>,
 }
 
 impl Setup {
-    /// Makes the streams and draws the numbers.
+    /// Creates the streams and draws the random numbers.
     pub(crate) fn new(driver: &Arc<dyn Driver>, threads: u32, histories: Vec<Named>) -> Result<Self> {
         let most = histories.iter().map(|history| history.calls.streams()).max().unwrap_or(0).max(threads);
         let streams = (0..most).map(|_| driver.stream_create()).collect::<Result<_, _>>()?;
@@ -69,17 +69,17 @@ impl Setup {
         })
     }
 
-    /// The histories whose calls are timed.
+    /// The recordings whose calls are timed.
     pub(crate) fn histories(&self) -> &[Named] {
         &self.histories
     }
 
-    /// The device's kind, for the rows.
+    /// The device's kind, for the report's rows.
     pub(crate) fn kind(&self) -> DeviceKind {
         self.kind
     }
 
-    /// Every operation is a driver call of tens of microseconds, so fewer do.
+    /// Every operation is a driver call of tens of microseconds, so fewer are timed.
     fn is_slow(&self, alloc: &Selection) -> bool {
         self.kind == DeviceKind::Cuda && alloc.capabilities().slow_calls
     }
@@ -88,8 +88,8 @@ impl Setup {
 impl Drop for Setup {
     fn drop(&mut self) {
         for stream in self.streams.drain(..) {
-            // The streams go with the process in any case.
-            // SAFETY: made by `new`; the allocators that used it are gone.
+            // The streams are destroyed with the process in any case.
+            // SAFETY: created by `new`; the allocators that used it are dropped.
             let _ = unsafe { self.driver.stream_destroy(stream) };
         }
     }
@@ -140,7 +140,7 @@ pub(crate) fn measure(setup: &Setup, job: &Job) -> Result<Sample> {
                 trace.as_ref().map_or(Ok(()), |trace| all_there(trace, 2 * pairs * u64::from(threads)))?;
                 Ok(times)
             };
-            // The warm-up also makes the buffers; a trace keeps them when its events are taken.
+            // The warm-up also allocates the buffers; a trace keeps them when its events are taken.
             round()?;
             let times = round()?;
             // CAST: nanoseconds and counts far below 2^53.
@@ -162,7 +162,7 @@ pub(crate) fn measure(setup: &Setup, job: &Job) -> Result<Sample> {
     }
 }
 
-/// Times a loop of this many operations.
+/// Times a loop of `operations` operations.
 fn per_operation(operations: u64, work: impl FnOnce() -> Result<()>) -> Result<Sample> {
     let start = Instant::now();
     work()?;
@@ -183,7 +183,7 @@ fn all_there(trace: &EventTrace, expected: u64) -> Result<()> {
     Ok(())
 }
 
-/// Pairs of 4 KiB, by each thread on its stream; what each thread took.
+/// Pairs of 4 KiB, by each thread on its stream; returns the time of each thread.
 fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs: u64) -> Result<Vec<Duration>> {
     let ready = Barrier::new(streams.len());
     let work = |stream: StreamId| -> Result<Duration, AllocError> {
@@ -192,7 +192,8 @@ fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs
         workload::pair(allocator, stream, 4096, pairs)?;
         Ok(start.elapsed())
     };
-    // One thread is this one, as in the cases without threads: another might start on a core that another program uses.
+    // The first thread is this one, as in the cases without threads: another might start on a core that another
+    // program uses.
     let times = match streams {
         [stream] => vec![work(*stream)?],
         _ => in_threads(streams, |_, stream| work(stream))?,
@@ -200,13 +201,14 @@ fn pairs_in_threads(allocator: &dyn DeviceAllocator, streams: &[StreamId], pairs
     Ok(times)
 }
 
-/// Mixed sizes by each thread on its stream, which others may share, with live blocks of its own, for a while; in million operations a second.
+/// Mixed sizes by each thread on its stream, which others may share, with its own live blocks, for a fixed time; in
+/// million operations a second.
 fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: &[Sequence]) -> Result<Sample> {
     let (ready, stop) = (Barrier::new(streams.len() + 1), AtomicBool::new(false));
     let work = |at: usize, stream: StreamId| -> Result<(u64, Instant, Instant), AllocError> {
         let sequence = &sequences[at];
         let filled = Slots::fill(allocator, stream, &sequence.fill);
-        // Every thread must arrive, also one that has failed.
+        // Every thread must arrive, even one that has failed.
         let warm = filled.and_then(|mut slots| slots.run(&sequence.steps[..1_024]).map(|()| slots));
         ready.wait();
         let (mut slots, mut operations, start) = (warm?, 0, Instant::now());
@@ -236,7 +238,7 @@ fn throughput(allocator: &dyn DeviceAllocator, streams: &[StreamId], sequences: 
     Ok(Sample { value: operations as f64 / seconds / 1e6, operations })
 }
 
-/// Runs `work` in a thread for each stream; the first error when there is one.
+/// Runs `work` in a thread for each stream; returns the first error, if any.
 fn in_threads<T: Send>(
     streams: &[StreamId],
     work: impl Fn(usize, StreamId) -> Result<T, AllocError> + Sync,
@@ -252,18 +254,19 @@ fn in_threads<T: Send>(
     })
 }
 
-/// Sends each call to the allocator of its stream. Captures are those of the stream's allocator, a private pool is one pool in each.
+/// Sends each call to the allocator of its stream. A capture belongs to its stream's allocator; a private pool is one
+/// pool in each.
 #[derive(Debug)]
 pub(crate) struct PerStream {
     allocators: Vec<(StreamId, Arc<dyn DeviceAllocator>)>,
-    /// The allocator of each capture by its place in the list.
+    /// The allocator of each capture, by index in the list.
     captures: Mutex<HashMap<CaptureId, usize>>,
     /// The pool of each allocator, in their order.
     pools: Mutex<HashMap<PrivatePool, Vec<PrivatePool>>>,
 }
 
 impl PerStream {
-    /// An allocator made by `build` for each stream; there is at least one.
+    /// Builds an allocator for each stream, at least one.
     pub(crate) fn new(
         streams: &[StreamId],
         build: impl Fn() -> Result<Arc<dyn DeviceAllocator>, AllocError>,
@@ -273,7 +276,7 @@ impl PerStream {
         Ok(Self { allocators, captures: Mutex::default(), pools: Mutex::default() })
     }
 
-    /// The place of a stream's allocator: the first for any other stream.
+    /// The index of a stream's allocator; 0 for an unknown stream.
     fn place(&self, stream: StreamId) -> usize {
         self.allocators.iter().position(|(own, _)| *own == stream).unwrap_or(0)
     }
@@ -290,13 +293,13 @@ impl PerStream {
         self.allocators[0].1.as_ref()
     }
 
-    /// The allocator that began a capture; one that knows nothing of it for any other.
+    /// The allocator that began a capture; for an unknown capture any other, which reports it.
     fn capturing(&self, capture: CaptureId) -> &dyn DeviceAllocator {
         let place = lock(&self.captures).get(&capture).copied().unwrap_or(0);
         self.allocators[place].1.as_ref()
     }
 
-    /// The pool of each allocator that a pool stands for.
+    /// The pools, one per allocator, behind a pool.
     fn pools(&self, pool: PrivatePool) -> Result<Vec<PrivatePool>, AllocError> {
         let unknown = || AllocError::PrivatePool { allocator: self.name(), reason: format!("there is no pool {pool}") };
         lock(&self.pools).get(&pool).cloned().ok_or_else(unknown)
@@ -313,11 +316,12 @@ impl DeviceAllocator for PerStream {
     }
 
     unsafe fn deallocate(&self, block: Block, stream: StreamId) -> Result<Path, AllocError> {
-        // SAFETY: the caller's promise is the inner allocator's; `stream` is the block's, so it is the one that made it.
+        // SAFETY: the caller's promise is the inner allocator's; `stream` is the block's, so this allocator allocated
+        // it.
         unsafe { self.of(stream).deallocate(block, stream) }
     }
 
-    /// `stream` uses the block; the allocator that made it is one of them.
+    /// `stream` uses the block; one of the allocators owns it.
     fn record_use(&self, block: &Block, stream: StreamId) -> Result<(), AllocError> {
         let mut refused = self.of(stream).record_use(block, stream);
         for inner in self.all() {
@@ -341,7 +345,7 @@ impl DeviceAllocator for PerStream {
         self.first().settings()
     }
 
-    /// Of the first.
+    /// The first allocator's.
     fn stats(&self) -> Stats {
         self.first().stats()
     }
@@ -354,7 +358,7 @@ impl DeviceAllocator for PerStream {
         None
     }
 
-    /// Of the first.
+    /// The first allocator's.
     fn ledger_at_peak(&self) -> Ledger {
         self.first().ledger_at_peak()
     }
@@ -363,7 +367,7 @@ impl DeviceAllocator for PerStream {
         self.all().map(|inner| inner.trim(keep_bytes)).sum()
     }
 
-    /// A limit, a takeover and pages would be those of one stream, so there are none.
+    /// A limit, a takeover and pages would apply to one stream only, so they are not supported.
     fn parts(&self) -> Parts<'_> {
         let inner = self.first().parts();
         Parts {
@@ -391,7 +395,7 @@ impl GraphMemory for PerStream {
     }
 
     fn set_reuse_in_captures(&self, on: bool) -> bool {
-        // Each is set, also after one that cannot.
+        // Sets every one, even after a failure.
         self.all().filter(|inner| !inner.set_reuse_in_captures(on)).count() == 0
     }
 }
@@ -424,7 +428,7 @@ impl PrivatePools for PerStream {
         self.all().zip(self.pools(pool)?).map(|(inner, pool)| inner.pool_trim(pool)).sum()
     }
 
-    /// A checkpoint would be of several allocators.
+    /// A checkpoint would span several allocators.
     fn pool_checkpoint(&self, _pool: PrivatePool) -> Result<Snapshot, AllocError> {
         Err(self.no_checkpoints())
     }

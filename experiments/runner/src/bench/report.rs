@@ -1,4 +1,4 @@
-//! What was measured, as a table for people and as JSON for machines.
+//! The measurements, as a table for people and as JSON for machines.
 
 use super::cases::Job;
 use super::measure::{Sample, Setup};
@@ -9,11 +9,11 @@ use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, digits, say};
 use trainer::provenance::Provenance;
 use vramlab::{DeviceDescription, Driver, Selection};
 
-/// What a figure holds, for the reader of a figure.
+/// What a value contains, for the reader.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
                         the calls with one look at the clock on either side; sizes and slots are drawn beforehand, a \
                         read of 8 bytes and a slot of the live blocks for each operation are in it; no kernel runs";
-/// Above this share between the smallest and the largest run a case is called noisy.
+/// A case is called noisy if its largest and smallest run differ by more than this share.
 const NOISY: f64 = 0.25;
 
 /// One case under one allocator.
@@ -76,24 +76,24 @@ impl Row {
         self.unit.ends_with("/s")
     }
 
-    /// How many times better than `other`.
+    /// How many times better it is than `other`.
     fn times_better(&self, other: &Row) -> f64 {
         if self.is_rate() { self.median / other.median } else { other.median / self.median }
     }
 }
 
-/// A baseline that could not be run.
+/// A baseline that could not run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Missing {
     /// Its name.
     pub(crate) allocator: String,
-    /// Why.
+    /// Why it could not run.
     pub(crate) reason: String,
-    /// How to get it.
+    /// How to install it.
     pub(crate) remedy: String,
 }
 
-/// Everything that was measured.
+/// All measurements.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     schema_version: u32,
@@ -107,7 +107,7 @@ pub(crate) struct Report {
     included: &'static str,
     /// Figures.
     pub(crate) rows: Vec<Row>,
-    /// Baselines that were asked for and are not there.
+    /// Requested baselines that are not installed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) missing: Vec<Missing>,
 }
@@ -131,7 +131,7 @@ impl Report {
         }
     }
 
-    /// Says on stderr which figures scatter and which baselines are missing.
+    /// Prints on stderr which values scatter and which baselines are missing.
     pub(crate) fn warn(&self) {
         let noisy: Vec<String> = self
             .rows
@@ -152,7 +152,7 @@ impl Report {
         }
     }
 
-    /// The figures for people: cases down, allocators across.
+    /// The values for people: cases down, allocators across.
     pub(crate) fn page(&self) -> Page {
         let mut page = Page::stdout();
         page.line(format!(
@@ -186,7 +186,7 @@ impl Report {
         page
     }
 
-    /// Which allocator is the quickest in the most cases.
+    /// The allocator that is the fastest in the most cases.
     fn found(&self) -> String {
         let cases = distinct(self.rows.iter().map(|row| (row.case.as_str(), row.threads)));
         let quickest = |case: &(&str, u32)| {
@@ -236,7 +236,7 @@ impl Report {
     }
 }
 
-/// Each item once, in the order of their first places.
+/// Each item once, in order of first occurrence.
 fn distinct<T: Copy + PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
     let mut out = Vec::new();
     for item in items {
@@ -252,8 +252,8 @@ fn best<'a>(rows: &[&'a Row]) -> Option<&'a Row> {
     rows.iter().copied().reduce(|best, row| if best.times_better(row) >= 1.0 { best } else { row })
 }
 
-/// Cases down, allocators across, the best of each case in bold; with baselines, how the project's best compares to
-/// theirs. A screen shows four allocators at a time, and the ranges only where there is room for them.
+/// Cases down, allocators across, the best of each case in bold; with baselines, also how the project's best compares
+/// to the baselines' best. A screen shows four allocators at a time, and the ranges only where there is room.
 fn side_by_side(rows: &[&Row], page: &mut Page) {
     let names = distinct(rows.iter().map(|row| row.allocator.as_str()));
     let cases = distinct(rows.iter().map(|row| row.case.as_str()));
@@ -296,7 +296,7 @@ fn table(rows: &[&Row], cases: &[&str], names: &[&str], baselines: bool, shown: 
     table
 }
 
-/// Three digits or so, with the range.
+/// About three digits, with the range.
 fn figure(row: &Row) -> String {
     format!("{} ({}-{})", digits(row.median), digits(row.min), digits(row.max))
 }
