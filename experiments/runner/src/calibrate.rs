@@ -1,10 +1,10 @@
-//! `experiments calibrate`: measures what driver calls cost on a device and writes a profile for the simulated one.
+//! `experiments calibrate`: measures the cost of driver calls on a device and writes a profile for the simulated one.
 //!
-//! Every figure of the profile is the median of repeated calls on the machine's clock, or device time by events. Kernel costs, the
-//! L2 cache's size and the program's own time are kept from the base profile; `fit-kernels` and `fit-program` put in
-//! those of a GPU. Run on the simulated device, calibration gives
-//! back the profile that it runs on, which is how it is tested. Beside the profile it gives the percentiles of every
-//! call, on the idle device and beside a running kernel, and what kernels reach.
+//! Every value of the profile is the median of repeated calls on the machine's clock, or device time between events.
+//! Kernel costs, the L2 cache's size and the program's host time are kept from the base profile; `fit-kernels` and
+//! `fit-program` replace them with a GPU's. Calibration on the simulated device reproduces the profile that it runs
+//! on; the tests rely on that. In addition to the profile it reports the percentiles of every call, on the idle device
+//! and concurrent with a running kernel, and the bandwidth and rate of kernels.
 
 mod costs;
 mod kernels;
@@ -44,7 +44,7 @@ pub(crate) struct CalibrateArgs {
     measurements: Option<PathBuf>,
 }
 
-/// What launches the work that calls are measured beside.
+/// Launches the work that runs while calls are measured.
 enum Engine {
     Cuda(Box<CudaKernels>, Arc<CudaDriver>),
     Sim(Arc<SimDriver>),
@@ -131,7 +131,7 @@ impl Bench {
         Ok(ns)
     }
 
-    /// Device time of `work` that is queued behind a long kernel, so that the host's time does not show.
+    /// Device time of `work` queued behind a long kernel, so that it excludes the host's time.
     fn queued_ns(&self, work: impl FnOnce() -> Result<()>) -> Result<u64> {
         self.fill(self.large.1)?;
         self.device_ns(work)
@@ -147,7 +147,7 @@ impl Bench {
         Ok((self.clock.now_ns() - start, value))
     }
 
-    /// Host times of a call that is repeated.
+    /// Host times of repeated calls.
     fn times<T, E>(&self, repeats: usize, mut call: impl FnMut() -> Result<T, E>) -> Result<Vec<u64>>
     where
         anyhow::Error: From<E>,
@@ -159,7 +159,7 @@ impl Bench {
         Ok(self.driver().device_synchronize()?)
     }
 
-    /// Host times of pairs of calls, each of which follows what `prepare` does.
+    /// Host times of repeated pairs of calls, each preceded by `prepare`.
     fn pairs<T: Copy>(
         &self,
         repeats: usize,
@@ -179,18 +179,18 @@ impl Bench {
     }
 }
 
-/// What calibration gives.
+/// Result of a calibration.
 #[derive(Debug)]
 struct Calibration {
-    /// The base profile with this device's costs, those of kernels and of the program excepted.
+    /// The base profile with this device's costs, except those of kernels and of the program.
     profile: Profile,
-    /// Percentiles of every call, and what kernels reach.
+    /// Percentiles of every call, and rates of kernels.
     measurements: Measurements,
 }
 
-/// Measures a device, writes its profile and prints what was measured.
+/// Measures a device, writes its profile and prints the measurements.
 pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
-    // Before the minutes that measuring takes.
+    // Check this before the minutes that measuring takes.
     let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
     let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);
     let found = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;
@@ -249,7 +249,7 @@ mod tests {
 
     #[test]
     fn the_simulated_device_gives_back_its_profile() {
-        // The program's own time is in no call, so calibration does not see it and keeps it.
+        // No call contains the program's host time, so calibration cannot measure it and keeps it.
         let base = Profile { program_ns_per_call: 500, ..Profile::h200() };
         let calibration = measure_device(&DeviceName::Sim(None), base.clone(), "test").unwrap();
         let found = calibration.profile;
@@ -305,7 +305,7 @@ mod tests {
             let ordered = [row.min_ns, row.p50_ns, row.p90_ns, row.p99_ns, row.max_ns].is_sorted();
             assert!(ordered && row.samples > 0, "{row:?}");
         }
-        // A free behind a kernel waits for its rest, an allocation does not.
+        // A free behind a kernel waits for the kernel to end; an allocation does not.
         let small = Some(64 << 10);
         assert!(of("mem_free", Condition::Busy, small).p50_ns > 1_000_000);
         assert!(of("mem_free", Condition::IdleInPage, small).p50_ns == profile.plain.free_in_page_ns);
@@ -317,7 +317,7 @@ mod tests {
         let pool = profile.pool.unwrap();
         let granule = pool.granule_bytes;
         assert_eq!(of("mem_alloc_async", Condition::ThresholdMax, Some(granule)).p50_ns, pool.alloc_ns);
-        // With a threshold of 0 a synchronise gives the granule back, and the next allocation takes it again.
+        // With a threshold of 0 a synchronise releases the granule, and the next allocation maps it again.
         let taken = of("mem_alloc_async", Condition::ThresholdZeroSynchronised, Some(granule)).p50_ns;
         assert_eq!(taken, pool.alloc_ns + pool.grow_ns_per_granule);
         assert!(
@@ -341,8 +341,8 @@ mod tests {
         for rate in &rates {
             let cost = profile.kernels.get(rate.kernel).unwrap_or(&profile.default_kernel);
             let time = |missed: f64| cost.ns(rate.blocks, rate.iterations, rate.bytes, missed);
-            // The first launch of a train finds its data in memory, where the fill before it has pushed them, and so
-            // does every launch on more than the cache holds.
+            // The first launch of a series reads its data from memory, because the fill before it evicted them; so
+            // does every launch on more data than the cache holds.
             let (cache, memory) = (time(0.0), time(1.0));
             let between = 0.98 * cache <= rate.median_ns && rate.median_ns <= 1.02 * memory;
             assert!(between, "{rate:?} should take {cache} to {memory}");

@@ -1,7 +1,9 @@
-//! `experiments campaign`: makes the records that the documents quote, and says how they differ from those that are kept.
+//! `experiments campaign`: makes the records that the documents quote, and reports how they differ from the committed
+//! ones.
 //!
-//! It orders the commands that make them and does nothing itself. What is done is noted in the campaign's folder after each part;
-//! within a part the commands go on where they were. A kill leaves either a part's whole record or what its command goes on with.
+//! It only orders the commands that make them. The campaign's directory records each part when it is complete; within
+//! a part the commands resume. After a kill there is either a part's complete record or the state from which its
+//! command resumes.
 
 mod parts;
 mod rows;
@@ -23,13 +25,13 @@ use terminal::{Cell, Column, Page, RuntimeFailure, say};
 use vramlab::CudaDriver;
 use vramlab::input::{DOCUMENT, read_text};
 
-/// What is done, in the campaign's folder.
+/// Completed parts, in the campaign's directory.
 const DONE: &str = "campaign.json";
 /// Exit code of a command whose budget ended first, and of this one.
 const BUDGET: u8 = 4;
-/// Figures that are shown of a part, without `--json`.
+/// Number of values printed per part without `--json`.
 const SHOWN: usize = 12;
-/// Two figures that are no farther apart are as they were.
+/// Relative difference up to which two values count as equal.
 const SAME: f64 = 0.01;
 
 #[derive(Debug, Args)]
@@ -57,14 +59,14 @@ pub(crate) struct CampaignArgs {
     json: bool,
 }
 
-/// A part that is done.
+/// A completed part.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Finished {
-    /// When, UTC.
+    /// Completion time, UTC.
     finished_at: String,
     /// Seconds of its last call.
     took_s: f64,
-    /// Of the program that made it.
+    /// Provenance of the program that made it.
     provenance: serde_json::Value,
 }
 
@@ -73,16 +75,17 @@ struct Finished {
 struct Planned {
     part: String,
     needs: Vec<Need>,
-    /// Seconds: of its last call here, else what the runs of the kept records took. Absent where no record says it.
+    /// Seconds of its last call here, else the total of the committed records' runs. Absent where no record contains
+    /// it.
     #[serde(skip_serializing_if = "Option::is_none")]
     seconds: Option<f64>,
-    /// Whether it is done in this folder.
+    /// Whether it is complete in this directory.
     done: bool,
     command: Vec<String>,
     documents: Vec<String>,
 }
 
-/// Runs the parts that are left and compares.
+/// Runs the remaining parts and compares.
 pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
     if !(args.budget.is_finite() && args.budget > 0.0) {
         bail!("--budget {}: write seconds, more than none", args.budget);
@@ -147,7 +150,7 @@ pub(crate) fn campaign(args: &CampaignArgs) -> Result<()> {
     Ok(())
 }
 
-/// What the folder says is done.
+/// Completed parts, read from the directory.
 fn finished(out: &Path) -> Result<BTreeMap<String, Finished>> {
     let path = out.join(DONE);
     if !path.exists() {
@@ -174,7 +177,7 @@ fn plan(chosen: &[Part], done: &BTreeMap<String, Finished>, out: &Path, budget: 
     chosen.iter().map(line).collect()
 }
 
-/// Whether this machine lacks something.
+/// Whether this machine lacks something that the part needs.
 fn lacking(need: Need) -> bool {
     let fails = |program: &str, words: &[&str]| {
         let mut command = Command::new(program);
@@ -191,27 +194,27 @@ fn lacking(need: Need) -> bool {
     }
 }
 
-/// Runs a part's command; its exit code, and how long it took.
+/// Runs a part's command; returns its exit code and duration.
 fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
     let words = part.words(out, budget)?;
     let mut command = match words[0].as_str() {
         "experiments" | "vramlab" => Command::new(this_program()?),
         program => Command::new(program),
     };
-    // This program is `vramlab`, too, behind that word.
+    // After the word `vramlab` this program is `vramlab`.
     command.args(&words[usize::from(words[0] != "vramlab")..]).stdin(Stdio::null());
-    // What is printed has its name only when it is whole.
+    // The output gets its name only when it is complete.
     let printed = part.stdout.as_ref().map(|name| (out.join(name), out.join(format!("{name}.part"))));
     if let Some((_, partial)) = &printed {
         let file = File::create(partial).with_context(|| format!("cannot write {}", partial.display()))?;
         command.stdout(file);
     } else {
-        // The table of a command is no part of what this one prints.
+        // A command's table is not part of this program's output.
         command.stdout(Stdio::null());
     }
     let began = Instant::now();
     let status = command.status().with_context(|| format!("cannot start {}", words[0]))?;
-    // A signal ended it: 143 stands for all of them.
+    // A signal ended the process: 143 stands for every signal.
     let code = status.code().map_or(143, |code| u8::try_from(code).unwrap_or(1));
     if let Some((path, partial)) = printed {
         let moved = if code == 0 { fs::rename(&partial, &path) } else { fs::remove_file(&partial) };
@@ -220,7 +223,7 @@ fn run(part: &Part, out: &Path, budget: f64) -> Result<(u8, Duration)> {
     Ok((code, began.elapsed()))
 }
 
-/// The new records beside those that are kept, as far as both are there.
+/// The new records compared with the committed ones, where both exist.
 fn compare(chosen: &[Part], out: &Path) -> Result<Vec<Difference>> {
     let mut all = Vec::new();
     for part in chosen {

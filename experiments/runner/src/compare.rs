@@ -1,5 +1,5 @@
-//! `experiments compare`: one table for all allocators, from one run of the trainer for each, in processes of their
-//! own (a CUDA context and the allocators' caches belong to a process).
+//! `experiments compare`: one table for all allocators, from one run of the trainer for each, in separate processes (a
+//! CUDA context and the allocators' caches belong to a process).
 
 use crate::repository;
 use crate::study::ended;
@@ -14,7 +14,7 @@ use terminal::arguments::{self, Selections};
 use terminal::{Bar, Cell, Comparison, Page, command, duration, quoted, seconds};
 use vramlab::Bytes;
 
-/// What is compared unless `--arm` says otherwise.
+/// The variants compared unless `--arm` is given.
 const ARMS: [&str; 4] = [
     "--alloc naive",
     "--alloc caching",
@@ -43,11 +43,11 @@ pub(crate) struct CompareArgs {
     rest: Vec<OsString>,
 }
 
-/// The trainer's options that are wanted most.
+/// The trainer's most frequently used options.
 const COMMON: [&str; 12] =
     ["device", "dataset", "data-dir", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "sync", "loader"];
 
-/// Those of them that were given, for every run: with values and help as the trainer has them.
+/// The given ones of these, for every run: with values and help from the trainer.
 #[derive(Clone, Debug)]
 struct CommonArgs(Vec<OsString>);
 
@@ -95,7 +95,7 @@ impl CompareArgs {
         if self.arms.is_empty() { ARMS.map(str::to_owned).to_vec() } else { self.arms.clone() }
     }
 
-    /// Options of every run; what stands after `--` comes last, so it counts.
+    /// Options of every run; those after `--` come last, so they take precedence.
     fn common(&self) -> Vec<OsString> {
         self.common.0.iter().chain(&self.rest).cloned().collect()
     }
@@ -106,18 +106,18 @@ struct Row {
     arm: String,
     device: String,
     dataset: String,
-    /// Median over epochs but the first, and over repeats.
+    /// Median over epochs, the first excluded, and over repeats.
     epoch_s: f64,
-    /// Median time of a training step, validation left out.
+    /// Median time of a training step, validation excluded.
     step_s: f64,
     steps: u64,
     driver_allocations: u64,
     driver_frees: u64,
     blocked_ns: u64,
-    /// Share of the epoch's time for which the host was blocked.
+    /// Share of the epoch during which the host was blocked.
     blocked_share: f64,
     blocked_in: String,
-    /// Of the most frequent path; absent where the simulated device has no cost for it.
+    /// Percentiles of the most frequent path; absent where the simulated device has no cost for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     allocate_p50_ns: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -132,25 +132,25 @@ struct Row {
     utilisation: Option<f64>,
     val_accuracy: f64,
     final_train_loss: f64,
-    /// Driver calls of the last epoch over its batches, those of the validation included.
+    /// Driver calls of the last epoch, validation included, divided by its batches.
     driver_calls_per_batch: f64,
     /// Driver calls of the last epoch by kind.
     driver_calls: Value,
-    /// How many runs the medians are over.
+    /// Number of runs behind the medians.
     repeats: usize,
-    /// When the first of them began, in UTC.
+    /// Start of the first run, UTC.
     started_at: String,
-    /// What the trainer was built from, and where it ran, as in its record.
+    /// The trainer's commit, build and machine, as in its record.
     provenance: Value,
 }
 
-/// Runs all arms and prints the table.
+/// Runs all variants and prints the table.
 pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     let (arms, common) = (args.arms(), args.common());
     let runs = u64::from(args.repeats) * arms.len() as u64;
     let bar = Bar::new(runs, "{bar:30} run {pos}/{len} {wide_msg} [{elapsed} left {eta}]");
     let mut records: Vec<Vec<Value>> = vec![Vec::new(); arms.len()];
-    // Repeats are interleaved, so that a drift of the machine meets every arm alike.
+    // Repeats are interleaved, so that a drift of the machine affects all variants equally.
     for _ in 0..args.repeats {
         for (arm, records) in arms.iter().zip(&mut records) {
             bar.message(arm);
@@ -163,7 +163,7 @@ pub(crate) fn compare(args: &CompareArgs) -> Result<()> {
     if args.json { terminal::print_json(&rows) } else { report(&rows, &common).print() }
 }
 
-/// One run of the trainer; its record.
+/// Runs the trainer once and returns its record.
 fn run(arm: &str, common: &[OsString]) -> Result<Value> {
     let output = Command::new(repository::this_program()?)
         .args(["trainer", "--json"])
@@ -202,7 +202,7 @@ fn row(arm: &str, records: &[Value]) -> Result<Row> {
     let of = |names: &[&str]| names.iter().map(|name| count(&last, &format!("/driver_calls/{name}/count"))).sum();
     let blocked = |totals: &Value| totals["blocked_ns"].as_u64().unwrap_or(0);
     let most = calls.iter().max_by_key(|(_, totals)| blocked(totals)).filter(|(_, totals)| blocked(totals) > 0);
-    // Paths have their own percentiles; the most frequent one stands for the steady state.
+    // Paths have separate percentiles; the most frequent one stands for the steady state.
     let rows = record["latency"].as_array().cloned().unwrap_or_default();
     let steady = |operation: &str| {
         let rows = rows.iter().filter(|row| row["operation"] == operation);
@@ -275,7 +275,7 @@ fn report(rows: &[Row], common: &[OsString]) -> Page {
     page
 }
 
-/// Which arm is the fastest and what holds the slowest up, and how to watch that.
+/// The fastest variant, the slowest one's main driver cost, and the command that shows it.
 fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
     let order = |a: &&Row, b: &&Row| a.step_s.total_cmp(&b.step_s);
     let (Some(fastest), Some(slowest)) = (rows.iter().min_by(order), rows.iter().max_by(order)) else { return };
@@ -288,7 +288,7 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
         format!("'{}' takes {:.2} driver calls a batch; {waits}.", fastest.arm, fastest.driver_calls_per_batch)
     } else {
         let times = |row: &Row| format!("{:.2}", row.step_s / fastest.step_s);
-        // As the table shows it.
+        // Ties by the rounded value that the table prints.
         let ties = |row: &&Row| times(row) == "1.00";
         let first: Vec<String> = rows.iter().filter(ties).map(|row| format!("'{}'", row.arm)).collect();
         let (are, their) = if first.len() == 1 { ("is", "its") } else { ("are equally", "their") };
@@ -301,7 +301,7 @@ fn end(rows: &[Row], common: &[OsString], page: &mut Page) {
         }
     };
     let options = common.iter().map(|option| quoted(&option.to_string_lossy())).collect::<Vec<_>>().join(" ");
-    // Only the allocator's name was taken off the arm's options.
+    // Only the allocator's name was removed from the variant's options.
     let arm = if slowest.arm.starts_with("--") { slowest.arm.clone() } else { format!("--alloc {}", slowest.arm) };
     page.end(found, &command("trainer", format!("{arm} {options} --log-driver-calls").replace("  ", " ").trim()));
 }

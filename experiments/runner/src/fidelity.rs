@@ -1,5 +1,5 @@
-//! `experiments fidelity`: how far the simulated GPU is from the real one, cell by cell of one experiment: the time of a
-//! training step, the calls in which the host was blocked, and the driver allocations of every step.
+//! `experiments fidelity`: the difference between the simulated GPU and the real one, for each cell of one experiment:
+//! the time of a training step, the calls in which the host was blocked, and the driver allocations of every step.
 
 pub(crate) mod recorded;
 
@@ -22,9 +22,9 @@ use terminal::{Cell, Column, Page, command, say};
 use vramlab::device::DeviceNameError;
 use vramlab::{CudaDriver, DeviceKind, DeviceName};
 
-/// Where the host was blocked for less than this share of the time, the calls in which it was say nothing.
+/// Below this share of blocked host time, the calls in which it was blocked are not significant.
 const WORTH_A_LOOK: f64 = 0.05;
-/// At least this share of the blocked time has to lie in the same calls.
+/// At least this share of the blocked time must be in the same calls.
 const SAME_CALLS: f64 = 0.5;
 
 #[derive(Debug, Args)]
@@ -55,7 +55,7 @@ pub(crate) struct FidelityArgs {
     json: bool,
 }
 
-/// Reads a share, written with a percent sign or without.
+/// Parses a share, written with or without a percent sign.
 fn share(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').trim().parse::<f64>() {
         Ok(value) if value.is_finite() && value >= 0.0 => Ok(value / 100.0),
@@ -68,29 +68,29 @@ fn share(text: &str) -> Result<f64, String> {
 struct Row {
     /// Values of the `axes`, in their order.
     cell: String,
-    /// Time of a training step on the GPU: median over the epochs but the first, then over repeats.
+    /// Time of a training step on the GPU: median over the epochs, the first excluded, then over repeats.
     measured_step_s: f64,
     /// Time of a training step on the simulated device.
     simulated_step_s: f64,
-    /// Simulated over measured, less one.
+    /// Simulated over measured, minus one.
     difference: f64,
-    /// Share of the last epoch, validation included, for which the host was blocked.
+    /// Share of the last epoch, validation included, during which the host was blocked.
     measured_blocked_share: f64,
     simulated_blocked_share: f64,
-    /// Sum over kinds of call of the smaller of the two shares of the blocked time; `null` where at most 5 % of the
-    /// epoch is waiting on both.
+    /// Sum over kinds of call of the smaller of the two shares of the blocked time; `null` where on both at most 5 %
+    /// of the epoch is waiting.
     same_calls: Option<f64>,
-    /// Training steps that both made.
+    /// Training steps made in both runs.
     steps: u64,
-    /// Those of them with another number of driver allocations.
+    /// Steps in which the number of driver allocations differs.
     steps_with_other_allocations: u64,
     /// Whether `difference` is within the tolerance, and `same_calls` at least a half.
     within: bool,
-    /// Driver calls of the last epoch over its batches, those of the validation included.
+    /// Driver calls of the last epoch, validation included, divided by its batches.
     calls: Vec<CallRow>,
 }
 
-/// One kind of call in one cell, a batch.
+/// One kind of call in one cell, per batch.
 #[derive(Debug, Serialize)]
 struct CallRow {
     call: String,
@@ -116,7 +116,7 @@ fn gpu(text: &str) -> Result<DeviceName, DeviceNameError> {
     DeviceName::among(text, &[DeviceKind::Cuda])
 }
 
-/// Runs what is not recorded, compares, and fails where a cell is beyond the tolerance.
+/// Makes the missing runs, compares, and fails if a cell is beyond the tolerance.
 pub(crate) fn fidelity(args: &FidelityArgs) -> Result<()> {
     let simulated = DeviceName::Sim(args.profile.clone());
     if args.profile.is_some() && args.against.is_some() {
@@ -152,8 +152,8 @@ fn verdict(report: &Report) -> Result<()> {
     Err(RuntimeFailure::new(text).into())
 }
 
-/// Without a GPU: runs of the same spec that were recorded on one, and those of the simulated device beside them unless
-/// others are wanted. Says which.
+/// Without a GPU: runs of the same spec recorded on one, and by default the recorded runs of the simulated device.
+/// Prints which.
 fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     if args.measured.is_some() || args.device != DeviceName::Cuda(0) || CudaDriver::probe().is_ok() {
         return Ok(None);
@@ -172,7 +172,7 @@ fn records(args: &FidelityArgs) -> Result<Option<(PathBuf, Option<PathBuf>)>> {
     Ok(Some((measured, simulated)))
 }
 
-/// The last by name of the recorded experiments with this name on a kind of device: folders begin with their date.
+/// The newest recorded experiment with this name on a kind of device: directory names begin with their date.
 fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
     let labels = repository::entries(results).ok()?.into_iter().map(|label| label.join(name));
     let on_kind = |folder: &PathBuf| {
@@ -182,13 +182,13 @@ fn newest(results: &Path, name: &OsStr, kind: DeviceKind) -> Option<PathBuf> {
     labels.filter(on_kind).max()
 }
 
-/// The folder of an experiment on one device: the recorded one, or that of a run made now.
+/// The directory of an experiment on one device: the recorded one, or that of a new run.
 fn folder(args: &FidelityArgs, recorded: Option<&Path>, device: &DeviceName) -> Result<PathBuf> {
     if let Some(folder) = recorded {
         return Ok(folder.to_owned());
     }
     let out = args.out.join(device.kind().name());
-    // A process of its own, so that Ctrl-C and progress are the runner's.
+    // A separate process, so that the runner handles Ctrl-C and progress.
     let mut command = Command::new(repository::this_program()?);
     command.args(["run", &args.spec, "--device", &device.to_string(), "-o"]).arg(&out).stdout(Stdio::null());
     let status = command.status().context("cannot start the runner")?;
@@ -247,7 +247,7 @@ fn row(label: &str, real: &[Measured], other: &[Measured], tolerance: f64) -> Ro
     }
 }
 
-/// Each kind of call that occurs, by its median over the repeats.
+/// Each kind of call that occurs, as the median over the repeats.
 fn calls(real: &[Measured], other: &[Measured]) -> Vec<CallRow> {
     let mut names: Vec<&String> = real.iter().chain(other).flat_map(|run| run.calls.keys()).collect();
     names.sort();
@@ -265,7 +265,7 @@ fn calls(real: &[Measured], other: &[Measured]) -> Vec<CallRow> {
     names.into_iter().map(row).collect()
 }
 
-/// Steps that the first runs of both made, and how many of them made another number of driver allocations.
+/// Steps made in the first runs of both, and the number of them whose driver allocations differ.
 fn steps_apart(real: &[Measured], other: &[Measured]) -> (u64, u64) {
     let (Some(real), Some(other)) = (real.first(), other.first()) else { return (0, 0) };
     let theirs: BTreeMap<(u64, u64), u64> = other.allocations.iter().copied().collect();
@@ -349,7 +349,7 @@ mod tests {
         assert_eq!((same.steps, same.steps_with_other_allocations), (2, 0));
         let slower = row("a", &real, &[run(116.0, &[("mem_free", 40.0)])], 0.15);
         assert!(!slower.within && (slower.difference - 0.16).abs() < 1e-9);
-        // As long, but waiting elsewhere.
+        // The same duration, but the waiting is elsewhere.
         let elsewhere = row("a", &real, &[run(100.0, &[("mem_alloc", 40.0), ("kernel_launch", 10.0)])], 0.15);
         assert!(!elsewhere.within && (elsewhere.same_calls.unwrap() - 0.2).abs() < 1e-9, "{elsewhere:?}");
         assert!(!row("a", &real, &[run(100.0, &[])], 0.15).within, "no waiting at all is not the same");

@@ -1,4 +1,5 @@
-//! The costs of a device profile, each a median: from the calls that were measured, and from calls as a program makes them.
+//! The costs of a device profile, each a median: from the calls that were measured, and from calls in a program's
+//! pattern.
 
 use super::measure::{Condition, Measurement};
 use super::{Bench, median};
@@ -7,7 +8,7 @@ use vramlab::device::sim::{Copies, CostBySize, PlainMemory, PoolMemory, Queues, 
 use vramlab::device::{MemInfo, PoolSettings};
 use vramlab::{DeviceAddr, Profile};
 
-/// Sizes of plain memory whose free is taken: they are whole pages.
+/// Sizes of plain memory whose free is measured: multiples of a page.
 pub(super) const PAGE_SIZES: [u64; 3] = [2 << 20, 32 << 20, 256 << 20];
 pub(super) const COPY_SIZES: [u64; 6] = [256, 4096, 64 << 10, 196 << 10, 1568 << 10, 12544 << 10];
 /// Repeats of each call.
@@ -15,7 +16,7 @@ const REPEATS: usize = 51;
 /// Bytes of a block of a training step.
 const BLOCK: u64 = 196 << 10;
 
-/// The costs of a profile, those of kernels excepted. `memory` is what the device had before anything was measured.
+/// The costs of a profile, except those of kernels. `memory` describes the device before the first measurement.
 pub(super) fn costs(bench: &Bench, memory: MemInfo, calls: &[Measurement], base: Profile) -> Result<Profile> {
     let held = bench.large.1 * 4;
     let pool = match &base.pool {
@@ -34,12 +35,12 @@ pub(super) fn costs(bench: &Bench, memory: MemInfo, calls: &[Measurement], base:
     })
 }
 
-/// What a call costs on the idle device, by those of its sizes that are wanted.
+/// Cost of a call on the idle device, over the sizes that pass the filter.
 fn by_size(calls: &[Measurement], call: &str, wanted: impl Fn(u64) -> bool) -> CostBySize {
     in_condition(calls, call, Condition::Idle, wanted)
 }
 
-/// What a call costs in a condition, by those of its sizes that are wanted.
+/// Cost of a call in a condition, over the sizes that pass the filter.
 fn in_condition(calls: &[Measurement], call: &str, condition: Condition, wanted: impl Fn(u64) -> bool) -> CostBySize {
     let rows = calls.iter().filter(|row| row.call == call && row.condition == condition);
     CostBySize::new(rows.filter_map(|row| Some((row.bytes.filter(|bytes| wanted(*bytes))?, row.p50_ns))).collect())
@@ -57,8 +58,8 @@ impl Bench {
         let driver = self.driver();
         // SAFETY: every address freed here was just allocated here and is used by nothing.
         let free = |addr: DeviceAddr| unsafe { driver.mem_free(addr) };
-        // Blocks of a step, several at a time and with launches between, as a program asks for them; in a tight loop
-        // of pairs the driver's code and data stay in the nearest caches, and a call takes half as long.
+        // Blocks of a step, several live and with launches between, as in a program; in a tight loop of pairs the
+        // driver's code and data stay in the nearest caches, and a call takes half as long.
         let keep = driver.mem_alloc(1024)?;
         let (mut allocs, mut frees) = (Vec::new(), Vec::new());
         for _ in 0..REPEATS {
@@ -84,7 +85,8 @@ impl Bench {
         Ok(PlainMemory {
             page_bytes: base.page_bytes,
             align_bytes: base.align_bytes,
-            // Beside a kernel, as a program that does not wait asks for memory; a free waits for the idle device anyway.
+            // Allocations while a kernel runs, by a program that does not wait; a free waits for the idle device
+            // anyway.
             alloc_ns: in_condition(calls, "mem_alloc", Condition::Busy, |_| true),
             alloc_in_page_ns: median(allocs),
             free_ns: by_size(calls, "mem_free", |bytes| PAGE_SIZES.contains(&bytes)),
@@ -113,7 +115,8 @@ impl Bench {
         self.settle()?;
         let (alloc_ns, free_ns) = (median(allocs), median(frees));
         let attribute_ns = self.median_of(|| pools.pool_counters(pool))? / 4;
-        // Device time: a free and an allocation between kernels, against the kernels alone, queued behind a long one.
+        // Device time: a free and an allocation between kernels, compared with the kernels only, queued behind a long
+        // one.
         const QUEUED: u64 = 200;
         let one = |with_pool: bool| -> Result<()> {
             let addr = with_pool.then(|| pools.mem_alloc_async(pool, BLOCK, self.stream)).transpose()?;
@@ -125,7 +128,7 @@ impl Bench {
         let without = median((0..5).map(|_| stretch(false)).collect::<Result<_>>()?);
         free(first)?;
         self.settle()?;
-        // SAFETY: nothing of the pool is in use.
+        // SAFETY: no block of the pool is live.
         unsafe { pools.pool_destroy(pool)? };
         // Growth and release: a pool that keeps nothing, and blocks of eight granules.
         const GRANULES: u64 = 8;
@@ -140,7 +143,7 @@ impl Bench {
             let (ns, ()) = self.time(|| driver.stream_synchronize(self.stream))?;
             release.push(ns.saturating_sub(idle) / GRANULES);
         }
-        // SAFETY: nothing of the pool is in use.
+        // SAFETY: no block of the pool is live.
         unsafe { pools.pool_destroy(pool)? };
         Ok(Some(PoolMemory {
             granule_bytes,
@@ -175,7 +178,8 @@ impl Bench {
         self.settle()?;
         let stream_synchronize_ns = self.median_of(|| driver.stream_synchronize(self.stream))?;
         let device_synchronize_ns = self.median_of(|| driver.device_synchronize())?;
-        // Launch, then wait: what the wait takes beyond the kernel and an idle wait is the way to the device and back.
+        // Launch, then wait: the time of the wait, less the kernel and an idle wait, is the latency to the device and
+        // back.
         let mut waits = Vec::new();
         for _ in 0..REPEATS {
             self.fill(1)?;
@@ -212,17 +216,17 @@ impl Bench {
         })
     }
 
-    /// Device time of a shortest kernel among others of its kind.
+    /// Device time of the shortest kernel among others of its kind.
     fn queued_kernel_ns(&self) -> Result<u64> {
         const QUEUED: u64 = 400;
         Ok(self.queued_ns(|| (0..QUEUED).try_for_each(|_| self.fill(1)))? / QUEUED)
     }
 
-    /// How many operations a stream takes before a launch waits: the first launch that takes a hundred times as long
-    /// as the median behind long kernels.
+    /// The number of operations that a stream queues before a launch waits: the first launch that takes a hundred
+    /// times the median behind long kernels.
     fn queue_depth(&self) -> Result<usize> {
         const MOST: usize = 20_000;
-        // Enough work that none of it ends while the queue fills up.
+        // Enough work that none of it ends while the queue fills.
         const LONG: usize = 8;
         self.settle()?;
         for _ in 0..LONG {
@@ -238,7 +242,7 @@ impl Bench {
             times.push(ns);
         }
         self.settle()?;
-        // The long kernels are in the queue too.
+        // The queue also contains the long kernels.
         Ok(times.len() + LONG)
     }
 
@@ -258,7 +262,7 @@ impl Bench {
                 let part = &mut pageable[..len(bytes)];
                 // SAFETY: the target holds `largest` bytes and lives to the end of this function, after a synchronise.
                 times[0].push(self.time(|| unsafe { driver.copy_to_device(target, part, self.stream) })?.0);
-                // Behind a kernel, so that the events enclose the copy and not the way of its launch to the device.
+                // Behind a kernel, so that the events enclose only the copy, without the latency of its launch.
                 self.fill(self.large.1 / 16)?;
                 times[1].push(self.device_ns(|| {
                     // SAFETY: as above; the page-locked memory is as large and lives as long.
@@ -266,17 +270,17 @@ impl Bench {
                     pinned_ns.push(self.time(copy)?.0);
                     Ok(())
                 })?);
-                // SAFETY: the target holds as many bytes.
+                // SAFETY: the target is at least as large.
                 times[2].push(self.time(|| unsafe { driver.copy_to_host(part, target, self.stream) })?.0);
             }
             for (list, ns) in costs.iter_mut().zip(times.map(median)) {
                 list.push((bytes, ns));
             }
         }
-        // SAFETY: the target holds as many bytes.
+        // SAFETY: the target is at least as large.
         let memset_ns = self.median_of(|| unsafe { driver.fill_bytes(target, 0, 4096, self.stream) })?;
         self.settle()?;
-        // SAFETY: all work on it is done (`settle`), and it is given back once, with its size.
+        // SAFETY: all work on it is done (`settle`), and it is freed once, with its size.
         unsafe { driver.host_free(pinned, len(largest))? };
         // SAFETY: as above.
         unsafe { driver.mem_free(target)? };

@@ -1,4 +1,5 @@
-//! What kernels reach: device time, bytes and operations a second at the shapes of a training step and beyond the cache.
+//! Performance of kernels: device time, bytes and operations a second at the shapes of a training step and beyond the
+//! cache.
 
 use super::Bench;
 use anyhow::Result;
@@ -7,7 +8,7 @@ use serde::Serialize;
 
 const BATCH: u32 = 64;
 const WIDTHS: [u32; 3] = [128, 784, 2048];
-/// Values that no cache holds: these show the memory's bandwidth.
+/// Values that exceed every cache: these measure the memory's bandwidth.
 const STREAMED: u64 = 1 << 26;
 /// Launches between two events, and of kernels that take longer than `LONG_NS`.
 const LAUNCHES: u64 = 50;
@@ -23,25 +24,25 @@ pub(crate) struct KernelRate {
     pub(crate) shape: String,
     /// Blocks of threads.
     pub(crate) blocks: u64,
-    /// Work of a block, as the simulated device takes it.
+    /// Work of a block, in the simulated device's unit.
     pub(crate) iterations: u64,
-    /// Bytes that it has to move.
+    /// Bytes that the kernel must move.
     pub(crate) bytes: u64,
     /// Median device time of one launch among others, queued behind a long kernel.
     pub(crate) median_ns: f64,
     pub(crate) min_ns: f64,
     /// `bytes` over `median_ns`.
     pub(crate) gb_per_s: f64,
-    /// Additions and multiplications over `median_ns`, for products.
+    /// Additions and multiplications over `median_ns`, for matrix products.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) gflop_per_s: Option<f64>,
 }
 
-/// An operation, its shape in words, and its additions and multiplications if that is what it is for.
+/// An operation, its shape in words, and its additions and multiplications if it is a matrix product.
 type Shape = (String, Option<f64>, Box<dyn Operation>);
 
 fn shapes(bench: &Bench) -> Vec<Shape> {
-    // Four areas of the buffer that long fills write to; each is larger than any shape here.
+    // Four areas of the buffer, written by long fills; each is larger than any shape here.
     let part = bench.large.1 / 4;
     let area = |number: u64| bench.large.0.get() + 4 * number * (part & !127);
     let (a, b, c) = (area(0), area(1), area(2));
@@ -84,7 +85,7 @@ fn shapes(bench: &Bench) -> Vec<Shape> {
     out
 }
 
-/// Nanoseconds a launch, of `launches` between two events behind a long kernel.
+/// Nanoseconds per launch, of `launches` between two events behind a long kernel.
 fn train(bench: &Bench, operation: &dyn Operation, launches: u64) -> Result<f64> {
     let ns = bench.queued_ns(|| (0..launches).try_for_each(|_| bench.launch(operation)))?;
     // CAST: far below 2^53.

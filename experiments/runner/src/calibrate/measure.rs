@@ -1,7 +1,8 @@
-//! Every driver call by size, on the idle device and beside a kernel of about two milliseconds, with percentiles.
+//! Every driver call by size, on the idle device and concurrent with a kernel of about two milliseconds, with
+//! percentiles.
 //!
-//! A pair of calls (an allocation and its free) is timed call by call: what runs beside it is queued before each of the
-//! two, so that neither finds the device idle because of the other.
+//! A pair of calls (an allocation and its free) is timed call by call: the concurrent work is queued before each of
+//! the two, so that neither finds the device idle because of the other.
 
 use super::{Bench, MIB};
 use anyhow::{Context, Result};
@@ -11,43 +12,43 @@ use vramlab::{DeviceAddr, DriverResult};
 
 const KIB: u64 = 1 << 10;
 const PLAIN_SIZES: [u64; 5] = [KIB, 64 * KIB, 2 * MIB, 32 * MIB, 256 * MIB];
-/// Below a page: these fit into one that is held.
+/// Less than a page: these fit into a page that is already allocated.
 const IN_PAGE_SIZES: [u64; 2] = [KIB, 64 * KIB];
 const BUSY_SIZES: [u64; 2] = [64 * KIB, 64 * MIB];
 const POOL_SIZES: [u64; 4] = [KIB, 2 * MIB, 32 * MIB, 256 * MIB];
 pub(super) const MAPPING_SIZES: [u64; 3] = [2 * MIB, 20 * MIB, 256 * MIB];
 const COPY_SIZES: [u64; 4] = [256, 4 * KIB, 196 * KIB, 12 * MIB];
 
-/// Samples on the idle device, enough for a 99th percentile; calls that take long are sampled less.
+/// Samples on the idle device, enough for a 99th percentile; long calls are sampled less.
 const IDLE: usize = 301;
 const IDLE_LONG: usize = 101;
-/// Samples beside a kernel of milliseconds.
+/// Samples concurrent with a kernel of milliseconds.
 const BUSY: usize = 41;
 
-/// How one call was timed.
+/// Condition under which a call was timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Condition {
     /// Nothing is queued.
     Idle,
-    /// Nothing is queued, and the page is held by another block.
+    /// Nothing is queued, and another block keeps the page allocated.
     IdleInPage,
     /// A kernel of about two milliseconds runs.
     Busy,
-    /// Pool with threshold 0, nothing synchronises between.
+    /// Pool with threshold 0; nothing synchronises between calls.
     ThresholdZero,
-    /// Pool with threshold 0, the stream is synchronised after every free.
+    /// Pool with threshold 0; the stream is synchronised after every free.
     ThresholdZeroSynchronised,
-    /// Pool that keeps everything, nothing synchronises between.
+    /// Pool that keeps all memory; nothing synchronises between calls.
     ThresholdMax,
-    /// Pool that keeps everything, the stream is synchronised after every free.
+    /// Pool that keeps all memory; the stream is synchronised after every free.
     ThresholdMaxSynchronised,
-    /// Behind one launch of a shortest kernel.
+    /// Behind one launch of the shortest kernel.
     AfterLaunch,
 }
 
 impl Condition {
-    /// As a table has it.
+    /// Label in a table.
     pub(crate) fn text(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -67,7 +68,7 @@ impl Condition {
 pub(crate) struct Measurement {
     /// Kind of call; `copy_to_device_async` is from page-locked memory.
     pub(crate) call: &'static str,
-    /// How it was timed.
+    /// Condition.
     pub(crate) condition: Condition,
     /// Size, if the call has one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -102,16 +103,16 @@ impl Measurement {
     }
 }
 
-/// What surrounds the timed calls.
+/// Device work around the timed calls.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Beside {
-    /// Nothing; all is done before a call.
+    /// None; all work has completed before a call.
     Idle,
     /// A long kernel is queued right before a call.
     Kernel,
-    /// A shortest kernel is launched right before a call.
+    /// The shortest kernel is launched right before a call.
     Launch,
-    /// Calls follow each other, whatever is queued.
+    /// Calls follow each other without regard to queued work.
     Nothing,
 }
 
@@ -125,7 +126,7 @@ pub(crate) struct Calls<'a> {
 
 impl<'a> Calls<'a> {
     pub(crate) fn new(bench: &'a Bench) -> Result<Self> {
-        /// What the reference measurements were taken beside.
+        /// Duration of the kernel that ran during the reference measurements.
         const WANTED_NS: u64 = 2_000_000;
         let whole = bench.device_ns(|| bench.fill(bench.large.1))?.max(1);
         // CAST: a share of a length; the product is below 2^53 by far.
@@ -154,7 +155,7 @@ impl<'a> Calls<'a> {
         self.bench.time(call)
     }
 
-    /// Measures a call on its own.
+    /// Measures a single call.
     fn once<E>(
         &mut self,
         (call, condition, bytes): (&'static str, Condition, Option<u64>),
@@ -212,7 +213,7 @@ impl<'a> Calls<'a> {
         Ok(free(keep)?)
     }
 
-    /// `cuMemAllocFromPoolAsync` and `cuMemFreeAsync`, and the synchronise behind them.
+    /// `cuMemAllocFromPoolAsync` and `cuMemFreeAsync`, and the synchronise after them.
     pub(crate) fn pools(&mut self) -> Result<()> {
         let bench = self.bench;
         let Some(pools) = bench.driver().pools() else { return Ok(()) };
@@ -236,7 +237,7 @@ impl<'a> Calls<'a> {
                 }
             }
             bench.settle()?;
-            // SAFETY: every block of the pool was given back, and the device is idle.
+            // SAFETY: every block of the pool was freed, and the device is idle.
             unsafe { pools.pool_destroy(pool)? };
         }
         Ok(())
@@ -281,7 +282,7 @@ impl<'a> Calls<'a> {
         Ok(())
     }
 
-    /// Reserving, creating, mapping and back.
+    /// Reserving addresses, creating and mapping memory, and the reverse.
     pub(crate) fn mappings(&mut self) -> Result<()> {
         let bench = self.bench;
         let Some(vmm) = bench.driver().vmm() else { return Ok(()) };
@@ -316,7 +317,7 @@ impl<'a> Calls<'a> {
         for _ in 0..samples {
             let (reserve, addr) = self.timed(beside, || vmm.address_reserve(bytes))?;
             let (create, handle) = self.timed(beside, || vmm.create(bytes))?;
-            // SAFETY: a fresh reservation and a fresh handle of the same size; what is mapped is unmapped below.
+            // SAFETY: a fresh reservation and a fresh handle of the same size; the mapping is removed below.
             let (map, ()) = self.timed(beside, || unsafe { vmm.map(addr, bytes, handle) })?;
             // SAFETY: just mapped.
             let (access, ()) = self.timed(beside, || unsafe { vmm.set_access(addr, bytes) })?;
@@ -362,7 +363,7 @@ impl<'a> Calls<'a> {
         self.once(("mem_get_info", Condition::Idle, None), (IDLE_LONG, Beside::Idle), || driver.mem_info().map(|_| ()))
     }
 
-    /// Copies from pageable and page-locked memory and back, and taking page-locked memory.
+    /// Copies from and to pageable and page-locked memory, and allocation of page-locked memory.
     pub(crate) fn copies(&mut self) -> Result<()> {
         let bench = self.bench;
         let (driver, stream) = (bench.driver(), bench.stream);
@@ -380,11 +381,11 @@ impl<'a> Calls<'a> {
             // SAFETY: as above; the page-locked memory is as large and lives as long.
             let copy = || unsafe { driver.copy_to_device_async(target, pinned, len(bytes), stream) };
             self.once(of("copy_to_device_async"), how, copy)?;
-            // SAFETY: the target holds as many bytes.
+            // SAFETY: the target is at least as large.
             self.once(of("copy_to_host"), how, || unsafe { driver.copy_to_host(part, target, stream) })?;
         }
         bench.settle()?;
-        // SAFETY: all work on it is done, and it is given back once, with its size.
+        // SAFETY: all work on it is done, and it is freed once, with its size.
         unsafe { driver.host_free(pinned, len(largest))? };
         // SAFETY: as above.
         unsafe { driver.mem_free(target)? };

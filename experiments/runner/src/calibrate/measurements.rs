@@ -1,4 +1,4 @@
-//! What calibration measured, as tables for people and JSON for machines.
+//! Calibration results, as tables for people and JSON for machines.
 
 use super::kernels::KernelRate;
 use super::measure::{Condition, Measurement};
@@ -17,9 +17,9 @@ use vramlab::{Bytes, DeviceDescription};
 pub(crate) struct Measurements {
     pub(crate) schema_version: u32,
     pub(crate) code_version: &'static str,
-    /// What it was built from, and where it ran.
+    /// Commit, build and machine of this program.
     pub(crate) provenance: Provenance,
-    /// Where the profile's figures come from, in words.
+    /// Source of the profile's values, in words.
     pub(crate) source: String,
     pub(crate) started_at: String,
     /// The device that was measured.
@@ -33,14 +33,14 @@ pub(crate) struct Measurements {
 }
 
 impl Measurements {
-    /// Writes them as JSON.
+    /// Writes the measurements as JSON.
     pub(crate) fn write(&self, out: OutputFile) -> Result<()> {
         let mut text = serde_json::to_string_pretty(self)?;
         text.push('\n');
         Ok(out.fill(text)?)
     }
 
-    /// Both tables, what they say, and the run that uses the profile.
+    /// Both tables, a summary, and the command that uses the profile.
     pub(crate) fn page(&self, profile: &Path) -> Page {
         let mut page = Page::stdout();
         let time = |ns: u64| Cell::from(duration(ns));
@@ -81,7 +81,7 @@ impl Measurements {
         page
     }
 
-    /// What a free costs beside what an allocation costs, idle and behind a kernel: why allocators cache.
+    /// Cost of a free compared with an allocation, idle and behind a kernel: the reason why allocators cache.
     fn found(&self, profile: &Path) -> String {
         let of = |call: &str, condition: Condition| {
             let mine = self.calls.iter().filter(|row| row.call == call && row.condition == condition);

@@ -1,4 +1,4 @@
-//! The parts of the campaign, as `experiments/campaign.toml` says them.
+//! The parts of the campaign, from `experiments/campaign.toml`.
 
 use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use vramlab::input::{WRITTEN, read_text};
 
-/// Where the parts stand.
+/// File that lists the parts.
 const FILE: &str = "campaign.toml";
-/// The profile of the machine, among the records.
+/// The machine's profile, among the records.
 const PROFILE: &str = "profile.json";
 
-/// What a part needs of the machine.
+/// Requirements of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Need {
@@ -39,11 +39,11 @@ pub(super) struct Part {
     pub(super) name: String,
     #[serde(default)]
     pub(super) needs: Vec<Need>,
-    /// Words of the command, with places in braces.
+    /// Words of the command, with placeholders in braces.
     pub(super) command: Vec<String>,
-    /// Where what it prints goes, in the campaign's folder.
+    /// File for its output, in the campaign's directory.
     pub(super) stdout: Option<String>,
-    /// More words, once the first record is there.
+    /// Additional words, once the first record exists.
     #[serde(default)]
     pub(super) resume: Vec<String>,
     /// Pages that quote its records.
@@ -56,21 +56,21 @@ pub(super) struct Part {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Record {
-    /// Experiments of which each has such a record: their names stand in `made` and `kept` where `{spec}` does, and those of all
-    /// records in the command where `{specs}` does.
+    /// Experiments with one such record each: `{spec}` in `made` and `kept` stands for their names, `{specs}` in the
+    /// command for those of all records.
     #[serde(default)]
     specs: Vec<String>,
-    /// In the campaign's folder.
+    /// Path in the campaign's directory.
     pub(super) made: String,
-    /// The one that is kept, below `results`. The first part is a label, in which a date stands where its star is; a star alone is any
-    /// label of a GPU, which does not end in `sim`.
+    /// The committed record, below `results`. The first component is a label, whose star stands for a date; a star by
+    /// itself is any label of a GPU, which does not end in `sim`.
     kept: String,
-    /// Key of the array of rows, in a document that is none itself.
+    /// Key of the array of rows, in a document that is not itself an array.
     #[serde(default = "Record::rows")]
     pub(super) rows: String,
-    /// Pointers to what a row is about. In an array `last` is its last element.
+    /// Pointers to the values that identify a row. In an array `last` is its last element.
     pub(super) key: Vec<String>,
-    /// Pointers to what is compared.
+    /// Pointers to the values to compare.
     pub(super) figures: Vec<String>,
 }
 
@@ -80,7 +80,7 @@ struct Parts {
     part: Vec<Part>,
 }
 
-/// Reads the parts: of a file, or those of the repository.
+/// Reads the parts from a file, by default the repository's.
 pub(super) fn read(named: Option<&Path>) -> Result<Vec<Part>> {
     let path = match named {
         Some(path) => path.to_owned(),
@@ -102,7 +102,7 @@ pub(super) fn read(named: Option<&Path>) -> Result<Vec<Part>> {
     Ok(parts.part)
 }
 
-/// Those of the parts that were named, in the order of the file; all without a name.
+/// The parts with the given names, in the order of the file; all without a name.
 pub(super) fn chosen(all: Vec<Part>, names: &[String]) -> Result<Vec<Part>> {
     let there = |name: &String| all.iter().any(|part| part.name == *name);
     if let Some(unknown) = names.iter().find(|name| !there(name)) {
@@ -117,7 +117,7 @@ impl Record {
         "rows".to_owned()
     }
 
-    /// The record of each of its experiments; itself where it names none.
+    /// The record of each of its experiments; the record itself if it names none.
     fn of_each_spec(&self) -> Vec<Self> {
         let of = |spec: &String| {
             let fill = |text: &str| text.replace("{spec}", spec);
@@ -126,13 +126,13 @@ impl Record {
         if self.specs.is_empty() { vec![self.clone()] } else { self.specs.iter().map(of).collect() }
     }
 
-    /// The newest that is kept, if one is.
+    /// The newest committed record, if any.
     pub(super) fn kept(&self) -> Result<Option<PathBuf>> {
         newest(&self.kept)
     }
 }
 
-/// The newest of `pattern` below `results` ([`Record::kept`]), if there is one.
+/// The newest match of `pattern` below `results` ([`Record::kept`]), if any.
 fn newest(pattern: &str) -> Result<Option<PathBuf>> {
     let Some(results) = repository::results()? else { return Ok(None) };
     let (first, rest) = pattern.split_once('/').unwrap_or((pattern, ""));
@@ -148,14 +148,14 @@ fn newest(pattern: &str) -> Result<Option<PathBuf>> {
     };
     let paths = repository::entries(&results)?.into_iter();
     let fitting = paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(fits));
-    // Joined with nothing, a file's path would end in a slash.
+    // Joined with an empty path, a file's path would end in a slash.
     let mut whole = fitting.map(|path| if rest.is_empty() { path } else { path.join(rest) });
     // Labels begin with their date, so the last is the newest.
     Ok(whole.rfind(|path| path.exists()))
 }
 
 impl Part {
-    /// The command with its places filled.
+    /// The command with its placeholders filled.
     pub(super) fn words(&self, out: &Path, budget_s: f64) -> Result<Vec<String>> {
         let own = repository::find(FILE).and_then(|path| Some(path.parent()?.to_owned()));
         let own = own.unwrap_or_else(|| PathBuf::from("experiments"));
@@ -168,7 +168,7 @@ impl Part {
                 .replace("{experiments}", &own.to_string_lossy())
                 .replace("{python}", &python)
                 .replace("{profile}", &profile.to_string_lossy())
-                // A budget of whole seconds, so that it is read by every program.
+                // Budget in whole seconds, which every program can parse.
                 .replace("{budget}", &format!("{:.0}", budget_s.floor()))
         };
         let begun = self.records.first().is_some_and(|record| out.join(&record.made).exists());

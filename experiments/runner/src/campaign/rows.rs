@@ -1,4 +1,4 @@
-//! Records of any kind as rows, and what differs between two of one kind.
+//! Records of any kind as rows, and the differences between two records of one kind.
 
 use crate::repository::entries;
 use crate::study::figures::median;
@@ -13,20 +13,20 @@ use vramlab::input::{DOCUMENT, open, read_text};
 
 use super::parts::{Part, Record};
 
-/// More than any record has.
+/// Size limit of a record.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// A figure of a new record beside that of the kept one.
+/// A value of a new record and of the committed one.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct Difference {
-    /// The part that made it.
+    /// The part that made the new record.
     pub(super) part: String,
-    /// What was measured, and which figure of it.
+    /// The row and the name of the value.
     pub(super) figure: String,
-    /// The median of the kept record; absent where it has no such figure.
+    /// The committed record's median; absent where it has no such value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) kept: Option<f64>,
-    /// The median of the new record; absent where it has no such figure.
+    /// The new record's median; absent where it has no such value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) new: Option<f64>,
     /// `new / kept`.
@@ -34,7 +34,8 @@ pub(super) struct Difference {
     pub(super) ratio: Option<f64>,
 }
 
-/// The rows of a record: a run each of an experiment, a line each of a table, an object each of an array, which may be that of a key.
+/// The rows of a record: the runs of an experiment, the lines of a table, or the objects of an array, at a key if
+/// given.
 pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
     if path.is_dir() {
         return of_experiment(path);
@@ -48,7 +49,7 @@ pub(super) fn read(path: &Path, key: &str) -> Result<Vec<Value>> {
         return rows.map(|row| Ok(of_cells(row.map_err(|error| broken(&error))?))).collect();
     }
     if plain.ends_with(".jsonl") {
-        // A call that was killed may have left a part of a line, which the next one takes away.
+        // A killed call may have left an incomplete line, which the next one removes.
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
         return whole.lines().map(|line| serde_json::from_str(line).map_err(|error| broken(&error))).collect();
     }
@@ -84,7 +85,7 @@ fn of_cells(row: BTreeMap<String, String>) -> Value {
     row.into_iter().map(|(name, cell)| (name, value(cell))).collect::<Map<String, Value>>().into()
 }
 
-/// The runs of an experiment that are done: what the runner says of each, with what its program said beside it.
+/// The completed runs of an experiment: the runner's record of each, together with its program's output.
 fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
     let mut rows = Vec::new();
     for run in entries(&folder.join("runs"))? {
@@ -93,7 +94,7 @@ fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
         };
         let Some(mut row) = document("run").filter(|row| row["status"] == "done") else { continue };
         for name in ["summary", "result"] {
-            // Programs that answer for several files print an array; here each was started for one.
+            // Programs that accept several files print an array; here each was started for one.
             match document(name) {
                 Some(Value::Array(mut all)) if !all.is_empty() => row[name] = all.swap_remove(0),
                 Some(said) => row[name] = said,
@@ -105,16 +106,16 @@ fn of_experiment(folder: &Path) -> Result<Vec<Value>> {
     Ok(rows)
 }
 
-/// Seconds that the runs of a record took; `None` where it does not say.
+/// Total duration of a record's runs in seconds; `None` where it has none.
 pub(super) fn seconds(rows: &[Value]) -> Option<f64> {
-    // `wall_s` of a run is that of its process; elsewhere it may be of a part.
+    // `wall_s` of a run is that of its process; elsewhere it may cover only a part.
     let took =
         |row: &Value| row["took_s"].as_f64().or_else(|| row["wall_s"].as_f64().filter(|_| row["status"] == "done"));
     let told: Vec<f64> = rows.iter().filter_map(took).collect();
     (!told.is_empty()).then(|| told.iter().sum())
 }
 
-/// Seconds that the kept records of a part took, if all of them say so.
+/// Total duration of a part's committed records in seconds, if all of them contain it.
 pub(super) fn recorded_s(part: &Part) -> Result<Option<f64>> {
     let mut all = 0.0;
     for record in &part.records {
@@ -125,7 +126,7 @@ pub(super) fn recorded_s(part: &Part) -> Result<Option<f64>> {
     Ok(Some(all))
 }
 
-/// What a pointer leads to; a key may have a dot, and none has a slash.
+/// The value at a pointer; a key may contain a dot but not a slash.
 fn at<'a>(row: &'a Value, pointer: &str) -> Option<&'a Value> {
     let step = |value: &'a Value, key| match value {
         Value::Array(all) if key == "last" => all.last(),
@@ -134,7 +135,7 @@ fn at<'a>(row: &'a Value, pointer: &str) -> Option<&'a Value> {
     pointer.split('/').try_fold(row, step).filter(|value| !value.is_null())
 }
 
-/// A key's value in words. A packed record has its options in another order than the run that it is of.
+/// A key's value in words. A packed record orders its options differently from the original run.
 fn word(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -147,7 +148,7 @@ fn word(value: &Value) -> String {
     }
 }
 
-/// The medians of a record's figures, by what they are about.
+/// The medians of a record's values, by row key and name.
 fn medians(rows: &[Value], record: &Record) -> BTreeMap<String, f64> {
     let mut all: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for row in rows {
@@ -164,7 +165,7 @@ fn medians(rows: &[Value], record: &Record) -> BTreeMap<String, f64> {
     all.into_iter().map(|(figure, values)| (figure, median(&values))).collect()
 }
 
-/// Every figure of two records, those that differ most first.
+/// Every value of two records, the largest difference first.
 pub(super) fn differences(part: &str, record: &Record, kept: &[Value], new: &[Value]) -> Vec<Difference> {
     let (kept, new) = (medians(kept, record), medians(new, record));
     let mut figures: Vec<&String> = kept.keys().chain(new.keys()).collect();
@@ -183,7 +184,7 @@ pub(super) fn differences(part: &str, record: &Record, kept: &[Value], new: &[Va
 }
 
 impl Difference {
-    /// How far the two are apart, whichever is larger; what is in one of them only is farthest.
+    /// The ratio of the two values, the larger over the smaller; infinite for a value of only one record.
     pub(super) fn distance(&self) -> f64 {
         match (self.ratio, self.kept == self.new) {
             (_, true) => 0.0,

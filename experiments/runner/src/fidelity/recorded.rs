@@ -9,17 +9,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vramlab::input::TABLE;
 
-/// Calls of one kind, a batch.
+/// Calls of one kind, per batch.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Call {
     pub(crate) count: f64,
     /// Host time in them.
     pub(crate) total_s: f64,
-    /// Part of it that the host waited.
+    /// Seconds of it during which the host was blocked.
     pub(crate) blocked_s: f64,
 }
 
-/// A whole epoch.
+/// A complete epoch.
 #[derive(Clone, Debug)]
 pub(crate) struct Epoch {
     pub(crate) wall_s: f64,
@@ -31,11 +31,11 @@ pub(crate) struct Epoch {
 #[derive(Clone, Debug)]
 pub(crate) struct Measured {
     pub(crate) step_s: f64,
-    /// Share of the last epoch for which the host was blocked.
+    /// Share of the last epoch during which the host was blocked.
     pub(crate) blocked_share: f64,
-    /// Calls of the last epoch, a batch.
+    /// Calls of the last epoch, per batch.
     pub(crate) calls: BTreeMap<String, Call>,
-    /// The steady epochs as a whole, validation included.
+    /// The complete steady epochs, validation included.
     pub(crate) epochs: Vec<Epoch>,
     /// Driver allocations by epoch and step.
     pub(crate) allocations: Vec<((u64, u64), u64)>,
@@ -45,7 +45,7 @@ pub(crate) struct Measured {
 #[derive(Debug)]
 pub(crate) struct Recorded {
     pub(crate) name: String,
-    /// Options in which the runs differ; a cell is named by their values.
+    /// Options in which the runs differ; their values name a cell.
     pub(crate) axes: Vec<String>,
     pub(crate) cells: BTreeMap<String, Vec<Measured>>,
 }
@@ -77,10 +77,11 @@ impl Recorded {
     }
 }
 
-/// Options that say how long a run is. A step is the same whatever they say, and the simulated runs are shorter.
+/// Options for the length of a run. A step does not depend on them, and the simulated runs are shorter.
 const LENGTH: [&str; 2] = ["epochs", "steps"];
 
-/// Options that differ between runs, sorted; those of a run's length apart. What only some runs say differs from the others.
+/// Options that differ between runs, sorted, except the run's length. An option that only some runs have counts as
+/// different.
 fn axes(runs: &[Value]) -> Vec<String> {
     let mut values: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for run in runs {
@@ -115,7 +116,7 @@ fn measured(folder: &Path) -> Result<Measured> {
     })
 }
 
-/// The calls that an epoch made, each figure divided by `parts`.
+/// The calls of an epoch, each value divided by `parts`.
 fn calls(epoch: &Value, parts: f64) -> BTreeMap<String, Call> {
     let call = |(name, totals): (&String, &Value)| {
         let of = |key: &str| totals[key].as_f64().unwrap_or(0.0) / parts;
@@ -126,7 +127,7 @@ fn calls(epoch: &Value, parts: f64) -> BTreeMap<String, Call> {
     calls.filter(|(_, call)| call.count > 0.0).collect()
 }
 
-/// Driver allocations of every step; none where the table of steps was not kept.
+/// Driver allocations of every step; empty where the table of steps was not kept.
 fn allocations(folder: &Path) -> Result<Vec<((u64, u64), u64)>> {
     if !["steps.csv", "steps.csv.gz"].iter().any(|name| folder.join(name).is_file()) {
         return Ok(Vec::new());
@@ -138,7 +139,7 @@ fn allocations(folder: &Path) -> Result<Vec<((u64, u64), u64)>> {
     steps.with_context(|| format!("{}: the table of steps cannot be read", folder.display()))
 }
 
-/// What is read of a row of the table of steps.
+/// The columns read from the table of steps.
 #[derive(Deserialize)]
 struct Step {
     epoch: u64,
