@@ -1,11 +1,11 @@
 //! `experiments fit-kernels`: the kernel costs of a device profile from timed launches.
 //!
-//! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. Here each
-//! kernel's four parameters are chosen so that the profile's model (see
-//! [`KernelCost`]) misses those times least, by the sum of squared logarithms:
-//! being wrong by a factor weighs the same for short and long kernels. What a kernel costs with its data in memory is
-//! fitted to the cold timings in the same way. Timings without cold ones have single launches behind a fill of 1 GiB,
-//! which pushes everything out of the cache: those stand in, less what two events around a launch add.
+//! `cargo run --release -p kernels --example time_kernels` times every kernel at many shapes on a GPU. This command
+//! chooses each kernel's four parameters so that the profile's model (see [`KernelCost`]) fits those times best, by
+//! the sum of squared logarithms: a factor of error has the same weight for short and long kernels. A kernel's cost
+//! with its data in memory is fitted to the cold timings in the same way. Timings without cold ones have single
+//! launches behind a fill of 1 GiB, which evicts everything from the cache: those are used instead, less the time that
+//! two events around a launch add.
 
 use crate::profile;
 use crate::table::{percent, table};
@@ -35,7 +35,7 @@ pub(crate) struct FitArgs {
     out: PathBuf,
 }
 
-/// A line of `time_kernels`; what else it holds does not matter here.
+/// A line of `time_kernels`; its other fields are ignored.
 #[derive(Clone, Debug, Deserialize)]
 struct Timing {
     kernel: String,
@@ -50,15 +50,15 @@ struct Timing {
 }
 
 impl Timing {
-    /// The time with all data in memory, given what events add to a single launch.
+    /// The time with all data in memory, given the time that events add to a single launch.
     fn cold_ns(&self, events_ns: f64) -> Option<f64> {
         let cold = self.cold_median_ns.or(self.single_median_ns.map(|single| single - events_ns));
-        // Coming from memory makes nothing faster.
+        // Reading from memory is never faster than from the cache.
         cold.map(|cold| cold.max(self.median_ns))
     }
 }
 
-/// How well a kernel's model meets its timings.
+/// A kernel's fit, with its errors.
 #[derive(Clone, Debug)]
 struct Fit {
     kernel: String,
@@ -66,30 +66,30 @@ struct Fit {
     cost: KernelCost,
     /// Largest of |model / measured - 1|.
     worst: f64,
-    /// Largest miss of the cold timings; absent without them.
+    /// Largest error of the cold timings; absent without them.
     worst_cold: Option<f64>,
 }
 
-/// Resident blocks that are tried for a wave: from one block for every second multiprocessor of a small GPU to
+/// Candidate numbers of resident blocks in a wave: from one block for every second multiprocessor of a small GPU to
 /// sixteen for each of a large one.
 const WAVES: [u64; 8] = [16, 33, 66, 132, 264, 528, 1056, 2112];
 
-/// Bandwidths in bytes a nanosecond from which a fit starts: where one does not matter to the fit, it does not move, so
-/// slow ones are tried as well, and of equals the first is taken.
+/// Bandwidths in bytes a nanosecond from which a fit starts: a bandwidth that does not affect the fit keeps its start
+/// value, so slow ones are tried as well, and of equal fits the first is taken.
 const BANDWIDTHS: [f64; 4] = [6000.0, 2000.0, 500.0, 150.0];
-/// Nothing moves faster than 20 TB/s, and a parameter that does not matter should not run away.
+/// An upper bound of 20 TB/s, so that a parameter without effect does not diverge.
 const FASTEST: f64 = 20_000.0;
 
 fn model(cost: &KernelCost, timing: &Timing, missed: f64) -> f64 {
     cost.ns(timing.blocks, timing.iterations, timing.bytes, missed)
 }
 
-/// Sum of the squared logarithms of what the model is off by.
+/// Sum of the squared logarithms of the model's errors.
 fn error(cost: &KernelCost, timings: &[(&Timing, f64)], missed: f64) -> f64 {
     timings.iter().map(|(timing, ns)| (model(cost, timing, missed) / ns).ln().powi(2)).sum()
 }
 
-/// Coordinate descent in logarithms, with no cost below that of `least` and no bandwidth above `fastest`. Deterministic.
+/// Coordinate descent in logarithms, with no cost below `least`'s and no bandwidth above `fastest`. Deterministic.
 fn descend(
     mut best: MemoryCost,
     least: MemoryCost,
@@ -152,12 +152,12 @@ fn fit(timings: &[Timing]) -> KernelCost {
     cost(rounded(best), waves)
 }
 
-/// The costs of data in memory, each no better than from the cache.
+/// The costs of data in memory, each at least as high as from the cache.
 fn fit_from_memory(hot: &KernelCost, timings: &[(&Timing, f64)]) -> MemoryCost {
     let with = |cold: MemoryCost| KernelCost { from_memory: Some(cold), ..hot.clone() };
     let least = MemoryCost { fixed_ns: hot.fixed_ns, iteration_ns: hot.iteration_ns, bytes_per_ns: 0.1 };
     let start = |slower: f64| MemoryCost {
-        // A kernel without a cost of its own can have one from memory; zero would stay zero.
+        // A kernel without a fixed cost can have one from memory; zero would stay zero.
         fixed_ns: hot.fixed_ns.max(1.0),
         iteration_ns: hot.iteration_ns.max(1.0),
         bytes_per_ns: (hot.bytes_per_ns / slower).max(0.1),
@@ -175,7 +175,7 @@ fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
     for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
         let timing: Timing = serde_json::from_str(line)
             .with_context(|| format!("{}, line {number}: not a line of time_kernels", timings.display()))?;
-        // The upper bound is that of a profile's times.
+        // The upper bound is the one of a profile's times.
         if !(timing.median_ns > 0.0 && timing.median_ns < 1e12) {
             bail!("{}, line {number}: median_ns must be positive and below 1e12", timings.display());
         }
@@ -184,7 +184,7 @@ fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
     if by_kernel.is_empty() {
         bail!("{} holds no timings; write it with the example time_kernels on a GPU", timings.display());
     }
-    // What events add to a single launch shows at the shortest, which has next to nothing to read.
+    // The time that events add to a single launch is visible at the shortest, which reads almost nothing.
     let singles = by_kernel.values().flatten().filter_map(|timing| Some((timing.median_ns, timing.single_median_ns?)));
     let shortest = singles.min_by(|a, b| a.0.total_cmp(&b.0));
     let events_ns = shortest.map_or(0.0, |(median, single)| (single - median).max(0.0));
@@ -210,7 +210,7 @@ fn fit_all(profile: &mut Profile, timings: &Path) -> Result<Vec<Fit>> {
     Ok(fits)
 }
 
-/// Fits, writes the profile and says how well each kernel's model meets its timings.
+/// Fits, writes the profile and prints each kernel's errors.
 pub(crate) fn fit_kernels(args: &FitArgs) -> Result<()> {
     let mut profile = profile::read(args.profile.as_deref())?;
     profile.l2_bytes = args.l2_bytes.or(profile.l2_bytes);
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_bandwidth_that_only_one_shape_shows_is_found() {
-        // 220 bytes a nanosecond bind the last shape alone, and its iterations are shorter than that from most starts.
+        // 220 bytes a nanosecond limit only the last shape, and its iterations are shorter than that from most starts.
         let truth = KernelCost { fixed_ns: 3000.0, iteration_ns: 4000.0, bytes_per_ns: 220.0, ..TRUTH };
         let mut timings = timings();
         timings.truncate(3);
@@ -337,7 +337,7 @@ mod tests {
         let fits = fit_all(&mut profile, &cold).unwrap();
         assert!(fits[0].worst_cold.unwrap() < 0.02, "{fits:?}");
         assert_eq!(profile.kernels["k"], fits[0].cost);
-        // Single launches are longer by what events add, which shows at one that reads nothing to speak of.
+        // Single launches are longer by the time that events add, which is visible at one that reads almost nothing.
         let single = write(folder.path(), with("single_median_ns", 1300.0));
         let mut text = std::fs::read_to_string(&single).unwrap();
         text += "\n{\"kernel\":\"empty\",\"blocks\":1,\"iterations\":1,\"bytes\":4,\"median_ns\":900,\"single_median_ns\":2200}";

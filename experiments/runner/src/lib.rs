@@ -1,5 +1,5 @@
-//! Runs the trainer under several allocators and compares what it recorded; measures allocators and device profiles: the program
-//! `experiments`.
+//! Runs the trainer under several allocators and compares the records; measures allocators and device profiles: the
+//! program `experiments`.
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
@@ -72,14 +72,14 @@ struct OtherProgram {
 }
 
 impl OtherProgram {
-    /// Its words, with the program's name before them.
+    /// The words of the command line, the program's name first.
     fn of(self, program: &str) -> Vec<OsString> {
         std::iter::once(OsString::from(program)).chain(self.arguments).collect()
     }
 }
 
-/// The program. Its command line begins with the program's name. A program of another crate that contains it also answers to the
-/// words `trainer` and `vramlab`, behind which it is those: runs start it so.
+/// The program. Its command line begins with the program's name. A program of another crate that contains this one
+/// also accepts the words `trainer` and `vramlab`, behind which it behaves as those programs: runs start it so.
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     terminal::begin();
@@ -111,7 +111,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
     exit::end(result).into()
 }
 
-/// What to type instead, where a command of `vramlab` was typed.
+/// The command to type instead, if a command of `vramlab` was typed.
 fn for_vramlab(arguments: &[OsString]) -> Option<String> {
     let name = arguments.get(1)?.to_str()?;
     if command().find_subcommand(name).is_some() {

@@ -1,4 +1,4 @@
-//! Runs the trainer under several allocators and compares what it recorded; measures allocators and device profiles.
+//! Runs the trainer under several allocators and compares the records; measures allocators and device profiles.
 
 use std::process::ExitCode;
 

@@ -12,7 +12,7 @@ pub(crate) fn read(path: Option<&Path>) -> Result<Profile> {
     Ok(Profile::read(path)?)
 }
 
-/// Writes a profile that has been checked as a reader would check it.
+/// Writes a profile after the checks that a reader makes.
 pub(crate) fn write(profile: &Profile, out: OutputFile) -> Result<()> {
     let mut text = String::new();
     layout(&serde_json::to_value(profile)?, 0, &mut text);
@@ -21,7 +21,7 @@ pub(crate) fn write(profile: &Profile, out: OutputFile) -> Result<()> {
     Ok(out.fill(text)?)
 }
 
-/// JSON with one line for each cost: objects are spread out two levels deep, what lies deeper is on one line.
+/// JSON with one line for each cost: objects are spread out two levels deep, deeper ones take one line.
 fn layout(value: &Value, depth: usize, out: &mut String) {
     let Value::Object(fields) = value else { return *out += &value.to_string() };
     if depth == 2 {

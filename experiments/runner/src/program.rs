@@ -1,13 +1,14 @@
 //! `experiments fit-program`: the program's own host time for each driver call, from recorded runs of the trainer.
 //!
-//! Where the host is the bottleneck, an epoch lasts as long as its driver calls and what the trainer does between them.
-//! What is left of the epoch once every call is accounted for as the profile would charge it, divided by the number of
-//! calls, is the program's. Calls whose cost does not depend on a size are accounted for by the profile, plus the time for which
-//! they were blocked; all others by what they took. So it holds both the trainer's own code and what calls cost more between
-//! other work than in a loop. Around a call for memory the trainer does less than around a launch. Cells that differ in their
-//! share of such calls tell the two apart: [`Profile::program_ns_per_call`](vramlab::Profile::program_ns_per_call) and
-//! [`Profile::program_ns_per_memory_call`](vramlab::Profile::program_ns_per_memory_call) miss the cells least, by the sum of
-//! squares. Cells that do not differ give one figure for all calls.
+//! Where the host is the bottleneck, an epoch lasts as long as its driver calls and the trainer's work between them.
+//! The remainder of the epoch after subtracting every call at the profile's cost, divided by the number of calls, is
+//! the program's time per call. Calls whose cost does not depend on a size are subtracted at the profile's cost plus
+//! their blocked time; all others at their measured time. So the result contains both the trainer's code and the extra
+//! time of calls between other work, compared with a loop. The trainer does less around a call for memory than around
+//! a launch. Cells that differ in their share of such calls separate the two:
+//! [`Profile::program_ns_per_call`](vramlab::Profile::program_ns_per_call) and
+//! [`Profile::program_ns_per_memory_call`](vramlab::Profile::program_ns_per_memory_call) fit the cells best, by the
+//! sum of squares. Cells that do not differ give one value for all calls.
 
 use crate::fidelity::recorded::{Call, Epoch, Measured, Recorded};
 use crate::profile;
@@ -21,9 +22,9 @@ use terminal::{Cell, Column, Page, command, quoted};
 use vramlab::output::{Existing, OutputFile};
 use vramlab::{CallKind, Profile};
 
-/// A cell is host-bound where the host was blocked for less than this share of the time.
+/// A cell is host-bound if the host was blocked for less than this share of the time.
 const HOST_BOUND: f64 = 0.1;
-/// Where the shares of memory calls deviate less from each other, cells do not tell what such a call takes.
+/// If the shares of memory calls deviate less than this, cells cannot separate the two values.
 const APART: f64 = 0.1;
 
 #[derive(Debug, Args)]
@@ -38,28 +39,28 @@ pub(crate) struct ProgramArgs {
     out: PathBuf,
 }
 
-/// One host-bound cell, nanoseconds a call.
+/// One host-bound cell, nanoseconds per call.
 #[derive(Debug)]
 struct Row {
     cell: String,
     blocked_share: f64,
-    /// Between calls: the epoch less everything that was in calls.
+    /// Between calls: the epoch less the time in all calls.
     between: f64,
-    /// Beyond what the profile charges for the calls.
+    /// Time in excess of the profile's cost of the calls.
     beyond: f64,
-    /// Share of the calls that take or give memory.
+    /// Share of the calls that allocate or free memory.
     memory: f64,
 }
 
-/// The program's time for a call, nanoseconds.
+/// The program's host time per call, nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Program {
-    /// For one that takes or gives memory; absent: as for the others.
+    /// For a call that allocates or frees memory; absent: as for the others.
     memory_call: Option<u64>,
     call: u64,
 }
 
-/// Fits, writes the profile and says what each cell contributed.
+/// Fits, writes the profile and prints each cell's contribution.
 pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
     let mut base = profile::read(args.profile.as_deref())?;
     let recorded = Recorded::read(&args.measured)?;
@@ -80,8 +81,9 @@ pub(crate) fn fit_program(args: &ProgramArgs) -> Result<()> {
     page.print()
 }
 
-/// The line through the cells' shares of memory calls: its ends are what a program without such calls and one with nothing else
-/// take. Every cell counts the same. Nothing is left where the calls were quicker than in the profile.
+/// The line through the cells' shares of memory calls: its ends are the times of a program without such calls and of
+/// one with no others. Every cell has the same weight. Negative times, from calls that were faster than in the
+/// profile, become zero.
 fn program(rows: &[Row]) -> Program {
     // CAST: nanoseconds far below 2^53.
     let whole = |ns: f64| ns.round().max(0.0) as u64;
@@ -203,12 +205,13 @@ mod tests {
     fn cells_with_and_without_calls_for_memory_tell_what_these_take() {
         let row =
             |memory: f64, beyond: f64| Row { cell: String::new(), blocked_share: 0.0, between: 0.0, beyond, memory };
-        // A program that takes 600 ns around a launch and 200 around a call for memory, with a scatter that evens out.
+        // A program that takes 600 ns around a launch and 200 around a call for memory, with scatter that averages
+        // out.
         let rows = [row(0.0, 620.0), row(0.0, 580.0), row(0.6, 350.0), row(0.6, 370.0)];
         assert_eq!(program(&rows), Program { call: 600, memory_call: Some(200) });
-        // Neither is below nothing.
+        // Neither time is negative.
         assert_eq!(program(&[row(0.0, 500.0), row(0.5, 100.0)]), Program { call: 500, memory_call: Some(0) });
-        // Cells that do not differ say one thing.
+        // Cells that do not differ give one value.
         assert_eq!(program(&[row(0.6, 300.0), row(0.65, 400.0)]), Program { call: 350, memory_call: None });
     }
 }

@@ -1,4 +1,4 @@
-//! Where the folders of `experiments/` lie: specs, histories, baselines, results.
+//! Paths of the directories of `experiments/`: specs, recordings, baselines, results.
 
 use anyhow::{Context, Result, bail};
 use liblzma::read::XzDecoder;
@@ -8,23 +8,25 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use vramlab::{Bytes, input};
 
-/// Most bytes of an archive, and of what is unpacked from one.
+/// Size limit of an archive, and of its unpacked contents.
 const MOST_PACKED: u64 = 1 << 30;
 const MOST_UNPACKED: u64 = 16 << 30;
 
-/// How the archives of recorded results end.
+/// File ending of the archives of recorded results.
 pub(crate) const ARCHIVE: &str = ".tar.xz";
-/// Says in an unpacked folder what it was unpacked from, by the archive's SHA-256. `vramlab_analysis` reads and writes it too.
+/// File in an unpacked directory that names its archive, by the archive's SHA-256. `vramlab_analysis` reads and writes
+/// it too.
 const STAMP: &str = ".unpacked";
 
-/// A file or folder of `experiments/`, if it is there: below the current directory, else where this program was built from.
+/// A file or directory of `experiments/`, if it exists: below the current directory, else in the sources of this
+/// build.
 pub(crate) fn find(name: &str) -> Option<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folders = [Some(Path::new("experiments")), own.parent()];
     folders.into_iter().flatten().map(|folder| folder.join(name)).find(|path| path.exists())
 }
 
-/// What lies in a folder, sorted.
+/// A directory's entries, sorted.
 pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let cannot = || format!("cannot read {}", folder.display());
     let entries = fs::read_dir(folder).with_context(cannot)?;
@@ -34,7 +36,7 @@ pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// This program's own file, which is also the trainer and `vramlab`.
+/// This program's executable, which is also the trainer and `vramlab`.
 pub(crate) fn this_program() -> Result<PathBuf> {
     std::env::current_exe().context("cannot find this program's own file")
 }
@@ -44,10 +46,12 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The folder of recorded results, if it is there. Each `LABEL.tar.xz` in it is unpacked to the folder `LABEL` beside it.
+/// The directory of recorded results, if it exists. Each `LABEL.tar.xz` in it is unpacked to the directory `LABEL`
+/// next to it.
 ///
 /// # Errors
-/// An archive cannot be unpacked, or the folder of its name holds something else, which may be new records.
+///
+/// An archive cannot be unpacked, or the directory of its name has other contents, which may be new records.
 pub(crate) fn results() -> Result<Option<PathBuf>> {
     let Some(folder) = find("results") else { return Ok(None) };
     for path in entries(&folder)? {
@@ -58,7 +62,7 @@ pub(crate) fn results() -> Result<Option<PathBuf>> {
     Ok(Some(folder))
 }
 
-/// Unpacks an archive to `results/label`, unless that was done before.
+/// Unpacks an archive to `results/label`, unless it is unpacked already.
 fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
     let bytes = input::read_bytes(archive, MOST_PACKED)?;
     let (digest, folder) = (sha256(&bytes), results.join(label));
@@ -66,7 +70,8 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
         let partial = tempfile::Builder::new().suffix(".partial").tempdir_in(results)?;
         unpack_into(XzDecoder::new(bytes.as_slice()), partial.path())?;
         let unpacked = partial.path().join(label);
-        // An older archive may have one. Links were refused, so nothing outside is removed or written.
+        // An older version of the archive may have left one. Links were refused, so nothing outside is removed or
+        // written.
         if unpacked.join(STAMP).is_file() {
             fs::remove_file(unpacked.join(STAMP))?;
         }
@@ -75,7 +80,7 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
             .and_then(|mut stamp| stamp.write_all(digest.as_bytes()))
             .with_context(|| format!("it has no folder {label} of recorded results; pack it anew"))?;
         let renamed = fs::rename(&unpacked, &folder);
-        // Another process may have been first.
+        // Another process may have been faster.
         if !folder.exists() {
             renamed?;
         }
@@ -86,10 +91,11 @@ fn unpack(archive: &Path, results: &Path, label: &str) -> Result<()> {
     Ok(())
 }
 
-/// Unpacks an archive into a fresh folder. Nothing is written outside of it: members are files and folders only.
+/// Unpacks an archive into a new directory. Writes nothing outside of it: members are files and directories only.
 ///
 /// # Errors
-/// The archive is damaged, it has a member that is a link or a device, or that would lie outside, or it is too long.
+///
+/// The archive is damaged, a member is a link or a device or has a path outside, or the archive is too long.
 pub(crate) fn unpack_into(archive: impl Read, folder: &Path) -> Result<()> {
     let mut unpacked: u64 = 0;
     for member in tar::Archive::new(archive).entries()? {
@@ -119,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// An archive of members by their kind, name, and text or target.
+    /// An archive of members by kind, name, and text or target.
     fn packed(members: &[(tar::EntryType, &str, &str)]) -> Vec<u8> {
         let mut tar = tar::Builder::new(liblzma::write::XzEncoder::new(Vec::new(), 1));
         for &(kind, name, text) in members {

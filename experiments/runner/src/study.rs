@@ -1,9 +1,9 @@
-//! `experiments run`, `status`, `list` and `pack`: experiments that are written down as specs.
+//! `experiments run`, `status`, `list` and `pack`: experiments that specs describe.
 //!
-//! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a process
-//! of its own (a CUDA context and the allocators' caches belong to a process), in an order that the spec's seed gives.
-//! A run's folder appears whole, so a runner that was killed goes on where it was, and shards merge by
-//! lying together, or work in one folder.
+//! A spec is a question and the runs that answer it: programs and options, crossed and repeated. Each run is a
+//! separate process (a CUDA context and the allocators' caches belong to a process), in an order from the spec's seed.
+//! A run's directory appears only when complete, so a killed runner can resume; shards merge by copying their
+//! directories together, or work in one directory.
 
 mod execute;
 pub(crate) mod figures;
@@ -27,7 +27,7 @@ pub(crate) use pack::{PackArgs, pack};
 pub(crate) use run::{RunArgs, run};
 pub(crate) use status::{StatusArgs, status};
 
-/// The error with which this program ends when a process that it waited for failed.
+/// The error of this program when a process that it waited for failed.
 pub(crate) fn ended(status: ExitStatus, text: String) -> anyhow::Error {
     // A process that a signal ended has no exit code.
     let code = status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);

@@ -1,4 +1,4 @@
-//! One run: a process, and a folder that appears whole.
+//! One run: a process, and a directory that appears only when complete.
 
 use super::plan::Run;
 use super::programs::{self, CommandLine, Inputs, RECORD, command_line};
@@ -21,14 +21,14 @@ use trainer::provenance::now;
 use vramlab::DeviceName;
 use vramlab::input::{DOCUMENT, read_end, read_text};
 
-/// What a program prints, where that is its result.
+/// File for a program's output, where that is its result.
 const RESULT: &str = "result.json";
-/// How often a running process is looked at.
+/// Interval between checks of a running process.
 const POLL: Duration = Duration::from_millis(5);
-/// As much of the end of what a program said as is looked at, in bytes.
+/// Bytes read from the end of a program's output.
 const MOST_SAID: u64 = 64 << 10;
 
-/// What all runs of an experiment share.
+/// State shared by all runs of an experiment.
 #[derive(Debug)]
 pub(super) struct Experiment<'a> {
     pub(super) planned: &'a Planned,
@@ -49,7 +49,7 @@ pub(super) struct Interrupted;
 struct Ended {
     status: ExitStatus,
     wall: Duration,
-    /// The last thing it said on stderr.
+    /// Its last line on stderr.
     said: Option<String>,
 }
 
@@ -58,12 +58,12 @@ impl Experiment<'_> {
         part_of(&self.planned.folder.join(RUNS), &run.id)
     }
 
-    /// Where a run that is done once more makes room.
+    /// Temporary name for the old directory of a repeated run.
     fn old(&self, run: &Run) -> PathBuf {
         self.planned.folder.join(RUNS).join(format!(".{}.old", run.id))
     }
 
-    /// Runs it and leaves its folder; how it went, and why it failed.
+    /// Makes the run and leaves its directory; returns its status and its error.
     pub(super) fn run(&self, run: &Run, start: Option<&str>) -> Result<(RunStatus, Option<String>)> {
         let part = self.fresh(run)?;
         let line = command_line(run, self.device, self.inputs, start)?;
@@ -89,7 +89,7 @@ impl Experiment<'_> {
         Ok((status, error))
     }
 
-    /// Leaves the folder of a run that cannot be done here.
+    /// Leaves the directory of a run that is not possible here.
     pub(super) fn skip(&self, run: &Run, reason: &str) -> Result<()> {
         let part = self.fresh(run)?;
         let reason = self.plain(reason);
@@ -97,21 +97,22 @@ impl Experiment<'_> {
         self.publish(run, &part, &record)
     }
 
-    /// Runs it and forgets it.
+    /// Makes the run and discards its record.
     pub(super) fn warm_up(&self, run: &Run, start: Option<&str>) -> Result<()> {
         let part = self.fresh(run)?;
         let ended = command_line(run, self.device, self.inputs, start).and_then(|line| self.process(&line, &part));
         remove(&part)?;
-        // A run that fails will fail again, and then it is recorded.
+        // A run that fails will fail again, and then its failure is recorded.
         ended.map(|_| ())
     }
 
-    /// Writes the file with the trainer's weights and batches, if it is not there; how it failed.
+    /// Writes the file with the trainer's weights and batches if it is missing; returns the error of a failure.
     pub(super) fn make_start(&self, name: &str, arguments: &[String]) -> Result<Option<String>> {
         if self.planned.folder.join(name).is_file() {
             return Ok(None);
         }
-        // Several shards may make the same file: each in a folder of its own, and it has its name when it is whole.
+        // Several shards may make the same file: each in a separate directory; the file gets its name when it is
+        // complete.
         let own =
             self.shard.map_or_else(|| ".part".to_owned(), |shard| format!(".{}-of-{}.part", shard.number, shard.of));
         let part = self.planned.folder.join("start").join(own);
@@ -155,13 +156,13 @@ impl Experiment<'_> {
         }
     }
 
-    /// Removes what a killed runner left behind of a run.
+    /// Removes the leftovers of a run that a killed runner began.
     pub(super) fn tidy(&self, run: &Run) -> Result<()> {
         remove(&self.old(run))?;
         remove(&self.part(run))
     }
 
-    /// An empty folder to work in; one that a killed runner left behind goes.
+    /// An empty directory to work in; removes one that a killed runner left.
     fn fresh(&self, run: &Run) -> Result<PathBuf> {
         let part = self.part(run);
         remove(&part)?;
@@ -172,7 +173,7 @@ impl Experiment<'_> {
     fn publish(&self, run: &Run, part: &Path, record: &RunRecord<'_>) -> Result<()> {
         write_json(&part.join(RUN), record)?;
         let (folder, old) = (self.planned.run_folder(run), self.old(run));
-        // One that failed or was skipped before makes room, as a whole: other shards look at it.
+        // A failed or skipped run's directory is moved away as a unit: other shards read it.
         if folder.exists() {
             std::fs::rename(&folder, &old).with_context(|| format!("cannot make {}", folder.display()))?;
         }
@@ -180,8 +181,8 @@ impl Experiment<'_> {
         remove(&old)
     }
 
-    /// Starts a process and waits for it. A signal to this program ends it: then its folder goes, and the error is
-    /// [`Interrupted`].
+    /// Starts a process and waits for it. A signal to this program ends the process: then its directory is removed,
+    /// and the error is [`Interrupted`].
     fn process(&self, line: &CommandLine, part: &Path) -> Result<Ended> {
         let (out, err) = (part.join(RESULT), part.join("stderr.txt"));
         let file = |path: &Path| File::create(path).with_context(|| format!("cannot write {}", path.display()));
@@ -211,14 +212,14 @@ impl Experiment<'_> {
         let wall = started.elapsed();
         let said = read_end(&err, MOST_SAID).unwrap_or_default();
         let text = String::from_utf8_lossy(&said);
-        // Whether it could be removed shows in the folder only.
+        // If removing fails, the only effect is a leftover file.
         let _ = std::fs::remove_file(&err);
         let last = text.lines().rev().map(str::trim).find(|line| !line.is_empty());
         let said = text.lines().rev().find_map(|line| line.strip_prefix("error: ")).or(last).map(str::to_owned);
         Ok(Ended { status, wall, said })
     }
 
-    /// Puts what is kept of the record beside `run.json`; the names of the files.
+    /// Moves the retained files of the record next to `run.json`; returns their names.
     fn collect(&self, part: &Path, line: &CommandLine) -> Result<Vec<String>> {
         let folders = self.folders(part);
         let mut files = Vec::new();
@@ -242,13 +243,13 @@ impl Experiment<'_> {
         }
         remove(&record)?;
         for left in [part.join(RESULT)].iter().filter(|left| !files.iter().any(|name| left.ends_with(name))) {
-            // It was never filled; it may be compressed or not there.
+            // The file was never filled; it may be compressed or missing.
             let _ = std::fs::remove_file(left);
         }
         Ok(files)
     }
 
-    /// Folders of this machine that a record should not name, the longest first.
+    /// Directories of this machine that a record should not name, the longest first.
     fn folders(&self, part: &Path) -> Vec<PathBuf> {
         let mut folders = vec![part.to_owned(), self.planned.folder.clone(), self.inputs.histories.clone()];
         folders.extend(self.inputs.data_dir.clone());
@@ -272,7 +273,7 @@ impl Experiment<'_> {
     }
 }
 
-/// A running process and its group. Dropped, all of it is ended.
+/// A running process and its group. Dropping it ends the whole group.
 #[derive(Debug)]
 pub(crate) struct Group {
     leader: Child,
@@ -280,8 +281,8 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Starts a process in a group of its own. It ends when the thread that started it does, however that ends, so this thread
-    /// should wait for it.
+    /// Starts a process in its own group. The process ends when the thread that started it ends for any reason, so
+    /// this thread should wait for it.
     pub(crate) fn start(command: &mut Command) -> std::io::Result<Self> {
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(command, 0);
@@ -290,13 +291,14 @@ impl Group {
         Ok(Self { leader: command.spawn()?, over: false })
     }
 
-    /// How the process ended, if it has; what it left running is ended then.
+    /// The exit status of the process, if it has ended; processes that it left running are ended then.
     pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>> {
         const FAILS: &str = "cannot wait for a run";
         #[cfg(unix)]
         {
             use rustix::process::{WaitId, WaitIdOptions, waitid};
-            // It is looked at before it is collected: until then its number, which is its group's, is no other process's.
+            // Test it before collecting it: until then no other process can have its number, which is also its
+            // group's.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             if waitid(WaitId::Pid(rustix::process::Pid::from_child(&self.leader)), options).context(FAILS)?.is_none() {
                 return Ok(None);
@@ -308,9 +310,9 @@ impl Group {
         Ok(status)
     }
 
-    /// Ends it, with all that it has started.
+    /// Ends it and all processes that it has started.
     pub(crate) fn kill(&mut self) {
-        // Both fail only when there is nothing left to end.
+        // Both fail only if there is nothing left to end.
         #[cfg(unix)]
         let _ = rustix::process::kill_process_group(
             rustix::process::Pid::from_child(&self.leader),
@@ -325,7 +327,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         if !self.over {
             self.kill();
-            // It was killed, so this is short.
+            // It was killed, so this wait is short.
             let _ = self.leader.wait();
         }
     }

@@ -1,22 +1,22 @@
-//! The main figures of a run, read from its files. All runners and comparisons take them from here, so that one name
-//! means one thing.
+//! The main values of a run, read from its files. All runners and comparisons take them from here, so that one name
+//! has one meaning.
 
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::path::Path;
 use vramlab::input::{DOCUMENT, read_unpacked};
 
-/// What a run's main figure is.
+/// A run's main value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Measure {
-    /// Seconds a training step.
+    /// Seconds per training step.
     StepTime,
-    /// Seconds of simulated time for a whole history.
+    /// Seconds of simulated time for a complete recording.
     SimulatedTime,
-    /// Seconds of host time for an operation of a history or of a benchmark.
+    /// Seconds of host time per operation of a recording or a benchmark.
     OperationTime,
-    /// Bytes of the smallest device.
+    /// Memory size of the smallest device, in bytes.
     Capacity,
 }
 
@@ -32,14 +32,14 @@ impl Measure {
     }
 }
 
-/// Main figures of a run; what its program does not record is absent.
+/// Main values of a run; those that its program does not record are absent.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct Figures {
     pub(crate) measure: Measure,
     pub(crate) value: f64,
-    /// Share of an epoch, validation included, for which the host was blocked.
+    /// Share of an epoch, validation included, during which the host was blocked.
     pub(crate) blocked_share: Option<f64>,
-    /// Driver calls a batch, those of the validation included; of a history: in all.
+    /// Driver calls per batch, validation included; for a recording: the total.
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
     /// Peak of active over peak of reserved.
@@ -47,7 +47,7 @@ pub(crate) struct Figures {
     pub(crate) train_loss: Option<f64>,
 }
 
-/// Reads a file of a record, also where it was compressed, of at most `limit` bytes.
+/// Reads a file of a record, compressed or not, of at most `limit` bytes.
 pub(crate) fn read_text(folder: &Path, name: &str, limit: u64) -> Result<String> {
     let (plain, packed) = (folder.join(name), folder.join(format!("{name}.gz")));
     let path = if packed.is_file() { &packed } else { &plain };
@@ -73,14 +73,14 @@ pub(crate) fn read_summary(folder: &Path) -> Result<Value> {
     Ok(summary)
 }
 
-/// Epochs that stand for the steady state: all but the first, which holds the warm-up, unless there is no other.
+/// The steady epochs: all but the first, which contains the warm-up, unless there is no other.
 pub(crate) fn steady_epochs(summary: &Value) -> &[Value] {
     let epochs = summary["epochs"].as_array().map(Vec::as_slice).unwrap_or_default();
     if epochs.len() > 1 { &epochs[1..] } else { epochs }
 }
 
-/// Seconds a step in one epoch: its training alone, by the device's own events on a GPU, because what else programs do in the
-/// host's time differs; or with its validation where a record does not tell them apart.
+/// Seconds per step in one epoch: of its training only, by the device's events on a GPU, because the other work in
+/// host time differs between programs; with its validation where a record does not separate them.
 fn step_s(epoch: &Value, on_gpu: bool) -> Option<f64> {
     let by_device = epoch["train_device_s"].as_f64().filter(|_| on_gpu);
     let time = by_device.or_else(|| epoch["train_s"].as_f64()).or_else(|| epoch["wall_s"].as_f64())?;
@@ -88,14 +88,14 @@ fn step_s(epoch: &Value, on_gpu: bool) -> Option<f64> {
     Some(time / steps)
 }
 
-/// Seconds a training step: the median over the steady epochs.
+/// Seconds per training step: the median over the steady epochs.
 pub(crate) fn step_time(summary: &Value) -> Option<f64> {
     let on_gpu = summary["device"]["kind"] == "cuda";
     let times: Vec<f64> = steady_epochs(summary).iter().filter_map(|epoch| step_s(epoch, on_gpu)).collect();
     (!times.is_empty()).then(|| median(&times))
 }
 
-/// Batches of an epoch: its training steps, and those of the validation after it. An epoch's driver calls are of both.
+/// Batches of an epoch: its training steps and those of the validation after it. An epoch's driver calls include both.
 pub(crate) fn batches(summary: &Value, epoch: &Value) -> f64 {
     let steps = epoch["steps"].as_f64().unwrap_or(f64::NAN);
     let rows = summary["dataset"]["validation_rows"].as_f64().unwrap_or(0.0);
@@ -103,14 +103,14 @@ pub(crate) fn batches(summary: &Value, epoch: &Value) -> f64 {
     steps + (rows / batch).ceil()
 }
 
-/// Share of an epoch for which the host was blocked in driver calls.
+/// Share of an epoch during which the host was blocked in driver calls.
 pub(crate) fn blocked_share(epoch: &Value) -> Option<f64> {
     let calls = epoch["driver_calls"].as_object()?;
     let blocked: f64 = calls.values().filter_map(|totals| totals["blocked_ns"].as_f64()).sum();
     epoch["wall_s"].as_f64().filter(|wall| *wall > 0.0).map(|wall| blocked / 1e9 / wall)
 }
 
-/// Of the record of a training run.
+/// The values in the record of a training run.
 pub(crate) fn of_summary(summary: &Value) -> Option<Figures> {
     let last = steady_epochs(summary).last()?;
     let count = |calls: &serde_json::Map<String, Value>| {
@@ -129,7 +129,7 @@ pub(crate) fn of_summary(summary: &Value) -> Option<Figures> {
     })
 }
 
-/// Of what `replay`, `capacity` and `bench` print: their first row.
+/// The values in the output of `replay`, `capacity` and `bench`: their first row.
 fn of_result(result: &Value) -> Option<Figures> {
     let row = result.get(0).or_else(|| result["rows"].get(0))?;
     let (measure, value) = if let Some(bytes) = row["capacity_bytes"].as_f64() {
@@ -152,7 +152,7 @@ fn of_result(result: &Value) -> Option<Figures> {
     })
 }
 
-/// The figures of a run's folder; `None` where it holds none, as a run that ended before its first epoch.
+/// The values of a run's directory; `None` where it has none, as for a run that ended before its first epoch.
 pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
     if folder.join("summary.json").is_file() {
         return Ok(of_summary(&read_summary(folder)?));
@@ -163,41 +163,41 @@ pub(crate) fn of_folder(folder: &Path) -> Result<Option<Figures>> {
     Ok(of_result(&read_document(folder, "result.json")?))
 }
 
-/// The middle value, of two the upper; not a number where there is none.
+/// The middle value, of two the upper; NaN for no values.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-// How far repeats lie apart, and which of them stand out.
+// Spread of the repeats, and outliers.
 
 /// Above this spread the repeats of a cell are called noisy.
 pub(crate) const NOISY: f64 = 0.05;
-/// A repeat stands out when it is this many times the spread away, and by this share of the median.
+/// An outlier is this many times the spread away, and at least this share of the median.
 const OUTLIER_SPREADS: f64 = 5.0;
 const OUTLIER_SHARE: f64 = 0.1;
 
-/// Standard deviation over the median, estimated by the median of the distances from the median, which one outlier
-/// does not move. `None` for fewer than two values.
+/// Standard deviation over the median, estimated from the median distance to the median, which a single outlier does
+/// not change. `None` for fewer than two values.
 pub(crate) fn spread(values: &[f64]) -> Option<f64> {
     if values.len() < 2 {
         return None;
     }
     let middle = median(values);
     let distances: Vec<f64> = values.iter().map(|value| (value - middle).abs()).collect();
-    // Of two or three values the median distance says little; half of the range does.
+    // For two or three values the median distance is unreliable; use half of the range.
     let deviation = if values.len() < 4 {
         let range = values.iter().copied().fold(f64::MIN, f64::max) - values.iter().copied().fold(f64::MAX, f64::min);
         range / 2.0
     } else {
-        // What makes it the standard deviation of a normal distribution.
+        // The factor for the standard deviation of a normal distribution.
         1.4826 * median(&distances)
     };
     (middle != 0.0).then(|| deviation / middle.abs())
 }
 
-/// Places of the values that stand out. Of fewer than four, none does.
+/// Indices of the outliers. Fewer than four values have none.
 pub(crate) fn outliers(values: &[f64]) -> Vec<usize> {
     if values.len() < 4 {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! `experiments list`: the specs that are there.
+//! `experiments list`: the available specs.
 
 use super::plan::plan;
 use super::spec::{self, Source};
@@ -27,10 +27,10 @@ struct Row {
     devices: Vec<DeviceKind>,
     programs: Vec<&'static str>,
     repeats: u32,
-    /// Runs on a GPU; absent where the spec is not for it.
+    /// Number of runs on a GPU; absent where the spec does not allow it.
     #[serde(skip_serializing_if = "Option::is_none")]
     runs_cuda: Option<usize>,
-    /// Runs on the simulated GPU; absent where the spec is not for it.
+    /// Number of runs on the simulated GPU; absent where the spec does not allow it.
     #[serde(skip_serializing_if = "Option::is_none")]
     runs_sim: Option<usize>,
 }
@@ -83,7 +83,7 @@ fn page(rows: &[Row], folder: Option<&Path>) -> Page {
         Some(folder) => format!("run {} --specs {}", quoted(name), quoted(&folder.to_string_lossy())),
         None => format!("run {}", quoted(name)),
     };
-    // The quickest to answer without a GPU; where none can be, the first.
+    // The fastest to answer without a GPU; if none can be, the first.
     let first = on_sim().min_by_key(|(runs, _)| *runs).map(|(_, row)| format!("{} --device sim", named(&row.name)));
     match first.or_else(|| rows.first().map(|row| named(&row.name))) {
         Some(next) => page.end(found, &command("experiments", &next)),

@@ -1,8 +1,8 @@
-//! Locks of an experiment's folder: one runner holds it, or one for each shard.
+//! Locks of an experiment's directory: one runner holds it, or one for each shard.
 //!
-//! The locks are the system's, on files beside the folder: they go with the process that holds them, however that ends. A
-//! file is removed at the end; one that a killed runner has left means nothing. A runner holds the folder's gate while it takes a
-//! lock or looks at others', so no other runner comes between.
+//! The locks are the operating system's, on files next to the directory: they are released when the process that holds
+//! them ends for any reason. A file is removed at the end; one that a killed runner left has no effect. A runner holds
+//! the directory's gate while it takes a lock or checks the others, so no other runner interferes.
 
 use crate::repository;
 use anyhow::{Context, Result, bail};
@@ -16,25 +16,25 @@ use terminal::Shard;
 use trainer::provenance::Job;
 use vramlab::input;
 
-/// How often, and how far apart, a lock is tried that an onlooker may have for a moment.
+/// Number of tries for a lock that an observer may hold for a moment, and the interval between them.
 const TRIES: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// The right to write to an experiment's folder, or to a shard's runs in it. Dropped, it is given up.
+/// The right to write to an experiment's directory, or to a shard's runs in it. Dropping it releases the lock.
 #[derive(Debug)]
 pub(crate) struct Lock {
     path: PathBuf,
     _file: File,
 }
 
-/// The process that holds a lock, as the lock's file names it.
+/// The process that holds a lock, as named in the lock's file.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Holder {
     pub(crate) process: u32,
     /// Host, as in a record's provenance.
     pub(crate) host_hash: Option<String>,
     pub(crate) started_at: String,
-    /// The job of Slurm, if it is in one.
+    /// The Slurm job, if any.
     pub(crate) job: Option<Job>,
 }
 
@@ -49,7 +49,7 @@ impl Holder {
 /// A lock's file.
 #[derive(Debug)]
 pub(crate) struct Found {
-    /// None: that of a runner of all runs.
+    /// `None`: a runner of all runs.
     pub(crate) shard: Option<Shard>,
     /// Whether a runner holds the lock; if not, its runner was killed.
     pub(crate) held: bool,
@@ -57,13 +57,13 @@ pub(crate) struct Found {
     path: PathBuf,
 }
 
-/// Whether a file could be locked.
+/// Result of locking a file.
 enum Taken {
     Ours(File),
     Held,
-    /// Another runner has removed it meanwhile.
+    /// Another runner has removed the file meanwhile.
     Gone,
-    /// The file system knows no locks.
+    /// The file system does not support locks.
     Unsupported,
 }
 
@@ -79,10 +79,10 @@ fn open(path: &Path) -> std::io::Result<File> {
     OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)
 }
 
-/// Locks an open file. By a trait: the standard library's own way is newer than the oldest Rust that builds this.
+/// Locks an open file. By a trait: the standard library's method is newer than the oldest Rust that builds this.
 fn take(file: File, path: &Path, lock: impl Fn(&File) -> Result<(), TryLockError>) -> Result<Taken> {
     match lock(&file) {
-        // The holder before may have removed the file between the two calls; a lock on that one is none.
+        // The previous holder may have removed the file between the two calls; a lock on that one is not a lock.
         Ok(()) if !is_there(&file, path) => Ok(Taken::Gone),
         Ok(()) => Ok(Taken::Ours(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::Held),
@@ -91,8 +91,8 @@ fn take(file: File, path: &Path, lock: impl Fn(&File) -> Result<(), TryLockError
     }
 }
 
-/// The folder's gate, once it is free: a runner holds it for as long as it takes to look at the locks. None on a file system
-/// that knows no locks.
+/// The directory's gate, once it is free: a runner holds it while it checks the locks. `None` on a file system without
+/// locks.
 fn gate(folder: &Path) -> Result<Option<Lock>> {
     let (out, name) = parts(folder)?;
     let path = out.join(format!(".{name}.gate"));
@@ -102,7 +102,7 @@ fn gate(folder: &Path) -> Result<Option<Lock>> {
             Taken::Ours(file) => return Ok(Some(Lock { path, _file: file })),
             Taken::Gone | Taken::Held => {}
             Taken::Unsupported => {
-                // Whether it could be removed shows in the folder only.
+                // If removing fails, the only effect is a leftover file.
                 let _ = std::fs::remove_file(&path);
                 return Ok(None);
             }
@@ -110,16 +110,19 @@ fn gate(folder: &Path) -> Result<Option<Lock>> {
     }
 }
 
-/// Does something to an experiment's folder that no other runner should see half done.
+/// Does something to an experiment's directory that no other runner should see incomplete.
 pub(crate) fn alone<T>(folder: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let _gate = gate(folder)?;
     work()
 }
 
-/// Takes the lock of `DIR/<name>`, or of a shard of it, and makes `DIR` for it; none on a file system that knows no locks.
+/// Takes the lock of `DIR/<name>`, or of a shard of it, and creates `DIR` for it; `None` on a file system without
+/// locks.
 ///
 /// # Errors
-/// Another runner of the same runs is at work, or one with another number of shards; or the lock's file cannot be made.
+///
+/// Another runner of the same runs is active, or one with another number of shards; or the lock's file cannot be
+/// created.
 pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> {
     let (out, name) = parts(folder)?;
     std::fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
@@ -132,15 +135,15 @@ pub(crate) fn lock(folder: &Path, shard: Option<Shard>) -> Result<Option<Lock>> 
             folder.display()
         );
     }
-    // Files that killed runners left of shards of this number show `status` which shards there are; others are removed.
+    // Files that killed runners left for this number of shards show `status` which shards exist; others are removed.
     let stays = |found: &Found| found.held || shard.is_some_and(|new| found.shard.is_some_and(|old| old.of == new.of));
     for left in found.iter().filter(|found| !stays(found)) {
-        // Whether it could be removed shows in the folder only.
+        // If removing fails, the only effect is a leftover file.
         let _ = std::fs::remove_file(&left.path);
     }
     let path = out.join(file_name(&name, shard));
     let fails = || format!("cannot write {}", path.display());
-    // The gate keeps other runners away; `status` where it may not write has no gate and holds the lock for a moment.
+    // The gate excludes other runners; `status` without write permission has no gate and holds the lock for a moment.
     for _ in 0..TRIES {
         match take(open(&path).with_context(fails)?, &path, FileExt::try_lock)? {
             Taken::Ours(mut file) => {
@@ -159,7 +162,7 @@ fn file_name(name: &str, shard: Option<Shard>) -> String {
     shard.map_or_else(|| format!(".{name}.lock"), |shard| format!(".{name}.{}-of-{}.lock", shard.number, shard.of))
 }
 
-/// Which of the runners at work keep a new one out; words that follow the folder's name.
+/// The active runners that conflict with a new one; words that follow the directory's name.
 fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
     let list = |shards: &[Shard]| shards.iter().map(ToString::to_string).collect::<Vec<String>>().join(", ");
     let shards: Vec<Shard> = held.iter().copied().flatten().collect();
@@ -178,7 +181,7 @@ fn in_the_way(held: &[Option<Shard>], shard: Option<Shard>) -> Option<String> {
     }
 }
 
-/// The files of all locks of a folder.
+/// The files of all locks of a directory.
 fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
     let (out, name) = parts(folder)?;
     let entries = if out.exists() { repository::entries(out)? } else { Vec::new() };
@@ -188,9 +191,9 @@ fn files(folder: &Path) -> Result<Vec<(Option<Shard>, PathBuf)>> {
     Ok(found)
 }
 
-/// All locks of a folder, to be called within its gate; `None` where the file system has no locks.
+/// All locks of a directory, to be called within its gate; `None` where the file system has no locks.
 fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
-    /// Longer than any holder's own words.
+    /// Longer than any holder's text.
     const LONGEST: u64 = 4096;
     let mut found = Vec::new();
     for (shard, path) in files(folder)? {
@@ -200,9 +203,9 @@ fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
         };
         let mut text = String::new();
         let read = Read::take(&file, LONGEST).read_to_string(&mut text);
-        // One that is being written says nothing yet.
+        // A file that is being written has no holder yet.
         let holder = read.ok().and_then(|_| serde_json::from_str(&text).ok());
-        // Shared, for which a file that may only be read is enough.
+        // A shared lock, for which a read-only file is enough.
         let held = match take(file, &path, FileExt::try_lock_shared)? {
             Taken::Gone => continue,
             Taken::Unsupported => return Ok(None),
@@ -214,7 +217,7 @@ fn look(folder: &Path) -> Result<Option<Vec<Found>>> {
     Ok(Some(found))
 }
 
-/// What the name of a lock's file says; `None` if it is none of this experiment's.
+/// The shard in a lock file's name; `None` if the file is not of this experiment.
 fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
     let rest = file_name.strip_prefix('.')?.strip_prefix(name)?.strip_suffix(".lock")?;
     if rest.is_empty() {
@@ -223,24 +226,25 @@ fn shard_of(file_name: &str, name: &str) -> Option<Option<Shard>> {
     rest.strip_prefix('.')?.replacen("-of-", "/", 1).parse().ok().map(Some)
 }
 
-/// Runners of an experiment's folder: locks that are held, and files of locks that killed runners left.
-/// `None` where the file system has no locks.
+/// Runners of an experiment's directory: locks that are held, and lock files that killed runners left. `None` where
+/// the file system has no locks.
 ///
 /// # Errors
-/// The folder cannot be read.
+///
+/// The directory cannot be read.
 pub(crate) fn at_work(folder: &Path) -> Result<Option<Vec<Found>>> {
-    // A reader of an idle folder writes nothing to it.
+    // A reader of an idle directory writes nothing to it.
     if files(folder)?.is_empty() {
         return Ok(Some(Vec::new()));
     }
-    // A user who may not write looks without the gate.
+    // A user without write permission reads without the gate.
     let _gate = gate(folder);
     look(folder)
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Before it is unlocked, so that another runner's file is not removed. A file that stays is no harm.
+        // Remove it before unlocking, so that another runner's file is not removed. A leftover file does no harm.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -253,7 +257,7 @@ fn is_there(file: &File, path: &Path) -> bool {
     matches!((file.metadata(), std::fs::metadata(path)), (Ok(open), Ok(named)) if id(&open) == id(&named))
 }
 
-/// Other systems do not remove a file that is open.
+/// Other systems do not remove an open file.
 #[cfg(not(unix))]
 fn is_there(_: &File, path: &Path) -> bool {
     path.exists()
@@ -284,7 +288,7 @@ mod tests {
         drop(lock(&other, None).unwrap().unwrap());
         drop(held);
         drop(lock(&folder, None).unwrap().unwrap());
-        // As killed runners leave it.
+        // A file as killed runners leave it.
         std::fs::write(place.path().join("out/.one.lock"), "").unwrap();
         std::fs::write(place.path().join("out/.one.2-of-3.lock"), "").unwrap();
         drop(lock(&folder, None).unwrap().unwrap());
@@ -304,7 +308,7 @@ mod tests {
             let text = refused(&folder, new);
             assert!(text.contains(words) && text.starts_with("another run is at work in"), "{text}");
         }
-        // A folder beside it whose name begins alike.
+        // A directory next to it whose name begins alike.
         drop(lock(&place.path().join("one.2-of-9"), None).unwrap().unwrap());
         drop(held);
         let whole = lock(&folder, None).unwrap().unwrap();
@@ -329,7 +333,7 @@ mod tests {
         assert_eq!(of, [(shard("1/3"), false), (shard("2/3"), true)]);
         assert_eq!(found[1].holder.as_ref().unwrap().process, std::process::id());
         assert!(found[0].holder.is_none());
-        // Looking takes nothing away.
+        // Reading removes nothing.
         assert!(refused(&folder, shard("2/3")).contains("the same shard"));
         drop(held);
     }
@@ -354,7 +358,7 @@ mod tests {
                 }
             };
             let threads: Vec<_> = (0..4).map(|number| scope.spawn(contend(number % 2 == 0))).collect();
-            // One that only looks stops no runner.
+            // An observer does not stop a runner.
             let onlooker = scope.spawn(|| (0..100).for_each(|_| drop(at_work(&folder).unwrap())));
             onlooker.join().unwrap();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()

@@ -1,7 +1,8 @@
-//! `experiments pack`: recorded experiments as one archive, to be kept and sent.
+//! `experiments pack`: recorded experiments as one archive, to store and send.
 //!
-//! `LABEL.tar.xz` unpacks to the folder `LABEL` with the folder of each experiment, as `experiments run` leaves it. Its texts
-//! are plain in there: one archive of all packs them smaller than each was by itself. The same folders give the same bytes.
+//! `LABEL.tar.xz` unpacks to the directory `LABEL` with the directory of each experiment, as `experiments run` leaves
+//! it. Text files in it are uncompressed: one archive of all compresses them better than each by itself. The same
+//! directories give the same bytes.
 
 use super::figures::read_text;
 use super::lock::at_work;
@@ -19,11 +20,11 @@ use terminal::{Cell, Column, Page, quoted};
 use vramlab::input::{DOCUMENT, TABLE};
 use vramlab::output::{Existing, OutputFile};
 
-/// As `xz -6e`: the bytes of this level do not depend on the machine, and a reader needs 9 MiB.
+/// As `xz -6e`: this level's output does not depend on the machine, and a reader needs 9 MiB.
 const LEVEL: u32 = 6 | (1 << 31);
-/// Keys of `run.json` without which a run cannot be recognised.
+/// Keys of `run.json` without which a run cannot be identified.
 const NEEDED: [&str; 5] = ["id", "schema_version", "spec_sha256", "status", "files"];
-/// Key of `experiment.json` with what was recorded and is not kept.
+/// Key of `experiment.json` for the recorded data that the archive omits.
 const LEFT_OUT: &str = "left_out";
 
 #[derive(Debug, Args)]
@@ -43,11 +44,12 @@ pub(crate) struct PackArgs {
     incomplete: bool,
 }
 
-/// A file of the runs, or a part of it, that is not kept.
+/// A file of the runs, or a part of it, that the archive omits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct LeftOut {
     file: String,
-    /// A column, the keys that lead to a value, joined with `/`, or `KEY=WORD` for the lines of a file whose value has that word.
+    /// A column, the keys that lead to a value, joined with `/`, or `KEY=WORD` for the lines of a file whose value
+    /// contains that word.
     part: Option<String>,
 }
 
@@ -73,12 +75,12 @@ impl std::fmt::Display for LeftOut {
     }
 }
 
-/// An archive under way.
+/// An archive being written.
 struct Packing<'a> {
     args: &'a PackArgs,
     label: &'a str,
     archive: tar::Builder<XzEncoder<OutputFile>>,
-    /// What of `--leave-out` some run had.
+    /// Entries of `--leave-out` that some run had.
     found: BTreeSet<&'a LeftOut>,
 }
 
@@ -86,11 +88,11 @@ struct Packing<'a> {
 struct Packed {
     name: String,
     runs: usize,
-    /// Of its files, as text.
+    /// Size of its files, as text.
     bytes: usize,
 }
 
-/// Packs each experiment that the folders hold.
+/// Packs each experiment in the given directories.
 pub(crate) fn pack(args: &PackArgs) -> Result<()> {
     let out = args.out.display();
     let label =
@@ -170,7 +172,7 @@ impl<'a> Packing<'a> {
         Ok(Packed { bytes: files.iter().map(|(_, text)| text.len()).sum(), name, runs })
     }
 
-    /// Adds the files of a run, which lies in `own`, under `place`; whether it is done.
+    /// Adds the files of a run, from the directory `own`, under `place`; returns whether the run is complete.
     fn run(&mut self, own: &Path, place: &str, files: &mut Vec<(String, String)>) -> Result<bool> {
         let mut run = read_json(&own.join(RUN))?;
         let listed = run["files"].as_array().into_iter().flatten().filter_map(Value::as_str);
@@ -207,12 +209,12 @@ impl<'a> Packing<'a> {
     }
 }
 
-/// A file's name before it was compressed.
+/// A file's name before compression.
 fn plain_name(name: &str) -> String {
     name.strip_suffix(".gz").unwrap_or(name).to_owned()
 }
 
-/// What the record names is there, and nothing else.
+/// Checks that exactly the files listed in the record exist.
 fn check_files(own: &Path, listed: &BTreeSet<String>) -> Result<()> {
     let names = repository::entries(own)?;
     let names = names.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
@@ -227,7 +229,7 @@ fn check_files(own: &Path, listed: &BTreeSet<String>) -> Result<()> {
     Ok(())
 }
 
-/// The text of a file without a part of it; `None` where it has no such part.
+/// The text of a file without a part of it; `None` if it has no such part.
 fn without(file: &str, part: &str, text: &str) -> Result<Option<String>> {
     if file.ends_with(".csv") {
         let mut rows = csv::ReaderBuilder::new().has_headers(false).from_reader(text.as_bytes());
@@ -263,7 +265,7 @@ fn without(file: &str, part: &str, text: &str) -> Result<Option<String>> {
     Ok(found.then_some(rest))
 }
 
-/// Takes out what the keys lead to; whether it was there.
+/// Removes the value at the keys; returns whether it existed.
 fn remove(value: &mut Value, keys: &str) -> bool {
     let (parent, key) = keys.rsplit_once('/').map_or((None, keys), |(parent, key)| (Some(parent), key));
     let parent = parent.map_or_else(String::new, |parent| format!("/{parent}"));
