@@ -2,7 +2,7 @@
 
 use terminal::{Cell, Column, Table};
 
-/// A column, and what stands in it for a row.
+/// A column, and the function for its cells.
 pub(crate) type Figure<'a, R> = (Column, &'a dyn Fn(&R) -> Cell);
 
 /// A table with a line for each row.
@@ -14,7 +14,7 @@ pub(crate) fn table<'a, R: 'a>(rows: impl IntoIterator<Item = &'a R>, figures: &
     table
 }
 
-/// A share as a percentage with so many digits behind the point.
+/// A share as a percentage with `digits` decimals.
 pub(crate) fn percent(share: f64, digits: usize) -> String {
     format!("{:.digits$} %", 100.0 * share)
 }

@@ -1,7 +1,9 @@
-//! `experiments advise-truth`: what `vramlab advise` says that programs would reserve, beside what PyTorch really did.
+//! `experiments advise-truth`: predictions of `vramlab advise` for the memory that programs would reserve, compared
+//! with PyTorch's measurements.
 //!
-//! A program was run under several settings, and some of these runs were recorded. A recording is replayed under the settings of
-//! the other runs, of which the replay knows nothing. Under its own settings nothing is predicted, so there is no such row.
+//! A program was run under several settings, and some of these runs were recorded. A recording is replayed under the
+//! settings of the other runs, about which the replay knows nothing. Under its own settings nothing is predicted, so
+//! there is no such row.
 
 mod measured;
 mod pairs;
@@ -20,9 +22,9 @@ use vramlab::Bytes;
 use vramlab::input::{TABLE, read_text};
 use vramlab::output::{Existing, OutputFile};
 
-/// The table that is kept.
+/// The committed table.
 const KEPT: &str = "results/advise-truth.csv";
-/// How it is written anew.
+/// The command that rewrites it.
 const AGAIN: &str = "experiments advise-truth -o experiments/results/advise-truth.csv";
 
 #[derive(Debug, Args)]
@@ -105,23 +107,24 @@ fn build() -> String {
     if built.dirty == "true" { format!("{short}-dirty") } else { short.to_owned() }
 }
 
-/// A kept table.
+/// Reads a committed table.
 fn read(path: &Path) -> Result<Vec<Pair>> {
     let text = read_text(path, TABLE).with_context(|| path.display().to_string())?;
     let rows = csv::Reader::from_reader(text.as_bytes()).into_deserialize().collect::<Result<Vec<Pair>, _>>();
     rows.map_err(|error| anyhow!("{}: {error}; write it anew: {AGAIN}", path.display()))
 }
 
-/// The rows of some recordings.
+/// The rows of the given recordings.
 fn by_key<'a>(pairs: &'a [Pair], recordings: &BTreeSet<&str>) -> BTreeMap<Key<'a>, &'a Pair> {
     let of_these = pairs.iter().filter(|pair| recordings.contains(pair.recording.as_str()));
     of_these.map(|pair| (pair.key(), pair)).collect()
 }
 
-/// Holds what was made of some recordings to the kept table.
+/// Compares the new rows of some recordings with the committed table.
 ///
 /// # Errors
-/// A row differs, or is in one of the two only.
+///
+/// A row differs, or is in only one of the two.
 fn compare(made: &[Pair], kept: &[Pair], recordings: &BTreeSet<&str>) -> Result<()> {
     let (made, kept) = (by_key(made, recordings), by_key(kept, recordings));
     let keys: BTreeSet<Key<'_>> = made.keys().chain(kept.keys()).copied().collect();

@@ -13,23 +13,23 @@ use vramlab::DeviceKind;
 /// Options with their values, in the order in which the spec names them.
 pub(crate) type Options = Vec<(String, OptionValue)>;
 
-/// One run.
+/// A run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Run {
-    /// Number in the plan, arm and values of the axes, repeat: `03-naive-784-r1`. The arm is left out where the spec
+    /// Number in the plan, variant and values of the axes, repeat: `03-naive-784-r1`. Without the variant if the spec
     /// names none.
     pub(crate) id: String,
-    /// Number of the combination of arm and options; its repeats share it.
+    /// Number of the combination of variant and options, shared by its repeats.
     pub(crate) cell: usize,
     pub(crate) arm: String,
     pub(crate) program: Program,
     /// The program's long options and its allocator's settings, axes included, with their values for the device.
     #[serde(serialize_with = "as_map")]
     pub(crate) options: Options,
-    /// From 0.
+    /// Number of the repeat, from 0.
     pub(crate) repeat: u32,
-    /// Its turn in the seeded order of all runs, from 0, all shards counted. Each repeat is a pass over all cells in an
-    /// order of its own.
+    /// Position in the seeded order of all runs, from 0, across all shards. Each repeat is a pass over all cells in a
+    /// different order.
     pub(crate) position: usize,
     /// Names of the options that are axes.
     #[serde(skip)]
@@ -41,7 +41,7 @@ fn as_map<S: serde::Serializer>(options: &Options, serializer: S) -> Result<S::O
 }
 
 impl Run {
-    /// Name of its cell among those of the spec.
+    /// Name of its cell, unique within the spec.
     pub(crate) fn label(&self, named: bool) -> String {
         let values = self.axes.iter().filter_map(|axis| self.option(axis));
         let mut parts: Vec<String> = named.then(|| self.arm.clone()).into_iter().collect();
@@ -54,7 +54,7 @@ impl Run {
         self.options.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }
 
-    /// Its options as JSON.
+    /// The run's options as JSON.
     pub(crate) fn options_json(&self) -> Map<String, Value> {
         self.options.iter().map(|(name, value)| (name.clone(), serde_json::json!(value))).collect()
     }
@@ -108,7 +108,8 @@ pub(crate) fn plan(source: &Source, kind: DeviceKind) -> Result<Vec<Run>> {
     Ok(runs)
 }
 
-/// Each repeat is a pass over the cells in an order of its own, so that a drift of the machine meets all cells alike.
+/// Each repeat is a pass over the cells in a different order, so that a drift of the machine affects all cells
+/// equally.
 fn order(runs: &[Run], seed: u64) -> Vec<usize> {
     let passes = runs.iter().map(|run| run.repeat + 1).max().unwrap_or(0);
     let mut out = Vec::new();
@@ -145,7 +146,7 @@ pub(crate) fn share(runs: &[Run], shard: Option<Shard>) -> Vec<&Run> {
     out
 }
 
-/// The runs of the spec on a device it is for.
+/// The runs of the spec on a device that the spec allows.
 pub(crate) fn plan_on(source: &Source, kind: DeviceKind) -> Result<Vec<Run>> {
     let spec = &source.spec;
     if !spec.devices.contains(&kind) {

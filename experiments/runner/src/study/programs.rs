@@ -1,4 +1,4 @@
-//! The programs that arms run: their command lines, and what can be said about options before anything runs.
+//! The programs that variants run: their command lines, and checks of their options before a run starts.
 
 use super::plan::{self, Run};
 use super::spec::{OptionValue, Program, Setting, Source};
@@ -12,9 +12,9 @@ use vramlab::{DeviceKind, DeviceName, Selection, backends};
 /// The option that names allocators.
 const ALLOC: &str = "alloc";
 
-/// Name of the PyTorch program in the folder of the baselines.
+/// Name of the PyTorch program in the directory of the baselines.
 const PYTORCH: &str = "mlp.py";
-/// Its options, as `--help` of the program has them; none is a switch.
+/// The options in the program's `--help`; none is a switch.
 const PYTORCH_OPTIONS: [&str; 22] = [
     "mode",
     "compile-mode",
@@ -39,15 +39,15 @@ const PYTORCH_OPTIONS: [&str; 22] = [
     "warm-up",
     "step-memory",
 ];
-/// Those of them that mean what they mean to the trainer and take the same values.
+/// The options among them with the same meaning and values as the trainer's.
 const SHARED_OPTIONS: [&str; 12] =
     ["dtype", "weights", "loss-scale", "dataset", "hidden", "layers", "batch", "epochs", "steps", "lr", "seed", "init"];
-/// Options that the runner sets itself, beside all that take a path.
+/// Options that the runner sets itself, in addition to all that take a path.
 const RESERVED: [&str; 8] = ["out", "json", "device", "start", "save-start", "data-dir", "help", "version"];
-/// Where a program writes its record, in the folder in which it runs.
+/// Path of a program's record in its working directory.
 pub(crate) const RECORD: &str = "record";
 
-/// Reads the device of an experiment. Runs start in folders of their own, so a profile is named by its whole path.
+/// Parses the device of an experiment. Runs start in separate directories, so a profile is named by its absolute path.
 pub(crate) fn device(text: &str) -> std::result::Result<DeviceName, String> {
     match DeviceName::among(text, &[DeviceKind::Cuda, DeviceKind::Sim]).map_err(|error| error.to_string())? {
         DeviceName::Sim(Some(path)) => match std::path::absolute(&path) {
@@ -58,7 +58,7 @@ pub(crate) fn device(text: &str) -> std::result::Result<DeviceName, String> {
     }
 }
 
-/// The device as records name it: without folders.
+/// The device as records name it: without directories.
 pub(crate) fn shown(device: &DeviceName) -> DeviceName {
     match device {
         DeviceName::Sim(Some(path)) => DeviceName::Sim(path.file_name().map(PathBuf::from)),
@@ -66,18 +66,18 @@ pub(crate) fn shown(device: &DeviceName) -> DeviceName {
     }
 }
 
-/// Where the files are that runs read.
+/// Paths of the files that runs read.
 #[derive(Clone, Debug)]
 pub(crate) struct Inputs {
     pub(crate) histories: PathBuf,
     pub(crate) data_dir: Option<PathBuf>,
     pub(crate) python: OsString,
-    /// The PyTorch program, if it is there.
+    /// The PyTorch program, if it exists.
     pub(crate) baseline: Option<PathBuf>,
 }
 
 impl Inputs {
-    /// The named ones, else those of the environment, else those of the sources.
+    /// The given ones, else those of the environment, else those of the sources.
     pub(crate) fn new(histories: Option<&Path>, data_dir: Option<&Path>) -> Result<Self> {
         let absolute = |path: &Path| {
             std::path::absolute(path).with_context(|| format!("{} is no path that can be used", path.display()))
@@ -102,15 +102,15 @@ impl Inputs {
 pub(crate) struct CommandLine {
     pub(crate) program: OsString,
     pub(crate) arguments: Vec<OsString>,
-    /// The command line for readers, without folders of this machine.
+    /// The command line for readers, without directories of this machine.
     pub(crate) shown: Vec<String>,
-    /// Where it must be started, if not in the folder of the run.
+    /// Working directory, if not the run's directory.
     pub(crate) folder: Option<PathBuf>,
-    /// Whether its result is what it prints, instead of files under [`RECORD`].
+    /// Whether the result is the program's output, instead of files under [`RECORD`].
     pub(crate) prints: bool,
 }
 
-/// An option with its value, as it stands on a command line.
+/// An option with its value, as on a command line.
 fn argument(program: Program, name: &str, value: &OptionValue) -> Option<String> {
     match (value, is_switch(program, name)) {
         (OptionValue::Switch(on), Some(true)) => on.then(|| format!("--{name}")),
@@ -118,7 +118,7 @@ fn argument(program: Program, name: &str, value: &OptionValue) -> Option<String>
     }
 }
 
-/// The program of VramLab that has this as a command, with the grammar of its command line; none for PyTorch.
+/// The VramLab program that has this one as a command, with the grammar of its command line; `None` for PyTorch.
 fn host(program: Program) -> Option<(&'static str, clap::Command)> {
     match program {
         Program::Trainer => Some(("trainer", trainer::cli::command())),
@@ -134,12 +134,12 @@ fn grammar(program: Program) -> Option<clap::Command> {
     if name == program.name() { Some(command) } else { command.find_subcommand(program.name()).cloned() }
 }
 
-/// A program's long option of exactly this name; what clap would also understand is none.
+/// A program's long option of exactly this name; abbreviations that clap accepts do not count.
 fn long_option(program: Program, name: &str) -> Option<clap::Arg> {
     grammar(program)?.get_arguments().find(|argument| argument.get_long() == Some(name)).cloned()
 }
 
-/// Whether an option is one without a value; `None` if the program has no such option.
+/// Whether an option takes no value; `None` if the program has no such option.
 fn is_switch(program: Program, name: &str) -> Option<bool> {
     if program == Program::Pytorch {
         return PYTORCH_OPTIONS.contains(&name).then_some(false);
@@ -147,7 +147,7 @@ fn is_switch(program: Program, name: &str) -> Option<bool> {
     long_option(program, name).map(|found| matches!(found.get_action(), clap::ArgAction::SetTrue))
 }
 
-/// Whether an option is the runner's: a spec, which may come from anywhere, names no file.
+/// Whether an option is reserved for the runner: a spec, which may be from anyone, names no file.
 fn is_reserved(program: Program, name: &str) -> bool {
     let paths = clap::builder::ValueParser::path_buf().type_id();
     let takes_path = |found: clap::Arg| found.get_value_parser().type_id() == paths;
@@ -160,13 +160,13 @@ fn is_name(name: &str) -> bool {
     name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain)
 }
 
-/// Whether a program takes recorded histories.
+/// Whether a program accepts recordings.
 fn takes_history(program: Program) -> bool {
     matches!(program, Program::Replay | Program::Capacity)
 }
 
-/// Whether an option of a spec is a setting of its allocators: no option of the program has this name, an allocator has
-/// such a setting, and the program takes allocators.
+/// Whether an option of a spec is a setting of its allocators: the program has no option of this name, an allocator
+/// has such a setting, and the program accepts allocators.
 fn is_allocator_setting(program: Program, name: &str) -> bool {
     let setting = name.replace('-', "_");
     backends::all().iter().any(|backend| backend.has_setting(&setting))
@@ -174,14 +174,14 @@ fn is_allocator_setting(program: Program, name: &str) -> bool {
         && long_option(program, ALLOC).is_some()
 }
 
-/// An allocator with those of the settings that it has, beside the ones of its own text: in a matrix of allocators each takes
-/// what is meant for it. Names may be written with dashes, as options are.
+/// An allocator with the settings that it supports, in addition to those in its own text: in a matrix of allocators
+/// each takes the settings meant for it. Names may be written with dashes, as options are.
 fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
     let name = alloc.split(':').next().unwrap_or_default();
     let mut out = alloc.to_owned();
     for (setting, value) in settings {
         let setting = setting.replace('-', "_");
-        // An allocator that is none is refused by its program.
+        // An unknown allocator is refused by its program.
         if backends::find(name).is_ok_and(|backend| backend.has_setting(&setting)) {
             out.push(if out.contains(':') { ',' } else { ':' });
             out.push_str(&format!("{setting}={value}"));
@@ -190,7 +190,7 @@ fn with_settings(alloc: &str, settings: &[(&str, String)]) -> String {
     out
 }
 
-/// The options of a run as arguments, its history first. Settings of its allocator are written behind the allocator's name.
+/// The options of a run as arguments, its recording first. Settings of its allocator follow the allocator's name.
 fn arguments(run: &Run) -> Vec<String> {
     let own = |name: &str| is_allocator_setting(run.program, name);
     let settings: Vec<(&str, String)> = run
@@ -215,7 +215,7 @@ fn arguments(run: &Run) -> Vec<String> {
     out
 }
 
-/// How a run is started. `start` is the file with the trainer's weights and batches.
+/// The command of a run. `start` is the file with the trainer's weights and batches.
 pub(crate) fn command_line(
     run: &Run,
     device: &DeviceName,
@@ -224,7 +224,7 @@ pub(crate) fn command_line(
 ) -> Result<CommandLine> {
     let same = |word: &str| (word.to_owned(), word.to_owned());
     let name = run.program.name();
-    // The first words, of which a reader sees others than the system.
+    // The first words, which a reader sees in a different form than the system.
     let (first, mut words) = match run.program {
         Program::Trainer | Program::Bench => (Some("experiments"), vec![same(name)]),
         Program::Replay | Program::Capacity => (None, vec![same("vramlab"), same(name)]),
@@ -235,7 +235,7 @@ pub(crate) fn command_line(
         }
     };
     words.extend(arguments(run).iter().map(|option| same(option)));
-    // From the folder of the run, which lies two below that of the experiment.
+    // Relative to the run's directory, two levels below the experiment's.
     let start = start.map(|start| format!("--start=../../{start}"));
     words.extend(start.iter().map(|start| same(start)));
     words.push(match (run.program, device.kind()) {
@@ -258,7 +258,7 @@ pub(crate) fn command_line(
     })
 }
 
-/// How the file with the trainer's weights and batches is made, and its name: runs that agree in what decides them
+/// The command for the file with the trainer's weights and batches, and the file's name: runs with equal inputs for it
 /// share one.
 pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
     const DECIDES: [&str; 8] = ["dataset", "hidden", "layers", "batch", "epochs", "steps", "seed", "init"];
@@ -271,7 +271,7 @@ pub(crate) fn start_file(run: &Run) -> (String, Vec<String>) {
     (name, arguments)
 }
 
-/// Checks every option of a spec as its program would, on a kind of device, and that histories are there.
+/// Checks every option of a spec as its program would, on a kind of device, and that the recordings exist.
 pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>) -> Result<()> {
     for arm in source.spec.arms_on(kind) {
         let settings = source.settings(&arm, kind)?;
@@ -288,7 +288,7 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
             }
         }
     }
-    // What options mean together: one message for the first cell at fault.
+    // Combinations of options: one message for the first faulty cell.
     let runs = plan::plan(source, kind)?;
     for run in runs.iter().filter(|run| run.repeat == 0) {
         if takes_history(run.program) && run.option("history").is_none() {
@@ -304,10 +304,10 @@ pub(crate) fn check(source: &Source, kind: DeviceKind, histories: Option<&Path>)
     Ok(())
 }
 
-/// Checks a setting with each of an arm's allocators that has it; one at least does.
+/// Checks a setting with each of a variant's allocators that has it; at least one has.
 fn check_allocator_setting(source: &Source, setting: &Setting, allocators: &[String]) -> Result<()> {
     let name = setting.name.replace('-', "_");
-    // What is wrong with an allocator's own text is said at its place.
+    // A fault in an allocator's own text is reported at its place.
     let chosen = allocators.iter().filter_map(|alloc| Some((alloc, alloc.parse::<Selection>().ok()?)));
     let has: Vec<&String> =
         chosen.filter(|(_, chosen)| chosen.backend().has_setting(&name)).map(|(alloc, _)| alloc).collect();
@@ -363,7 +363,7 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         let mut line: Vec<String> = takes_history(program).then(|| "FILE".to_owned()).into_iter().collect();
         line.extend(text);
         if let Err(message) = parse(program, &line) {
-            // What an option needs beside itself shows when all are there.
+            // Requirements on other options can only be checked once all are present.
             if known.is_some() && names_another(&message, name) {
                 continue;
             }
@@ -371,19 +371,19 @@ fn check_setting(source: &Source, program: Program, setting: &Setting, histories
         }
     }
     if known.is_none() {
-        // The program understands it, by another name than its own.
+        // The program accepts it under another name.
         return here(format!("--{name} is no option of {}; write its whole name", program.name()));
     }
     Ok(())
 }
 
-/// Whether a message is about an option beside the one of this name.
+/// Whether a message is about an option other than the one of this name.
 fn names_another(message: &str, name: &str) -> bool {
     let words = message.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-'));
     words.filter_map(|word| word.strip_prefix("--")).any(|option| option != name)
 }
 
-/// What the program says about its options.
+/// The program's verdict on its options.
 fn parse(program: Program, options: &[String]) -> std::result::Result<(), String> {
     let trainer = |options: &mut dyn Iterator<Item = &String>| {
         trainer::cli::check(&options.map(OsString::from).collect::<Vec<OsString>>())
@@ -405,7 +405,7 @@ fn parse(program: Program, options: &[String]) -> std::result::Result<(), String
     }
 }
 
-/// Why the PyTorch arms cannot run here, if they cannot.
+/// The reason why the PyTorch variants cannot run here, if any.
 pub(crate) fn pytorch_missing(inputs: &Inputs, kind: DeviceKind) -> Option<String> {
     if inputs.baseline.is_none() {
         return Some(format!("experiments/pytorch/baselines/{PYTORCH} is not here"));
@@ -451,7 +451,7 @@ mod tests {
         assert!(!names_another("invalid value 'x' for '--dtype <DTYPE>'; write one of f32, bf16", "dtype"));
     }
 
-    /// All programs with options of their own grammar.
+    /// All programs whose options have a clap grammar.
     const PROGRAMS: [Program; 4] = [Program::Trainer, Program::Replay, Program::Capacity, Program::Bench];
 
     #[test]
@@ -465,7 +465,7 @@ mod tests {
                 assert!(is_reserved(program, name), "{name}");
             }
         }
-        // By its value's name, beside its type: an option of another type that names a file would show here.
+        // By its value's name, not only its type: an option of another type that names a file would be found here.
         for program in PROGRAMS {
             for found in grammar(program).unwrap().get_arguments() {
                 let Some(name) = found.get_long() else { continue };

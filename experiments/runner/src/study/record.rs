@@ -1,4 +1,4 @@
-//! `experiment.json` and `run.json`: what an experiment leaves on disk. `analysis/schema.md` describes them.
+//! `experiment.json` and `run.json`: the files that an experiment leaves. `analysis/schema.md` describes them.
 
 use super::plan::Run;
 use super::spec::{Source, Spec};
@@ -15,13 +15,13 @@ use trainer::provenance::Provenance;
 use vramlab::input::{DOCUMENT, open, read_text};
 use vramlab::output::{self, Existing, OutputFile};
 
-/// Version of both files; raised when a field changes its meaning or goes away.
+/// Version of both files; raised when a field changes its meaning or is removed.
 pub(crate) const SCHEMA_VERSION: u64 = 1;
-/// The experiment as a whole.
+/// File of the complete experiment.
 pub(crate) const EXPERIMENT: &str = "experiment.json";
-/// One run, beside what its program wrote.
+/// File of one run, next to its program's output.
 pub(crate) const RUN: &str = "run.json";
-/// Folder of the runs.
+/// Directory of the runs.
 pub(crate) const RUNS: &str = "runs";
 /// Text files above this size are compressed.
 const PLAIN_BYTES: u64 = 16 << 10;
@@ -39,47 +39,47 @@ pub(super) struct Planned {
 }
 
 impl Planned {
-    /// Where a run's record lies when it is whole.
+    /// Directory of a run's complete record.
     pub(super) fn run_folder(&self, run: &Run) -> PathBuf {
         self.folder.join(RUNS).join(&run.id)
     }
 
-    /// How far a run is.
+    /// Status of a run.
     pub(super) fn status_of(&self, run: &Run) -> Result<Option<RunStatus>> {
         status_of(&self.run_folder(run), &self.sha256)
     }
 }
 
-/// The experiment as a whole.
+/// A complete experiment.
 #[derive(Debug, Serialize)]
 pub(crate) struct ExperimentRecord<'a> {
     /// Version of this file and of `run.json`: 1.
     pub(crate) schema_version: u64,
     pub(crate) name: &'a str,
-    /// The question that it answers.
+    /// The question that the experiment answers.
     pub(crate) question: &'a str,
-    /// The whole spec as JSON, defaults filled in.
+    /// The complete spec as JSON, with defaults filled in.
     pub(crate) spec: &'a Spec,
-    /// SHA-256 of `spec` as compact JSON, in lowercase hex. A folder takes runs of one value only.
+    /// SHA-256 of `spec` as compact JSON, in lowercase hex. A directory accepts runs of one value only.
     pub(crate) spec_sha256: &'a str,
     /// `cuda`, `cuda:N`, `sim`, or `sim:` and a profile's name.
     pub(crate) device: String,
-    /// SHA-256 of that profile's file, in lowercase hex. A folder takes runs of one profile only. Absent: a GPU, or the
-    /// profile that is built in.
+    /// SHA-256 of that profile's file, in lowercase hex. A directory accepts runs of one profile only. Absent: a GPU,
+    /// or the built-in profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) profile_sha256: Option<&'a str>,
-    /// The runner's arguments that decide what is run; shards share it.
+    /// The runner's arguments that determine the runs; shared by all shards.
     pub(crate) command: Vec<String>,
     pub(crate) code_version: &'a str,
-    /// Of the runner that began it.
+    /// Provenance of the runner that started the experiment.
     pub(crate) provenance: Provenance,
-    /// When the experiment was begun, UTC.
+    /// Start of the experiment, UTC.
     pub(crate) started_at: String,
     /// Planned runs in the order of the spec, of all shards.
     pub(crate) runs: &'a [Run],
 }
 
-/// What ran where.
+/// The machine of a run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Machine {
     /// Name of the processor, if the system names it.
@@ -87,13 +87,13 @@ pub(crate) struct Machine {
     pub(crate) cpu: Option<String>,
     /// Cores that this process may use.
     pub(crate) cores: u32,
-    /// Mean number of processes that wanted to run in the last minute, when the run began.
+    /// Load average over the last minute when the run began.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) load: Option<f64>,
 }
 
 impl Machine {
-    /// This one, now.
+    /// This machine now.
     pub(crate) fn now() -> Self {
         let text = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let cpuinfo = text("/proc/cpuinfo");
@@ -111,19 +111,19 @@ pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX))
 }
 
-/// How a run ended.
+/// Outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RunStatus {
-    /// It did what it was asked.
+    /// Completed.
     Done,
     /// See `error`.
     Failed,
-    /// It cannot run here.
+    /// The run is not possible on this machine.
     Skipped,
 }
 
-/// One run.
+/// A run.
 #[derive(Debug, Serialize)]
 pub(crate) struct RunRecord<'a> {
     pub(crate) schema_version: u64,
@@ -137,42 +137,42 @@ pub(crate) struct RunRecord<'a> {
     /// The runner's shard, as `2/4`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) shard: Option<String>,
-    /// Most runs at the same time, `--jobs`. Above 1, real times are those of a busy machine; runs of `bench` and
-    /// `pytorch` are alone all the same.
+    /// Limit on simultaneous runs, `--jobs`. Above 1, real times are those of a busy machine, but `bench` and
+    /// `pytorch` always run alone.
     pub(crate) jobs: usize,
-    /// What was started, without folders; empty if skipped.
+    /// The command without directories; empty if skipped.
     pub(crate) command: Vec<String>,
     pub(crate) started_at: String,
-    /// Real time of the process, start-up included; 0 if skipped.
+    /// Real time of the process, startup included; 0 if skipped.
     pub(crate) wall_s: f64,
     pub(crate) status: RunStatus,
-    /// Of the process; `null` if a signal ended it, or if skipped.
+    /// Exit code of the process; `null` if a signal ended it, or if skipped.
     pub(crate) exit_code: Option<i32>,
-    /// The line that the program ended with, or why it was skipped.
+    /// The program's last line, or the reason for skipping.
     pub(crate) error: Option<String>,
     pub(crate) machine: Machine,
     pub(crate) provenance: Provenance,
-    /// Files beside this one.
+    /// Other files of the run's directory.
     pub(crate) files: Vec<String>,
 }
 
-/// Of this program, here and now.
+/// Provenance of this program on this machine, now.
 pub(crate) fn provenance() -> Provenance {
     Provenance::of(terminal::built!())
 }
 
-/// SHA-256 of a spec's content: comments and layout of its file are not in it.
+/// SHA-256 of a spec's content, without comments and layout of its file.
 pub(crate) fn spec_sha256(spec: &Spec) -> Result<String> {
     let text = serde_json::to_string(spec).context("the spec cannot be written as JSON")?;
     Ok(sha256(text.as_bytes()))
 }
 
-/// Replaces a file as a whole, laid out for people.
+/// Replaces a file atomically, formatted for people.
 pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     replace(path, serde_json::to_string_pretty(value).with_context(|| format!("cannot write {}", path.display()))?)
 }
 
-/// Replaces a file as a whole, on one line: a summary is half white space otherwise.
+/// Replaces a file atomically, on one line: otherwise half of a summary is white space.
 pub(crate) fn write_compact(path: &Path, value: &Value) -> Result<()> {
     replace(path, value.to_string())
 }
@@ -197,7 +197,7 @@ pub(crate) fn read_json(path: &Path) -> Result<Value> {
     }
 }
 
-/// The folder itself if it holds an experiment, else those in it that do, sorted.
+/// The directory itself if it is an experiment, else the experiments in it, sorted.
 pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
     let holds_experiment = |folder: &Path| folder.join(EXPERIMENT).is_file();
     if holds_experiment(folder) {
@@ -214,22 +214,22 @@ pub(crate) fn experiments_in(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// A name that leads nowhere else.
+/// Whether a name cannot lead to another directory.
 pub(crate) fn is_plain(id: &str) -> bool {
     !id.is_empty() && !id.starts_with('.') && !id.contains(['/', '\\', '\0'])
 }
 
-/// Where a run's record is written before it is whole.
+/// Directory in which a run's record is written before it is complete.
 pub(crate) fn part_of(runs: &Path, id: &str) -> PathBuf {
     runs.join(format!(".{id}.part"))
 }
 
-/// How far a run is, by its folder.
+/// Status of a run, read from its directory.
 pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>> {
     let path = folder.join(RUN);
     let value = match read_json(&path) {
         _ if !folder.exists() => return Ok(None),
-        // A folder that another makes room for at this moment is whole a moment later.
+        // A directory that another runner is replacing is complete a moment later.
         Err(_) => read_json(&path)?,
         Ok(value) => value,
     };
@@ -239,9 +239,9 @@ pub(crate) fn status_of(folder: &Path, sha256: &str) -> Result<Option<RunStatus>
     serde_json::from_value(value["status"].clone()).map(Some).with_context(|| format!("{}: status", path.display()))
 }
 
-/// Removes a folder if it is there. What a program of a killed runner goes on writing to it is removed too.
+/// Removes a directory if it exists, including files that a killed runner's program still writes to it.
 pub(crate) fn remove(folder: &Path) -> Result<()> {
-    /// A program that still writes opens a few files more; each time there is one less for it to do.
+    /// A program that still writes opens a few more files; each try leaves it less to do.
     const TRIES: u32 = 1000;
     let mut left = TRIES;
     loop {
@@ -257,12 +257,12 @@ pub(crate) fn remove(folder: &Path) -> Result<()> {
     }
 }
 
-/// Compresses a text file that is large; its name then.
+/// Compresses a large text file; returns its name after that.
 pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
     let fails = || format!("cannot compress {}", path.display());
     let size = std::fs::metadata(path).with_context(fails)?.len();
     let is_text = path.extension().is_some_and(|end| ["json", "jsonl", "csv", "hlog"].iter().any(|text| end == *text));
-    // The summary is what readers look for first; it stays readable.
+    // Readers open the summary first; it stays readable.
     if size <= PLAIN_BYTES || !is_text || path.ends_with("summary.json") {
         return Ok(path.to_owned());
     }
@@ -277,7 +277,7 @@ pub(crate) fn compress(path: &Path) -> Result<PathBuf> {
     Ok(packed)
 }
 
-/// Takes this machine's folders out of every text of a record: what lies in them is named by its last part.
+/// Removes this machine's directories from every text of a record: only the last component of a path stays.
 pub(crate) fn without_folders(value: &mut Value, folders: &[PathBuf]) {
     match value {
         Value::String(text) => {
@@ -306,14 +306,14 @@ mod tests {
         let place = tempfile::TempDir::new().unwrap();
         let (folder, over) = (place.path().join("run"), AtomicBool::new(false));
         std::thread::scope(|scope| {
-            // As a program writes its record in the folder in which it was started.
+            // Writes as a program does, in its working directory.
             scope.spawn(|| {
                 for number in 0_u64.. {
                     if over.load(SeqCst) {
                         break;
                     }
                     let _ = std::fs::write(folder.join(format!("record-{}", number % 7)), "text");
-                    // A program has work to do between two files; one that has none could write for ever.
+                    // A program has work between two files; one without any could write forever.
                     std::thread::sleep(Duration::from_micros(20));
                 }
             });

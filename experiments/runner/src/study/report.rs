@@ -15,31 +15,31 @@ use vramlab::Bytes;
 #[derive(Debug, Serialize)]
 pub(crate) struct Cell {
     pub(crate) experiment: String,
-    /// Number of the combination of arm and options.
+    /// Number of the combination of variant and options.
     pub(crate) cell: usize,
-    /// What tells it from the others.
+    /// Words that distinguish it from other cells.
     pub(crate) label: String,
-    /// What the label's words are.
+    /// Column names of the label's words.
     #[serde(skip)]
     pub(crate) title: String,
     pub(crate) program: &'static str,
-    /// Options and allocator's settings.
+    /// Options and allocator settings.
     pub(crate) options: serde_json::Map<String, serde_json::Value>,
     pub(crate) planned: usize,
     pub(crate) done: usize,
     pub(crate) failed: usize,
     pub(crate) skipped: usize,
-    /// What the main figure is: `step_time` or `simulated_time` in seconds, `operation_time` in seconds an operation,
+    /// Name of the main value: `step_time` or `simulated_time` in seconds, `operation_time` in seconds per operation,
     /// `capacity` in bytes.
     pub(crate) measure: Option<Measure>,
-    /// Median of the main figure over the repeats, as are those that follow.
+    /// Median of the main value over the repeats; the following values are medians too.
     pub(crate) median: Option<f64>,
-    /// Deviation of the repeats over their median: 1.4826 times the median distance from the median, half of the range
-    /// for two or three.
+    /// Deviation of the repeats over their median: 1.4826 times the median distance from the median; for two or three
+    /// repeats, half of the range.
     pub(crate) spread: Option<f64>,
-    /// Share of the last epoch's time, validation included, for which the host was blocked.
+    /// Share of the last epoch, validation included, during which the host was blocked.
     pub(crate) blocked_share: Option<f64>,
-    /// Driver calls a batch of that epoch; of a history: all.
+    /// Driver calls per batch of that epoch; for a recording: the total.
     pub(crate) driver_calls: Option<f64>,
     pub(crate) peak_reserved_bytes: Option<f64>,
     /// Peak of active over peak of reserved.
@@ -49,7 +49,7 @@ pub(crate) struct Cell {
     pub(crate) outliers: Vec<String>,
 }
 
-/// Gathers the cells of a plan from the runs that are there.
+/// Computes the cells of a plan from the runs that exist.
 pub(crate) fn cells(planned: &Planned, status: impl Fn(&Run) -> Option<RunStatus>) -> Result<Vec<Cell>> {
     let (runs, named) = (&planned.runs, !planned.source.spec.arms.is_empty());
     let count = runs.iter().map(|run| run.cell + 1).max().unwrap_or(0);
@@ -141,7 +141,7 @@ pub(crate) fn table(name: &str, question: &str, cells: &[Cell]) -> Page {
     page
 }
 
-/// What a reader of the table should be warned of, one line each.
+/// Warnings for the reader of the table, one line each.
 pub(crate) fn warnings(cells: &[Cell]) -> Vec<String> {
     let mut out = Vec::new();
     for cell in cells {
@@ -160,7 +160,7 @@ pub(crate) fn warnings(cells: &[Cell]) -> Vec<String> {
     out
 }
 
-/// What ran, where its records are, and the next command.
+/// A summary of the runs, the location of their records, and the next command.
 pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
     let sum = |of: fn(&Cell) -> usize| cells.iter().map(of).sum::<usize>();
     let (planned, done, failed, skipped) =
@@ -180,24 +180,24 @@ pub(crate) fn closing(cells: &[Cell], out: &Path) -> Page {
         command("experiments", &format!("status {}", quoted(&folder.to_string_lossy())))
     };
     let mut page = Page::stdout();
-    // It follows the tables.
+    // After the tables.
     page.line("");
     page.line(found);
     page.next(&next);
     page
 }
 
-/// How many runs are what, those that there are: `, 2 failed, 1 left`.
+/// Number of runs in each state that occurs: `, 2 failed, 1 left`.
 pub(crate) fn tally<const N: usize>(counts: [(usize, &str); N]) -> String {
     counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}")).collect()
 }
 
-/// The command that draws an experiment.
+/// The command that plots an experiment.
 pub(crate) fn drawing(folder: &Path) -> String {
     format!("vramlab report {}", quoted(&folder.to_string_lossy()))
 }
 
-/// A path as one would type it here.
+/// A path relative to the current directory, as a user would type it.
 fn shown(path: &Path) -> PathBuf {
     let here = std::env::current_dir().ok();
     let below = here.and_then(|here| path.strip_prefix(here).ok().map(Path::to_owned));

@@ -1,4 +1,4 @@
-//! `experiments run`: does what specs say, and goes on where it was.
+//! `experiments run`: makes the runs of specs, and resumes where it stopped.
 
 use super::execute::{Experiment, Interrupted};
 use super::lock::{Lock, lock};
@@ -59,7 +59,7 @@ pub(crate) struct RunArgs {
     json: bool,
 }
 
-/// The device that was named, else a GPU if all specs are for it and one is there, else the simulated one.
+/// The given device, else a GPU if all specs allow one and it exists, else the simulated one.
 pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName {
     if let Some(device) = named {
         return device.clone();
@@ -68,7 +68,7 @@ pub(crate) fn choose(named: Option<&DeviceName>, specs: &[Source]) -> DeviceName
     if all(DeviceKind::Cuda) && CudaDriver::probe().is_ok() { DeviceName::Cuda(0) } else { DeviceName::Sim(None) }
 }
 
-/// Runs the specs one after the other.
+/// Runs the specs in order.
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let sources =
         args.specs.iter().map(|text| spec::find(text, args.specs_dir.as_deref())).collect::<Result<Vec<_>>>()?;
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let inputs = Inputs::new(args.histories.as_deref(), args.data_dir.as_deref())?;
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from(format!("runs/experiments-{}", device.kind())));
     let out = std::path::absolute(&out).with_context(|| format!("{} is no folder that can be made", out.display()))?;
-    // All of them before the first runs: a mistake in the last should not show after an hour.
+    // Check all specs before the first run: an error in the last should not appear after an hour.
     let planned = sources.into_iter().map(|source| prepare(source, &device, &inputs, &out, args.again));
     let planned = planned.collect::<Result<Vec<Planned>>>()?;
     if args.dry_run {
@@ -88,15 +88,15 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
                 "--jobs is for the simulated GPU: runs that share a GPU would change each other's times; leave it out"
             );
         }
-        // Said once, instead of by every run.
+        // Report this once, instead of in every run.
         CudaDriver::probe().context("--device cuda")?;
     }
     let _locks = lock_all(&planned, if args.again { None } else { args.shard })?;
-    // What is done is kept, from the first run on.
+    // Complete runs are kept, from the first on.
     signals::record_begins();
     let signals = Signals::listen().context("cannot listen for signals")?;
     let machine = Machine::now();
-    // Simulated time does not mind.
+    // Simulated time is not affected.
     if let Some(load) =
         machine.load.filter(|load| device.kind() == DeviceKind::Cuda && *load > f64::from(machine.cores))
     {
@@ -138,7 +138,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     }
 }
 
-/// Ctrl-C, TERM or HUP as the error that the program ends with.
+/// Ctrl-C, TERM or HUP as the error that ends the program.
 fn interrupted(error: anyhow::Error, planned: &Planned, signals: &Signals) -> anyhow::Error {
     if error.downcast_ref::<Interrupted>().is_none() {
         return error;
@@ -149,9 +149,9 @@ fn interrupted(error: anyhow::Error, planned: &Planned, signals: &Signals) -> an
         .into()
 }
 
-/// Takes the locks of all experiments before the first runs.
+/// Takes the locks of all experiments before the first run.
 fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
-    // One that is named twice is one.
+    // A spec that is named twice counts once.
     let folders: BTreeSet<&Path> = planned.iter().map(|planned| planned.folder.as_path()).collect();
     let mut locks = Vec::new();
     for folder in folders {
@@ -166,7 +166,7 @@ fn lock_all(planned: &[Planned], shard: Option<Shard>) -> Result<Vec<Lock>> {
     Ok(locks)
 }
 
-/// Checks a spec and the folder that it would write to.
+/// Checks a spec and its output directory.
 fn prepare(source: Source, device: &DeviceName, inputs: &Inputs, out: &Path, again: bool) -> Result<Planned> {
     programs::check(&source, device.kind(), Some(&inputs.histories))?;
     let runs = plan_on(&source, device.kind())?;

@@ -1,4 +1,4 @@
-//! What a spec says: a question, and the runs that answer it. TOML; what is not known is refused with its line.
+//! A spec in TOML: a question, and the runs that answer it. Unknown keys are refused with their line.
 
 use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
@@ -25,11 +25,11 @@ pub(crate) const KEEPABLE: [&str; 10] = [
     "minimalloc.csv",
 ];
 
-/// Most runs of one experiment: a typing error in a matrix should not fill a disk.
+/// Limit on the runs of one experiment: a typing error in a matrix should not fill a disk.
 const MOST_RUNS: u64 = 10_000;
 
 vramlab::device::named! {
-    /// What an arm runs.
+    /// The program of a variant.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
     #[serde(rename_all = "lowercase")]
     pub(crate) enum Program {
@@ -47,13 +47,13 @@ vramlab::device::named! {
     }
 }
 
-/// What holds on one kind of device instead of what is said elsewhere.
+/// Values that override the others on one kind of device.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Overrides {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) repeats: Option<u32>,
-    /// Runs of each cell that are not kept.
+    /// Discarded runs of each cell.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) warm_up: Option<u32>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
@@ -68,57 +68,57 @@ impl Overrides {
     }
 }
 
-/// One program with its options, crossed with the spec's matrix and its own.
+/// A program with its options, crossed with the spec's matrix and its own.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arm {
     pub(crate) name: String,
-    /// What it runs, by default `trainer`.
+    /// The program, by default `trainer`.
     #[serde(default)]
     pub(crate) program: Program,
-    /// Where it makes sense; for `pytorch` `cuda` unless said otherwise.
+    /// Devices on which the variant runs; for `pytorch` by default `cuda`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) devices: Option<Vec<DeviceKind>>,
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) options: Entries,
-    /// Its own matrix, crossed with the shared one.
+    /// The variant's own matrix, crossed with the shared one.
     #[serde(default, skip_serializing_if = "Entries::is_empty")]
     pub(crate) matrix: Entries,
-    /// What counts on the simulated GPU, over the shared.
+    /// Values for the simulated GPU, which override the shared ones.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) sim: Overrides,
-    /// What counts on a GPU, over the shared.
+    /// Values for a GPU, which override the shared ones.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) cuda: Overrides,
 }
 
-/// A whole spec.
+/// A complete spec.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Spec {
     /// The file's name.
     pub(crate) name: String,
-    /// The question that it answers.
+    /// The question that the spec answers.
     pub(crate) question: String,
     /// Runs of each cell, by default 3.
     #[serde(default = "three")]
     pub(crate) repeats: u32,
-    /// Runs of each cell before them that are not kept, by default 0.
+    /// Discarded runs of each cell, made before its repeats, by default 0.
     #[serde(default)]
     pub(crate) warm_up: u32,
     /// Seed of the order, by default 1.
     #[serde(default = "one")]
     pub(crate) seed: u64,
-    /// Where it makes sense.
+    /// Devices on which the spec runs.
     pub(crate) devices: Vec<DeviceKind>,
     /// Files of a run that are kept, by default `summary.json`, `steps.csv` and `latency.hlog`.
     #[serde(default = "usual_files")]
     pub(crate) keep: Vec<String>,
-    /// Whether PyTorch begins with the trainer's weights and batches (`trainer start`, made with the run's options).
+    /// Whether PyTorch starts with the trainer's weights and batches (`trainer start`, made with the run's options).
     #[serde(default)]
     pub(crate) start: bool,
-    /// The program's long options with one value each, for every arm; a switch is `true`. Settings of allocators,
-    /// written with `-` or `_`, go behind the names in `--alloc` of those that have them.
+    /// The program's long options with one value each, for every variant; a switch is `true`. Settings of allocators,
+    /// written with `-` or `_`, are appended to the names in `--alloc` that support them.
     #[serde(default)]
     pub(crate) options: Entries,
     /// Options with lists of values, crossed, the first one slowest.
@@ -127,10 +127,10 @@ pub(crate) struct Spec {
     /// Several programs in one experiment, each crossed with the matrix.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) arms: Vec<Arm>,
-    /// What counts on the simulated GPU, over what is said elsewhere.
+    /// Values for the simulated GPU, which override all others.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) sim: Overrides,
-    /// What counts on a GPU, over what is said elsewhere.
+    /// Values for a GPU, which override all others.
     #[serde(default, skip_serializing_if = "Overrides::is_empty")]
     pub(crate) cuda: Overrides,
 }
@@ -156,7 +156,7 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// Reads and checks a file, but for what only the programs know about their options.
+    /// Reads and checks a file, except for the options, which only the programs can check.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = read_text(path, WRITTEN).with_context(|| format!("cannot read {}", path.display()))?;
         let spec = toml::from_str(&text).map_err(|error| {
@@ -170,7 +170,7 @@ impl Source {
         Ok(source)
     }
 
-    /// A message about a place of the file.
+    /// A message about a position in the file.
     pub(crate) fn at(&self, offset: usize, message: impl fmt::Display) -> anyhow::Error {
         anyhow!("{}:{}: {message}", self.path.display(), line_of(&self.text, offset))
     }
@@ -229,7 +229,7 @@ impl Source {
             }
         }
         for kind in [DeviceKind::Cuda, DeviceKind::Sim] {
-            // Before any of them is built: a product of a few dozen axes is larger than any memory.
+            // Before any of them is built: the product of a few dozen axes exceeds any memory.
             let mut left = MOST_RUNS;
             for arm in self.spec.arms_on(kind) {
                 let settings = self.settings(&arm, kind)?;
@@ -249,8 +249,8 @@ impl Source {
         self.at(self.text.find(text).unwrap_or(0), message)
     }
 
-    /// Options of an arm on a kind of device, in order: later places count over earlier ones, and what is said for a
-    /// kind of device over everything.
+    /// Options of a variant on a kind of device, in order: later places override earlier ones, and values for a kind
+    /// of device override all others.
     pub(crate) fn settings(&self, arm: &Arm, kind: DeviceKind) -> Result<Vec<Setting>> {
         let mut settings: Vec<Setting> = Vec::new();
         let spec = &self.spec;
@@ -281,7 +281,7 @@ impl Source {
     }
 }
 
-/// An option of an arm with all its values.
+/// An option of a variant with all its values.
 #[derive(Clone, Debug)]
 pub(crate) struct Setting {
     pub(crate) name: String,
@@ -301,7 +301,7 @@ impl Spec {
         if kind == DeviceKind::Sim { &self.sim } else { &self.cuda }
     }
 
-    /// The arms on a kind of device. A spec without arms has one, of the trainer.
+    /// The variants on a kind of device. A spec without variants has one, of the trainer.
     pub(crate) fn arms_on(&self, kind: DeviceKind) -> Vec<Arm> {
         if !self.devices.contains(&kind) {
             return Vec::new();
@@ -311,18 +311,18 @@ impl Spec {
         }
         let runs = |arm: &&Arm| match &arm.devices {
             Some(devices) => devices.contains(&kind),
-            // PyTorch does not run on the simulated GPU; an arm that is to run on the CPU beside it says so.
+            // PyTorch does not run on the simulated GPU; a variant for the CPU as its counterpart declares that.
             None => kind == DeviceKind::Cuda || arm.program != Program::Pytorch,
         };
         self.arms.iter().filter(runs).cloned().collect()
     }
 
-    /// Repeats of an arm on a kind of device.
+    /// Repeats of a variant on a kind of device.
     pub(crate) fn repeats_on(&self, arm: &Arm, kind: DeviceKind) -> u32 {
         arm.overrides(kind).repeats.or(self.overrides(kind).repeats).unwrap_or(self.repeats)
     }
 
-    /// Runs of each cell that are not kept, on a kind of device.
+    /// Discarded runs of each cell on a kind of device.
     pub(crate) fn warm_up_on(&self, kind: DeviceKind) -> u32 {
         self.overrides(kind).warm_up.unwrap_or(self.warm_up)
     }
@@ -336,7 +336,7 @@ fn one_line(text: &str) -> String {
     text.lines().map(str::trim).collect::<Vec<&str>>().join("; ")
 }
 
-/// The folder of the specs: the one named, the one below the current directory, or that of the sources.
+/// The directory of the specs: the given one, the one below the current directory, or the one in the sources.
 pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
     if let Some(folder) = named {
         return if folder.is_dir() { Ok(folder.to_owned()) } else { bail!("{} is no folder", folder.display()) };
@@ -344,17 +344,17 @@ pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
     repository::find("specs").context("there is no experiments/specs here; name the folder of the specs with --specs")
 }
 
-/// Names of all specs in a folder, sorted.
+/// Names of all specs in a directory, sorted.
 pub(crate) fn names(folder: &Path) -> Result<Vec<String>> {
     let entries = repository::entries(folder)?;
     let name = |path: &PathBuf| path.file_name()?.to_string_lossy().strip_suffix(".toml").map(str::to_owned);
     let mut names: Vec<String> = entries.iter().filter_map(name).collect();
-    // A file's ending counts for the order of files.
+    // Sorted again: with their endings, names sort differently.
     names.sort();
     Ok(names)
 }
 
-/// Reads the spec of a path, or of a name in the folder of the specs.
+/// Reads the spec at a path, or the one with this name in the directory of the specs.
 pub(crate) fn find(text: &str, specs: Option<&Path>) -> Result<Source> {
     let path = Path::new(text);
     if path.is_file() || path.extension().is_some() || path.components().count() > 1 {
@@ -370,7 +370,7 @@ pub(crate) fn find(text: &str, specs: Option<&Path>) -> Result<Source> {
     Source::read(&path)
 }
 
-// Options of a spec: tables whose keys are a program's long options, each with its place in the file.
+// Options of a spec: tables whose keys are a program's long options, each with its position in the file.
 
 /// A value on a command line.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -400,24 +400,24 @@ impl OptionValue {
             Value::Boolean(on) => Some(Self::Switch(*on)),
             Value::Integer(value) => Some(Self::Integer(*value)),
             Value::Float(value) if value.is_finite() => Some(Self::Number(*value)),
-            // No command line holds a zero byte.
+            // A command line cannot contain a zero byte.
             Value::String(text) if !text.contains('\0') => Some(Self::Text(text.clone())),
             _ => None,
         }
     }
 }
 
-/// One key of a table and what stands there.
+/// A key of a table and its value.
 #[derive(Clone, Debug)]
 pub(crate) struct Entry {
     pub(crate) name: String,
-    /// Where the key begins in the file.
+    /// Byte offset of the key in the file.
     pub(crate) offset: usize,
     value: Value,
 }
 
 impl Entry {
-    /// The values of an axis, or the one of an option.
+    /// The values of an axis, or the single value of an option.
     pub(crate) fn values(&self, axis: bool) -> Result<Vec<OptionValue>, String> {
         let name = &self.name;
         let one = |value| OptionValue::of(value).ok_or_else(|| format!("'{name}' takes text, numbers, true or false"));

@@ -1,4 +1,4 @@
-//! `experiments status`: how far experiments are, and which runners are at work on them.
+//! `experiments status`: the progress of experiments, and their active runners.
 
 use super::lock::{self, Holder};
 use super::record::{EXPERIMENT, RUN, RUNS, RunStatus, experiments_in, is_plain, part_of, read_json, status_of};
@@ -21,7 +21,7 @@ pub(crate) struct StatusArgs {
     json: bool,
 }
 
-/// How far a run is.
+/// State of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum State {
@@ -36,14 +36,14 @@ enum State {
 struct Run {
     id: String,
     state: State,
-    /// Why it failed or was skipped.
+    /// The reason for failing or skipping.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
     /// Whether a killed runner left it unfinished.
     stale: bool,
 }
 
-/// Runs in each state.
+/// Number of runs in each state.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Counts {
     planned: usize,
@@ -51,7 +51,7 @@ struct Counts {
     running: usize,
     failed: usize,
     skipped: usize,
-    /// Runs to do.
+    /// Remaining runs.
     left: usize,
 }
 
@@ -69,21 +69,21 @@ impl Counts {
         }
     }
 
-    /// Runs that are neither done nor under way.
+    /// Runs that are neither complete nor in progress.
     fn open(&self) -> usize {
         self.failed + self.skipped + self.left
     }
 }
 
-/// What a runner does.
+/// State of a runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Runner {
     /// It holds its lock.
     Running,
-    /// It was killed: its lock's file is there and no process holds it.
+    /// It was killed: its lock file exists and no process holds it.
     Stale,
-    /// There is none.
+    /// There is no runner.
     None,
 }
 
@@ -92,7 +92,7 @@ struct Part {
     /// Absent for a runner of all runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     shard: Option<String>,
-    /// What the runner does.
+    /// State of the runner.
     runner: Runner,
     /// As in the lock's file.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -108,7 +108,7 @@ struct Status {
     device: String,
     #[serde(flatten)]
     counts: Counts,
-    /// Whether the file system has locks, which show the runners at work.
+    /// Whether the file system supports locks, which show the active runners.
     locks: bool,
     /// Each shard, or the runner of all runs.
     runners: Vec<Part>,
@@ -119,7 +119,7 @@ struct Status {
     folder: PathBuf,
 }
 
-/// Prints how far the experiments of a folder are.
+/// Prints the progress of the experiments in a directory.
 pub(crate) fn status(args: &StatusArgs) -> Result<()> {
     let found = experiments_in(&args.folder)?.iter().map(|folder| of(folder)).collect::<Result<Vec<Status>>>()?;
     if args.json {
@@ -173,7 +173,7 @@ fn of(folder: &Path) -> Result<Status> {
         });
     }
     let runners = runners(found, &shards, &runs);
-    // Behind the program's own name.
+    // Without the program's own name.
     let command = record["command"].as_array().into_iter().flatten().skip(1).filter_map(Value::as_str).map(quoted);
     let out = folder.parent().filter(|out| !out.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let command = command.chain(["-o".to_owned(), quoted(&out.to_string_lossy())]).collect::<Vec<String>>().join(" ");
@@ -196,7 +196,7 @@ fn runners(found: &[lock::Found], shards: &[Shard], runs: &[Run]) -> Vec<Part> {
     let Some(of) = shards.first().map(|shard| shard.of).filter(|of| shards.iter().all(|shard| shard.of == *of)) else {
         return out;
     };
-    // More shards than runs have nothing to do.
+    // Shards in excess of the runs have nothing to do.
     for number in 1..=of.min(runs.len()) {
         let shard = Shard { number, of };
         let mine = runs.iter().enumerate().filter(|(index, _)| shard.holds(*index)).map(|(_, run)| run);
@@ -236,7 +236,7 @@ fn table(found: &[Status]) -> Table {
 }
 
 impl Part {
-    /// What its runner does, in words.
+    /// State of the shard's runner, in words.
     fn words(&self) -> String {
         let holder = self.holder.as_ref().map_or_else(String::new, |holder| {
             let job = holder.job.as_ref().map_or_else(String::new, |job| format!(", job {}", job.id));
@@ -251,9 +251,9 @@ impl Part {
 }
 
 impl Status {
-    /// What failed, what was left behind, and what is unknown.
+    /// Failures, leftovers, and unknown states.
     fn notes(&self) -> Vec<String> {
-        /// Most failures that are named.
+        /// Limit on the failures that are named.
         const NAMED: usize = 5;
         let mut out = Vec::new();
         let failed: Vec<&Run> = self.runs.iter().filter(|run| run.state == State::Failed).collect();
@@ -276,7 +276,7 @@ impl Status {
         out
     }
 
-    /// The command that goes on with runs that are not under way; `None` if there is nothing.
+    /// The command that resumes runs that are not in progress; `None` if none are left.
     fn next(&self) -> Option<String> {
         if self.counts.open() == 0
             || self.runners.iter().any(|part| part.shard.is_none() && part.runner == Runner::Running)
@@ -292,7 +292,7 @@ impl Status {
     }
 }
 
-/// One sentence about all of them, and the next command.
+/// One sentence about all experiments, and the next command.
 fn close(page: &mut Page, found: &[Status]) {
     let Counts { planned, done, running, failed, skipped, left } =
         Counts::of(found.iter().flat_map(|status| &status.runs));

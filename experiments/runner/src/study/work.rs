@@ -1,4 +1,4 @@
-//! The work on one experiment: its folder, its start files, and its runs, some of them at the same time.
+//! The work on one experiment: its directory, its start files, and its runs, possibly in parallel.
 
 use super::execute::Experiment;
 use super::lock;
@@ -17,20 +17,20 @@ use terminal::{Bar, say};
 use trainer::provenance::now;
 use vramlab::{DeviceKind, DeviceName};
 
-/// Runs that failed, and why.
+/// Failed runs with their errors.
 pub(super) type Failures = Vec<(String, String)>;
 
-/// The start file of a run that takes one, and how it is made.
+/// The start file of a run that takes one, and the command that makes it.
 pub(super) fn start_of(spec: &Spec, run: &Run) -> Option<(String, Vec<String>)> {
     (spec.start && run.program == Program::Pytorch).then(|| programs::start_file(run))
 }
 
-/// A folder is new, empty, or holds the same experiment.
+/// Checks that a directory is new, empty, or contains the same experiment.
 pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()> {
     let folder = &planned.folder;
     let path = folder.join(EXPERIMENT);
     if !path.is_file() {
-        // What another shard is writing at this moment begins with a dot.
+        // Names that begin with a dot are being written by another shard.
         let whole = |entry: std::io::Result<std::fs::DirEntry>| {
             entry.is_ok_and(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
         };
@@ -64,12 +64,12 @@ pub(super) fn check_folder(planned: &Planned, device: &DeviceName) -> Result<()>
     Ok(())
 }
 
-/// Does what is left of an experiment, or of a shard of it; with `again` all of it anew. Gives all its cells, and the runs that
-/// failed.
+/// Makes the remaining runs of an experiment, or of a shard of it; with `again` all of them anew. Returns all its
+/// cells and the failed runs.
 pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell>, Failures)> {
     let (planned, device) = (experiment.planned, experiment.device);
     let spec = &planned.source.spec;
-    // Shards may begin at the same time.
+    // Shards may start simultaneously.
     lock::alone(&planned.folder, || {
         if again {
             remove(&planned.folder)?;
@@ -106,22 +106,22 @@ pub(super) fn work(experiment: &Experiment<'_>, again: bool) -> Result<(Vec<Cell
     bar.clear();
     failures.extend(done?);
     if planned.runs.iter().all(|run| state(run) == Some(RunStatus::Done)) {
-        // They are large, and their seeds make them again.
+        // They are large, and can be made again from their seeds.
         remove(&planned.folder.join("start"))?;
     }
     Ok((report::cells(planned, state)?, failures))
 }
 
-/// Whether a run's figures are real times, which runs beside it would change.
+/// Whether a run measures real time, which parallel runs would change.
 fn is_timed(run: &Run) -> bool {
     match run.program {
         Program::Bench | Program::Pytorch => true,
-        // Their times are simulated, and the record says how many ran at once for the few that are not.
+        // Their times are simulated; the record contains the number of parallel runs for the few that are not.
         Program::Trainer | Program::Replay | Program::Capacity => false,
     }
 }
 
-/// Does the runs in their order, up to `jobs` of them at the same time, and then those that want the machine for themselves.
+/// Makes the runs in order, up to `jobs` in parallel, and then those that need the machine for themselves.
 fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar) -> Result<Failures> {
     let jobs = experiment.jobs;
     let (alone, together): (Vec<&Run>, Vec<&Run>) = left.iter().partition(|run| jobs == 1 || is_timed(run));
@@ -131,7 +131,7 @@ fn all(experiment: &Experiment<'_>, spec: &Spec, left: &[&Run], bar: &Bar) -> Re
     Ok(failures.into_iter().map(|(_, id, error)| (format!("{}/{id}", spec.name), error)).collect())
 }
 
-/// Does the runs, `jobs` of them at the same time; place in the order, name and error of those that failed.
+/// Makes the runs, `jobs` in parallel; returns index, name and error of the failed ones.
 fn at_once(
     experiment: &Experiment<'_>,
     spec: &Spec,
@@ -153,7 +153,7 @@ fn at_once(
                     failed.lock().unwrap_or_else(PoisonError::into_inner).push((run.position, run.id.clone(), error))
                 }
                 Err(error) => {
-                    // The others end what they are at.
+                    // The others finish their current runs.
                     given_up.store(true, SeqCst);
                     return Err(error);
                 }
@@ -163,10 +163,10 @@ fn at_once(
         Ok(())
     };
     std::thread::scope(|scope| {
-        // A process ends with the thread that started it, so each waits for its own.
+        // A process ends with the thread that started it, so each thread waits for its own.
         let workers: Vec<_> = (0..jobs.min(runs.len())).map(|_| scope.spawn(worker)).collect();
         let ended = workers.into_iter().map(|worker| {
-            // A panic is a fault of this program; it goes on as one.
+            // A panic is a fault of this program; it is propagated.
             worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
         ended.collect::<Vec<Result<()>>>().into_iter().collect::<Result<()>>()
@@ -174,7 +174,7 @@ fn at_once(
     Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Writes `experiment.json`, if the experiment is new.
+/// Writes `experiment.json` if the experiment is new.
 fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
     let path = planned.folder.join(EXPERIMENT);
     if path.is_file() {
@@ -199,7 +199,7 @@ fn write_experiment(planned: &Planned, device: &DeviceName) -> Result<()> {
     write_json(&path, &record)
 }
 
-/// Writes the start files of the runs that are left; runs whose file cannot be written fail.
+/// Writes the start files of the remaining runs; runs whose file cannot be written fail.
 fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, failures: &mut Failures) -> Result<()> {
     let wanted: BTreeMap<String, Vec<String>> = left.iter().filter_map(|run| start_of(spec, run)).collect();
     for (name, arguments) in wanted {
@@ -210,7 +210,7 @@ fn make_starts(spec: &Spec, experiment: &Experiment<'_>, left: &mut Vec<&Run>, f
     Ok(())
 }
 
-/// Runs each cell that has runs left, as often as the spec says, and keeps nothing.
+/// Runs each cell with remaining runs, as often as the spec requires, and keeps nothing.
 fn warm_up(spec: &Spec, experiment: &Experiment<'_>, left: &[&Run], kind: DeviceKind) -> Result<()> {
     let times = spec.warm_up_on(kind);
     for _ in 0..times {

@@ -1,4 +1,5 @@
-//! What PyTorch really did: runs of the repository's record, or of folders that `record_settings.py` and its kind wrote.
+//! PyTorch's measurements: runs of the repository's record, or of directories that `record_settings.py` and similar
+//! programs wrote.
 
 use crate::repository;
 use anyhow::{Context, Result, anyhow, bail};
@@ -9,34 +10,34 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use vramlab::input::{DOCUMENT, TABLE, read_text};
 
-/// The measured runs, a JSON object a line.
+/// The measured runs, one JSON object per line.
 const RUNS: &str = "results/advise-truth.jsonl";
-/// Their histories, as far as nothing else in the repository holds them.
+/// Their recordings, unless another directory of the repository contains them.
 const HISTORIES: &str = "histories/truth.tar";
 
 /// A run of a program under a setting; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Measured {
-    /// What ran.
+    /// The program.
     pub(super) program: String,
-    /// `heldout`: recorded after the commit of `recorded_after`, so that `advise` had learnt nothing from it by then. `known`: `advise`
-    /// was made on it or has learnt from it.
+    /// `heldout`: recorded after the commit of `recorded_after`, so that `advise` could not have been fitted to it by
+    /// then. `known`: `advise` was developed with it or fitted to it.
     pub(super) set: String,
     /// The setting, as `PYTORCH_CUDA_ALLOC_CONF` had it; empty: the defaults.
     pub(super) conf: String,
-    /// What PyTorch might reserve at most.
+    /// Memory limit of PyTorch, in bytes.
     pub(super) limit_bytes: Option<u64>,
-    /// PyTorch's own statistic; where memory ran out, of then.
+    /// PyTorch's own statistic; if memory ran out, at that time.
     pub(super) peak_reserved_bytes: u64,
-    /// Most bytes in blocks at once, PyTorch's own statistic.
+    /// Peak bytes in blocks, PyTorch's own statistic.
     #[serde(rename = "peak_active_bytes")]
     _peak_active_bytes: Option<u64>,
     /// Whether memory ran out; the program may have caught it.
     pub(super) out_of_memory: bool,
     /// How often PyTorch emptied its cache to serve a request.
     pub(super) retries: u64,
-    /// The run's history: a file of `experiments/histories/truth.tar`, or with a `/` a file of the repository.
+    /// The run's recording: a file of `experiments/histories/truth.tar`, or with a `/` a file of the repository.
     pub(super) recording: Option<String>,
     /// PyTorch's version.
     #[serde(rename = "torch")]
@@ -44,12 +45,12 @@ pub(super) struct Measured {
     /// The GPU's name.
     #[serde(rename = "gpu")]
     _gpu: Option<String>,
-    /// The last commit before which nothing of this program was known.
+    /// The last commit made without knowledge of this program.
     #[serde(rename = "recorded_after")]
     _recorded_after: Option<String>,
-    /// What was predicted before `advise` changed for anything that these runs show.
+    /// The prediction from before `advise` was changed because of these runs.
     pub(super) first_predicted: Option<First>,
-    /// Where its history lies now.
+    /// Current path of its recording.
     #[serde(skip)]
     pub(super) file: Option<PathBuf>,
 }
@@ -58,14 +59,14 @@ pub(super) struct Measured {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct First {
-    /// Its commit.
+    /// Commit of that build.
     #[serde(rename = "build")]
     _build: String,
-    /// Its prediction from the history under the defaults.
+    /// Prediction from the recording under the defaults.
     pub(super) peak_reserved_bytes: u64,
 }
 
-/// Runs, and the folder in which their histories lie as long as this lives.
+/// Runs, and the directory of their recordings, which exists as long as this value.
 #[derive(Debug)]
 pub(super) struct Runs {
     pub(super) all: Vec<Measured>,
@@ -73,10 +74,11 @@ pub(super) struct Runs {
 }
 
 impl Runs {
-    /// Those of the repository.
+    /// The repository's runs.
     ///
     /// # Errors
-    /// The record is not there or is damaged, or names a history that is not there.
+    ///
+    /// The record is missing or damaged, or names a missing recording.
     pub(super) fn recorded() -> Result<Self> {
         let (Some(runs), Some(archive)) = (repository::find(RUNS), repository::find(HISTORIES)) else {
             bail!(
@@ -87,7 +89,7 @@ impl Runs {
         let damaged = || format!("{} is damaged; check it out anew", archive.display());
         let packed = fs::File::open(&archive).with_context(|| archive.display().to_string())?;
         repository::unpack_into(packed, place.path()).with_context(damaged)?;
-        // The repository's root: the record lies two folders below `experiments`.
+        // The repository's root: the record is two directories below `experiments`.
         let root = runs.ancestors().nth(3).unwrap_or(Path::new("."));
         let mut all = Vec::new();
         let text = read_text(&runs, TABLE).with_context(|| runs.display().to_string())?;
@@ -106,16 +108,17 @@ impl Runs {
         Ok(Self { all, _place: Some(place) })
     }
 
-    /// Those of folders.
+    /// The runs in the given directories.
     ///
     /// # Errors
-    /// A folder cannot be read, or a file in it is no JSON.
+    ///
+    /// A directory cannot be read, or a file in it is not JSON.
     pub(super) fn of_folders(folders: &[PathBuf]) -> Result<Self> {
         let mut all: Vec<Measured> = Vec::new();
         for folder in folders {
             for path in json_files(folder)? {
                 let Some(run) = run_of(&path)? else { continue };
-                // Some settings were recorded twice, of which one may have a history.
+                // Some settings were recorded twice, and only one of the runs may have a recording.
                 let same = |other: &&mut Measured| {
                     (&other.program, &other.conf, other.limit_bytes) == (&run.program, &run.conf, run.limit_bytes)
                 };
@@ -130,7 +133,7 @@ impl Runs {
     }
 }
 
-/// The JSON files of a folder, sorted by name.
+/// The JSON files of a directory, sorted by name.
 fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let cannot = "name a folder with histories and statistics";
     let entries = fs::read_dir(folder).map_err(|error| anyhow!("{}: {error}; {cannot}", folder.display()))?;
@@ -145,7 +148,7 @@ fn json_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// What a file of statistics says; `None` where it holds something else.
+/// The run in a file of statistics; `None` if the file contains something else.
 fn run_of(path: &Path) -> Result<Option<Measured>> {
     let text = read_text(path, DOCUMENT).with_context(|| path.display().to_string())?;
     let facts: Value = serde_json::from_str(&text)
@@ -155,11 +158,11 @@ fn run_of(path: &Path) -> Result<Option<Measured>> {
     let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
     let said = |key: &str| facts.get(key).and_then(Value::as_str).map(str::to_owned);
     let config = said("config").unwrap_or_else(|| "default".to_owned());
-    // Some name the setting by the run's name only.
+    // Some files name the setting only in the run's name.
     let names_setting = |part: &str| part == config || ["default", "expandable"].contains(&part);
     let program: Vec<&str> = stem.split('.').filter(|part| !names_setting(part)).collect();
     let unnamed = if config.starts_with("expandable") { "expandable_segments:True" } else { "" };
-    // PyTorch is given the limit as a share of the memory and cuts the product to whole bytes.
+    // PyTorch gets the limit as a share of the memory and truncates the product to whole bytes.
     let limit_bytes = facts.get("limit_mib").and_then(Value::as_f64).filter(|mib| *mib > 0.0).and_then(|mib| {
         let total = facts.get("total_memory").and_then(Value::as_f64)?;
         // CAST: bytes of a device; the fraction is dropped, as PyTorch does.

@@ -1,4 +1,4 @@
-//! Pairs of a recording and a setting that it was not recorded under: what was predicted, and what PyTorch really did.
+//! Pairs of a recording and a setting that it was not recorded under: the prediction and PyTorch's measurement.
 
 use super::measured::Measured;
 use anyhow::{Result, bail};
@@ -7,52 +7,53 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use vramlab_cli::predict;
 
-/// Of settings whose peaks differ by less each is as good as the other.
+/// Settings whose peaks differ by less than this factor count as equally good.
 const AS_GOOD: f64 = 1.01;
 
-/// One pair of recording and setting; the keys are described in `analysis/schema.md`.
+/// A pair of recording and setting; the keys are described in `analysis/schema.md`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Pair {
-    /// What ran.
+    /// The program.
     pub(super) program: String,
-    /// `heldout` or `known`, as the measured run says.
+    /// `heldout` or `known`, as in the measured run.
     pub(super) set: String,
-    /// The history from which it is predicted.
+    /// The recording behind the prediction.
     pub(super) recording: String,
-    /// Setting under which that was recorded.
+    /// Setting of the recording.
     pub(super) recorded_conf: String,
-    /// Its frees that waited for other streams; timing decides then.
+    /// The recording's deferred frees, which waited for other streams; their timing affects the result.
     pub(super) deferred_frees: u64,
-    /// Its private pools, of CUDA graphs and of `MemPool`.
+    /// The recording's private pools, of CUDA graphs and of `MemPool`.
     pub(super) private_pools: u64,
-    /// Setting that is predicted.
+    /// Predicted setting.
     pub(super) conf: String,
-    /// Limit under which the program ran. A recording under a limit predicts runs under the same one.
+    /// Memory limit of the program. A recording under a limit predicts only runs under the same one.
     pub(super) limit_bytes: Option<u64>,
-    /// PyTorch's own statistic; where memory ran out, of then.
+    /// PyTorch's own statistic; if memory ran out, at that time.
     pub(super) real_peak_reserved_bytes: u64,
-    /// The replay's.
+    /// The replay's peak.
     pub(super) predicted_peak_reserved_bytes: u64,
-    /// The difference in percent of the real one, where memory ran out in neither.
+    /// The difference in percent of the measured peak, where neither ran out of memory.
     pub(super) off_percent: Option<f64>,
-    /// The same of what was predicted before `advise` changed for anything that the held-out runs show.
+    /// The same difference for the prediction from before `advise` was changed because of the held-out runs.
     pub(super) first_off_percent: Option<f64>,
     pub(super) real_out_of_memory: bool,
-    /// Whether it does in the replay.
+    /// Whether memory runs out in the replay.
     pub(super) predicted_out_of_memory: bool,
     pub(super) real_retries: u64,
-    /// Those of the replay.
+    /// The replay's retries.
     pub(super) predicted_retries: u64,
-    /// Place of the setting among those of the same recording and limit, the recorded one included, as `advise` ranks them, from 1.
+    /// Rank, from 1, of the setting among those of the same recording and limit, the recorded one included, as
+    /// `advise` orders them.
     pub(super) rank: u64,
-    /// Whether the first of them really reserved no more than 1 % above the best; absent where memory ran out under each, and
-    /// where there is one setting.
+    /// Whether the first-ranked setting reserved at most 1 % more than the best; absent where memory ran out under
+    /// each, and where there is only one setting.
     pub(super) first_choice_right: Option<bool>,
-    /// Commit of the program that predicted, with `-dirty` behind it where its sources differed.
+    /// Commit of the program that predicted, with `-dirty` appended if its sources differed.
     pub(super) build: String,
 }
 
-/// What tells the rows of a table apart.
+/// The columns that identify a row.
 pub(super) type Key<'a> = (&'a str, Option<u64>, &'a str);
 
 impl Pair {
@@ -60,21 +61,21 @@ impl Pair {
         (&self.recording, self.limit_bytes, &self.conf)
     }
 
-    /// Whether it is what another build has to come to, too.
+    /// Whether another build must give the same row.
     pub(super) fn agrees(&self, other: &Self) -> bool {
         *self == Self { build: self.build.clone(), ..other.clone() }
     }
 
-    /// Whether something decides that no history tells, or the allocator is at its limit.
+    /// Whether the result depends on data that no recording contains, or the allocator is at its limit.
     pub(super) fn is_hard(&self) -> bool {
         self.deferred_frees > 0 || self.private_pools > 0 || self.limit_bytes.is_some()
     }
 }
 
-/// A recording that predicts: where it lies, and the run that it is of.
+/// A recording used for predictions: its name, its path and its run.
 pub(super) type Recording<'a> = (&'a str, &'a Path, &'a Measured);
 
-/// The recordings in the order of their names. One that ended when memory ran out does not tell what would have come after.
+/// The recordings sorted by name. A recording that ended when memory ran out has no later events, so it is left out.
 pub(super) fn recordings(runs: &[Measured]) -> Vec<Recording<'_>> {
     let mut all: Vec<Recording<'_>> = runs
         .iter()
@@ -85,10 +86,11 @@ pub(super) fn recordings(runs: &[Measured]) -> Vec<Recording<'_>> {
     all
 }
 
-/// Replays a recording under the settings of all other runs of its program, limit by limit.
+/// Replays a recording under the settings of all other runs of its program, for each limit.
 ///
 /// # Errors
-/// Those of reading and replaying it; two runs are of the same setting and limit.
+///
+/// Reading or replaying it fails, or two runs have the same setting and limit.
 pub(super) fn predicted((name, file, own): Recording<'_>, runs: &[Measured], build: &str) -> Result<Vec<Pair>> {
     let mut limits: BTreeMap<Option<u64>, Vec<&Measured>> = BTreeMap::new();
     for run in runs.iter().filter(|run| run.program == own.program) {
