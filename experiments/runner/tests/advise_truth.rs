@@ -1,4 +1,4 @@
-//! What `vramlab advise` predicts, held to what PyTorch really reserved.
+//! Predictions of `vramlab advise`, compared with PyTorch's measurements.
 
 use crate::common::Place;
 use std::collections::BTreeMap;
@@ -12,13 +12,13 @@ fn experiments(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name)
 }
 
-/// The table that is kept.
+/// The committed table.
 fn kept() -> Vec<Row> {
     let mut rows = csv::Reader::from_path(experiments("results/advise-truth.csv")).unwrap();
     rows.deserialize().collect::<Result<_, _>>().unwrap()
 }
 
-/// A third of the recordings, another one for another commit: a number from the commit's name.
+/// A third of the recordings, which depends on the commit: a number from its name.
 fn third() -> usize {
     let said = Command::new("git").args(["rev-parse", "HEAD"]).current_dir(env!("CARGO_MANIFEST_DIR")).output();
     let name = said.map(|said| String::from_utf8_lossy(&said.stdout).into_owned()).unwrap_or_default();
@@ -32,7 +32,7 @@ fn a_third_of_the_table_is_made_again() {
     assert!(ran.stderr.contains("pairs are as experiments/results/advise-truth.csv has them"), "{ran:#?}");
 }
 
-/// Of the rows with a figure: how many there are, and how many are within 1 %.
+/// Of the rows with a value: their number, and the number of those within 1 %.
 fn near<'a>(rows: impl Iterator<Item = &'a Row>, column: &str) -> (usize, usize) {
     let off: Vec<f64> = rows.filter_map(|row| row[column].parse().ok()).collect();
     (off.iter().filter(|off| off.abs() <= 1.0).count(), off.len())
@@ -60,7 +60,7 @@ fn the_kept_table_is_within_the_bars() {
     }
 }
 
-/// Nothing is predicted where a recording is replayed as it was recorded.
+/// Nothing is predicted where a recording is replayed under its own settings.
 #[test]
 fn no_row_is_of_a_recordings_own_settings() {
     let limits: BTreeMap<(String, String), Vec<Option<u64>>> =
@@ -83,7 +83,7 @@ fn no_row_is_of_a_recordings_own_settings() {
     }
 }
 
-/// A checkout with one program's runs, and its kept table as `change` leaves it.
+/// A checkout with one program's runs, and its committed table after `change`.
 fn checkout(change: impl Fn(&mut Row)) -> Place {
     let place = Place::new();
     for folder in ["experiments/results", "experiments/histories"] {
@@ -123,11 +123,11 @@ fn a_figure_that_differs_from_the_kept_one_is_named() {
         let first = "1 of 6 pairs are not as experiments/results/advise-truth.csv has them, first \
                      lstm_var.default.pickle.xz under max_split_size_mb:32: ";
         assert!(lines[0].contains(first) && lines[0].ends_with("-o experiments/results/advise-truth.csv"), "{ran:#?}");
-        // What is written anew is as it should be.
+        // A rewritten table is correct.
         place.run(&["advise-truth", "-o", "experiments/results/advise-truth.csv"]).ok();
         place.run(&["advise-truth"]).ok();
     }
-    // Thirds beyond the one recording have nothing to say.
+    // A third without the only recording is refused.
     let none = checkout(|_| {}).run(&["advise-truth", "--third", "4"]);
     none.refused(2, &["--third 4: ", "there is 1 recording"]);
 }
@@ -154,7 +154,7 @@ fn folders_without_pairs_are_refused_with_the_mend() {
     for folder in ["empty", "alone"] {
         fs::create_dir(place.at(folder)).unwrap();
     }
-    // Statistics alone are no pair.
+    // Statistics without a recording do not make a pair.
     place.write("alone/a.default.json", r#"{"stats": {"reserved_bytes.all.peak": 1}}"#);
     for folder in ["empty", "alone"] {
         let words = [folder, "(PROGRAM.CONFIG.pickle.xz)", "(PROGRAM.CONFIG.json)", "record_settings.py records both"];
@@ -164,7 +164,7 @@ fn folders_without_pairs_are_refused_with_the_mend() {
     place.run(&["advise-truth", "."]).refused(2, &["b.json: it is no JSON", "record it anew"]);
 }
 
-/// A folder as `record_settings.py` leaves it gives the rows that the record has of its runs.
+/// A directory as `record_settings.py` leaves it gives the same rows as the record's runs.
 #[test]
 fn a_folder_of_recordings_is_read() {
     let place = Place::new();

@@ -1,4 +1,4 @@
-//! The tests of `experiments` as one program: it is linked once, and each core always has a test.
+//! The tests of `experiments` as one program: it is linked once, and every core stays busy with a test.
 #![allow(clippy::unwrap_used, reason = "a test reports a failure by panicking")]
 
 mod common;

@@ -1,4 +1,5 @@
-//! `experiments bench` as a user meets it, and `experiments fidelity`: how near a simulated run is to one on a GPU.
+//! `experiments bench` from a user's view, and `experiments fidelity`: the error of a simulated run compared with a
+//! GPU.
 
 use crate::common::{Place, Ran};
 use assert_cmd::Command;
@@ -128,7 +129,7 @@ fn baselines_that_are_missing_are_named_with_a_remedy() {
     }
 }
 
-// `experiments fidelity` as a user meets it, on recorded runs.
+// `experiments fidelity` from a user's view, on recorded runs.
 
 const SPEC: &str = r#"
 name = "small"
@@ -240,7 +241,7 @@ fn without_a_gpu_the_recorded_runs_are_compared() {
     let mut command = place.process(&["fidelity", "--json"]);
     let ran = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap());
     let report = ran.json();
-    // It fails where the simulation is off, not because of what is missing here.
+    // It fails because of the simulation's error, not because something is missing here.
     assert_eq!(ran.code, Some(if report["within"] == true { 0 } else { 1 }), "{ran:#?}");
     assert!(report["cells"].as_array().unwrap().len() > 1, "{report}");
     let said = |words: &str| ran.stderr.lines().any(|line| line.contains(words));
@@ -251,7 +252,7 @@ fn without_a_gpu_the_recorded_runs_are_compared() {
     // Nothing was run for it.
     assert_eq!(place.files(), [""; 0]);
 
-    // In words, one sentence and the next command.
+    // The text report: one sentence and the next command.
     let mut command = place.process(&["fidelity"]);
     let text = Ran::of(command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap()).stdout;
     let mut lines = text.lines().rev();

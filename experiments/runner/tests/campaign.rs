@@ -11,7 +11,7 @@ fn campaign() -> Command {
     command
 }
 
-/// The predictions are those of the table that is kept, and a part that is done is not done again.
+/// The predictions equal the committed table's, and a complete part is not repeated.
 #[test]
 fn truth_is_made_once_and_compared() {
     let place = tempfile::tempdir().unwrap();
@@ -29,7 +29,7 @@ fn truth_is_made_once_and_compared() {
     assert!(!told.contains("part     truth"), "{told}");
 }
 
-/// A command that ends badly leaves nothing that looks whole, and one whose budget ended is not done.
+/// A failed command leaves no file that looks complete, and one whose budget ended is not complete.
 #[cfg(unix)]
 #[test]
 fn what_failed_is_not_done() {
@@ -49,7 +49,7 @@ fn what_failed_is_not_done() {
     campaign().args(["--budget", "0"]).assert().code(2);
 }
 
-/// A part may be a command of `vramlab`, which this program is, too.
+/// A part may be a command of `vramlab`, because this program is `vramlab` too.
 #[test]
 fn a_history_is_replayed() {
     let place = tempfile::tempdir().unwrap();
@@ -63,7 +63,7 @@ fn a_history_is_replayed() {
     assert!(json_at(&out.join("a.json"))[0]["peak_reserved_bytes"].as_u64() > Some(0));
 }
 
-/// A profile that the campaign made is that of the parts behind it.
+/// Parts after the one that makes a profile use the new profile.
 #[cfg(unix)]
 #[test]
 fn the_profile_is_the_campaigns_own() {
@@ -85,8 +85,8 @@ fn the_profile_is_the_campaigns_own() {
     assert_eq!(told("after.json"), out.join("profile.json").to_string_lossy());
 }
 
-/// An experiment's folder is held against the newest of its name in an archive: nothing differs where the same was done again, and
-/// what differs is told, as are cells that only one of the two has.
+/// An experiment's directory is compared with the newest record of its name in an archive: a repetition shows no
+/// differences; changed values are reported, as are cells that only one of the two has.
 #[test]
 fn folders_of_experiments_are_compared() {
     const PEAK: &str = "reserved_bytes.all.peak";
@@ -111,7 +111,7 @@ fn folders_of_experiments_are_compared() {
     let again = rows("second");
     assert_eq!(again.len(), 4, "a row for each cell, whatever the repeats: {again:?}");
     assert!(again.iter().all(|row| row["ratio"] == 1.0 && row["part"] == "small"), "{again:?}");
-    // What was made anew holds twice as much in one cell.
+    // The new record has twice the value in one cell.
     for run in ["02-naive-12-r0", "03-naive-12-r1"] {
         let path = place.at(&format!("second/sim/small/runs/{run}/summary.json"));
         let mut summary = json_at(&path);
@@ -125,7 +125,7 @@ fn folders_of_experiments_are_compared() {
     assert_eq!(told, [(true, Some(2.0)), (false, Some(1.0)), (false, Some(1.0)), (true, Some(1.0))], "{apart:?}");
     let page = place.run(&["campaign", "--file", "parts.toml", "-o", "second"]).ok().stdout;
     assert!(page.contains("small: 3 of 4 figures are as they were") && page.contains("2.000"), "{page}");
-    // Another width is in one of the two alone.
+    // A width that only one of the two has.
     place.write("small.toml", SMALL.replace("[5, 9]", "[5, 7]"));
     let alone: Vec<Value> = rows("third").into_iter().filter(|row| row.get("ratio").is_none()).collect();
     assert_eq!(alone.len(), 4, "two cells of width 7 and two of width 12: {alone:?}");

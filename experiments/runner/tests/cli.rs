@@ -1,4 +1,4 @@
-//! The program as a user meets it: comparisons, fits, and what it refuses.
+//! The program from a user's view: comparisons, fits, and refused input.
 #![cfg(unix)]
 
 use crate::common::{self, Place, Ran};
@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Stdio;
 use vramlab::Profile;
 
-/// `compare` with small networks on iris, for as many epochs as it takes to have a steady one.
+/// `compare` with small networks on iris, with enough epochs for a steady one.
 fn compare(place: &Place, before: &[&str], after: &[&str]) -> Ran {
     let common = ["--", "--device", "sim", "--dataset", "iris", "--hidden", "16"];
     place.run(&[&["compare"], before, &common, after].concat())
@@ -34,14 +34,14 @@ fn compare_has_a_row_for_each_arm() {
         assert!((0.0..=1.0).contains(&number("val_accuracy")));
         assert!(0.0 < number("peak_requested_bytes"));
         assert!(number("peak_requested_bytes") <= number("peak_reserved_bytes"), "{row}");
-        // A cache's hits take no simulated time, and what was not measured is not there.
+        // A cache hit takes no simulated time, and unmeasured values are absent.
         for (p50, p99) in [("allocate_p50_ns", "allocate_p99_ns"), ("deallocate_p50_ns", "deallocate_p99_ns")] {
             assert_eq!(row.get(p50).is_none(), row["arm"] == "caching", "{row}");
             assert!(row["arm"] == "caching" || 0.0 < number(p50) && number(p50) <= number(p99), "{row}");
         }
         assert!(0.0 < number("utilisation") && number("utilisation") <= 1.0, "{row}");
         assert!(0.0 < number("step_s") && number("step_s") * number("steps") <= number("epoch_s"), "{row}");
-        // What was computed does not depend on the allocator.
+        // The computed losses do not depend on the allocator.
         assert_eq!(row["final_train_loss"], rows[0]["final_train_loss"]);
         assert_eq!(row["val_accuracy"], rows[0]["val_accuracy"]);
     }
@@ -97,7 +97,7 @@ fn compare_takes_allocators_and_the_usual_options_by_name() {
         assert_eq!(found, wanted, "{record}");
     }
     assert_eq!(records.len(), 2);
-    // What stands after -- counts over what stands before.
+    // Options after -- override those before it.
     let rows = place.run(&[&arguments[..], &["--", "--epochs", "1"]].concat()).rows();
     assert_eq!(rows.len(), 2);
     let ran = place.run(&["compare", "--alloc", "naive", "--arm", "--alloc naive"]);
@@ -156,7 +156,7 @@ fn timings(kernel: &str, fixed: f64, iteration: f64, bandwidth: f64) -> String {
     let shapes =
         [(10u64, 7u64, 100_000u64), (132, 49, 500_000), (133, 49, 600_000), (900, 3, 9_000_000), (4, 1, 80_000_000)];
     let line = |(blocks, iterations, bytes): (u64, u64, u64)| {
-        // The first trip is in the fixed time.
+        // The fixed time includes the first trip.
         let trips = blocks.div_ceil(132) * iterations - 1;
         let median = fixed + trips as f64 * iteration + bytes as f64 / bandwidth;
         let (m, n) = (64, 10);
@@ -184,7 +184,7 @@ fn a_fit_gives_a_profile_that_runs() {
     compare(&place, &["--arm", "--alloc caching"], &["--epochs", "1"]).ok();
     let ran = place.run(&["compare", "--", "--device", "sim:profile.json", "--dataset", "iris", "--epochs", "1"]).ok();
     assert!(ran.stdout.contains("stream-ordered"));
-    // A profile of one's own is the base as well.
+    // A custom profile works as the base too.
     place.run(&["fit-kernels", &file, "--profile", "profile.json", "--out", "again.json"]).ok();
     assert_eq!(std::fs::read_to_string(place.at("again.json")).unwrap(), text);
     let size = ["--l2-bytes", "30000000"];
@@ -199,7 +199,7 @@ fn the_programs_time_comes_from_recorded_runs() {
     let own = (700, Some(250));
     let profile = Profile { program_ns_per_call: own.0, program_ns_per_memory_call: own.1, ..Profile::h200() };
     place.write("slow.json", serde_json::to_string(&profile).unwrap());
-    // On the simulated device the program's time is known.
+    // The program's time is known on the simulated device.
     let spec = r#"
         name = "own"
         question = "How long does the program take between two calls?"
@@ -238,7 +238,7 @@ fn calibration_writes_a_profile_and_what_it_measured() {
     let found: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!((&found["schema_version"], &found["clock"]), (&json!(1), &json!("virtual")));
     assert!(found["calls"].as_array().unwrap().len() > 80 && found["kernels"].as_array().unwrap().len() > 20);
-    // Its kernels are timings as the fit reads them.
+    // Its kernels are timings in the format of the fit.
     let lines: Vec<String> = found["kernels"].as_array().unwrap().iter().map(ToString::to_string).collect();
     let file = place.write("timings.jsonl", lines.join("\n"));
     place.run(&["fit-kernels", &file, "--out", "fitted.json"]).ok();
@@ -309,7 +309,7 @@ fn a_reader_that_goes_away_is_no_error() {
     }
 }
 
-// Files that `experiments` writes: nothing replaced that is no regular file.
+// Files that `experiments` writes: only regular files are replaced.
 
 #[test]
 fn links_stay_whatever_is_written() {
@@ -328,9 +328,9 @@ fn links_stay_whatever_is_written() {
     assert_eq!(place.files(), ["link", "target", "timings"]);
 }
 
-// Files that never end, and small ones that ask for all the memory there is: each is refused in one line.
+// Endless files, and small ones that unpack to more than the memory: each is refused in one line.
 
-/// So many times the same, compressed.
+/// `times` copies of `item`, compressed.
 fn packed(item: &[u8], times: usize) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     (0..times).for_each(|_| encoder.write_all(item).unwrap());

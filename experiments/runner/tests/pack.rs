@@ -1,4 +1,4 @@
-//! `experiments pack`: nothing of what is kept changes, and what reads experiments reads what it makes.
+//! `experiments pack`: retained data does not change, and readers of experiments can read the archive's contents.
 
 use crate::common::{IDS, Place, Ran, SMALL, json_at, names};
 use serde_json::{Value, json};
@@ -25,8 +25,8 @@ fn recorded() -> Place {
     place
 }
 
-/// The files of an experiment by their path, unpacked, but for what names them and what was left out; documents and their lines
-/// as values, because the order of keys tells nothing.
+/// The unpacked files of an experiment by path, without those that name it and the omitted data; documents and their
+/// lines as values, because the order of keys has no meaning.
 fn contents(folder: &Path) -> BTreeMap<String, Value> {
     let mut found = BTreeMap::new();
     let mut add = |name: String, path: &Path| {
@@ -92,14 +92,14 @@ fn a_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for() {
     assert!(labels(&place).is_empty());
 }
 
-/// What is there of an archive, parts of it too.
+/// Existing files of an archive, incomplete ones included.
 fn labels(place: &Place) -> Vec<String> {
     let mut found = names(&place.at("."));
     found.retain(|name| name.contains("label"));
     found
 }
 
-/// Unpacks an archive beside itself.
+/// Unpacks an archive in its directory.
 fn unpack(place: &Place, archive: &str) {
     let file = std::fs::File::open(place.at(archive)).unwrap();
     tar::Archive::new(liblzma::read::XzDecoder::new(file)).unpack(place.at(".")).unwrap();
@@ -118,7 +118,7 @@ fn what_is_packed_comes_back_and_gives_the_same_bytes() {
     std::fs::remove_file(place.at("label.tar.xz")).unwrap();
     place.run(&["pack", "label/small", "-o", "label.tar.xz"]).ok();
     assert!(first == std::fs::read(place.at("label.tar.xz")).unwrap(), "other bytes");
-    // What reads experiments reads it, and runs can go on in it.
+    // Readers of experiments can read it, and runs can resume in it.
     let of = |folder: &str| {
         let same = ["fidelity", "--measured", folder, "--against", folder, "--json"];
         let status = place.run(&["status", folder, "--json"]).ok();
@@ -204,14 +204,14 @@ fn what_cannot_be_packed_is_refused_and_nothing_is_left() {
     assert_eq!(labels(&place), Vec::<String>::new());
     pack(&["--incomplete"]).ok();
     pack(&["--incomplete"]).refused(2, &["label.tar.xz: is there already"]);
-    // The planned run that is missing is still planned.
+    // The missing run is still planned.
     unpack(&place, "label.tar.xz");
     assert_eq!(contents(&place.at("out/small")), contents(&place.at("label/small")));
 }
 
-// What a run exports and what `convert` writes, `replay` reads.
+// `replay` reads the exports of a run and the output of `convert`.
 
-/// Ways of using each allocator; some run out of memory.
+/// Settings for each allocator; some run out of memory.
 fn arms() -> Vec<(&'static str, Settings)> {
     let base = Settings {
         device: DeviceChoice::Named(vramlab::DeviceName::Sim(None)),
@@ -226,7 +226,7 @@ fn arms() -> Vec<(&'static str, Settings)> {
     let with = |text: &str| Settings { allocator: text.parse().unwrap(), ..base.clone() };
     let under =
         "caching:garbage_collection_threshold=0.1,max_split_size=20M,roundup_power2_divisions=4,memory_limit=64M";
-    // Room for the weights, but not for the gradients too.
+    // Room for the weights, but not also for the gradients.
     let mut small = with("caching");
     small.hidden = 1500;
     small.memory_limit = Some(24 << 20);
@@ -265,7 +265,7 @@ fn every_export_of_every_allocator_is_replayed() {
             for row in &rows {
                 let tried = stats["allocation.all.allocated"].as_u64().unwrap();
                 assert_eq!(row["allocations"].as_u64(), Some(tried), "{name} as {}: {row}", export.name());
-                // What fitted into a limit under PyTorch's rules may not fit under others.
+                // Requests that fitted into a limit under PyTorch's rules may not fit under others.
                 let alike = backends::find(row["allocator"].as_str().unwrap()).unwrap().capabilities.follows_pytorch;
                 if alike || stats["num_ooms"] == 0 {
                     assert_eq!(row["failed_allocations"], 0, "{name} as {}: {row}", export.name());
@@ -274,7 +274,7 @@ fn every_export_of_every_allocator_is_replayed() {
                     assert_eq!(row["refused_allocations"], stats["num_ooms"], "{name} as {}: {row}", export.name());
                 }
             }
-            // A snapshot has all that it takes to follow the run address for address.
+            // A snapshot contains enough data to reproduce the run address for address.
             if !matches!(export, Export::Snapshot | Export::SnapshotJson)
                 || settings.allocator.backend() != &caching::BACKEND
             {
@@ -296,7 +296,7 @@ fn every_export_of_every_allocator_is_replayed() {
     }
 }
 
-// What `vramlab` makes of the trainer's own records: plans that a later run follows, and who held memory.
+// `vramlab` commands on the trainer's own records: plans that a later run follows, and the owners of memory.
 
 #[test]
 fn a_training_run_follows_the_plan_of_an_earlier_one() {

@@ -1,12 +1,12 @@
-//! The rooms of the repository: nothing in `allocators/` or `app/` uses what stands above it.
+//! The rooms (top-level directories) of the repository: `allocators/` and `app/` use no room above them.
 //!
-//! Cargo refuses circles between crates and nothing else. This reads manifests (of packages outside of the workspace, too), paths
-//! in Rust sources and strings in the Python package.
+//! Cargo refuses cycles between crates and nothing else. This test reads manifests (also of packages outside of the
+//! workspace), paths in Rust sources and strings in the Python package.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-/// A room, and the rooms that it may use beside itself.
+/// A room, and the other rooms that it may use.
 const ROOMS: [(&str, &[&str]); 4] = [
     ("allocators", &[]),
     ("app", &["allocators"]),
@@ -24,7 +24,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
 }
 
-/// All files below a directory with one of these endings, apart from what builds left.
+/// All files below a directory with one of these endings, except build outputs.
 fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![folder.to_owned()];
@@ -42,7 +42,7 @@ fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     found
 }
 
-/// A path without `.` and `..`, as the words say, whether or not it exists.
+/// A path without `.` and `..`, resolved by its text, whether or not it exists.
 fn plain(path: &Path) -> PathBuf {
     let mut out = PathBuf::new();
     for part in path.components() {
@@ -64,7 +64,7 @@ fn room(path: &Path) -> Option<(String, String)> {
     Some((first, inside.to_string_lossy().into_owned()))
 }
 
-/// Why a use of `to` by a file of a room is refused.
+/// The reason why a file of one room may not use `to`.
 fn refused(from: &str, file: &Path, to: &Path) -> Option<String> {
     let (at, inside) = room(to)?;
     let known = ROOMS.iter().map(|(name, _)| *name).chain(ABOVE).any(|name| name == at);
@@ -110,7 +110,7 @@ fn dependencies(manifest: &Path, workspace: &BTreeMap<String, PathBuf>) -> Vec<P
     out
 }
 
-/// What the workspace's dependencies with a path are.
+/// Paths of the workspace's dependencies.
 fn workspace() -> BTreeMap<String, PathBuf> {
     let table: toml::Table = std::fs::read_to_string(root().join("Cargo.toml")).unwrap().parse().unwrap();
     let all = table["workspace"]["dependencies"].as_table().unwrap();
@@ -144,7 +144,7 @@ fn no_source_names_a_file_of_a_room_above() {
             let text = std::fs::read_to_string(&file).unwrap();
             let package = file.ancestors().find(|folder| folder.join("Cargo.toml").is_file()).unwrap();
             for line in text.lines().filter(|line| line.contains("\"") && line.contains("..")) {
-                // Relative to the file or to the package: a path that climbs out of both is looked at from both.
+                // Relative to the file or to the package: a path that leads outside of both is tested from both.
                 for words in line.split('"').skip(1).step_by(2).filter(|words| words.contains("../")) {
                     let words = words.trim_start_matches('/');
                     seen += 1;

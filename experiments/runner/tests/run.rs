@@ -1,4 +1,4 @@
-//! `experiments run` as a user meets it: what it leaves, and what it leaves alone.
+//! `experiments run` from a user's view: the files that it writes, and those that it leaves unchanged.
 
 use crate::common::{IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
@@ -47,7 +47,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
     }
     positions.sort_unstable();
     assert_eq!(positions, (0..8).collect::<Vec<u64>>());
-    // Nothing of this machine's folders is in any file.
+    // No file contains this machine's directories.
     let here = place.0.path().to_str().unwrap();
     for id in IDS {
         for file in names(&place.at("out/small/runs").join(id)) {
@@ -55,7 +55,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
             assert!(!text.contains(here), "{id}/{file} names {here}");
         }
     }
-    // Once more: nothing to do, nothing changed, the same table.
+    // A second call: nothing to do, nothing changed, the same table.
     let again = run(&place, &["--json"]).ok();
     assert_eq!(again.stdout, ran.stdout);
     assert_eq!(runs(&place, "out"), found);
@@ -64,7 +64,7 @@ fn an_experiment_leaves_its_spec_and_a_folder_for_each_run() {
 #[test]
 fn a_failing_arm_is_recorded_and_the_others_go_on() {
     let place = Place::new();
-    // With this limit the wider network does not fit.
+    // With this limit the wider network runs out of memory.
     let spec =
         SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]").replace(", \"caching\"", "");
     place.write("small.toml", &spec);
@@ -84,7 +84,7 @@ fn a_failing_arm_is_recorded_and_the_others_go_on() {
         assert_eq!((&record["exit_code"], &record["options"]["hidden"]), (&json!(1), &json!(900)));
         assert!(record["error"].as_str().unwrap().contains("out of memory"), "{record}");
     }
-    // What failed is tried again, what is done is not.
+    // A failed run is repeated, a complete one is not.
     assert_eq!(run(&place, &[]).code, Some(1));
     let again = runs(&place, "out");
     for (id, text) in found.iter().filter(|(_, text)| text.contains("\"done\"")) {
@@ -97,10 +97,10 @@ fn arms_that_cannot_run_here_are_skipped_with_a_reason() {
     let place = Place::new();
     let spec = SMALL.to_owned()
         + "[[arms]]\nname = \"ours\"\n[[arms]]\nname = \"theirs\"\nprogram = \"pytorch\"\ndevices = [\"sim\"]\n";
-    // The matrix has an axis that PyTorch does not know.
+    // The matrix has an axis that PyTorch does not support.
     place.write("small.toml", &spec);
     run(&place, &[]).refused(2, &["small.toml:", "--alloc is no option of pytorch"]);
-    // What both programs have takes the same values, alone and together.
+    // Options of both programs take the same values, separately and together.
     let spec = spec.replace("alloc = [\"naive\", \"caching\"]", "");
     place.write(
         "small.toml",
@@ -129,7 +129,7 @@ fn a_gpu_that_is_not_there_is_said_once() {
     let place = Place::new();
     place.write("small.toml", SMALL);
     let mut command = place.process(&["run", "small.toml", "--device", "cuda", "-o", "out"]);
-    // Where there is one, the driver is told to hide it.
+    // Where there is a GPU, this makes the driver hide it.
     let output = command.env("CUDA_VISIBLE_DEVICES", "-1").output().unwrap();
     Ran::of(output).refused(2, &["--device cuda: "]);
     assert!(!place.at("out").exists());
@@ -150,7 +150,7 @@ fn a_folder_of_something_else_is_left_alone() {
     std::fs::remove_file(&stranger).unwrap();
     run(&place, &[]).ok();
     let found = runs(&place, "out");
-    // A comment changes nothing; a value does.
+    // A comment does not change the spec; a value does.
     place.write("small.toml", format!("# better\n{SMALL}"));
     run(&place, &[]).ok();
     assert_eq!(runs(&place, "out"), found);
@@ -291,9 +291,9 @@ fn the_records_are_as_the_schema_describes_them() {
         }
     }
     let mut found = keys(&record, "machine");
-    // What not every system tells.
+    // Keys that some systems lack.
     let mut wanted = described("run.json");
-    // In the place of the keys of the plan stands a link to their table.
+    // The plan's keys are replaced by a link to their table.
     wanted.retain(|key| key != "…");
     wanted.extend(described("A planned run"));
     wanted.sort();
@@ -301,13 +301,13 @@ fn the_records_are_as_the_schema_describes_them() {
         list.retain(|key| key != "machine.cpu" && key != "machine.load");
     }
     assert_eq!(found, wanted);
-    // What a plan says of a run, its record says too.
+    // A run's record contains all keys of the plan.
     for key in experiment["runs"][0].as_object().unwrap().keys() {
         assert_eq!(experiment["runs"][0][key], record[key], "{key}");
     }
 }
 
-/// A stand-in for Python: PyTorch and a GPU are there, and the program wants its start file.
+/// A stand-in for Python: reports PyTorch and a GPU, and the program requires its start file.
 #[cfg(unix)]
 const PYTHON: &str = r#"#!/bin/sh
 if [ "$1" = -c ]; then exit 0; fi

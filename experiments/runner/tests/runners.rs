@@ -1,4 +1,4 @@
-//! Several runners, several runs at once, and how they end.
+//! Several runners, parallel runs, and their endings.
 
 use crate::common::{HANGS, IDS, Place, Ran, SMALL, json_at, names, run, runs};
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ fn a_killed_runner_goes_on_where_it_was() {
         assert!(child.try_wait().unwrap().is_none(), "it should be running");
         std::thread::sleep(Duration::from_millis(1));
     }
-    // SIGKILL: nothing can be tidied up.
+    // SIGKILL: the runner cannot clean up.
     child.kill().unwrap();
     child.wait().unwrap();
     let before: BTreeMap<String, String> = names(&folder)
@@ -72,7 +72,7 @@ fn of_runners_that_begin_at_once_one_works() {
     let runners: Vec<_> = (0..6).map(|_| start()).collect();
     let ran = runners.into_iter().map(|runner| Ran::of(runner.wait_with_output().unwrap()));
     let (done, refused): (Vec<Ran>, Vec<Ran>) = ran.partition(|ran| ran.code == Some(0));
-    // One that comes after the first has ended finds all runs done.
+    // One that starts after the first has ended finds all runs complete.
     assert!(!done.is_empty());
     refused.iter().for_each(|ran| ran.refused(2, &["another run is at work in", "out/small", "with -o"]));
     let runs = runs(&place, "out");
@@ -101,11 +101,11 @@ fn a_second_runner_leaves_the_first_alone() {
     assert_eq!(before.len(), 1);
     assert_eq!(unfinished(), before, "nothing of the first is gone");
     assert!(first.try_wait().unwrap().is_none(), "it is still at work");
-    // To look is allowed, and so is another experiment beside it.
+    // A dry run is allowed, and so is another experiment next to it.
     run(&place, &["--dry-run"]).ok();
     place.write("other.toml", SMALL.replace("\"small\"", "\"other\""));
     place.run(&["run", "other.toml", "--device", "sim", "-o", "out"]).ok();
-    // A killed one leaves its lock's file, and no lock.
+    // A killed runner leaves its lock file, but no lock.
     first.kill().unwrap();
     first.wait().unwrap();
     assert!(place.at("out/.small.lock").exists());
@@ -115,7 +115,7 @@ fn a_second_runner_leaves_the_first_alone() {
     assert_eq!(names(&place.at("out")), ["other", "small"]);
 }
 
-/// Waits until something is so.
+/// Waits until a condition is true.
 fn until(what: &str, mut so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !so() {
@@ -124,13 +124,13 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// A runner in the background, whose output is kept.
+/// A runner in the background, with captured output.
 fn start(place: &Place, more: &[&str]) -> std::process::Child {
     let mut command = place.process(&[&["run", "small.toml", "--device", "sim", "-o", "out"], more].concat());
     command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn().unwrap()
 }
 
-/// Runs that are being written, and those that are whole.
+/// Runs that are being written, and complete ones.
 fn begun_and_whole(place: &Place) -> (Vec<String>, Vec<String>) {
     let folder = place.at("out/small/runs");
     let names = if folder.is_dir() { names(&folder) } else { Vec::new() };
@@ -141,7 +141,8 @@ fn status(place: &Place) -> Value {
     place.run(&["status", "out", "--json"]).rows().remove(0)
 }
 
-/// What a program ends with: what it found, and the next command without the program's name, which depends on how it is run.
+/// The last two lines of a program: its result, and the next command without the program's name, which depends on how
+/// it is run.
 fn closing(text: &str) -> [&str; 2] {
     let lines: Vec<&str> = text.lines().rev().take(2).collect();
     let next = lines[0].strip_prefix("Next: ").unwrap();
@@ -162,7 +163,7 @@ fn four_shards_in_one_folder_do_the_plan_once() {
     let mine = |id: &str, shard: usize| id[..2].parse::<usize>().unwrap() % 4 == shard - 1;
     let of_second = || begun_and_whole(&place).1.into_iter().filter(|id| mine(id, 2)).collect::<Vec<String>>();
     until("the second shard should have done two runs", || of_second().len() >= 2);
-    // SIGKILL: nothing can be tidied up.
+    // SIGKILL: the runner cannot clean up.
     at_work[1].kill().unwrap();
     let killed = at_work.remove(1).wait_with_output().unwrap();
     assert_eq!(killed.status.code(), None, "it should have been at work still");
@@ -205,7 +206,7 @@ fn the_jobs_of_an_array_share_a_folder() {
         let mut shell = std::process::Command::new("bash");
         shell.arg(&script).args(["small.toml", "out", "--json"]).current_dir(place.at("."));
         shell.env("EXPERIMENTS", runner.get_program()).env("DEVICE", "sim").env_remove("SHARDS");
-        // As Slurm sets them; none of those that the tests themselves may run under.
+        // As Slurm sets them; without the variables of a job that the tests themselves may run under.
         for name in ["JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "ARRAY_TASK_COUNT", "ARRAY_TASK_MIN", "ARRAY_TASK_STEP"]
         {
             shell.env_remove(format!("SLURM_{name}"));
@@ -236,7 +237,7 @@ fn the_jobs_of_an_array_share_a_folder() {
         let wanted = json!({"id": (100 + task).to_string(), "array_id": "100", "array_task": task.to_string()});
         assert_eq!((&record["shard"], &record["provenance"]["job"]), (&json!(format!("{}/3", index % 3 + 1)), &wanted));
     }
-    // One of four alone, and a job that is none of an array.
+    // One of four by itself, and a job outside an array.
     std::fs::remove_dir_all(place.at("out")).unwrap();
     done(job(&[("SLURM_ARRAY_TASK_ID", "2".into()), ("SLURM_ARRAY_TASK_MIN", "2".into()), ("SHARDS", "4".into())]));
     assert_eq!(runs(&place, "out").into_keys().collect::<Vec<_>>(), [IDS[2], IDS[6]]);
@@ -258,7 +259,7 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     ] {
         run(&place, more).refused(2, &["another run is at work in", "out/small", words]);
     }
-    // Its run is running, its lock says by whom, and no runner is at the others.
+    // Its run is in progress, its lock names the runner, and the others have no runner.
     let told = status(&place);
     assert_eq!(counts(&told), [0, 1, 0, 0, 7]);
     assert_eq!((&told["experiment"], &told["device"], &told["locks"]), (&json!("small"), &json!("sim"), &json!(true)));
@@ -273,7 +274,7 @@ fn shards_share_a_folder_only_with_shards_of_their_number() {
     );
     first.kill().unwrap();
     first.wait().unwrap();
-    // What it was at is stale, and its own to do again.
+    // Its current run is stale, and its other runs remain.
     let told = status(&place);
     assert_eq!(counts(&told), [0, 0, 0, 0, 8]);
     assert_eq!((&told["runners"][1]["runner"], &told["runs"][1]["stale"]), (&json!("stale"), &json!(true)));
@@ -296,7 +297,7 @@ fn status_tells_what_failed_and_refuses_what_is_no_experiment() {
     assert_eq!(closing(&text), ["2 of 4 runs are done, 2 failed.", "run small --device sim -o out"]);
     place.run(&["status", "nowhere"]).refused(2, &["cannot read nowhere"]);
     place.run(&["status", "."]).refused(2, &[". holds no experiment.json", "--out"]);
-    // Ids that lead elsewhere are refused.
+    // Ids that lead to other directories are refused.
     let path = place.at("out/small/experiment.json");
     let text = std::fs::read_to_string(&path).unwrap();
     for id in ["../../secret", "", ".hidden", "a/b"] {
@@ -323,11 +324,11 @@ fn several_simulated_runs_at_once_give_what_one_after_the_other_gives() {
     let ran = run(&place, &["--jobs", "2"]).ok();
     let wanted = ["8 of 8 runs of small are done; the records are in out/small.", "vramlab report out/small"];
     assert_eq!(closing(&ran.stdout), wanted, "{ran:#?}");
-    // A GPU is not shared.
+    // A GPU runs one process at a time.
     let cuda = ["run", "small.toml", "--device", "cuda", "-o", "cuda", "--jobs", "2"];
     place.run(&cuda).refused(2, &["--jobs is for the simulated GPU"]);
     assert!(!place.at("cuda").exists());
-    // What fails is told in the order of the plan, however many run.
+    // Failures are reported in the order of the plan, however many runs are parallel.
     let spec = SMALL.replace("hidden = [5, 9]", "hidden = [5, 900]\nmemory-limit = [\"40K\"]");
     place.write("small.toml", spec);
     let errors = ["1", "4"].map(|jobs| run(&place, &["--again", "--jobs", jobs]).stderr);
@@ -345,34 +346,34 @@ mod ends {
         kill_process(Pid::from_raw(to.try_into().unwrap()).unwrap(), signal).unwrap();
     }
 
-    /// Whether this process, and so what it starts, ignores HUP, as under `nohup`.
+    /// Whether this process, and therefore its children, ignores HUP, as under `nohup`.
     fn ignores_hup() -> bool {
         let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         let mask = text.lines().find_map(|line| line.strip_prefix("SigIgn:"));
         mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 != 0)
     }
 
-    /// State and parent of a process; `None` if it is gone.
+    /// State and parent of a process; `None` if it does not exist.
     fn look(process: u32) -> Option<(char, u32)> {
         let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-        // Its name, in brackets, may hold anything.
+        // The process name, in brackets, may contain anything.
         let mut fields = text.rsplit_once(") ")?.1.split(' ');
         Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
     }
 
-    /// Whether a process is gone, or has ended and was not collected yet.
+    /// Whether a process does not exist, or has ended and was not collected yet.
     fn is_over(process: u32) -> bool {
         look(process).is_none_or(|(state, _)| state == 'Z')
     }
 
-    /// What a process has started.
+    /// The children of a process.
     fn children(process: u32) -> Vec<u32> {
         let all = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
         let numbers = all.filter_map(|name| name.to_str()?.parse::<u32>().ok());
         numbers.filter(|number| look(*number).is_some_and(|(_, parent)| parent == process)).collect()
     }
 
-    /// A runner with some runs of a long experiment begun, and the processes of these.
+    /// A runner with some runs of a long experiment in progress, and the processes of these.
     fn long(place: &Place, more: &[&str], runs: usize) -> (Child, Vec<u32>) {
         place.write("small.toml", SMALL.replace("epochs = 2", "epochs = 50000"));
         let child = start(place, more);
@@ -418,7 +419,7 @@ mod ends {
         let trainers = children(child.id());
         send(Signal::HUP, child.id());
         send(Signal::TERM, child.id());
-        // Both have arrived when it ends, and had the first counted, the code would be its own.
+        // Both signals have arrived when it ends; if the first had counted, the exit code would be different.
         assert_eq!(Ran::of(child.wait_with_output().unwrap()).code, Some(143));
         assert!(trainers.iter().all(|trainer| is_over(*trainer)));
     }
@@ -433,7 +434,7 @@ mod ends {
         until("the trainers should have ended", || trainers.iter().all(|trainer| is_over(*trainer)));
     }
 
-    /// A stand-in for Python that leaves a process running when it ends, and waits for it if it is told to.
+    /// A stand-in for Python that leaves a process running when it ends, or waits for it if requested.
     const LEAVES: &str = r#"#!/bin/sh
 if [ "$1" = -c ]; then exit 0; fi
 sleep 3600 &
@@ -461,11 +462,11 @@ mkdir record && echo '{"schema_version": 1, "epochs": []}' > record/summary.json
             std::fs::remove_file(started).unwrap();
             process
         };
-        // By itself.
+        // The process ends by itself.
         Ran::of(begin("").wait_with_output().unwrap()).ok();
         let process = left();
         until("what it left should be ended", || is_over(process));
-        // By a signal to the runner.
+        // A signal to the runner ends it.
         let child = begin("yes");
         let process = left();
         send(Signal::TERM, child.id());

@@ -1,9 +1,10 @@
-//! The tables of `analysis/schema.md` and `app/cli/schema.md` come from the serialised types: `UPDATE_SCHEMA=1 cargo test -p
-//! experiments --test all schema_document` writes them; without the variable the test checks that they are up to date.
+//! Generates the tables of `analysis/schema.md` and `app/cli/schema.md` from the serialised types: `UPDATE_SCHEMA=1
+//! cargo test -p experiments --test all schema_document` writes them; without the variable the test checks that they
+//! are up to date.
 //!
-//! A comment in the document says which type a table is of: `fields of Summary in trainer/src/record.rs`, or `values of` an
-//! enumeration. Keys, types and what may be absent are read from the declarations and their serde attributes, the meaning
-//! from the documentation. Types without a table of their own are spread out in the tables of those that hold them.
+//! A comment in the document names the type of a table: `fields of Summary in trainer/src/record.rs`, or `values of`
+//! an enumeration. Keys, types and optionality are read from the declarations and their serde attributes, the meaning
+//! from the documentation. Types without a table are spread out in the tables of the types that contain them.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -15,7 +16,7 @@ use syn::{
     Variant,
 };
 
-/// The documents with such tables.
+/// The documents with generated tables.
 const DOCUMENTS: [&str; 2] = ["analysis/schema.md", "app/cli/schema.md"];
 
 /// Directories with the serialised types.
@@ -29,7 +30,7 @@ const FOLDERS: [&str; 7] = [
     "experiments/runner",
 ];
 
-/// Types and functions that write themselves, and what they write.
+/// Types and functions with custom serialisation, and the JSON that they write.
 const WRITTEN: [(&str, &str); 12] = [
     ("Selection", "string"),
     ("Conf", "string"),
@@ -45,7 +46,7 @@ const WRITTEN: [(&str, &str); 12] = [
     ("PooledGauge", "gauge"),
 ];
 
-/// A struct or an enumeration, and where it is declared.
+/// A struct or an enumeration, and the file that declares it.
 struct Declared {
     file: PathBuf,
     item: Item,
@@ -61,7 +62,7 @@ struct Row {
     meaning: String,
 }
 
-/// What the parameters of a generic type are, by name.
+/// The arguments of a generic type, by parameter name.
 type Arguments = BTreeMap<String, Type>;
 
 impl Types {
@@ -100,7 +101,7 @@ impl Types {
         }
     }
 
-    /// The type of this name as a file means it: its own, or else the only one that is serialised.
+    /// The type of this name as seen from a file: the file's own, or else the only serialised one.
     fn find(&self, name: &str, file: &Path) -> Option<&Declared> {
         let all = self.0.get(name)?;
         if let Some(own) = all.iter().find(|declared| declared.file == file) {
@@ -130,7 +131,7 @@ impl Types {
     }
 }
 
-/// The enumeration that `named!` declares, with the names of its kinds as serde is told them.
+/// The enumeration that `named!` declares, with the serde names of its variants.
 fn named(input: ParseStream) -> syn::Result<ItemEnum> {
     let (attrs, vis) = (input.call(Attribute::parse_outer)?, input.parse()?);
     let (enum_token, ident) = (input.parse()?, input.parse()?);
@@ -186,7 +187,7 @@ fn serde(attributes: &[Attribute]) -> BTreeMap<String, String> {
     out
 }
 
-/// The documentation in one line, without the full stop at its end and without links to code.
+/// The documentation in one line, without its last full stop and without links to code.
 fn documentation(attributes: &[Attribute]) -> String {
     let mut lines = Vec::new();
     for attribute in attributes {
@@ -199,7 +200,7 @@ fn documentation(attributes: &[Attribute]) -> String {
         }
     }
     let text = lines.join(" ").trim().replace("[`", "`").replace("`]", "`").replace('|', "\\|");
-    // What is left of `[text](Self::item)` where the text was code.
+    // The remainder of `[text](Self::item)` where the text was code.
     let mut out = String::new();
     for (number, part) in text.split("`(").enumerate() {
         let code =
@@ -248,19 +249,19 @@ fn values(item: &Item) -> Vec<(String, String)> {
     }
 }
 
-/// The document with its tables as the types have them.
+/// A document and the types of its tables.
 struct Document<'a> {
     types: &'a Types,
     /// The document and the heading of each table, by file and name of its type.
     tables: &'a BTreeMap<(PathBuf, String), (&'static str, String)>,
     /// The document whose tables are written.
     path: &'static str,
-    /// Types that are being spread out.
+    /// Types that are currently being spread out.
     open: RefCell<Vec<String>>,
 }
 
 impl Document<'_> {
-    /// Rows of a type's fields; `before` is the path of the object that has them.
+    /// Rows of a type's fields; `before` is the path of the object that contains them.
     fn fields(&self, declared: &Declared, arguments: &Arguments, before: &str, rows: &mut Vec<Row>) {
         let fields = match &declared.item {
             Item::Struct(item) => vec![(&item.fields, false)],
@@ -316,7 +317,7 @@ impl Document<'_> {
         Some(format!("[{text}]({file}#{})", anchor(heading)))
     }
 
-    /// What the parameters of a generic type add to the keys in its table.
+    /// Rows that the arguments of a generic type add to its table.
     fn of_parameters(&self, arguments: &Arguments, file: &Path, before: &str, rows: &mut Vec<Row>) {
         for kind in arguments.values() {
             let (name, arguments) = self.inner(kind, &Arguments::new());
@@ -324,7 +325,7 @@ impl Document<'_> {
         }
     }
 
-    /// The name of a type and of what its parameters stand for.
+    /// The name of a type and the arguments for its parameters.
     fn inner(&self, kind: &Type, arguments: &Arguments) -> (String, Arguments) {
         let path = match kind {
             Type::Reference(reference) => return self.inner(&reference.elem, arguments),
@@ -350,7 +351,7 @@ impl Document<'_> {
         (name, names.unwrap_or_default().into_iter().zip(given).collect())
     }
 
-    /// The row of a key, and those of what it holds.
+    /// The row of a key, and those of its value's fields.
     fn row(&self, kind: &Type, arguments: &Arguments, mut row: Row, file: &Path, rows: &mut Vec<Row>) {
         let with = |row: Row, suffix: &str| Row { key: row.key + suffix, ..row };
         let path = match kind {
@@ -405,7 +406,7 @@ impl Document<'_> {
                         let (_, arguments) = self.inner(kind, arguments);
                         self.of_parameters(&arguments, &declared.file, &key, rows);
                     }
-                    // Objects within such objects.
+                    // A recursive type is not spread out again.
                     None if self.open.borrow().contains(&name) => {}
                     None => {
                         let (_, arguments) = self.inner(kind, arguments);
@@ -419,7 +420,7 @@ impl Document<'_> {
         }
     }
 
-    /// Names the values of an enumeration that has no table, if the meaning does not.
+    /// Lists the values of an enumeration that has no table, if the meaning does not.
     fn list_values(&self, declared: &Declared, row: &mut Row) {
         if let Some(link) = self.link(declared, "string") {
             row.kind = link;
@@ -461,7 +462,7 @@ impl Document<'_> {
         .to_owned()
     }
 
-    /// A document with its tables as the types have them.
+    /// A document with its tables regenerated from the types.
     fn rewritten(&self, text: &str) -> String {
         let mut out = String::new();
         let mut lines = text.lines().peekable();
@@ -495,7 +496,7 @@ impl Document<'_> {
         let mut rows = Vec::new();
         self.fields(declared, &Arguments::new(), "", &mut rows);
         out.push_str("key | type | meaning\n--- | --- | ---\n");
-        // Keys whose names say all stand in one row.
+        // Keys without a meaning share one row.
         let alike = |one: &Row, next: &Row| {
             (&one.kind, one.optional) == (&next.kind, next.optional)
                 && one.meaning.is_empty()
@@ -530,7 +531,7 @@ fn anchor(heading: &str) -> String {
     heading.to_lowercase().replace(' ', "-").replace(['.', '`'], "")
 }
 
-/// `<!-- fields of Summary in trainer/src/record.rs -->` in its parts.
+/// The parts of `<!-- fields of Summary in trainer/src/record.rs -->`.
 fn marker(line: &str) -> Option<(&str, &str, &Path)> {
     let line = line.strip_prefix("<!-- ")?.strip_suffix(" -->")?;
     let (what, rest) = line.split_once(" of ")?;

@@ -1,4 +1,4 @@
-//! What a person sees in a terminal: each program's screen at 80 columns, and what holds at any width.
+//! Terminal output: each program's screen at 80 columns, and properties at any width.
 
 #![cfg(unix)]
 
@@ -26,7 +26,7 @@ alloc = ["naive", "caching", "stream-ordered"]
 sync = ["never", "step"]
 "#;
 
-/// What differs from machine to machine and from run to run.
+/// Text that differs between machines and between runs.
 const CHANGES: [(&str, &str); 4] = [
     (r"(?m)^host ns/operation.*$", "host ns/operation [host time]"),
     (r"--release -p", "-p"),
@@ -34,7 +34,7 @@ const CHANGES: [(&str, &str); 4] = [
     (r"(?m)^wall.*$", "wall [host time]"),
 ];
 
-/// A bench has figures everywhere, and widths that follow them.
+/// A bench prints values everywhere, and widths that depend on them.
 const FIGURES: [(&str, &str); 5] = [
     (r"(?s)warning: the repeats.*?more\s+--repeats\n", ""),
     (r"(?m)^null, .*(\n.*)?largest\)$", "null, [processor] (smallest to largest)"),
@@ -148,7 +148,7 @@ fn screens_at_80_columns() {
             Next: cargo run -p experiments -- compare
         ");
     });
-    // The project's own questions change; that they fit does not.
+    // The project's own questions change, so only their fit is tested.
     check(&|| place.process(&["list", "--specs", specs]));
 }
 
@@ -179,12 +179,12 @@ fn what_comes_from_outside_moves_no_cursor() {
     std::fs::create_dir(place.at("questions")).unwrap();
     let asked = SPEC.replace("Does a table", written);
     place.write("questions/small.toml", &asked);
-    // A recorded run without a state that is known.
+    // A recorded run without a known state.
     place.run(&["run", "small.toml", "--device", "sim", "-o", "out"]).ok();
     let run = place.at("out/small/runs").read_dir().unwrap().next().unwrap().unwrap().path().join("run.json");
     let text = std::fs::read_to_string(&run).unwrap().replace("\"done\"", &format!("\"{written}\""));
     std::fs::write(&run, text).unwrap();
-    // Not all of them name what they were given.
+    // Not all messages name their input.
     let mut told = 0;
     for arguments in [
         &["compare", "--arm", hostile][..],
@@ -271,15 +271,15 @@ fn a_pipe_gets_lines_of_120_columns_and_whole_tables() {
     assert!(narrow.lines().all(|line| line.chars().count() <= 60), "{narrow}");
 }
 
-/// The page of the programs names every command of this one, and no other as its own.
+/// The programs' page names every command of this program, and no other as its own.
 #[test]
 fn the_page_names_the_commands_that_there_are() {
     let page = include_str!("../../README.md");
     let (_, table) = page.split_once("### Other commands").unwrap();
     let rows = table.lines().skip_while(|line| !line.starts_with('|')).skip(2).take_while(|line| line.starts_with('|'));
-    // Names stand in the first cell, in backticks.
+    // Names are in the first cell, in backticks.
     let named = rows.flat_map(|row| row.split('|').nth(1).unwrap().split('`').skip(1).step_by(2));
-    // These have sections of their own.
+    // These have their own sections.
     let mut named: Vec<&str> = named.chain(["run", "status", "list", "pack"]).collect();
     let help = Command::new(env!("CARGO_BIN_EXE_experiments")).arg("--help").output().unwrap();
     let help = String::from_utf8(help.stdout).unwrap();

@@ -1,4 +1,4 @@
-//! Specs as a user writes them: which are refused, and those of the study.
+//! Specs as a user writes them: refused ones, and the repository's own.
 
 use crate::common::{Place, SMALL, run};
 
@@ -6,7 +6,7 @@ use crate::common::{Place, SMALL, run};
 fn what_cannot_work_is_refused_before_anything_runs() {
     let place = Place::new();
     for (from, to, words) in [
-        // The file.
+        // Faults in the file.
         ("question", "qestion", ["small.toml:3", "unknown field `qestion`"]),
         ("repeats = 2", "repeats = 0", ["small.toml:4", "repeats lie between"]),
         ("repeats = 2", "repeats = ", ["small.toml:4", "small.toml"]),
@@ -14,7 +14,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("\"cuda\", ", "\"tpu\", ", ["small.toml:5", "unknown variant `tpu`"]),
         ("steps.csv", "stops.csv", ["small.toml:6", "no run writes 'stops.csv'"]),
         ("question = \"Is it there?\"", "question = \"\"", ["small.toml:3", "write it down"]),
-        // The options.
+        // Faults in the options.
         ("hidden = ", "hiden = ", ["small.toml:15", "a similar argument exists: '--hidden'"]),
         ("\"cuda\", ", "\"null\", ", ["small.toml:5", "name at least one of \"cuda\" and \"sim\""]),
         ("[5, 9]", "[5, 0]", ["small.toml:15", "--hidden must be at least 1"]),
@@ -49,7 +49,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         ("layers = 2", "trace = 1", ["small.toml:10", "write trace = true"]),
         ("layers = 2", "weights = \"half\"", ["small.toml:1:", "--weights half needs --dtype bf16 or f16, found f32"]),
         ("layers = 2", "weights = \"hlaf\"", ["small.toml:10", "invalid value 'hlaf'"]),
-        // Options of the runner, and what a command line would understand as one of them.
+        // Options of the runner, and words that a command line would accept as one of them.
         ("layers = 2", "\"save-start\" = \"/x\"", ["small.toml:10", "the runner sets --save-start itself"]),
         ("layers = 2", "\"save-start=/x\" = 2", ["small.toml:10", "'save-start=/x' is no name of an option"]),
         ("layers = 2", "\"data-dir=\" = \"/x\"", ["small.toml:10", "'data-dir=' is no name of an option"]),
@@ -81,7 +81,7 @@ fn what_cannot_work_is_refused_before_anything_runs() {
         let ran = place.run(&[&["run", "small.toml"], arguments].concat());
         assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:#?}");
     }
-    // Histories that are not there.
+    // Missing recordings.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"replay\"\n\
                 [arms.options]\nhistory = \"gone.pickle\"\n";
     place.write("small.toml", spec);
@@ -104,7 +104,7 @@ fn what_a_spec_names_lies_in_the_folder_of_the_histories() {
         place.write("small.toml", spec);
         run(&place, &["--histories", "histories"]).refused(2, &["small.toml:8", "in the folder of the histories"]);
     }
-    // Nor the folder from which `bench` starts programs.
+    // The directory from which `bench` starts programs is not an option either.
     let spec = "name = \"small\"\nquestion = \"?\"\ndevices = [\"sim\"]\n[[arms]]\nname = \"a\"\nprogram = \"bench\"\n\
                 [arms.options]\nbaselines = true\nbaselines-dir = \".\"\n";
     place.write("small.toml", spec);
@@ -117,9 +117,9 @@ fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
     let spec = |axes: &str, arms: &str| {
         format!("name = \"small\"\nquestion = \"?\"\nrepeats = 1\ndevices = [\"sim\"]\n[matrix]\n{axes}{arms}")
     };
-    // 64 axes of two values are 2^64 cells, which a product of 64 bits counts as none; the keys are not looked at before.
+    // 64 axes of two values are 2^64 cells, which overflows a 64-bit product to 0; the keys are not checked before.
     let wraps: String = (0..64).map(|axis| format!("axis-{axis} = [1, 2]\n")).collect();
-    // 17 * 600 runs, each arm alone far below the bound.
+    // 17 * 600 runs; each variant by itself is far below the limit.
     let seeds = format!("seed = {:?}\n", (0..600).collect::<Vec<u32>>());
     let arms: String = (0..17).map(|arm| format!("[[arms]]\nname = \"a{arm}\"\n")).collect();
     let repeated = "[sim]\nrepeats = 1000\n";
@@ -129,7 +129,7 @@ fn a_matrix_that_is_too_large_is_refused_before_it_is_built() {
     }
     place.write("small.toml", spec("seed = [1]\n", "[[arms]]\nname = \"a\"\n[arms.sim]\nrepeats = 1001\n"));
     run(&place, &[]).refused(2, &["small.toml:", "repeats lie between 1 and 1000"]);
-    // A file that never ends is not read to its end.
+    // An endless file is not read to its end.
     #[cfg(unix)]
     {
         std::os::unix::fs::symlink("/dev/zero", place.at("endless.toml")).unwrap();

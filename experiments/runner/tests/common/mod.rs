@@ -1,4 +1,4 @@
-//! What the tests of the program share: a small spec, and what its runs leave.
+//! Shared code of the program's tests: a small spec, and the output of its runs.
 
 #[allow(dead_code, reason = "the tests of `vramlab` use all of it")]
 #[path = "../../../../app/cli/tests/common/place.rs"]
@@ -43,7 +43,7 @@ pub(crate) fn runs(place: &Place, out: &str) -> BTreeMap<String, String> {
     names(&folder).into_iter().map(read).collect()
 }
 
-/// The ids that a spec of eight runs has.
+/// The ids of a spec with eight runs.
 pub(crate) const IDS: [&str; 8] = [
     "00-naive-5-r0",
     "01-naive-5-r1",
