@@ -23,7 +23,7 @@ use vramlab::{CudaDriver, DeviceKind, DeviceName, Driver, NullDriver, Selection}
 /// Options of `experiments bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// Where the allocators run: null (calls cost nothing: the allocator's own bookkeeping), cuda or cuda:N
+    /// Device of the allocators: null (calls cost nothing: the allocator's own bookkeeping), cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "null", value_parser = device)]
     device: DeviceName,
     /// Allocators with their settings, separated by commas [default: those that place blocks differently; "all" is every one]
@@ -32,7 +32,7 @@ pub(crate) struct BenchArgs {
     /// Only cases that begin with this, such as `history` or `mixed/64`; several separated by commas
     #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
     case: Vec<String>,
-    /// Recorded histories whose allocations and frees are timed; several separated by commas [default: those of the
+    /// Recordings whose allocations and frees are timed; several separated by commas [default: those of the
     /// sources]
     #[arg(long, value_name = "FILE", value_delimiter = ',')]
     history: Vec<PathBuf>,
@@ -40,16 +40,16 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8,16",
           value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: Vec<u32>,
-    /// How many times each case is run
+    /// Number of times that each case is run
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeats: u32,
-    /// Print the figures as one JSON document
+    /// Print the values as one JSON document
     #[arg(long)]
     json: bool,
-    /// Also run PyTorch's, RMM's and the driver's own allocators, as far as they are installed
+    /// Also run PyTorch's, RMM's and the driver's own allocators, if installed
     #[arg(long)]
     baselines: bool,
-    /// Folder of the baseline programs [default: where they lie in the sources]
+    /// Directory of the baseline programs [default: the one in the sources]
     #[arg(long, value_name = "DIR", requires = "baselines")]
     baselines_dir: Option<PathBuf>,
 }

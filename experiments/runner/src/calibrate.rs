@@ -30,16 +30,16 @@ pub(crate) struct CalibrateArgs {
     /// cuda, cuda:N, or sim or sim:PROFILE.json to see that calibration gives back the profile it runs on
     #[arg(long, value_name = "DEVICE", default_value = "cuda")]
     device: DeviceName,
-    /// Profile whose kernel costs are kept [default: the built-in H200]
+    /// Profile that supplies the kernel costs [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     /// Machine and date, for the profile
     #[arg(long, value_name = "TEXT")]
     source: String,
-    /// Where the new profile goes
+    /// Write the new profile to this file
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
-    /// Where every call's percentiles and the kernels' rates go, as JSON
+    /// Write every call's percentiles and the kernels' rates to this file, as JSON
     #[arg(short, long, value_name = "FILE")]
     measurements: Option<PathBuf>,
 }

@@ -42,13 +42,13 @@ pub(crate) struct CampaignArgs {
     /// Parts of the campaign [default: all that can run here]
     #[arg(value_name = "PART")]
     parts: Vec<String>,
-    /// Folder of the new records; the same command goes on there
+    /// Directory of the new records; the same command resumes there
     #[arg(short, long, value_name = "DIR", default_value = "runs/campaign")]
     out: PathBuf,
-    /// Print the parts, what they need and what they cost, and start nothing
+    /// Print the parts, their requirements and costs, and start nothing
     #[arg(long)]
     plan: bool,
-    /// No part begins when less than its last duration is left of so many seconds
+    /// Start no part whose last duration exceeds the remainder of this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 86_400.0)]
     budget: f64,
     /// The parts [default: experiments/campaign.toml]

@@ -30,10 +30,10 @@ pub(crate) struct CompareArgs {
     /// Allocators with their settings, separated by commas: a run of each, instead of --arm
     #[arg(long, value_name = "NAME[:key=value,...]", value_parser = arguments::allocators(), conflicts_with = "arms")]
     alloc: Vec<Selections>,
-    /// How many times each run is repeated, in turn
+    /// Number of times that each run is repeated, in turn
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Print the figures as one JSON document
+    /// Print the values as one JSON document
     #[arg(long)]
     json: bool,
     #[command(flatten)]

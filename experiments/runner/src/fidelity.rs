@@ -29,7 +29,7 @@ const SAME_CALLS: f64 = 0.5;
 
 #[derive(Debug, Args)]
 pub(crate) struct FidelityArgs {
-    /// Folder for the runs on both devices; runs that are there already are kept
+    /// Directory for the runs on both devices; existing runs are kept
     #[arg(short, long, value_name = "DIR", default_value = "runs/fidelity")]
     out: PathBuf,
     /// GPU to run on: cuda or cuda:N
@@ -38,13 +38,13 @@ pub(crate) struct FidelityArgs {
     /// Profile of the simulated GPU [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Runs recorded on a GPU (a folder that `run` made) instead of new ones
+    /// Runs recorded on a GPU (a directory that `run` made) instead of new ones
     #[arg(long, value_name = "DIR")]
     measured: Option<PathBuf>,
     /// Runs recorded on a simulated GPU instead of new ones
     #[arg(long, value_name = "DIR")]
     against: Option<PathBuf>,
-    /// Most by which a cell's step time may differ
+    /// Largest accepted difference of a cell's step time
     #[arg(long, value_name = "PERCENT", default_value = "15%", value_parser = share)]
     tolerance: f64,
     /// Spec that is run

@@ -24,13 +24,13 @@ use vramlab::output::{Existing, OutputFile};
 pub(crate) struct FitArgs {
     /// Output of `cargo run --release -p kernels --example time_kernels` on a GPU
     timings: PathBuf,
-    /// Profile whose other costs are kept [default: the built-in H200]
+    /// Profile that supplies all other costs [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// What the L2 cache holds, as the profile's l2_bytes [default: as in the profile]
+    /// Capacity of the L2 cache, as the profile's l2_bytes [default: as in the profile]
     #[arg(long, value_name = "BYTES")]
     l2_bytes: Option<u64>,
-    /// Where the new profile goes
+    /// Write the new profile to this file
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
 }

@@ -30,36 +30,36 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Runs experiments that specs describe, and goes on where it was
+    /// Runs experiments that specs describe, and resumes where it stopped
     Run(study::RunArgs),
-    /// Says how far experiments are, and who is at work on them
+    /// Prints the progress of experiments, and their active runners
     Status(study::StatusArgs),
-    /// Lists the specs that are there, with their questions
+    /// Lists the available specs, with their questions
     List(study::ListArgs),
-    /// Makes one archive of recorded experiments, to be kept and sent
+    /// Makes one archive of recorded experiments
     Pack(study::PackArgs),
     /// Trains under each allocator and prints one table
     Compare(compare::CompareArgs),
-    /// Says how far the simulated GPU is from the real one
+    /// Prints the error of the simulated GPU compared with the real one
     Fidelity(fidelity::FidelityArgs),
-    /// Measures what an allocator call costs, beside other projects' allocators if wanted
+    /// Measures the cost of an allocator call, optionally compared with other projects' allocators
     Bench(bench::BenchArgs),
-    /// Measures what driver calls cost on a device and writes a profile for the simulated one
+    /// Measures the cost of driver calls on a device and writes a profile for the simulated one
     Calibrate(calibrate::CalibrateArgs),
     /// Fits a profile's kernel costs to timings from `time_kernels`
     FitKernels(fit::FitArgs),
-    /// Takes the program's own host time for each driver call from recorded runs into a profile
+    /// Fits a profile's host time per driver call to recorded runs
     FitProgram(program::ProgramArgs),
-    /// Compares what `vramlab advise` says that programs would reserve with what PyTorch really did
+    /// Compares the predictions of `vramlab advise` with PyTorch's measurements
     AdviseTruth(truth::TruthArgs),
-    /// Makes the records that the documents quote, and says how they differ from those that are kept
+    /// Makes the records that the documents quote, and prints how they differ from the committed ones
     Campaign(campaign::CampaignArgs),
-    /// Prints what a shell needs to complete command lines
+    /// Prints a shell's completion script
     Completions(terminal::Completions),
-    /// Is the trainer; `compare` and `run` start it in a process of its own for each run
+    /// The trainer; `compare` and `run` start it in a separate process for each run
     #[command(hide = true)]
     Trainer(OtherProgram),
-    /// Is the program `vramlab`; `run` starts it in a process of its own for each run
+    /// The program `vramlab`; `run` starts it in a separate process for each run
     #[command(hide = true)]
     Vramlab(OtherProgram),
 }

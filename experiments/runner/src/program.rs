@@ -29,12 +29,12 @@ const APART: f64 = 0.1;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProgramArgs {
-    /// Runs recorded on a GPU: the folder of an experiment, as `experiments run fidelity --device cuda` makes
+    /// Runs recorded on a GPU: the directory of an experiment, such as `experiments run fidelity --device cuda` makes
     measured: PathBuf,
-    /// Profile calibrated on the same machine, whose other costs are kept [default: the built-in H200]
+    /// Profile calibrated on the same machine, which supplies all other costs [default: the built-in H200]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// Where the new profile goes
+    /// Write the new profile to this file
     #[arg(short, long, value_name = "FILE")]
     out: PathBuf,
 }

@@ -29,14 +29,14 @@ const AGAIN: &str = "experiments advise-truth -o experiments/results/advise-trut
 
 #[derive(Debug, Args)]
 pub(crate) struct TruthArgs {
-    /// Folders with histories (PROGRAM.CONFIG.pickle.xz) and PyTorch's statistics of the same runs (PROGRAM.CONFIG.json)
-    /// [default: the repository's recordings, whose table is compared with the one that is kept]
+    /// Directories with recordings (PROGRAM.CONFIG.pickle.xz) and PyTorch's statistics of the same runs (PROGRAM.CONFIG.json)
+    /// [default: the repository's recordings, whose table is compared with the committed one]
     #[arg(value_name = "FOLDER")]
     folders: Vec<PathBuf>,
     /// Only every third recording, beginning with the N-th, where N counts round after round
     #[arg(long, value_name = "N", conflicts_with = "folders")]
     third: Option<usize>,
-    /// Where the table goes, as CSV; then it is compared with nothing
+    /// Write the table to this file, as CSV, and compare it with nothing
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Print one JSON array with an object for each pair

@@ -117,7 +117,7 @@ fn bad_input_is_one_line() {
 fn baselines_that_are_missing_are_named_with_a_remedy() {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pytorch/baselines/run.py");
     let mut python = std::process::Command::new("python3");
-    // Where everything is installed they run.
+    // The program runs the baselines that are installed.
     let python = python.arg(program).args(["--cases", "pair/512", "--repeats", "1"]);
     let output = python.output().unwrap();
     assert!(output.status.success(), "{output:?}");

@@ -43,7 +43,7 @@ const FIGURES: [(&str, &str); 5] = [
     (r"  +|[─═]+", "  "),
 ];
 
-/// A folder with a small spec.
+/// A directory with a small spec.
 fn place() -> Place {
     let place = Place::new();
     place.write("small.toml", SPEC);

@@ -9,7 +9,7 @@ use terminal::{Cell, Column, Page, SIDE_BY_SIDE, Table, command, digits, say};
 use trainer::provenance::Provenance;
 use vramlab::{DeviceDescription, Driver, Selection};
 
-/// What a value contains, for the reader.
+/// The scope of a value, for the reader.
 const INCLUDED: &str = "an operation is one allocation and one free, a call is one of the two; timed is the loop around \
                         the calls with one look at the clock on either side; sizes and slots are drawn beforehand, a \
                         read of 8 bytes and a slot of the live blocks for each operation are in it; no kernel runs";
@@ -76,7 +76,7 @@ impl Row {
         self.unit.ends_with("/s")
     }
 
-    /// How many times better it is than `other`.
+    /// Ratio to `other`; above 1 is better.
     fn times_better(&self, other: &Row) -> f64 {
         if self.is_rate() { self.median / other.median } else { other.median / self.median }
     }

@@ -51,7 +51,7 @@ pub(crate) struct Recorded {
 }
 
 impl Recorded {
-    /// Reads an experiment's folder.
+    /// Reads an experiment's directory.
     pub(crate) fn read(folder: &Path) -> Result<Self> {
         let name = folder.display().to_string();
         if !folder.join(EXPERIMENT).is_file() {

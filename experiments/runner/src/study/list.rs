@@ -12,7 +12,7 @@ use vramlab::DeviceKind;
 
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
-    /// Folder of the specs [default: experiments/specs]
+    /// Directory of the specs [default: experiments/specs]
     #[arg(long, value_name = "DIR")]
     specs: Option<PathBuf>,
     /// Print one JSON array with an object for each spec

@@ -29,13 +29,13 @@ const LEFT_OUT: &str = "left_out";
 
 #[derive(Debug, Args)]
 pub(crate) struct PackArgs {
-    /// Folders that `experiments run` made: of an experiment, or of several
+    /// Directories that `experiments run` made: of an experiment, or of several
     #[arg(required = true, value_name = "DIR")]
     folders: Vec<PathBuf>,
-    /// The archive; it unpacks to a folder LABEL, in which each experiment has one of its own
+    /// The archive; it unpacks to a directory LABEL with one subdirectory per experiment
     #[arg(short, long, value_name = "LABEL.tar.xz")]
     out: PathBuf,
-    /// What not to keep: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns,
+    /// Data to omit: a file of the runs, as latency.hlog, or a part of one, as steps.csv:host_ns,
     /// summary.json:command, or driver_calls.jsonl:path=validate (lines with that word in that value)
     #[arg(long, value_name = "WHAT,...", value_delimiter = ',')]
     leave_out: Vec<LeftOut>,

@@ -25,36 +25,36 @@ pub(crate) struct RunArgs {
     /// Specs: files, or names from experiments/specs (see `experiments list`)
     #[arg(required = true, value_name = "SPEC")]
     specs: Vec<String>,
-    /// Folder in which each experiment gets one of its own; runs that are there already are kept
+    /// Directory for the experiments, one subdirectory each; existing runs are kept
     /// [default: runs/experiments-cuda or runs/experiments-sim]
     #[arg(short, long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// cuda, cuda:N, sim or sim:PROFILE.json [default: cuda if there is a GPU, else sim]
     #[arg(long, value_name = "DEVICE", value_parser = programs::device)]
     device: Option<DeviceName>,
-    /// Only every N-th run, beginning with the K-th. Shards may work in one folder at the same time; those of several
-    /// folders merge by copying them together
+    /// Only every N-th run, beginning with the K-th. Shards may work in one directory at the same time; several
+    /// directories merge by copying them together
     #[arg(long, value_name = "K/N")]
     shard: Option<Shard>,
-    /// Runs at the same time, on the simulated GPU only; what is timed in real time still runs alone
+    /// Number of parallel runs, on the simulated GPU only; runs that measure real time still run alone
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
     /// Print the runs and their commands, and do nothing
     #[arg(long)]
     dry_run: bool,
-    /// Remove what these experiments left in the folder, and start afresh
+    /// Remove these experiments' files from the directory, and start again
     #[arg(long)]
     again: bool,
-    /// Folder of recorded histories [default: experiments/histories]
+    /// Directory of recordings [default: experiments/histories]
     #[arg(long, value_name = "DIR", env = "HISTORIES")]
     histories: Option<PathBuf>,
     /// Directory with MNIST's four files [default: MNIST_DIR, then the user cache, then a download]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// Folder of the specs [default: experiments/specs]
+    /// Directory of the specs [default: experiments/specs]
     #[arg(long = "specs", value_name = "DIR")]
     specs_dir: Option<PathBuf>,
-    /// Print the cells of the matrix with their figures as one JSON array
+    /// Print the cells of the matrix with their values as one JSON array
     #[arg(long)]
     json: bool,
 }

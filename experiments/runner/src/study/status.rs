@@ -13,7 +13,7 @@ use terminal::{self, Column, Page, Table, quoted};
 
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
-    /// What `experiments run` was given as --out, or the folder of one experiment in it
+    /// Directory given to `experiments run` as --out, or the directory of one experiment in it
     #[arg(value_name = "DIR")]
     folder: PathBuf,
     /// Print one JSON array with an object for each experiment

@@ -36,7 +36,7 @@ pub(crate) fn json_at(path: &Path) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Each run's folder with the text of its `run.json`.
+/// Each run's directory with the text of its `run.json`.
 pub(crate) fn runs(place: &Place, out: &str) -> BTreeMap<String, String> {
     let folder = place.at(out).join("small/runs");
     let read = |name: String| (name.clone(), std::fs::read_to_string(folder.join(name).join("run.json")).unwrap());
