@@ -1,6 +1,6 @@
-"""GPU memory allocators for Python and PyTorch, and recordings of what a program did with its memory.
+"""GPU memory allocators for Python and PyTorch, and recordings of a program's memory events.
 
-Nothing heavy is imported here: every process that `vramlab run` starts loads this module.
+Keep imports cheap: every process that `vramlab run` starts loads this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocator", "Error", "OutOfMemoryError", "library_path", "record"]
 
-# Where each name lives. `record` is a class in `_record`, so that no module of that name takes its place.
+# The module of each name. `record` is a class in `_record`, so that a module of that name cannot replace it.
 _LAZY = {
     "Allocator": "vramlab.allocator",
     "Error": "vramlab.allocator",
@@ -40,9 +40,9 @@ def __dir__() -> list[str]:
 
 
 def library_path() -> Path:
-    """The C library: the file that VRAMLAB_LIBRARY names, else the one beside this module, else that of a checkout.
+    """The C library: the file named by VRAMLAB_LIBRARY, else the file in this package, else the build of a checkout.
 
-    Raises ImportError with the places that were looked at where there is none.
+    Raises ImportError with the searched paths if no file exists.
     """
     from pathlib import Path
 
@@ -54,11 +54,11 @@ def library_path() -> Path:
     here = Path(__file__).resolve().parent
     name = _NAMES.get(sys.platform, "libvramlab.so")
     places = [here / name]
-    # In a checkout this folder is app/python/src/vramlab.
+    # In a checkout this directory is app/python/src/vramlab.
     if here.parts[-4:-1] == ("app", "python", "src"):
         target = Path(os.environ.get("CARGO_TARGET_DIR", here.parents[3] / "target"))
         built = [target / profile / name for profile in ("release", "debug")]
-        # The newer of the two is the one that was just built.
+        # The newer file is the latest build.
         places += sorted(built, key=lambda file: file.stat().st_mtime if file.is_file() else 0.0, reverse=True)
     for place in places:
         if place.is_file():

@@ -1,8 +1,8 @@
-"""Compiles what works with PyTorch's classes in C++: the shim between it and libvramlab, and the recorder.
+"""Compiles the C++ code that uses PyTorch's classes: the shim between PyTorch and libvramlab, and the recorder.
 
-Each fits the version of PyTorch that it was compiled for and no other, so it is compiled once for each version and kept
-in the user's cache, $XDG_CACHE_HOME/vramlab (~/.cache/vramlab). That needs a C++ compiler and no nvcc. `build_shims.py`
-puts some into the package, for machines without a compiler.
+Each library fits only the version of PyTorch that it was compiled for, so it is compiled once per version and stored in
+the user's cache, $XDG_CACHE_HOME/vramlab (~/.cache/vramlab). Compiling needs a C++ compiler but not nvcc.
+`build_shims.py` adds compiled libraries to the package, for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from typing import Any
 
 from vramlab._library import Error
 
-# The versions of PyTorch whose classes the source knows.
+# The oldest supported version of PyTorch.
 OLDEST = (2, 9)
 NEWEST = (2, 15)
-# Set to try a version that is not known.
+# Set it to try an unsupported version.
 ANYWAY = "VRAMLAB_TORCH_ANYWAY"
 
 PACKAGE = Path(__file__).resolve().parent
-# The headers of one are used by the other.
+# The two parts share headers.
 SOURCES = (PACKAGE / "shim", PACKAGE / "recorder")
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-# CUDA's runtime comes with PyTorch's libraries, whichever file it is. PyTorch has the shared library of C++: a second
-# copy inside of the shim would not know its locales.
+# PyTorch's libraries load the CUDA runtime, whichever file it is. PyTorch links libstdc++ dynamically: a second copy in
+# the shim would not know its locales.
 LIBRARIES = ("-lc10", "-lc10_cuda", "-l:libstdc++.so.6")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A library that is compiled to a file of its own."""
+    """A library that is compiled to its own file."""
 
     name: str
-    """The name of its file and of its source directory."""
+    """The file name and the source directory name."""
     libraries: tuple[str, ...] = LIBRARIES
 
 
 SHIM = Part("shim")
-# Ranges that a program names are PyTorch's, not CUDA's.
+# PyTorch sends a program's named ranges to the recorder, CUDA does not.
 RECORDER = Part("recorder", ("-ltorch_cpu", *LIBRARIES))
 
 
 class BuildError(Error):
-    """There is none for this PyTorch, and none can be compiled; the text says how to mend it."""
+    """No built library fits this PyTorch, and none can be compiled; the text contains the fix."""
 
 
 @dataclass(frozen=True)
 class Torch:
-    """An installed PyTorch, or one that was unpacked."""
+    """An installed or unpacked PyTorch."""
 
     root: Path
-    """The folder that holds `include` and `lib`."""
+    """The directory that contains `include` and `lib`."""
     version: str
-    """As `torch.__version__` says it, with what it was built for: 2.11.0+cu130."""
+    """`torch.__version__`, with the CUDA suffix: 2.11.0+cu130."""
     cuda: str | None
-    """Version of CUDA that it was built for."""
+    """The CUDA version that PyTorch was built for."""
     new_abi: bool = True
-    """Whether its strings are those of C++11."""
+    """True if PyTorch uses the C++11 ABI for strings."""
 
     @classmethod
     def installed(cls) -> Torch:
-        """The one that this process would import, or has imported."""
+        """The PyTorch that this process imports or has imported."""
         import torch
 
         abi = bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))
@@ -81,14 +81,14 @@ class Torch:
 
     @property
     def minor(self) -> tuple[int, int]:
-        """Major and minor version."""
+        """The major and minor version."""
         found = re.match(r"(\d+)\.(\d+)", self.version)
         if found is None:
             raise BuildError(f"PyTorch calls its version {self.version!r}, which has no number")
         return int(found[1]), int(found[2])
 
     def check(self) -> None:
-        """Raises where the shim's source does not know this version."""
+        """Raises BuildError if the shim's source does not support this version."""
         if self.cuda is None:
             raise BuildError(f"torch {self.version} was built without CUDA; install one with it (https://pytorch.org)")
         if OLDEST <= self.minor <= NEWEST or os.environ.get(ANYWAY):
@@ -102,12 +102,12 @@ class Torch:
 
 
 def shim(torch: Torch) -> Path:
-    """The file of the shim for a PyTorch: from the package, the cache, or compiled now, which takes some seconds."""
+    """The shim's file for a PyTorch: from the package, the cache, or compiled now, which takes some seconds."""
     return built(SHIM, torch)
 
 
 def recorder(torch: Torch) -> Path:
-    """As [`shim`], of the recorder."""
+    """The recorder's file for a PyTorch, see [`shim`]."""
     return built(RECORDER, torch)
 
 
@@ -159,14 +159,14 @@ def file_name(torch: Torch, part: Part = SHIM) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where built shims are kept; None for a user without a home."""
+    """The directory of built shims; None for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(named) if Path(named).is_absolute() else Path(os.path.expanduser("~")) / ".cache"
     return cache / "vramlab" if cache.is_absolute() else None
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that CXX names, or the first of the usual ones."""
+    """The C++ compiler that CXX names, or the first usual compiler that is installed."""
     named = os.environ.get("CXX")
     if named:
         if shutil.which(named.split()[0]) is None:
@@ -176,7 +176,7 @@ def find_compiler() -> str | None:
 
 
 def header_folder() -> Path:
-    """The folder of vramlab.h: of the package, or of a checkout."""
+    """The directory of vramlab.h, in the package or in a checkout."""
     places = [PACKAGE / "include"]
     if PACKAGE.parts[-4:-1] == ("app", "python", "src"):
         places.append(PACKAGE.parents[3] / "allocators" / "capi" / "include")
@@ -202,7 +202,7 @@ def _key(torch: Torch, digest: str) -> str:
 
 
 def _is_of(file: Path, digest: str) -> bool:
-    """Whether what was built is of these sources: a file of older ones may lie in a checkout."""
+    """True if a library was built from these sources: a checkout may contain an outdated build."""
     try:
         return digest.encode() in file.read_bytes()
     except OSError:
@@ -211,7 +211,7 @@ def _is_of(file: Path, digest: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lets one process at a time in, where the file system knows locks: the ranks of a job start together."""
+    """Holds a file lock, if the file system supports locks: the ranks of a job start simultaneously."""
     import fcntl
 
     with open(lock, "w") as file:
@@ -221,16 +221,16 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def compile_part(part: Part, torch: Torch, to: Path, compiler: str, cuda: Iterable[Path] = ()) -> Path:
-    """Compiles a part for a PyTorch to a file, which is whole or not there.
+    """Compiles a part for a PyTorch to a file that is either complete or absent.
 
-    `cuda` are folders of CUDA's headers that come before those that are found here.
+    `cuda` lists directories of CUDA headers to search before the detected ones.
     """
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
     includes = [torch.root / "include", torch.root / "include" / "torch" / "csrc" / "api" / "include"]
     includes += cuda_includes(torch, [*cuda])
     command = [
         *compiler.split(),
-        # What the headers are written in.
+        # The C++ standard of PyTorch's headers.
         f"-std=c++{20 if torch.minor >= (2, 13) else 17}",
         *FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.new_abi)}",
@@ -255,9 +255,9 @@ def compile_part(part: Part, torch: Torch, to: Path, compiler: str, cuda: Iterab
 
 
 def cuda_includes(torch: Torch, first: list[Path]) -> list[Path]:
-    """Folders with the headers of CUDA's runtime, of the major version that PyTorch was built for.
+    """Directories with the headers of the CUDA runtime, of the major version that PyTorch was built for.
 
-    A CUDA installation has all in one; PyTorch's wheels bring the runtime's headers without `crt`, which Triton's have.
+    A CUDA installation has all headers in one directory; PyTorch's wheels lack `crt`, which Triton's wheel contains.
     """
     places = [*first, *_places_of_cuda()]
     major = int((torch.cuda or "0").split(".")[0])
@@ -292,7 +292,7 @@ def _places_of_cuda() -> Iterator[Path]:
 
 
 def _cuda_version(include: Path) -> int | None:
-    """Major version of the runtime whose headers a folder holds."""
+    """The major version of the CUDA runtime headers in a directory."""
     try:
         text = (include / "cuda_runtime_api.h").read_text(errors="replace")
     except OSError:

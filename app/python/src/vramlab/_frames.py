@@ -1,8 +1,8 @@
-"""Where CPython keeps the frames of a thread, measured in the running interpreter.
+"""The memory layout of CPython's frames, measured in the running interpreter.
 
-The recorder (`recorder/frames.h`) reads frames without calling Python. Their layout differs between versions, so it is
-not written down: each offset is found by looking for a value that Python itself says, such as the address of the code
-object of the frame that runs. `measure` gives nothing where a value is not found exactly once, and `check` compares the
+The recorder (`recorder/frames.h`) reads frames without calling Python. The layout differs between versions, so no
+offset is written down: each is found by searching for a value that Python itself reports, such as the address of the
+running frame's code object. `measure` returns None unless every value is found exactly once, and `check` compares the
 recorder's result with Python's own.
 """
 
@@ -14,19 +14,19 @@ import sys
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-# In an object: the count of references, the type, and what every string or frame has next.
+# The size of an object's head: reference count and type. The next fields are common to all strings or frames.
 _AFTER_HEAD = 16
-# Words that are looked at: of a frame, and of a thread's state, which are longer in every version.
+# The number of words to search in a frame and in a thread's state; both are longer in every version.
 _FRAME_WORDS = 9
 _STATE_WORDS = 24
-# Where the state of a string may have them.
+# Candidate positions of the kind and flags in a string's state.
 _SHIFTS = (2, 16)
 
 
 class Layout(NamedTuple):
-    """Offsets in bytes, in the order in which the recorder takes them.
+    """Offsets in bytes, in the recorder's order.
 
-    `entry_code` is an address: of the code that Python 3.12 gives frames which stand for calls from C; else 0.
+    `entry_code` is an address: the code that Python 3.12 gives to frames that represent calls from C; else 0.
     """
 
     thread_frame: int
@@ -48,11 +48,11 @@ class Layout(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """This interpreter keeps something where it was not looked for."""
+    """This interpreter stores a value at an unexpected offset."""
 
 
 def measure() -> Layout | None:
-    """The layout of this interpreter; None where it is not a plain CPython 3.11 or newer with the GIL."""
+    """The layout of this interpreter; None unless it is a standard CPython 3.11 or newer with the GIL."""
     plain = sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 and sys.byteorder == "little"
     if not plain or sys.version_info < (3, 11) or hasattr(sys, "gettotalrefcount"):
         return None
@@ -75,12 +75,12 @@ def _only(places: list[int]) -> int:
 
 
 def _inner(frame: FrameType) -> int:
-    """The address of the interpreter's own frame behind a frame object: after its head and its caller."""
+    """The address of the interpreter's frame of a frame object: it follows the head and the caller."""
     return _words(id(frame), 4)[3]
 
 
 def _frames() -> tuple[int, int, int, int, int, int]:
-    """Of the thread's state and of a frame."""
+    """Offsets in the thread's state and in a frame."""
 
     def called() -> tuple[int, int, int, int, int, int]:
         frame = sys._getframe()
@@ -92,18 +92,18 @@ def _frames() -> tuple[int, int, int, int, int, int]:
         state.restype = ctypes.c_void_p
         of_code = _only([at for at, word in enumerate(words) if word & ~7 == code])
         of_caller = _only([at for at, word in enumerate(words) if word == outer])
-        # The only other address inside of the code object.
+        # The only other address inside the code object.
         of_instruction = _only([at for at, word in enumerate(words) if code < word < code + size and at != of_code])
-        # Read here, as a function of Python would be the current frame itself.
+        # Read here, because a Python helper function would itself be the current frame.
         of_thread = list((ctypes.c_uint64 * _STATE_WORDS).from_address(state()))
         if sys.version_info < (3, 13):
-            # prev, next, interp and eight numbers come before the address of what holds the current frame.
+            # prev, next, interp and eight numbers precede the address of the current frame's holder.
             at = 7
             holder = list((ctypes.c_uint64 * 2).from_address(of_thread[at]))
             held = 8 * _only([at for at, word in enumerate(holder) if word == inner])
         else:
             at, held = _only([at for at, word in enumerate(of_thread) if word == inner]), -1
-        # Where C called Python first, the chain ends with such a frame.
+        # The chain ends with such a frame if C made the first call to Python.
         outermost = inner
         while caller := _words(outermost, of_caller + 1)[of_caller]:
             outermost = caller
@@ -114,11 +114,11 @@ def _frames() -> tuple[int, int, int, int, int, int]:
 
 
 def _code() -> tuple[int, int, int, int]:
-    """Of a code object."""
+    """Offsets in a code object."""
 
     class Scope:
         def method(self) -> CodeType:
-            # Its qualified name is another object than its name.
+            # Its qualified name is a different object from its name.
             return sys._getframe().f_code
 
     line = 0x5EED1234
@@ -144,7 +144,7 @@ def _find(raw: bytes, wanted: bytes) -> int:
 
 
 def _texts() -> tuple[int, int, int, int, int, int]:
-    """Of a string: made here, so that none is one that the interpreter shares."""
+    """Offsets in a string; the strings are made here, because the interpreter shares some strings."""
     count = 29
     ascii_, latin, wider = ("".join([letter] * count) for letter in ("a", "\xe9", "\u0416"))
 
@@ -155,7 +155,7 @@ def _texts() -> tuple[int, int, int, int, int, int]:
     states = [struct.unpack_from("<I", raw(text), state)[0] for text in (ascii_, latin, wider)]
     if struct.unpack_from("<q", raw(ascii_), _AFTER_HEAD)[0] != count:
         raise _UnknownError
-    # Bytes of a character, whether all is in one piece, whether all is ASCII; before them stands what is shared.
+    # Bytes per character, the compact flag, the ASCII flag; the flags for shared strings precede them.
     bits = [[number >> shift & 31 for number in states] for shift in _SHIFTS]
     shift = _SHIFTS[_only([at for at, each in enumerate(bits) if each == [0b11001, 0b01001, 0b01010]])]
     data = raw(ascii_).find(ascii_.encode())
@@ -166,9 +166,9 @@ def _texts() -> tuple[int, int, int, int, int, int]:
 
 
 def check(stack: Any) -> bool:
-    """Whether the recorder, which is asked by `stack`, sees the frames of this thread as Python does."""
+    """True if the recorder, called by `stack`, reads the same frames of this thread as Python."""
     names: dict[str, Any] = {}
-    # A name and a file beyond ASCII, in a generator, below a call from C.
+    # A non-ASCII function and file name, in a generator, below a call from C.
     source = "def été(stack):\n    yield stack(), sys._getframe()\n"
     exec(compile(source, "\u0416/\U0001f4be.py", "exec"), {"sys": sys}, names)
     text, frame = next(map(next, [names["été"](stack)]))
@@ -178,7 +178,7 @@ def check(stack: Any) -> bool:
         line = "2" if not expected else str(frame.f_lineno)
         expected.append((line, frame.f_code.co_name, frame.f_code.co_filename))
         frame = frame.f_back
-    # The frames between were left on the way here, with other lines: their functions and files stay.
+    # The intermediate frames have moved to other lines: compare their functions and files only.
     return len(seen) >= 3 and seen[0] == expected[0] and _outer(seen) == _outer(_now())
 
 

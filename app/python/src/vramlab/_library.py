@@ -15,49 +15,49 @@ from typing import Any
 
 import vramlab
 
-# Number of the interface that these declarations follow.
+# The version of the C interface that these declarations follow.
 ABI = 1
 NO_LIMIT = 2**64 - 1
 
 
 class Error(Exception):
-    """A call of libvramlab failed; the text says what, where and how to mend it."""
+    """A call of libvramlab failed; the text contains the fault, its location and the fix."""
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """Neither the allocator nor the device has the memory, or the limit does not allow it."""
+    """Neither the allocator nor the device has enough memory, or the limit is reached."""
 
 
 class InvalidError(Error, ValueError):
-    """An argument that can never be served."""
+    """An argument that is never valid."""
 
 
 class UnknownError(Error, LookupError):
-    """No allocator, setting, value, device or pool is called so; the text names the nearest."""
+    """The name of an allocator, setting, value, device or pool is unknown; the text suggests the nearest name."""
 
 
 class NoDeviceError(Error):
-    """That GPU is not there, or cannot be worked on."""
+    """The GPU does not exist or cannot be used."""
 
 
 class ForeignError(Error):
-    """No live block of this allocator begins there: it is foreign, was freed before, or is another device's."""
+    """The address is not a live block of this allocator: it is foreign, already freed, or of another device."""
 
 
 class IncapableError(Error):
-    """The allocator or the device cannot do this."""
+    """The allocator or the device does not support the operation."""
 
 
 class DriverError(Error):
-    """A call of the driver failed."""
+    """A driver call failed."""
 
 
 class LiveError(Error):
-    """Something is still in use."""
+    """An object is still in use."""
 
 
 class ForkedError(Error):
-    """The process was forked from one that had opened an allocator."""
+    """The process was forked from a process that had opened an allocator."""
 
 
 class FileError(Error):
@@ -65,10 +65,10 @@ class FileError(Error):
 
 
 class InternalError(Error):
-    """A bug of the library."""
+    """A bug in the library."""
 
 
-# By status; 0 is no failure.
+# Exceptions by status; status 0 is success.
 _ERRORS: list[type[Error]] = [
     Error,
     OutOfMemoryError,
@@ -125,7 +125,7 @@ CREATED = ctypes.CFUNCTYPE(None, c_void_p, c_uint64, c_uint64, c_uint64)
 _OUT = POINTER(c_uint64)
 _TEXT = POINTER(c_void_p)
 
-# Arguments behind the allocator, of what returns a status.
+# Argument types after the allocator, for functions that return a status.
 _OF_ALLOCATOR: dict[str, list[Any]] = {
     "close": [],
     "allocate": [c_uint64, c_uint64, _OUT],
@@ -162,10 +162,10 @@ _OF_ALLOCATOR: dict[str, list[Any]] = {
 
 
 class Library:
-    """libvramlab, loaded: its functions without their prefix. `check` turns a status into an exception."""
+    """The loaded libvramlab: its functions without their prefix. `check` turns a status into an exception."""
 
     def __init__(self, path: Path) -> None:
-        """Loads the file and looks whether it is of this package's version."""
+        """Loads the file and checks that its version is this package's."""
         self.path = path
         self._file = ctypes.CDLL(str(path))
         try:
@@ -186,7 +186,7 @@ class Library:
             setattr(self, name, self._declare(name, c_int32, [c_void_p, *arguments]))
 
     def __getattr__(self, name: str) -> Any:
-        """The functions that `_OF_ALLOCATOR` names."""
+        """A function listed in `_OF_ALLOCATOR`."""
         raise AttributeError(name)
 
     def _declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -196,30 +196,30 @@ class Library:
         return function
 
     def known(self, spec: str) -> None:
-        """Raises where a text names no allocator, or settings or values that it has not. Opens nothing."""
+        """Raises if a spec contains an unknown allocator, setting or value. Opens nothing."""
         self.check(self._check(spec.encode()))
 
     def torch_conf(self, spec: str, conf: str, limit: int | None = None) -> dict[str, Any]:
-        """PyTorch's settings as an allocator follows them: `settings`, and the keys that are `ignored` or `fixed`."""
+        """PyTorch's settings as an allocator applies them: `settings`, and the `ignored` and `fixed` keys."""
         out: dict[str, Any] = self.json(
             self._torch_conf_json, spec.encode(), os.fsencode(conf), NO_LIMIT if limit is None else limit
         )
         return out
 
     def check(self, status: int) -> None:
-        """Raises what a call's status says."""
+        """Raises the exception of a failed call's status."""
         if status != 0:
             text = self.error().decode(errors="replace")
             raise (_ERRORS[status] if 0 < status < len(_ERRORS) else Error)(text)
 
     def number(self, function: Any, *arguments: Any) -> int:
-        """Calls what returns a number through its last argument."""
+        """Calls a function that returns a number through its last argument."""
         out = c_uint64()
         self.check(function(*arguments, ctypes.byref(out)))
         return out.value
 
     def json(self, function: Any, *arguments: Any) -> Any:
-        """Calls what hands out a text of JSON."""
+        """Calls a function that returns JSON text."""
         out = c_void_p()
         self.check(function(*arguments, ctypes.byref(out)))
         try:
@@ -228,26 +228,26 @@ class Library:
             self.text_free(out)
 
 
-# Seconds that a close waits for calls of other threads.
+# Seconds that a close waits for calls on other threads.
 _PATIENCE = 30.0
 
 
 class Handle:
-    """An open allocator of the library, and the calls of it that are under way.
+    """An open allocator of the library, and its calls in progress.
 
-    The library may not be closed while a call of it runs. Several objects of Python may share a handle: whichever
-    closes it, it is closed once, and calls after that raise [`Error`].
+    The library must not be closed during a call. Several Python objects may share a handle: it is closed once, by any of
+    them, and later calls raise [`Error`].
     """
 
     def __init__(self, library: Library, spec: str, device: str) -> None:
-        """Opens one."""
+        """Opens an allocator."""
         self._pointer: int | None = None
         self._library = library
         self._text = f"<vramlab.Allocator {spec!r} on {device}"
         self._pid = os.getpid()
-        # Reentrant, because a signal's handler may call, too.
+        # Reentrant, because a signal handler may call it too.
         self._changed = threading.Condition(threading.RLock())
-        # The thread of each call that is under way.
+        # The thread of each call in progress.
         self._calls: dict[object, int] = {}
         self._closing = False
         self._listener = _Listener()
@@ -256,26 +256,26 @@ class Handle:
         self._pointer = out.value
 
     def __repr__(self) -> str:
-        """As it was opened, and whether it is."""
+        """The spec and device, and the state, open or closed."""
         return f"{self._text}{'>' if self.is_open else ', closed>'}"
 
     def __del__(self) -> None:
-        """Closes it where the program did not; a child of a fork leaves its parent's alone."""
+        """Closes the allocator if the program did not; a forked child does not close its parent's."""
         if self._pointer is not None and self.is_of_this_process:
             self._library.close(self._pointer)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be called."""
+        """True while the allocator can be called."""
         return self._pointer is not None and not self._closing
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a child of the process that opened it."""
+        """False in a child of the process that opened the allocator."""
         return self._pid == os.getpid()
 
     def call(self, function: Any, *arguments: Any) -> int:
-        """Calls a function of the library, and returns its status. The allocator stays open meanwhile."""
+        """Calls a library function and returns its status. The allocator stays open during the call."""
         call = object()
         try:
             return int(function(self._enter(call), *arguments))
@@ -287,7 +287,7 @@ class Handle:
 
     def _enter(self, call: object) -> int:
         if not self.is_of_this_process:
-            # The library says that it was forked. What other threads of the parent held is held for ever.
+            # The library reports the fork. Locks that other threads of the parent held are never released.
             if self._pointer is None:
                 raise Error(f"{self!r} was used after it was closed")
             return self._pointer
@@ -305,9 +305,9 @@ class Handle:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Waits for calls of other threads and closes it. Does nothing where it is closed.
+        """Waits for calls on other threads and closes the allocator. Does nothing if it is already closed.
 
-        Raises [`LiveError`] in a callback, whose call is not over, and when calls of other threads do not return.
+        Raises [`LiveError`] in a callback, whose call is still running, and when calls on other threads do not return.
         """
         if not self.is_of_this_process:
             if self._pointer is not None:
@@ -334,18 +334,18 @@ class Handle:
         self._library.check(self._library.close(pointer))
 
     def on_segment(self, callback: Callable[[str, int, int, int], None] | None) -> int:
-        """Sets what is called for each segment event, or nothing. Returns a status."""
+        """Sets or removes the callback for segment events. Returns a status."""
         self._listener.callback = callback
         return self.call(self._library.on_segment, None, ON_SEGMENT() if callback is None else self._listener.function)
 
 
 class _Listener:
-    """One function of C for all callbacks of an allocator. It lives as long: another thread may be running it."""
+    """The C function for all callbacks of an allocator. It lives as long, as another thread may be running it."""
 
     def __init__(self) -> None:
-        """Calls nothing at first."""
+        """Starts without a callback."""
         self.callback: Callable[[str, int, int, int], None] | None = None
-        # It knows this object weakly, so that both end with the last use.
+        # A weak reference, so that both objects are freed after their last use.
         known = weakref.ref(self)
 
         def tell(_: Any, of: Any) -> None:
@@ -358,16 +358,16 @@ class _Listener:
 
 
 class RawCheckpoint:
-    """A checkpoint of the library; given back with the last use of it."""
+    """A checkpoint of the library; released after its last use."""
 
     def __init__(self, handle: Handle, library: Library, pool: int) -> None:
-        """Takes it."""
+        """Takes the checkpoint."""
         self.pointer = c_void_p()
         self._library = library
         library.check(handle.call(library.pool_checkpoint, pool, ctypes.byref(self.pointer)))
 
     def __del__(self) -> None:
-        """Gives it back."""
+        """Releases the checkpoint."""
         self._library.checkpoint_free(self.pointer)
 
 
@@ -377,12 +377,12 @@ def _load(path: Path) -> Library:
 
 
 def library() -> Library:
-    """The library of this process: [`vramlab.library_path`] says which file."""
+    """The library of this process, loaded from [`vramlab.library_path`]."""
     return _load(vramlab.library_path())
 
 
 def allocators() -> dict[str, dict[str, Any]]:
-    """Every allocator by name: what it is, and its settings with their defaults."""
+    """Every allocator by name: its description, and its settings with their defaults."""
     told = library().json(library().allocators_json)
     return {
         one["name"]: {
@@ -394,7 +394,7 @@ def allocators() -> dict[str, dict[str, Any]]:
 
 
 def spec(allocator: str, settings: dict[str, Any]) -> str:
-    """`NAME:key=value,…` of a name, which may have settings already, and further ones as Python has them."""
+    """`NAME:key=value,…` from a name, which may already contain settings, and further settings as Python values."""
     if not settings:
         return allocator
     parts = [f"{key}={_value(value)}" for key, value in settings.items()]

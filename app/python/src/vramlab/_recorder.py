@@ -1,4 +1,4 @@
-"""The recording of a process that uses PyTorch, in a program that `vramlab run` started: see `_start`."""
+"""The recording of a process that uses PyTorch, in a program started by `vramlab run`: see `_start`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 from vramlab import _record
 
-# Where launchers say which of a job's processes this is.
+# The variables in which launchers set a process's rank.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# A program that looks for its batch size by running out of memory does so often: the first few are kept.
+# A program that searches its batch size by running out of memory does so often: only the first few are written.
 MOST_OUT_OF_MEMORY = 3
-# Steps whose times are kept: the newest.
+# The maximum number of step times; the newest are retained.
 MOST_STEPS = 100_000
 
 
 def say(text: object) -> None:
-    """One line to the standard error of the program."""
+    """Prints one line to the program's standard error."""
     print(f"vramlab: {text}", file=sys.stderr, flush=True)
 
 
 def _number(name: str, kind: Callable[[str], Any], default: Any) -> Any:
-    """The value of a variable, or the default where it is not set or is none."""
+    """The value of a variable, or the default if it is unset or invalid."""
     text = os.environ.get(name, "")
     if not text:
         return default
@@ -41,7 +41,7 @@ def _number(name: str, kind: Callable[[str], Any], default: Any) -> Any:
 
 
 class _Signal:
-    """SIGUSR1 asks for a snapshot. The program sees its own handler, which is called afterwards."""
+    """Writes a snapshot on SIGUSR1. The program sees its own handler, which is called afterwards."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act
@@ -49,7 +49,7 @@ class _Signal:
         self.theirs: Any = signal.SIG_DFL
 
     def install(self) -> None:
-        """Takes the signal, where the system has it and this thread may."""
+        """Sets the handler, if the system has the signal and this thread is allowed to."""
         number = getattr(signal, "SIGUSR1", None)
         if number is None or self.installed or threading.current_thread() is not threading.main_thread():
             return
@@ -61,7 +61,7 @@ class _Signal:
             if callable(self.theirs):
                 self.theirs(caught, frame)
 
-        # Programs that look whether the signal is taken, as PyTorch Lightning does, find what they put there.
+        # Programs that check whether the signal has a handler, such as PyTorch Lightning, see only their own.
         def signal_signal(which: int, handler: Any) -> Any:
             if which != number:
                 return set_handler(which, handler)
@@ -80,13 +80,13 @@ class _Signal:
 
 
 class Recorder:
-    """The recording of this process, from its first use of CUDA on."""
+    """The recording of this process, starting with its first use of CUDA."""
 
     def __init__(self, torch: Any, folder: Path) -> None:
         self.torch = torch
         self.folder = folder
         self.signal = _Signal(lambda: self.write("signal"))
-        # The process that began it; one that was forked off has the object and not the recording.
+        # The process that started the recording; a forked child inherits the object but not the recording.
         self.pid = 0
         self.recording: _record.Recording | _record.History | None = None
         self.snapshots: list[dict[str, Any]] = []
@@ -96,17 +96,17 @@ class Recorder:
         self.over = False
 
     def watch(self) -> None:
-        """Has the recording begin with the first use of CUDA, which it does not cause."""
+        """Schedules the recording for the first use of CUDA, without initialising CUDA."""
         self.torch.cuda._lazy_call(self.begin)
         self.signal.install()
         if os.environ.get("VRAMLAB_STEPS"):
-            # PyTorch takes the name of this module out of `torch.optim`.
+            # PyTorch deletes the name of this module from `torch.optim`.
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             register_optimizer_step_post_hook(self._stepped)
 
     def begin(self) -> None:
-        """Is called by PyTorch while it initialises CUDA: what goes wrong here must not stop it."""
+        """Starts the recording. PyTorch calls it while it initialises CUDA, so errors must not propagate."""
         try:
             self._begin()
         except Exception as error:
@@ -128,7 +128,7 @@ class Recorder:
             attach(self._out_of_memory)
         self.signal.install()
         atexit.register(self.end)
-        # Processes that multiprocessing forks end without `atexit`.
+        # Processes that multiprocessing forks exit without running `atexit`.
         if "multiprocessing.process" in sys.modules:
             from multiprocessing import process, util
 
@@ -141,12 +141,12 @@ class Recorder:
 
     @property
     def name(self) -> str:
-        """The prefix of the names of this process's files."""
+        """The prefix of this process's file names."""
         rank = _rank()
         return f"pid{self.pid}" if rank is None else f"rank{rank}-pid{self.pid}"
 
     def write(self, why: str) -> None:
-        """Writes what was recorded so far, whole: at the end to `NAME.pickle`, else to `NAME.WHY-N.pickle`."""
+        """Writes a complete recording so far: `NAME.pickle` at the end, else `NAME.WHY-N.pickle`."""
         if self.pid != os.getpid() or self.recording is None:
             return
         with self.lock:
@@ -167,7 +167,7 @@ class Recorder:
                 self._say_what("running")
 
     def end(self) -> None:
-        """The last snapshot, and what the process came to."""
+        """Writes the last snapshot and the process's record."""
         if self.pid != os.getpid() or self.over:
             return
         with self.lock:
@@ -185,7 +185,7 @@ class Recorder:
                 self.write("every")
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # Compiled steps are traced through here; the clock is none of theirs.
+        # torch.compile traces steps through here and must not trace the clock.
         compiler = getattr(self.torch, "compiler", None)
         if compiler is not None and compiler.is_compiling():
             return
@@ -195,13 +195,13 @@ class Recorder:
             del times[: MOST_STEPS // 2]
 
     def _say_what(self, state: str) -> None:
-        """Writes what is known of the process, for the program that started the run."""
+        """Writes the process's record for the program that started the run."""
         told = {
             "run": os.environ.get("VRAMLAB_RUN"),
             "state": state,
             "pid": self.pid,
             "rank": _rank(),
-            # The program and not its arguments, in which secrets may be.
+            # The program without its arguments, which may contain secrets.
             "command": [sys.executable, *sys.argv[:1]],
             "torch": str(self.torch.__version__),
             "allocator": self._allocator(),
@@ -222,18 +222,18 @@ class Recorder:
 
     @staticmethod
     def _allocator() -> str | None:
-        """The allocator that PyTorch uses, whichever was requested; None for PyTorch's own."""
+        """The allocator that PyTorch uses, by its requested name; None for PyTorch's own."""
         inside = sys.modules.get("vramlab.torch")
         return None if inside is None else inside.allocator()
 
     def _unfinished(self, state: str) -> list[dict[str, Any]]:
-        """The file that grows while the process runs: where it is killed, that file has the most."""
+        """The growing file of a running process: if the process is killed, it contains the most events."""
         if state == "ended" or not isinstance(self.recording, _record.Recording):
             return []
         return [{"file": self.recording.path.name, "why": "running", "time_ns": time.time_ns(), "took_s": 0.0}]
 
     def _devices(self) -> list[dict[str, Any]]:
-        """PyTorch's statistics of each GPU that it reserved memory on."""
+        """PyTorch's statistics of each GPU with reserved memory."""
         cuda, out = self.torch.cuda, []
         for index in range(cuda.device_count()):
             try:
@@ -248,14 +248,14 @@ class Recorder:
         return out
 
     def _pinned(self) -> int | None:
-        """Most bytes of pinned memory of the host; none where this PyTorch does not count them."""
+        """Peak bytes of pinned host memory; None if this PyTorch does not count them."""
         try:
             return int(self.torch.cuda.host_memory_stats()["allocated_bytes.peak"])
         except (AttributeError, KeyError):
             return None
 
     def _step_times(self) -> list[int]:
-        """Times between the steps of the optimizer that steps most often."""
+        """The intervals between steps of the optimizer that steps most often."""
         times = max(self.steps.values(), key=len, default=[])
         return [times[at] - times[at - 1] for at in range(1, len(times))]
 
@@ -275,23 +275,23 @@ class Recorder:
 
 
 def _rank() -> int | None:
-    """Which of a job's processes this is, where a launcher says so."""
+    """The process's rank in its job; None if no launcher set it."""
     for name in RANKS:
         value = os.environ.get(name, "")
-        # Digits of other scripts count as such, too; and a rank beyond 32 bits is none.
+        # isdigit() accepts digits of other scripts; a rank beyond 32 bits is invalid.
         if value.isascii() and value.isdigit() and len(value) < 20 and int(value) < 1 << 32:
             return int(value)
     return None
 
 
 def _limit(torch: Any, limit: int) -> None:
-    """Limits what PyTorch may reserve on each GPU that the process turns to.
+    """Limits PyTorch's reserved memory on each GPU that the process selects.
 
-    Setting a limit makes a context on the GPU, so it is not done for those of other ranks.
+    Setting a limit creates a context on the GPU, so GPUs of other ranks are left unlimited.
     """
     cuda = torch.cuda
     limited: set[int] = set()
-    # The GPU of a call that is under way: PyTorch initialises CUDA before it turns to it.
+    # The GPU of a call in progress: PyTorch initialises CUDA before it selects the GPU.
     turning_to: list[int] = []
     set_device = cuda.set_device
 
@@ -303,7 +303,7 @@ def _limit(torch: Any, limit: int) -> None:
             total = cuda.get_device_properties(index).total_memory
             before = torch._C._cuda_getDevice()
             cuda.set_per_process_memory_fraction(min(1.0, limit / total), index)
-            # Releases of PyTorch turn to the GPU, and do not turn back.
+            # Some releases of PyTorch select the GPU and do not restore the previous one.
             if torch._C._cuda_getDevice() != before:
                 torch._C._cuda_setDevice(before)
         except Exception as error:
@@ -333,7 +333,7 @@ def _limit(torch: Any, limit: int) -> None:
 
 
 def torch_is_there() -> None:
-    """Torch has just been imported."""
+    """Starts the recording after the import of torch."""
     import torch
 
     allocator = os.environ.get("VRAMLAB_ALLOC")
@@ -344,7 +344,7 @@ def torch_is_there() -> None:
 
             vramlab.torch.use(allocator, limit=limit or None)
         except Exception as error:
-            # Under another allocator than was asked for its figures would be taken for those of this one.
+            # Under another allocator than requested, its results would be attributed to the requested one.
             say(f"{allocator} cannot be put under PyTorch: {error}")
             raise SystemExit(2) from None
     elif limit > 0:

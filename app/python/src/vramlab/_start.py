@@ -1,17 +1,17 @@
-"""What happens in each Python process of `vramlab run`, and of a program for which VRAMLAB_ALLOC is set.
+"""The start hook of each Python process of `vramlab run`, and of a program for which VRAMLAB_ALLOC is set.
 
-Loaded before the program. All that it does at once is to watch for the import of torch; a process that never imports it
-is left alone, and one that never uses CUDA leaves no file. What it reads:
+Loaded before the program. It only starts watching for the import of torch: a process that never imports torch is
+unaffected, and a process that never uses CUDA leaves no file. Its variables:
 
-VRAMLAB_ALLOC   allocator that is put under PyTorch
-VRAMLAB_OUTPUT  folder for snapshots; without it nothing is recorded
-VRAMLAB_RUN     a word that is the run's, in each record of a process
-VRAMLAB_LIMIT   most bytes that PyTorch may reserve
+VRAMLAB_ALLOC   allocator to use under PyTorch
+VRAMLAB_OUTPUT  directory for snapshots; if unset, nothing is recorded
+VRAMLAB_RUN     the run's word, in each process's record
+VRAMLAB_LIMIT   limit on PyTorch's reserved bytes
 VRAMLAB_EVERY   seconds between snapshots
-VRAMLAB_FRAMES  which events have stack frames: alloc, none
-VRAMLAB_FRAMES_FROM  least size of a block that gets them, in bytes
-VRAMLAB_EVENTS  events that are kept where PyTorch's history takes the recorder's place
-VRAMLAB_STEPS   whether steps of optimizers are timed
+VRAMLAB_FRAMES  events with stack frames: alloc, none
+VRAMLAB_FRAMES_FROM  minimum size of a block with stack frames, in bytes
+VRAMLAB_EVENTS  maximum number of events when PyTorch's history replaces the recorder
+VRAMLAB_STEPS   whether to time optimizer steps
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Every process of Python that a program starts gets here. What those need that use PyTorch is loaded with it.
+# Every Python process of a program runs this module. Imports for PyTorch programs are deferred until torch is imported.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _AfterImport:
-    """Calls something once, when a module has been imported."""
+    """Calls a function once, after a module has been imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class _AfterImport:
         self.busy = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Has the other finders look, and what they find tell when it is done."""
+        """Asks the other finders, and wraps the loader so that the function is called after the import."""
         if fullname != self.name or self.busy:
             return None
         self.busy = True
@@ -51,7 +51,7 @@ class _AfterImport:
         execute = loader.exec_module
 
         def exec_module(module: Any) -> None:
-            # The loader is its old self again for all that looks at it.
+            # Restore the loader for code that inspects it.
             del loader.exec_module
             execute(module)
             if self in sys.meta_path:
@@ -63,14 +63,14 @@ class _AfterImport:
 
 
 def _torch_is_there() -> None:
-    """Torch has just been imported."""
+    """Starts the recording after the import of torch."""
     from vramlab import _recorder
 
     _recorder.torch_is_there()
 
 
 def install() -> None:
-    """Watches for the import of torch, where a variable asks for something."""
+    """Watches for the import of torch, if a variable requests it."""
     if not any(os.environ.get(name) for name in ("VRAMLAB_ALLOC", "VRAMLAB_OUTPUT", "VRAMLAB_LIMIT")):
         return
     if "torch" in sys.modules:

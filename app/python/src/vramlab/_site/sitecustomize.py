@@ -7,7 +7,7 @@ import sys
 
 
 def _begin(here: str) -> None:
-    """Loads the package around this folder, without sys.path: beside the package others may lie."""
+    """Loads the surrounding package without sys.path: other packages may be in the same directory."""
     package = os.path.dirname(here)
     if "vramlab" not in sys.modules:
         init = os.path.join(package, "__init__.py")
