@@ -50,7 +50,7 @@ class Part:
 
 
 SHIM = Part("shim")
-# PyTorch sends a program's named ranges to the recorder, CUDA does not.
+# The program's named ranges (ATen/record_function.h) are in libtorch_cpu.
 RECORDER = Part("recorder", ("-ltorch_cpu", *LIBRARIES))
 
 

@@ -235,8 +235,8 @@ _PATIENCE = 30.0
 class Handle:
     """An open allocator of the library, and its calls in progress.
 
-    The library must not be closed during a call. Several Python objects may share a handle: it is closed once, by any of
-    them, and later calls raise [`Error`].
+    The library must not be closed during a call. Several Python objects may share a handle: it is closed once, by any
+    of them, and later calls raise [`Error`].
     """
 
     def __init__(self, library: Library, spec: str, device: str) -> None:

@@ -1,9 +1,9 @@
-"""Recordings of PyTorch's allocator, each a file in the form of PyTorch's snapshots.
+"""Recordings of PyTorch's allocator, each a file in the format of PyTorch's snapshots.
 
-[`Recording`] is this package's own: it writes each event as it happens, so that a program of any length is recorded
-whole. [`History`] is PyTorch's: a ring of the newest events in memory. It takes the place of the other where that
-cannot be built. Neither records the frames of frees: gathering them while an exception is unwound through C++ can lose
-it, and the program ends with a SystemError (PyTorch's `context="all"`).
+[`Recording`] is this package's recorder: it writes each event immediately, so that a program of any length is recorded
+completely. [`History`] is PyTorch's: a ring buffer of the newest events, used when the recorder cannot be built.
+Neither records the frames of frees: gathering them while an exception is unwound through C++ can lose the exception,
+and the program ends with a SystemError (PyTorch's `context="all"`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-# Events that PyTorch's ring keeps. With frames an event takes about 1 kB of the host's memory.
+# The capacity of PyTorch's ring. With frames an event takes about 1 kB of host memory.
 EVENTS = 500_000
-# What has stack frames: events that allocate, or none. "all" is an older word for the first.
+# The events with stack frames: allocations, or none. "all" is a deprecated synonym of "alloc".
 FRAMES = ("alloc", "none")
-# Names the recording that is wanted: "own" or "pytorch".
+# Selects the recorder: "own" or "pytorch".
 CHOICE = "VRAMLAB_RECORDER"
 
 
 def check_frames(frames: str) -> str:
-    """The word for frames, or an error that lists those that are known."""
+    """The value of `frames`; raises an error that lists the known values if it is unknown."""
     if frames == "all":
         return "alloc"
     if frames not in FRAMES:
@@ -40,10 +40,10 @@ def check_frames(frames: str) -> str:
 
 
 class History:
-    """PyTorch's own history: a ring of so many events, of which a snapshot is a copy."""
+    """PyTorch's own history: a ring of `events` events; a snapshot is a copy of it."""
 
     def __init__(self, events: int = EVENTS, frames: str = "alloc") -> None:
-        """Turns it on, where it is not on already. CUDA must be initialised, or be about to be."""
+        """Turns the history on if it is off. CUDA must be initialised, or be about to be."""
         import torch
 
         self.was_on = history_is_on()
@@ -51,13 +51,13 @@ class History:
             return
         context = "alloc" if frames == "alloc" else None
         begin = torch.cuda.memory._record_memory_history
-        # Pinned memory of the host, from PyTorch 2.14 on.
+        # Pinned host memory, from PyTorch 2.14 on.
         host = "record_pinned_host_memory"
         more = {host: True} if host in inspect.signature(begin).parameters else {}
         begin("all", context=context, stacks="python", max_entries=events, **more)
 
     def write(self, path: Path, *, last: bool) -> list[Path]:
-        """Writes what is held and recorded; after the last time nothing is recorded where nothing was before."""
+        """Writes the segments and events; after the last write the history is off again if it was off before."""
         import torch
 
         try:
@@ -69,7 +69,7 @@ class History:
 
 
 def history_is_on() -> bool:
-    """Whether PyTorch records; false where this PyTorch does not tell."""
+    """True if PyTorch records; False if this PyTorch does not report it."""
     import torch
 
     told = getattr(torch._C, "_cuda_isHistoryEnabled", None)
@@ -77,7 +77,7 @@ def history_is_on() -> bool:
 
 
 class _File(NamedTuple):
-    """What the recorder says of a file: `mark` is where its events stand at the newest copy of the segments."""
+    """The recorder's description of a file: `mark` is the position of its events at the newest copy of the segments."""
 
     device: int
     events: int
@@ -91,7 +91,7 @@ class _File(NamedTuple):
 
 
 class _Recorder:
-    """The library of C++, loaded once, and whether it reads frames here."""
+    """The C++ library, loaded once, and whether it reads frames here."""
 
     _loaded: _Recorder | None = None
     busy = False
@@ -115,35 +115,35 @@ class _Recorder:
 
     @classmethod
     def load(cls) -> _Recorder:
-        """The library; an error where it cannot be built or does not load."""
+        """The library; raises an error if it cannot be built or loaded."""
         if cls._loaded is None:
             cls._loaded = cls()
         return cls._loaded
 
     def files(self) -> list[_File]:
-        """Those of the recording that is under way, or was last."""
+        """The files of the current or the last recording."""
         lines = self.functions.vramlab_recorder_files().decode().splitlines()
         return [_File(*map(int, line.split())) for line in lines]
 
     def tail(self, device: int) -> bytes:
-        """What follows a device's events, up to the keys that PyTorch's snapshot has beside them."""
+        """The end of a device's event list, up to the remaining keys of PyTorch's snapshot."""
         size = ctypes.c_size_t()
         address = self.functions.vramlab_recorder_tail(device, ctypes.byref(size))
         return ctypes.string_at(address, size.value)
 
 
 class Recording:
-    """Writes the events of PyTorch's allocator to a file as they happen, whichever allocator that is.
+    """Writes the events of PyTorch's allocator, whichever it is, to a file as they happen.
 
-    The file of the first GPU on which memory is asked for has the name that is given, those of others `.gpuN` in it. A
-    process has one recording at a time. The host's memory that it takes grows with the number of different stacks,
-    up to a million, and not with that of events.
+    The file of the first GPU on which memory is requested has the given name; other GPUs' file names contain
+    `.gpuN`. A process has one recording at a time. The recorder's host memory grows with the number of different
+    stacks, up to a million, but not with the number of events.
     """
 
     def __init__(self, path: Path, frames: str = "alloc", frames_from: int = 0) -> None:
-        """Records from now on: CUDA is initialised. `frames_from` is the least size of a block that gets frames.
+        """Starts recording and initialises CUDA. `frames_from` is the minimum size of a block with frames.
 
-        Raises where the recorder cannot be built, cannot read this Python's frames, or records already.
+        Raises if the recorder cannot be built, cannot read this Python's frames, or is already recording.
         """
         if _Recorder.busy:
             raise RuntimeError("this process is recorded already")
@@ -151,7 +151,7 @@ class Recording:
         if frames == "alloc" and not recorder.reads_frames:
             raise RuntimeError(f"frames of Python {sys.version.split()[0]} cannot be read")
         self.recorder = recorder
-        # The program may change its folder.
+        # The program may change its working directory.
         self.path = path.absolute()
         stem, ending = (os.fsencode(part) for part in (self.path.with_suffix(""), self.path.suffix))
         functions = recorder.functions
@@ -160,17 +160,17 @@ class Recording:
         _Recorder.busy = True
 
     def write(self, path: Path, *, last: bool) -> list[Path]:
-        """Writes what was recorded so far, whole: `last` completes the file itself, else a copy goes to `path`.
+        """Writes a complete recording so far: `last` completes the file itself, else a copy is written to `path`.
 
-        Returns the files. A copy takes as long as the disk takes for it. Raises OSError where a file could not be
-        written, now or before; what could be is there.
+        Returns the files. The time of a copy is the disk's. Raises OSError if a file could not be written, now or
+        before; the other files exist.
         """
         import torch
 
         functions = self.recorder.functions
         functions.vramlab_recorder_expect_snapshot(int(last))
         try:
-            # The recorder takes note of where its files stand when the segments are copied.
+            # The recorder marks the position in its files when the segments are copied.
             snapshot = torch.cuda.memory._snapshot()
         finally:
             if last:
@@ -190,14 +190,14 @@ class Recording:
                 write_whole(to, functools.partial(_copy, source, file.mark, rest))
                 out.append(to)
         if not files:
-            # No memory was asked for: an empty snapshot says so.
+            # No memory was requested: write an empty snapshot.
             write_whole(path, lambda opened: pickle.dump(snapshot, opened, protocol=4))
             out.append(path)
         return out
 
 
 def _rest(snapshot: dict[str, Any], device: int) -> bytes:
-    """The keys of a snapshot that follow on its events, of one device, and its end."""
+    """The keys of a device's snapshot that follow its events, and the end of the pickle."""
     out = io.BytesIO()
     for key, value in snapshot.items():
         if key in ("device_traces", "external_annotations"):
@@ -207,10 +207,10 @@ def _rest(snapshot: dict[str, Any], device: int) -> bytes:
         out.write(b"X" + struct.pack("<I", len(name)) + name)
         piece = io.BytesIO()
         pickler = pickle.Pickler(piece, protocol=2)
-        # Without references: numbers of the part that the recorder wrote would be meant.
+        # Without references: their numbers would refer to the part that the recorder wrote.
         pickler.fast = True
         pickler.dump(kept)
-        # Neither the word for the protocol nor the end.
+        # Without the protocol header and the end.
         out.write(piece.getvalue()[2:-1])
     return out.getvalue() + b"u."
 
@@ -232,7 +232,7 @@ def _copy(path: Path, mark: int, rest: bytes, to: Any) -> None:
 
 
 def begin(path: Path, *, events: int = EVENTS, frames: str = "alloc", frames_from: int = 0) -> Recording | History:
-    """Begins a recording: this package's own, or PyTorch's history where that cannot be had, which a warning says."""
+    """Starts a recording: this package's recorder or, with a warning, PyTorch's history if that is unavailable."""
     from vramlab._library import Error
 
     choice = os.environ.get(CHOICE, "")
@@ -249,7 +249,7 @@ def begin(path: Path, *, events: int = EVENTS, frames: str = "alloc", frames_fro
 
 
 def write_snapshot(path: str | Path) -> None:
-    """Writes what PyTorch's allocator holds and recorded; a process that is killed meanwhile leaves no such file."""
+    """Writes the allocator's segments and events; a process that is killed meanwhile leaves no such file."""
     import torch
 
     snapshot = torch.cuda.memory._snapshot()
@@ -257,15 +257,15 @@ def write_snapshot(path: str | Path) -> None:
 
 
 def write_whole(path: Path, fill: Any) -> None:
-    """Writes a file beside its place and moves it there when it is complete. Only the user may read it.
+    """Writes a temporary file next to the target and moves it there when complete. Only the user may read it.
 
-    The partial's name ends with the word of the run, by which `vramlab run` knows those that it may remove. It is a new
-    file, so no link is followed.
+    The temporary name ends with the run's word, by which `vramlab run` identifies the files that it may remove. The
+    file is new, so links are not followed.
     """
     word = os.environ.get("VRAMLAB_RUN") or os.urandom(8).hex()
     partial = path.with_name(f".{path.name}.{os.getpid()}.{word}.partial")
     try:
-        # One of this process from before, where removing it failed.
+        # An earlier temporary file of this process that could not be removed.
         partial.unlink(missing_ok=True)
         file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
         with open(file, "wb") as opened:
@@ -278,15 +278,15 @@ def write_whole(path: Path, fill: Any) -> None:
 
 
 class record:
-    """Records PyTorch's allocator for a block, in a file that is whole when it ends, also where it ends with an error.
+    """Records PyTorch's allocator for a block, in a file that is complete when the block ends, even with an error.
 
-    `frames` says which events have stack frames of Python: "alloc", those that allocate, or "none". `frames_from` is
-    the least size of a block that gets them. Where PyTorch's history has to take the recorder's place, `events` is the
-    most that are kept. A block in which CUDA is not used leaves no file, and a warning.
+    `frames` selects the events with Python stack frames: "alloc", the allocations, or "none". `frames_from` is the
+    minimum size of a block with frames. `events` is the maximum number of events when PyTorch's history replaces the
+    recorder. A block that does not use CUDA leaves a warning and no file.
     """
 
     def __init__(self, path: str | Path, *, events: int = EVENTS, frames: str = "alloc", frames_from: int = 0) -> None:
-        """Says where the recording goes; nothing is recorded before the block begins."""
+        """Sets the file of the recording, which starts with the block."""
         if events < 1:
             raise ValueError(f"events={events}: write 1 or more")
         self.path = Path(path)
@@ -298,16 +298,16 @@ class record:
         self._over = False
 
     def _begin(self) -> None:
-        # Waits in PyTorch's queue where CUDA was not used yet, and the block may be over by then.
+        # PyTorch queues this call until CUDA is first used; the block may have ended by then.
         if not self._over:
             self._process = os.getpid()
             self._recording = begin(self.path, events=self.events, frames=self.frames, frames_from=self.frames_from)
 
     def __enter__(self) -> record:
-        """Begins the recording, or has it begun when CUDA is first used, which it does not do by itself."""
+        """Starts the recording, or schedules it for the first use of CUDA, without initialising CUDA."""
         import torch
 
-        # What cannot be written is said before the work, not after it.
+        # Report an unwritable path before the work, not after it.
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"{self.path}: there is no folder {self.path.parent}")
         if torch.cuda.is_initialized():
@@ -322,13 +322,13 @@ class record:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Completes the file. An error of the block goes on; one of writing does not hide it."""
+        """Completes the file. An error of the block propagates; a write error does not hide it."""
         self._over = True
         if self._recording is None:
             warnings.warn(f"{self.path} is not written: CUDA was not used", stacklevel=2)
             return
         if self._process != os.getpid():
-            # A child after fork() leaves the block, too. The file is its parent's.
+            # A child after fork() leaves the block too; the file is its parent's.
             return
         try:
             self._recording.write(self.path, last=True)

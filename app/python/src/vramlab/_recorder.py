@@ -333,7 +333,7 @@ def _limit(torch: Any, limit: int) -> None:
 
 
 def torch_is_there() -> None:
-    """Starts the recording after the import of torch."""
+    """Sets up the allocator, the limit and the recording after the import of torch."""
     import torch
 
     allocator = os.environ.get("VRAMLAB_ALLOC")

@@ -63,7 +63,7 @@ class _AfterImport:
 
 
 def _torch_is_there() -> None:
-    """Starts the recording after the import of torch."""
+    """Sets up the allocator, the limit and the recording after the import of torch."""
     from vramlab import _recorder
 
     _recorder.torch_is_there()

@@ -1,11 +1,11 @@
-"""An allocator of libvramlab for Python, on a GPU or a simulated one; needs no PyTorch.
+"""An allocator of libvramlab for Python, on a GPU or a simulated device; PyTorch is not needed.
 
     with vramlab.Allocator("caching", device="sim") as allocator:
         block = allocator.alloc(1 << 20)
         allocator.free(block)
         print(allocator.stats()["reserved_bytes.all.current"])
 
-Streams are CUDA's handles as numbers (0: the legacy default stream); on a simulated device they are any number.
+Streams are CUDA handles as numbers (0: the legacy default stream); on a simulated device any number is valid.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CAPABILITIES = ("pools", "checkpoint", "snapshot", "expand", "follows_pytorch")
 
 
 def _number(value: int, what: str) -> int:
-    """ctypes cuts a number that is too large without a word."""
+    """The number itself; raises an error if it is out of range, because ctypes truncates it silently."""
     if not 0 <= value < 2**64:
         raise InvalidError(f"{what} is {value}; write a number from 0 to 2^64 - 1")
     return value
@@ -81,19 +81,19 @@ class _NoCopy:
 
 
 class Allocator(_NoCopy):
-    """An allocator on one device. Calls may come from any thread. A call after the close raises [`Error`].
+    """An allocator on one device. Calls may be made from any thread. A call after the close raises [`Error`].
 
-    Raises [`UnknownError`] for a name or setting that is not there, naming the nearest, and [`NoDeviceError`] for a
-    GPU.
+    Raises [`UnknownError`], with the nearest name, if a name or setting is unknown, and [`NoDeviceError`] if the GPU
+    cannot be used.
     """
 
     def __init__(
         self, allocator: str = "caching", device: str = "cuda", *, limit: int | None = None, **settings: Any
     ) -> None:
-        """Opens one.
+        """Opens an allocator.
 
-        `allocator` is NAME or NAME:key=value,…; settings may stand as keywords, too. `device` is "cuda", "cuda:1",
-        "sim" (a simulated H200), "sim:2" (further ones) or "sim:FILE" (with a profile). `limit` is as for
+        `allocator` is NAME or NAME:key=value,…; settings may also be given as keywords. `device` is "cuda", "cuda:1",
+        "sim" (a simulated H200), "sim:2" (another one) or "sim:FILE" (with a profile). `limit` is as for
         [`set_limit`].
         """
         self._library = library()
@@ -104,7 +104,7 @@ class Allocator(_NoCopy):
             self.set_limit(limit)
 
     def __repr__(self) -> str:
-        """As it was opened, and whether it is."""
+        """The spec and device, and the state, open or closed."""
         return repr(self._handle)
 
     def __enter__(self) -> Allocator:
@@ -114,7 +114,7 @@ class Allocator(_NoCopy):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes it."""
+        """Closes the allocator."""
         self.close()
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -127,41 +127,41 @@ class Allocator(_NoCopy):
         return self._library.json(partial(self._handle.call, getattr(self._library, function)))
 
     def close(self) -> None:
-        """Waits for the device and gives everything back, also blocks that are held. A second time does nothing.
+        """Waits for the device and releases all memory, including live blocks. A second call does nothing.
 
-        Calls of other threads that are under way come first, and later ones raise [`Error`]. Raises [`LiveError`] in a
-        callback of the allocator, and when calls of other threads do not return.
+        Calls in progress on other threads finish first, and later calls raise [`Error`]. Raises [`LiveError`] in a
+        callback of the allocator, and when calls on other threads do not return.
         """
         self._handle.close()
 
     # --- blocks ---
 
     def alloc(self, bytes: int, stream: int = 0) -> int:
-        """Allocates for work on a stream and returns the address; 0 for no bytes, which needs no free."""
+        """Allocates a block for work on a stream and returns its address; 0 for zero bytes, which needs no free."""
         return self._ask("allocate", _number(bytes, "a size"), _number(stream, "a stream"))
 
     def free(self, address: int) -> None:
-        """Frees a block. Work that uses it was queued before, on its stream or on those that were recorded."""
+        """Frees a block. Work that uses it must already be queued, on its stream or on recorded streams."""
         self._call("free", _number(address, "an address"))
 
     def record_stream(self, address: int, stream: int) -> None:
-        """Says that work queued so far on another stream uses a block: it serves no other request before."""
+        """Records that work queued on another stream uses a block, which is not reused before that work completes."""
         self._call("record_stream", _number(address, "an address"), _number(stream, "a stream"))
 
     def stream_gone(self, stream: int) -> None:
-        """Says that a stream is about to be destroyed. Waits for the device; then no block waits for the stream."""
+        """Notifies the allocator that a stream will be destroyed. Waits for the device and completes deferred frees."""
         self._call("stream_gone", _number(stream, "a stream"))
 
     def capturing(self, open: bool) -> None:
-        """Says that the program began to capture a graph on the device, or that such a capture ended; counted."""
+        """Notifies the allocator that a graph capture on the device started or ended; calls are counted."""
         self._call("capturing", open)
 
     def reuse_in_captures(self, on: bool) -> None:
-        """Sets whether blocks that other streams used in a capture may be reused in it. At first they are not."""
+        """Sets whether a capture may reuse blocks that other streams used in it. Off by default."""
         self._call("reuse_in_captures", on)
 
     def base(self, address: int) -> tuple[int, int]:
-        """The segment around an address: where it begins, and its size in bytes."""
+        """The address and the size in bytes of the segment that contains an address."""
         base, size = ctypes.c_uint64(), ctypes.c_uint64()
         self._call("base", _number(address, "an address"), ctypes.byref(base), ctypes.byref(size))
         return base.value, size.value
@@ -169,14 +169,14 @@ class Allocator(_NoCopy):
     # --- private pools ---
 
     def pool(self) -> Pool:
-        """Makes a private pool: its memory serves no other request."""
+        """Creates a private pool: its memory serves no other request."""
         return Pool(self, self._ask("pool_create"))
 
     def restore(self, checkpoint: Checkpoint) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Lets a private pool be as it was at a checkpoint.
+        """Restores a private pool to its state at a checkpoint.
 
-        Returns the addresses of the blocks that were held, which are freed, and (address, bytes, stream) of those
-        that are held now. Where it raises, nothing has changed.
+        Returns the addresses of the previously live blocks, which are freed, and (address, bytes, stream) of the
+        blocks that are live now. If it raises, nothing has changed.
         """
         freed: list[int] = []
         created: list[tuple[int, int, int]] = []
@@ -184,7 +184,7 @@ class Allocator(_NoCopy):
         on_created = CREATED(lambda _, address, size, stream: created.append((address, size, stream)))
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidError(f"{checkpoint!r} is no checkpoint; take one with Pool.checkpoint()")
-        # The name keeps it, whatever becomes of the other object.
+        # This reference keeps the checkpoint alive if another thread drops the object.
         raw = checkpoint._raw
         self._call("pool_restore", raw.pointer, None, on_freed, on_created)
         return freed, created
@@ -192,11 +192,11 @@ class Allocator(_NoCopy):
     # --- memory ---
 
     def trim(self, keep: int = 0) -> int:
-        """Waits for pending frees, gives idle memory back while more than `keep` bytes are held, and says how much."""
+        """Waits for pending frees, releases free segments down to `keep` reserved bytes, returns the released bytes."""
         return self._ask("trim", _number(keep, "a size"))
 
     def set_limit(self, bytes: int | None) -> None:
-        """Sets the most bytes that may be held from the device, or none; at any time. Nothing goes back at once."""
+        """Sets or removes the limit on reserved bytes, at any time. Memory over it is not released immediately."""
         self._call("set_limit", NO_LIMIT if bytes is None else _number(bytes, "a limit"))
 
     def memory(self) -> tuple[int, int]:
@@ -208,20 +208,20 @@ class Allocator(_NoCopy):
     # --- what it did ---
 
     def stats(self) -> dict[str, int]:
-        """The statistics that are known, under the keys of `torch.cuda.memory_stats` and the allocator's own."""
+        """The known statistics, under the keys of `torch.cuda.memory_stats` and the allocator's own keys."""
         stats: dict[str, int] = self._json("stats_json")
         return stats
 
     def reset_peaks(self) -> None:
-        """Lets every peak start again from its current value."""
+        """Resets every peak to its current value."""
         self._call("reset_peaks")
 
     def reset_accumulated(self) -> None:
-        """Lets every sum and count start again from zero."""
+        """Resets every sum and count to zero."""
         self._call("reset_accumulated")
 
     def segments(self) -> list[dict[str, Any]]:
-        """Segments in address order, each with its blocks, at one moment."""
+        """The segments in address order, each with its blocks, at one moment."""
         out: list[dict[str, Any]] = []
 
         def segment(_: Any, of: Any) -> None:
@@ -244,28 +244,28 @@ class Allocator(_NoCopy):
         return out
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes what is held in PyTorch's layout: a pickle, or JSON for a name in `.json`; whole or not at all."""
+        """Writes the segments in PyTorch's format, a pickle, or JSON for a name in `.json`; never a partial file."""
         self._call("snapshot", os.fsencode(path))
 
     def on_segment(self, callback: Callable[[str, int, int, int], None] | None) -> None:
-        """Sets what is called with (action, address, bytes, stream) when a segment comes or goes, or nothing.
+        """Sets the callback for segment events, called with (action, address, bytes, stream), or removes it.
 
-        The action is alloc, free, map or unmap. It is called on the thread whose call caused it, before that call
-        returns, and events come in their order. An exception in it is printed and goes no further. It may call
-        everything but `close`.
+        The action is alloc, free, map or unmap. The callback runs on the thread whose call caused the event, before
+        that call returns, and in the order of events. An exception in it is printed but does not propagate. It may
+        call all methods but `close`.
         """
         self._library.check(self._handle.on_segment(callback))
 
     def trace(self, on: bool = True) -> None:
-        """Records every allocation and free from now on, 64 bytes each, or no longer."""
+        """Starts or stops recording every allocation and free, 64 bytes each."""
         self._call("trace", on)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes what was recorded since the last time, a line of JSON each."""
+        """Writes the trace since the last call, one line of JSON per event."""
         self._call("trace_write", os.fsencode(path))
 
     def latency(self, on: bool = True) -> None:
-        """Times every allocation and free from now on, or no longer."""
+        """Starts or stops timing every allocation and free."""
         self._call("latency", on)
 
     def latencies(self) -> list[dict[str, Any]]:
@@ -274,7 +274,7 @@ class Allocator(_NoCopy):
         return rows
 
     def calls(self) -> Any:
-        """The driver calls that the allocator made: number and time of each kind."""
+        """The allocator's driver calls: number and time of each kind."""
         return self._json("calls_json")
 
     def settings(self) -> dict[str, Any]:
@@ -290,10 +290,10 @@ class Allocator(_NoCopy):
 
 
 class Pool(_NoCopy):
-    """A private pool of an allocator: memory that serves no other request. As a context it is released at the end."""
+    """A private pool of an allocator: memory that serves no other request. A `with` block releases it at its end."""
 
     def __init__(self, allocator: Allocator, number: int) -> None:
-        """Made by [`Allocator.pool`]."""
+        """Created by [`Allocator.pool`]."""
         self.allocator = allocator
         self.number = number
 
@@ -304,24 +304,24 @@ class Pool(_NoCopy):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Releases it."""
+        """Releases the pool."""
         self.release()
 
     def alloc(self, bytes: int, stream: int = 0) -> int:
-        """Allocates from the pool. The block is freed as any other."""
+        """Allocates from the pool. The block is freed like any other."""
         pool = _number(self.number, "a pool")
         return self.allocator._ask("allocate_in", pool, _number(bytes, "a size"), _number(stream, "a stream"))
 
     def release(self) -> None:
-        """Says that no more requests come. Idle memory goes back when idle memory goes back the next time."""
+        """Ends requests from the pool. Its free segments are released by the next trim."""
         self.allocator._call("pool_release", _number(self.number, "a pool"))
 
     def trim(self) -> int:
-        """Gives back what is idle of the released pool, and returns how many bytes."""
+        """Releases the free segments of the released pool and returns their bytes."""
         return self.allocator._ask("pool_trim", _number(self.number, "a pool"))
 
     def checkpoint(self) -> Checkpoint:
-        """Takes down what the pool is like now, for [`Allocator.restore`]."""
+        """Saves the pool's state for [`Allocator.restore`]."""
         return Checkpoint(self)
 
 
@@ -329,6 +329,6 @@ class Checkpoint(_NoCopy):
     """The state of a private pool at one moment."""
 
     def __init__(self, pool: Pool) -> None:
-        """As [`Pool.checkpoint`]."""
+        """Created by [`Pool.checkpoint`]."""
         allocator = pool.allocator
         self._raw = RawCheckpoint(allocator._handle, allocator._library, _number(pool.number, "a pool"))

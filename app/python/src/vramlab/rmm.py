@@ -1,13 +1,13 @@
-"""A memory resource of RMM over an allocator of libvramlab, for cuDF, CuPy, Numba and what else takes RMM's resources.
+"""A memory resource of RMM over an allocator of libvramlab, for cuDF, CuPy, Numba and other users of RMM's resources.
 
     import rmm, vramlab.rmm
     rmm.mr.set_current_device_resource(vramlab.rmm.resource("caching"))
 
-RMM calls back into Python for each allocation and each free, so each takes Python's lock.
+RMM calls back into Python for each allocation and each free, so each acquires the GIL.
 
-The allocator waits for the streams that its memory was used on when it gives memory back, and does not learn that
-one is destroyed. A program that destroys a stream and goes on says so before, by
-`resource.vramlab.stream_gone(handle)`; at the end, when its blocks are freed, it need not.
+Before the allocator releases memory, it waits for the streams that used the memory. It is not notified when a stream is
+destroyed: a program that destroys a stream and continues must first call `resource.vramlab.stream_gone(handle)`. At the
+end of the program, when its blocks are freed, the call is not needed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def resource(
 ) -> Any:
     """An `rmm.mr.CallbackMemoryResource` whose memory comes from an allocator of libvramlab.
 
-    `device` is "cuda:N"; without it CUDA's current device is taken. The allocator is its attribute `vramlab`, for
-    statistics and snapshots, and lives as long.
+    `device` is "cuda:N"; the default is CUDA's current device. The attribute `vramlab` is the allocator, for statistics
+    and snapshots; it lives as long as the resource.
     """
     import rmm
 
@@ -37,7 +37,7 @@ def resource(
             raise RuntimeError(f"cudaGetDevice: {error}")
         device = f"cuda:{current}"
     own = Allocator(allocator, device, limit=limit, **settings)
-    # Blocks whose stream is not the legacy default one.
+    # Live blocks of streams other than the legacy default stream.
     streams: dict[int, int] = {}
 
     def allocate(size: int, stream: Any) -> int:
@@ -48,18 +48,18 @@ def resource(
         return address
 
     def deallocate(address: int, size: int, stream: Any) -> None:
-        # Destructors of C++ call this, where an exception ends the process. What is left when the allocator was closed,
-        # as at the end of the program, went back with it; what a forked child inherited is its parent's.
+        # C++ destructors call this, where an exception ends the process. Closing the allocator, as at the end of the
+        # program, has released the remaining blocks; blocks that a forked child inherited belong to its parent.
         if not own._handle.is_open or not own._handle.is_of_this_process:
             return
         handle = stream.__cuda_stream__()[1]
         try:
-            # A free is in the order of its own stream, which may be another one than the block's.
+            # A free is ordered on its own stream, which may differ from the block's.
             if streams.pop(address, 0) != handle:
                 own.record_stream(address, handle)
             own.free(address)
         except Error:
-            # Another thread may have closed it meanwhile.
+            # Another thread may have closed it in the meantime.
             if own._handle.is_open:
                 raise
 

@@ -1,9 +1,9 @@
-"""Puts an allocator of libvramlab under PyTorch: statistics, snapshots, graphs, MemPools and errors stay PyTorch's.
+"""Replaces PyTorch's allocator by one of libvramlab; PyTorch's statistics, snapshots, graphs and MemPools still work.
 
     import torch, vramlab.torch
     vramlab.torch.use("remap")  # before CUDA is used
 
-A program that cannot be changed is started with VRAMLAB_ALLOC=remap, by `vramlab run` or with the package's start hook.
+Set VRAMLAB_ALLOC=remap for a program that cannot be changed, and start it by `vramlab run` or with the start hook.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _lock = threading.Lock()
 
 
 class _Shim:
-    """The shim, loaded and put in."""
+    """The loaded and installed shim."""
 
     def __init__(self, spec: str, file: str, latency: bool) -> None:
         self.spec = spec
         self.latency = latency
-        # For the exceptions that cross between its C++ and PyTorch's.
+        # RTLD_GLOBAL, for exceptions between the shim's C++ and PyTorch's.
         self.functions = ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL)
         for name, result, arguments in (
             ("error", ctypes.c_char_p, []),
@@ -50,7 +50,7 @@ class _Shim:
         raise AttributeError(name)
 
     def error_text(self) -> str:
-        """The message of the last failing call."""
+        """The message of the last failed call."""
         return str(self.error().decode(errors="replace"))
 
 
@@ -58,15 +58,15 @@ _shim: _Shim | None = None
 
 
 def use(allocator: str = "caching", *, limit: int | None = None, latency: bool = False, **settings: Any) -> None:
-    """Runs PyTorch's CUDA memory under an allocator from now on. Call it before CUDA is used.
+    """Serves PyTorch's CUDA memory from an allocator from now on. Call it before CUDA is used.
 
-    `allocator` is NAME or NAME:key=value,…, and settings may stand as keywords. `limit` is the most bytes that may be
-    held of each GPU. `latency` times every call, for [`stats`]. Settings of PYTORCH_CUDA_ALLOC_CONF count where the
-    allocator has them; the others are named in a warning.
+    `allocator` is NAME or NAME:key=value,…, and settings may be given as keywords. `limit` is the limit on reserved
+    bytes per GPU. `latency` times every call, for [`stats`]. Settings in PYTORCH_CUDA_ALLOC_CONF apply if the allocator
+    has them; a warning lists the others.
 
-    The first time for a version of PyTorch this compiles the shim, which takes some ten seconds. A second call with
-    the same allocator does nothing. Raises [`vramlab.Error`] where CUDA is in use, another allocator was put in, the
-    name or a setting is unknown, or the shim cannot be built.
+    The first call for a version of PyTorch compiles the shim, which takes some ten seconds. A second call with the
+    same allocator does nothing. Raises [`vramlab.Error`] if CUDA is in use, another allocator is installed, the name
+    or a setting is unknown, or the shim cannot be built.
     """
     global _shim
     with _lock:
@@ -96,7 +96,7 @@ def use(allocator: str = "caching", *, limit: int | None = None, latency: bool =
             text = f"vramlab: of PyTorch's settings {asked} does not have {', '.join(ignored)}; they do nothing"
             warnings.warn(text, stacklevel=2)
         _tell_of_changes(asked)
-        # The name as it was asked for: a second call asks so again.
+        # The requested name: a second call requests the same one.
         made.spec = asked
         _shim = made
 
@@ -108,12 +108,12 @@ def _installed() -> _Shim:
 
 
 def allocator() -> str | None:
-    """The allocator that PyTorch uses, as it was requested; None for PyTorch's own."""
+    """The allocator that PyTorch uses, by its requested name; None for PyTorch's own."""
     return None if _shim is None else _shim.spec
 
 
 def set_limit(limit: int | None) -> None:
-    """Sets the most bytes that may be held of each GPU, or none. The program's own fraction counts if it is less."""
+    """Sets or removes the limit on reserved bytes per GPU. The program's own memory fraction applies if it is lower."""
     _set_limit(_installed(), limit)
 
 
@@ -129,19 +129,19 @@ def _set_limit(shim: _Shim, limit: int | None) -> None:
 
 
 def latency(on: bool = True) -> None:
-    """Times every allocation and free from now on, or no longer; [`stats`] has the times."""
+    """Starts or stops timing every allocation and free; [`stats`] contains the times."""
     shim = _installed()
     if shim.set_latency(on) != 0:
         raise Error(shim.error_text())
 
 
 def stats(device: int | None = None) -> dict[str, Any]:
-    """What PyTorch's statistics have no word for: of one GPU, or of each that is in use, by its number as text.
+    """Statistics that PyTorch does not have, of one GPU, or of each GPU in use by its number as text.
 
-    Of each: `allocator`, its `settings` in effect, its `stats` (PyTorch's keys and its own, such as pages moved),
-    driver `calls` by kind, and where [`latency`] is on its percentiles in nanoseconds by operation and path. `pages`
-    has the properties of memory that is mapped in pages: whether other processes can map it by `file_descriptors` or
-    `fabric` handles, whether network adapters can use it (`rdma`), and its `granularity` in bytes.
+    Per GPU: `allocator`, the `settings` in effect, `stats` (PyTorch's keys and additional ones, such as moved pages),
+    driver `calls` by kind, and with [`latency`] percentiles in nanoseconds by operation and path. `pages` has the
+    properties of memory mapped in pages: whether other processes can map it by `file_descriptors` or `fabric` handles,
+    whether network adapters can use it (`rdma`), and its `granularity` in bytes.
     """
     shim, functions = _installed(), library()
     if device is not None:
@@ -168,19 +168,19 @@ def _stats_of(functions: Any, handle: int) -> dict[str, Any]:
 
 
 class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
-    """A pool of memory that comes from an allocator of its own, for a part of a program.
+    """A pool with its own allocator, for a part of a program.
 
         pool = vramlab.torch.MemPool("rmm-pool")
         with pool:
             x = torch.empty(1 << 20, device="cuda")
 
-    It is a `torch.cuda.MemPool`: `torch.cuda.use_mem_pool` takes it, too. It is of the GPU that is current when it is
-    made. The rest of the program runs under an allocator of vramlab, say `use("caching")`. A tensor outlives its
-    pool.
+    It is a `torch.cuda.MemPool`, so `torch.cuda.use_mem_pool` accepts it. It belongs to the GPU that is current when it
+    is created. The rest of the program must use an allocator of vramlab, for example `use("caching")`. A tensor may
+    outlive its pool.
     """
 
     def __init__(self, allocator: str = "caching", **settings: Any) -> None:
-        """Makes the pool; `allocator` and settings are as for [`use`]."""
+        """Creates the pool; `allocator` and settings are as for [`use`]."""
         shim = _installed()
         asked = spec(allocator, settings)
         library().known(asked)
@@ -193,7 +193,7 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
             raise Error(shim.error_text())
 
     def __enter__(self) -> MemPool:
-        """Lets requests of this thread be served from the pool."""
+        """Serves this thread's requests from the pool."""
         context = torch.cuda.use_mem_pool(self, self._device)
         context.__enter__()
         self._contexts.append(context)
@@ -202,7 +202,7 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Lets them be served as before."""
+        """Serves them from the previous pool again."""
         self._contexts.pop().__exit__(kind, error, trace)
 
     def stats(self) -> dict[str, Any]:
@@ -214,14 +214,14 @@ class MemPool(torch.cuda.MemPool):  # type: ignore[misc]
 
 
 def _from_conf(asked: str, limit: int | None) -> tuple[dict[str, str], list[str]]:
-    """Settings of an allocator that follow from PyTorch's, and the keys that it ignores; raises where it is unknown."""
+    """The allocator's settings inferred from PyTorch's, and the keys that it ignores; raises if it is unknown."""
     text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     conf = library().torch_conf(asked, text, limit)
     return conf["settings"], conf["ignored"]
 
 
 def _tell_of_changes(asked: str) -> None:
-    """Lets PyTorch's call that changes settings say which of them an allocator that runs already does not follow."""
+    """Makes PyTorch's call that changes settings warn about changes that the running allocator does not apply."""
     change = torch._C._accelerator_setAllocatorSettings
 
     def tell_and_change(env: str) -> None:
@@ -229,7 +229,7 @@ def _tell_of_changes(asked: str) -> None:
         try:
             fixed = library().torch_conf(asked, env)["fixed"]
         except Error as error:
-            # PyTorch took the text, so it may have a form that the library does not know yet.
+            # PyTorch accepted the text, so it may have a form that the library does not know yet.
             warnings.warn(f"vramlab: {asked} keeps the settings that it began with: {error}", stacklevel=2)
             return
         if fixed:
