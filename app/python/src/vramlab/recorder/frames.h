@@ -1,9 +1,9 @@
-// The frames of Python that the calling thread is in, read without Python's lock and without a call that could run Python.
+// The Python frames of the calling thread, read without the GIL and without any call that could run Python.
 //
-// A thread's chain of frames changes only while that thread runs Python code, so a thread that is inside of the allocator
-// can read its own chain. Nothing is created, counted or raised: an exception that is being unwound stays as it is, no
-// other thread is waited for, and a thread that Python no longer knows has no frames. Where the fields lie is measured in
-// the running interpreter (`_frames.py`), which also compares the result with Python's own traceback before it is used.
+// A thread's chain of frames changes only while that thread runs Python code, so a thread inside the allocator can read
+// its own chain. Reading creates, counts and raises nothing: an exception that is being unwound is unaffected, no other
+// thread is waited for, and a thread unknown to Python has no frames. The field offsets are measured in the running
+// interpreter (`_frames.py`), which also compares the result with Python's own traceback before it is used.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,20 +18,20 @@ namespace vramlab_recorder {
 
 // Offsets in bytes; `_frames.py` fills this in the same order.
 struct Layout {
-    int64_t thread_frame;      // in the thread's state: its current frame, or what holds it
-    int64_t holder_frame;      // in what holds it: the current frame; -1 where the state has it itself
+    int64_t thread_frame;      // in the thread's state: its current frame or that frame's holder
+    int64_t holder_frame;      // in the holder: the current frame; -1 if the state contains it directly
     int64_t frame_code;        // in a frame
-    int64_t frame_previous;    // in a frame: the caller's
-    int64_t frame_instruction; // in a frame: the instruction that runs
-    int64_t entry_code;        // address of the code that frames have which stand for calls from C, or 0
+    int64_t frame_previous;    // in a frame: the caller's frame
+    int64_t frame_instruction; // in a frame: the current instruction
+    int64_t entry_code;        // address of the code of frames that represent calls from C, or 0
     int64_t code_filename;     // in a code object
     int64_t code_name;
     int64_t code_first_line;
     int64_t code_instructions;
     int64_t text_length;       // in a string
     int64_t text_state;
-    int64_t text_ascii_bit;    // of the state
-    int64_t text_kind_shift;   // of the state: where the bytes of a character stand
+    int64_t text_ascii_bit;    // in the state
+    int64_t text_kind_shift;   // in the state: position of the bytes per character
     int64_t text_ascii_data;
     int64_t text_other_data;
 };
@@ -49,7 +49,7 @@ struct FrameText {
     int line = 0;
 };
 
-// A place in a program. The code's name and first line are in it because the address of code that was freed is used again.
+// A location in a program. It includes the code's name and first line, because addresses of freed code are reused.
 struct Spot {
     const void* code;
     int64_t instruction;
@@ -72,7 +72,7 @@ struct SpotHash {
 
 class Python {
   public:
-    // False where this process has no Python that can be read so.
+    // False if this process has no Python with readable frames.
     bool find() {
         thread_state_ = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
         line_of_ = reinterpret_cast<int (*)(void*, int)>(dlsym(RTLD_DEFAULT, "PyCode_Addr2Line"));
@@ -82,7 +82,7 @@ class Python {
 
     Layout layout{};
 
-    // Writes the places that the thread is in, the innermost first, and returns their number, at most `most`.
+    // Writes the thread's locations, innermost first, and returns their number, at most `most`.
     size_t walk(Spot* to, size_t most) const {
         const void* state = thread_state_();
         if (state == nullptr) return 0;
@@ -90,7 +90,7 @@ class Python {
         if (layout.holder_frame >= 0 && frame != nullptr) frame = field<const void*>(frame, layout.holder_frame);
         size_t count = 0;
         for (; frame != nullptr && count < most; frame = field<const void*>(frame, layout.frame_previous)) {
-            // Python 3.14 marks the lowest bits of references.
+            // Python 3.14 tags the lowest bits of references.
             const auto code = reinterpret_cast<const void*>(field<uintptr_t>(frame, layout.frame_code) & ~uintptr_t{7});
             // The interpreter's own frames have no code.
             if (code == nullptr || reinterpret_cast<int64_t>(code) == layout.entry_code) continue;
@@ -103,9 +103,9 @@ class Python {
         return count;
     }
 
-    // What a place that the thread is in now is called.
+    // The function, file and line of a current location of the thread.
     FrameText describe(const Spot& spot) const {
-        // A frame that has just begun stands before its first instruction.
+        // A frame that has just started is before its first instruction.
         const int at = spot.instruction < 0 ? 0 : static_cast<int>(spot.instruction);
         const int line = line_of_(const_cast<void*>(spot.code), at);
         return FrameText{text(field<const void*>(spot.code, layout.code_filename)), text(spot.name),
@@ -133,7 +133,7 @@ class Python {
         return out;
     }
 
-    // A character in UTF-8; half of a surrogate pair, which names of files may hold, is replaced.
+    // Appends a character in UTF-8; replaces unpaired surrogates, which file names may contain.
     static void append(std::string& to, uint32_t character) {
         if (character >= 0xD800 && character < 0xE000) character = 0xFFFD;
         const auto tail = [&](int shift) { to.push_back(static_cast<char>(0x80 | (character >> shift & 0x3F))); };
@@ -159,13 +159,13 @@ class Python {
     const void* code_type_ = nullptr;
 };
 
-// Stacks, each known once: a stack is a frame and the stack of its caller. Numbers begin at 1; 0 is no stack.
-// Needs a lock; what a thread saw last is its own.
+// Deduplicated stacks: a stack is a frame and its caller's stack. Numbers start at 1; 0 is the empty stack.
+// Needs a lock, except for a thread's last stack.
 class Stacks {
   public:
-    // Innermost frames that a stack keeps.
+    // Maximum number of innermost frames per stack.
     static constexpr size_t DEEPEST = 256;
-    // Stacks and frames that are kept, which bounds the memory.
+    // Maximum number of stacks and frames, which bounds the memory.
     static constexpr size_t MOST = 1 << 20;
 
     struct Node {
@@ -173,9 +173,9 @@ class Stacks {
         uint32_t frame;
     };
 
-    // The stack that the calling thread is in.
+    // The number of the calling thread's stack.
     uint32_t here(const Python& python) {
-        // Nothing in it has to be destroyed: a thread may allocate while what is its own is being destroyed.
+        // Trivially destructible: a thread may allocate while its thread-local objects are being destroyed.
         thread_local Seen last;
         Spot now[DEEPEST];
         const size_t depth = python.walk(now, DEEPEST);
@@ -183,7 +183,7 @@ class Stacks {
             last.era = era_;
             last.depth = 0;
         }
-        // Most stacks differ from the one before in their innermost frames only.
+        // Most stacks differ from the previous one only in their innermost frames.
         size_t at = 0;
         while (at < depth && at < last.depth && last.spots[at] == now[depth - 1 - at]) ++at;
         for (last.depth = at; last.depth < depth; ++last.depth) {
@@ -201,11 +201,11 @@ class Stacks {
     size_t size() const { return nodes_.size(); }
     size_t frames() const { return frames_.size(); }
 
-    // Forgets everything, for another recording.
+    // Clears everything for the next recording.
     void clear() { *this = Stacks(); }
 
   private:
-    // What a thread saw last, the outermost frame first.
+    // A thread's last stack, the outermost frame first.
     struct Seen {
         uint64_t era = 0;
         size_t depth = 0;
@@ -213,7 +213,7 @@ class Stacks {
         uint32_t nodes[DEEPEST] = {};
     };
 
-    // What a thread saw last belongs to one set of stacks.
+    // A thread's last stack is valid for one set of stacks only.
     static uint64_t next_era() {
         static std::atomic<uint64_t> next{1};
         return next++;

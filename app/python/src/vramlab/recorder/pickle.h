@@ -1,5 +1,5 @@
-// PyTorch's memory snapshot, written while the program runs: a pickle whose list of events grows, and whose other keys
-// follow at its end. What is written before the program is killed is a snapshot that was cut short.
+// PyTorch's memory snapshot, written while the program runs: a pickle with a growing list of events, followed by the other
+// keys. If the program is killed, the file is a truncated snapshot.
 #pragma once
 
 #include "frames.h"
@@ -11,7 +11,7 @@
 
 namespace vramlab_recorder {
 
-// The strings that repeat: each is written once and then named by its number.
+// The repeated strings: each is written once and then referenced by its number.
 enum class Word : uint8_t {
     ACTION, ADDR, DEVICE_FREE, SIZE, STREAM, TIME_US, FRAMES, FILENAME, NAME, LINE, COMPILE_CONTEXT, NOT_COMPILED,
     USER_METADATA, NOTHING, FORWARD_FRAMES, ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE,
@@ -27,7 +27,7 @@ inline const char* spelling(Word word) {
     return WORDS[static_cast<size_t>(word)];
 }
 
-// Instructions of a pickle of protocol 2, in memory.
+// Pickle protocol 2 opcodes, in memory.
 class Pickle {
   public:
     Pickle() = default;
@@ -71,7 +71,7 @@ class Pickle {
             code('J');
             little<4>(value);
         } else {
-            // Eight bytes, of which the highest bit is a sign.
+            // Eight bytes with a sign bit.
             const bool is_signed = value >> 63 != 0;
             codes('\x8a', is_signed ? 9 : 8);
             little<8>(value);
@@ -104,7 +104,7 @@ class Pickle {
         end_ = bytes_.data() + used;
     }
 
-    // The machines that have CUDA keep the lowest byte first, too.
+    // Little-endian like the pickle format: all machines with CUDA are.
     template <size_t SIZE>
     void little(uint64_t value) {
         make_room(SIZE);
@@ -119,7 +119,7 @@ class Pickle {
 
 struct Event {
     Word action;
-    uint64_t address;  // of an out-of-memory: what was free
+    uint64_t address;  // for an out-of-memory event: the free bytes
     uint64_t bytes;
     uint64_t stream;
     uint64_t time_us;
@@ -130,12 +130,12 @@ struct Event {
 // The events of one device. Needs a lock.
 class EventFile {
   public:
-    // `errno` is set where it fails. A link is not followed.
+    // Sets `errno` on failure. Does not follow links.
     bool open(const std::string& path, int device) {
         path_ = path;
         file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
         if (file_ < 0) return false;
-        // The dictionary, who writes it, the list of devices, and the lists of those before this one.
+        // The dictionary, the writer's name, the list of devices, and the empty lists of the preceding devices.
         pickle_.codes('\x80', '\x02', '}', '(');
         pickle_.text("recorder");
         pickle_.text("vramlab");
@@ -175,7 +175,7 @@ class EventFile {
         if (to.size() >= CHUNK) write();
     }
 
-    // Hands what is buffered to the system. After a failure the file ends with the last event that is whole.
+    // Flushes the buffer to the file. After a failure the file ends with the last complete event.
     void write() {
         const Pickle& bytes = pickle_;
         size_t done = 0;
@@ -184,7 +184,7 @@ class EventFile {
             if (wrote < 0 && errno == EINTR) continue;
             if (wrote <= 0) {
                 failure_ = wrote < 0 ? errno : EIO;
-                // A device has no length that could be cut.
+                // A character device cannot be truncated.
                 [[maybe_unused]] const int cut = ::ftruncate(file_, static_cast<off_t>(size_));
                 close();
                 break;
@@ -200,7 +200,7 @@ class EventFile {
         file_ = -1;
     }
 
-    // Where the events stand that came before the allocator's newest copy of its segments.
+    // Marks the position of the events that precede the newest copy of the allocator's segments.
     void set_mark() {
         end_batch();
         write();
@@ -215,14 +215,14 @@ class EventFile {
 
   private:
     static constexpr size_t CHUNK = 1 << 18;
-    // Events that are appended to the list together, as Python's pickler does: readers keep so many in memory.
+    // Number of events per append opcode, as in Python's pickler: readers hold one batch in memory.
     static constexpr size_t BATCH = 1000;
 
     void end_batch() {
         if (std::exchange(batch_, 0) != 0) pickle_.code('e');
     }
 
-    // Keys tell readers which release of PyTorch wrote a snapshot: they stand in the first event.
+    // Readers infer PyTorch's version from the keys of the first event.
     void tell_version() {
 #if VRAMLAB_TORCH >= 208
         pickle_.word(Word::COMPILE_CONTEXT);
@@ -275,7 +275,7 @@ class EventFile {
     std::string path_;
     int file_ = -1;
     int failure_ = 0;
-    uint64_t size_ = 0;  // bytes that the system has
+    uint64_t size_ = 0;  // bytes written to the file
     uint64_t mark_ = 0;
     uint64_t events_ = 0;
     size_t batch_ = 0;

@@ -1,12 +1,12 @@
-// Records what PyTorch's CUDA allocator does, PyTorch's own or one from here, as it happens.
+// Records the events of PyTorch's CUDA allocator, PyTorch's own or VramLab's, as they happen.
 //
-// It listens to the allocator's events (`attachAllocatorTraceTracker`) and changes nothing of it. PyTorch's own history
-// keeps a ring of events in memory and gathers frames under Python's lock, on frees as well, where an exception that is
-// being unwound can be lost. Here each event goes to a file, frames are read without that lock (frames.h), and frees have
-// none. Events of a device come under its allocator's lock, in its order.
+// It listens to the allocator's events (`attachAllocatorTraceTracker`) and does not change the allocator. PyTorch's own
+// history keeps a ring buffer of events and gathers frames under the GIL, also on frees, where an exception that is being
+// unwound can be lost. Here each event is written to a file, frames are read without the GIL (frames.h), and frees have
+// none. Events of a device arrive under its allocator's lock, in its order.
 //
-// Compiled on the user's machine against the installed PyTorch (`_build.py`). It is never unloaded: PyTorch keeps what
-// listens.
+// Compiled on the user's machine against the installed PyTorch (`_build.py`). It is never unloaded, because PyTorch keeps
+// its listeners.
 
 #include "../shim/background.h"
 #include "../shim/torch_versions.h"
@@ -28,24 +28,24 @@ namespace {
 using vramlab_shim::DeviceIndex;
 using vramlab_shim::TraceEntry;
 
-// Microseconds since 1970 from the processor's counter, which PyTorch has read for each event: the system is asked once a second. Needs
-// a lock.
+// Converts the processor counter that PyTorch reads for each event to microseconds since 1970; the system clock is read
+// once a second. Needs a lock.
 class Clock {
   public:
     void begin() {
         start_us_ = static_cast<double>(now_ns(CLOCK_REALTIME)) / 1'000.0;
         first_ = read();
         last_us_ = 0;
-        // The counter's rate over a first short while; it is measured over longer from then on.
+        // The counter's rate over a short initial interval; later it is measured over longer ones.
         timespec pause{0, 2'000'000};
         while (nanosleep(&pause, &pause) != 0 && errno == EINTR) {}
         adjust();
     }
 
-    // Never goes back.
+    // Monotonic.
     uint64_t us(c10::approx_time_t count) {
         const double since = static_cast<double>(static_cast<int64_t>(count) - anchor_.count) * rate_;
-        // A thread may have been held up since before the beginning.
+        // A thread may have been delayed since before the start.
         const double passed = std::max(0.0, static_cast<double>(anchor_.ns - first_.ns) + since);
         last_us_ = std::max(last_us_, static_cast<uint64_t>(start_us_ + passed / 1'000.0));
         if (since > ADJUST_NS) adjust();
@@ -66,7 +66,7 @@ class Clock {
         return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
     }
 
-    // Not the time of day, which may be set.
+    // CLOCK_MONOTONIC, because the time of day may be changed.
     static Reading read() { return {static_cast<int64_t>(c10::getApproximateTime()), now_ns(CLOCK_MONOTONIC)}; }
 
     void adjust() {
@@ -92,12 +92,12 @@ struct Annotation {
 
 class Recorder {
   public:
-    // Annotations that are kept, the newest.
+    // Maximum number of annotations; the newest are retained.
     static constexpr size_t MOST_ANNOTATIONS = 500'000;
 
     Python python;
 
-    // Files are called `stem` and `ending`, and between them say which GPU they are of, but for the first that is used.
+    // File names start with `stem` and end with `ending`; all but the first used GPU's contain the GPU's number.
     void begin(const std::string& stem, const std::string& ending, bool frames, uint64_t frames_from) {
         listen();
         std::lock_guard<std::mutex> guard(lock_);
@@ -112,11 +112,11 @@ class Recorder {
         ending_ = false;
         clock_.begin();
         active_.store(true);
-        // What is buffered when the process is killed is lost, so it is written also while no event comes.
+        // A killed process loses its buffer, so it is also flushed while there are no events.
         if (!writes_) writes_ = vramlab_shim::start_background([this] { write_each_second(); });
     }
 
-    // The segments are copied next. Where that is the last time, what comes after it is not recorded.
+    // Announces a copy of the segments. If it is the last, later events are not recorded.
     void expect_snapshot(bool last) {
         std::lock_guard<std::mutex> guard(lock_);
         ending_ = last;
@@ -133,7 +133,7 @@ class Recorder {
         }
     }
 
-    // In a child after fork(): the files are the parent's, and the lock may be held by a thread that is not here.
+    // In a child after fork(): the files are the parent's, and the lock may be held by a thread that does not exist here.
     void forget() { active_.store(false); }
 
     void flush() {
@@ -145,7 +145,7 @@ class Recorder {
         }
     }
 
-    // A line for each file: device, events, bytes up to the mark, the error's number, whether its name says the device.
+    // A line per file: device, events, bytes up to the mark, errno, and whether its name contains the device.
     std::string describe() {
         std::lock_guard<std::mutex> guard(lock_);
         std::string out;
@@ -160,7 +160,7 @@ class Recorder {
         return out;
     }
 
-    // What follows the events of a device: the ends of their lists, and the annotations.
+    // The remainder of a device's file: the ends of the event lists, and the annotations.
     std::string tail(int device) {
         std::lock_guard<std::mutex> guard(lock_);
         Pickle to;
@@ -183,7 +183,7 @@ class Recorder {
         return std::string(to.data(), to.size());
     }
 
-    // The calling thread's stack, a line a frame, the innermost first: for the comparison with Python's own.
+    // The calling thread's stack, one frame per line, innermost first, for the comparison with Python's own.
     std::string stack_here() const {
         std::string out;
         Stacks stacks;
@@ -204,7 +204,7 @@ class Recorder {
     }
 
   private:
-    // PyTorch keeps what listens, so this is done once for an allocator.
+    // PyTorch keeps its listeners, so this runs once per allocator.
     void listen() {
         auto* allocator = c10::cuda::CUDACachingAllocator::allocator.load();
         if (listens_to_ == allocator) return;
@@ -230,7 +230,7 @@ class Recorder {
             std::lock_guard<std::mutex> guard(lock_);
             if (active_.load(std::memory_order_relaxed)) take(entry);
         } catch (const std::exception& error) {
-            // The program goes on: it cannot mend this, and its allocator has done its work.
+            // The program continues: it cannot fix the error, and its allocator is unaffected.
             active_.store(false);
             std::fprintf(stderr, "vramlab: the recording ends here: %s\n", error.what());
         }
@@ -257,19 +257,19 @@ class Recorder {
         event.bytes = entry.size_;
         event.stream = reinterpret_cast<uint64_t>(entry.stream_);
         event.time_us = clock_.us(entry.time_.approx_t_);
-        // Segments have theirs whatever their size: they tell who released them.
+        // Segment events have frames whatever their size: they show who released the segment.
         const bool is_small = entry.action_ == TraceEntry::ALLOC && entry.size_ < frames_from_;
         if (allocates && frames_ && !is_small) event.stack = stacks_.here(python);
 #if VRAMLAB_TORCH >= 210
         event.note = &entry.user_metadata_;
 #endif
         file->add(event, stacks_);
-        // A program may end by it.
+        // The program may exit after this event.
         if (entry.action_ == TraceEntry::OOM) file->write();
         say_failure(*file);
     }
 
-    // PyTorch's own allocator copies the segments of one device after the other, and calls each of them 0.
+    // PyTorch's own allocator copies the segments device by device and passes 0 for each.
     void mark(DeviceIndex told) {
         const auto device = told == 0 ? snapshots_++ : static_cast<size_t>(told);
         EventFile* file = device < files_.size() ? files_[device].get() : nullptr;
@@ -278,7 +278,7 @@ class Recorder {
         if (ending_) file->close();
     }
 
-    // The first device's file has the name that was asked for; others say which they are.
+    // The first device's file has the requested name; the other names contain the device.
     EventFile* file_of(DeviceIndex index) {
         const auto device = static_cast<size_t>(index);
         if (device >= files_.size()) return nullptr;
@@ -304,7 +304,7 @@ class Recorder {
     static void on_fork();
 
     std::atomic<bool> active_{false};
-    // The innermost lock: nothing that runs under it waits for another.
+    // The innermost lock: no other lock is acquired while it is held.
     std::mutex lock_;
     std::string stem_;
     std::string ending_of_files_;
@@ -313,7 +313,7 @@ class Recorder {
     bool frames_ = false;
     bool writes_ = false;
     bool ending_ = false;
-    size_t snapshots_ = 0;  // since one was expected
+    size_t snapshots_ = 0;  // since the last announcement
     uint64_t frames_from_ = 0;
     std::array<std::unique_ptr<EventFile>, C10_COMPILE_TIME_MAX_GPUS> files_{};
     Clock clock_;
@@ -322,7 +322,7 @@ class Recorder {
     vramlab_shim::CUDAAllocator* listens_to_ = nullptr;
 };
 
-// Never destroyed: threads may still free memory when the process ends.
+// Never destroyed: threads may still free memory when the process exits.
 Recorder& recorder() {
     static auto* out = new Recorder();
     return *out;
@@ -362,15 +362,15 @@ int guarded(Act&& act) {
 #define VRAMLAB_EXPORT extern "C" __attribute__((visibility("default")))
 
 #ifdef VRAMLAB_SHIM_SOURCE
-// What it was made of: `_build.py` looks for it in the file.
+// The digest of the sources: `_build.py` searches the file for it.
 VRAMLAB_EXPORT const char vramlab_recorder_source[];
 const char vramlab_recorder_source[] = VRAMLAB_SHIM_SOURCE;
 #endif
 
-// Why the last call failed.
+// The error of the last failed call.
 VRAMLAB_EXPORT const char* vramlab_recorder_error() { return vramlab_recorder::last_error.c_str(); }
 
-// Where frames lie, `count` numbers in the order of `Layout`. 1 where they are of another version.
+// Sets the frame layout, `count` numbers in the order of `Layout`. Returns 1 if the count is that of another version.
 VRAMLAB_EXPORT int vramlab_recorder_layout(const int64_t* offsets, size_t count) {
     using namespace vramlab_recorder;
     if (count * sizeof(int64_t) != sizeof(Layout) || !recorder().python.find()) return 1;
@@ -385,28 +385,29 @@ VRAMLAB_EXPORT const char* vramlab_recorder_stack() {
     return last_text.c_str();
 }
 
-// Records from now on to the file `stem` + `ending`; CUDA is initialised. Frames of blocks from `frames_from` bytes on, where `frames` is set and a layout is known.
+// Starts recording to the file `stem` + `ending`; CUDA is initialised. Blocks of at least `frames_from` bytes have frames
+// if `frames` is set and a layout is known.
 VRAMLAB_EXPORT int vramlab_recorder_begin(const char* stem, const char* ending, int frames, uint64_t frames_from) {
     using namespace vramlab_recorder;
     return guarded([&] { recorder().begin(stem, ending, frames != 0, frames_from); });
 }
 
-// The allocator's segments are copied next; `last`: that copy ends the recording.
+// Announces a copy of the allocator's segments; `last`: that copy ends the recording.
 VRAMLAB_EXPORT void vramlab_recorder_expect_snapshot(int last) {
     vramlab_recorder::recorder().expect_snapshot(last != 0);
 }
 
 VRAMLAB_EXPORT void vramlab_recorder_end() { vramlab_recorder::recorder().end(); }
 
-// The files, a line each: device, events, bytes before the newest copy of the segments, the error's number, and whether the device stands
-// in the name.
+// The files, a line each: device, events, bytes before the newest copy of the segments, errno, and whether the name
+// contains the device.
 VRAMLAB_EXPORT const char* vramlab_recorder_files() {
     using namespace vramlab_recorder;
     guarded([] { last_text = recorder().describe(); });
     return last_text.c_str();
 }
 
-// What follows a device's events in a file that is whole; its length goes to `size`.
+// The remainder of a device's complete file after its events; `size` receives its length.
 VRAMLAB_EXPORT const char* vramlab_recorder_tail(int device, size_t* size) {
     using namespace vramlab_recorder;
     guarded([&] { last_text = recorder().tail(device); });

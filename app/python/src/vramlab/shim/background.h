@@ -9,8 +9,8 @@
 
 namespace vramlab_shim {
 
-// False where the system starts no further thread. Signals stay with the program's own threads: Python's main thread is to
-// be woken by them.
+// False if the system cannot start another thread. The thread blocks signals, because Python's main thread must receive
+// them.
 template <typename Act>
 bool start_background(Act&& act) {
     sigset_t all;

@@ -1,4 +1,4 @@
-// One device: its allocator, the private pools that PyTorch made on it, and what is recorded of it.
+// One device: its allocator, PyTorch's private pools on it, and its memory history.
 #pragma once
 
 #include "history.h"
@@ -22,20 +22,20 @@ namespace vramlab_shim {
 
 class Device;
 
-// An allocator of libvramlab, on one device. Never closed while a block of it may live.
+// An allocator of libvramlab, on one device. Never closed while it has live blocks.
 struct Owner {
     vramlab* handle = nullptr;
     Device* device = nullptr;
     uint8_t index = 0;
     std::string spec;
-    MempoolId_t pool = NO_POOL;  // of an allocator that serves one pool alone
+    MempoolId_t pool = NO_POOL;  // set if the allocator serves only this pool
 
     bool is_of_pool() const { return pool != NO_POOL; }
 };
 
-// Which allocator a block belongs to is not written into it: a deleter gets the address and nothing else. Each 2 MiB of
-// addresses have a byte that says who gave out memory there last. It is a guess that is right but where small pieces of
-// the driver share 2 MiB; the library knows its own blocks, so a wrong guess costs a second question.
+// A deleter gets only the address of a block, not its allocator. One byte per 2 MiB of addresses holds the allocator that
+// last allocated there. It is a guess, which is wrong only if small CUDA allocations share 2 MiB; the library knows its
+// blocks, so a wrong guess costs a second call.
 class Owners {
   public:
     static constexpr size_t MOST = 250;
@@ -51,12 +51,12 @@ class Owners {
         Owner* added = owner.release();
         all_[index].store(added);
         if (index >= count()) count_.store(index + 1, std::memory_order_release);
-        // The first one's blocks need no byte: they are all 0.
+        // The first allocator needs no bytes: they are 0 initially.
         several_ = index > 0 || several_;
         return added;
     }
 
-    // Closes an allocator that holds no block any more. Its bytes may stay: they are guesses.
+    // Closes an allocator without live blocks. Its bytes may stay: they are guesses.
     void close(Owner* owner) {
         std::unique_lock<std::shared_mutex> guard(lock_);
         all_[owner->index].store(nullptr);
@@ -66,7 +66,7 @@ class Owners {
         TORCH_CHECK(status == VRAMLAB_STATUS_OK, "vramlab: ", library.error());
     }
 
-    // Calls `act` for each, until it returns true; none of them is closed meanwhile.
+    // Calls `act` for each allocator until it returns true; none is closed meanwhile.
     template <typename Act>
     bool any(Act&& act) {
         std::shared_lock<std::shared_mutex> guard(lock_);
@@ -79,7 +79,7 @@ class Owners {
         return false;
     }
 
-    // Calls `act` for the allocators of a device: its own, and those of its pools.
+    // Calls `act` for the allocators of a device: its own, and its pools' allocators.
     template <typename Act>
     void each_of(const Device* device, Act&& act) {
         any([&](Owner& owner) {
@@ -94,12 +94,12 @@ class Owners {
         if (C10_UNLIKELY(several_)) note_index(address, owner.index);
     }
 
-    // Null where no allocator of ours is known.
+    // Null if no allocator of the library is known there.
     Owner* guess(uint64_t address) {
         return at(C10_LIKELY(!several_) ? 0 : byte_of(address).load(std::memory_order_relaxed));
     }
 
-    // PyTorch's own allocator gave out the address, for a pool that stays with it.
+    // Notes that PyTorch's own allocator allocated the address, for one of its native pools.
     void note_native(uint64_t address) {
         several_ = true;
         note_index(address, NATIVE);
@@ -119,7 +119,7 @@ class Owners {
 
     std::atomic<uint8_t>& byte_of(uint64_t address) { return bytes_[(address >> 21) % bytes_.size()]; }
 
-    // Places that were ever taken; some may be empty.
+    // Upper bound on the used slots; some may be empty.
     size_t count() const { return count_.load(std::memory_order_acquire); }
 
     Owner* at(size_t index) const { return all_[index].load(std::memory_order_acquire); }
@@ -137,21 +137,21 @@ inline Owners owners;
 struct Pool {
     MempoolId_t id = NO_POOL;
     int uses = 1;
-    Owner* owner = nullptr;  // the device's, or one of its own
-    uint64_t number = 0;     // the library's; 0: all of the owner
+    Owner* owner = nullptr;  // the device's allocator, or the pool's own
+    uint64_t number = 0;     // the pool's number in the library; 0: the whole owner
     bool last_resort = false;
-    bool native = false;  // a pool with an allocator of the program's stays with PyTorch
+    bool native = false;  // served by PyTorch, because the program provides its allocator
 };
 
-// Requests that its filter takes go to a pool.
+// Sends the requests that its filter accepts to a pool.
 struct Route {
     std::shared_ptr<Pool> pool;
     std::function<bool(cudaStream_t)> filter;
     cudaStream_t stream = nullptr;
-    bool told = false;  // the library knows of a capture on this stream
+    bool told = false;  // the library was notified of a capture on this stream
 };
 
-// What a call of the library is for, for events that it causes on this thread.
+// The request behind a library call, for events on this thread.
 struct Request {
     Context context;
     MempoolId_t pool = NO_POOL;
@@ -177,7 +177,7 @@ class Device {
     History history;
     Owner* owner = nullptr;
 
-    // Whether the short way through the allocator is too short: something is recorded, or requests may go to pools.
+    // True if the fast path is not sufficient: the history is on, or requests may belong to pools.
     bool is_slow() const { return slow_.load(std::memory_order_relaxed); }
 
     void update() { slow_.store(history.wanted() || routes_open_.load() > 0); }
@@ -210,14 +210,14 @@ class Device {
         return pool;
     }
 
-    // How many use it; 0 where there is none.
+    // The pool's number of uses; 0 if there is no such pool.
     int uses(MempoolId_t id) {
         std::shared_lock<std::shared_mutex> guard(pools_lock_);
         auto at = pools_.find(id);
         return at == pools_.end() ? 0 : at->second->uses;
     }
 
-    // The pool, made where there is none, with one more use.
+    // The pool, created if necessary, with one more use.
     std::shared_ptr<Pool> use(MempoolId_t id, bool native) {
         {
             std::unique_lock<std::shared_mutex> guard(pools_lock_);
@@ -241,7 +241,7 @@ class Device {
         return pools_.emplace(id, pool).first->second;
     }
 
-    // Gives a pool that holds nothing yet an allocator of its own.
+    // Gives an empty pool its own allocator.
     void give_allocator(MempoolId_t id, Owner* own) {
         std::unique_lock<std::shared_mutex> guard(pools_lock_);
         auto at = pools_.find(id);
@@ -256,7 +256,7 @@ class Device {
         }
     }
 
-    // One use less; with the last the pool is released.
+    // Removes one use; the last one releases the pool.
     std::shared_ptr<Pool> release(MempoolId_t id) {
         std::shared_ptr<Pool> pool;
         {
@@ -277,7 +277,7 @@ class Device {
         return pool;
     }
 
-    // Gives back what is idle of released pools, of one or of all; returns allocators that no pool needs any more.
+    // Releases free segments of released pools, of one or of all; returns the allocators that no pool needs any more.
     std::vector<Owner*> trim_released(MempoolId_t id) {
         std::vector<std::shared_ptr<Pool>> pools;
         {
@@ -291,7 +291,7 @@ class Device {
             bool gone = false;
             if (pool->number != 0) {
                 check(library.pool_trim(pool->owner->handle, pool->number, &bytes));
-                // To look for what is left of each pool is too much where all are trimmed.
+                // Checking each pool for segments is too slow when all are trimmed.
                 gone = id != NO_POOL && !holds_segments(*pool);
             } else {
                 check(library.trim(pool->owner->handle, 0, &bytes));
@@ -343,7 +343,7 @@ class Device {
         std::vector<std::shared_ptr<Pool>> out;
         std::shared_lock<std::shared_mutex> guard(pools_lock_);
         for (const auto& [id, pool] : pools_) {
-            // PyTorch's own allocator takes no second route to a pool.
+            // PyTorch's own allocator does not accept a second route to a pool.
             const bool open = std::any_of(routes_.begin(), routes_.end(),
                                           [&](const Route& route) { return route.pool == pool; });
             if (pool->last_resort && !(pool->native && open)) {
@@ -365,8 +365,9 @@ class Device {
         return at == names_.end() ? NO_POOL : at->second;
     }
 
-    // Tells the library of captures that began since a route was opened. Before PyTorch 2.13 nothing tells a MemPool's
-    // region from a capture, and the capture begins after the route: so the stream is asked when memory is.
+    // Notifies the library of captures that started after a route was opened. Before PyTorch 2.13 the allocator cannot
+    // distinguish a capture from a MemPool's region, and the capture starts after the route: so each request checks the
+    // stream.
     void notice_captures() {
 #if VRAMLAB_TORCH < 213
         if (C10_LIKELY(!has_routes())) {
@@ -388,7 +389,7 @@ class Device {
 #endif
     }
 
-    // Allocators on one device share what they know of its captures. PyTorch's setting is read when one begins.
+    // Allocators on one device share the state of its captures. PyTorch's setting is read when a capture starts.
     void tell_capture(bool open) {
         if (open) {
             const bool reuse = CUDAAllocatorConfig::graph_capture_record_stream_reuse();
@@ -420,8 +421,8 @@ class Device {
 
     // --- segments ---
 
-    // The order in which segments came, or their parts. It is the same in all ranks of a job, unlike their addresses, so
-    // PyTorch registers the segments of a pool with NCCL in it.
+    // Numbers segments, or mapped ranges, in the order of their creation. Unlike addresses, the order is the same in all
+    // ranks of a job, so PyTorch registers a pool's segments with NCCL in this order.
     void note_segment(bool came, uint64_t address, uint64_t bytes) {
         std::lock_guard<std::mutex> guard(order_lock_);
         const uint64_t end = address + bytes;
@@ -438,7 +439,7 @@ class Device {
         }
     }
 
-    // Of the earliest of its parts.
+    // The lowest number of the range's parts.
     int32_t order_of(uint64_t address, uint64_t bytes) {
         std::lock_guard<std::mutex> guard(order_lock_);
         int32_t out = std::numeric_limits<int32_t>::max();
@@ -450,8 +451,8 @@ class Device {
 
     // --- peers ---
 
-    // Lets kernels of another GPU reach what is mapped here, now and later. Memory of cudaMalloc is open to peers by
-    // itself.
+    // Gives kernels of another GPU access to current and future mapped memory. Memory of cudaMalloc is accessible to peers
+    // without it.
     void add_peer(DeviceIndex peer) {
         {
             std::unique_lock<std::shared_mutex> guard(peers_lock_);
@@ -492,7 +493,7 @@ class Device {
 
     // --- errors ---
 
-    // Throws what a failed call of the library said.
+    // Throws the error message of a failed library call.
     static void check(vramlab_status status) { TORCH_CHECK(status == VRAMLAB_STATUS_OK, "vramlab: ", library.error()); }
 
   private:
@@ -501,7 +502,7 @@ class Device {
         int32_t order = 0;
     };
 
-    // The first part that ends behind an address.
+    // The first part that ends after an address.
     std::map<uint64_t, Part>::iterator first_part(uint64_t address) {
         auto at = order_.upper_bound(address);
         if (at != order_.begin() && std::prev(at)->second.end > address) --at;
@@ -524,7 +525,7 @@ class Device {
         cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
         const cudaError_t error = cudaStreamIsCapturing(stream, &status);
         if (error != cudaSuccess) {
-            // The legacy default stream answers so while a stream that blocks it is captured.
+            // The legacy default stream returns this error while a blocking stream is being captured.
             (void)cudaGetLastError();
             return error == cudaErrorStreamCaptureImplicit;
         }

@@ -1,10 +1,10 @@
-// What Python calls. Part of shim.cpp.
+// The C functions that Python calls. Part of shim.cpp.
 
 namespace {
 
 std::string last_error;
 
-// Runs `act`; an exception becomes the text of `vramlab_shim_error`.
+// Runs `act` and stores an exception's text for `vramlab_shim_error`.
 template <typename Result, typename Act>
 Result guarded(Result failed, Act&& act) {
     try {
@@ -18,7 +18,7 @@ Result guarded(Result failed, Act&& act) {
     return failed;
 }
 
-// The number behind `key=` in `key=value,key=value`, or `otherwise`.
+// The number after `key=` in `key=value,key=value`, or `otherwise`.
 uint64_t option(const std::string& options, const std::string& key, uint64_t otherwise) {
     std::istringstream parts(options);
     std::string part;
@@ -34,20 +34,20 @@ uint64_t option(const std::string& options, const std::string& key, uint64_t oth
 
 extern "C" {
 
-// Text of the last failure of a call below.
+// The error message of the last failed call below.
 __attribute__((visibility("default"))) const char* vramlab_shim_error() { return last_error.c_str(); }
 
 // The version of PyTorch that this shim was compiled for.
 __attribute__((visibility("default"))) const char* vramlab_shim_torch() { return TORCH_VERSION; }
 
 #ifdef VRAMLAB_SHIM_SOURCE
-// What the shim was made of: `_build.py` looks for it in the file.
+// The digest of the sources: `_build.py` searches the file for it.
 __attribute__((visibility("default"))) extern const char vramlab_shim_source[];
 const char vramlab_shim_source[] = VRAMLAB_SHIM_SOURCE;
 #endif
 
-// Makes the allocator `spec` (NAME:key=value,…) of the library at path `file` PyTorch's. `options`:
-// `limit=BYTES,latency=1`. Returns 0, or 1 and leaves everything as it was. Again with the same spec: 0.
+// Installs the allocator `spec` (NAME:key=value,…) of the library `file` as PyTorch's. `options`: `limit=BYTES,latency=1`.
+// Returns 0 on success, also if the same spec is already installed; on failure returns 1 and changes nothing.
 __attribute__((visibility("default"))) int vramlab_shim_install(const char* file, const char* spec,
                                                                 const char* options) {
     using namespace vramlab_shim;
@@ -78,7 +78,7 @@ __attribute__((visibility("default"))) int vramlab_shim_install(const char* file
     });
 }
 
-// Most bytes that may be held of each device, VRAMLAB_NO_LIMIT for no bound.
+// Sets the limit on reserved bytes per device; VRAMLAB_NO_LIMIT removes it.
 __attribute__((visibility("default"))) int vramlab_shim_set_limit(uint64_t bytes) {
     using namespace vramlab_shim;
     return guarded(1, [&] {
@@ -88,7 +88,7 @@ __attribute__((visibility("default"))) int vramlab_shim_set_limit(uint64_t bytes
     });
 }
 
-// Times every call, or no longer.
+// Starts or stops timing every call.
 __attribute__((visibility("default"))) int vramlab_shim_latency(bool on) {
     using namespace vramlab_shim;
     return guarded(1, [&] {
@@ -98,7 +98,7 @@ __attribute__((visibility("default"))) int vramlab_shim_latency(bool on) {
     });
 }
 
-// The library's allocator of a device, for its other functions; null where no memory was asked for there yet.
+// A device's allocator, for the library's other functions; null if no memory was requested there yet.
 __attribute__((visibility("default"))) vramlab* vramlab_shim_allocator(int device) {
     using namespace vramlab_shim;
     return guarded<vramlab*>(nullptr, [&]() -> vramlab* {
@@ -109,7 +109,7 @@ __attribute__((visibility("default"))) vramlab* vramlab_shim_allocator(int devic
     });
 }
 
-// Serves a pool of torch.cuda.MemPool that holds nothing yet from an allocator of its own; null on failure.
+// Serves an empty pool of torch.cuda.MemPool from its own allocator; null on failure.
 __attribute__((visibility("default"))) vramlab* vramlab_shim_pool(int device, uint64_t first, uint64_t second,
                                                                   const char* spec) {
     using namespace vramlab_shim;
@@ -131,7 +131,7 @@ __attribute__((visibility("default"))) int shim_install() {
     return failed;
 }
 
-// What each device's allocator did so far, in a line.
+// Each device's counts of allocator calls, in a line.
 __attribute__((visibility("default"))) const char* shim_counts() {
     using namespace vramlab_shim;
     static std::string text;

@@ -1,4 +1,4 @@
-// PyTorch's memory history: a ring of events, the context of every live block and segment, and those who listen.
+// PyTorch's memory history: a ring buffer of events, the context of every live block and segment, and the listeners.
 #pragma once
 
 #include "torch_versions.h"
@@ -15,7 +15,7 @@
 
 namespace vramlab_shim {
 
-// The last `most` entries, oldest first when they are read.
+// The last `most` entries, read oldest first.
 template <typename Entry>
 class Ring {
   public:
@@ -57,17 +57,17 @@ class Ring {
     std::vector<Entry> entries_;
 };
 
-// What the program says of its own accord, by thread, as PyTorch has it.
+// The program's compile contexts, by thread, as in PyTorch.
 inline thread_local std::vector<std::string> compile_contexts;
 inline thread_local std::string user_metadata;
 
-// What `recordHistory` asked for.
+// The arguments of `recordHistory`.
 struct Recording {
     bool on = false;
     CreateContextFn recorder = nullptr;
     size_t most = 1;
     RecordContext when = RecordContext::NEVER;
-    uint32_t skipped = 0;  // a bit for each action
+    uint32_t skipped = 0;  // a bit per action
 
 #if VRAMLAB_TORCH >= 211
     static uint32_t bits(const std::vector<std::string>& actions) {
@@ -85,7 +85,7 @@ struct Live {
     void* stream = nullptr;
     MempoolId_t pool = NO_POOL;
     Context context;
-    bool used_elsewhere = false;  // by a stream that is not its own: its free may have to wait
+    bool used_elsewhere = false;  // by another stream: its free may be deferred
 };
 
 struct SegmentOrigin {
@@ -93,26 +93,26 @@ struct SegmentOrigin {
     Context context;
 };
 
-// The history of one device. All but `gather` needs the lock.
+// The history of one device. All methods but `gather` need the lock.
 //
-// While something is recorded, an operation of the allocator and its entries are one step under `lock`: otherwise
-// another thread's entry for the same memory could come before this one's, and the history would show two owners of one
-// block. PyTorch's own lock does the same. Callbacks of the library come on the thread that holds it, so it is
-// recursive. Nothing that runs under it waits for another lock that a caller of the allocator may hold: contexts, which
-// need Python's lock, are gathered before, and observers run after.
+// While the history is on, an operation of the allocator and its entries are one step under `lock`: otherwise another
+// thread's entry for the same memory could precede this thread's, and the history would show two owners of one block.
+// PyTorch's own lock does the same. Callbacks of the library run on the thread that holds the lock, so it is recursive.
+// Code under it never waits for another lock that a caller of the allocator may hold: contexts, which need the GIL, are
+// gathered before, and observers run after.
 class History {
   public:
     std::recursive_mutex lock;
 
-    // Whether entries are wanted, by the ring or by a listener.
+    // True if the ring or a listener needs entries.
     bool wanted() const { return wanted_.load(std::memory_order_relaxed); }
 
-    // Whether anything is known of live blocks: while entries are wanted, and after that of blocks whose frames were recorded.
+    // True if `live` may contain blocks: while entries are needed, and afterwards until recorded blocks are freed.
     bool knows_blocks() const { return knows_blocks_.load(std::memory_order_relaxed); }
 
     bool recording() const { return recording_.load(std::memory_order_relaxed); }
 
-    // Takes Python's lock: never called under one of ours.
+    // Acquires the GIL: never call it under a lock of the shim.
     Context gather(RecordContext level) const {
         if (when_.load(std::memory_order_relaxed) < level) {
             return nullptr;
@@ -121,8 +121,8 @@ class History {
         return recorder == nullptr ? nullptr : recorder();
     }
 
-    // A context for what is no live block: an entry or a segment. With context="state" only live blocks have one. (PyTorch's own
-    // segments have it then, too, until their first block is cut.)
+    // A context for an entry or a segment. With context="state" only live blocks have one. (PyTorch's own segments then have
+    // one too, until their first block is split.)
     Context beyond_blocks(const Context& context) const {
         return when_.load(std::memory_order_relaxed) >= RecordContext::ALLOC ? context : nullptr;
     }
@@ -167,7 +167,7 @@ class History {
 
     std::vector<TraceEntry> entries() const { return ring_.read(); }
 
-    // What was known of a block that is freed now; false where nothing was.
+    // Removes and returns the entry of a freed block; false if there is none.
     bool take(uint64_t address, Live& out) {
         auto at = live.find(address);
         if (at == live.end()) {
@@ -181,11 +181,11 @@ class History {
         return true;
     }
 
-    // Every block that is held, while entries are wanted; after that those whose frames were recorded, which snapshots
-    // show until they are freed, as PyTorch's own do. A free looks here as long as there is one.
+    // Every live block while entries are needed; afterwards only the blocks with recorded frames, which snapshots show until
+    // they are freed, as in PyTorch. A free searches it until it is empty.
     std::unordered_map<uint64_t, Live> live;
     std::unordered_map<uint64_t, SegmentOrigin> segments;
-    // Blocks whose free was asked for and waits for other streams.
+    // Blocks whose frees are deferred until other streams finish.
     std::unordered_map<uint64_t, Live> pending;
 
   private:

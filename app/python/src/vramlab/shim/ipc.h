@@ -1,12 +1,12 @@
-// Memory of tensors that go to other processes, and of tensors that come from them.
+// Memory of tensors that are sent to or received from other processes.
 //
-// The text of a handle is PyTorch's own: version, kind, and for memory that is mapped in pages ('e') the sender's
-// process, the size of a page, how many there are, and a file descriptor of the sender's for each. So processes with
-// and without this shim read each other's. From 2.13 on PyTorch writes a longer text; the same pages then go as kind
-// 'v', which only this shim reads.
+// The handle's text has PyTorch's format: version, kind, and for memory mapped in pages ('e') the sender's process, the
+// page size, the number of pages, and a file descriptor of the sender's for each page. So processes with and without this
+// shim can exchange tensors. From 2.13 on PyTorch writes a longer text; pages then have kind 'v', which only this shim
+// reads.
 //
-// The receiver copies the descriptors by pidfd_getfd, as PyTorch does. Containers often refuse that call, and so does
-// Yama unless the sender is a child. Then the sender hands them over on a socket, to processes of the same user.
+// The receiver copies the descriptors by pidfd_getfd, as PyTorch does. Containers often refuse that call, and so does Yama
+// unless the sender is a child. Then the sender passes them through a socket, to processes of the same user.
 #pragma once
 
 #include "background.h"
@@ -32,7 +32,7 @@
 
 namespace vramlab_shim {
 
-// What PyTorch writes in front of the pages' handles.
+// PyTorch's header in front of the pages' handles.
 struct SharedPages {
     int32_t process = 0;
     int32_t padding = 0;
@@ -43,7 +43,7 @@ static_assert(sizeof(SharedPages) == 24, "PyTorch's header of shared pages");
 
 constexpr size_t FABRIC_BYTES = 64;
 
-// A descriptor that closes with its scope; -1 for none.
+// A descriptor that is closed at the end of its scope; -1 for none.
 class Descriptor {
   public:
     explicit Descriptor(int number) : number_(number) {}
@@ -62,7 +62,7 @@ class Descriptor {
     int number_;
 };
 
-// The socket on which a process hands its exported descriptors over: in the abstract namespace, named by its number.
+// The socket on which a process passes its exported descriptors: in the abstract namespace, named by the process id.
 inline socklen_t name_socket(int process, sockaddr_un& to) {
     to = {};
     to.sun_family = AF_UNIX;
@@ -71,14 +71,14 @@ inline socklen_t name_socket(int process, sockaddr_un& to) {
     return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-// Neither side waits for the other for ever.
+// Bounds the waits of both sides.
 inline void limit_waits(int socket) {
     constexpr timeval LIMIT{20, 0};
     setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &LIMIT, sizeof(LIMIT));
     setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &LIMIT, sizeof(LIMIT));
 }
 
-// Whether the process at the other end belongs to this user; its number where it is asked for.
+// True if the peer process belongs to this user; `process` receives its id.
 inline bool is_same_user(int socket, int* process = nullptr) {
     ucred peer{};
     socklen_t size = sizeof(peer);
@@ -87,7 +87,7 @@ inline bool is_same_user(int socket, int* process = nullptr) {
     return true;
 }
 
-// A message of one byte, and the descriptor beside it where there is one.
+// A message of one byte, with an optional descriptor.
 class Message {
   public:
     Message() {
@@ -112,7 +112,7 @@ class Message {
         return sendmsg(socket, &header_, MSG_NOSIGNAL) == 1;
     }
 
-    // -1 where none came.
+    // -1 if no descriptor was received.
     Descriptor receive(int socket) {
         int descriptor = -1;
         if (recvmsg(socket, &header_, MSG_CMSG_CLOEXEC) == 1) {
@@ -131,10 +131,10 @@ class Message {
     alignas(cmsghdr) char room_[CMSG_SPACE(sizeof(int))] = {};
 };
 
-// Hands exported descriptors over. Its thread lives as long as the process.
+// Serves exported descriptors. Its thread lives as long as the process.
 class Counter {
   public:
-    // Once a process. Without a socket receivers still have pidfd_getfd.
+    // Called once per process. Without a socket receivers still have pidfd_getfd.
     static void open() {
         static std::once_flag once;
         std::call_once(once, [] {
@@ -178,12 +178,12 @@ class Counter {
     }
 };
 
-// The descriptors of the process that sent a tensor.
+// Access to the descriptors of a tensor's sender.
 class Sender {
   public:
     explicit Sender(int process) : process_(process) {}
 
-    // A copy of one. Where there is none, -1, and `why` says so.
+    // A copy of a descriptor; on failure -1, with the reason in `why`.
     Descriptor take(int number, std::string& why) {
         if (!by_socket_) {
             Descriptor got = by_pidfd(number, why);
@@ -269,12 +269,13 @@ class Sender {
     bool by_socket_ = false;
 };
 
-// Tensors' memory between processes. Never destroyed.
+// Memory of tensors shared between processes. Never destroyed.
 class Ipc {
   public:
     explicit Ipc(Server& server) : server_(server) {}
 
-    // The handle of a block in mapped pages. Empty, and `why`, where it lies in plain memory or the device has no handles.
+    // The handle of a block in mapped pages. Empty, with the reason in `why`, if the memory is not mapped in pages or the
+    // device does not support handles.
     std::optional<ShareableHandle> share(void* address, std::string& why) {
         Pages pages;
         vramlab_exported about{};
@@ -299,10 +300,10 @@ class Ipc {
         return ShareableHandle{static_cast<ptrdiff_t>(number(address) - about.address), std::move(text)};
     }
 
-    // Where another process's memory begins here. It is mapped once for all of its tensors, and unmapped with the last.
+    // The local address of another process's memory. It is mapped once for all its tensors, and unmapped with the last one.
     std::shared_ptr<void> open(const std::string& handle, DeviceIndex index) {
         const std::optional<SharedPages> header = parse(handle);
-        // PyTorch's own opens the handles of cudaMalloc, and keeps them until the last use is gone.
+        // PyTorch's own allocator opens the handles of cudaMalloc, and keeps them until the last use ends.
         if (!header) return server_.native->getIpcDevPtr(handle);
         std::lock_guard<std::mutex> guard(lock_);
         auto known = opened_.find(handle);
@@ -319,10 +320,10 @@ class Ipc {
         return memory;
     }
 
-    // Whether memory of another process was ever mapped here.
+    // True if memory of another process was ever mapped here.
     bool ever_opened() const { return ever_.load(std::memory_order_relaxed); }
 
-    // Opens what is mapped on a device to its peers, of which there is a new one.
+    // Gives a device's new peer access to the imported memory on it.
     void open_to_peers(DeviceIndex index) {
         std::lock_guard<std::mutex> guard(lock_);
         for (const auto& [handle, opened] : opened_) {
@@ -370,7 +371,7 @@ class Ipc {
         return status;
     }
 
-    // A page takes a descriptor, and programs begin with few. False where there are no more to have.
+    // Raises the limit on descriptors: each page needs one, and the default limit is low. False if it cannot be raised.
     static bool allow_more_descriptors() {
         rlimit limit{};
         if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
@@ -385,7 +386,7 @@ class Ipc {
                         " may be open (ulimit -n); raise the limit, or use larger pages (remap:handle=32M)");
     }
 
-    // The header of a handle of ours, or of PyTorch's that we can read.
+    // The header of a handle from this shim, or from PyTorch in a readable version.
     static std::optional<SharedPages> parse(const std::string& handle) {
         if (handle.size() <= FRONT || handle.size() == CUDA_IPC_HANDLE_SIZE) return std::nullopt;
         if (handle[0] > '\x02' || handle[1] != KIND) return std::nullopt;
@@ -433,7 +434,7 @@ class Ipc {
             // Another thread may have opened it again.
             if (at != opened_.end() && at->second.memory.expired()) opened_.erase(at);
         }
-        // When the program ends the driver may be gone before its last tensor, and nothing is left to close.
+        // At exit the driver may be unloaded before the last tensor is destroyed, and nothing remains to be closed.
         (void)library.import_close(number(memory));
     }
 
@@ -443,9 +444,8 @@ class Ipc {
     std::atomic<bool> ever_{false};
 };
 
-// PyTorch does not register segments that grow with NCCL: it switches this off under expandable segments of its own,
-// because nothing would tell NCCL that memory was unmapped. It looks at its own settings for that, which say nothing of
-// ours.
+// Stops PyTorch from registering segments that grow with NCCL. PyTorch disables it for its own expandable segments, because
+// nothing would notify NCCL of unmapped memory, but it checks its own settings for that, not the shim's.
 inline void keep_pages_from_nccl(const char* spec) {
     constexpr const char* HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK";
     const char* set = std::getenv(HOOK);

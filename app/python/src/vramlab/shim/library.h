@@ -1,5 +1,5 @@
-// The functions of libvramlab, looked up at run time: the shim is compiled on the user's machine and must not care
-// where the library lies.
+// The functions of libvramlab, resolved at run time: the shim is compiled on the user's machine, independently of the
+// library's location.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@ extern "C" {
 
 namespace vramlab_shim {
 
-// Each is named once; its type is what the header declares.
+// Each function is named once; its type comes from the header.
 // clang-format off
 #define VRAMLAB_SHIM_NEEDS(X) \
     X(abi) X(version) X(error) X(text_free) X(open) X(close) X(allocate) X(allocate_in) X(free) X(record_stream) \
@@ -26,7 +26,7 @@ struct Library {
 #define VRAMLAB_SHIM_POINTER(name) decltype(&::vramlab_##name) name = nullptr;
     VRAMLAB_SHIM_NEEDS(VRAMLAB_SHIM_POINTER)
 #undef VRAMLAB_SHIM_POINTER
-    // Empty, or why the library cannot be used. It is never unloaded: blocks of it live as long as the process.
+    // Returns an empty text, or why the library cannot be used. It is never unloaded: its blocks live as long as the process.
     std::string load(const char* path) {
         void* file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (file == nullptr) {
@@ -50,7 +50,7 @@ struct Library {
     }
 };
 
-// Filled by the install, before the allocator is PyTorch's, and never changed after.
+// Filled by the installation, before the allocator is PyTorch's, and constant afterwards.
 inline Library library;
 
 }  // namespace vramlab_shim

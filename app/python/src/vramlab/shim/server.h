@@ -1,4 +1,4 @@
-// How a request is served and a block given back: the devices, their limits, and what is recorded of them.
+// Allocation and free requests: the devices, their limits, and their memory histories.
 #pragma once
 
 #include "visits.h"
@@ -13,10 +13,10 @@ namespace vramlab_shim {
 inline uint64_t number(const void* address) { return reinterpret_cast<uint64_t>(address); }
 inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
-// Both handles of the legacy default stream are one stream.
+// Both handles of the legacy default stream denote one stream.
 inline bool same_stream(const void* a, const void* b) { return a == b || (number(a) <= 1 && number(b) <= 1); }
 
-// For tools that follow what Python's programs do with memory.
+// For tools that trace memory of Python programs.
 inline void trace_allocation(const void* block) {
     const c10::impl::PyInterpreter* interpreter = c10::impl::GPUTrace::get_trace();
     if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_allocation(c10::kCUDA, number(block));
@@ -27,7 +27,7 @@ inline void trace_free(const void* block) {
     if (C10_UNLIKELY(interpreter != nullptr)) (*interpreter)->trace_gpu_memory_deallocation(c10::kCUDA, number(block));
 }
 
-// A segment came or went, on the thread whose request caused it.
+// Handles a segment event, on the thread whose request caused it.
 inline void on_segment(void* context, const vramlab_segment_event* event) {
     const Owner& owner = *static_cast<Owner*>(context);
     Device& device = *owner.device;
@@ -55,7 +55,7 @@ inline void on_segment(void* context, const vramlab_segment_event* event) {
                 origin.context);
 }
 
-// A free that had to wait for other streams is done.
+// Handles the completion of a deferred free.
 inline void on_free(void* context, uint64_t address) {
     Device& device = *static_cast<Owner*>(context)->device;
     History& history = device.history;
@@ -78,18 +78,18 @@ class Server {
         given_.fill(VRAMLAB_NO_LIMIT);
     }
 
-    // PyTorch's own allocator. It opens the handles of other processes' cudaMalloc, and keeps pools that bring an allocator of the
-    // program's.
+    // PyTorch's own allocator. It opens other processes' handles of cudaMalloc, and serves pools with an allocator provided by
+    // the program.
     CUDAAllocator* const native;
     const std::string spec;
-    // Whether it keeps any.
+    // True if it serves any pool.
     std::atomic<bool> native_serves{false};
-    // Whether any memory here is mapped, and not a piece of cudaMalloc's.
+    // True if any memory here is mapped in pages rather than allocated by cudaMalloc.
     std::atomic<bool> maps_memory{false};
 
     // --- blocks ---
 
-    // A block of `bytes`, at least 1, or an error of PyTorch's.
+    // Returns a block of `bytes`, at least 1, or throws PyTorch's error.
     void* take(DeviceIndex index, size_t bytes, cudaStream_t stream) {
         constexpr size_t ONE_EXABYTE = size_t{1} << 60;
         TORCH_CHECK_WITH(OutOfMemoryError, bytes < ONE_EXABYTE,
@@ -109,7 +109,7 @@ class Server {
         return pointer(address);
     }
 
-    // Throws where the address is of no live block.
+    // Throws if the address is not a live block.
     void give_back(void* block) {
         if (block == nullptr) return;
         const uint64_t address = number(block);
@@ -123,17 +123,17 @@ class Server {
             return status != VRAMLAB_STATUS_FOREIGN;
         });
         if (C10_UNLIKELY(!found && native_serves)) {
-            // It says by itself that it has none there either.
+            // PyTorch throws its own error if the block is unknown there too.
             native->raw_delete(block);
             return;
         }
         TORCH_CHECK(found, "vramlab: free of ", block,
                     ", where no live block begins: it was freed before, or another allocator made it");
-        // A child after fork() frees what it inherited, which is its parent's.
+        // A forked child frees inherited blocks, which belong to its parent.
         if (status != VRAMLAB_STATUS_FORKED) Device::check(status);
     }
 
-    // Whether a live block of ours, or of a pool that stays with PyTorch, begins there.
+    // True if the address is a live block of the library, or of a native pool.
     bool holds(void* block) {
         const uint64_t address = number(block);
         return owners.may_be_native(address) || owners.any([&](Owner& owner) {
@@ -142,7 +142,7 @@ class Server {
         });
     }
 
-    // False where no live block of ours begins.
+    // False if the address is not a live block of the library.
     bool record_stream(void* block, cudaStream_t stream) {
         const uint64_t address = number(block);
         return ask_owners(address, [&](Owner& owner) {
@@ -166,7 +166,7 @@ class Server {
                     ", where no live block is");
     }
 
-    // Asks the likely owner of an address, then the others, until one knows it; false when none does.
+    // Calls the likely owner of an address, then the others, until one knows it; false if none does.
     template <typename Call>
     bool ask_owners(uint64_t address, Call&& call) {
         Owner* guessed = owners.guess(address);
@@ -188,13 +188,13 @@ class Server {
 
     int device_count() const { return device_count_; }
 
-    // Opened now, where it was not.
+    // The device, opened if necessary.
     Device& device(DeviceIndex index) {
         Device* known = opened(index);
         return C10_LIKELY(known != nullptr) ? *known : open(index);
     }
 
-    // Null until memory is asked for there: a question opens no device.
+    // Null until memory is requested there: queries do not open a device.
     Device* opened(DeviceIndex index) const {
         TORCH_CHECK(index >= 0 && index < device_count_, "vramlab: there is no cuda:", int(index), " among ",
                     device_count(), " devices",
@@ -211,7 +211,7 @@ class Server {
 
     Owner* open_owner(Device& device, const std::string& spec, MempoolId_t pool) {
         auto owner = std::make_unique<Owner>();
-        // The simulated devices of the library take the place of GPUs in tests.
+        // Tests replace GPUs by the library's simulated devices.
         const char* kind = std::getenv("VRAMLAB_SHIM_DEVICE");
         const std::string name = std::string(kind == nullptr ? "cuda" : kind) + ":" + std::to_string(int(device.index));
         Device::check(library.open(spec.c_str(), name.c_str(), &owner->handle));
@@ -228,7 +228,7 @@ class Server {
         return added;
     }
 
-    // --- what is set for all devices, also for those that open later ---
+    // --- settings of all devices, including those opened later ---
 
     void set_limit(uint64_t bytes) {
         std::lock_guard<std::mutex> guard(lock_);
@@ -243,7 +243,7 @@ class Server {
         apply_limit(to);
     }
 
-    // Lets PyTorch's own allocator have what these ones leave of the limit, and these what that one leaves.
+    // Divides the limit: each allocator gets the part that the other one leaves.
     void share_limit(Device& device) {
         std::lock_guard<std::mutex> guard(lock_);
         apply_limit(device);
@@ -304,7 +304,7 @@ class Server {
 
   private:
     struct Asked {
-        const Pool* pool;  // null: the device's cache
+        const Pool* pool;  // null: no pool
         size_t bytes;
         cudaStream_t stream;
         Context context;
@@ -326,7 +326,7 @@ class Server {
         return address;
     }
 
-    // A block of a pool that stays with PyTorch's own allocator, which is told of the pool by its own route.
+    // A block of a native pool; PyTorch's own allocator selects the pool by its own route.
     uint64_t take_from_native(Device& from, size_t bytes, cudaStream_t stream) {
         share_limit(from);
         const uint64_t address = number(native->raw_alloc_with_stream(bytes, stream));
@@ -335,7 +335,7 @@ class Server {
         return address;
     }
 
-    // A thread's requests to PyTorch's own allocator go to a pool of that while this lives.
+    // Sends this thread's requests to PyTorch's own allocator to one of its pools while this object lives.
     class NativeRoute {
       public:
         NativeRoute(CUDAAllocator& native, DeviceIndex device, MempoolId_t pool)
@@ -357,7 +357,7 @@ class Server {
         const MempoolId_t pool_;
     };
 
-    // The same for a pool that this request did not ask for; 0 where that has no memory either.
+    // The same for a pool that is not the request's; 0 if it has no memory either.
     uint64_t take_from_native_pool(Device& from, const Pool& pool, const Asked& asked) {
         const NativeRoute route(*native, from.index, pool.id);
         try {
@@ -367,7 +367,7 @@ class Server {
         }
     }
 
-    // The library's answer; a block is recorded in the same step.
+    // Calls the library; the block is recorded in the same step.
     vramlab_status ask(Device& from, const Asked& asked, uint64_t* address) {
         std::unique_lock<std::recursive_mutex> guard(from.history.lock, std::defer_lock);
         if (from.history.wanted()) guard.lock();
@@ -386,8 +386,8 @@ class Server {
         return status;
     }
 
-    // As PyTorch answers a lack of memory: those who can free some are asked, then pools of last resort; then observers
-    // are told.
+    // Handles a lack of memory as PyTorch does: first the callbacks that can free memory, then pools of last resort, then the
+    // observers.
     C10_NOINLINE uint64_t take_after_failure(Device& from, const Asked& asked, vramlab_status status) {
         std::string said = library.error();
         TORCH_CHECK(status == VRAMLAB_STATUS_OUT_OF_MEMORY, "vramlab: ", said);
@@ -436,7 +436,7 @@ class Server {
             observers = observers_;
             allowed = limits_[static_cast<size_t>(from.index)];
         }
-        // No lock is held: an observer may dump a snapshot.
+        // No lock is held: an observer may write a snapshot.
         for (const OutOfMemoryObserver& observer : observers)
             observer(from.index, asked.bytes, std::min(allowed, total), free);
         using c10::CachingAllocator::format_size;
@@ -472,7 +472,7 @@ class Server {
         return status;
     }
 
-    // The entries come before the block goes back: after that it is another thread's.
+    // The entries precede the free: after it another thread may get the block.
     vramlab_status free_recorded(Owner& owner, uint64_t address, const Context& context) {
         Device& device = *owner.device;
         History& history = device.history;
@@ -494,7 +494,7 @@ class Server {
         return library.free(owner.handle, address);
     }
 
-    // What a live block takes; 0 where none begins.
+    // The size of a live block; 0 if the address is not one.
     static int64_t size_of(const Owner& owner, uint64_t address) {
         vramlab_block block{};
         const vramlab_status status = library.block_at(owner.handle, address, &block);
@@ -509,7 +509,7 @@ class Server {
                                          c10::Device(c10::DeviceType::CUDA, owner.device->index));
     }
 
-    // Blocks that are there when recording begins are taken in: their frees need a size and a stream.
+    // Adds blocks that exist when recording starts: their frees need a size and a stream.
     template <typename Change>
     static void change(Device& device, Change&& changed) {
         std::lock_guard<std::recursive_mutex> guard(device.history.lock);
@@ -523,9 +523,9 @@ class Server {
         std::lock_guard<std::mutex> guard(lock_);
         std::atomic<Device*>& place = devices_[static_cast<size_t>(index)];
         if (Device* known = place.load()) return *known;
-        // The thread's device stays what it was.
+        // The thread's current device is restored.
         const c10::cuda::CUDAGuard device_guard(index);
-        // Never freed: the library's callbacks name it.
+        // Never deleted: the library's callbacks refer to it.
         auto* device = new Device(index);
         device->owner = open_owner(*device, spec, NO_POOL);
 #if VRAMLAB_TORCH >= 210
@@ -543,7 +543,7 @@ class Server {
         return *device;
     }
 
-    // The smaller of what the user of vramlab and the program allow, less what pools hold that stay with PyTorch.
+    // Applies the smaller of the user's and the program's limits, less the memory of native pools.
     void apply_limit(Device& device) {
         const auto index = static_cast<size_t>(device.index);
         uint64_t allowed = limit_;
@@ -559,7 +559,7 @@ class Server {
             const int64_t elsewhere = native->getDeviceStats(device.index).reserved_bytes[ALL].current;
             allowed -= std::min(allowed, static_cast<uint64_t>(elsewhere));
         }
-        // What the settings of the allocator limit stays as long as nothing else is asked for.
+        // The limit in the allocator's settings stays in effect until another limit is requested.
         if (std::exchange(given_[index], allowed) != allowed) {
             Device::check(library.set_limit(device.owner->handle, allowed));
         }
@@ -570,12 +570,12 @@ class Server {
     std::atomic<int> device_count_{0};
     std::array<std::atomic<Device*>, C10_COMPILE_TIME_MAX_GPUS> devices_{};
 
-    // Guards what follows and the opening of devices. Neither observers nor the allocation of a block run under it.
+    // Guards the members below and the opening of devices. Neither observers nor the allocation of a block run under it.
     std::mutex lock_;
     uint64_t limit_;
     std::array<double, C10_COMPILE_TIME_MAX_GPUS> fractions_{};
-    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};  // what the program was allowed
-    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> given_{};   // what the library was told
+    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> limits_{};  // the program's limits
+    std::array<uint64_t, C10_COMPILE_TIME_MAX_GPUS> given_{};   // the library's limits
     std::array<bool, C10_COMPILE_TIME_MAX_GPUS> native_limited_{};
     std::atomic<bool> latency_;
     Recording recording_;

@@ -1,8 +1,7 @@
-// PyTorch's CUDA allocator over libvramlab: every tensor, graph, MemPool and statistic of PyTorch goes through this
-// class.
+// PyTorch's CUDA allocator over libvramlab: every tensor, graph, MemPool and statistic of PyTorch uses this class.
 //
-// Compiled on the user's machine against the installed PyTorch (`_build.py`), put in by `vramlab_shim_install`
-// (exports.h), and never taken out or destroyed: its blocks live until the process ends.
+// Compiled on the user's machine against the installed PyTorch (`_build.py`), installed by `vramlab_shim_install`
+// (exports.h), and never removed or destroyed: its blocks live until the process exits.
 
 #include "ipc.h"
 
@@ -31,7 +30,7 @@ struct Checkpoint : AllocatorState {
     ~Checkpoint() override { library.checkpoint_free(value); }
 };
 
-// Fields of the library's statistics are called as PyTorch's.
+// The library's statistics have the same field names as PyTorch's.
 template <typename Gauge>
 void add(Stat& to, const Gauge& from) {
     to.current += static_cast<int64_t>(from.current);
@@ -109,7 +108,7 @@ class Shim final : public CUDAAllocator {
     }
 
     void raw_delete(void* address) override {
-        // A block that was made before `enable(false)` is still ours: cudaFree would take its whole segment.
+        // A block allocated before `enable(false)` still belongs to the library: cudaFree would free its whole segment.
         if (C10_UNLIKELY(!caches()) && !server.holds(address)) {
             delete_uncached(address);
         } else {
@@ -126,11 +125,11 @@ class Shim final : public CUDAAllocator {
     void recordStream(const c10::DataPtr& block, c10::cuda::CUDAStream stream) override {
         if (block.get() == nullptr) return;
         if (block.get_deleter() != &delete_block) {
-            // PyTorch's own ignores what is not its own either.
+            // PyTorch's own allocator also ignores unknown blocks.
             server.native->recordStream(block, stream);
         } else if (!server.record_stream(block.get(), stream.stream())) {
             TORCH_CHECK(server.native_serves, "vramlab: record_stream of ", block.get(), ", where no live block is");
-            // It looks for its own deleter.
+            // PyTorch's allocator checks for its own deleter.
             c10::DataPtr alias(block.get(), block.get(), server.native->raw_deleter(), block.device());
             server.native->recordStream(alias, stream);
             alias.release_context();
@@ -196,13 +195,12 @@ class Shim final : public CUDAAllocator {
 
     DeviceStats getDeviceStats(DeviceIndex index) override {
         DeviceStats out;
-        // With pools that have an allocator of their own. The peak of a sum is at most the sum of the peaks, which is
-        // said here.
+        // Includes pools with their own allocator. The peak of a sum is at most the sum of the peaks, which is reported.
         owners.each_of(server.opened(index), [&](Owner& owner) {
             vramlab_stats stats{};
             Device::check(library.read_stats(owner.handle, &stats));
             add(out, stats);
-            // No bound is the largest number there and -1 here, as PyTorch's own allocator says it.
+            // An unlimited size is the maximum number in the library and -1 here, as in PyTorch's own allocator.
             out.max_split_size = static_cast<int64_t>(stats.max_split_size);
         });
         if (server.native_serves) add(out, server.native->getDeviceStats(index));
@@ -297,7 +295,7 @@ class Shim final : public CUDAAllocator {
             size_t active = 0;
             for (const SegmentInfo& segment : segments) active += segment.active_size;
             out.segments.insert(out.segments.end(), segments.begin(), segments.end());
-            // It follows the copy: a later snapshot shows where this one was taken.
+            // It follows the copy: a later snapshot shows when this one was taken.
             device->history.add(TraceEntry::SNAPSHOT, device->index, 0, active, nullptr, id, nullptr);
         }
         for (auto& trace : out.device_traces) {
@@ -339,7 +337,7 @@ class Shim final : public CUDAAllocator {
     }
 
     void createOrIncrefPool(DeviceIndex index, MempoolId_t id, SharedAllocator allocator) override {
-        // A pool that brings an allocator of the program's stays with PyTorch, which knows how to ask it for segments.
+        // A pool with an allocator provided by the program stays with PyTorch, which can request segments from it.
         const bool native = allocator != nullptr && &*allocator != this;
         if (native) {
             server.native_serves = true;
@@ -363,8 +361,8 @@ class Shim final : public CUDAAllocator {
 #endif
 
 #if VRAMLAB_TORCH >= 210
-    // Each request of the pool gets memory of the driver's for itself alone, whatever allocator serves the others: what
-    // registers memory, as NCCL and symmetric memory do, sees one tensor in each allocation.
+    // Gives each request of the pool its own CUDA allocation, whatever the other requests' allocator: libraries that
+    // register memory, such as NCCL and symmetric memory, see one tensor per allocation.
     void setNoSplit(DeviceIndex index, MempoolId_t id) override {
         const std::shared_ptr<Pool> pool = server.device(index).at(id, "setNoSplit");
         if (pool->native) {
@@ -375,7 +373,7 @@ class Shim final : public CUDAAllocator {
     }
 #endif
 
-    // Gives a pool of `torch.cuda.MemPool` that is still empty an allocator of its own.
+    // Gives an empty pool of `torch.cuda.MemPool` its own allocator.
     Owner* give_pool_allocator(DeviceIndex index, MempoolId_t id, const std::string& spec) {
         Device& of = server.device(index);
         Owner* own = server.open_owner(of, spec, id);
@@ -462,7 +460,7 @@ class Shim final : public CUDAAllocator {
                         "). Run programs that send CUDA tensors to other processes under 'caching', or send copies on "
                         "the CPU");
         }
-        // As PyTorch writes it, for processes with and without this shim: version, kind, the driver's handle.
+        // PyTorch's format, for processes with and without this shim: version, kind, the driver's handle.
         std::string text{'\x02', 'c'};
         text.append(reinterpret_cast<const char*>(&handle), sizeof(handle));
         return ShareableHandle{static_cast<char*>(address) - base, std::move(text)};
@@ -474,7 +472,7 @@ class Shim final : public CUDAAllocator {
 
     cudaError_t memcpyAsync(void* to, int to_device, const void* from, int from_device, size_t bytes,
                             cudaStream_t stream, bool peers) override {
-        // Memory that is mapped here may be closed to the other device; this copy needs no access.
+        // The other device may lack access to memory mapped here; this copy does not need it.
         const bool mapped = server.maps_memory || ipc.ever_opened();
         if (to_device == from_device || (peers && !mapped)) {
             return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
@@ -490,7 +488,7 @@ class Shim final : public CUDAAllocator {
 
 #if VRAMLAB_TORCH >= 212
     void attachOomRejectionObserver(OomRejectionObserver) override {
-        // Nothing is rejected before the device was asked.
+        // Nothing is rejected before the device was tried.
     }
 
     std::shared_ptr<GatheredContext> getContextForPointer(const void* address) override {
@@ -518,17 +516,17 @@ class Shim final : public CUDAAllocator {
 #endif
 
   private:
-    // Whether requests are served here, and not by a cudaMalloc each.
+    // True if requests are served by the library, and not by a cudaMalloc each.
     bool caches() const { return enabled_ && !never_caches_; }
 
-    // Returns allocators that no pool needs any more, which are closed when no lock is held.
+    // Returns allocators that no pool needs any more; the caller closes them without locks.
     static std::vector<Owner*> empty_cache(Device& device, MempoolId_t id) {
         device.notice_captures();
         const Request now{device.history.gather(RecordContext::ALL), NO_POOL};
         std::unique_lock<std::recursive_mutex> guard(device.history.lock, std::defer_lock);
         if (device.history.wanted()) guard.lock();
         const RequestScope scope(now);
-        // Idle memory is waited for, which a capture does not allow.
+        // Trimming waits for frees, which a capture does not allow.
         if (id == NO_POOL && !device.in_capture()) {
             uint64_t bytes = 0;
             Device::check(library.trim(device.owner->handle, 0, &bytes));
@@ -536,7 +534,7 @@ class Shim final : public CUDAAllocator {
         return device.trim_released(id);
     }
 
-    // Looks at what is recorded of a live block, where it is.
+    // Calls `look` with the record of a live block, if there is one.
     template <typename Look>
     void with_live(const void* address, Look&& look) {
         owners.any([&](Owner& owner) {
@@ -562,7 +560,7 @@ class Shim final : public CUDAAllocator {
         to.graph_capture_record_stream_reuse = CUDAAllocatorConfig::graph_capture_record_stream_reuse();
         to.last_allocator_settings = Config::last_allocator_settings();
         to.roundup_power2_divisions = Config::roundup_power2_divisions();
-        // As the allocator has it.
+        // The allocator's actual mode.
         to.expandable_segments = server.maps_memory;
         to.max_split_size = std::numeric_limits<size_t>::max();
         server.each_device([&](Device& device) {
@@ -583,15 +581,15 @@ void delete_block(void* address) {
     try {
         installed->server.give_back(address);
     } catch (const c10::Error& error) {
-        // When the program ends the driver may be gone before the last tensor, and nothing is left to free.
+        // At exit the driver may be unloaded before the last tensor is destroyed, and nothing remains to be freed.
         int device = 0;
         if (cudaGetDevice(&device) == cudaErrorCudartUnloading) return;
-        // A destructor runs this: an exception would end the program without a word.
+        // A destructor runs this: an exception would end the program without a message.
         std::fprintf(stderr, "%s\n", error.what_without_backtrace());
     }
 }
 
-// In a capture cudaMalloc is an error, as in PyTorch.
+// During a capture cudaMalloc fails, as in PyTorch.
 void* take_uncached(size_t bytes) {
     void* address = nullptr;
     C10_CUDA_CHECK(cudaMalloc(&address, bytes));

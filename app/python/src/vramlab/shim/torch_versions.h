@@ -1,4 +1,4 @@
-// What differs between the versions of PyTorch that one source is compiled for.
+// Differences between the supported versions of PyTorch.
 #pragma once
 
 #if __has_include(<torch/headeronly/version.h>)
@@ -22,7 +22,7 @@ namespace vramlab_shim {
 using c10::DeviceIndex;
 using c10::GatheredContext;
 using c10::MempoolId_t;
-// Some of these names stand in one of the two namespaces, by version.
+// Some of these names are in one or the other namespace, depending on the version.
 using namespace c10::CachingDeviceAllocator;
 using namespace c10::cuda::CUDACachingAllocator;
 using Context = std::shared_ptr<GatheredContext>;

@@ -1,11 +1,11 @@
-// Walks over an allocator's segments and blocks.
+// Iterates over an allocator's segments and blocks.
 #pragma once
 
 #include "device.h"
 
 namespace vramlab_shim {
 
-// PyTorch 2.10 and newer refuse to register a segment without a number.
+// PyTorch 2.10 and newer do not register a segment without a number.
 template <typename Segment>
 auto number_segment(Segment& to, int32_t order, int) -> decltype(void(to.registration_counter)) {
     to.registration_counter = order;
@@ -24,7 +24,7 @@ class Visit {
             owner.handle, &callbacks,
             [](void* context, const vramlab_segment* of) { static_cast<Callbacks*>(context)->first(*of); },
             [](void* context, const vramlab_block* of) { static_cast<Callbacks*>(context)->second(*of); });
-        // An allocator that does not see its segments has none to show.
+        // An allocator that cannot list its segments has none to show.
         if (status != VRAMLAB_STATUS_INCAPABLE) {
             Device::check(status);
         }
@@ -47,7 +47,7 @@ class Visit {
         return out;
     }
 
-    // Blocks that the program holds of a pool.
+    // The live blocks of a pool.
     static std::unordered_set<void*> live(const Owner& owner, uint64_t pool) {
         std::unordered_set<void*> out;
         bool inside = false;
@@ -68,7 +68,7 @@ class Visit {
         return out;
     }
 
-    // Appends segments as PyTorch describes them: of one pool, or all. Needs the history's lock.
+    // Appends segments in PyTorch's format: of one pool, or all. Needs the history's lock.
     static void describe(const Owner& owner, MempoolId_t id, std::vector<SegmentInfo>& out) {
         Device& device = *owner.device;
         History& history = device.history;
@@ -117,7 +117,7 @@ class Visit {
             });
     }
 
-    // Blocks that were there before entries were wanted: their frees need a size and a stream. Needs the history's
+    // Records blocks that were allocated before the history was on: their frees need a size and a stream. Needs the history's
     // lock.
     static void adopt(const Owner& owner) {
         Device& device = *owner.device;
