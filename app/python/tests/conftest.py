@@ -1,4 +1,4 @@
-"""Fixtures that the tests of the package share."""
+"""Shared fixtures of the package's tests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Programs that Python leaves by exceptions, in the middle of operators and of the backward pass.
+"""Programs that exceptions interrupt, in the middle of operators and of the backward pass.
 
     python interrupted.py [RECORDING]
 
-A recorder must not be noticed: each prints the same line with a recording and without one. Nothing depends on what
-kernels compute, so that they run over a stand-in for CUDA, too.
+A recorder must not have side effects: each program prints the same line with and without a recording. No result
+depends on kernels, so that the programs also run over a stand-in for CUDA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def program(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class Left(Exception):
-    """What the programs here are left by."""
+    """The exception that interrupts these programs."""
 
 
 def parameter(size: int = 64) -> torch.Tensor:
@@ -40,7 +40,7 @@ def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def train(**how: Any) -> int:
-    """Recomputes forward passes in the backward pass; each recomputation is left by an exception when it has enough."""
+    """Recomputes forward passes in the backward pass; an exception stops each recomputation early."""
     weight, x = parameter(), parameter()
     for _ in range(3):
         out = x
@@ -133,7 +133,7 @@ def hooks_of_gradients() -> str:
 
 
 class Own(torch.autograd.Function):
-    """An operator in Python that is left in one of its directions."""
+    """An operator in Python that an exception interrupts in the forward or the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
@@ -164,7 +164,7 @@ def operators_in_python() -> list[str]:
 
 @program
 def dispatch_modes() -> int:
-    """Leaves the n-th operator of an expression, for each n."""
+    """Interrupts the n-th operator of an expression, for each n."""
     left = 0
 
     class Count(TorchDispatchMode):
@@ -198,7 +198,7 @@ def generators() -> list[str]:
             while True:
                 yield block(kept, parameter())
         except GeneratorExit:
-            # Frees and allocates while it is closed.
+            # Frees and allocates while the generator is closed.
             del kept
             parameter()
             told.append("closed")

@@ -1,4 +1,4 @@
-"""Processes of their own for tests, with a stand-in for PyTorch."""
+"""Separate processes for tests, with a stand-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HISTORY = HERE.parents[2] / "experiments" / "histories" / "mlp.pickle.xz"
 
 
 class Place:
-    """A folder, and processes in it that are recorded there."""
+    """A directory, and processes that write their recordings there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -40,14 +40,14 @@ class Place:
         )
 
     def run(self, script: str, code: int = 0, **variables: str) -> tuple[str, str]:
-        """What a script prints to its output and to its errors."""
+        """Runs a script and returns its stdout and stderr."""
         process = self.start(script, **variables)
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         return out, err
 
     def files(self) -> list[str]:
-        """Names in the output, with the number of the process left out."""
+        """The output's file names, without the process id."""
         names = [path.name for path in self.out.iterdir()]
         return sorted(re.sub(r"pid\d+", "pid", name) for name in names)
 
@@ -59,7 +59,7 @@ class Place:
         return record
 
     def calls(self, of: str | None = None) -> list[list[Any]]:
-        """What was asked of PyTorch."""
+        """The recorded calls of the stand-in."""
         file = self.folder / "calls"
         lines = file.read_text().splitlines() if file.is_file() else []
         calls = [json.loads(line)[1:] for line in lines]

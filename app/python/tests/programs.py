@@ -1,9 +1,8 @@
-"""What an allocator under PyTorch must do. `test_torch.py` runs it in a process of its own, on a GPU or a stand-in.
+"""The requirements on an allocator under PyTorch. `test_torch.py` runs them in a process, on a GPU or a stand-in.
 
     python programs.py ALLOCATOR [NAME…]
 
-Nothing here fills or reads a tensor, so that no kernel is needed. Each prints a line: its name and how it went, as
-JSON.
+No program fills or reads a tensor, so that no kernel is needed. Each prints a line of JSON: its name and its result.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {}
 
 
 def program(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Names it for the command line."""
+    """Registers a program for the command line."""
     PROGRAMS[run.__name__] = run
     return run
 
@@ -101,7 +100,7 @@ def out_of_memory() -> None:
         assert [(device, size) for device, size, _, _ in seen] == [(0, 40 << 30)]
         assert seen[0][2] < torch.cuda.get_device_properties(0).total_memory * 0.051
         assert torch.cuda.memory_stats()["num_ooms"] == before + 1
-        # Smaller requests go on.
+        # Smaller requests still succeed.
         held(MIB)
         del kept
     finally:
@@ -168,7 +167,7 @@ def history() -> list[str]:
     actions = [event["action"] for event in events]
     assert "snapshot" not in actions
     assert actions.count("alloc") == 3, actions
-    # Each free was asked for and completed, once, in that order.
+    # Each free was requested and completed, once, in that order.
     for address in {event["addr"] for event in events if event["action"] == "free_requested"}:
         of_block = [event["action"] for event in events if event["addr"] == address and "free" in event["action"]]
         of_block = [action for action in of_block if not action.startswith("segment")]
@@ -229,7 +228,7 @@ def frames_of_blocks_that_outlive_their_recording() -> None:
     memory._record_memory_history(enabled=None)
     other = held(5 * MIB)
     assert (names(kept), names(other)) == ([["held"]], [[]])
-    # The next block at this address was made when nothing was recorded.
+    # The next block at this address was allocated while the history was off.
     address = kept.data_ptr()
     del kept
     kept = held(5 * MIB)
@@ -322,7 +321,7 @@ def mempool_that_does_not_split() -> None:
         first, second = held(1000), held(3 * MIB)
         third = held(1000)
         segments = {segment["address"]: len(segment["blocks"]) for segment in pool.snapshot()}
-    # Each begins an allocation of the driver's, which has no other block.
+    # Each starts a CUDA allocation that has no other block.
     assert segments == {tensor.data_ptr(): 1 for tensor in (first, second, third)}, segments
     of_pool, at = tuple(pool.id), third.data_ptr()
     assert of_pool in pools()
@@ -347,7 +346,7 @@ def mempool_of_another_allocator() -> None:
     assert pool.stats()["stats"]["allocated_bytes.all.current"] == MIB
     assert inside(tensor, pool.snapshot())
     assert not inside(held(MIB), pool.snapshot())
-    # A tensor outlives its pool.
+    # A tensor may outlive its pool.
     del pool
     gc.collect()
     assert torch.cuda.memory_allocated() == before + MIB
@@ -364,7 +363,7 @@ def mempool_of_another_allocator() -> None:
             raise AssertionError(wrong)
 
 
-# Nothing reads what it hands out, so that it need not be a GPU's.
+# No code reads its memory, so it need not be a GPU's.
 OF_THE_PROGRAM = """
 #include <cstdlib>
 extern "C" void* take(size_t bytes, int, void*) {
@@ -395,7 +394,7 @@ def mempools_with_an_allocator_of_the_program() -> None:
             assert torch.cuda.memory_allocated() == before + 80 * MIB
             runs_out(30 * MIB)
             del first, second
-            # What lies idle in the pool of last resort serves, and that in the other one does not.
+            # The free memory of the last-resort pool serves the request, the other pool's does not.
             third = held(30 * MIB)
             assert third.data_ptr() == at
             runs_out(30 * MIB)
@@ -464,7 +463,7 @@ def checkpoints() -> None:
     torch._C._cuda_setCheckpointPoolState(device, state, storages, [])
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, {at})
     assert not torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
-    # The block lives, and no tensor owns it.
+    # The block is live, but no tensor owns it.
     del kept, gone
     torch.cuda.caching_allocator_delete(at)
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
@@ -499,7 +498,7 @@ def without_a_cache() -> None:
         assert address not in (0, tensor.data_ptr())
         assert torch.cuda.caching_allocator_alloc(0) == 0
         assert (requested(), torch.cuda.memory_allocated()) == (before, held_before)
-        # What is no block of the allocator's goes back by cudaFree, and what is one goes back to it.
+        # Foreign memory is freed by cudaFree, and a block of the allocator by the allocator.
         torch.cuda.caching_allocator_delete(address)
         torch.cuda.caching_allocator_delete(kept)
         assert torch.cuda.memory_allocated() < held_before
@@ -519,7 +518,7 @@ def devices() -> None:
         there = held(MIB)
     here = held(2 * MIB)
     assert [torch.cuda.memory_allocated(index) for index in (0, 1)] == [before[0] + 2 * MIB, before[1] + MIB]
-    # Frees come on whichever device the thread is.
+    # Frees do not depend on the thread's current device.
     del there
     with torch.cuda.device(1):
         del here
@@ -565,14 +564,14 @@ def shared_with_another_process() -> None:
     assert handle[:2] in (b"\x02e", b"\x02v")
     process, _, page, count = struct.unpack_from("<iiQQ", handle, 2)
     assert process == os.getpid()
-    # Whole pages around the tensor, and no more, with a descriptor each.
+    # Only the pages that contain the tensor, with a descriptor each.
     assert 0 <= offset < page
     assert count == -(-(offset + 5 * MIB) // page)
     descriptors = struct.unpack_from(f"<{count}i", handle, 26)
     assert len(handle) == 26 + 4 * count
     for descriptor in descriptors:
         os.fstat(descriptor)
-    # The same ones the next time, and for a tensor in the same page.
+    # The same descriptors the next time, and for a tensor in the same page.
     assert tensor.untyped_storage()._share_cuda_()[1] == handle
 
 

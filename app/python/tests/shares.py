@@ -1,6 +1,6 @@
-"""Tensors that go to another process. usage: shares.py SENDER RECEIVER START [refuse]
+"""Sends tensors to another process. usage: shares.py SENDER RECEIVER START [refuse]
 
-SENDER and RECEIVER are allocators, START says how the receiver begins: `spawn`, or `fork` for two children of a
+SENDER and RECEIVER are allocators. START is the start method of the receiver: `spawn`, or `fork` for two children of a
 process that does not use CUDA. With `refuse` the receiver may not copy descriptors, as in most containers.
 """
 
@@ -15,19 +15,19 @@ import torch
 import torch.multiprocessing as mp
 import vramlab.torch
 
-# Whether there is memory to read and kernels to do so.
+# True if there is a GPU with readable memory and kernels.
 REAL = "VRAMLAB_SHIM_DEVICE" not in os.environ
 KIB = 1 << 10
 MIB = 1 << 20
-# Several in one page, one in several pages, and one that begins in the middle of a page.
+# Several in one page, one in several pages, and one that starts in the middle of a page.
 SIZES = [4 * KIB, 8 * KIB, 3 * MIB, 64 * KIB, 50 * MIB]
 PATIENCE = 120
 
 
 def refuse_pidfd_getfd() -> None:
-    """Lets the call fail with EPERM from now on (seccomp)."""
+    """Makes the call fail with EPERM from now on (seccomp)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # Load the number of the call; 438: the error; others: go on.
+    # Load the call's number; 438: return the error; others: allow.
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 438), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
     code = b"".join(step[0].to_bytes(2, "little") + bytes(step[1:3]) + step[3].to_bytes(4, "little") for step in steps)
     kept = ctypes.create_string_buffer(code, len(code))
@@ -42,7 +42,7 @@ def refuse_pidfd_getfd() -> None:
 
 
 def receive(allocator: str, refuses: bool, inbox: Any, outbox: Any) -> None:
-    """Says of each tensor how far it lies behind the first, and keeps all until there are no more."""
+    """Returns each tensor's offset from the first one, and keeps all tensors until the sender stops."""
     if refuses:
         refuse_pidfd_getfd()
     vramlab.torch.use(allocator)
@@ -66,7 +66,7 @@ def first_and_last(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def assert_closed(addresses: list[int]) -> None:
-    """The memory goes with the last tensor of it: then no page in front of one is the beginning of any."""
+    """Asserts that the memory is unmapped with its last tensor: no page before a tensor is the start of a mapping."""
     close = ctypes.CDLL(os.environ["VRAMLAB_LIBRARY"]).vramlab_import_close
     close.argtypes = [ctypes.c_uint64]
     foreign = 5

@@ -1,4 +1,4 @@
-"""The allocators from Python, on the simulated device: every function of the library."""
+"""The Python allocators on the simulated device: every function of the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except ImportError as missing:
 from vramlab import allocator as va  # noqa: E402
 
 MIB = 1 << 20
-# Of each other's programs: PyTorch's rules, ours, one that asks the driver each time, and another project's.
+# One allocator per family: PyTorch's rules, VramLab's own, one driver call per request, and another project's.
 SOME = ["caching", "pytorch-expandable", "remap", "naive", "bfc"]
 
 
@@ -78,7 +78,7 @@ def test_a_recorded_stream_keeps_a_block(caching: va.Allocator) -> None:
     assert caching.stats()["active_bytes.all.current"] == MIB
     caching.trim()
     assert caching.stats()["active_bytes.all.current"] == 0
-    # The stream that a block is of says nothing new.
+    # Recording the block's own stream has no effect.
     block = caching.alloc(MIB, 1)
     caching.record_stream(block, 1)
     caching.free(block)
@@ -115,7 +115,7 @@ def test_what_is_no_live_block_is_refused_with_its_address(name: str) -> None:
         with pytest.raises(va.ForeignError, match=f"{block:#x}"):
             allocator.free(block)
         assert live(allocator) == 0
-        # Simulated devices hand out the same addresses: only what this one does not hold can be told.
+        # Simulated devices return equal addresses: only an address that this device has not allocated is detected.
         if theirs != block:
             with pytest.raises(va.ForeignError):
                 allocator.free(theirs)
@@ -145,7 +145,7 @@ def test_a_limit_holds_and_can_be_lifted(name: str) -> None:
         allocator.set_limit(80 * MIB)
         with pytest.raises(va.OutOfMemoryError):
             allocator.alloc(40 * MIB)
-        # What was held before is as it was.
+        # The previous state is unchanged.
         allocator.free(kept)
         allocator.free(more)
         assert live(allocator) == 0
@@ -166,7 +166,7 @@ def test_the_devices_memory_is_the_last_limit() -> None:
 def test_a_limit_that_is_set_is_held_by_all(name: str) -> None:
     if name == "plan":
         pytest.skip("wants a file")
-    # No multiple of any granule.
+    # Not a multiple of any granularity.
     limit = 613 * MIB + 12345
     with va.Allocator(name, "sim", limit=limit) as allocator:
         held: list[int] = []

@@ -1,6 +1,6 @@
-"""Where the shim comes from: which PyTorch is refused, what is kept and where, what a machine without a compiler does.
+"""The build of the shim: refused versions of PyTorch, the cache, and machines without a compiler.
 
-PyTorch and the compiler are stand-ins: a folder with headers, and a script that writes what it was called with.
+PyTorch and the compiler are stand-ins: a directory with headers, and a script that writes its arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ echo "$made" > "$out"
 """
 
 
-# The header's name is no error.
+# The header's name must not be reported as an error.
 FAILS = """#!/bin/sh
 echo 'In file included from system_error:41:' >&2
 echo 'shim.cpp:1: error: of a test' >&2
@@ -39,7 +39,7 @@ exit 1
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a compiler and CUDA's headers, and a cache of its own."""
+    """A machine with a compiler and CUDA's headers, and an empty cache."""
     tools = tmp_path / "bin"
     tools.mkdir()
     compiler = tools / "cc"
@@ -88,7 +88,7 @@ def test_a_change_of_the_source_is_a_new_shim(machine: Path, monkeypatch: pytest
 
 
 def test_processes_that_start_together_compile_once(machine: Path) -> None:
-    # Locks of files are of the open file: threads meet them as processes do.
+    # File locks belong to the open file, so threads behave like processes.
     made: list[Path] = []
     ranks = [threading.Thread(target=lambda: made.append(_build.shim(torch(machine)))) for _ in range(4)]
     for rank in ranks:
@@ -151,7 +151,7 @@ def test_without_a_compiler_a_shim_of_the_package_serves(machine: Path, monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _build.shim(torch(machine)) == shipped
-    # It is of that version alone, and of these sources.
+    # It fits only that version and these sources.
     with pytest.raises(BuildError, match="no C"):
         _build.shim(torch(machine, "2.11.1+cu130"))
     shipped.write_text("made of other sources")
@@ -175,7 +175,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_a_log(machine: Path, monkeypat
 def test_headers_are_of_the_cuda_that_pytorch_was_built_for(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     include = machine / "cuda" / "include"
     assert _build.cuda_includes(torch(machine), []) == [include]
-    # PyTorch's wheels bring the runtime's headers, another folder the compiler's.
+    # One directory of PyTorch's wheels contains the runtime's headers, another the compiler's.
     first = machine / "wheel" / "include"
     first.mkdir(parents=True)
     (first / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 13020\n")

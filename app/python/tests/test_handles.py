@@ -1,4 +1,4 @@
-"""What a handle is worth: closed once and after its last call, never copied, callbacks that take each other's place."""
+"""Handles: closed once and after their last call, never copied, with replaceable callbacks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_handles_are_neither_copied_nor_pickled(caching: va.Allocator) -> None:
         for make in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(va.Error, match="cannot be copied or pickled"):
                 make(handle)
-    # Who copies the attributes by hand shares the handle.
+    # A manual copy of the attributes shares the handle.
     twin = va.Allocator.__new__(va.Allocator)
     twin.__dict__.update(caching.__dict__)
     del twin

@@ -1,4 +1,4 @@
-"""What the wheel and the source distribution hold."""
+"""The contents of the wheel and the source distribution."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 
 HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parents[1]
-# The oldest Python that the wheel is for.
+# The oldest Python that the wheel supports.
 OLDEST = re.search(r'^requires-python = ">=3\.(\d+)"', (HERE / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 def hook(name: str) -> ModuleType:
-    """A build hook, which is no module of a package."""
+    """A build hook, which is not a module of a package."""
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location(f"vramlab_{name}_hook", HERE / f"{name}.py")
     assert spec is not None
@@ -36,7 +36,7 @@ def test_the_licences_are_those_of_the_repository(name: str) -> None:
     packages = [path.parent for path in found if ROOT / "target" not in path.parents]
     assert HERE in packages
     for folder in packages:
-        # A link would point out of a source distribution.
+        # A link would point outside the source distribution.
         assert not (folder / name).is_symlink()
         assert (folder / name).read_bytes() == (ROOT / name).read_bytes()
 

@@ -1,4 +1,4 @@
-"""`vramlab.record` where PyTorch's history takes the recorder's place, over a stand-in for PyTorch."""
+"""`vramlab.record` with PyTorch's history instead of the recorder, over a stand-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_package_is_light_and_names_what_it_has(place: Place) -> None:
 
 
 def test_pytorchs_history_takes_the_place_of_a_recorder_that_cannot_be_had(place: Place) -> None:
-    # The stand-in is not a PyTorch that a recorder could be compiled for.
+    # No recorder can be compiled for the stand-in.
     path = os.pathsep.join([str(PACKAGE.parent), str(FAKE)])
     script = BEGIN + "torch.cuda.init()\nwith vramlab.record('x.pickle', events=7):\n    pass\n"
     more = {"VRAMLAB_OUTPUT": "", "VRAMLAB_RECORDER": "", "FAKE_SNAPSHOT": str(HISTORY)}

@@ -1,4 +1,4 @@
-"""The recorder beside the real PyTorch, on a GPU or over a stand-in for CUDA: see `with_torch`."""
+"""The recorder with the real PyTorch, on a GPU or over a stand-in for CUDA: see `with_torch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def variables(torch_variables: dict[str, str], tmp_path: Path) -> dict[str, str]
 
 
 def under(allocator: str) -> dict[str, str]:
-    """What puts an allocator under a program; skips where there is no library of them."""
+    """The variables that select an allocator for a program; skips if there is no library."""
     if not allocator:
         return {}
     try:
@@ -67,7 +67,7 @@ def test_programs_that_exceptions_leave_end_as_without_a_recorder(
     assert len(read(tmp_path / "x.pickle")["device_traces"][0]) > 300
 
 
-# PyTorch's own history records the same program beside it.
+# PyTorch's own history records the same program simultaneously.
 BESIDE = """
 torch.cuda.init()
 torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=1_000_000)
@@ -104,7 +104,7 @@ def test_events_and_frames_are_those_of_pytorchs_history(
     assert {event[0] for event in events(own)} >= {"alloc", "free_requested", "free_completed"}
 
     def frames(snapshot: Any) -> list[Any]:
-        # PyTorch's calls of empty_cache have none without those of frees.
+        # PyTorch's calls of empty_cache have no frames unless frees have them.
         listed = [event for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
         return [[(one["filename"], one["line"], one["name"]) for one in event["frames"]] for event in listed]
 
@@ -129,7 +129,7 @@ def test_ranges_and_each_gpu_are_recorded(variables: dict[str, str], tmp_path: P
 
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
-    # Some of these characters end a line.
+    # Some of these characters are line breaks.
     folder = tmp_path / "a\u2028b\nc.d"
     folder.mkdir()
     done = run(variables, CAPTIONS, folder)
@@ -279,7 +279,7 @@ with vramlab.record("x.pickle"):
 def test_the_hosts_memory_does_not_grow_with_the_events(variables: dict[str, str], tmp_path: Path) -> None:
     done = run(variables, LONG, tmp_path)
     assert done.returncode == 0, done.stderr
-    # Far less than the file has.
+    # Much less than the size of the file.
     assert int(done.stdout) < 8_000
     assert len(read(tmp_path / "x.pickle")["device_traces"][0]) >= 300_000
 

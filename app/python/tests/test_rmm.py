@@ -1,4 +1,4 @@
-"""The resource for RMM, over a stand-in for RMM that calls it as RMM does, on the simulated device."""
+"""The resource for RMM, over a stand-in that calls it as RMM does, on the simulated device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Stream:
-    """A stream as RMM hands it to a callback."""
+    """A stream as RMM passes it to a callback."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -36,7 +36,7 @@ class Stream:
 
 
 class CallbackMemoryResource:
-    """Keeps the callbacks."""
+    """Stores the callbacks."""
 
     def __init__(self, allocate: Callable[[int, Stream], int], deallocate: Callable[[int, int, Stream], None]) -> None:
         self.allocate = allocate
@@ -78,7 +78,7 @@ def test_a_free_on_another_stream_waits_for_that(resource: Any) -> None:
 
 
 def test_out_of_memory_is_an_error_of_memory(resource: Any) -> None:
-    # RMM makes its bad_alloc of a MemoryError, and a runtime_error of the others.
+    # RMM converts a MemoryError to bad_alloc, and the others to runtime_error.
     with pytest.raises(MemoryError, match="limit"):
         resource.allocate(100 * MIB, Stream(0))
 

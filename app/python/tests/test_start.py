@@ -1,4 +1,4 @@
-"""What `vramlab._start` does in a process, over a stand-in for PyTorch."""
+"""The start hook `vramlab._start` in a process, over a stand-in for PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USES_CUDA = "import torch\ntorch.cuda.init()\n"
 
 
 def wait_for(place: Place, pattern: str) -> Path:
-    """The first file of a pattern, once it is there."""
+    """Waits for a file that matches a pattern and returns the first one."""
     for _ in range(1000):
         if found := sorted(place.out.glob(pattern)):
             return found[0]
@@ -45,7 +45,7 @@ def test_the_history_begins_with_cuda_and_a_snapshot_comes_at_the_end(place: Pla
     assert (out, err) == ("as ever\n", "")
     history, begun, ended = place.calls()
     assert begun == ["init"]
-    # Threads that end after Python would wait for it to gather frames.
+    # Threads that exit after Python would wait for it to gather frames.
     assert ended[:2] == ["history", None]
     assert history == ["history", "all", {"context": "alloc", "stacks": "python", "max_entries": 1234}]
     assert place.files() == ["pid.pickle", "pid.process.json"]
@@ -109,7 +109,7 @@ print(told)
     )
     process = place.start(script)
     wait_for(place, "*.process.json")
-    # The program's handler comes after that of the recording, whenever it is set.
+    # The recording's handler runs before the program's, whichever is set first.
     time.sleep(0.3)
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=60)
@@ -127,7 +127,7 @@ torch.cuda.init()
 os.kill(os.getpid(), signal.SIGUSR1)
 """
     assert place.run(script)[0] == "theirs\ntheirs\n"
-    # Without CUDA there was nothing to write.
+    # Without CUDA nothing is recorded.
     assert place.files() == ["pid.pickle", "pid.process.json", "pid.signal-1.pickle"]
 
 
@@ -220,7 +220,7 @@ def test_a_limit_is_set_on_the_gpu_of_the_process_alone(place: Place) -> None:
     place.run("import torch\ntorch.cuda.set_device(1)", VRAMLAB_LIMIT=str(limit), LOCAL_RANK="1", RANK="1")
     assert place.calls("fraction") == [["fraction", 0.25, 1]]
     (place.folder / "calls").unlink()
-    # The GPU that is turned to first, without one's being made for another.
+    # The limit applies to the first selected GPU, without creating a context on another one.
     place.run("import torch\ntorch.cuda.set_device(1)", VRAMLAB_LIMIT=str(limit))
     assert place.calls("fraction") == [["fraction", 0.25, 1]]
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_written_is_said_and_the_program_goes_on(place: Place) ->
 
 
 def test_an_allocator_that_cannot_be_had_ends_the_program(place: Place) -> None:
-    # The stand-in is no PyTorch that a shim could be compiled for.
+    # No shim can be compiled for the stand-in.
     out, err = place.run("import torch\nprint('ran')", code=2, VRAMLAB_ALLOC="caching")
     assert out == ""
     assert err.startswith("vramlab: caching cannot be put under PyTorch: ")
@@ -281,7 +281,7 @@ def test_a_torch_that_cannot_be_imported_says_so_itself(place: Place) -> None:
 
 
 def installed(folder: Path, *, package: bool = True, pth: bool = True) -> Path:
-    """A folder as `site-packages` has it, whole or in part."""
+    """A directory like `site-packages`, with all or some of the package's files."""
     folder.mkdir()
     if package:
         shutil.copytree(PACKAGE, folder / "vramlab", ignore=shutil.ignore_patterns("__pycache__"))
@@ -291,7 +291,7 @@ def installed(folder: Path, *, package: bool = True, pth: bool = True) -> Path:
 
 
 def loaded(site: Path, **variables: str) -> tuple[str, str]:
-    """The modules and finders of vramlab in a process that reads the .pth files of a folder, and its stderr."""
+    """The modules and finders of vramlab in a process that reads a directory's .pth files, and its stderr."""
     script = f"""
 import site, sys
 before = list(sys.meta_path)
@@ -300,7 +300,7 @@ names = sorted(name for name in sys.modules if name.startswith("vramlab"))
 print(*names, *(type(finder).__name__ for finder in sys.meta_path if finder not in before))
 """
     others = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_", "PYTHON"))}
-    # No other vramlab that may be installed is read.
+    # Other installed copies of vramlab must not be read.
     command = [sys.executable, "-S", "-c", script]
     done = subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=60, check=True)
     return done.stdout.strip(), done.stderr
@@ -320,7 +320,7 @@ def test_a_half_removed_package_is_silent(tmp_path: Path) -> None:
     asks = {"VRAMLAB_ALLOC": "caching"}
     assert loaded(installed(tmp_path / "pth", package=False), **asks) == ("", "")
     assert loaded(installed(tmp_path / "package", pth=False), **asks) == ("", "")
-    # pip leaves a folder in which a program wrote files of its own.
+    # pip keeps a directory into which a program wrote its own files.
     rest = installed(tmp_path / "rest", package=False)
     (rest / "vramlab" / "__pycache__").mkdir(parents=True)
     assert loaded(rest, **asks) == ("vramlab", "")

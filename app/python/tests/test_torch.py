@@ -1,6 +1,6 @@
-"""The allocators under PyTorch: what `programs.py` does, on a GPU, or without one over a stand-in for CUDA's runtime.
+"""The allocators under PyTorch: runs `programs.py` on a GPU, or without one over a stand-in for CUDA's runtime.
 
-Needs PyTorch with CUDA and a C++ compiler; skipped where one is missing. No GPU: the shim opens the library's
+Needs PyTorch with CUDA and a C++ compiler; skipped if one is missing. Without a GPU the shim opens the library's
 simulated devices.
 """
 
@@ -21,7 +21,7 @@ except ImportError as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 NAMES = re.findall(r"^@program\ndef (\w+)", (HERE / "programs.py").read_text(), re.MULTILINE)
-# With pools and snapshots.
+# Allocators with pools and snapshots.
 ALLOCATORS = ["caching", "pytorch", "pytorch-expandable", "remap", "rmm-pool", "tlsf"]
 
 
@@ -37,7 +37,7 @@ _RAN: dict[str, dict[str, Any]] = {}
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_program(allocator: str, name: str, variables: dict[str, str]) -> None:
-    # All of an allocator run in one process: importing PyTorch takes longer than they do.
+    # All programs of an allocator run in one process, because importing PyTorch takes longer than they do.
     if allocator not in _RAN:
         done = python(variables, "programs.py", allocator)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -228,7 +228,7 @@ def test_why_a_tensor_cannot_be_opened_is_said(variables: dict[str, str]) -> Non
     assert done.returncode == 0, done.stderr
     gone, freed = done.stdout.splitlines()
     assert "is gone" in gone
-    # A container may refuse to look into another process at all.
+    # A container may refuse all access to another process.
     assert "has freed the tensor" in freed or "pidfd_getfd is refused: " in freed
     assert all("'caching'" in line for line in (gone, freed))
 

@@ -1,4 +1,4 @@
-"""Processes of their own with the real PyTorch: on a GPU, or over a stand-in for CUDA (`fake_cuda.cpp`)."""
+"""Separate processes with the real PyTorch: on a GPU, or over a stand-in for CUDA (`fake_cuda.cpp`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vramlab import _build  # noqa: E402
 
 
 def skip_without_torch() -> None:
-    """Skips a module where there is no PyTorch, or no compiler for what works with its classes."""
+    """Skips a module if PyTorch or a C++ compiler is missing."""
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed", allow_module_level=True)
     if _build.find_compiler() is None:
@@ -36,7 +36,7 @@ def installed() -> _build.Torch:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a process with PyTorch: on the GPU, or with the stand-in, which is built in a folder."""
+    """The environment of a process with PyTorch: on the GPU, or with the stand-in, which is built in a directory."""
     out = {key: value for key, value in os.environ.items() if not key.startswith(("VRAMLAB_", "PYTORCH_"))}
     out["PYTHONPATH"] = str(SOURCE)
     import torch
@@ -51,7 +51,7 @@ def environment(folder: Path) -> dict[str, str]:
     command += [f"-DDRIVER_FUNCTIONS(X)={listed}"]
     command += [part for include in _build.cuda_includes(installed(), []) for part in ("-isystem", str(include))]
     subprocess.run([*command, str(HERE / "fake_cuda.cpp"), "-o", str(stand_in)], check=True)
-    # Loaded first, it is found under the name of the driver, too.
+    # Preloaded, it also replaces the driver library, by name.
     return out | {"LD_PRELOAD": str(stand_in), "VRAMLAB_SHIM_DEVICE": "sim"}
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the functions that PyTorch has in C++."""
+"""Stand-ins for PyTorch's C++ functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# Every call that changes something, in order.
+# Every call that changes state, in order.
 calls: list[list[Any]] = []
 history = False
 observers: list[Callable[..., None]] = []
@@ -41,7 +41,7 @@ def _cuda_setDevice(index: int) -> None:
 
 
 def snapshot() -> Any:
-    """That of a file, or an empty one."""
+    """The snapshot of a file, or an empty one."""
     if os.environ.get("FAKE_SNAPSHOT_FAILS"):
         raise RuntimeError("no snapshot today")
     path = os.environ.get("FAKE_SNAPSHOT")

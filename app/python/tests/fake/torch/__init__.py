@@ -1,4 +1,4 @@
-"""Stands for PyTorch in tests: the few functions that a recording uses, over a snapshot that PyTorch wrote."""
+"""A stand-in for PyTorch: the functions that a recording uses, over a snapshot written by PyTorch."""
 
 from torch import _C, cuda, optim  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""CUDA is used from the first call of `init` on, as in PyTorch."""
+"""CUDA is in use from the first call of `init` on, as in PyTorch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def get_device_properties(index: int) -> Any:
 
 def set_per_process_memory_fraction(fraction: float, index: int) -> None:
     _C.note("fraction", fraction, index)
-    # As PyTorch does, it stays there.
+    # The device stays selected, as in PyTorch.
     _C._cuda_setDevice(index)
 
 
@@ -78,7 +78,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def run_out_of_memory() -> None:
-    """A request that is refused."""
+    """Simulates an out-of-memory error."""
     _C.note("out of memory")
     for observer in _C.observers:
         observer(0, 1 << 30, 2 << 30, 3 << 20)

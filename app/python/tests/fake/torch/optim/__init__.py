@@ -5,5 +5,5 @@ from torch.optim.optimizer import Optimizer
 
 __all__ = ["Optimizer"]
 
-# As PyTorch does.
+# As in PyTorch.
 del optimizer

@@ -1,4 +1,4 @@
-"""An optimizer whose steps are told to hooks."""
+"""An optimizer that calls hooks after its steps."""
 
 from __future__ import annotations
 
