@@ -5,16 +5,17 @@
     python3 experiments/pytorch/acceptance.py -o DIR --gpus 2 --budget 540           programs and jobs of two
     python3 experiments/pytorch/acceptance.py -o DIR --gpus 2 --programs ddp_hook --arms native+run,caching+run,remap+run --repeat 100
 
-Needs PyTorch with a GPU, libvramlab (VRAMLAB_LIBRARY, or built in target/) and a C++ compiler for the shim. An arm is an allocator;
-with `+run` behind it the program runs under `vramlab run`, which records it (--vramlab names that program; without it such arms are
-left out). `native` comes first and twice: what its own runs differ by is no difference of an allocator. Each run is a Python of its
-own, as users start it; as many lie side by side as --jobs and the GPU's memory allow.
+Needs PyTorch with a GPU, libvramlab (VRAMLAB_LIBRARY, or built in target/) and a C++ compiler for the shim. An arm is an
+allocator; with the suffix `+run` the program runs under `vramlab run`, which records it (--vramlab is the path of that
+program; without it such arms are skipped). `native` runs first and twice: a difference between its own runs is not
+attributed to an allocator. Each run is a separate Python process, as users start it; runs are concurrent as far as --jobs and
+the GPU's memory allow.
 
-A run that does not end within --limit-s is asked for the stacks of its threads (SIGABRT, which Python's faulthandler answers) and
-then killed with all that it started. DIR/acceptance.jsonl has a line for the machine, then one for each run, written as it
-ends: the next call with the same -o goes on where this one ended. No run begins that would not end within --budget seconds.
+A run that exceeds --limit-s is asked for its threads' stacks (SIGABRT, which Python's faulthandler handles) and then killed
+with all its children. DIR/acceptance.jsonl has a line for the machine, then one for each run, written when the run ends: the
+next call with the same -o resumes. No run starts that would not end within --budget seconds.
 
-Exit codes: 0 each run as native's, 1 some differ, failed or did not end, 2 bad input, 4 the budget ended first.
+Exit codes: 0 each run matches native's, 1 some differ, failed or timed out, 2 bad input, 4 the budget ended first.
 """
 
 import argparse
@@ -40,27 +41,27 @@ from processes import HERE, NATIVE, PACKAGE, environment, start_hook
 sys.path[:0] = [str(HERE / "baselines"), str(HERE.parents[1] / "analysis" / "src")]
 from run_record import whole_lines
 
-# Loads nothing beyond Python's own library: a run is judged here as it is in the table.
+# Imports only Python's standard library: runs are judged here as in the table.
 from vramlab_analysis.acceptance import RECORDED, peak_reserved, verdict
 
 GIB = 2**30
 RECORD = "acceptance.jsonl"
-# Allocators that are asked for most come first, so that a call that is cut short has them.
+# The most important allocators run first, so that an interrupted call has them.
 FIRST = ("native", "native+run", "caching", "remap", "pytorch-expandable", "expandable")
-# These do what `caching` does, more slowly, and come last.
+# These behave like `caching`, but more slowly, and run last.
 LAST = ("pytorch", "lab")
-# What serves PyTorch whole: graphs and MemPools need private pools, statistics and snapshots a view of the blocks.
+# The capabilities that PyTorch needs: private pools for graphs and MemPools, block lists for statistics and snapshots.
 CLAIMS = {"pools", "snapshot"}
-# Those that need a setting of the user's before they serve anything.
+# Allocators that need a setting from the user.
 NEED_SETTINGS = ("plan",)
-# Seconds between the question for stacks and the kill, and beyond the budget for what still runs.
+# Seconds between the request for stacks and the kill, and beyond the budget for runs in progress.
 PATIENCE_S, GRACE_S = 6, 20
-# Below the ports that the system gives out by itself.
+# Below the kernel's ephemeral ports.
 PORTS = range(15000, 32000)
 
 
 def allocators():
-    """VramLab's allocators that claim to serve PyTorch: the package names their capabilities on a simulated device."""
+    """VramLab's allocators that support PyTorch, by their capabilities on a simulated device."""
     code = (
         "import json, vramlab; from vramlab._library import allocators\n"
         "def can(name):\n"
@@ -74,7 +75,7 @@ def allocators():
 
 
 def in_order(arms):
-    """The arms, those of most interest first."""
+    """The arms, the most important ones first."""
     return sorted(arms, key=lambda arm: (arm in LAST, FIRST.index(arm) if arm in FIRST else len(FIRST)))
 
 
@@ -100,20 +101,20 @@ class Job:
 
 
 def plan(programs, arms, repeats):
-    """All runs: arm by arm, long programs first; native's second run behind its first, then further repeats."""
+    """All runs: arm by arm, long programs first; native's second run follows its first, then further repeats."""
     programs = sorted(programs, key=lambda one: -one.seconds)
     least = {arm: max(repeats, 2 if arm == "native" else 1) for arm in arms}
     jobs = []
     for repeat in range(max(least.values(), default=0)):
         for arm in arms:
-            # The second run of native belongs to the first round: what follows is compared with both.
+            # The second run of native belongs to the first round: later runs are compared with both.
             rounds = (0, 1) if repeat == 0 and arm == "native" else (repeat,) if (repeat, arm) != (1, "native") else ()
             jobs += [Job(program, arm, at) for at in rounds if at < least[arm] for program in programs]
     return jobs
 
 
 def free_port(given):
-    """A port that nothing listens on and that no job of this call had; `given` has those."""
+    """An unused port that no other job of this call had; adds it to `given`."""
     for port in PORTS:
         if port in given:
             continue
@@ -125,7 +126,7 @@ def free_port(given):
 
 
 def prefix(program, folder):
-    """The program `vramlab` where it finds this package: an installed one does, one that was carried here alone does not."""
+    """Copies `vramlab` to a prefix that contains this package, as an installed program's does; returns the copy."""
     bin_, packages = folder / "prefix" / "bin", folder / "prefix" / "lib" / "python3" / "site-packages"
     bin_.mkdir(parents=True)
     packages.mkdir(parents=True)
@@ -136,12 +137,12 @@ def prefix(program, folder):
 
 
 def session_processes(session):
-    """Processes of a session, which a job is with all that it started; none where they have ended."""
+    """The processes of a session, which contains a job and its children; empty if all have exited."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # Behind the name, which may have any character in it: state, parent, group, session.
+                # After the name, which may contain any character: state, parent, group, session.
                 words = (folder / "stat").read_text().rpartition(")")[2].split()
                 if int(words[3]) == session and words[0] != "Z":
                     found.append(int(folder.name))
@@ -149,14 +150,14 @@ def session_processes(session):
 
 
 def send(pids, number):
-    """Sends a signal to processes that may have ended."""
+    """Sends a signal to processes that may have exited."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kernel_view(pid):
-    """The command of a process, and the name, state and wait channel of each of its threads."""
+    """A process's command, and the name, state and wait channel of each of its threads."""
     folder = Path("/proc") / str(pid)
     lines = []
     with contextlib.suppress(OSError):
@@ -170,7 +171,7 @@ def kernel_view(pid):
 
 
 class Running:
-    """A run under way; `gpus` are those that it uses, none where that is left to the program."""
+    """A run in progress; `gpus` are its GPUs, empty if the program chooses."""
 
     def __init__(self, job, options, folder, hook, ports, gpus=()):
         self.job, self.folder, self.gpus = job, folder, gpus
@@ -184,14 +185,14 @@ class Running:
         if options.device == "cpu":
             command += ["--device", "cpu"]
         variables = environment(job.allocator, None if job.recorded else hook)
-        # A process that hangs tells where when it is asked.
+        # A process that hangs prints its stacks on request.
         variables["PYTHONFAULTHANDLER"] = "1"
-        # A trainer takes all GPUs that it sees. A user who hides some has chosen already.
+        # A trainer uses all visible GPUs. Keep the user's own selection.
         if gpus and "CUDA_VISIBLE_DEVICES" not in variables:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        # Many run side by side.
+        # Many processes run simultaneously.
         variables.setdefault("OMP_NUM_THREADS", "2")
-        # Sums over NVLink's multicast may differ from call to call.
+        # Sums over NVLink multicast may differ from call to call.
         variables.setdefault("NCCL_NVLS_ENABLE", "0")
         variables.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         if job.recorded:
@@ -210,17 +211,17 @@ class Running:
         return (self.over or time.monotonic()) - self.began
 
     def poll(self, limit, debugger=None):
-        """Whether it has ended; past the limit it is asked for its stacks, and killed some seconds later."""
+        """True once the run has ended; after the limit requests its stacks, and kills it some seconds later."""
         if self.process.poll() is not None:
             self.over = self.over or time.monotonic()
-            # Helpers of Python's multiprocessing end a moment after their parent.
+            # Helpers of Python's multiprocessing exit shortly after their parent.
             return not session_processes(self.process.pid) or time.monotonic() - self.over > PATIENCE_S
         if self.asked is None and self.seconds > limit:
             self.asked = time.monotonic()
             alive = session_processes(self.process.pid)
             self.stacks = [line for pid in alive for line in [*kernel_view(pid), *native_stacks(pid, debugger)]]
             self.asked = time.monotonic()
-            # Not `vramlab run` itself, which is no Python and shall say what it knows.
+            # Not `vramlab run` itself, which is not a Python process and must still print its report.
             send([pid for pid in alive if is_python(pid)], signal.SIGABRT)
         if self.asked is not None and time.monotonic() - self.asked > PATIENCE_S:
             self.kill()
@@ -230,12 +231,12 @@ class Running:
         return False
 
     def kill(self):
-        """Ends it and all that it started."""
+        """Kills the run and all its children."""
         send(session_processes(self.process.pid), signal.SIGKILL)
         self.process.kill()
 
     def record(self):
-        """Its record."""
+        """The run's record."""
         job, code = self.job, self.process.returncode
         text = self.log.read_text(errors="replace")
         ranks = sorted(printed_records(text), key=lambda one: one["rank"])
@@ -253,7 +254,7 @@ class Running:
         else:
             one |= {"status": "failed", "log": text[-6000:]}
         if left := session_processes(self.process.pid):
-            # What a job leaves behind holds the GPU's memory.
+            # Remaining processes of a job keep its GPU memory allocated.
             one["left_behind"] = [line for pid in left for line in kernel_view(pid)][:40]
             send(left, signal.SIGKILL)
             if one["status"] == "ok":
@@ -269,7 +270,7 @@ class Running:
 
 
 def native_stacks(pid, debugger):
-    """Stacks of C++ in a Python process, by py-spy or a debugger such as gdb, where there is one."""
+    """C++ stacks of a Python process, from py-spy or a debugger such as gdb, if available."""
     if shutil.which("py-spy"):
         command = ["py-spy", "dump", "--native", "--pid", str(pid)]
     elif debugger:
@@ -284,14 +285,14 @@ def native_stacks(pid, debugger):
 
 
 def is_python(pid):
-    """Whether a process runs Python."""
+    """True if a process runs Python."""
     with contextlib.suppress(OSError):
         return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
     return False
 
 
 def printed_records(text):
-    """The records that the processes of a run printed."""
+    """The records that a run's processes printed."""
     found, decoder = [], json.JSONDecoder()
     for match in re.finditer(r'\{"acceptance"', text):
         with contextlib.suppress(ValueError):
@@ -300,7 +301,7 @@ def printed_records(text):
 
 
 class Acceptance:
-    """The runs, what is known of them, and the file that they are kept in."""
+    """The runs, their records, and the file of records."""
 
     def __init__(self, options, known):
         self.options = options
@@ -317,7 +318,7 @@ class Acceptance:
         return [one for one in self.records.values() if one["program"] == name and one["arm"] == "native"]
 
     def should_run(self, job):
-        """Whether a run is to be begun: not done before, in time, and not one that native skipped."""
+        """True if a run must start: not done before, in time, and not skipped by native."""
         done = self.records.get(job.id)
         if done is not None and not (self.options.again and done["status"] in ("failed", "hung")):
             return False
@@ -329,7 +330,7 @@ class Acceptance:
         return True
 
     def keep(self, running, file):
-        """Writes the record of a run that ended, and says in a line what it is."""
+        """Writes the record of a completed run, and prints a line about it."""
         record = running.record()
         self.records[record["id"]] = record
         self.kept += 1
@@ -339,7 +340,7 @@ class Acceptance:
         shutil.rmtree(running.folder, ignore_errors=True)
 
     def run(self, jobs, folder, file, room, gpus=1):
-        """Runs the jobs in their order, side by side as long as there is room on the GPUs."""
+        """Starts the jobs in order, as soon as the GPUs have room."""
         hook, running, waiting, number = start_hook(folder), [], list(jobs), 0
         try:
             while waiting or running:
@@ -350,7 +351,7 @@ class Acceptance:
                 while waiting and len(running) < self.options.jobs:
                     job = waiting[0]
                     used = [sum(one.job.program.gib for one in running if gpu in one.gpus) for gpu in range(gpus)]
-                    # The least used.
+                    # The least used GPUs.
                     chosen = sorted(sorted(range(gpus), key=used.__getitem__)[: job.program.gpus])
                     if any(used[gpu] and used[gpu] + job.program.gib > room for gpu in chosen):
                         break
@@ -376,7 +377,7 @@ class Acceptance:
 
 
 def line(record, natives):
-    """The summary of a run in one line."""
+    """A run's summary in one line."""
     words = [f"{record['took_s']:6.1f} s  {record['id']}: {record['status']}"]
     if record["status"] == "skipped":
         words.append(record["why"])
@@ -390,7 +391,7 @@ def line(record, natives):
 
 
 def gpus_here():
-    """How many GPUs there are; those that a user hides do not count."""
+    """The number of visible GPUs."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([one for one in visible.split(",") if one.strip()])
     with contextlib.suppress(OSError):
@@ -400,7 +401,7 @@ def gpus_here():
 
 
 def selection(options, known):
-    """The programs that are asked for."""
+    """The requested programs."""
     if options.programs:
         return [known[name] for name in options.programs]
     return [one for one in known.values() if one.gpus == options.gpus]
@@ -434,7 +435,7 @@ def parser(known):
 
 
 def program_vramlab(named):
-    """The program `vramlab`, or None."""
+    """The path of `vramlab`, or None."""
     target = Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target"))
     on_path = shutil.which("vramlab")
     places = [named] if named else [target / "release" / "vramlab", target / "debug" / "vramlab", *([Path(on_path)] if on_path else [])]
@@ -442,7 +443,7 @@ def program_vramlab(named):
 
 
 def main():
-    """Plans, runs, and says what differs."""
+    """Schedules and runs the programs, and prints the differences."""
     known = catalogue.programs()
     options = parser(known).parse_args()
     missing = [file for file in options.resume if not file.is_file()]
@@ -461,7 +462,7 @@ def main():
         return 1 if acceptance.differences() else 0
     vramlab = program_vramlab(options.vramlab)
     theirs = [*NATIVE] if options.device == "cuda" else ["native"]
-    # cudaMallocAsync has no graphs of PyTorch's own kind, and is not ours.
+    # cudaMallocAsync does not support PyTorch's CUDA graphs, and is not one of VramLab's.
     default = [arm for arm in theirs if arm != "cudaMallocAsync"]
     ours = allocators() if options.device == "cuda" else []
     arms = options.arms.split(",") if options.arms else [*default, *ours, *(["native" + RECORDED] if vramlab else [])]
@@ -479,7 +480,7 @@ def main():
     if options.plan:
         print("\n".join(job.id for job in jobs))
         return 0
-    # A process that is asked for its stacks ends by a signal that writes all of its memory to a file otherwise.
+    # SIGABRT, sent for the stacks, would write a core file of the whole memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     facts = {"kind": "machine", "cpu": True} if options.device == "cpu" else machine(options.build)
     if options.device == "cuda":

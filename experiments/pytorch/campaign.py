@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Runs PyTorch programs under PyTorch's own allocators and VramLab's, and keeps what was measured, a line of JSON a run.
+"""Runs PyTorch programs under PyTorch's own allocators and VramLab's, and writes the measurements, one line of JSON per run.
 
     python3 experiments/pytorch/campaign.py -o DIR --parts smoke,checks,empty --budget 400 [--resume FILE]...
 
-Needs PyTorch with a GPU, libvramlab (VRAMLAB_LIBRARY, or built in target/) and a C++ compiler for the shim. `--plan` says
-what would run and how long that takes. Runs that are timed have the GPU for themselves; where a single call is timed (`empty`),
-the processes of all allocators take turns on one core; where only memory is asked for, runs lie side by side as long as the
-GPU has room. Each run is a process forked from one that has imported PyTorch and has not touched the GPU; `--fresh` starts a
-Python for each instead.
+Needs PyTorch with a GPU, libvramlab (VRAMLAB_LIBRARY, or built in target/) and a C++ compiler for the shim. `--plan` prints
+the planned runs and their time. Timed runs have the GPU for themselves; where a single call is timed (`empty`), the
+processes of all allocators take turns on one core; where only memory is measured, runs are concurrent as far as the GPU's
+memory allows. Each run is a process forked from one that has imported PyTorch but has not used the GPU; `--fresh` starts a
+new Python for each instead.
 
-DIR/results.jsonl has a line for the machine, then one for each run: what ran under what, and what programs/measure.py says.
-`--resume` names such files of earlier calls: what they have done is not done again. No run begins that would not end
-within `--budget` seconds; the next call goes on with it. Histories are DIR/histories.tar.
+DIR/results.jsonl has a line for the machine, then one for each run: program, arm, and the record of programs/measure.py.
+`--resume` names such files of earlier calls, whose runs are not repeated. No run starts that would not end within
+`--budget` seconds; the next call resumes. Histories are DIR/histories.tar.
 
-Exit codes: 0 all done, 1 some runs failed, 2 bad input, 4 the budget ended first.
+Exit codes: 0 all completed, 1 some runs failed, 2 bad input, 4 the budget ended first.
 """
 
 import argparse
@@ -42,9 +42,9 @@ GIB = 2**30
 
 OURS = ("caching", "pytorch-expandable", "remap", "remap:steal=always", "stream-ordered", "rmm-pool", "bfc", "tlsf")
 ARMS = (*NATIVE, *OURS)
-# Those that have bars; the others are compared.
+# The arms in the bar charts; the others are only compared.
 MAIN = ("native", "expandable", "caching", "pytorch-expandable", "remap", "remap:steal=always")
-# GiB that a program takes, and seconds that a forked run of it takes, to plan with. A fresh process takes some more.
+# Planned GiB and seconds of a program's forked run. A fresh process takes more.
 SIZES = {
     "gpt2": (20, 3.5), "resnet50": (14, 3), "varying": (22, 4.5), "moe": (16, 5), "generate": (14, 6),
     "gnn": (26, 5), "compiled": (16, 25), "graphed": (26, 4), "usual": (16, 20), "checks": (16, 40), "empty": (2, 12),
@@ -55,7 +55,7 @@ VARIED = ("varying", "moe", "generate", "gnn", "graphed", "compiled")
 LIMITS = (1.3, 1.2, 1.1, 1.06, 1.04, 1.02, 1.01, 1.005, 1.0)
 FEW_LIMITS = (1.3, 1.1, 1.04, 1.01)
 PARTS = ("smoke", "checks", "empty", "timed", "passes", "curve", "memory", "latency", "histories")
-# Context and libraries on the device, beside what PyTorch reserves.
+# Context and libraries on the device, in addition to PyTorch's reserved memory.
 BESIDE = 1.2
 
 
@@ -68,7 +68,7 @@ class Task:
     arm: str
     repeat: int = 0
     options: list = field(default_factory=list)
-    # Limit as a multiple of the active memory of `native` without one.
+    # The limit as a multiple of `native`'s peak active memory without a limit.
     limit: float | None = None
     alone: bool = False
     fresh: bool = False
@@ -83,7 +83,7 @@ class Task:
 
     @property
     def turns(self):
-        """Runs of one number take turns; None for what takes none."""
+        """Runs with equal keys take turns; None for runs that do not."""
         return self.repeat if self.program == "empty" else None
 
     @property
@@ -96,14 +96,14 @@ class Task:
 
 
 def shuffled(tasks, key):
-    """The tasks in an order that gives no arm a fixed place, the same each time."""
+    """The tasks in a reproducible order that gives no arm a fixed position."""
     tasks = list(tasks)
     random.Random(key).shuffle(tasks)
     return tasks
 
 
 def rounds(part, programs, arms, repeats, **options):
-    """Each arm once, in an order of its own, then each once more: a drift of the machine touches all arms alike."""
+    """Each arm once, in a random order, then each once more: a drift of the machine affects all arms equally."""
     for repeat in range(repeats):
         for program in programs:
             yield from shuffled(
@@ -112,14 +112,14 @@ def rounds(part, programs, arms, repeats, **options):
 
 
 def planned(parts, arms, repeats, checks):
-    """All runs of the parts, in the order in which they are worth most."""
+    """All runs of the parts, the most important ones first."""
     main = [arm for arm in arms if arm in MAIN]
     others = [arm for arm in arms if arm not in MAIN]
     few = ["--warm-up", "2", "--steps", "3"]
     tasks = []
     for part in parts:
         if part == "smoke":
-            # Once as a user would start it, and once forked, which is what the other parts do.
+            # Once as a user starts it, and once forked, as in the other parts.
             tasks += [Task(part, "gpt2", arm, 0, few, fresh=True) for arm in arms]
             tasks += [Task(part, "gpt2", arm, 1, few) for arm in arms]
             tasks += [
@@ -128,8 +128,8 @@ def planned(parts, arms, repeats, checks):
                 if arm in ("native", "caching", "remap")
             ]
         elif part == "checks":
-            # Side by side they ran out of memory that another one held. They take half a minute; where memory cannot be sent
-            # to another process, that one waits a minute for it, and its parent does not end.
+            # Concurrent runs exhausted each other's memory. They take half a minute; where memory cannot be sent to another
+            # process, that process waits a minute for it, and its parent does not exit.
             some = (
                 Task(part, "checks", arm, options=[str(checks)], alone=True, fresh=True, timeout=110) for arm in arms
             )
@@ -143,7 +143,7 @@ def planned(parts, arms, repeats, checks):
             tasks += rounds(part, ["varying"], main, repeats, alone=True)
         elif part == "curve":
             short = {"gpt2": ["--warm-up", "4", "--steps", "8"], "resnet50": ["--warm-up", "4", "--steps", "10"]}
-            # What `native` holds without a limit is what limits are multiples of.
+            # The limits are multiples of `native`'s memory without a limit.
             tasks += [Task(part, program, "native", 0, options, alone=True) for program, options in short.items()]
             for wanted, limits in ((main, LIMITS), (others, FEW_LIMITS)):
                 wanted = [arm for arm in wanted if arm != "remap:steal=always"]
@@ -165,7 +165,7 @@ def planned(parts, arms, repeats, checks):
 
 
 def outcome(running, code):
-    """The record of a run that ended: what it wrote, or the end of what it printed."""
+    """The record of a completed run: its output file, or the end of its printed text."""
     task = running.task
     base = {
         key: value
@@ -205,7 +205,7 @@ def outcome(running, code):
 
 
 def without_zeros(told):
-    """What VramLab's allocator said of itself, less what did not happen and what PyTorch's statistics have, too."""
+    """The allocator's own statistics, without zeros and without those that PyTorch's statistics contain."""
     if not isinstance(told, dict):
         return told
     cut = {key: without_zeros(value) for key, value in told.items() if value not in (0, 0.0, None)}
@@ -213,7 +213,7 @@ def without_zeros(told):
 
 
 def machine(build):
-    """Where this ran."""
+    """The machine and its software."""
     code = (
         "import json, torch; p = torch.cuda.get_device_properties(0); "
         "print(json.dumps({'gpu': p.name, 'memory': p.total_memory, 'torch': torch.__version__, 'cuda': torch.version.cuda}))"
@@ -226,7 +226,7 @@ def machine(build):
     facts = json.loads(found.stdout.splitlines()[-1])
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError):
-        # A line for each GPU.
+        # One line per GPU.
         facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
     with contextlib.suppress(OSError):
         commit = subprocess.run(
@@ -239,7 +239,7 @@ def machine(build):
 
 
 def line(record):
-    """What a run did, in a line."""
+    """A run's summary in one line."""
     stats = record.get("stats") or {}
     words = [f"{record['took_s']:6.1f} s  {record['id']}: {record['status']}"]
     if record["status"] == "failed":
@@ -258,7 +258,7 @@ def line(record):
 
 
 class Campaign:
-    """The runs, what is known of them, and the file of results."""
+    """The runs, their records, and the file of results."""
 
     def __init__(self, options):
         self.options = options
@@ -270,7 +270,7 @@ class Campaign:
         self.kept = self.failed = self.skipped = 0
 
     def learn(self, record):
-        """Takes note of a run, so that it is not done again, and of what later runs need of it."""
+        """Registers a record: its run is not repeated, and later runs use its memory and time."""
         if record.get("kind") == "machine" or record.get("status") not in ("ok", "oom"):
             return
         self.done.add(record["id"])
@@ -289,7 +289,7 @@ class Campaign:
         return self.options.budget - (time.monotonic() - self.began)
 
     def gib(self, task):
-        """Memory to keep free for a run: what it took before, or the plan's."""
+        """GiB to reserve for a run: its earlier use, or the plan's estimate."""
         known = self.peak.get((task.program, task.arm))
         return known / GIB * 1.05 + BESIDE if known else task.gib
 
@@ -298,7 +298,7 @@ class Campaign:
         return int(task.limit * self.active[task.program]) if task.limit else None
 
     def keep(self, running, code, file):
-        """Writes the record of a run that ended and says in a line what it is."""
+        """Writes the record of a completed run and prints a line about it."""
         record = outcome(running, code)
         self.learn(record)
         self.pack(running)
@@ -307,13 +307,13 @@ class Campaign:
         file.flush()
         if record["status"] == "failed":
             self.failed += 1
-            # What the other parts do is forked.
+            # The other parts fork their runs.
             if record["part"] == "smoke" and record["start"] == "forked":
                 self.broken.add(record["arm"])
         print(line(record), flush=True)
 
     def run(self, tasks, starter, file, room):
-        """Runs the tasks in their order: one by one or in turn where they are timed, else side by side."""
+        """Runs the tasks in order: one by one or in turn if they are timed, else concurrently."""
         for (turns, alone), group in itertools.groupby(tasks, key=lambda task: (task.turns, task.alone)):
             if turns is not None:
                 self.in_turn(list(group), starter, file)
@@ -323,7 +323,7 @@ class Campaign:
                 self.side_by_side(list(group), starter, file, room)
 
     def one_by_one(self, tasks, starter, file):
-        """Runs tasks alone. The next one imports and makes its CUDA context while the last one makes its model, then waits."""
+        """Runs tasks alone. The next one imports and creates its CUDA context while the last one creates its model, then waits."""
         wanted = (task for task in tasks if self.wanted(task))
         running = None
         while True:
@@ -341,7 +341,7 @@ class Campaign:
             running = started
 
     def in_turn(self, tasks, starter, file):
-        """Runs tasks whose processes take turns. All are done anew where one is missing."""
+        """Runs tasks whose processes take turns. If one is missing, all are repeated."""
         if not any(self.wanted(task) for task in tasks):
             return
         path = starter.folder / f"turns-{tasks[0].turns}"
@@ -354,13 +354,13 @@ class Campaign:
             self.finish(one, starter, file)
 
     def finish(self, running, starter, file):
-        """Waits for a run and keeps its record."""
+        """Waits for a run and writes its record."""
         while (code := starter.code(running)) is None:
             starter.wait()
         self.keep(running, code, file)
 
     def side_by_side(self, waiting, starter, file, room):
-        """Runs tasks as long as the GPU has room for them."""
+        """Starts tasks as soon as the GPU has room for them."""
         running = []
         while waiting or running:
             for one in list(running):
@@ -384,10 +384,10 @@ class Campaign:
                 return
 
     def wanted(self, task):
-        """Whether a run is to be done: not done before, in time, with a known limit, under an allocator that works."""
+        """True if a run must start: not done before, in time, with a known limit, under a working allocator."""
         if task.id in self.done:
             return False
-        # What ran out of memory under two limits does so under smaller ones.
+        # A task that ran out of memory under two limits would do so under lower ones.
         if task.limit and self.refused.get((task.program, task.arm), 0) >= 2:
             return False
         if task.arm in self.broken or (task.limit and task.program not in self.active) or self.left() < task.seconds:
@@ -396,7 +396,7 @@ class Campaign:
         return True
 
     def pack(self, running):
-        """Puts the history of a run into the archive."""
+        """Adds a run's history to the archive."""
         path = Path(str(running.request["history"]) + ".xz")
         if path.exists():
             with tarfile.open(self.options.output / "histories.tar", "a") as tar:
@@ -404,7 +404,7 @@ class Campaign:
 
 
 def costs(tasks, jobs):
-    """Seconds that the runs take, by part."""
+    """Seconds of the runs, by part."""
     took = {}
     for task in tasks:
         took[task.part] = took.get(task.part, 0) + task.seconds / (1 if task.alone else min(jobs, 6))
@@ -412,7 +412,7 @@ def costs(tasks, jobs):
 
 
 def choice(words, known, what):
-    """The names in a list, all of them known."""
+    """The names in a list; raises an error for unknown ones."""
     names = [name for name in words.split(",") if name]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -421,7 +421,7 @@ def choice(words, known, what):
 
 
 def arguments():
-    """What the command line says."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -471,7 +471,7 @@ def arguments():
 
 
 def on_cpu(task):
-    """A run of the same place in the plan that needs no GPU."""
+    """A run of the same position in the plan that needs no GPU."""
     if task.program not in ("checks", "usual", "empty"):
         task.options = ["--device", "cpu", "--small", "--warm-up", "1", "--steps", "2"]
     elif task.program != "checks":
@@ -482,7 +482,7 @@ def on_cpu(task):
 
 
 def main():
-    """Plans, runs, and says what is missing."""
+    """Schedules and runs the tasks, and prints the missing ones."""
     options = arguments()
     missing = [file for file in (*options.resume, *filter(None, [options.checks])) if not file.is_file()]
     if missing:
@@ -529,7 +529,7 @@ def main():
 
 
 def compile_shim():
-    """Compiles the shim once, so that runs side by side need not; the seconds that it took."""
+    """Compiles the shim once, before concurrent runs need it; returns the seconds."""
     began = time.monotonic()
     code = "from vramlab import _build; print(_build.shim(_build.Torch.installed()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment("caching"))

@@ -10,31 +10,31 @@ FOLDER = Path(__file__).resolve().parent / "programs" / "acceptance"
 
 @dataclass(frozen=True)
 class Program:
-    """One program: a function with the decorator `program`, whose arguments these are, but for the first four."""
+    """One program: a function with the decorator `program`; all fields but the first four are the decorator's arguments."""
 
     name: str
     summary: str
     family: str
-    """The file that it stands in, without its suffix."""
+    """The stem of its file's name."""
     line: int
     gpus: int = 1
-    """GPUs that it needs."""
+    """The number of GPUs that it needs."""
     ranks: int = 1
-    """Processes of a job, a GPU each."""
+    """The number of processes of a job, with one GPU each."""
     tolerance: float = 0.0
-    """By how much losses may differ from native's, relatively; 0 where they must be equal to the bit."""
+    """Maximum relative difference of losses from native's; 0 if they must be equal to the bit."""
     needs: tuple[str, ...] = ()
-    """Packages beside PyTorch without which it is skipped."""
+    """Required packages besides PyTorch; without them it is skipped."""
     cpu: bool = True
-    """Whether it runs without a GPU, too, to be tried."""
+    """True if it can also be tried without a GPU."""
     gib: float = 3.0
-    """Most memory of a GPU that it takes, in GiB, its context included."""
+    """Peak GPU memory in GiB, including the context."""
     seconds: float = 15.0
-    """Estimated seconds on an H200, imports included."""
+    """Estimated seconds on an H200, including imports."""
 
     @property
     def missing(self) -> list[str]:
-        """Packages that it needs and that are not here."""
+        """Required packages that are not installed."""
         return [name for name in self.needs if find_spec(name) is None]
 
 
@@ -52,7 +52,7 @@ def _of_file(path: Path) -> list[Program]:
 
 
 def programs(folder: Path = FOLDER) -> dict[str, Program]:
-    """All programs, by name, in the order in which they stand in their files."""
+    """All programs by name, in the order of their files."""
     found: dict[str, Program] = {}
     for path in sorted(folder.glob("*.py")):
         for one in _of_file(path):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# Where the package `vramlab` and its start hook are.
+# The directory of the package `vramlab` and its start hook.
 PACKAGE = HERE.parents[1] / "app" / "python"
 # Settings of PyTorch's own allocators.
 NATIVE = {
@@ -21,7 +21,7 @@ NATIVE = {
 
 
 def environment(arm, hook=None):
-    """What a process of an arm is started with; with `hook`, a folder, VramLab's allocator is put in by its start hook."""
+    """The environment of an arm's process; with `hook`, a directory, its start hook installs VramLab's allocator."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTORCH_", "VRAMLAB_ALLOC"))}
     paths = [str(PACKAGE / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     if conf := NATIVE.get(arm):
@@ -31,13 +31,13 @@ def environment(arm, hook=None):
         paths.insert(0, str(hook))
     clean["PYTHONPATH"] = os.pathsep.join(paths)
     clean["PYTHONUNBUFFERED"] = "1"
-    # Many compile at once.
+    # Many processes compile simultaneously.
     clean.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     return clean
 
 
 def start_hook(folder):
-    """A folder for PYTHONPATH that does what an installed wheel's vramlab.pth does."""
+    """Creates a directory for PYTHONPATH that acts like an installed wheel's vramlab.pth."""
     hook = Path(folder) / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
@@ -45,7 +45,7 @@ def start_hook(folder):
 
 
 class Running:
-    """A run under way."""
+    """A run in progress."""
 
     def __init__(self, task, request, process=None):
         self.task, self.request, self.process = task, request, process
@@ -55,7 +55,7 @@ class Running:
 
 
 class Starter:
-    """Starts runs and tells when they end."""
+    """Starts runs and reports their ends."""
 
     def __init__(self, folder, always_fresh):
         self.folder, self.always_fresh = Path(folder), always_fresh
@@ -63,7 +63,7 @@ class Starter:
         self.zygotes, self.forked, self.count = {}, {}, 0
 
     def start(self, task, limit, go=True, turns=None):
-        """Begins a run; without `go`, a forked one makes its CUDA context and waits for `release`, or at `turns`."""
+        """Starts a run; without `go`, a forked one creates its CUDA context and waits for `release`, or at `turns`."""
         self.count += 1
         base = str(self.folder / f"{self.count:05}")
         request = {
@@ -72,7 +72,7 @@ class Starter:
             "history": base + ".pickle" if task.history else None, "timeout": task.timeout, "go": base + ".go",
             "turns": turns and str(turns),
         }  # fmt: skip
-        # What only forked.py can do is forked.
+        # Runs that only forked.py supports are always forked.
         fresh = task.fresh or (self.always_fresh and task.program != "empty" and not task.latency and not task.history)
         if fresh:
             running = Running(task, request, self._fresh(task, request))
@@ -86,7 +86,7 @@ class Starter:
         return running
 
     def release(self, running):
-        """Lets a run that waits begin."""
+        """Lets a waiting run start."""
         Path(running.request["go"]).touch()
         running.began = time.monotonic()
 
@@ -106,7 +106,7 @@ class Starter:
             )  # fmt: skip
 
     def _zygote(self, arm):
-        """The process that runs of an arm are forked from: PyTorch reads its settings when it is imported."""
+        """The process from which an arm's runs are forked: PyTorch reads its settings when it is imported."""
         conf = NATIVE.get(arm, "")
         if conf not in self.zygotes:
             process = subprocess.Popen(
@@ -118,7 +118,7 @@ class Starter:
         return self.zygotes[conf]
 
     def code(self, running):
-        """The exit code of a run, or None while it runs."""
+        """A run's exit code, or None while it runs."""
         if running.process is not None:
             return running.process.poll()
         for conf, zygote in self.zygotes.items():
@@ -132,14 +132,14 @@ class Starter:
         return running.code
 
     def wait(self):
-        """Sleeps until something may have ended."""
+        """Sleeps until a run may have ended."""
         with selectors.DefaultSelector() as selector:
             for zygote in self.zygotes.values():
                 selector.register(zygote.stdout, selectors.EVENT_READ)
             selector.select(0.02)
 
     def close(self):
-        """Ends what was started."""
+        """Ends the started processes."""
         for zygote in self.zygotes.values():
             zygote.stdin.close()
         for zygote in self.zygotes.values():

@@ -1,9 +1,9 @@
-"""What recording costs a step: processes that are recorded in different ways take turns on one GPU.
+"""Measures the time that recording adds to a step: differently recorded processes take turns on one GPU.
 
     python experiments/pytorch/recording_costs.py -o FILE --turns 12 gpt2 resnet50
     python experiments/pytorch/recording_costs.py -o FILE --turns 10 --steps 700 --arms own,own-none events
 
-Each line of FILE is a turn, or the end of a recording. Ratios are of one turn: all arms have it, in an order drawn anew.
+Each line of FILE is a turn, or the end of a recording. Ratios are within a turn: each has all arms, in a new random order.
 """
 
 import argparse
@@ -34,17 +34,17 @@ class Arm:
         )
 
     def read(self):
-        """The next line of its answers; None where it has ended."""
+        """The next line of its output; None if it has exited."""
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
 
     def turn(self, steps):
-        """Milliseconds of a step."""
+        """Milliseconds per step."""
         self.process.stdin.write(f"{steps}\n")
         return self.read()["ms"]
 
     def end(self):
-        """What it says of its recording."""
+        """The process's report on its recording."""
         self.process.stdin.close()
         told = self.read()
         self.process.wait(60)
@@ -52,7 +52,7 @@ class Arm:
 
 
 def measure(program, arms, options, write):
-    """Gives each arm its turns, and writes what they took."""
+    """Gives each arm its turns, and writes the times."""
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         running = [Arm(program, name, folder) for name in arms]
         told = [arm.read() for arm in running][0]
@@ -73,7 +73,7 @@ def measure(program, arms, options, write):
 
 
 def main():
-    """Measures the programs that the command line names."""
+    """Measures the programs given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="+", metavar="PROGRAM", help="gpt2, resnet50, events, …")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="lines are appended to it")

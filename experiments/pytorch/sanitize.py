@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Does compute-sanitizer see a write beyond a tensor into its neighbour? Under PyTorch's allocator and VramLab's, told or not.
+"""Tests whether compute-sanitizer reports an out-of-bounds write to a neighbouring tensor, with and without NVTX heaps.
 
     python3 experiments/pytorch/sanitize.py -o DIR [--overrun PROGRAM] [--trainer PROGRAM]
 
-Runs programs/overrun.py under the memory checker: natively; under allocators of VramLab with VRAMLAB_NVTX_MEMORY=off; and with it
-on, where the write must be found, and where none must be found when the program stays inside. With --overrun (the
-example `overrun` of the crate trainer) the same without PyTorch, with --trainer a short training, which must be clean. DIR/sanitizer.jsonl has a line a run, with the first error; DIR/NAME.log
-what was printed.
+Runs programs/overrun.py under the memory checker: natively; under VramLab's allocators with VRAMLAB_NVTX_MEMORY=off; and with
+it on, where the checker must report the write, and no error if the program stays in bounds. With --overrun (the example
+`overrun` of the crate trainer) the same without PyTorch, with --trainer a short training, which must be clean.
+DIR/sanitizer.jsonl has a line per run, with the first error; DIR/NAME.log the output.
 
 Exit codes: 0 each run as expected, 1 not, 2 bad input.
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 from processes import HERE, environment, start_hook
 
 FOUND = 9
-# Allocator, whether it tells of its blocks, and whether the program writes beyond: then the error must be found, but for expandable
-# memory, in which the checker takes no heaps.
+# Allocator, whether it reports its blocks, and whether the program writes out of bounds: then the checker must report the error,
+# but not for expandable memory, for which the checker does not support heaps.
 CASES = [
     ("native", False, True),
     ("caching", False, True),
@@ -39,7 +39,7 @@ EXPANDABLE = ("pytorch-expandable", "remap")
 
 
 def sanitizer():
-    """The program, with those of its options that this version has."""
+    """The checker's command, with the options that this version supports."""
     places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer"]
     found = next((place for place in places if place and Path(place).is_file()), None)
     if found is None:
@@ -49,13 +49,13 @@ def sanitizer():
     chosen = []
     for name, value in options.items():
         if shown := re.search(rf"^\s+{name}\b( arg)?", known, re.MULTILINE):
-            # A switch takes no value. With "=", as the value of some is optional and a word after them would be the program.
+            # A flag has no value. With "=", as some options have an optional value and a following word would be the program.
             chosen.append(f"{name}={value}" if shown[1] else name)
     return [found, "--tool", "memcheck", "--error-exitcode", str(FOUND), *chosen]
 
 
 def first_error(text):
-    """The first thing that the checker found: its line and the next ones that place it."""
+    """The checker's first error: its line and the next ones that give its location."""
     lines = [line.lstrip("= ") for line in text.splitlines() if line.startswith("=========")]
     for at, line in enumerate(lines):
         if re.match(r"Invalid|Program hit|Error|Misaligned|Leaked|Fatal", line):

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Runs the two cases from the field (programs/stories.py) under several settings, and keeps a line of JSON a run.
+"""Runs the two case studies (programs/stories.py) under several settings, and writes one line of JSON per run.
 
     python3 experiments/pytorch/stories.py -o DIR --budget 540
 
-Needs PyTorch with a GPU that has 60 GB free; `remap` needs libvramlab and a C++ compiler, too, and is left out with --arms.
-DIR/stories.jsonl begins with a line for the machine. The same command goes on where it was: what the file holds is not
-done again, and no run begins that would not end within `--budget` seconds. First each story runs once under PyTorch's defaults
-and is recorded (DIR/histories/STORY.pickle.xz, for `vramlab advise`). Then each round has every arm once, in an order of its
-own; `--repeats` is the number of rounds. After the first round `load_serve` runs within 1.15 times what it holds active.
+Needs PyTorch with a GPU that has 60 GB free; `remap` also needs libvramlab and a C++ compiler, and can be excluded with --arms.
+DIR/stories.jsonl starts with a line for the machine. The same command resumes: runs in the file are not repeated, and no run
+starts that would not end within `--budget` seconds. First each story runs once under PyTorch's defaults and is recorded
+(DIR/histories/STORY.pickle.xz, for `vramlab advise`). Then each round has every arm once, in a random order; `--repeats` is
+the number of rounds. After the first round `load_serve` runs with a limit of 1.15 times its active memory.
 
-Exit codes: 0 all done, 1 some runs failed, 2 bad input, 4 the budget ended first.
+Exit codes: 0 all completed, 1 some runs failed, 2 bad input, 4 the budget ended first.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import campaign
 from processes import HERE, start_hook
 from run_record import whole_lines
 
-# What PyTorch's own allocator is given, and what the story changes while it loads.
+# The settings of PyTorch's own allocator, and the setting that the story changes while it loads.
 SETTINGS = {
     "default": ("", None),
     "split20": ("max_split_size_mb:20", None),
@@ -38,12 +38,12 @@ SETTINGS = {
 ARMS = (*SETTINGS, "remap")
 FEW = ("default", "expandable", "roundup8", "remap")
 OVER_ACTIVE = 1.15
-# Seconds that a run takes, until this file has one of the same kind.
+# Planned seconds of a run, until this file has one of the same kind.
 PLANNED_S = 25
 
 
 def planned(arms, repeats):
-    """All runs, those that are worth most first: (story, arm, what of it, repeat)."""
+    """All runs, the most important ones first: (story, arm, kind, repeat)."""
     tasks = [(story, "default", "history", 0) for story in ("load_serve", "emptying", "training") if "default" in arms]
     for repeat in range(repeats):
         some = [("load_serve", arm, "free", repeat) for arm in arms]
@@ -56,7 +56,7 @@ def planned(arms, repeats):
 
 
 def arguments():
-    """What the command line says."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -79,7 +79,7 @@ def name_of(story, arm, kind, repeat):
 
 
 def run(task, options, folder, hook, active):
-    """One run in a process of its own; returns its record."""
+    """Runs a task in a separate process; returns its record."""
     story, arm, kind, repeat = task
     conf, while_loading = SETTINGS.get(arm, ("", None))
     environment = campaign.environment(arm if arm == "remap" else "native", hook)
@@ -113,10 +113,10 @@ def run(task, options, folder, hook, active):
 
 
 def main():
-    """Does what the command line says."""
+    """Runs the tasks given on the command line."""
     options = arguments()
     path = options.output / "stories.jsonl"
-    # A run that was cut short is done again.
+    # An interrupted run is repeated.
     records = [record for record in whole_lines(path) if record.get("status") in ("ok", "oom")]
     done = {record["id"] for record in records}
     tasks = [task for task in planned(options.arms, options.repeats) if name_of(*task) not in done]
@@ -157,7 +157,7 @@ def main():
 
 
 def is_first(record):
-    """Whether a run says what `load_serve` holds active."""
+    """True if a run determines the active memory of `load_serve`."""
     return record["id"].startswith("load_serve default ") and record["kind"] != "limit" and "stats" in record
 
 

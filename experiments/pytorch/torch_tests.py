@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Runs PyTorch's own tests of CUDA memory natively and under VramLab's allocators, and says what passes in one and not in the other.
+"""Runs PyTorch's own tests of CUDA memory natively and under VramLab's allocators, and lists the differences.
 
     python3 experiments/pytorch/torch_tests.py -o DIR --tests FOLDER --budget 500 [--resume DIR/torch-tests.jsonl]
 
-FOLDER holds test_cuda.py and test_cudagraph_trees.py (test/ and test/inductor/ of PyTorch's sources, 2.6 or newer), and the
-package expecttest where it is not installed. They belong to PyTorch and are not kept here.
+FOLDER contains test_cuda.py and test_cudagraph_trees.py (test/ and test/inductor/ of PyTorch's sources, 2.6 or newer), and the
+package expecttest if it is not installed. They belong to PyTorch and are not stored here.
 
-A class is cut into pieces of a few tests, each in a process of its own, side by side on the GPU. A test that takes too long or
-brings its process down is named so, and the rest of its piece goes on in another process. Tests that failed run once more with
-the GPU for themselves, as some measure all of its memory: what counts is that second time. Of an allocator with expandable
-segments the tests expect what they expect of PyTorch's own. DIR/torch-tests.jsonl has a line
-for each test and allocator, DIR/torch-tests.txt the counts and names.
+A class is divided into pieces of a few tests, each in a separate process, concurrently on the GPU. A test that times out or
+crashes its process is marked, and the remainder of its piece continues in another process. Failed tests run once more with the
+GPU for themselves, as some measure all of its memory: the second result counts. For an allocator with expandable segments the
+tests expect the behaviour of PyTorch's own. DIR/torch-tests.jsonl has a line for each test and allocator, DIR/torch-tests.txt
+the counts and names.
 
-Exit codes: 0 what passes natively passes under each, 1 it does not, 2 bad input, 4 the budget ended first.
+Exit codes: 0 each test that passes natively passes under each allocator, 1 some fail, 2 bad input, 4 the budget ended first.
 """
 
 import argparse
@@ -29,26 +29,26 @@ from pathlib import Path
 
 from processes import NATIVE, environment, start_hook
 
-# Of each file, the classes that are about memory, streams, graphs and pools.
+# Per file, the classes that test memory, streams, graphs and pools.
 FILES = {
     "test_cuda": ("TestCuda", "TestCudaMallocAsync", "TestBlockStateAbsorption", "TestMemPool"),
     "test_cudagraph_trees": ("CudaGraphTreeTests",),
 }
-# They take minutes, or need what one GPU without a network has not.
+# Tests that take minutes, or need more than one GPU without a network.
 LEFT_OUT = {
     "test_cusparse_multiple_threads_same_device": "takes minutes",
     "test_cublas_multiple_threads_same_device": "takes minutes",
     "test_cudnn_multiple_threads_same_device": "takes minutes",
     "test_reproducer_device_memory_leak": "takes minutes",
 }
-# Allocators with expandable segments. Some tests look at PYTORCH_CUDA_ALLOC_CONF for what to expect of these.
+# Allocators with expandable segments. Some tests derive their expectations from PYTORCH_CUDA_ALLOC_CONF.
 EXPANDABLE = ("pytorch-expandable", "remap")
 PIECE = 12
 BAD = ("failed", "crashed", "timed out")
 
 
 def worker(folder, module, names, output):
-    """Runs tests of a file in this process; writes a line when each begins and one when it ends."""
+    """Runs tests of a file in this process; writes a line at each start and end of a test."""
     import faulthandler
     import importlib
     import unittest
@@ -73,13 +73,13 @@ def worker(folder, module, names, output):
         return (kind + " ".join(text.split()))[:300]
 
     class Result(unittest.TestResult):
-        """Writes outcomes as they come. Some versions of Python do not call startTest for what is skipped."""
+        """Writes outcomes immediately. Some versions of Python do not call startTest for skipped tests."""
 
         began, found = None, ("passed", "")
 
         def startTest(self, test):
             super().startTest(test)
-            # Where it hangs is the end of the log, which becomes the reason.
+            # The location of a hang is at the end of the log, which becomes the reason.
             faulthandler.dump_traceback_later(float(os.environ["HANGS_AFTER"]))
             self.began, self.found = time.monotonic(), ("passed", "")
             write(begin=test.id())
@@ -134,7 +134,7 @@ class Piece:
 
 
 class Tests:
-    """The pieces, and what is known of each test."""
+    """The pieces, and the results of each test."""
 
     def __init__(self, options, folder):
         self.options, self.folder, self.hook = options, Path(folder), start_hook(folder)
@@ -150,7 +150,7 @@ class Tests:
         return self.options.budget - (time.monotonic() - self.began)
 
     def start(self, piece):
-        """Starts the process of a piece."""
+        """Starts a piece's process."""
         self.count += 1
         piece.output, piece.log = self.folder / f"{self.count}.jsonl", self.folder / f"{self.count}.log"
         piece.output.touch()
@@ -164,7 +164,7 @@ class Tests:
             str(piece.output),
             *piece.tests,
         ]
-        # A cache of its own, as tests of compiled graphs count what was compiled.
+        # A separate cache, as tests of compiled graphs count compilations.
         own = {
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{self.count}"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -181,7 +181,7 @@ class Tests:
         return piece
 
     def read(self, piece, file):
-        """Takes in what a process has written; returns the test that has begun and not ended, and since when."""
+        """Reads a process's new output; returns its running test and that test's start time."""
         current = None
         for line in piece.output.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
@@ -198,7 +198,7 @@ class Tests:
         return current
 
     def keep(self, piece, one, file):
-        """Writes what came of a test."""
+        """Writes a test's result."""
         known = {
             "arm": piece.arm,
             "test": one["test"],
@@ -213,7 +213,7 @@ class Tests:
         file.flush()
 
     def ended(self, piece, file):
-        """Whether a piece has ended; one whose process broke goes on with the tests that are left."""
+        """True if a piece has ended; the remainder of a crashed piece continues in another process."""
         current = self.read(piece, file)
         code = piece.process.poll()
         since = piece.seen.get("begin " + current, 0.0) if current else max([piece.began, *piece.seen.values()])
@@ -245,7 +245,7 @@ class Tests:
         return True
 
     def run(self, pieces, jobs, file):
-        """Runs pieces, some side by side."""
+        """Runs pieces, some concurrently."""
         waiting, running = list(pieces), []
         while waiting or running:
             while waiting and len(running) < jobs and self.left() > 20:
@@ -267,7 +267,7 @@ class Tests:
             time.sleep(0.1)
 
     def again(self, arm):
-        """What failed under an allocator and passes natively, to be run alone; natively all that failed."""
+        """Failed tests to run alone: those that pass natively; for native, all that failed."""
         failed = {}
         for (of, test), one in self.found.items():
             natively = self.found.get(("native", test), {}).get("outcome")
@@ -280,13 +280,13 @@ class Tests:
                 failed.setdefault(test.partition(".")[0], []).append(test)
         if arm == "native":
             return [Piece(arm, some, alone=True) for some in failed.values()]
-        # A process each: what a failed test leaves behind can fail the next one.
+        # A process per test: leftovers of a failed test can make the next one fail.
         return [Piece(arm, [test], alone=True) for some in failed.values() for test in some]
 
     def names(self):
-        """All tests by their names, in the order of their files."""
+        """All tests by name, in the order of their files."""
         names, loading = [], {}
-        # Side by side, as each imports PyTorch's testing modules from a cold disk.
+        # Concurrently, as each imports PyTorch's testing modules from a cold disk.
         for module in FILES:
             output = self.folder / f"{module}.list"
             command = [sys.executable, __file__, "--worker", str(self.options.tests.resolve()), module, str(output), "list"]
@@ -307,7 +307,7 @@ class Tests:
 
 
 def summary(tests, names, arms):
-    """Counts by allocator and class, then each test that passes natively and not under an allocator."""
+    """Counts by allocator and class, then each test that passes natively but not under an allocator."""
     lines = [f"PyTorch's tests, {len(names)} of {', '.join(FILES)}; left out: {', '.join(LEFT_OUT)}"]
     outcomes = ("passed", *BAD, "skipped")
     classes = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
@@ -337,7 +337,7 @@ def summary(tests, names, arms):
 
 
 def main():
-    """Runs the tests and writes what came of them."""
+    """Runs the tests and writes the results."""
     if sys.argv[1:2] == ["--worker"]:
         folder, module, output, *names = sys.argv[2:]
         worker(folder, module, names, output)

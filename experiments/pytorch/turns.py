@@ -1,14 +1,14 @@
-"""Lets processes that are ready take turns, so that what else the machine does touches all of them alike."""
+"""Makes processes that are ready take turns, so that other load on the machine affects all of them equally."""
 
 import contextlib
 import random
 import socket
 import time
 
-# Floats of a tensor.
+# Number of floats in a tensor.
 WORDS = (1000, 1_000_000)
 ROUNDS = 20
-# Seconds to begin.
+# Seconds until all processes must have connected.
 PATIENCE = 120
 
 
@@ -23,21 +23,21 @@ class Turns:
         self.files = {}
 
     def gather(self, runs, ended):
-        """Waits until each of the runs, by their numbers, has connected and is ready, or has `ended`."""
+        """Waits until each run, by its number, has connected and is ready, or has `ended`."""
         waiting, until = dict(runs), time.monotonic() + PATIENCE
         while waiting and time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
                 connection, _ = self.server.accept()
                 connection.settimeout(PATIENCE)
                 file = connection.makefile("rw", encoding="ascii")
-                # Nothing comes from one that died since.
+                # A process that has died since sends nothing.
                 if number := file.readline():
                     self.files[int(number)] = file
                     waiting.pop(int(number), None)
             waiting = {number: run for number, run in waiting.items() if not ended(run)}
 
     def take(self, key):
-        """Gives each its turns: rounds in which every process has one turn at every size, in an order drawn anew."""
+        """Gives each process its turns: rounds with one turn per process and size, in a new random order."""
         drawn = random.Random(key)
         for _ in range(ROUNDS):
             for words in WORDS:
@@ -49,7 +49,7 @@ class Turns:
 
     @staticmethod
     def _turn(file, words):
-        """Whether a process had its turn, which one that died has not."""
+        """True if a process had its turn, False if it died."""
         with contextlib.suppress(OSError):
             file.write(f"{words}\n")
             file.flush()
@@ -57,7 +57,7 @@ class Turns:
         return False
 
     def close(self):
-        """Ends the turns; the processes write what they measured."""
+        """Ends the turns; the processes write their measurements."""
         for file in self.files.values():
             with contextlib.suppress(OSError):
                 file.close()
@@ -65,7 +65,7 @@ class Turns:
 
 
 def answered(path, number):
-    """In a process: yields the floats of a tensor at each turn, which lasts until the next one is asked for."""
+    """In a process: yields the number of floats at each turn, which lasts until the next one is requested."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rw", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""The acceptance list: its programs on the CPU where PyTorch is installed, and its runner over made ones."""
+"""The acceptance list: its programs on the CPU if PyTorch is installed, and its runner over substitute programs."""
 
 import importlib
 import json
@@ -16,15 +16,15 @@ sys.path.insert(0, str(HERE))
 
 acceptance = importlib.import_module("acceptance")
 catalogue = importlib.import_module("catalogue")
-# The runner knows where it is.
+# The runner has added its directory to the path.
 judge = importlib.import_module("vramlab_analysis.acceptance")
 
 PROGRAMS = catalogue.programs()
-# Those that take a second beside their imports, of each family that runs without a GPU.
+# Programs that take a second besides their imports, one of each family that runs without a GPU.
 QUICK = ["penalty", "checkpoint_early", "hook_errors", "generators", "unwinding", "speculative", "per_sample",
          "dropped_in_flight"]  # fmt: skip
 
-# A program in the place of the list's own: what it does is its name.
+# A substitute for the list's programs, with behaviour selected by name.
 MADE = """
 import json, os, signal, subprocess, sys, time
 name, arm = sys.argv[1], os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -57,7 +57,7 @@ def test_the_list_has_what_it_is_for():
     assert all(one.gpus >= one.ranks for one in PROGRAMS.values())
     assert all(one.tolerance < 0.1 for one in PROGRAMS.values())
     of_one = [one for one in PROGRAMS.values() if one.gpus == 1]
-    # What a program needs beside PyTorch is the exception.
+    # Few programs need packages besides PyTorch.
     assert sum(not one.needs for one in of_one) > 0.7 * len(of_one)
 
 
@@ -70,7 +70,7 @@ def test_two_programs_of_one_name_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What programs print on the CPU, by name: several run side by side, as most of the time is PyTorch's import."""
+    """The programs' output on the CPU, by name: several run concurrently, as importing PyTorch takes most of the time."""
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
     folder = tmp_path_factory.mktemp("acceptance")
@@ -90,12 +90,12 @@ def test_a_program_runs_on_the_cpu_and_says_the_same_twice(printed, name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# --- the runner, over made programs ---
+# --- the runner, over substitute programs ---
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Runs made programs in a process that has the list in their place; returns a function of options."""
+    """Runs substitute programs in a process that has the list replaced; returns a function of options."""
     folder = tmp_path / "programs"
     folder.mkdir()
     (folder / "run.py").write_text(MADE)
@@ -155,7 +155,7 @@ def test_a_run_that_does_not_end_says_where_and_leaves_nothing(made):
 
 
 def runs(pid):
-    """Whether a process is alive; one that nobody has waited for is not."""
+    """True if a process is alive and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The plans of the campaign and what it learns from its records; PyTorch's tests, run on made ones."""
+"""The plans of the campaign, its use of earlier records, and the runner of PyTorch's tests on substitutes."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ def test_every_planned_run_has_an_id_of_its_own():
     assert len({task.id for task in tasks}) == len(tasks)
     assert {task.part for task in tasks} == set(campaign.PARTS)
     assert {task.program for task in tasks} <= campaign.SIZES.keys()
-    # Each round has every arm once, in an order of its own.
+    # Each round has every arm once, in a random order.
     timed = [task for task in tasks if task.part == "timed" and task.program == "gpt2" and task.arm in campaign.MAIN]
     assert all(sum(task.arm == arm for task in timed) == 10 for arm in campaign.MAIN)
     assert len({tuple(task.arm for task in timed if task.repeat == repeat) for repeat in range(10)}) > 1
@@ -140,7 +140,7 @@ class TestCuda(unittest.TestCase):
 
 @pytest.fixture
 def tests(tmp_path, monkeypatch):
-    """Files of tests, and a module in PyTorch's place."""
+    """Files of tests, and a substitute for PyTorch's module."""
     internal = tmp_path / "torch" / "testing" / "_internal"
     internal.mkdir(parents=True)
     for folder in (internal, internal.parent, internal.parents[1]):
@@ -174,7 +174,7 @@ def test_a_test_that_breaks_or_hangs_costs_no_other(tests):
         assert {name: found[arm, name]["outcome"] for name in outcomes} == outcomes
     assert found["native", "natively"]["outcome"] == "passed"
     assert found["expandable", "natively"]["reason"].startswith("AssertionError: 'expandable' unexpectedly found")
-    # What fails natively is no fault of an allocator, so it is not looked at again.
+    # A test that fails natively is not an allocator's fault, so it is not run again.
     assert found["native", "fails"].get("alone")
     assert not found["expandable", "fails"].get("alone")
     assert "1 of 2 that pass natively do not under expandable" in done.stdout

@@ -1,4 +1,4 @@
-"""The plan of the stories, and what they learn from the file that a killed call left."""
+"""The plan of the stories, and resuming from the file of a killed call."""
 
 import importlib
 import json
