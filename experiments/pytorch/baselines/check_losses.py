@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks that the trainer and PyTorch, from the same weights and batches, see the same losses.
+"""Checks that the trainer and PyTorch, from the same weights and batches, compute the same losses.
 
     python3 experiments/pytorch/baselines/check_losses.py                                on any machine: simulated device, CPU
     python3 experiments/pytorch/baselines/check_losses.py --trainer-device cuda --torch-device cuda --hidden 784
     python3 experiments/pytorch/baselines/check_losses.py --dtype bf16 --weights half --lr 0.03 --tolerance 2e-2
 
 Writes a start file, runs `trainer` and `mlp.py` from it and compares `steps.csv` row by row. The difference of a step is
-|theirs - ours| / |ours|. Exit code 0 when all differences of the first hundred steps are below the tolerance, 1 when one
+|theirs - ours| / |ours|. Exit code 0 if all differences of the first hundred steps are below the tolerance, 1 if one
 is not or a run failed, 2 for bad input. Needs PyTorch 2.11 and the built trainer.
 """
 
@@ -60,7 +60,7 @@ def arguments():
 
 
 def built():
-    """The trainer that was built last."""
+    """The most recently built trainer."""
     found = [path for path in (ROOT / "target" / profile / "trainer" for profile in ("release", "debug")) if path.is_file()]
     if not found:
         fail("the trainer is not built: cargo build --release -p trainer, or name it with --trainer", 2)
@@ -83,7 +83,7 @@ def losses(record):
 
 
 def compare(options, folder):
-    """Both runs; the relative difference of each step."""
+    """Runs both programs; returns the relative difference of each step."""
     trainer, start = options.trainer or built(), folder / "start.safetensors"
     data = ["--data-dir", options.data_dir] if options.data_dir else []
     arithmetic = [f"--{name}={getattr(options, name)}" for name in ("dtype", "weights")]

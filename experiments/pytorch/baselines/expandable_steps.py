@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Asks whether PyTorch's expandable segments make GPT-2's steps on varying shapes slower, and in which steps.
+"""Tests whether PyTorch's expandable segments make GPT-2's steps on varying shapes slower, and which steps.
 
     python3 experiments/pytorch/baselines/expandable_steps.py -o experiments/results/expandable-steps.json [--repeats 5] [--steps 40]
 
-Each repeat is a process for each setting, in turn. A process trains on the same sequence of shapes three times over: in the
-first pass every shape is new to the libraries and memory grows, in the later ones neither. Each step is waited for. The file
-has, for each process and step, the pass, batch, length, milliseconds and how often the allocator went to the driver. Needs a
-GPU with 16 GB and PyTorch 2.11; two minutes on an H200.
+Each repeat has one process per setting, in turn. A process trains on the same sequence of shapes three times: in the first
+pass every shape is new to the libraries and memory grows, in the later passes neither. Each step is synchronised. The file
+contains, for each process and step, the pass, batch, length, milliseconds and number of driver calls of the allocator. Needs
+a GPU with 16 GB and PyTorch 2.11; two minutes on an H200.
 
-Exit codes: 0 done, 1 failed while training, 2 bad input.
+Exit codes: 0 completed, 1 failed while training, 2 bad input.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def arguments():
 
 
 def train(steps):
-    """The rows of one process: pass, batch, length, milliseconds, segments or ranges of memory that were new."""
+    """The rows of one process: pass, batch, length, milliseconds, new segments or mapped ranges."""
     torch = framework()
     from history_workloads import Gpt
     from torch.nn import functional as F

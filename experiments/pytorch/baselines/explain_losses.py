@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Says why two runs from the same start part: with numpy, in float64, as the third opinion.
+"""Explains why two runs from the same start diverge, using numpy in float64 as the reference.
 
     python3 experiments/pytorch/baselines/check_losses.py --dataset mnist --lr 0.1 --out parted
     python3 experiments/pytorch/baselines/explain_losses.py parted
 
-Two programs in float32 differ by rounding, about 1e-7 of the loss in each step, and stay so close until the input of a ReLU
-is so near to zero that rounding decides its sign. Its derivative is 0 on one side and 1 on the other, so the weights part
-by a finite amount, and each later step multiplies it. For each run this prints the first step whose loss lies further than
-1e-5 from float64's, the ReLU inputs nearest to zero in the step before, and what the other sign of each would do to the loss.
-Exit codes: 0 done, 2 bad input. Needs numpy.
+Two programs in float32 differ by rounding, about 1e-7 of the loss per step, and stay that close until the input of a ReLU
+is so near zero that rounding decides its sign. Its derivative is 0 on one side and 1 on the other, so the weights differ
+by a finite amount, and each later step multiplies it. For each run this prints the first step whose loss differs by more than
+1e-5 from float64's, the ReLU inputs nearest to zero in the preceding step, and the effect of each one's other sign on the loss.
+Exit codes: 0 completed, 2 bad input. Needs numpy.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def arguments():
 
 
 def training_rows(start, data_dir):
-    """Features and labels, as float64 holds them."""
+    """Features and labels, in float64."""
     import mlp_numpy
     import numpy as np
 
@@ -47,7 +47,7 @@ def training_rows(start, data_dir):
 
 
 def recorded(folder, name):
-    """Losses and learning rate of a run."""
+    """A run's losses and learning rate."""
     try:
         with open(folder / name / "steps.csv", newline="") as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file)]
@@ -57,7 +57,7 @@ def recorded(folder, name):
 
 
 def nearest(start, data, lr, step, count=3):
-    """The ReLU inputs nearest to zero in a step, and the change of the next loss if their sign were the other one."""
+    """A step's ReLU inputs nearest to zero, and the change of the next loss if their sign were inverted."""
     import mlp_numpy
 
     batches = list(mlp_numpy.batches(start, data))[: step + 1]

@@ -1,7 +1,7 @@
-"""The workloads of `record_histories.py`: what people train, in PyTorch alone.
+"""The workloads of `record_histories.py`: common training programs, in plain PyTorch.
 
-Each is a function of device, steps and seed that returns what must stay alive until the history is taken. Widths may be
-lowered for a test.
+Each is a function of device, steps and seed that returns the objects to keep alive until the snapshot. Tests may reduce the
+widths.
 """
 
 import random
@@ -33,7 +33,7 @@ def mlp(device, steps, seed, hidden=784, batch=64):
 
 
 class Block(nn.Module):
-    """A transformer block with the normalisation first, as GPT-2 has it."""
+    """A transformer block with normalisation before each layer, as in GPT-2."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -120,7 +120,7 @@ def resnet(blocks=(3, 4, 6, 3), width=64, classes=1000):
 
 
 def resnet50(device, steps, seed, batch=64, side=224, **size):
-    """ResNet-50 with momentum; every eighth step is on a smaller, last batch and is followed by validation."""
+    """ResNet-50 with momentum; every eighth step has a smaller, last batch and is followed by validation."""
     generator = torch.Generator().manual_seed(seed)
     model = resnet(**size).to(device)
     classes = model[-1].out_features
@@ -142,8 +142,8 @@ def resnet50(device, steps, seed, batch=64, side=224, **size):
 
 
 def streams(device, steps, seed, rows=8192, width=512):
-    """Batches of varying size are copied and prepared on a stream of their own, and used on the main one; a third stream
-    reads the results. Blocks are freed while another stream still uses them, as `record_stream` says."""
+    """Batches of varying size are copied and prepared on a side stream, and used on the main stream; a third stream
+    reads the results. Blocks are freed while another stream still uses them, with `record_stream`."""
     draw = random.Random(seed)
     loading, reading = torch.cuda.Stream(), torch.cuda.Stream()
     main = torch.cuda.current_stream()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Trains the trainer's network in PyTorch and writes the trainer's run record.
 
-With --start FILE (`trainer start -o FILE`) it begins with the trainer's weights and takes the trainer's batches, so that
-losses compare number by number. Without, weights and order are drawn by PyTorch from --seed.
+With --start FILE (`trainer start -o FILE`) it starts from the trainer's weights and uses the trainer's batches, so that
+losses are comparable number by number. Otherwise PyTorch draws weights and order from --seed.
 
---dtype, --weights and --loss-scale mean what they mean to the trainer. f32 is f32 in every product, without
-TF32. Written for PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 done, 1 failed while running, 2 bad input,
+--dtype, --weights and --loss-scale have the trainer's meaning. f32 is f32 in every matrix product, without TF32. Written for
+PyTorch 2.11; runs on a CPU too. Exit codes are the trainer's: 0 completed, 1 failed while running, 2 bad input,
 130 interrupted.
 """
 
@@ -26,11 +26,11 @@ STARTED = time.perf_counter()
 INSTALL = "pip install torch==2.11.0"
 HALVES = ("bf16", "f16")
 MODES = ("eager", "graph", "compile", "compiled-graph")
-# Steps are CUDA graphs, for which they are prepared.
+# Modes with CUDA graphs, for which the steps are prepared.
 GRAPHS = ("graph", "compiled-graph")
-# With --mode, what --compile-mode is unless it is given; other modes compile nothing.
+# The default of --compile-mode by --mode; other modes compile nothing.
 COMPILE_MODES = {"compile": "reduce-overhead", "compiled-graph": "max-autotune-no-cudagraphs"}
-# What a start decides; the defaults are the trainer's.
+# Options that a start file fixes; the defaults are the trainer's.
 WORK = {"dataset": "mnist", "hidden": 256, "layers": 3, "batch": 64, "epochs": 8, "steps": None, "seed": 42, "init": "kaiming"}
 
 
@@ -113,7 +113,7 @@ def arguments():
 
 
 def settle(options):
-    """Puts start file and options together; returns the start, if there is one."""
+    """Combines start file and options; returns the start, if there is one."""
     start = start_file.read(options.start) if options.start else None
     for name, default in WORK.items():
         given = getattr(options, name)
@@ -149,7 +149,7 @@ def settle(options):
 
 
 def arithmetic(options):
-    """The trainer's rules for what goes together, and its default of the loss scale."""
+    """Applies the trainer's rules for valid combinations, and its default loss scale."""
     if options.weights == "half" and options.dtype not in HALVES:
         raise BadInput(f"--weights half needs --dtype bf16 or f16, found {options.dtype}")
     if options.loss_scale is None:
@@ -157,7 +157,7 @@ def arithmetic(options):
 
 
 def framework(options):
-    """PyTorch and the device, or what to do to have them."""
+    """PyTorch and the device; raises an error with the fix if one is missing."""
     try:
         import torch
     except ImportError as error:
@@ -171,7 +171,7 @@ def framework(options):
         if options.dtype == "tf32":
             raise BadInput("--dtype tf32 needs a GPU")
         if options.fused_sgd and options.weights == "half":
-            # github.com/pytorch/pytorch/issues/191763: the vector part of such weights is not updated.
+            # github.com/pytorch/pytorch/issues/191763: the vectorised part of such weights is not updated.
             raise BadInput(
                 "--fused-sgd on with --weights half needs a GPU: on a CPU PyTorch 2.11 leaves such weights as they are"
             )
@@ -187,7 +187,7 @@ def framework(options):
 
 
 def load(options, start, torch):
-    """The data set: splits, and what the record says of them."""
+    """The data set: its splits, and their description in the record."""
     from mlp_torch import DTYPES, Split, tensor
 
     kind = DTYPES[options.dtype]
@@ -222,7 +222,7 @@ DATA = [f"{split}.{part}" for split in ("train", "validation") for part in ("fea
 
 
 def driver_version():
-    """The driver's CUDA version, which PyTorch does not tell."""
+    """The driver's CUDA version, which PyTorch does not report."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -232,7 +232,7 @@ def driver_version():
 
 
 def describe(torch, device):
-    """The device, as the record has it."""
+    """The device, in the record's format."""
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"kind": "cpu", "name": "CPU", "total_bytes": memory, "virtual_time": False}
@@ -275,7 +275,7 @@ def summary_of(options, torch, device, data, start, record):
         "device": str(device),
         "dataset": options.dataset,
         **{key: getattr(options, key) for key in keys},
-        # The trainer's name for how steps reach the device.
+        # The trainer's key for the way in which steps are launched.
         "launch": options.mode,
     }
     if device.type == "cuda":
@@ -334,7 +334,7 @@ def needed_epochs(options, rows):
 
 
 def finish(options, run):
-    """Runs to the end, good or bad, and says so."""
+    """Runs to the end, on success or failure, and reports the result."""
     from mlp_run import Failed
 
     code, error = 0, None
@@ -345,7 +345,7 @@ def finish(options, run):
         code, error = 130, "interrupted; what was done so far is in the run record"
         run.summary["status"] = "interrupted"
     except (Failed, RuntimeError, OSError, MemoryError) as problem:
-        # The first line says what; PyTorch adds pages of advice.
+        # The first line is the error; PyTorch appends pages of advice.
         first = next(iter(str(problem).splitlines()), "") or type(problem).__name__
         advice = "; lower --batch or --hidden" if isinstance(problem, (run.torch.OutOfMemoryError, MemoryError)) else ""
         code, error = 1, f"{first}{advice}"
@@ -357,7 +357,7 @@ def finish(options, run):
         sys.stdout.write(text(run.summary) if options.json else run.report())
         sys.stdout.flush()
     except BrokenPipeError:
-        # A reader that went away is no error; nothing is left to be flushed at exit.
+        # A closed pipe is not an error; nothing remains to be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as problem:
         code, error = 1, f"{run.record.directory}: {problem.strerror}; the run record is incomplete"

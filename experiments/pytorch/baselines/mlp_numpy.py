@@ -1,6 +1,6 @@
-"""The trainer's network in numpy, from a start file: a third opinion on losses that needs neither GPU nor framework.
+"""The trainer's network in numpy, from a start file: reference losses without a GPU or a framework.
 
-In float64 it says which of two float32 programs strayed.
+In float64 it shows which of two float32 programs diverged.
 """
 
 import copy
@@ -12,7 +12,7 @@ KINDS = {"F32": "<f4", "U32": "<u4", "U8": "u1"}
 
 
 def array(tensor):
-    """A tensor of a start file."""
+    """A start file's tensor as an array."""
     return np.frombuffer(tensor.data, dtype=KINDS[tensor.dtype]).reshape(tensor.shape)
 
 
@@ -42,17 +42,17 @@ class Network:
         return float((np.log(sums) - shifted[rows, labels]).mean()), derivative / logits.dtype.type(len(labels))
 
     def copy(self):
-        """The same network once more."""
+        """A copy of the network."""
         return copy.deepcopy(self)
 
     def relu_inputs(self, x):
-        """What each ReLU sees."""
+        """The input of each ReLU."""
         inputs, _ = self.forward(x)
         return [x @ weight.T + bias for x, weight, bias in zip(inputs[:-1], self.weights, self.biases)]
 
     def step(self, x, labels, lr, flip=None):
-        """One step; the loss before it. `flip`: layer, row and unit of a ReLU that is taken for open if it is closed, and
-        for closed if it is open, in the backward pass."""
+        """Runs one step; returns the loss before it. `flip`: layer, row and unit of a ReLU whose state, open or closed, is
+        inverted in the backward pass."""
         inputs, logits = self.forward(x)
         loss, dy = self.loss(logits, labels)
         for number in reversed(range(len(self.weights))):
@@ -68,7 +68,7 @@ class Network:
 
 
 def batches(start, data):
-    """Features and labels of each step's batch, in the run's order; `data` is those of the training rows."""
+    """Features and labels of each step's batch, in the run's order; `data` contains the training rows'."""
     features, labels = data
     for epoch in range(1, start.orders + 1):
         order, batch = array(start.tensors[f"order.{epoch}"]), start.number("batch")
@@ -78,7 +78,7 @@ def batches(start, data):
 
 
 def train(start, data, lr, kind=np.float64, steps=None):
-    """The losses of a run's steps, `steps` of them at most, and the network after them."""
+    """The losses of a run's steps, at most `steps`, and the network after them."""
     network, losses = Network(start, kind), []
     for x, labels in itertools.islice(batches(start, data), steps or start.number("steps")):
         losses.append(network.step(x.astype(kind), labels, lr))
@@ -86,10 +86,10 @@ def train(start, data, lr, kind=np.float64, steps=None):
 
 
 def rows(start, split):
-    """Features and labels in a start file: of iris or digits."""
+    """Features and labels in a start file, for iris or digits."""
     features, labels = array(start.tensors[f"{split}.features"]), array(start.tensors[f"{split}.labels"])
     if features.dtype == np.uint8:
-        # Rounded once, as the trainer does it.
+        # Rounded once, as in the trainer.
         scale, shift = (np.float64(np.float32(start.metadata[name])) for name in ("scale", "shift"))
         features = (features * scale + shift).astype(np.float32)
     return features, labels

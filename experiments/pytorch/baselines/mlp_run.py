@@ -1,4 +1,4 @@
-"""One run of `mlp.py`: epochs, their clocks, and what of them goes to the record."""
+"""One run of `mlp.py`: its epochs, their times, and their values in the record."""
 
 import contextlib
 import math
@@ -11,11 +11,11 @@ import mlp_torch
 
 
 class Failed(Exception):
-    """Why a run ended early, in one line."""
+    """The reason why a run ended early, in one line."""
 
 
 class Run:
-    """Trains as the options say and keeps the record up to date."""
+    """Trains according to the options and keeps the record up to date."""
 
     def __init__(self, options, _torch, device, data, start, record, summary, started):
         self.options, self.torch, self.device, self.data = options, torch, device, data
@@ -24,7 +24,7 @@ class Run:
         self.shuffling = torch.Generator().manual_seed(options.seed)
 
     def train(self):
-        """The whole run. Raises `Failed`, or what PyTorch raises."""
+        """The whole run. Raises `Failed`, or PyTorch's exceptions."""
         options = self.options
         begun = time.perf_counter()
         facts = self.summary["dataset"]
@@ -89,13 +89,13 @@ class Run:
                 done.append(row)
             marks.append(self.mark())
         except BaseException:
-            # What was done is in the record, with its losses if the device still answers.
+            # Completed steps are recorded, with their losses if the device still responds.
             with contextlib.suppress(RuntimeError):
                 self.read_losses(steps, done)
             self.record.append_steps(done)
             raise
         self.read_losses(steps, done)
-        # Where the trainer stops too: the losses are there, nothing is written yet.
+        # The trainer stops its clock here too: the losses have arrived, but are not written yet.
         train_s = time.perf_counter() - steps_begun
         self.record.append_steps(done)
         for row in done:
@@ -111,7 +111,7 @@ class Run:
         entry = {"epoch": number, "steps": count, "train_loss": loss, "val_loss": val_loss, "val_accuracy": accuracy}
         entry |= {"wall_s": time.perf_counter() - begun, "train_s": train_s}
         if self.cuda:
-            # Events count in milliseconds.
+            # Events measure milliseconds.
             entry["device_s"] = marks[0].elapsed_time(marks[3]) / 1e3
             entry["train_device_s"] = marks[1].elapsed_time(marks[2]) / 1e3
         self.summary["epochs"].append(entry)
@@ -119,14 +119,14 @@ class Run:
         self.line(f"epoch {number:2} train loss {loss:.4f}, validation loss {val_loss:.4f}, accuracy {100 * accuracy:.2f} %")
 
     def advice(self):
-        """What to change when the loss is no longer a number, in the trainer's words."""
+        """The fix when the loss is not a number, in the trainer's words."""
         options = self.options
         scaled = options.dtype == "f16" or options.loss_scale != 1
         scale = f", lower --loss-scale (now {options.loss_scale:g})" if scaled else ""
         return f"lower --lr (now {options.lr}){scale} or change --init"
 
     def order(self, number):
-        """The rows of an epoch: the trainer's, or PyTorch's own."""
+        """An epoch's rows: the trainer's, or PyTorch's own order."""
         if self.start:
             return mlp_torch.tensor(self.start.tensors[f"order.{number}"]).long()
         return torch.randperm(len(self.data.train), generator=self.shuffling)
@@ -137,7 +137,7 @@ class Run:
             row["loss"] = value
 
     def mark(self):
-        """An event in the stream, to be timed."""
+        """An event in the stream, for timing."""
         if not self.cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -159,15 +159,15 @@ class Run:
         print(text, file=sys.stderr)
 
     def write_summary(self):
-        """Replaces the summary with what is known now."""
+        """Replaces the summary with the current values."""
         self.summary["process_s"] = time.perf_counter() - self.started
         stats = self.memory()
-        # Gauges and counts have the names that the trainer uses too.
+        # Gauges and counts have the trainer's names.
         self.summary["allocator_stats"] = {name: value for name, value in stats.items() if isinstance(value, int)}
         self.record.write_summary(self.summary)
 
     def report(self):
-        """The run in a few lines, for a person."""
+        """A summary of the run in a few lines."""
         lines = ["epoch  steps  train loss  val loss  accuracy    wall s"]
         for epoch in self.summary["epochs"]:
             lines.append(

@@ -1,6 +1,6 @@
 """The trainer's network in PyTorch: linear layers with ReLU between, mean cross-entropy, plain gradient descent.
 
-Loaders bring batches to the device in the trainer's three ways, or with a `DataLoader`. Steps run one operation at a time,
+Loaders copy batches to the device in the trainer's three ways, or with a `DataLoader`. Steps run one operation at a time,
 as one CUDA graph, or compiled; all keep each step's loss on the device until the epoch ends.
 """
 
@@ -10,37 +10,37 @@ import math
 import torch
 from torch.nn import functional as F
 
-# Page-locked buffers in turn, as the trainer has them.
+# Number of page-locked buffers, used in rotation, as in the trainer.
 RING = 4
 # Types of activations; tf32 is a way to multiply f32.
 DTYPES = {"f32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def tensor(found):
-    """A tensor of a start file."""
+    """A start file's tensor."""
     kind = {"F32": torch.float32, "U32": torch.int32, "U8": torch.uint8}[found.dtype]
     return torch.frombuffer(bytearray(found.data), dtype=kind).reshape(found.shape)
 
 
 class Arithmetic:
-    """How the network computes: the trainer's --dtype, --weights and --loss-scale in PyTorch's terms."""
+    """The precision of the network: the trainer's --dtype, --weights and --loss-scale in PyTorch."""
 
     def __init__(self, options, device):
         self.dtype, self.device = DTYPES[options.dtype], device
         self.half = options.weights == "half"
         self.scale = options.loss_scale
-        # What the backward pass begins with; nothing for a scale of 1, as everybody writes it.
+        # The gradient at the start of the backward pass; None for a scale of 1, as is usual.
         self.seed = None if self.scale == 1 else torch.tensor(self.scale, device=device)
 
     def place(self, model):
-        """Gives the weights, in f32 so far, the type in which they are stepped."""
+        """Converts the weights from f32 to the type in which they are updated."""
         if self.half:
             model.to(self.dtype)
 
     def logits(self, model, x):
-        """Logits in f32; `model` takes rows to its outputs."""
+        """Logits in f32; `model` maps rows to its outputs."""
         mixed = self.dtype != torch.float32 and not self.half
-        # Each weight is used once in a pass, so there is nothing for autocast to cache, and a graph must not depend on it.
+        # Each weight is used once per pass, so autocast has nothing to cache, and a graph must not depend on its cache.
         scope = torch.autocast(self.device.type, self.dtype, cache_enabled=False) if mixed else contextlib.nullcontext()
         with scope:
             out = model(x)
@@ -48,7 +48,7 @@ class Arithmetic:
 
 
 class Split:
-    """One part of a data set on the host: rows of bytes or floats, and labels. The network takes values of `dtype`."""
+    """One split of a data set on the host: rows of bytes or floats, and labels. The network takes values of `dtype`."""
 
     def __init__(self, features, labels, scale, shift, dtype):
         self.features, self.labels = features, labels.long()
@@ -61,23 +61,23 @@ class Split:
         return self.values(self.features[row]), self.labels[row]
 
     def values(self, picked):
-        """What the network sees: bytes times scale, rounded once."""
+        """The network's input: bytes times scale, rounded once."""
         if picked.dtype != torch.uint8:
             return picked.to(self.dtype)
         if self.shift:
             return picked.float().mul_(self.scale).add_(self.shift).to(self.dtype)
-        # Every type holds a byte exactly.
+        # Every type represents a byte exactly.
         return picked.to(self.dtype).mul_(self.scale)
 
 
 class Resident:
-    """The data set lives on the device; a batch is gathered by the rows' numbers."""
+    """The data set is on the device; a batch is gathered by row numbers."""
 
     def __init__(self, split, device, rows):
         self.split = split
         held = split.values(split.features) if rows == "values" else split.features
         self.features, self.labels = held.to(device), split.labels.to(device)
-        # Always in the same place, where graphs read it.
+        # At a fixed address, which graphs read.
         self.order = torch.zeros(len(split), dtype=torch.int64, device=device)
 
     def begin_pass(self, order):
@@ -90,13 +90,13 @@ class Resident:
         return self.pick(self.order[first : first + count])
 
     def static(self, count, at, batch):
-        """The batch of the step that `at` counts on the device: the host has nothing to bring."""
+        """The batch of the step that `at` counts on the device; the host copies nothing."""
         rows = torch.arange(count, device=self.order.device)
         return None, lambda: self.pick(self.order.index_select(0, torch.add(rows, at, alpha=batch)))
 
 
 class Streamed:
-    """Batches come from the host; what a graph reads is copied to the same place each time."""
+    """Batches come from the host; a graph's input is copied to the same address each time."""
 
     def __init__(self, split, device):
         self.split, self.device, self.order = split, device, None
@@ -109,7 +109,7 @@ class Streamed:
         return self.split.values(self.split.features.index_select(0, rows)), self.split.labels.index_select(0, rows)
 
     def static(self, count, _at, _batch):
-        """Fills the place that a graph reads, and says where it is."""
+        """Fills the buffer that a graph reads, and returns it."""
         width = self.split.features.shape[1]
         inputs = torch.zeros(count, width, dtype=self.split.dtype, device=self.device)
         labels = torch.zeros(count, dtype=torch.int64, device=self.device)
@@ -159,7 +159,7 @@ class Pinned(Streamed):
 
 
 class Workers(Streamed):
-    """PyTorch's own `DataLoader` over single rows, as its tutorials have it."""
+    """PyTorch's own `DataLoader` over single rows, as in its tutorials."""
 
     def __init__(self, split, device, batch, workers, pin):
         super().__init__(split, device)
@@ -191,7 +191,7 @@ class Order(torch.utils.data.Sampler):
 
 
 def loader(options, split, device):
-    """The loader that the options name."""
+    """The loader selected by the options."""
     batch = min(options.batch, len(split))
     if options.loader == "resident":
         return Resident(split, device, options.rows)
@@ -203,7 +203,7 @@ def loader(options, split, device):
 
 
 def network(widths, device):
-    """The network, its weights undefined."""
+    """The network, with uninitialised weights."""
     layers = []
     for number, (inputs, outputs) in enumerate(zip(widths, widths[1:])):
         layers += [torch.nn.ReLU()] if number else []
@@ -217,7 +217,7 @@ def linears(model):
 
 @torch.no_grad()
 def from_start(model, start):
-    """Gives the network the weights of a start file."""
+    """Sets the network's weights from a start file."""
     for number, layer in enumerate(linears(model)):
         layer.weight.copy_(tensor(start.tensors[f"layers.{number}.weight"]))
         layer.bias.copy_(tensor(start.tensors[f"layers.{number}.bias"]))
@@ -225,7 +225,7 @@ def from_start(model, start):
 
 @torch.no_grad()
 def from_seed(model, init, seed, device):
-    """Weights from the trainer's distributions, not its numbers."""
+    """Draws weights from the trainer's distributions, with different random numbers."""
     generator = torch.Generator(device=device).manual_seed(seed)
     for layer in linears(model):
         outputs, inputs = layer.weight.shape
@@ -239,11 +239,11 @@ def from_seed(model, init, seed, device):
 
 
 class Eager:
-    """A step as everybody writes it."""
+    """A plain PyTorch step."""
 
     def __init__(self, options, model, arithmetic, source, steps):
         self.model, self.arithmetic, self.source = model, arithmetic, source
-        # Plain descent is linear in the gradients, so dividing the rate takes the loss' scale out of them.
+        # Plain descent is linear in the gradients, so dividing the rate by the loss scale removes the scale.
         fused = True if options.fused_sgd else None
         self.optimizer = torch.optim.SGD(model.parameters(), lr=options.lr / arithmetic.scale, fused=fused)
         self.losses = torch.zeros(steps, device=arithmetic.device)
@@ -259,11 +259,11 @@ class Eager:
         self.losses[slot].copy_(loss.detach())
 
     def run(self, slot, first, count):
-        """Queues one step on the rows from `first` in the order of this pass; its loss goes to the slot."""
+        """Queues one step on the rows from `first` in this pass's order; its loss is written to the slot."""
         self.step(*self.source.batch(first, count), slot)
 
     def prepare(self, counts, times):
-        """Steps of each size that leave no trace: libraries are loaded, kernels chosen, code compiled."""
+        """Runs steps of each size without lasting effect: loads libraries, selects kernels, compiles code."""
         with self.kept():
             for count in counts:
                 x = torch.zeros(count, self.model[0].in_features, dtype=self.arithmetic.dtype, device=self.losses.device)
@@ -276,7 +276,7 @@ class Eager:
 
 
 class Kept:
-    """Gives the network its weights back at the end."""
+    """Restores the network's weights at the end."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -294,7 +294,7 @@ class Kept:
 
 
 class Compiled(Eager):
-    """Forward and backward pass through `torch.compile`; the update stays PyTorch's."""
+    """Forward and backward pass through `torch.compile`; the update is PyTorch's optimizer."""
 
     def __init__(self, options, *given):
         super().__init__(options, *given)
@@ -307,12 +307,12 @@ class Compiled(Eager):
 
 
 class Graph(Eager):
-    """The whole step, from gathering the batch to the update, as one CUDA graph; one for each size of a batch."""
+    """The whole step, from gathering the batch to the update, as one CUDA graph; one per batch size."""
 
     def __init__(self, options, *given):
         super().__init__(options, *given)
         self.batch = options.batch
-        # Steps done in this pass, on the device: where the loss goes, and which rows are next.
+        # Number of steps in this pass, on the device: the slot of the loss, and the next rows.
         self.at = torch.zeros(1, dtype=torch.int64, device=self.losses.device)
         self.graphs = {}
 
@@ -330,19 +330,19 @@ class Graph(Eager):
             for count in counts:
                 fill, load = self.source.static(count, self.at, self.batch)
                 side.wait_stream(torch.cuda.current_stream())
-                # As PyTorch's notes on CUDA graphs say: some steps on a stream of their own before the capture.
+                # As in PyTorch's notes on CUDA graphs: some steps on a side stream before the capture.
                 with torch.cuda.stream(side):
                     for _ in range(max(times, 3)):
                         self.optimizer.zero_grad(set_to_none=True)
                         self.at.zero_()
                         self.captured(load)
                 torch.cuda.current_stream().wait_stream(side)
-                # Without gradients, so that the capture makes them in its own memory.
+                # Without gradients, so that the capture allocates them in its own memory.
                 self.optimizer.zero_grad(set_to_none=True)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     self.captured(load)
-                # What the graph reads and does not own lives as long as it does.
+                # The graph's inputs, which it does not own, must live as long as the graph.
                 self.graphs[count] = (fill, load, graph)
 
     def run(self, slot, first, count):
@@ -357,14 +357,14 @@ class Graph(Eager):
 class CompiledGraph(Graph):
     """The whole step compiled as one function by `torch.compile` and then captured as one CUDA graph.
 
-    The gradients are those of a function of the weights, and the update is written out: the optimizer and `backward` are
-    where the compiler would end one function and begin another. So products can have the update in their epilogues.
+    The gradients are those of a function of the weights, and the update is written out, because the compiler would split the
+    function at the optimizer and at `backward`. So matrix products can include the update in their epilogues.
     """
 
     def __init__(self, options, *given):
         super().__init__(options, *given)
         self.rate = options.lr / self.arithmetic.scale
-        # Without gradients of their own, in the same memory.
+        # Detached, in the same memory.
         self.weights = [(layer.weight.detach(), layer.bias.detach()) for layer in linears(self.model)]
         self.compiled = torch.compile(self.whole, mode=options.compile_mode, dynamic=False, fullgraph=True)
 
@@ -374,7 +374,7 @@ class CompiledGraph(Graph):
         return x
 
     def whole(self, load, weights, losses, at):
-        """The step that the network is in, as one function that changes the weights, its loss's place and the step's number."""
+        """The current step as one function that changes the weights, the slot of its loss and the step number."""
         x, y = load()
 
         def scaled(weights):
@@ -393,7 +393,7 @@ class CompiledGraph(Graph):
 
 
 def steps(options, model, arithmetic, source, count):
-    """Steps in the mode that the options name, with room for the losses of `count` of them."""
+    """Steps in the selected mode, with `count` slots for losses."""
     kind = {"eager": Eager, "graph": Graph, "compile": Compiled, "compiled-graph": CompiledGraph}[options.mode]
     return kind(options, model, arithmetic, source, count)
 

@@ -1,4 +1,4 @@
-"""MNIST's four files, found and read as the trainer does it, with nothing but Python. Nothing is downloaded."""
+"""Finds and reads MNIST's four files as the trainer does, with the standard library only. Nothing is downloaded."""
 
 import gzip
 import hashlib
@@ -16,7 +16,7 @@ SCALE = 0.003921569
 
 
 def folders(data_dir, recorded=None):
-    """Where the files may lie, in order. What the user names is the only place then."""
+    """Directories that may contain the files, in order. A directory given by the user is the only one."""
     if data_dir:
         return [Path(data_dir)]
     if os.environ.get("MNIST_DIR"):
@@ -27,7 +27,7 @@ def folders(data_dir, recorded=None):
 
 
 def locate(data_dir, recorded=None):
-    """The four files."""
+    """The paths of the four files."""
     places = folders(data_dir, recorded)
     for folder in places:
         found = [next((f for f in (folder / name, folder / f"{name}.gz") if f.is_file()), None) for name in NAMES]
@@ -38,7 +38,7 @@ def locate(data_dir, recorded=None):
 
 
 def read_file(path):
-    """The contents of a file, unpacked if it is packed, whatever it is called."""
+    """A file's contents, decompressed if necessary, whatever its name."""
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
@@ -47,7 +47,7 @@ def read_file(path):
 
 
 def items(content, path, dimensions):
-    """Number of items, and values of each, after a header of this many dimensions."""
+    """Number of items, and their values, after a header with this many dimensions."""
     size = 4 * (1 + dimensions)
     if len(content) < size or struct.unpack(">I", content[:4])[0] != 0x800 + dimensions:
         raise BadInput(f"{path} is no IDX file with {dimensions} dimensions; fetch it afresh")

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Records what PyTorch's caching allocator does under four workloads, for `vramlab replay` and `capacity`.
+"""Records the events of PyTorch's caching allocator under four workloads, for `vramlab replay` and `capacity`.
 
     python3 experiments/pytorch/baselines/record_histories.py -o experiments/histories [--only NAME] [--steps N]
 
-Each workload has a process of its own, so that its history begins with the first allocation. For each: NAME.pickle.xz,
+Each workload has a separate process, so that its history starts with the first allocation. For each: NAME.pickle.xz,
 the snapshot of `torch.cuda.memory` without stack frames, and NAME.json, PyTorch's own statistics at its end. Needs a GPU
 with 16 GB and PyTorch 2.11; it took 70 s on an H200. Sizes and order of allocations follow from --seed; addresses, and
-when a free that waits for another stream completes, do not.
+the completion times of deferred frees, do not.
 
-Exit codes: 0 done, 1 failed while recording, 2 bad input.
+Exit codes: 0 completed, 1 failed while recording, 2 bad input.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from pathlib import Path
 
 # Steps of each workload: enough for the allocator to settle, few enough for a small file.
 STEPS = {"mlp": 300, "gpt2": 12, "resnet50": 16, "streams": 160}
-# A history is committed beside the experiments that replay it.
+# Limit for a committed history.
 MOST_BYTES = 150_000
 INSTALL = "pip install torch==2.11.0"
 
 
 class BadInput(Exception):
-    """What is wrong with what was given, and how to mend it, in one line."""
+    """The fault in the input and its fix, in one line."""
 
 
 class Failed(Exception):
-    """Why a history was not recorded, in one line."""
+    """The reason why a history was not recorded, in one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +56,7 @@ def arguments():
 
 
 def framework():
-    """PyTorch with a GPU, or what to do to have it."""
+    """PyTorch with a GPU; raises an error with the fix if one is missing."""
     try:
         import torch
     except ImportError as error:
@@ -74,7 +74,7 @@ def record(name, steps, seed, output):
     import history_workloads
 
     torch.manual_seed(seed)
-    # The context comes first; from here on every allocation is in the history.
+    # Create the context first; the history contains every later allocation.
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(context=None)
     device = torch.device("cuda")
@@ -111,7 +111,7 @@ def record(name, steps, seed, output):
 
 
 def write(path, content):
-    """Writes a file that is there as a whole or not at all."""
+    """Writes a file that is either complete or absent."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(content)
     os.replace(part, path)

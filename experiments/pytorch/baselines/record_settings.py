@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Records what PyTorch really reserves under each of its settings, to hold `vramlab advise` to.
+"""Records PyTorch's reserved memory under each of its settings, to validate `vramlab advise`.
 
     python3 experiments/pytorch/baselines/record_settings.py -o DIR [--only NAME]... [--jobs N]
 
-Eight programs whose sizes vary, ten settings, each pair in a process of its own: DIR/NAME.SETTING.json has PyTorch's
+Eight programs with varying sizes, ten settings, each pair in a separate process: DIR/NAME.SETTING.json has PyTorch's
 statistics at the end, the setting and the limit; DIR/NAME.default.pickle.xz the history under the defaults, from which
-`advise` predicts the others. Limits lie 35 % of the way from the most memory in blocks to the most reserved, both as under
-the defaults. Needs PyTorch 2.11 and a GPU with up to 30 GB a job.
+`advise` predicts the others. Limits are 35 % of the way from peak active to peak reserved memory, both under the defaults.
+Needs PyTorch 2.11 and a GPU with up to 30 GB per job.
 
-Exit codes: 0 done, 1 failed while recording, 2 bad input.
+Exit codes: 0 completed, 1 failed while recording, 2 bad input.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def arguments():
 
 
 def record(name, setting, limit_mib, output):
-    """Runs one program in this process and writes its statistics, and its history where that is asked for."""
+    """Runs one program in this process and writes its statistics, and its history if requested."""
     torch = framework()
     from settings_workloads import WORKLOADS
 
@@ -90,7 +90,7 @@ def record(name, setting, limit_mib, output):
 
 
 def start(name, setting, limit_mib, output):
-    """The same in a process of its own, whose settings are as PyTorch reads them at its start."""
+    """The same in a separate process, since PyTorch reads its settings at start."""
     conf = SETTINGS[setting][0]
     environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": conf} if conf else {})}
     command = [sys.executable, __file__, "-o", str(output), "--only", name, "--setting", setting, "--limit-mib", str(limit_mib)]
@@ -99,7 +99,7 @@ def start(name, setting, limit_mib, output):
 
 
 def limit(name, output):
-    """The limit in MiB for this program, from its run under the defaults."""
+    """The program's limit in MiB, from its run under the defaults."""
     stats = json.loads((output / f"{name}.default.json").read_text())["stats"]
     active, reserved = (stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("active", "reserved"))
     return int(active + 0.35 * (reserved - active)) + 1

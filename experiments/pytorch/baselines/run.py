@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures other projects' allocators with the workloads of `experiments bench` and prints the same rows as JSON.
 
-Compiles a C++ program for each project that is installed (nvcc on the PATH, or CUDA_HOME) and says which are not.
+Compiles a C++ program for each installed project (nvcc on the PATH, or CUDA_HOME) and reports the missing ones.
 """
 
 import argparse
@@ -25,13 +25,13 @@ CASES = [
     *(f"threads/{threads}" for threads in (1, 2, 4, 8, 16)),
     *(f"shared/{threads}" for threads in (2, 4, 8, 16)),
 ]
-# What a case looks like; the name of a history is that of a file given with --history.
+# The forms of a case; the name of a history is that of a file given with --history.
 FORMS = (r"(pair|mixed|threads|shared)/[1-9]\d{0,18}", r"alternate/[1-9]\d{0,18}/[1-9]\d{0,18}", r"history/[\w-]+")
 RATES = ("threads", "shared")
 
 
 class Missing(Exception):
-    """Why a baseline cannot run, and what to do about it."""
+    """The reason why a baseline cannot run, and its fix."""
 
     def __init__(self, reason, remedy):
         super().__init__(reason)
@@ -39,7 +39,7 @@ class Missing(Exception):
 
 
 def package(name, remedy):
-    """The folder of an installed package, found without importing it."""
+    """The directory of an installed package, found without importing it."""
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
         raise Missing(f"the Python package {name} is not installed for {sys.executable}", remedy)

@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def code_version():
-    """Version of this repository's programs."""
+    """The version of this repository's programs."""
     manifest = Path(__file__).resolve().parents[3] / "Cargo.toml"
     found = re.search(r'^version = "(.+)"$', manifest.read_text(), re.MULTILINE) if manifest.is_file() else None
     return found[1] if found else "unknown"
@@ -28,7 +28,7 @@ def code_version():
 def provenance(whole=False, build=None):
     """Commit, state of the sources, host and job of a record, under the trainer's keys; unknown values are absent.
 
-    The sources are this directory, or with `whole` the repository. With `build`, a commit, git is not asked.
+    The sources are this directory, or with `whole` the repository. With `build`, a commit, git is not called.
     """
     here = Path(__file__).resolve().parent
 
@@ -73,7 +73,7 @@ def provenance(whole=False, build=None):
 
 
 def whole_lines(path):
-    """The records in a file of JSON lines, none where there is no file. A line that a kill cut short is taken away."""
+    """The records in a file of JSON lines; empty if there is no file. A line truncated by a kill is removed."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -84,7 +84,7 @@ def whole_lines(path):
 
 
 def shortest(value):
-    """The shortest decimal that gives the same f32."""
+    """The shortest decimal that is the same f32."""
     if value != value or value in (float("inf"), float("-inf")):
         return {"nan": "NaN"}.get(str(value), str(value))
     same = struct.pack("<f", value)
@@ -92,7 +92,7 @@ def shortest(value):
 
 
 class Record:
-    """The directory of a record. The summary is always replaced as a whole; rows are appended after each epoch."""
+    """The directory of a record. The summary is replaced atomically; rows are appended after each epoch."""
 
     def __init__(self, out, label):
         now = datetime.now(timezone.utc)
@@ -123,13 +123,13 @@ class Record:
         raise FileExistsError
 
     def write_summary(self, summary):
-        """Replaces the summary; a reader sees the old one or the new one, never a part."""
+        """Replaces the summary; a reader sees the old one or the new one, never a partial one."""
         fresh = self.directory / ".summary.json.part"
         fresh.write_text(text(summary))
         os.replace(fresh, self.directory / "summary.json")
 
     def append_steps(self, rows):
-        """Appends rows: dictionaries of columns. What is not known is left empty."""
+        """Appends rows: dictionaries of columns. Unknown values are empty."""
         with open(self.directory / "steps.csv", "a") as out:
             for row in rows:
                 loss = row.get("loss")

@@ -1,6 +1,6 @@
-"""The workloads of `record_settings.py`, beside those of `history_workloads.py`: programs whose sizes vary, in PyTorch alone.
+"""More workloads of `record_settings.py`, besides those of `history_workloads.py`: programs of varying sizes, in plain PyTorch.
 
-Each is a function of device and seed that returns what must stay alive until the history is taken.
+Each is a function of device and seed that returns the objects to keep alive until the snapshot.
 """
 
 import random
@@ -42,7 +42,7 @@ def generate(device, seed, width=1024, heads=16, layers=12, requests=14):
 
 
 def moe(device, seed, width=512, experts=16, layers=6, steps=14):
-    """A mixture of experts: how many tokens each expert gets differs from step to step."""
+    """A mixture of experts: the number of tokens per expert differs from step to step."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     gates = nn.ModuleList(nn.Linear(width, experts) for _ in range(layers)).to(device)
@@ -117,7 +117,7 @@ class Unet(nn.Module):
 
 
 def unet(device, seed, steps=24):
-    """A U-Net learns to take noise away, on images of varying size, with averaged weights and samples now and then."""
+    """A U-Net trained to denoise images of varying size, with averaged weights and occasional samples."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     model = Unet().to(device)
@@ -145,7 +145,7 @@ def prefetch(device, seed):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained product of two narrow matrices beside it."""
+    """A frozen layer plus a trained product of two narrow matrices."""
 
     def __init__(self, frozen, rank=16):
         super().__init__()
@@ -158,7 +158,7 @@ class Adapted(nn.Module):
 
 
 def adapters(device, seed, steps=10, parts=3):
-    """Adapters for a frozen language model: blocks are computed again in the backward pass, gradients of three texts are summed."""
+    """Adapters for a frozen language model: blocks are recomputed in the backward pass, three texts' gradients accumulated."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     model = Gpt(layers=16, width=1024, heads=16).requires_grad_(False)
@@ -177,7 +177,7 @@ def adapters(device, seed, steps=10, parts=3):
                 x = model.words(text) + model.places(torch.arange(length, device=device))
                 for block in model.blocks:
                     x = checkpoint(block, x, use_reentrant=False)
-                # The loss takes the words in pieces, as their scores are the largest tensors.
+                # The loss is computed in pieces of the text, as the words' scores are the largest tensors.
                 pieces = zip(model.last(x).split(256, 1), text.split(256, 1), strict=True)
                 loss = sum(F.cross_entropy((x @ model.words.weight.T).flatten(0, 1).float(), y.flatten()) for x, y in pieces)
             (loss / parts).backward()
@@ -186,7 +186,7 @@ def adapters(device, seed, steps=10, parts=3):
 
 
 def adversaries(device, seed, steps=20):
-    """A generator of images against a discriminator; the size of the images grows during the training."""
+    """An image generator against a discriminator; the image size grows during the training."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     widths = (512, 256, 128, 64, 32)
@@ -214,7 +214,7 @@ def adversaries(device, seed, steps=20):
 
 
 def rollouts(device, seed, rounds=6, width=512):
-    """Reinforcement learning: games of differing length are kept as they are played, then learnt from in shuffled parts."""
+    """Reinforcement learning: games of differing length are stored as they are played, then learnt from in shuffled parts."""
     draw = random.Random(seed)
     body = nn.Sequential(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Flatten())
     model = nn.Sequential(body, nn.Linear(64 * 9 * 9, width), nn.ReLU(), nn.Linear(width, 19)).to(device)
@@ -230,7 +230,7 @@ def rollouts(device, seed, rounds=6, width=512):
                 told.append(out)
                 state = torch.cat([state[:, 1:], torch.rand(games, 1, 84, 84, device=device)], 1)
                 if turn % 16 == 15 and games > 8:
-                    # Some games are over.
+                    # Some games have ended.
                     games -= draw.randint(0, games // 4)
                     state = state[:games].clone()
         states, scores = torch.cat(seen), torch.cat(told)

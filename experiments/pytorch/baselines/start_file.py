@@ -1,4 +1,4 @@
-"""Reads the trainer's start files (`trainer start -o FILE`, `trainer --save-start FILE`) with nothing but Python.
+"""Reads the trainer's start files (`trainer start -o FILE`, `trainer --save-start FILE`) with the standard library only.
 
 The format is safetensors: eight bytes with the header's length, a JSON header, raw little-endian values.
 `analysis/schema.md` lists the tensors and the metadata.
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSION = "1"
-# The format's own bound.
+# The format's own limit.
 MOST_HEADER = 100_000_000
 WIDTHS = {"F32": 4, "U32": 4, "U8": 1}
-# What a start decides, with how its text is read.
+# Numbers in a start file's metadata.
 NUMBERS = ("features", "classes", "train_rows", "validation_rows", "hidden", "layers", "batch", "epochs", "seed")
 
 
 class BadInput(Exception):
-    """What is wrong with what was given, and how to mend it, in one line."""
+    """The fault in the input and its fix, in one line."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Values of one kind, row by row: `F32`, `U32` or `U8`."""
+    """Values of one type, row by row: `F32`, `U32` or `U8`."""
 
     dtype: str
     shape: tuple
@@ -34,7 +34,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Start:
-    """A start file: its tensors by name, and what its metadata say."""
+    """A start file: its tensors by name, and its metadata."""
 
     path: str
     sha256: str
@@ -42,23 +42,23 @@ class Start:
     metadata: dict
 
     def number(self, name):
-        """A number in the metadata; `None` where there is none."""
+        """A number in the metadata; `None` if it is absent."""
         text = self.metadata.get(name)
         if text is None:
             return None
-        # int() takes more: signs, blanks, other scripts' digits.
+        # int() also accepts signs, blanks and other scripts' digits.
         if not (text.isascii() and text.isdigit() and len(text) <= 20):
             raise ValueError(f"{name} is {text[:40]!r} and no number")
         return int(text)
 
     @property
     def orders(self):
-        """How many epochs' orders there are."""
+        """The number of epochs with an order."""
         return sum(name.startswith("order.") for name in self.tensors)
 
     @property
     def folder(self):
-        """Where the trainer found the data's files, if it read any."""
+        """The directory of the data files that the trainer read, if any."""
         files = json.loads(self.metadata["files"])
         return Path(files[0]["path"]).parent if files else None
 
@@ -84,7 +84,7 @@ def read(path):
         start = Start(str(path), hashlib.sha256(content).hexdigest(), tensors, metadata)
         check(start)
     except (ValueError, KeyError) as error:
-        # A text of the file that is quoted may hold what moves a terminal's cursor.
+        # Escaped, because text quoted from the file may contain terminal control sequences.
         what = f"{error} is missing" if isinstance(error, KeyError) else ascii(str(error))[1:-1]
         raise BadInput(f"{path} is no start file: {what}; write one with: trainer start -o FILE") from None
     return start
@@ -122,7 +122,7 @@ def parse(content):
 
 
 def described(name, entry):
-    """Kind, shape and place of a tensor, if the header tells them as numbers."""
+    """A tensor's type, shape and offsets, if the header has them as numbers."""
     if not isinstance(entry, dict):
         raise ValueError(f"{name[:80]} is not described by an object")
     dtype, shape, place = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -137,11 +137,11 @@ def described(name, entry):
 
 
 def check(start):
-    """Whether the tensors are those that the metadata announce."""
+    """Checks that the tensors match the metadata."""
     for name in NUMBERS:
         if start.number(name) is None:
             raise KeyError(name)
-    # Before anything is as long as there are layers: each has two tensors in the file.
+    # Before anything is sized by the number of layers: each has two tensors in the file.
     if not 1 <= start.number("layers") <= len(start.tensors):
         raise ValueError(f"it has {len(start.tensors)} tensors, which are not those of {start.number('layers')} layers")
     files = json.loads(start.metadata["files"])

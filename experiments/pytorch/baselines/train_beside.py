@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times the whole captured step beside PyTorch's, cell by cell: a width and a type, batch 32, four layers.
+"""Times the whole captured step of the trainer and of PyTorch, cell by cell: a width and a type, batch 32, four layers.
 
     python3 experiments/pytorch/baselines/train_beside.py -o DIR/training-beside.jsonl --trainer target/release/trainer --budget 540
 
@@ -12,14 +12,14 @@ Needs PyTorch 2.11, a GPU, MNIST's files (--data-dir or MNIST_DIR) and the train
     compiled-plain  the same by Inductor's default, which tunes nothing
     autotune        torch.compile(mode="max-autotune") of forward and backward pass, fused SGD
 
-A type is f32 (products in full), tf32 or f16 (16-bit weights), the same in all arms. PyTorch's arms of a cell are processes
-that are ready and wait. Then each round times every arm once, in an order of its own: 300 steps by the GPU's events, in the
-trainer the second of two epochs, behind 1875 others. First all cells are compiled, --jobs at a time; Inductor's cache lies in
-DIR/inductor. The file has a line for the machine and one for each cell, with every time in microseconds a step, medians and
-middle halves. `ratio` is that of the fastest of the first two arms to PyTorch's fastest. The same command goes on where it was: a
-cell that is in the file is not done again, one that was cut short is.
+A type is f32 (full f32 matrix products), tf32 or f16 (16-bit weights), the same in all arms. PyTorch's arms of a cell are
+processes that are ready and wait. Then each round times every arm once, in a random order: 300 steps by the GPU's events, in
+the trainer the second of two epochs, after 1875 others. First all cells are compiled, --jobs at a time; Inductor's cache is
+DIR/inductor. The file has a line for the machine and one for each cell, with every time in microseconds per step, medians and
+middle halves. `ratio` is the faster of the first two arms relative to PyTorch's fastest. The same command resumes: a completed
+cell in the file is not repeated, an interrupted one is.
 
-Exit codes: 0 done, 1 an arm failed (its cell says why), 2 bad input, 4 the budget ended first.
+Exit codes: 0 completed, 1 an arm failed (its cell contains the error), 2 bad input, 4 the budget ended first.
 """
 
 import argparse
@@ -41,35 +41,35 @@ WIDTHS = (128, 1024, 2048, 4096, 8192)
 TYPES = ("f16", "f32", "tf32")
 WORK = ["--dataset", "mnist", "--layers", "4", "--batch", "32", "--lr", "0.003", "--epochs", "2", "--loader", "resident"]
 STEPS, BEFORE = 300, 1875
-# How `mlp.py` is told to do what an arm does.
+# The options of `mlp.py` for each arm.
 THEIRS = {
     "captured": ["--mode", "graph", "--fused-sgd", "on"],
     "compiled": ["--mode", "compiled-graph"],
     "compiled-plain": ["--mode", "compiled-graph", "--compile-mode", "default"],
     "autotune": ["--mode", "compile", "--compile-mode", "max-autotune", "--fused-sgd", "on"],
 }
-# How the trainer is told to do what an arm of ours does.
+# The trainer's options for each of its arms.
 OURS = {"ours": [], "ours-streams": ["--streams", "2"]}
 ARMS = (*OURS, *THEIRS)
-# The widest network in which launches bound a step.
+# The maximum width at which launches bound a step.
 NARROW = 1024
-# Seconds that a cell takes once it is compiled, and that compiling an arm takes, until the file says.
+# Planned seconds of a compiled cell, and of compiling an arm, until the file has measured ones.
 CELL_S, COMPILE_S = 75, 60
 
 
 def options_of(width, dtype):
-    """What both programs are told of a cell."""
+    """A cell's options for both programs."""
     return [*WORK, "--hidden", str(width), "--dtype", dtype, *(["--weights", "half"] if dtype == "f16" else [])]
 
 
 def arms_of(width, options):
-    """The arms of a cell."""
+    """A cell's arms."""
     left_out = {"ours-streams"} if width > NARROW else set()
     return [arm for arm in options.arms if arm not in left_out]
 
 
 def work(words):
-    """The life of one of PyTorch's processes: it compiles, says `ready`, and times its steps each time it is asked."""
+    """The main loop of a PyTorch process: compiles, prints `ready`, and times its steps on each request."""
     import mlp
     import mlp_torch
 
@@ -97,7 +97,7 @@ def work(words):
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for line in sys.stdin:
         source.begin_pass(torch.randperm(len(data.train)))
-        # The first time as many steps as the trainer does before those that are timed.
+        # The first time, as many steps as the trainer runs before its timed ones.
         for count, timed in ((int(line), False), (STEPS, True)):
             if timed:
                 first.record()
@@ -110,7 +110,7 @@ def work(words):
 
 
 class Failed(Exception):
-    """Why an arm has no times, in one line."""
+    """The reason why an arm has no times, in one line."""
 
 
 def last_words(path):
@@ -120,7 +120,7 @@ def last_words(path):
 
 
 class Theirs:
-    """One of PyTorch's processes, from its start to its end."""
+    """A PyTorch process, from its start to its end."""
 
     def __init__(self, arm, width, dtype, folder, options):
         words = [*options_of(width, dtype), *THEIRS[arm], "--rows", "values"]
@@ -136,21 +136,21 @@ class Theirs:
         self.asked = False
 
     def answer(self):
-        """The next line that it prints; tuning prints tables, which are no answer."""
+        """The next line of its answer, skipping the tables that tuning prints."""
         for line in self.process.stdout:
             if line.startswith('{"'):
                 return json.loads(line)
         raise Failed(last_words(self.errors))
 
     def time(self):
-        """Microseconds a step, and the last loss."""
+        """Microseconds per step, and the last loss."""
         self.process.stdin.write(f"{0 if self.asked else BEFORE}\n")
         self.process.stdin.flush()
         self.asked = True
         return self.answer()
 
     def end(self):
-        """Ends it, if it has not ended itself."""
+        """Ends the process if it still runs."""
         self.process.stdin.close()
         try:
             self.process.wait(10)
@@ -160,7 +160,7 @@ class Theirs:
 
 
 def ours(arm, width, dtype, folder, options):
-    """Microseconds a step of the trainer: 300 steps of a second epoch."""
+    """The trainer's microseconds per step: 300 steps of a second epoch."""
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     command = [str(options.trainer), "--device", "cuda", *options_of(width, dtype), "--steps", str(BEFORE + STEPS)]
     command += ["--alloc", "caching", "--fuse", "update", "--launch", "graph", "--latency", "off", "--nvtx", "off"]
@@ -181,7 +181,7 @@ def middle(values):
 
 
 def cell(width, dtype, options):
-    """All arms of a cell, timed in turn."""
+    """Times all arms of a cell in turn."""
     began = time.monotonic()
     record = {"kind": "cell", "width": width, "dtype": dtype, "batch": 32, "layers": 4, "steps": STEPS, "rounds": options.rounds}
     arms, failed, theirs, wanted = {}, {}, {}, arms_of(width, options)
@@ -227,7 +227,7 @@ def cell(width, dtype, options):
 
 
 def compile_all(cells, options, left):
-    """Compiles what the cells need, several at a time; says what took how long."""
+    """Compiles the cells' code, several at a time; prints the times."""
     wanted = [(arm, *one) for one in cells for arm in options.arms if arm in THEIRS and arm != "captured"]
     marks = options.output.resolve().parent / "inductor" / "compiled"
     marks.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def compile_all(cells, options, left):
 
 
 def machine(options):
-    """Where this runs, and what it measures."""
+    """The machine and the measured versions."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         gpu, driver = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()[0].split(", ")
@@ -266,7 +266,7 @@ def machine(options):
 
 
 def choice(known_words, kind):
-    """A type of argparse: some of the words, comma between."""
+    """An argparse type: comma-separated words from a list."""
 
     def names(text):
         found = [kind(word) for word in text.split(",") if word]
@@ -278,7 +278,7 @@ def choice(known_words, kind):
 
 
 def arguments():
-    """What the command line says."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -301,7 +301,7 @@ def arguments():
 
 
 def main():
-    """Does what the command line says."""
+    """Measures the cells given on the command line."""
     if sys.argv[1:2] == ["--work"]:
         work(sys.argv[2:])
         return 0
@@ -309,7 +309,7 @@ def main():
     if set(OURS) & set(options.arms) and not options.plan and not options.trainer.is_file():
         print(f"error: {options.trainer}: no such file; cargo build --release -p trainer makes it", file=sys.stderr)
         return 2
-    # A cell that was cut short is done again.
+    # An interrupted cell is repeated.
     done = [one for one in whole_lines(options.output) if one["kind"] == "cell"]
     have = {(one["width"], one["dtype"]) for one in done}
     cells = [(width, dtype) for width in options.widths for dtype in options.types if (width, dtype) not in have]

@@ -1,5 +1,5 @@
-"""The trainer on the simulated device: the program that TRAINER names, or the one in target/release or target/debug that was
-built last, or else one that is built now.
+"""The trainer on the simulated device: the program in TRAINER, or the most recent build in target/release or target/debug, or
+else a new build.
 """
 
 import os
@@ -30,7 +30,7 @@ def trainer():
 
 @pytest.fixture(scope="session")
 def run(trainer, tmp_path_factory):
-    """Trains on the simulated device; the start file and the record's folder."""
+    """Trains on the simulated device; the start file and the record's directory."""
 
     def run(*options):
         place = tmp_path_factory.mktemp("run")

@@ -1,4 +1,4 @@
-"""Start files, losses and records of the baselines, without PyTorch: numpy computes what the trainer does.
+"""Start files, losses and records of the baselines, without PyTorch: numpy reproduces the trainer's results.
 
     python3 -m pytest experiments/pytorch/baselines/tests
 
@@ -47,7 +47,7 @@ def test_losses_of_each_step_are_those_of_numpy(case, kind, request):
     assert len(ours) == len(losses) == {"iris": 15, "digits": 120}[case]
     differences = np.abs(np.array(losses) / np.array(ours) - 1)
     assert differences.max() < 1e-5, f"step {differences.argmax() + 1}: {differences.max():.1e}"
-    # The network that comes out is the trainer's as well.
+    # The resulting network is the trainer's as well.
     last = json.loads((record / "summary.json").read_text())["epochs"][-1]
     features, labels = mlp_numpy.rows(start, "validation")
     _, logits = network.forward(features.astype(kind))
@@ -86,7 +86,7 @@ def test_the_other_side_of_a_relu_changes_its_layer_and_those_below(iris):
 
 
 def test_another_order_gives_other_losses(digits):
-    """The comparison above is worth something: it fails when batches differ."""
+    """Validates the comparison above: it fails if batches differ."""
     start, record = digits
     turned = dict(start.tensors)
     order = mlp_numpy.array(start.tensors["order.1"])[::-1].copy()
@@ -105,7 +105,7 @@ def test_the_record_names_the_start_file(iris):
 
 
 def edited(start, change):
-    """The bytes of a start file whose header was changed."""
+    """The bytes of a start file with a changed header."""
     content = Path(start.path).read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])

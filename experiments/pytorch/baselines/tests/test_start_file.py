@@ -1,4 +1,4 @@
-"""The reader of start files: whatever a header says, one line, and nothing as large as it claims."""
+"""The reader of start files: any invalid header gives a one-line error, and claimed sizes are not allocated."""
 
 import json
 import struct
@@ -37,7 +37,7 @@ def whole():
 
 
 def refused(path):
-    """Whether it is refused; in one line, that moves no cursor."""
+    """True if the file is refused, in one line without control characters."""
     try:
         start_file.read(path)
     except start_file.BadInput as error:

@@ -1,4 +1,4 @@
-"""The network in PyTorch on a CPU: 16-bit types beside the trainer's, and what a captured step does.
+"""The network in PyTorch on a CPU: 16-bit types compared with the trainer's, and captured steps.
 
     python3 -m pytest experiments/pytorch/baselines/tests
 
@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 BASELINES = Path(__file__).resolve().parents[1]
-# One thread, so that what is computed does not depend on the machine's cores.
+# One thread, so that results do not depend on the machine's cores.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 WORK = ["--hidden=64", "--lr=0.03", "--steps=60", "--tolerance=1"]
 
@@ -39,7 +39,7 @@ def apart(ones, others):
 
 @pytest.fixture(scope="session")
 def pair(trainer, tmp_path_factory):
-    """Runs of both programs from one start; the folder with `start.safetensors`, `trainer` and `pytorch`."""
+    """Runs of both programs from one start; the directory with `start.safetensors`, `trainer` and `pytorch`."""
 
     def pair(*options):
         place = tmp_path_factory.mktemp("pair") / "out"
@@ -65,7 +65,7 @@ def test_sixteen_bits_train_as_the_trainers_do(dtype, weights, pair, plain):
     place = pair(f"--dtype={dtype}", f"--weights={weights}")
     ours, theirs, f32 = losses(place / "trainer"), losses(place / "pytorch"), losses(plain / "trainer")
     assert theirs[-1] < 0.75 * theirs[0]
-    # A bf16 has 8 bits of significand: 4e-3 each rounding. What bf16 weights lose lies far beyond that noise, in both.
+    # A bf16 has 8 bits of significand: 4e-3 per rounding. The loss of bf16 weights is far beyond that noise, in both.
     assert apart(theirs, ours) < 2e-2
     lost = dtype == "bf16" and weights == "half"
     assert all((apart(one, f32) > 5e-2) == lost for one in (ours, theirs))
@@ -83,7 +83,7 @@ def mlp(place, *options):
 
 
 def test_ways_of_the_same_arithmetic_are_one(plain, tmp_path):
-    """Fused updates, rows held as values: other kernels, the same losses."""
+    """Fused updates, rows stored as values: other kernels, the same losses."""
     start = ["--start", plain / "start.safetensors", "--out", tmp_path / "record"]
     done = mlp(tmp_path, *start, "--fused-sgd", "on", "--rows", "values")
     assert done.returncode == 0, done.stderr
@@ -141,7 +141,7 @@ def network(given, rows, width=6):
 
 
 def test_a_compiled_step_is_an_eager_one():
-    """As it is written, before the compiler sees it: the gradients of a function and an update that is written out."""
+    """The step before compilation: the gradients of a function and an update that is written out."""
     for weights, scale in (("half", 8.0), ("master", 1.0)):
         given, runs = options(weights=weights, loss_scale=scale, compile_mode="default"), []
         for kind in (mlp_torch.Graph, mlp_torch.CompiledGraph):
@@ -165,7 +165,7 @@ def test_a_compiled_step_is_an_eager_one():
 @pytest.mark.parametrize("held", ["bytes", "values"])
 @pytest.mark.parametrize("weights", ["master", "half"])
 def test_what_a_graph_captures_is_an_eager_step(held, weights):
-    """Ten rows in batches of four: the last batch has two. The host brings nothing but the order of the pass."""
+    """Ten rows in batches of four: the last batch has two. The host supplies only the order of the pass."""
     given, runs = options(weights=weights), []
     for kind in (mlp_torch.Eager, mlp_torch.Graph):
         model, arithmetic, split, order = network(given, 10)

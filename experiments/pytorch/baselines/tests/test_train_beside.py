@@ -1,4 +1,4 @@
-"""`train_beside.py` without a GPU: its plan, what a killed call left, and a cell whose arms are made up."""
+"""`train_beside.py` without a GPU: its plan, resuming after a killed call, and a cell with substitute arms."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ beside = importlib.import_module("train_beside")
 
 
 class Made:
-    """One of PyTorch's processes that takes as long as its name."""
+    """A substitute for PyTorch's process, whose time is its name."""
 
     def __init__(self, arm, width, dtype, folder, options):
         self.arm, self.ended = arm, False
@@ -32,7 +32,7 @@ class Made:
 
 
 def made(arm, *_):
-    """What the trainer took, in an arm of ours."""
+    """The trainer's substitute time, in an arm of ours."""
     us = {"ours": 4.0, "ours-streams": 2.0}[arm]
     return {"us": us, "loss": 0.5, "provenance": {"git_commit": "abc"}, "settings": {"of": arm}}
 
