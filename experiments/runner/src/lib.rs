@@ -52,7 +52,7 @@ enum Command {
     FitProgram(program::ProgramArgs),
     /// Compares the predictions of `vramlab advise` with PyTorch's measurements
     AdviseTruth(truth::TruthArgs),
-    /// Makes the records that the documents quote, and prints how they differ from the committed ones
+    /// Makes the records that the documents quote and compares them with the committed ones
     Campaign(campaign::CampaignArgs),
     /// Prints a shell's completion script
     Completions(terminal::Completions),
