@@ -190,7 +190,7 @@ struct Calibration {
 
 /// Measures a device, writes its profile and prints the measurements.
 pub(crate) fn calibrate(args: &CalibrateArgs) -> Result<()> {
-    // Check this before the minutes that measuring takes.
+    // Open the outputs before the minutes that measuring takes.
     let begin = |path: &PathBuf| OutputFile::create(path, Existing::Replace);
     let (out, measurements) = (begin(&args.out)?, args.measurements.as_ref().map(begin).transpose()?);
     let found = measure_device(&args.device, profile::read(args.profile.as_deref())?, &args.source)?;

@@ -293,7 +293,7 @@ impl PerStream {
         self.allocators[0].1.as_ref()
     }
 
-    /// The allocator that began a capture; for an unknown capture any other, which reports it.
+    /// The allocator that began a capture; for an unknown capture the first, which refuses it.
     fn capturing(&self, capture: CaptureId) -> &dyn DeviceAllocator {
         let place = lock(&self.captures).get(&capture).copied().unwrap_or(0);
         self.allocators[place].1.as_ref()
