@@ -29,7 +29,7 @@ pub(crate) struct Row {
     pub(crate) device: String,
     /// Threads.
     pub(crate) threads: u32,
-    /// Unit of the figures; of a rate more is better, of a time less.
+    /// Unit of the values; for a rate more is better, for a time less.
     pub(crate) unit: String,
     /// Median of the repeats.
     pub(crate) median: f64,
@@ -44,7 +44,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// A row without figures yet.
+    /// A row without values yet.
     pub(crate) fn new(job: &Job, setup: &Setup) -> Self {
         Self {
             case: job.case.name(setup.histories()),
