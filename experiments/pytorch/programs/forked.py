@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Imports PyTorch once and forks a process for each run that campaign.py asks for, which saves the ten seconds of the imports.
+"""Imports PyTorch once and forks a process for each run of campaign.py, which saves the ten seconds of the imports.
 
-Reads a request a line (JSON) and writes {"id", "code"} when the run has ended. PyTorch must not have touched the GPU before the
-fork, and reads its settings when it is imported: so there is one such process for each PYTORCH_CUDA_ALLOC_CONF.
+Reads one request per line (JSON) and writes {"id", "code"} when the run has ended. PyTorch must not have used the GPU before
+the fork, and reads its settings when it is imported: so there is one such process for each PYTORCH_CUDA_ALLOC_CONF.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 
-# Asking whether there is a GPU would initialise CUDA here, and a forked process could not use it.
+# Otherwise checking for a GPU would initialise CUDA here, and a forked process could not use it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import measure
@@ -32,7 +32,7 @@ with contextlib.suppress(ImportError):
 
 
 def history(path):
-    """Writes what PyTorch recorded since the beginning."""
+    """Writes PyTorch's history since the start."""
     data = pickle.dumps(torch.cuda.memory._snapshot(), protocol=4)
     with open(path + ".xz", "wb") as file:
         file.write(lzma.compress(data, preset=6))
@@ -72,7 +72,7 @@ def run(request):
 
 
 def child(request):
-    """The life of a forked process; it never returns."""
+    """The main function of a forked process; it never returns."""
     code = 1
     try:
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
@@ -92,7 +92,7 @@ def child(request):
 
 
 def main():
-    """Forks until the input ends; then waits for nothing."""
+    """Forks until the input ends; then exits immediately."""
     alive, rest = {}, b""
     os.set_blocking(0, False)
     with selectors.DefaultSelector() as selector:

@@ -1,7 +1,7 @@
 """Measures the steps of a program: losses to the bit, time of each step, memory at the end, as one line of JSON.
 
-The measuring allocates nothing on the device after its start, so a program has the same peaks with it as without but for
-one block that holds the losses.
+Measuring allocates nothing on the device after its start, so it does not change a program's peaks except for one block for
+the losses.
 """
 
 import itertools
@@ -11,12 +11,12 @@ import statistics
 import sys
 import time
 
-# What `torch.cuda.memory_stats` has besides its nine gauges.
+# Keys of `torch.cuda.memory_stats` besides its nine gauges.
 COUNTERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
 
 
 def device_used(torch):
-    """Bytes of the device in use: by all programs, and by this process alone where the driver tells that."""
+    """Bytes of the device in use: by all programs, and by this process only if the driver reports it."""
     free, total = torch.cuda.mem_get_info()
     used = {"device_used": total - free, "device_total": total}
     try:
@@ -38,10 +38,10 @@ def peaks(torch):
 
 
 def memory(torch, warm_up):
-    """PyTorch's statistics over all pools, the device's own figures, and what VramLab's allocator says of itself.
+    """PyTorch's statistics over all pools, the device's memory use, and the statistics of VramLab's allocator.
 
-    `warm_up` has the peaks from before they were reset, when the warm-up had ended. In `stats` peaks are those of the whole
-    run, in `after_warm_up` of the measured steps.
+    `warm_up` has the peaks at the end of the warm-up, before they were reset. In `stats` peaks are those of the whole
+    run, in `after_warm_up` those of the measured steps.
     """
     later = peaks(torch)
     stats = torch.cuda.memory_stats() | {key: max(value, warm_up.get(key, 0)) for key, value in later.items()}
@@ -66,10 +66,10 @@ def loss_bits(values):
 
 
 def run(torch, step, device, *, warm_up, steps):
-    """Calls `step(number)`, which returns the loss, `warm_up + steps` times; returns what was measured of the last `steps`.
+    """Calls `step(number)`, which returns the loss, `warm_up + steps` times; returns the measurements of the last `steps`.
 
-    No step waits for the device, as a training loop that looks at its loss now and then does not. Peaks are read and reset when
-    the warm-up has ended. An out-of-memory ends the steps and is reported.
+    No step waits for the device, as in a training loop that reads its loss only occasionally. Peaks are read and reset after
+    the warm-up. An out-of-memory error ends the steps and is reported.
     """
     on_gpu = device.type == "cuda"
     losses = torch.zeros(warm_up + steps, device=device)
@@ -121,7 +121,7 @@ def run(torch, step, device, *, warm_up, steps):
 
 
 def counters(torch):
-    """How often the driver was asked so far."""
+    """The number of driver calls so far."""
     stats = torch.cuda.memory_stats()
     return {key: stats[key] for key in COUNTERS if key in stats}
 
@@ -138,9 +138,9 @@ def write(record, output=None):
 
 
 def empty(torch, on_gpu, turns, calls=5_000):
-    """Nanoseconds for torch.empty and its free with nothing else alive, at each turn, which has a number of floats.
+    """Nanoseconds of torch.empty and its free with no other live tensor, at each turn, which has a number of floats.
 
-    All processes of a comparison are kept on one core: cores of a virtual machine differ.
+    All processes of a comparison run on one core: cores of a virtual machine differ.
     """
     device = "cuda" if on_gpu else "cpu"
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes beyond a tensor into its neighbour, which a memory checker should see and PyTorch does not.
+"""Writes out of bounds into a neighbouring tensor, which a memory checker should report and PyTorch does not.
 
     compute-sanitizer --nvtx=yes --force-blocking-launches python3 experiments/pytorch/programs/overrun.py
 
-Two tensors of a thousand floats lie side by side in a segment; a kernel fills the first and goes on into the second. Without
-knowledge of blocks a checker sees writes into valid memory. With it, the first float behind the tensor is out of bounds: it
-belongs to no tensor, as blocks are rounded up. Prints what became of the second; exit code 0.
+Two tensors of a thousand floats are adjacent in a segment; a kernel fills the first and continues into the second. Without
+information about blocks a checker sees writes to valid memory. With it, the first float after the tensor is out of bounds: it
+belongs to no tensor, as blocks are rounded up. Prints the contents of the second; exit code 0.
 """
 
 import argparse

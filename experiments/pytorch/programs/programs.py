@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch programs as users write them, for measuring the allocator under them. Nothing in them knows of an allocator.
+"""PyTorch programs as users write them, for measuring the allocator under them. No program refers to an allocator.
 
     python3 experiments/pytorch/programs/programs.py gpt2 --steps 20 --warm-up 5 --seed 1
 
 Each prints one line of JSON: losses, time of each step, PyTorch's memory statistics, memory of the device in use. A program is
-a function of device and sizes that returns the function of a step. `--small` makes it small enough for `--device cpu`. Peaks of
-memory are of a fresh process; `--repeats N` measures N times in one, with peaks reset between.
+a function of device and sizes that returns the function of a step. `--small` reduces it for `--device cpu`. Peaks of memory
+are those of a fresh process; `--repeats N` measures N times in one, with peaks reset in between.
 
-Exit codes: 0 done, 2 bad input, 3 out of memory (the line says so, too).
+Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 """
 
 import argparse
@@ -68,7 +68,7 @@ def gpt2(device, seed, **size):
 
 
 def varying(device, seed, shapes=16, **size):
-    """GPT-2 with batch and length varying from step to step; after `shapes` steps the same shapes come again."""
+    """GPT-2 with batch and length varying from step to step; after `shapes` steps the same shapes repeat."""
     model, optimizer, texts, loss_of = language_model(device, seed, **size)
     draw = random.Random(seed)
     longest = model.places.num_embeddings
@@ -92,7 +92,7 @@ def resnet50(device, seed, *, batch=64, side=224, depth=50):
     model = {50: models.resnet50, 18: models.resnet18}[depth]().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(seed)
-    # Decoding pictures is the loader's work; here two batches wait on the host.
+    # Decoding pictures is the loader's work; here two decoded batches are on the host.
     loaded = [
         (torch.randn(batch, 3, side, side, generator=generator), torch.randint(1000, (batch,), generator=generator))
         for _ in range(2)
@@ -112,7 +112,7 @@ def resnet50(device, seed, *, batch=64, side=224, depth=50):
 
 
 def moe(device, seed, *, width=512, experts=16, layers=6, least=4000, most=30000):
-    """A mixture of experts: how many tokens each expert gets differs from step to step."""
+    """A mixture of experts: the number of tokens per expert differs from step to step."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -176,7 +176,7 @@ def generate(device, seed, *, layers=12, width=1024, heads=16, rows=(4, 48), pro
 def gnn(device, seed, *, nodes=800_000, width=128, hidden=256, classes=47, least=2_000, most=60_000, edges=25):
     """A graph network on random subgraphs, whose numbers of nodes and edges differ from step to step.
 
-    Node features lie on the device; a step takes some nodes, random edges between them, and two layers of messages.
+    Node features are on the device; a step samples nodes and random edges between them, and runs two message layers.
     """
     draw = random.Random(seed)
     generator = torch.Generator(device).manual_seed(seed)
@@ -206,7 +206,7 @@ def gnn(device, seed, *, nodes=800_000, width=128, hidden=256, classes=47, least
 
 
 def compiled(device, seed, *, mode="reduce-overhead", layers=4, **size):
-    """A smaller GPT-2 under torch.compile with CUDA graphs; evaluation between, so that several graphs share a pool."""
+    """A smaller GPT-2 under torch.compile with CUDA graphs; evaluation in between, so that several graphs share a pool."""
     _, optimizer, texts, loss_of = language_model(device, seed, compiled=mode, layers=layers, **size)
 
     def step(number):
@@ -260,7 +260,7 @@ def graphed(device, seed, **size):
     return step
 
 
-# By name: the program, sizes of `--small`, steps to warm up with and to measure.
+# By name: the program, the sizes of `--small`, the numbers of warm-up and measured steps.
 PROGRAMS = {
     "gpt2": (gpt2, TINY | {"batch": 2, "length": 32}, 5, 20),
     "resnet50": (resnet50, {"batch": 2, "side": 32, "depth": 18}, 5, 30),
@@ -274,14 +274,14 @@ PROGRAMS = {
 
 
 def prepare(name, device, seed, small):
-    """The step of a program on a device."""
+    """A program's step on a device."""
     torch.manual_seed(seed)
     program, sizes, _, _ = PROGRAMS[name]
     return program(torch.device(device), seed, **(sizes if small else {}))
 
 
 def measured(name, options):
-    """Runs a program as often as asked and yields a record each time."""
+    """Runs a program the requested number of times and yields a record each time."""
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     began = time.perf_counter()
@@ -330,7 +330,7 @@ def parser():
 
 
 def main(words=None):
-    """Runs the program that a command line names."""
+    """Runs the program given on the command line."""
     options = parser().parse_args(words)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: PyTorch finds no GPU; --device cpu --small tries the program without one", file=sys.stderr)

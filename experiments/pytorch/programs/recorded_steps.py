@@ -1,9 +1,9 @@
-"""Steps of a program while it is recorded in one way or another, a few at a time: see `recording_costs.py`.
+"""Runs steps of a program while it is recorded by a given recorder, a few at a time: see `recording_costs.py`.
 
     python programs/recorded_steps.py PROGRAM ARM FOLDER
 
-Reads a number of steps a line and answers with the milliseconds that one took. ARM is `plain`, `own`, `own-none`,
-`pytorch-alloc`, `pytorch-all` or `pytorch-none`: who records, and which events have frames.
+Reads a number of steps per line and answers with the milliseconds per step. ARM is `plain`, `own`, `own-none`,
+`pytorch-alloc`, `pytorch-all` or `pytorch-none`: the recorder, and the events with frames.
 """
 
 import json
@@ -16,12 +16,12 @@ import programs
 import torch
 
 WARM_UP = 20
-# As large as in the measurements of allocators, but for the program that is to be bound by the host.
+# As large as in the measurements of allocators, except for the host-bound program.
 SIZES = {"resnet50": {"batch": 32}}
 
 
 def recording(arm, folder):
-    """Begins what the arm asks for; the object that ends it, or None."""
+    """Starts the arm's recording; returns the object that ends it, or None."""
     recorder, _, frames = arm.partition("-")
     if recorder == "plain":
         return None
@@ -35,7 +35,7 @@ def recording(arm, folder):
 
 
 def events():
-    """Steps are turns of a loop that allocates: two events of a request, and three with its free."""
+    """Steps of a loop that allocates: two events per request, and three with its free."""
     kept = []
 
     def step(number):
@@ -46,7 +46,7 @@ def events():
 
 
 def main():
-    """Answers until there is no further line."""
+    """Answers until the input ends."""
     name, arm, folder = sys.argv[1:]
     torch.cuda.init()
     torch.manual_seed(1)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""RMM over VramLab's allocators: does it work, with CuPy too where that is installed, and what does a call cost?
+"""Tests RMM over VramLab's allocators, with CuPy too if it is installed, and measures the time of a call.
 
     python3 experiments/pytorch/programs/rmm_costs.py [--allocators caching,remap]
 
-Needs RMM and a GPU. Prints a line of JSON: for each resource the nanoseconds of a device buffer and its end (a kilobyte and a
-megabyte, in rounds), and what of the checks held. `callback` is RMM's pool behind a callback in Python, as VramLab's allocators
-are: the rest of its time is the callback's. Exit code 1 when a check failed.
+Needs RMM and a GPU. Prints a line of JSON: for each resource the nanoseconds of allocating and freeing a device buffer (a
+kilobyte and a megabyte, in rounds), and the passed checks. `callback` is RMM's pool behind a callback in Python, as VramLab's
+allocators are: the difference from RMM's pool is the callback's time. Exit code 1 if a check failed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def resource(name):
 
 
 def costs(size):
-    """Nanoseconds of a buffer of that many bytes and its end, in each round."""
+    """Nanoseconds of allocating and freeing a buffer of that many bytes, in each round."""
     for _ in range(CALLS // 5):
         rmm.DeviceBuffer(size=size)
     found = []
@@ -48,7 +48,7 @@ def costs(size):
 
 
 def buffers():
-    """Contents survive, on the default stream and on others, while blocks come and go."""
+    """Checks that contents survive, on the default stream and on others, during allocations and frees."""
     streams = [Stream() for _ in range(3)]
     kept = []
     for turn in range(200):
@@ -63,7 +63,7 @@ def buffers():
 
 
 def arrays(cupy):
-    """Sums of products, in arrays that come and go on two streams."""
+    """Sums of products, in temporary arrays on two streams."""
     sums = []
     for seed, stream in ((1, cupy.cuda.Stream()), (2, cupy.cuda.Stream())):
         with stream:
@@ -101,7 +101,7 @@ def main():
                 key: told.get(key)
                 for key in ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "allocated_bytes.all.current")
             }
-            # Each block came back.
+            # Each block was freed.
             one["all_freed"] = one["allocated_bytes.all.current"] == 0
         failed += [f"{name}: {key}" for key, value in one.items() if value is False]
         found[name] = one

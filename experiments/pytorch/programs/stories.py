@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Two cases from the field as programs: weights that are loaded and then served, and `empty_cache` in a training loop.
+"""Two case studies as programs: loading and then serving weights, and `empty_cache` in a training loop.
 
     PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:20 python3 experiments/pytorch/programs/stories.py load_serve
 
-`load_serve` loads as vLLM does. Each layer's first matrix (530 MiB) arrives, is laid out anew and given back; its second (270
-MiB) arrives and stays. Under PyTorch's defaults the second is cut from the first one's memory, and the rest is pinned
-(vllm-project/vllm, pull request 41268). Then experts arrive in slabs of 8 and 4 MiB in turn, each given back before the
-next is asked for. Under `max_split_size_mb:20` an empty segment of 20 MiB serves none of them (issue 51205). At last it
-answers requests of differing length. `load_serve --while-loading SETTING` changes the setting until the serving begins.
+`load_serve` loads as vLLM does. Each layer's first matrix (530 MiB) is allocated, converted to a new layout and freed; its
+second (270 MiB) is allocated and stays. Under PyTorch's defaults the second is split from the first one's memory, and the
+remainder stays reserved (vllm-project/vllm, pull request 41268). Then experts are loaded in slabs of 8 and 4 MiB in turn, each
+freed before the next is requested. Under `max_split_size_mb:20` an empty segment of 20 MiB serves none of them (issue 51205).
+Finally it answers requests of differing length. `load_serve --while-loading SETTING` changes the setting until serving starts.
 
 `training` is GPT-2 on batches of differing shape; `emptying` is the same with `torch.cuda.empty_cache()` after each step.
 
 Each prints one line of JSON: the time of each step, PyTorch's statistics, and for `load_serve` those after each phase.
-`--history FILE` records every event; the times are those of recording then. `--small` runs with `--device cpu`.
+`--history FILE` records every event; the times then include recording. `--small` runs with `--device cpu`.
 
-Exit codes: 0 done, 2 bad input, 3 out of memory (the line says so, too).
+Exit codes: 0 completed, 2 bad input, 3 out of memory (also printed).
 """
 
 import argparse
@@ -34,23 +34,23 @@ import torch
 from torch.nn import functional as F
 
 MIB = 2**20
-# More than any GPU has, which is what PyTorch begins with: no size is too large to be split.
+# More than any GPU has, which is PyTorch's default: no size is too large to be split.
 NO_LIMIT_MB = (2**64 - 1) // MIB
 STORIES = ("load_serve", "training", "emptying")
-# Steps to warm up with and to measure.
+# Numbers of warm-up and measured steps.
 STEPS = {"load_serve": (8, 24), "training": (16, 16), "emptying": (16, 16)}
 SIZES = {"width": 4096, "padded": 4176, "inner": 33920, "layers": 12, "experts": 32, "slabs": (8 * MIB, 4 * MIB), "most": 2048}
 SMALL = {"width": 32, "padded": 40, "inner": 64, "layers": 2, "experts": 2, "slabs": (4096, 2048), "most": 8}
 
 
 class Phases:
-    """What PyTorch held at the end of each phase, and the most of it during the phase."""
+    """PyTorch's memory at the end of each phase, and its peaks during the phase."""
 
     def __init__(self, on_gpu):
         self.on_gpu, self.told, self.began = on_gpu, [], time.perf_counter()
 
     def end(self, name):
-        """Notes a phase that ended, and begins the next."""
+        """Records a phase that ended, and starts the next."""
         one = {"name": name}
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -65,7 +65,7 @@ class Phases:
 
 
 def set_split(words):
-    """Changes the settings of a program that runs, as vLLM does around its loading."""
+    """Changes the settings of a running program, as vLLM does for loading."""
     torch.cuda.memory._set_allocator_settings(words)
 
 
@@ -73,7 +73,7 @@ def load(device, *, width, padded, inner, layers, experts, slabs, phases, **_):
     """The weights of `layers` layers, and the experts' store, filled slab by slab."""
     on_gpu = device.type == "cuda"
     first_host = torch.zeros(2 * inner, width, dtype=torch.bfloat16, pin_memory=on_gpu)
-    # Padded as layouts are, so that two of them are more than a first matrix.
+    # Padded as layouts are, so that two of them are larger than a first matrix.
     second_host = torch.zeros(padded, inner, dtype=torch.bfloat16, pin_memory=on_gpu)
     weights = []
     for _ in range(layers):
@@ -87,7 +87,7 @@ def load(device, *, width, padded, inner, layers, experts, slabs, phases, **_):
     for _ in range(layers * experts):
         at = 0
         for host in hosts:
-            # The slab before this one is given back first.
+            # The previous slab is freed first.
             slab = None
             slab = host.to(device, non_blocking=True)
             store[at : at + len(slab)].copy_(slab)
@@ -98,7 +98,7 @@ def load(device, *, width, padded, inner, layers, experts, slabs, phases, **_):
 
 
 def load_serve(device, seed, phases, while_loading=None, *, most, **size):
-    """Loads; returns a step that answers one request, whose number of tokens is drawn."""
+    """Loads the weights; returns a step that answers one request with a random number of tokens."""
     if while_loading:
         set_split(while_loading)
     weights, store = load(device, phases=phases, **size)
@@ -118,7 +118,7 @@ def load_serve(device, seed, phases, while_loading=None, *, most, **size):
 
 
 def training(device, seed, small, empty):
-    """GPT-2 on batches of differing shape, with the cache emptied after each step or not."""
+    """GPT-2 on batches of differing shape, with or without a cache flush after each step."""
     step = programs.prepare("varying", device, seed, small)
     if not empty:
         return step
@@ -149,17 +149,17 @@ def parser():
 
 
 def settings():
-    """The settings in effect, as PyTorch says them."""
+    """The settings in effect, as PyTorch prints them."""
     try:
         told = torch.cuda.memory._snapshot()["allocator_settings"]
     except (KeyError, RuntimeError):
-        # An allocator that is put under PyTorch has none of its settings.
+        # Another allocator under PyTorch has none of its settings.
         return None
     return {key: value for key, value in told.items() if isinstance(value, (int, float, str, bool))}
 
 
 def tell(options, device, phases):
-    """Runs the story and returns what was measured."""
+    """Runs the story and returns the measurements."""
     warm_up, steps = STEPS[options.story]
     warm_up = warm_up if options.warm_up is None else options.warm_up
     steps = steps if options.steps is None else options.steps
@@ -180,7 +180,7 @@ def tell(options, device, phases):
 
 
 def main(words=None):
-    """Runs the story that a command line names."""
+    """Runs the story given on the command line."""
     options = parser().parse_args(words)
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"

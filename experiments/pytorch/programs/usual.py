@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""GPT-2 as scripts on the internet train it: transformers' model, a DataLoader, torch.cuda.max_memory_allocated() in the loop,
-torch.profiler over some steps, a checkpoint that is saved and read back. It runs as it is under any allocator:
+"""GPT-2 as online tutorials train it: transformers' model, a DataLoader, torch.cuda.max_memory_allocated() in the loop,
+torch.profiler over some steps, a checkpoint that is saved and read back. It runs unchanged under any allocator:
 
     VRAMLAB_ALLOC=caching python3 experiments/pytorch/programs/usual.py --steps 20
 """

@@ -1,4 +1,4 @@
-"""Programs in the forms that PyTorch is used in, each of which must run under every allocator as under PyTorch's own.
+"""Programs that use PyTorch in its various forms; each must run under every allocator as under PyTorch's own.
 
-A file is a family. A program is a function with the decorator `program`; `run.py` runs one. Nothing in them knows of an allocator.
+A file is a family. A program is a function with the decorator `program`; `run.py` runs it. No program refers to an allocator.
 """

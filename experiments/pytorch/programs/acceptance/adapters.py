@@ -1,4 +1,4 @@
-"""Large frozen models with a few weights that learn."""
+"""Large frozen models with a few trained weights."""
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ def lora(run):
 
 
 class Adapter(nn.Module):
-    """A frozen layer with several pairs of small factors, one of which counts at a time."""
+    """A frozen layer with several pairs of small factors, of which one is active at a time."""
 
     def __init__(self, layer, count, rank):
         super().__init__()
@@ -58,13 +58,13 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merge(self, sign=1.0):
-        """Adds the factors to the frozen weights, or takes them away again."""
+        """Adds the factors to the frozen weights, or subtracts them again."""
         self.layer.weight.add_(self.up[self.active] @ self.down[self.active], alpha=sign)
 
 
 @program(gib=4.0)
 def adapters(run):
-    """Three adapters by hand on one frozen model: each learns in turn, is merged into the weights, and taken out again."""
+    """Three handwritten adapters on one frozen model: each is trained in turn, merged into the weights, and removed again."""
     model = gpt(run, layers=8)
     model.requires_grad_(False)
     layers = []

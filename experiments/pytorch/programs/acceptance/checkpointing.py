@@ -1,4 +1,4 @@
-"""Activations that are computed again, kept on the host, or chosen one by one. All with dropout, so that order counts."""
+"""Activations that are recomputed, stored on the host, or selected individually. All with dropout, so that order matters."""
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -14,7 +14,7 @@ def checkpoint_reentrant(run):
 
 @program(gib=5.0)
 def checkpoint_early(run):
-    """Its newer form, which stops computing again by an exception that crosses C++ while tensors are freed."""
+    """Its newer form, which stops recomputing by an exception that crosses C++ while tensors are freed."""
     train(run, gpt(run, layers=10, dropout=0.1, around=lambda block, x: checkpoint(block, x, use_reentrant=False)))
 
 
@@ -32,7 +32,7 @@ def checkpoint_nested(run):
 
 @program(gib=5.0)
 def checkpoint_selective(run):
-    """Products are kept and the rest is computed again, as a policy says for each operation."""
+    """Matrix products are stored and the remainder is recomputed, by a policy for each operation."""
 
     def policy(context, operation, *arguments, **named):
         kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -47,7 +47,7 @@ def checkpoint_selective(run):
 
 @program(gib=5.0)
 def saved_on_host(run):
-    """Activations wait on the host, in pinned memory, and come back for the backward pass."""
+    """Activations are moved to pinned host memory, and copied back for the backward pass."""
 
     def around(block, x):
         with torch.autograd.graph.save_on_cpu(pin_memory=run.on_gpu):

@@ -1,4 +1,4 @@
-"""Shared by the programs: the decorator that names one, its context, and models that several use."""
+"""Shared code of the programs: the decorator, the context, and common models."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def program(**options):
-    """Marks a function as a program; `catalogue.py` says which arguments there are and reads them."""
+    """Marks a function as a program; `catalogue.py` documents and reads the arguments."""
 
     def mark(function):
         function.options = options
@@ -31,25 +31,25 @@ class Run:
     losses: list = field(default_factory=list)
 
     def size(self, large, small):
-        """A size: the first on a GPU, the second where the program is only tried."""
+        """A size: the first on a GPU, the second if the program is only tried."""
         return small if self.small else large
 
     def loss(self, value):
-        """Takes down one number that the program came to. Waits for the device, as `item` does."""
+        """Records one result of the program. Waits for the device, as `item` does."""
         self.losses.append(float(value.detach()) if isinstance(value, torch.Tensor) else float(value))
 
     @property
     def on_gpu(self):
-        """Whether it runs on a GPU."""
+        """True if it runs on a GPU."""
         return self.device.type == "cuda"
 
     def autocast(self):
-        """Mixed precision as language models train with it."""
+        """Mixed precision as used for training language models."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
 
 def normals(seed, *shape, device="cpu"):
-    """Normal numbers, the same each time on a kind of device."""
+    """Normal random numbers, reproducible on each kind of device."""
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
@@ -59,7 +59,7 @@ def tokens(seed, words, *shape):
 
 
 class Block(nn.Module):
-    """A block of a transformer with dropout."""
+    """A transformer block with dropout."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A small language model; `around`, where it is given, calls each block."""
+    """A small language model; `around`, if given, calls each block."""
 
     def __init__(self, layers=6, width=512, heads=8, words=16000, longest=1024, dropout=0.0, around=None):
         super().__init__()
@@ -95,28 +95,28 @@ class Gpt(nn.Module):
 
     @property
     def vocabulary(self):
-        """How many words it knows."""
+        """The number of words."""
         return self.words.num_embeddings
 
 
 def gpt(run, **size):
-    """A language model on the run's device, smaller where it is only tried."""
+    """A language model on the run's device, smaller if it is only tried."""
     tiny = {"layers": 2, "width": 32, "heads": 2, "words": 200, "longest": 64}
-    # Weights are normals where they will be: on the host that takes seconds.
+    # Weights are generated on the device: on the host that takes seconds.
     with run.device:
         return Gpt(**({**size, **tiny} if run.small else size))
 
 
 def text_loss(model, text):
-    """How badly a model guesses each next word."""
+    """The loss of predicting each next word."""
     logits = model(text[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
 
 
 def train(run, model, optimizer=None, *, steps=6, shapes=((8, 512), (4, 768), (6, 256)), words=None, own=True):
-    """Trains a language model on texts of varying shape under mixed precision, and takes down each loss.
+    """Trains a language model on texts of varying shape under mixed precision, and records each loss.
 
-    `own` gives each rank texts of its own.
+    `own` gives each rank its own texts.
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=3e-4)
     words = words or model.vocabulary
@@ -156,7 +156,7 @@ def resnet(width=64, classes=100):
 
 
 def seed_all(seed=0):
-    """The same random numbers in each run."""
+    """Seeds all random number generators."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in __import__("sys").modules:
@@ -164,16 +164,16 @@ def seed_all(seed=0):
 
 
 def rank_of_job():
-    """The number of this process in its job, and how many there are."""
+    """The rank of this process in its job, and the job's size."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def must(condition, *said):
-    """Ends the program where something is not as it must be."""
+    """Ends the program if the condition is false."""
     if not condition:
         raise AssertionError(" ".join(map(str, said)))
 
 
 def close(value, wanted, tolerance=1e-4):
-    """Whether two numbers are nearly equal."""
+    """True if two numbers are nearly equal."""
     return math.isclose(float(value), float(wanted), rel_tol=tolerance, abs_tol=tolerance)

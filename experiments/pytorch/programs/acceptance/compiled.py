@@ -1,4 +1,4 @@
-"""torch.compile in its modes. Kernels that were timed on the way may differ from run to run, so losses are nearly equal."""
+"""torch.compile in its modes. Kernel selection by timing may differ from run to run, so losses are only nearly equal."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from acceptance.common import normals, gpt, program, resnet, text_loss, tokens
 
 
 def as_users_do():
-    """Without deterministic kernels: with them the compiler leaves CUDA graphs out."""
+    """Disables deterministic kernels: with them the compiler does not use CUDA graphs."""
     torch.use_deterministic_algorithms(False)
 
 
@@ -61,7 +61,7 @@ def compiled_graphs(run):
 
 @program(tolerance=1e-2, gib=4.0, seconds=60.0, cpu=False)
 def compiled_tuned(run):
-    """Mode max-autotune: candidates of a product are timed, in memory that is made for it, and the fastest is kept."""
+    """Mode max-autotune: candidate kernels of a matrix product are timed, in temporary memory, and the fastest is used."""
     as_users_do()
     model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()).to(run.device, torch.bfloat16)
     called = torch.compile(model, mode="max-autotune", dynamic=False)
@@ -74,7 +74,7 @@ def compiled_tuned(run):
 
 @program(tolerance=1e-2, gib=4.0, seconds=60.0)
 def compiled_breaks(run):
-    """Graph breaks, a step that Python decides, an exception out of compiled code, and a compiled optimizer."""
+    """Graph breaks, a data-dependent branch in Python, an exception out of compiled code, and a compiled optimizer."""
     as_users_do()
     width = run.size(768, 16)
     first, second = (nn.Linear(width, width).to(run.device) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Programs that live with exceptions: tensors are freed while one is on its way, in Python, in C++ and in generators.
+"""Programs that handle exceptions: tensors are freed while one propagates, in Python, in C++ and in generators.
 
-A recorder or an allocator that runs Python code, or asks for its frames, at such a moment must leave the exception as it is.
+A recorder or an allocator that runs Python code, or reads its frames, at such a moment must not change the exception.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ class Expected(Exception):
 
 
 class Raises(torch.autograd.Function):
-    """Raises in its backward pass, with tensors of its own alive."""
+    """Raises in its backward pass, while its own tensors are alive."""
 
     @staticmethod
     def forward(context, x):
@@ -46,7 +46,7 @@ def batch(run, number):
 
 @program()
 def hook_errors(run):
-    """Exceptions out of forward hooks, backward hooks, hooks of saved tensors and functions of one's own, and training after each."""
+    """Exceptions out of forward hooks, backward hooks, hooks of saved tensors and custom functions, and training after each."""
     model = network(run)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -105,7 +105,7 @@ def hook_errors(run):
 
 
 def pieces(run, count, closed):
-    """Yields tensors, holds more, and says in `closed` how it ended."""
+    """Yields tensors, keeps others alive, and stores in `closed` how it ended."""
     held = []
     try:
         for number in range(count):
@@ -125,7 +125,7 @@ def pieces(run, count, closed):
 
 @program()
 def generators(run):
-    """Generators that hold tensors: run to their end, closed early, dropped, thrown into, collected in a cycle."""
+    """Generators that hold tensors: exhausted, closed early, dropped, thrown into, collected in a cycle."""
     for turn in range(4):
         closed = []
         for piece in pieces(run, 4, closed):
@@ -155,7 +155,7 @@ def generators(run):
 
 
 class Holder:
-    """Frees and makes tensors when it is collected."""
+    """Frees and allocates tensors when it is collected."""
 
     count = 0
 
@@ -168,13 +168,13 @@ class Holder:
 
     @staticmethod
     def ended():
-        """Counts those that are gone."""
+        """Counts the collected objects."""
         Holder.count += 1
 
 
 @program()
 def unwinding(run):
-    """Deep calls that each hold tensors end by one exception, which is caught, chained, raised again and looked at."""
+    """One exception ends deep calls that each hold tensors; it is caught, chained, raised again and inspected."""
 
     def deep(level):
         holder = Holder(batch(run, level))
@@ -262,7 +262,7 @@ def stopped(run):
 
 @program(cpu=False, gib=6.0)
 def out_of_memory(run):
-    """Requests that no GPU can serve, and a search for the batch size within a fraction of the GPU, which goes on after each."""
+    """Requests too large for any GPU, and a batch size search within a memory fraction, which continues after each error."""
     total = torch.cuda.get_device_properties(run.device).total_memory
     for size in (2 * total, 64 * total, 1 << 50):
         try:
@@ -293,14 +293,14 @@ def out_of_memory(run):
 
 @program()
 def threads(run):
-    """Six threads that train on streams of their own; in two of them steps fail on the way and go on."""
+    """Six threads that train on separate streams; in two of them some steps fail and training continues."""
     found, failures = {}, []
 
     def work(number):
         try:
             stream = torch.cuda.Stream() if run.on_gpu else None
             with torch.cuda.stream(stream) if run.on_gpu else contextlib.nullcontext():
-                # The threads share one generator, so nothing is normals from it.
+                # The threads share one generator, so no random number is drawn from it.
                 width = run.size(768, 16)
                 weights = [(normals(10 * number + at, width, width) / width**0.5).to(run.device).requires_grad_() for at in range(4)]
                 for step in range(10):

@@ -1,4 +1,4 @@
-"""CUDA graphs that a program captures itself, and pools of memory of its own."""
+"""CUDA graphs that a program captures itself, and its own memory pools."""
 
 import gc
 
@@ -9,14 +9,14 @@ from acceptance.common import normals, must, program
 
 
 def chain(x, steps):
-    """Products whose results are made within the capture."""
+    """Matrix products whose results are allocated within the capture."""
     for _ in range(steps):
         x = torch.tanh(x @ x.T) @ x / x.shape[0]
     return x
 
 
 def captured(function, pool=None):
-    """A graph of a function's work, after two calls on a side stream; and what the function returned."""
+    """A graph of a function, captured after two calls on a side stream; and the function's result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -31,7 +31,7 @@ def captured(function, pool=None):
 
 @program(cpu=False)
 def graphs_in_one_pool(run):
-    """Three graphs of different sizes share a pool and are replayed in their order; one is dropped and captured anew."""
+    """Three graphs of different sizes share a pool and are replayed in order; one is dropped and captured anew."""
     inputs = [normals(size, size, 512).to(run.device) for size in (256, 1024, 512)]
     pool = torch.cuda.graph_pool_handle()
     graphs = [captured(lambda x=x: chain(x, 4), pool) for x in inputs]
@@ -56,7 +56,7 @@ def graphs_in_one_pool(run):
 
 @program(cpu=False)
 def graphed_training(run):
-    """A whole training step as one graph, with an optimizer whose state lies on the GPU, beside work without a graph."""
+    """A whole training step as one graph, with an optimizer whose state is on the GPU, and work without a graph."""
     model = nn.Sequential(nn.Linear(1024, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 1024)).to(run.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, capturable=True)
     x = normals(0, 256, 1024).to(run.device)
@@ -99,7 +99,7 @@ def graphed_callables(run):
 
 @program(cpu=False)
 def pools_mixed(run):
-    """A MemPool, a graph with a private pool, a side stream and the common memory; tensors outlive the pool that they came from."""
+    """A MemPool, a graph with a private pool, a side stream and the default pool; tensors outlive their pool."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         held = [normals(at, 1 << 20).to(run.device) for at in range(8)]
@@ -128,7 +128,7 @@ def pools_mixed(run):
 
 @program(cpu=False, gib=4.0)
 def pools_in_turn(run):
-    """Two pools used in turn, nested, by several threads' worth of streams, with a cache that is emptied in between."""
+    """Two pools used in turn, nested, on many streams, with a cache flush in between."""
     pools = [torch.cuda.MemPool() for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     held = []

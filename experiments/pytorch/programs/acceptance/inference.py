@@ -1,4 +1,4 @@
-"""Models that answer: generation with caches, drafts, quantised weights, several models in one process."""
+"""Inference: generation with caches, drafts, quantised weights, several models in one process."""
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ def generate(run):
 
 @program(needs=("transformers", "accelerate"), gib=3.0, seconds=25.0)
 def weights_on_host(run):
-    """accelerate's offload: each layer's weights come to the GPU when it is called, and leave it."""
+    """accelerate's offload: each layer's weights are copied to the GPU when it is called, and freed afterwards."""
     from accelerate import cpu_offload
 
     model = llama(run, 4).float().cpu()
@@ -46,7 +46,7 @@ def weights_on_host(run):
 
 @program()
 def paged_cache(run):
-    """One large cache of keys and values, of which parts are copied out, joined with new ones, and written back."""
+    """One large cache of keys and values, parts of which are copied out, concatenated with new ones, and written back."""
     rows, length, heads, width = run.size((64, 1024, 16, 128), (4, 16, 2, 8))
     cache = torch.zeros(rows, length, heads, width, device=run.device, dtype=torch.half)
     for step in range(run.size(40, 8)):
@@ -60,7 +60,7 @@ def paged_cache(run):
 
 @program(tolerance=2e-2, gib=4.0)
 def diffusion(run):
-    """Half precision at many resolutions, where cuDNN times its algorithms and takes the fastest."""
+    """Half precision at many resolutions, for which cuDNN times its algorithms and uses the fastest."""
     width = run.size(320, 32)
 
     def layer():
@@ -81,7 +81,7 @@ def diffusion(run):
 
 @program(gib=3.0)
 def speculative(run):
-    """Speculative decoding: a small model drafts words, a large one judges them at once, and caches are cut where they differ."""
+    """Speculative decoding: a small model drafts words, a large one verifies them, and caches are truncated at differences."""
     draft, target = gpt(run, layers=2, width=256, heads=4).eval(), gpt(run, layers=8, width=512).eval()
     with torch.no_grad():
         text = tokens(0, target.vocabulary, run.size(1, 1), run.size(32, 8)).to(run.device)
@@ -89,7 +89,7 @@ def speculative(run):
         while text.shape[1] < wanted:
             guess = text
             for ahead in range(4):
-                # An untrained draft is never right: some guesses are the target's own, so that drafts of all lengths are accepted.
+                # An untrained draft is never right: use the target for some guesses, so that drafts of all lengths are accepted.
                 model = target if (guess.shape[1] + ahead) % 3 else draft
                 guess = torch.cat([guess, model(guess)[:, -1:].argmax(-1)], 1)
             judged = target(guess)[:, text.shape[1] - 1 :].argmax(-1)
@@ -98,7 +98,7 @@ def speculative(run):
             drafted, accepted = drafted + 4, accepted + right
     run.loss(accepted / drafted)
     run.loss(text.double().mean())
-    # What is drafted and judged is what the target says alone.
+    # The verified text equals the target's own.
     with torch.no_grad():
         alone = target(text)[:, :-1].argmax(-1)
     start = run.size(32, 8)
@@ -107,7 +107,7 @@ def speculative(run):
 
 
 class Int8Linear(nn.Module):
-    """A layer whose weights are 8-bit integers with a scale a row; its inputs are rounded on the way."""
+    """A layer whose weights are 8-bit integers with a scale per row; its inputs are rounded in between."""
 
     def __init__(self, layer):
         super().__init__()
@@ -126,7 +126,7 @@ class Int8Linear(nn.Module):
 
 
 def quantised(model):
-    """Puts integer layers in the place of a model's layers, one at a time, each of which is freed."""
+    """Replaces a model's layers by integer layers, one at a time, and frees each replaced layer."""
     for name, child in model.named_children():
         if isinstance(child, nn.Linear):
             setattr(model, name, Int8Linear(child))
@@ -137,7 +137,7 @@ def quantised(model):
 
 @program(gib=4.0)
 def int8(run):
-    """Weights of 8 bits by hand, products of integers, beside the model that they were made from."""
+    """Handwritten 8-bit weights and integer matrix products, next to the original model."""
     model = gpt(run, layers=6).eval()
     with torch.inference_mode():
         texts = [tokens(at, model.vocabulary, run.size(4 + at, 2), run.size(256 + 64 * at, 16)).to(run.device) for at in range(4)]
@@ -152,7 +152,7 @@ def int8(run):
 
 @program(gib=4.0)
 def fp8(run):
-    """Weights that wait as 8-bit floats and are widened for each layer, activations that are stored so between layers."""
+    """Weights stored as 8-bit floats and widened for each layer, and activations stored the same way between layers."""
     width = run.size(4096, 32)
     weights = [normals(at, width, width, device=run.device) / width**0.5 for at in range(6)]
     small = [weight.to(torch.float8_e4m3fn) for weight in weights]
@@ -168,7 +168,7 @@ def fp8(run):
 
 @program(gib=7.0)
 def several_models(run):
-    """Five models of different sizes that are loaded, moved to the host, called in turn and deleted, as a server does."""
+    """Five models of different sizes, loaded, moved to the host, called in turn and deleted, as in a server."""
     there, made = {}, 0
     with torch.inference_mode():
         for turn in range(14):
@@ -193,7 +193,7 @@ def several_models(run):
 
 @program()
 def traced(run):
-    """A model traced, frozen and called at other sizes, and one that torch.export made a graph of."""
+    """A model traced, frozen and called at other sizes, and one converted to a graph by torch.export."""
     width = run.size(1024, 16)
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.LayerNorm(2 * width), nn.Linear(2 * width, width)).eval()
     model = model.to(run.device)
@@ -210,7 +210,7 @@ def traced(run):
 
 @program(gib=3.0)
 def beams(run):
-    """Beam search over a cache that is reordered by index each step, and shrinks where beams end."""
+    """Beam search over a cache that is reordered by index each step, and shrinks when beams end."""
     model = Gpt(layers=2, width=run.size(512, 32), heads=run.size(8, 2), words=run.size(8000, 100)).to(run.device).eval()
     rows = run.size(12, 2)
     with torch.no_grad():

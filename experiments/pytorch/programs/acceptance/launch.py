@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Starts a job of several processes on this machine, as torchrun does, without the seconds that torchrun takes to load.
+"""Starts a job of several processes on this machine, like torchrun, without torchrun's import time.
 
     python3 experiments/pytorch/programs/acceptance/launch.py RANKS PORT NAME [OPTION…]
 
-Each process gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one fails, the others get SIGTERM, and SIGKILL
-ten seconds later. The exit code is that of the first that failed, else 0.
+Each process gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If one fails, the others get SIGTERM, and SIGKILL
+ten seconds later. The exit code is that of the first failed process, else 0.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-# Seconds from SIGTERM to SIGKILL for processes whose fellow failed.
+# Seconds from SIGTERM to SIGKILL after another process has failed.
 PATIENCE = 10
 
 
@@ -38,7 +38,7 @@ def main(ranks, port, words):
                 process.kill()
         time.sleep(0.05)
     failed = failed or next((process.returncode for process in processes if process.returncode), 0)
-    # A signal as shells say it.
+    # The shells' exit code for a signal.
     return failed if failed >= 0 else 128 - failed
 
 

@@ -1,4 +1,4 @@
-"""Other libraries that allocate on the same GPU in the same process, and hand memory to PyTorch."""
+"""Other libraries that allocate on the same GPU in the same process, and pass memory to PyTorch."""
 
 import os
 
@@ -9,7 +9,7 @@ from acceptance.common import close, normals, must, program
 
 @program(needs=("cupy",), cpu=False, gib=4.0, seconds=25.0)
 def cupy_neighbour(run):
-    """CuPy beside PyTorch: its own pool, arrays passed both ways without a copy, freed on either side."""
+    """CuPy next to PyTorch: its own pool, arrays passed both ways without a copy, freed on either side."""
     import cupy
 
     for step in range(6):
@@ -17,7 +17,7 @@ def cupy_neighbour(run):
         theirs = cupy.from_dlpack(x)
         product = theirs @ theirs.T
         back = torch.from_dlpack(product)
-        # CuPy has a stream of its own.
+        # CuPy has its own stream.
         cupy.cuda.get_current_stream().synchronize()
         must(close(back.double().sum(), (x @ x.T).double().sum(), 1e-2), "the two products differ")
         run.loss(theirs.sum().item())
@@ -33,7 +33,7 @@ def cupy_neighbour(run):
 
 @program(needs=("cupy",), cpu=False, gib=4.0, seconds=25.0)
 def cupy_over_torch(run):
-    """CuPy takes its memory from PyTorch's allocator, as cupyx and cupy's documentation show it."""
+    """CuPy allocates its memory from PyTorch's allocator, as in CuPy's documentation."""
     import cupy
 
     def allocate(size):
@@ -59,7 +59,7 @@ def cupy_over_torch(run):
 
 @program(needs=("jax",), cpu=False, gib=6.0, seconds=40.0, tolerance=1e-2)
 def jax_neighbour(run):
-    """JAX beside PyTorch, each with its own memory; arrays are passed both ways by DLPack."""
+    """JAX next to PyTorch, each with its own memory; arrays are passed both ways by DLPack."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     import jax
     import jax.numpy as jnp
@@ -86,7 +86,7 @@ def jax_neighbour(run):
 
 @program(needs=("triton",), cpu=False, seconds=25.0)
 def triton_kernel(run):
-    """A kernel of the program's own in Triton, between PyTorch's, with scratch memory that it asks for."""
+    """A custom Triton kernel between PyTorch's, with requested scratch memory."""
     import triton
     import triton.language as tl
 
@@ -107,7 +107,7 @@ def triton_kernel(run):
 
 @program(cpu=False)
 def arrays_of_others(run):
-    """The CUDA array interface: an object that only looks like an array, and views of PyTorch's memory by address."""
+    """The CUDA array interface: an object that imitates an array, and views of PyTorch's memory by address."""
 
     class Looks:
         def __init__(self, tensor):

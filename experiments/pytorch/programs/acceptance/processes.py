@@ -1,4 +1,4 @@
-"""Programs of several processes on one GPU: workers that load, tensors that are sent, weights that are shared."""
+"""Programs of several processes on one GPU: data loading workers, sent tensors, shared weights."""
 
 import torch
 import torch.multiprocessing as mp
@@ -9,7 +9,7 @@ from acceptance.common import normals, must, program
 
 
 def answer(questions, answers):
-    """A child: says the sum of each tensor that it is sent, and sends some back."""
+    """A child process: returns the sum of each received tensor, and sends some tensors back."""
     while (got := questions.get()) is not None:
         answers.put(float(got.double().sum()))
         got.add_(1)
@@ -19,7 +19,7 @@ def answer(questions, answers):
 
 @program(cpu=False, seconds=40.0, gib=4.0)
 def sent_tensors(run):
-    """Tensors of many sizes are sent to a spawned process, which changes them: CUDA IPC, with the memory used again between."""
+    """Tensors of many sizes are sent to a spawned process, which changes them: CUDA IPC, with memory reuse in between."""
     context = mp.get_context("spawn")
     questions, answers = context.Queue(), context.Queue()
     child = context.Process(target=answer, args=(questions, answers))
@@ -40,7 +40,7 @@ def sent_tensors(run):
 
 
 class OnGpu(Dataset):
-    """Samples that a worker makes on the GPU."""
+    """Samples that a worker creates on the GPU."""
 
     def __len__(self):
         return 48
@@ -50,7 +50,7 @@ class OnGpu(Dataset):
 
 
 class OnHost(Dataset):
-    """Samples that a worker makes on the host."""
+    """Samples that a worker creates on the host."""
 
     def __len__(self):
         return 64
@@ -76,7 +76,7 @@ def gpu_workers(run):
 
 @program(seconds=20.0)
 def forked_workers(run):
-    """Workers that are forked after CUDA is in use and leave it alone, with pinned memory, anew in each epoch."""
+    """Workers that are forked while CUDA is in use but do not use it, with pinned memory, anew in each epoch."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 1)).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -90,19 +90,19 @@ def forked_workers(run):
 
 
 def add_to(weights, turns, done):
-    """A child: adds one to shared weights so many times."""
+    """A child process: adds one to shared weights `turns` times."""
     for _ in range(turns):
         for weight in weights:
             weight.add_(1)
     torch.cuda.synchronize()
     del weight, weights
     done.put(True)
-    # The memory is the parent's, which waits for this.
+    # The parent owns the memory and waits for this message.
 
 
 @program(cpu=False, seconds=40.0, gib=4.0)
 def shared_weights(run):
-    """Weights on the GPU that two spawned processes change one after the other, as Hogwild training shares them."""
+    """Weights on the GPU that two spawned processes change one after the other, as in Hogwild training."""
     context = mp.get_context("spawn")
     weights = [torch.zeros(size, device=run.device) for size in (10, 1000, 1 << 20, 3 << 20)]
     for weight in weights:

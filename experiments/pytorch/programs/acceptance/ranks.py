@@ -1,4 +1,4 @@
-"""Jobs of two processes with a GPU each: what trains and talks through NCCL."""
+"""Jobs of two processes with a GPU each: training and communication through NCCL."""
 
 import contextlib
 import tempfile
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acceptance.common import close, normals, gpt, must, program, resnet, text_loss, tokens, train
 
-# A product of tokens and width that keeps both GPUs busy for some milliseconds.
+# Shapes whose product with the width keeps both GPUs busy for some milliseconds.
 SHAPES = ((6, 512), (4, 768), (8, 256))
 
 
@@ -20,7 +20,7 @@ def wrapped(run, model, **options):
 
 
 def words(run):
-    """How many words the models know."""
+    """The number of words of the models."""
     return run.size(16000, 200)
 
 
@@ -74,7 +74,7 @@ def ddp_checkpointed(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def ddp_uneven(run):
-    """Ranks with different numbers of batches, by Join, and batch norms whose statistics go over both."""
+    """Ranks with different numbers of batches, by Join, and batch norms with statistics over both."""
     from torch.distributed.algorithms.join import Join
 
     model = resnet(run.size(32, 4), 10).to(run.device)
@@ -94,7 +94,7 @@ def ddp_uneven(run):
 
     for number in range(3):
         step(number)
-    # Statistics over both ranks would wait for the one that has ended.
+    # Statistics over both ranks would wait for the rank that has ended.
     model.eval()
     with Join([model]):
         for number in range(3 + 3 * run.rank):
@@ -103,7 +103,7 @@ def ddp_uneven(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def zero_optimizer(run):
-    """An optimizer whose state is shared out over the ranks, and gathered for a checkpoint."""
+    """An optimizer whose state is sharded over the ranks, and gathered for a checkpoint."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = wrapped(run, gpt(run))
@@ -116,7 +116,7 @@ def zero_optimizer(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp1(run):
-    """FullyShardedDataParallel, the first, block by block, with its state dict at the end."""
+    """FullyShardedDataParallel (FSDP1), block by block, with its state dict at the end."""
     import functools
 
     from acceptance.common import Block
@@ -132,7 +132,7 @@ def fsdp1(run):
 
 
 def sharded(run, **options):
-    """A model under the second FSDP, block by block."""
+    """A model under FSDP2, block by block."""
     from torch.distributed.fsdp import fully_shard
 
     model = gpt(run)
@@ -143,7 +143,7 @@ def sharded(run, **options):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp2(run):
-    """fully_shard with products in bfloat16; blocks are gathered again in the backward pass."""
+    """fully_shard with matrix products in bfloat16; blocks are gathered again in the backward pass."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -152,7 +152,7 @@ def fsdp2(run):
 
 @program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
 def fsdp2_host(run):
-    """fully_shard whose weights and gradients wait in pinned memory of the host."""
+    """fully_shard with weights and gradients offloaded to pinned host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     train(run, sharded(run, offload_policy=CPUOffloadPolicy()), words=words(run), steps=4, shapes=SHAPES)
@@ -160,7 +160,7 @@ def fsdp2_host(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def fsdp2_checkpoint(run):
-    """A sharded model and its optimizer go through torch.distributed.checkpoint, and training goes on from it."""
+    """A sharded model and its optimizer are saved by torch.distributed.checkpoint, and training resumes from it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -182,7 +182,7 @@ def fsdp2_checkpoint(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def tensor_parallel(run):
-    """The layers of each block cut by columns and by rows, inputs cut along the text."""
+    """The layers of each block split by columns and by rows, inputs split along the text."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -234,7 +234,7 @@ def pipeline(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def all_to_all(run):
-    """Experts on both ranks: how many tokens go to the other one differs from step to step."""
+    """Experts on both ranks: the number of tokens sent to the other rank differs from step to step."""
     width = run.size(512, 8)
     for step in range(12):
         counts = [1 + (37 * step + 101 * (run.rank + 2 * to)) % run.size(4000, 20) for to in range(2)]
@@ -254,7 +254,7 @@ def all_to_all(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def dropped_in_flight(run):
-    """Tensors are dropped while NCCL's stream still works on them, and their memory is asked for again at once."""
+    """Tensors are dropped while NCCL's stream still uses them, and their memory is requested again immediately."""
     size = run.size(1 << 22, 1 << 8)
     for step in range(24):
         works = [dist.all_reduce(torch.full((size,), float(step), device=run.device), async_op=True) for _ in range(4)]
@@ -273,7 +273,7 @@ def dropped_in_flight(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def sent_directly(run):
-    """Pairs of sends and receives, gathers of uneven parts, objects, and a second group beside the first."""
+    """Pairs of sends and receives, gathers of uneven parts, objects, and a second group in addition to the first."""
     other = 1 - run.rank
     group = dist.new_group([0, 1], backend="gloo")
     for step in range(8):
@@ -299,7 +299,7 @@ def sent_directly(run):
 
 @program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
 def graphed_reduce(run):
-    """All-reduces within a CUDA graph, on memory that the capture made and on memory from before."""
+    """All-reduces within a CUDA graph, on memory that the capture allocated and on earlier memory."""
     x = torch.full((1 << 22,), float(run.rank + 1), device=run.device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -326,7 +326,7 @@ def graphed_reduce(run):
 
 @program(ranks=2, gpus=2, gib=4.0, seconds=25.0)
 def reduced_again(run):
-    """The same tensors are reduced many times while others come and go between them, so that what NCCL registered stays right."""
+    """The same tensors are reduced many times, with allocations and frees in between: NCCL's registrations must stay valid."""
     held = [torch.ones(run.size(1 << (18 + at % 5), 32), device=run.device) for at in range(12)]
     for step in range(16):
         for x in held:
@@ -344,7 +344,7 @@ def reduced_again(run):
 
 @program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
 def nccl_pool(run):
-    """A MemPool over NCCL's own allocator, registered with the communicator, beside common memory."""
+    """A MemPool over NCCL's own allocator, registered with the communicator, next to the default pool."""
     backend = dist.group.WORLD._get_backend(run.device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
@@ -364,7 +364,7 @@ def nccl_pool(run):
 
 @program(ranks=2, gpus=2, cpu=False, gib=4.0, seconds=25.0)
 def symmetric_memory(run):
-    """Symmetric memory: a tensor at the same place on both GPUs, reduced by reading the other's, beside common memory."""
+    """Symmetric memory: a tensor at the same offset on both GPUs, reduced by reading the other's, next to ordinary memory."""
     import torch.distributed._symmetric_memory as symmetric
 
     x = symmetric.empty(1 << 20, dtype=torch.float32, device=run.device)
@@ -386,7 +386,7 @@ def symmetric_memory(run):
 
 @program(ranks=2, gpus=2, cpu=False, gib=5.0, seconds=60.0, tolerance=1e-2)
 def ddp_compiled(run):
-    """A compiled model under DDP, whose graph is cut where buckets are reduced."""
+    """A compiled model under DDP, whose graph is split where buckets are reduced."""
     torch.use_deterministic_algorithms(False)
     width = 1024
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)]).to(run.device)
@@ -402,7 +402,7 @@ def ddp_compiled(run):
 
 @program(ranks=2, gpus=2, gib=3.0, seconds=25.0)
 def failing_rank(run):
-    """Both ranks run out of patience with a batch and skip it together; gradients that were on their way are dropped."""
+    """Both ranks fail on a batch and skip it together; gradients in flight are dropped."""
     model = wrapped(run, gpt(run, layers=3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for step in range(6):

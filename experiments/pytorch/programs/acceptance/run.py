@@ -5,10 +5,10 @@
     python3 experiments/pytorch/programs/acceptance/launch.py 2 29500 ddp_hook    a job of two processes
     python3 experiments/pytorch/programs/acceptance/run.py --list
 
-`--device cpu` tries one without a GPU, with small sizes. The seeds are fixed, and PyTorch is asked for kernels that give the same
-bits each time, where it has them.
+`--device cpu` tries one without a GPU, with small sizes. The seeds are fixed, and PyTorch uses bitwise reproducible kernels
+if it has them.
 
-Exit codes: 0 done or skipped (the line says so), 1 the program failed, 2 bad input.
+Exit codes: 0 completed or skipped (as printed), 1 the program failed, 2 bad input.
 """
 
 import argparse
@@ -22,21 +22,21 @@ import warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# As a script this file has its own folder first, in which names of the families would hide other modules.
+# The script's own directory is first on the path, where names of the families would hide other modules.
 sys.path[0:1] = [str(HERE.parent), str(HERE.parents[1])]
 
-# Read when the first handle of cuBLAS is made: without it, products on several streams may differ from run to run.
+# Read when the first cuBLAS handle is created: without it, matrix products on several streams may differ from run to run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def print_record(record):
-    """Prints a record in one piece: the processes of a job share the output."""
+    """Prints a record in one write: the processes of a job share the output."""
     sys.stdout.write(json.dumps(record) + "\n")
     sys.stdout.flush()
 
 
 def prepare(torch, options):
-    """Fixes the seeds and asks for deterministic kernels; returns what the program is given."""
+    """Fixes the seeds and requests deterministic kernels; returns the program's argument."""
     from acceptance import common
 
     rank, ranks = common.rank_of_job()
@@ -45,7 +45,7 @@ def prepare(torch, options):
         torch.cuda.set_device(rank if ranks > 1 else 0)
     warnings.filterwarnings("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Would write to each new tensor, which programs of users do not.
+    # It would write to each new tensor, which users' programs do not.
     torch.utils.deterministic.fill_uninitialized_memory = False
     common.seed_all()
     device = torch.device("cuda", rank if ranks > 1 else 0) if on_gpu else torch.device("cpu")
@@ -53,7 +53,7 @@ def prepare(torch, options):
 
 
 def memory(torch):
-    """PyTorch's peaks, summed over the GPUs that this process used, and how often the cache was released to go on."""
+    """PyTorch's peaks, summed over the GPUs that this process used, and the number of cache flushes by allocation retries."""
     each = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
     keys = {
         "peak_allocated": "allocated_bytes.all.peak", "peak_active": "active_bytes.all.peak",
@@ -72,7 +72,7 @@ def in_job(torch, run, function):
         function(run)
         dist.barrier()
     except BaseException:
-        # The others wait for this one in vain; their launcher ends them.
+        # The other processes would wait for this one forever; their launcher ends them.
         import traceback
 
         traceback.print_exc()
@@ -82,7 +82,7 @@ def in_job(torch, run, function):
 
 
 def main():
-    """Runs the program that the command line names."""
+    """Runs the program given on the command line."""
     import catalogue
 
     known = catalogue.programs()
@@ -127,7 +127,7 @@ def main():
         torch.cuda.synchronize()
         record |= memory(torch)
         record["backend"] = torch.cuda.get_allocator_backend()
-    # JSON has no word for what is not finite.
+    # JSON cannot represent infinities and NaN.
     losses = [value if math.isfinite(value) else str(value) for value in run.losses]
     record |= {"losses": losses, "seconds": round(time.perf_counter() - began, 3), "torch": torch.__version__}
     print_record(record)

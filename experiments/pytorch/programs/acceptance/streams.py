@@ -1,4 +1,4 @@
-"""Work on several streams: what the allocator hands out again too early shows in the sums."""
+"""Work on several streams: if the allocator reuses memory too early, the sums are wrong."""
 
 import torch
 
@@ -8,7 +8,7 @@ SIZE = 1 << 22
 
 
 def slow(x, products=60):
-    """Keeps a stream busy for some milliseconds, and gives a number that depends on all of it."""
+    """Keeps a stream busy for some milliseconds, and returns a number that depends on all its work."""
     square = x[: 1 << 20].view(1024, 1024)
     for _ in range(products):
         square = torch.tanh(square @ square.T / 1024)
@@ -17,7 +17,7 @@ def slow(x, products=60):
 
 @program(cpu=False, gib=4.0)
 def record_stream(run):
-    """Tensors of the main stream that a side stream reads after they were dropped, as record_stream lets it."""
+    """Tensors of the main stream that a side stream reads after they were dropped, with record_stream."""
     side = torch.cuda.Stream()
     busy = normals(0, SIZE).to(run.device)
     sums = []
@@ -29,7 +29,7 @@ def record_stream(run):
             sums.append(x.double().sum())
         x.record_stream(side)
         del x
-        # Takes the memory at once, where it may.
+        # Reuses the memory immediately, if allowed.
         for _ in range(3):
             torch.full((SIZE,), -1.0, device=run.device)
     torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def record_stream(run):
 
 @program(cpu=False, gib=4.0)
 def dropped_beside(run):
-    """A side stream's own tensors are dropped while it works on them, and the main stream waits for its results only."""
+    """A side stream's own tensors are dropped while it uses them, and the main stream waits only for its results."""
     side, other = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
     busy = normals(0, SIZE).to(run.device)
     torch.cuda.synchronize()
@@ -67,7 +67,7 @@ def dropped_beside(run):
 
 @program(cpu=False, gib=4.0)
 def prefetch(run):
-    """Batches are copied from pinned memory by a stream of their own while the step before still runs."""
+    """Batches are copied from pinned memory by a side stream while the previous step still runs."""
     copies = torch.cuda.Stream()
     batches = [normals(number, 2048, 1024).pin_memory() for number in range(10)]
     weight = (normals(99, 1024, 1024) / 32).to(run.device).requires_grad_()
@@ -93,7 +93,7 @@ def prefetch(run):
 
 @program(cpu=False, gib=5.0)
 def many_streams(run):
-    """Thirty streams that come and go, each with tensors that another one frees, and an emptied cache in between."""
+    """Thirty temporary streams, each with tensors that another one frees, and a cache flush in between."""
     total = torch.zeros((), dtype=torch.double, device=run.device)
     for turn in range(6):
         streams = [torch.cuda.Stream() for _ in range(30)]
@@ -121,7 +121,7 @@ def many_streams(run):
 
 @program(cpu=False)
 def pinned(run):
-    """Pinned memory that is dropped while copies from it are under way, and results that come back the same way."""
+    """Pinned memory that is dropped during copies from it, and results that are copied back the same way."""
     side = torch.cuda.Stream()
     total = 0.0
     for number in range(20):

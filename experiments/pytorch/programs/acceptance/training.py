@@ -1,4 +1,4 @@
-"""Training loops: frameworks' trainers, and what people write by hand around a step."""
+"""Training loops: frameworks' trainers, and handwritten loops around a step."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from acceptance.common import close, normals, gpt, must, program, resnet, text_l
 
 
 class Texts(torch.utils.data.Dataset):
-    """Random texts in the form that transformers' Trainer takes."""
+    """Random texts in the format of transformers' Trainer."""
 
     def __init__(self, count, length, words):
         self.count, self.length, self.words = count, length, words
@@ -41,7 +41,7 @@ class Pictures(torch.utils.data.Dataset):
 
 @program(needs=("transformers", "accelerate"), gib=6.0, seconds=35.0)
 def hf_trainer(run):
-    """transformers' Trainer: Llama, gradient checkpointing, workers that load, checkpoints on the way."""
+    """transformers' Trainer: Llama, gradient checkpointing, loader workers, checkpoints in between."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     width, words = run.size(768, 32), run.size(32000, 200)
@@ -65,7 +65,7 @@ def hf_trainer(run):
 
 @program(needs=("pytorch_lightning",), gib=4.0, seconds=30.0, tolerance=1e-2)
 def lightning(run):
-    """PyTorch Lightning: two epochs in fp16 with a validation, workers that load to pinned memory."""
+    """PyTorch Lightning: two epochs in fp16 with a validation, loader workers with pinned memory."""
     import pytorch_lightning as pl
     from torch.utils.data import DataLoader
 
@@ -97,7 +97,7 @@ def lightning(run):
 
 
 class UNet(nn.Module):
-    """Three depths, and back with what came by."""
+    """A U-Net of three levels with skip connections."""
 
     def __init__(self, width):
         super().__init__()
@@ -121,7 +121,7 @@ class UNet(nn.Module):
 
 @program(gib=10.0)
 def moving_average(run):
-    """A U-Net on pictures of varying size, its weights' moving average, which draws pictures between."""
+    """A U-Net on pictures of varying size, with a moving average of its weights, which generates pictures in between."""
     model = UNet(run.size(64, 4)).to(run.device)
     average = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -146,7 +146,7 @@ def moving_average(run):
 
 @program(cpu=False)
 def loss_scale(run):
-    """fp16 with a gradient scaler, channels last; two steps overflow and are left out."""
+    """fp16 with a gradient scaler, channels last; two steps overflow and are skipped."""
     model = resnet(64).to(run.device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=3)
@@ -169,7 +169,7 @@ def loss_scale(run):
 
 @program()
 def resume(run):
-    """A checkpoint in the middle of training, read into a new model: it goes on as if nothing had been."""
+    """A checkpoint in the middle of training, read into a new model: training resumes unchanged."""
 
     def fresh():
         model = gpt(run, dropout=0.1)
@@ -207,7 +207,7 @@ def resume(run):
         torch.cuda.set_rng_state(gpu.cpu())
     del saved
     resumed = [step(model, optimizer, number) for number in range(3, 6)]
-    # Sums by atomic operations differ in the last digits from run to run; what was lost or mixed up differs in the first.
+    # Atomic sums differ in the last digits from run to run; lost or exchanged values would differ in the first.
     near = all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(straight, resumed, strict=True))
     must(near, "resumed", resumed, "and straight on", straight)
     for value in resumed:
@@ -216,7 +216,7 @@ def resume(run):
 
 @program()
 def profiled(run):
-    """torch.profiler over some steps, with memory and shapes; what it saw is summed up."""
+    """torch.profiler over some steps, with memory and shapes; its results are summed."""
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
     model = gpt(run, layers=4)
@@ -257,7 +257,7 @@ def penalty(run):
 
 @program()
 def closure(run):
-    """L-BFGS, which calls the loss many times a step and holds a history of gradients, between accumulated steps."""
+    """L-BFGS, which evaluates the loss many times per step and holds a history of gradients, between accumulated steps."""
     width = run.size(1024, 16)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 8)).to(run.device)
     x, y = normals(0, run.size(4096, 32), width).to(run.device), normals(1, run.size(4096, 32), 8).to(run.device)
@@ -278,7 +278,7 @@ def closure(run):
 
 @program(gib=4.0)
 def in_backward(run):
-    """The optimizer steps within the backward pass, by hooks that free each gradient as soon as it is used."""
+    """The optimizer steps within the backward pass, by hooks that free each gradient immediately after use."""
     model = gpt(run, layers=8)
     each = {weight: torch.optim.AdamW([weight], lr=3e-4, foreach=False) for weight in model.parameters()}
 
@@ -301,7 +301,7 @@ def in_backward(run):
 
 @program(seconds=20.0)
 def checkpoint_async(run):
-    """torch.distributed.checkpoint of a job of one, written by a thread while training goes on, and read back."""
+    """torch.distributed.checkpoint in a single-process job, written by a thread while training continues, and read back."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -332,7 +332,7 @@ def checkpoint_async(run):
 
 @program(needs=("transformers",), gib=5.0, seconds=25.0)
 def reinforce(run):
-    """Texts are normals by a growing cache, then weighed against a frozen model that waits on the host between."""
+    """Texts are generated with a growing cache, then scored against a frozen model that is moved to the host in between."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     width, words = run.size(512, 32), run.size(16000, 200)

@@ -1,4 +1,4 @@
-"""torch.func, sparse and nested tensors, linear algebra, graphs: memory in shapes that layers do not ask for."""
+"""torch.func, sparse and nested tensors, linear algebra, graphs: allocations in shapes that layers do not request."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from acceptance.common import close, normals, must, program, tokens
 
 @program(gib=4.0)
 def per_sample(run):
-    """A gradient for each sample by vmap over grad, clipped and made noisy, as private training does."""
+    """A gradient per sample by vmap over grad, clipped and with added noise, as in private training."""
     width = run.size(512, 8)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)).to(run.device)
     weights = {name: value.detach() for name, value in model.named_parameters()}
@@ -76,7 +76,7 @@ def ensemble(run):
 
 @program(tolerance=1e-3)
 def sparse(run):
-    """Sparse matrices in three layouts, products with them, and an embedding whose gradients are sparse."""
+    """Sparse matrices in three layouts, products with them, and an embedding with sparse gradients."""
     torch.use_deterministic_algorithms(False)
     rows, width, words = run.size(20000, 50), run.size(256, 8), run.size(200_000, 100)
     for step in range(4):
@@ -101,7 +101,7 @@ def sparse(run):
 
 @program(cpu=False, tolerance=1e-2)
 def ragged(run):
-    """Texts of different lengths in one nested tensor, through layers and attention, and padded at the end."""
+    """Texts of different lengths in one nested tensor, through layers and attention, padded at the end."""
     width, heads = run.size(512, 32), run.size(8, 2)
     layers = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width)}).to(run.device)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
@@ -121,7 +121,7 @@ def ragged(run):
 
 @program(gib=4.0)
 def gaussian_process(run):
-    """An exact Gaussian process by hand: Cholesky, its gradient, and predictions with growing data."""
+    """A handwritten exact Gaussian process: Cholesky, its gradient, and predictions with growing data."""
     count = run.size(2500, 40)
     x = torch.linspace(0, 1, count, device=run.device, dtype=torch.double)
     y = torch.sin(12 * x) + 0.1 * normals(0, count).to(run.device)
@@ -148,7 +148,7 @@ def gaussian_process(run):
 
 @program(needs=("gpytorch",), gib=4.0, seconds=25.0, tolerance=1e-2)
 def gpytorch_model(run):
-    """The same by gpytorch: lazy matrices and their own solvers."""
+    """The same in gpytorch, with lazy matrices and its own solvers."""
     import gpytorch
 
     count = run.size(2000, 40)
@@ -178,7 +178,7 @@ def gpytorch_model(run):
 
 @program(needs=("torch_geometric",), gib=9.0, seconds=25.0, tolerance=1e-2)
 def graph_network(run):
-    """torch_geometric's SAGE on as many edges as a step draws."""
+    """torch_geometric's SAGE on a random number of edges per step."""
     from torch_geometric.nn import SAGEConv
 
     torch.use_deterministic_algorithms(False)
@@ -202,7 +202,7 @@ def graph_network(run):
 
 @program(gib=6.0)
 def many_shapes(run):
-    """Thousands of tensors of sizes from a few bytes to hundreds of MiB, sorted, joined, cut and convolved by FFT."""
+    """Thousands of tensors of sizes from a few bytes to hundreds of MiB, sorted, concatenated, split and convolved by FFT."""
     held = []
     for step in range(run.size(600, 50)):
         size = int(2 ** (4 + 13 * ((step * 7919) % 1000) / 1000)) * (1 if step % 7 else run.size(256, 1))

@@ -61,7 +61,7 @@ def model_parallel(run):
 
 @program(gpus=2, cpu=False, gib=3.0, seconds=20.0)
 def graph_each(run):
-    """A CUDA graph on each GPU, replayed in turn with copies between them, and a pool of memory on the second."""
+    """A CUDA graph on each GPU, replayed in turn with copies between them, and a memory pool on the second."""
     graphs = []
     for number in range(2):
         with torch.cuda.device(number):
@@ -72,7 +72,7 @@ def graph_each(run):
                 torch.tanh(x @ x.T)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Streams of captures are of a GPU.
+            # A capture's stream belongs to one GPU.
             with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
                 out = torch.tanh(x @ x.T) + x
             graphs.append((graph, x, out))
