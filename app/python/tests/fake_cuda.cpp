@@ -1,8 +1,7 @@
-// A CUDA runtime and driver without a GPU: two devices whose memory nothing reads, streams that are numbers, and no
-// work.
+// A CUDA runtime and driver without a GPU: two devices whose memory is never read, streams that are numbers, and no kernels.
 //
-// Loaded before PyTorch (LD_PRELOAD), it lets PyTorch's Python run over the shim and the library's simulated devices:
-// tensors that are never filled, streams, captures, pools. Kernels are launched and do nothing.
+// Preloaded before PyTorch (LD_PRELOAD), it lets PyTorch's Python code run over the shim and the library's simulated devices:
+// tensors that are never filled, streams, captures, pools. Kernel launches do nothing.
 
 #include <cuda_runtime_api.h>
 #include <atomic>
@@ -22,7 +21,7 @@ thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 std::mutex lock;
 std::set<cudaStream_t> captured;
 
-// Handles that are nothing but different.
+// Distinct handles without content.
 template <typename Handle>
 cudaError_t make(Handle* to) {
     static std::atomic<uintptr_t> next{0x10000};
@@ -134,8 +133,7 @@ CUDA cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* to, cudaEvent_t) {
 }
 CUDA cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* to, cudaIpcEventHandle_t) { return make(to); }
 
-// The driver, of which PyTorch looks for these when CUDA starts.
-// `DRIVER_FUNCTIONS` lists what the installed version looks for.
+// The driver functions that PyTorch resolves when CUDA starts. `DRIVER_FUNCTIONS` lists those of the installed version.
 #define DRIVER(name) \
     CUDA int name() { return 0; }
 DRIVER_FUNCTIONS(DRIVER)

@@ -1,4 +1,4 @@
-// The driver's own pool (cudaMallocFromPoolAsync) with a release threshold that keeps everything.
+// The CUDA memory pool (cudaMallocFromPoolAsync) with a release threshold that never releases memory.
 #include "workload.hpp"
 
 struct DriverPool {

@@ -6,7 +6,7 @@
 
 #include "workload.hpp"
 
-// Large enough that nothing grows while the time is taken.
+// Large enough that no pool grows during the measurement.
 constexpr size_t kPoolBytes = size_t{32} << 30;
 
 template <class Resource>

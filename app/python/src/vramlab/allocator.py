@@ -205,7 +205,7 @@ class Allocator(_NoCopy):
         self._call("memory", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
-    # --- what it did ---
+    # --- statistics and records ---
 
     def stats(self) -> dict[str, int]:
         """The known statistics, under the keys of `torch.cuda.memory_stats` and the allocator's own keys."""
