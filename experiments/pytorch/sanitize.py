@@ -8,7 +8,7 @@ it on, where the checker must report the write, and no error if the program stay
 `overrun` of the crate trainer) the same without PyTorch, with --trainer a short training, which must be clean.
 DIR/sanitizer.jsonl has a line per run, with the first error; DIR/NAME.log the output.
 
-Exit codes: 0 each run as expected, 1 not, 2 bad input.
+Exit codes: 0 each run as expected, 1 some were not, 2 bad input.
 """
 
 import argparse

@@ -27,7 +27,7 @@ def device_used(torch):
         mine = [one for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == os.getpid()]
         if mine and mine[0].usedGpuMemory:
             used["process_used"] = mine[0].usedGpuMemory
-    except Exception as error:  # NVML is missing, or may not be asked in this machine.
+    except Exception as error:  # NVML is missing or not permitted on this machine.
         used["nvml"] = str(error).splitlines()[0]
     return used
 

@@ -313,7 +313,7 @@ class Pool(_NoCopy):
         return self.allocator._ask("allocate_in", pool, _number(bytes, "a size"), _number(stream, "a stream"))
 
     def release(self) -> None:
-        """Ends requests from the pool. Its free segments are released by the next trim."""
+        """Ends requests from the pool. Its free segments are released with the allocator's next ones."""
         self.allocator._call("pool_release", _number(self.number, "a pool"))
 
     def trim(self) -> int:

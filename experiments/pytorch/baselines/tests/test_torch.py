@@ -2,7 +2,7 @@
 
     python3 -m pytest experiments/pytorch/baselines/tests
 
-Skipped where PyTorch is not installed.
+Skipped if PyTorch is not installed.
 """
 
 import argparse

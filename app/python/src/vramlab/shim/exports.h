@@ -131,7 +131,7 @@ __attribute__((visibility("default"))) int shim_install() {
     return failed;
 }
 
-// Each device's counts of allocator calls, in a line.
+// Each device's allocations, frees and peak reserved bytes, in a line.
 __attribute__((visibility("default"))) const char* shim_counts() {
     using namespace vramlab_shim;
     static std::string text;
