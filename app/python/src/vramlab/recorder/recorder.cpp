@@ -370,7 +370,8 @@ const char vramlab_recorder_source[] = VRAMLAB_SHIM_SOURCE;
 // The error of the last failed call.
 VRAMLAB_EXPORT const char* vramlab_recorder_error() { return vramlab_recorder::last_error.c_str(); }
 
-// Sets the frame layout, `count` numbers in the order of `Layout`. Returns 1 if the count is that of another version.
+// Sets the frame layout, `count` numbers in the order of `Layout`. Returns 1 if the
+// count is that of another version or Python is not found.
 VRAMLAB_EXPORT int vramlab_recorder_layout(const int64_t* offsets, size_t count) {
     using namespace vramlab_recorder;
     if (count * sizeof(int64_t) != sizeof(Layout) || !recorder().python.find()) return 1;
