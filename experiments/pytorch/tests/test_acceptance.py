@@ -70,7 +70,7 @@ def test_two_programs_of_one_name_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """The programs' output on the CPU, by name: several run concurrently, as importing PyTorch takes most of the time."""
+    """The programs' output on the CPU, by name: several run concurrently, as PyTorch's import dominates."""
     if find_spec("torch") is None:
         pytest.skip("PyTorch is not installed")
     folder = tmp_path_factory.mktemp("acceptance")
