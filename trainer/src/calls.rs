@@ -19,23 +19,23 @@ pub struct CallLine {
     /// Kernel that was launched.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<String>,
-    /// Size in bytes, for calls that say one.
+    /// Size in bytes, for calls that have one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// Address that it took or produced.
+    /// Address that it received or returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub addr: Option<u64>,
     /// Stream on which it queued work, or for which it waited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<u64>,
-    /// Where in the run it was made: the names of the ranges around it, from the outside in, with slashes between.
+    /// Position in the run: the names of the enclosing ranges, outermost first, separated by slashes.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub path: String,
-    /// Whether it succeeded.
+    /// True if it succeeded.
     pub ok: bool,
 }
 
-/// Keeps the driver calls in memory until they are taken.
+/// Buffers the driver calls in memory until they are taken.
 #[derive(Debug, Default)]
 pub struct CallLog {
     calls: Mutex<Calling>,
@@ -44,9 +44,9 @@ pub struct CallLog {
 #[derive(Debug, Default)]
 struct Calling {
     lines: Vec<CallLine>,
-    /// Kernel of the launch that comes next.
+    /// Kernel of the next launch.
     kernel: Option<&'static str>,
-    /// Names of the ranges that are open, with slashes between.
+    /// Names of the open ranges, separated by slashes.
     path: String,
     /// Length of the path before each of them.
     outer: Vec<usize>,
@@ -57,7 +57,7 @@ impl CallLog {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Names the kernel of the launch that comes next.
+    /// Names the kernel of the next launch.
     pub fn launching(&self, kernel: &'static str) {
         self.calling().kernel = Some(kernel);
     }
@@ -79,7 +79,7 @@ impl CallLog {
         calling.path.truncate(length);
     }
 
-    /// Takes note of a call.
+    /// Records a call.
     pub fn observe(&self, event: &CallEvent) {
         let mut calling = self.calling();
         let kernel = if event.kind == CallKind::KernelLaunch { calling.kernel.take() } else { None };

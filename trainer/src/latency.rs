@@ -8,14 +8,14 @@ use vramlab::instruments::{LatencyRow, Operation, Timed};
 
 type Histograms = Vec<(Operation, Path, Histogram<u64>)>;
 
-/// Percentiles of one operation on one path, as the summary tells them, in nanoseconds. The simulated device has no cost
+/// Percentiles of one operation on one path, as in the summary, in nanoseconds. The simulated device has no cost
 /// for an allocator's own work, so on its clock an operation without a driver call takes no time; there what would be 0
 /// is absent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LatencyRecord {
     /// Operation.
     pub operation: String,
-    /// How it was served.
+    /// Path that served it.
     pub path: String,
     /// Number of operations.
     pub count: u64,
@@ -40,7 +40,7 @@ pub struct LatencyRecord {
 }
 
 impl LatencyRecord {
-    /// What was measured on a clock, `virtual` or `monotonic`.
+    /// Percentiles measured on a clock, `virtual` or `monotonic`.
     #[must_use]
     pub fn new(row: LatencyRow, clock: &str) -> Self {
         let told = |ns: u64| (ns > 0 || clock != "virtual").then_some(ns);
@@ -58,12 +58,12 @@ impl LatencyRecord {
     }
 }
 
-/// What was recorded in one part of a run.
+/// Latencies recorded in one interval of a run.
 #[derive(Debug)]
 pub struct Interval {
     /// From the start of the process.
     pub start: Duration,
-    /// How long it was.
+    /// Duration.
     pub length: Duration,
     /// Nanoseconds by operation and path; paths on which nothing happened are left out.
     pub histograms: Histograms,
@@ -95,7 +95,7 @@ impl Intervals {
             let mut new = histogram.clone();
             let before = self.so_far.iter().find(|before| (before.0, before.1) == (*operation, *path));
             if let Some((_, _, before)) = before {
-                // Counts only grow, so what was there before can be taken away.
+                // Counts only grow, so the earlier counts can be subtracted.
                 new.subtract(before).ok()?;
             }
             (!new.is_empty()).then_some((*operation, *path, new))
@@ -105,7 +105,7 @@ impl Intervals {
         self.ended = now;
     }
 
-    /// When the process began, and what was closed since the last time.
+    /// The start of the process, and the intervals closed since the last call.
     pub fn take(&mut self) -> (SystemTime, Vec<Interval>) {
         let began = SystemTime::now().checked_sub(self.started.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH);
         (began, std::mem::take(&mut self.closed))

@@ -1,4 +1,4 @@
-//! How batches reach the device: copied, copied from page-locked memory, or gathered from a resident data set.
+//! Paths of batches to the device: copied, copied from page-locked memory, or gathered from a resident data set.
 
 use crate::arithmetic::Arithmetic;
 use crate::data::{Features, Split};
@@ -15,14 +15,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use vramlab::{DeviceBuffer, Driver, PinnedBuffer};
 
-/// Page-locked buffers in turn: while one is being copied the next is filled.
+/// Page-locked buffers in rotation: while one is being copied, the next is filled.
 const RING: usize = 4;
 
 /// Writes the order of the training rows in one epoch (numbered from 1) to `order`, whose length is their number. The same
 /// seed and epoch give the same order.
 pub fn shuffled(seed: u64, epoch: u32, order: &mut [u32]) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    // Weights take the low streams; each epoch has one of its own.
+    // Weights use the low random streams; each epoch has its own.
     rng.set_stream((1 << 32) + u64::from(epoch));
     for (row, slot) in (0..).zip(order.iter_mut()) {
         *slot = row;
@@ -42,7 +42,7 @@ pub struct Loader {
     cursor: Option<u64>,
 }
 
-/// How a batch's inputs are stored.
+/// Storage layout of a batch's inputs.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     element: Element,
@@ -85,7 +85,7 @@ struct Slot {
 }
 
 impl Drop for Slot {
-    /// Waits for the copies that still read the buffer, which is given back after this. There is nothing to do about errors.
+    /// Waits for the copies that still read the buffer, which is freed afterwards. Errors are ignored.
     fn drop(&mut self) {
         let _ = self.driver.event_synchronize(self.copied.id);
     }
@@ -95,7 +95,7 @@ impl Loader {
     /// A loader for `split`, which stays on the host. A resident data set is uploaded here, through the allocator.
     ///
     /// # Errors
-    /// Those of the allocator, of copies and of page-locking memory.
+    /// Errors of the allocator, of copies and of page-locking memory.
     pub fn new(
         context: &Context,
         split: &Split,
@@ -130,8 +130,7 @@ impl Loader {
         Ok(Self { rows: split.rows, features, batch, layout, source, cursor: None })
     }
 
-    /// From now on batches are those of the step that the device is at: the u32 at this address. Only for a resident data
-    /// set.
+    /// Selects later batches by the device's step number, the u32 at this address. Only for a resident data set.
     pub fn follow(&mut self, cursor: u64) {
         self.cursor = Some(cursor);
     }
@@ -139,17 +138,17 @@ impl Loader {
     /// Announces the order of the rows for the next pass.
     ///
     /// # Errors
-    /// Those of the allocator and of the copy.
+    /// Errors of the allocator and of the copy.
     pub fn begin_pass(&mut self, context: &Context, order: &[u32]) -> Result<()> {
         if let Source::Resident { order: on_device, .. } = &mut self.source {
-            // Graphs have its address, so it stays where it is.
+            // Graphs contain its address, so the buffer is reused.
             if let Some(held) =
                 on_device.as_ref().filter(|held| self.cursor.is_some() && held.bytes() >= 4 * order.len() as u64)
             {
                 context.write(held, order)?;
                 return Ok(());
             }
-            // The old one goes first, so that a caching allocator can use its block again.
+            // The old buffer is freed first, so that a caching allocator can reuse its block.
             *on_device = None;
             *on_device = Some(context.upload(order)?);
         }
@@ -159,14 +158,15 @@ impl Loader {
     /// The rows `order[range]` as a batch.
     ///
     /// # Errors
-    /// Those of the allocator, of copies and of launches.
+    /// Errors of the allocator, of copies and of launches.
     ///
     /// # Panics
-    /// When `order` is not what [`begin_pass`](Self::begin_pass) was told, or holds rows that do not exist.
+    /// When `order` differs from the order passed to [`begin_pass`](Self::begin_pass), or contains rows that do not
+    /// exist.
     pub fn batch(&mut self, context: &Context, split: &Split, order: &[u32], range: Range<usize>) -> Result<Batch> {
         let _range = context.device.range(format_args!("load"));
         let user = context.device.stream();
-        // What a graph captures is in order by itself.
+        // A graph orders its captured work itself.
         let apart = self.cursor.is_none() && context.device.stream_of(Role::Load) != user;
         let batch = {
             let _on = apart.then(|| context.device.on(Role::Load));
@@ -223,7 +223,7 @@ impl Loader {
             }
             Source::Resident { features, labels: all_labels, order: on_device } => {
                 let order = on_device.as_ref().expect("a pass should have begun");
-                // With a cursor, the device knows how far it is.
+                // With a cursor, the device counts its steps.
                 let cursor = self.cursor;
                 let first = if cursor.is_some() { 0 } else { range.start as u64 };
                 let indices = order.addr().get() + 4 * first;
@@ -258,7 +258,7 @@ impl Loader {
                     cursor,
                     out: labels.addr().get(),
                 };
-                // In a graph, labels are picked beside the rows if there is a stream to spare.
+                // In a graph, labels are gathered in parallel with the rows if another stream is available.
                 let device = &context.device;
                 let (here, beside) = (device.stream(), device.stream_of(Role::Update));
                 if cursor.is_some() && beside != here {

@@ -43,7 +43,7 @@ impl Terminal {
         lines.iter().for_each(|line| self.line(line));
     }
 
-    /// Writes what is left to say and takes the bar off the screen.
+    /// Writes the remaining lines and removes the bar from the screen.
     pub(crate) fn clear(&self) {
         let lines = self.calls().end();
         lines.iter().for_each(|line| self.line(line));
@@ -137,7 +137,7 @@ impl Observer for Terminal {
 /// each tensor would fill the screen with every step.
 const FEW: usize = 8;
 
-/// Where a run is.
+/// The phase of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// Before the first step.
@@ -180,7 +180,7 @@ impl Sum {
     }
 }
 
-/// What is printed of the calls, and when.
+/// Selects the calls to print, and when.
 #[derive(Debug)]
 struct CallLog {
     phase: Phase,
@@ -196,7 +196,7 @@ impl CallLog {
         Self { phase: Phase::SetUp, held: Vec::new(), steps: None, counted: BTreeMap::new() }
     }
 
-    /// Every call is printed at once.
+    /// Every call is printed immediately.
     fn prints_each(&self) -> bool {
         matches!(self.phase, Phase::SetUp | Phase::Step(1, 1))
     }
@@ -209,7 +209,7 @@ impl CallLog {
         }
         let CallEvent { bytes, total_ns, blocked_ns, .. } = *event;
         let sum = Sum { count: 1, bytes, total_ns, blocked_ns };
-        // A failed call is always worth its line.
+        // Failed calls are always printed.
         if !event.ok {
             return Some(line);
         }
@@ -235,7 +235,7 @@ impl CallLog {
                 self.counted.entry(kind.name()).or_default().add(sum);
             }
         }
-        // Steps are counted together, as long as one follows the other.
+        // Consecutive steps are counted together.
         if !matches!((self.phase, phase), (Phase::Step(a, _), Phase::Step(b, _)) if a == b) {
             out.extend(self.counts());
         }
@@ -243,7 +243,7 @@ impl CallLog {
         out
     }
 
-    /// The run has ended; the lines that are left.
+    /// Ends the run; returns the remaining lines.
     fn end(&mut self) -> Vec<String> {
         self.enter(self.phase).into_iter().chain(self.counts()).collect()
     }

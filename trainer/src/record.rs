@@ -31,9 +31,9 @@ pub struct EffectiveSettings {
     pub allocator: String,
     /// Allocator's settings, as it reports them.
     pub allocator_settings: serde_json::Value,
-    /// How a product is computed, by the name that it has among the kernels.
+    /// Precision of matrix products, by its name among the kernels.
     pub precision: &'static str,
-    /// What was asked for, with what was left open filled in and what something else decided read back.
+    /// Requested settings, with defaults filled in and settings decided elsewhere read back.
     #[serde(flatten)]
     pub chosen: Settings,
 }
@@ -43,7 +43,7 @@ pub struct EffectiveSettings {
 pub struct DatasetRecord {
     /// Name.
     pub name: DatasetName,
-    /// Where it came from.
+    /// Source.
     pub source: String,
     /// SHA-256 of the data.
     pub checksum: String,
@@ -89,17 +89,17 @@ pub struct EpochRecord {
     pub train_driver_calls: CallCounts,
 }
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
-    /// Not yet, or it was killed.
+    /// Still running, or killed.
     Running,
-    /// It did what it was asked.
+    /// Completed.
     Finished,
-    /// By a signal.
+    /// Ended by a signal.
     Interrupted,
-    /// By an error; see `error`.
+    /// Ended by an error; see `error`.
     Failed,
 }
 
@@ -129,14 +129,14 @@ pub struct Summary {
     pub schema_version: u32,
     /// The program that wrote the record: `trainer`.
     pub program: &'static str,
-    /// How the run ended.
+    /// Outcome of the run.
     pub status: Status,
     /// The error that ended it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Version of the program.
     pub code_version: String,
-    /// Where the record comes from.
+    /// Provenance of the record.
     pub provenance: Provenance,
     /// Start of the run, UTC.
     pub started_at: String,
@@ -169,7 +169,7 @@ pub struct Summary {
     pub step_losses: &'static str,
     /// Driver calls from opening the device to now.
     pub driver_calls: CallCounts,
-    /// How `blocked_ns` came about: `exact` or `beyond_idle_cost`.
+    /// Derivation of `blocked_ns`: `exact` or `beyond_idle_cost`.
     pub blocked_method: &'static str,
     /// The cost of each driver call on the idle device.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -181,7 +181,7 @@ pub struct Summary {
     pub upper_bounds: Vec<&'static str>,
     /// Latency of allocator operations.
     pub latency: Vec<LatencyRecord>,
-    /// Where reserved minus requested went at the peak of reserved.
+    /// Breakdown of reserved minus requested at peak reserved.
     pub fragmentation: Ledger,
     /// The cost of the instruments.
     pub instruments: Vec<InstrumentCost>,
@@ -205,15 +205,15 @@ pub struct StepRow {
     pub loss: Option<f32>,
     /// Run's clock when the host had queued the step.
     pub host_ns: u64,
-    /// Driver calls that took memory, in this step.
+    /// Driver calls that allocated memory, in this step.
     pub driver_allocations: u64,
-    /// Bytes held from the device after the step.
+    /// Reserved bytes after the step.
     pub reserved_bytes: u64,
     /// Bytes in blocks held by the client after the step.
     pub allocated_bytes: u64,
     /// The same, and in blocks that were freed and are not reusable yet.
     pub active_bytes: u64,
-    /// Bytes that were asked for in active blocks.
+    /// Requested bytes in active blocks.
     pub requested_bytes: u64,
 }
 
@@ -261,20 +261,20 @@ impl LastAllocation {
 //
 // The summary is replaced as a whole after each epoch, so a killed run leaves the record of what it had done. Step rows
 // are appended after each epoch. Room for the next summary is kept on the disk: a run that fills it still says how it
-// ended. What can no longer be appended is taken back to its last whole piece.
+// ended. After a failed append the file is truncated to its last complete piece.
 
-/// Room that is kept for what a summary grows by from one time to the next.
+/// Disk space reserved for the growth of the next summary.
 const GROWTH: u64 = 64 << 10;
 
 /// The directory of a record.
 #[derive(Debug)]
 pub struct RecordWriter {
     folder: OwnFolder,
-    /// Whether there has been a summary.
+    /// True once a summary was written.
     begun: bool,
     /// Room for the next summary.
     reserve: Option<Reserve>,
-    /// Whether something could not be appended. What would follow is not appended either: it would lack what is before.
+    /// True after a failed append. Later appends are skipped, because the data before them is missing.
     incomplete: Cell<bool>,
 }
 
@@ -314,7 +314,7 @@ impl RecordWriter {
         unreachable!("an unused name is found before the numbers run out")
     }
 
-    /// Begins the record in a folder that is this program's alone.
+    /// Begins the record in a directory that only this program uses.
     fn begin(folder: OwnFolder, mut steps: File) -> Result<Self> {
         let mut record = Self { folder, begun: false, reserve: None, incomplete: Cell::new(false) };
         let opened = (|| {
@@ -348,7 +348,7 @@ impl RecordWriter {
         self.folder.path()
     }
 
-    /// Whether something could not be appended to the record.
+    /// Returns true after a failed append.
     #[must_use]
     pub fn is_incomplete(&self) -> bool {
         self.incomplete.get()
@@ -465,7 +465,7 @@ impl RecordWriter {
         })
     }
 
-    /// Appends what a closure writes, or nothing. The closure hears whether the file is new.
+    /// Appends the output of a closure, or nothing. The closure's argument is true for a new file.
     fn append(&self, name: &str, write: impl FnOnce(&mut Counted<'_>, bool) -> io::Result<()>) -> Result<()> {
         if self.incomplete.get() {
             return Ok(());
@@ -478,10 +478,10 @@ impl RecordWriter {
             let mut out = Counted { out: BufWriter::with_capacity(1 << 16, &file), bytes: 0 };
             let written = write(&mut out, before == 0).and_then(|()| out.flush());
             needed = out.bytes;
-            // Without what is still in the buffer, which would be written on the way out.
+            // Discards the buffer, which would otherwise be written on drop.
             let _ = out.out.into_parts();
             written.inspect_err(|_| {
-                // A reader finds whole lines or none; a file that cannot be cut keeps a part of one.
+                // A reader finds only complete lines; a file that cannot be truncated keeps a partial one.
                 let _ = file.set_len(before);
             })
         })();
@@ -492,7 +492,7 @@ impl RecordWriter {
     }
 }
 
-/// Why a record cannot be made there.
+/// The reason that a record cannot be created there.
 fn refused(path: &Path, error: io::Error) -> TrainError {
     match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => failed(path, GROWTH)(error),
@@ -503,7 +503,7 @@ fn refused(path: &Path, error: io::Error) -> TrainError {
     }
 }
 
-/// What lies where a record is to be, in words for a message.
+/// Description of the existing contents of a record's directory, for a message.
 fn what_it_holds(path: &Path) -> String {
     // More than any summary.
     const MOST: u64 = 64 << 20;
@@ -531,7 +531,7 @@ fn replace(path: &Path, text: &str, sync: bool) -> std::result::Result<(), Outpu
     if sync { out.finish() } else { out.finish_unsynced() }
 }
 
-/// Counts what is to be written.
+/// Counts the bytes to write.
 struct Counted<'a> {
     out: BufWriter<&'a File>,
     bytes: u64,

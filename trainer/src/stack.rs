@@ -9,11 +9,12 @@ use vramlab::instruments::nvtx::memory::{Heaps, NvtxMemory};
 use vramlab::instruments::{Checker, EventTrace, Limit, Nvtx, NvtxMode, Timed, measure_cost, measure_cost_on};
 use vramlab::{DeviceAllocator, MeteredDriver};
 
-/// Pairs of operations from which an instrument's cost is taken.
+/// Pairs of operations from which an instrument's cost is measured.
 const PAIRS: u32 = 10_000;
 
-/// A backend and its instruments, from the inside out: a memory checker that is notified of blocks, latency,
-/// NVTX, trace, limit, checker. The histograms are innermost but for the first, which is there under a tool alone, so that they hold the backend's time and not that of the other instruments.
+/// A backend and its instruments, from the inside out: notifications to a memory checker, latency, NVTX, trace, limit,
+/// checker. Notifications exist only under such a tool. The latency histograms come next, so that they record the
+/// backend's time and not the time of the other instruments.
 #[derive(Debug)]
 pub(crate) struct Stack {
     /// The allocator that the trainer uses.
@@ -31,10 +32,10 @@ pub(crate) struct Stack {
 }
 
 impl Stack {
-    /// Builds the backend on the device and puts the requested instruments around it.
+    /// Builds the backend on the device and wraps it in the requested instruments.
     ///
     /// # Errors
-    /// Those of building the backend.
+    /// Errors of building the backend.
     pub(crate) fn build(settings: &Settings, device: &Device) -> Result<Self> {
         let mut allocator = settings.allocator.clone();
         let keeps_limit = allocator.set_memory_limit(settings.memory_limit);
@@ -65,7 +66,7 @@ impl Stack {
         if device.ranges().is_on() {
             top = Arc::new(Nvtx::new(top, device.ranges()));
             let ranges = device.ranges();
-            // Few, because each of them is on the profiler's timeline.
+            // Few, because each pair appears on the profiler's timeline.
             let _range = ranges.range(format_args!("measure what NVTX costs"));
             costs.push(measure_cost("nvtx", 50, &|inner| Arc::new(Nvtx::new(inner, ranges)))?);
         }
@@ -78,7 +79,7 @@ impl Stack {
                 Arc::new(EventTrace::new(inner, Arc::new(MonotonicClock::new())))
             })?);
         }
-        // An allocator that keeps to a limit itself releases its cache first.
+        // An allocator that enforces a limit itself releases its cache first.
         if let Some(limit) = settings.memory_limit.filter(|_| !keeps_limit) {
             top = Arc::new(Limit::new(top, limit));
             costs.push(measure_cost("limit", PAIRS, &|inner| Arc::new(Limit::new(inner, u64::MAX)))?);
@@ -92,7 +93,7 @@ impl Stack {
             // It fills and reads memory, so its cost is the device's.
             let driver = device.driver();
             costs.push(measure_cost_on("check", 100, &driver, device.stream(), &|inner| {
-                // SAFETY: what is measured is built on this driver.
+                // SAFETY: the measured stack is built on this driver.
                 Arc::new(unsafe { Checker::new(inner, Arc::clone(&driver)) })
             })?);
         }

@@ -21,7 +21,7 @@ use vramlab::output::{Existing, OutputError, OutputFile};
 /// Version of the tensors and metadata in a start file; raised when one changes its meaning or goes away.
 pub const VERSION: u32 = 1;
 
-/// Where a tensor's values come from. Weights are drawn and orders shuffled one at a time, when they are written.
+/// Source of a tensor's values. Weights are drawn and orders shuffled one at a time, when they are written.
 #[derive(Clone, Copy, Debug)]
 enum Values<'a> {
     Weights { layer: u32, outputs: u32, inputs: u32 },
@@ -76,7 +76,7 @@ impl Tensor<'_> {
 /// device is opened.
 ///
 /// # Errors
-/// Those of settings that cannot work, of [`begin()`], of loading the data, and of [`write()`].
+/// Errors of invalid settings, of [`begin()`], of loading the data, and of [`write()`].
 pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Result<FileChecksum> {
     check::settings(settings)?;
     let file = begin(path)?;
@@ -88,7 +88,7 @@ pub fn run(settings: &Settings, path: &Path, observer: &Arc<dyn Observer>) -> Re
 /// Begins a start file. A regular file that is there is replaced when the new one is whole.
 ///
 /// # Errors
-/// [`TrainError::Input`] when there can be no such file: the line of [`vramlab::output`] says why.
+/// [`TrainError::Input`] when the file cannot be created, with the reason from [`vramlab::output`].
 pub fn begin(path: &Path) -> Result<OutputFile> {
     OutputFile::create(path, Existing::Replace).map_err(unwritten)
 }
@@ -111,7 +111,7 @@ pub fn write(mut file: OutputFile, settings: &Settings, dataset: &Dataset) -> Re
         .write_all(&header)
         .and_then(|()| tensors.iter().try_for_each(|tensor| tensor.write(settings, &mut out)))
         .and_then(|()| out.flush());
-    // Without what is left after a failure, which would be written on the way out.
+    // After a failure, discards the buffer, which would otherwise be written on drop.
     let digest = out.into_parts().0.hash.finish();
     written.map_err(|error| unwritten(file.failed(error)))?;
     file.finish().map_err(unwritten)?;

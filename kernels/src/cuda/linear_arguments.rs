@@ -1,6 +1,6 @@
 //! Arguments of the linear layers' kernels.
 
-/// Arguments of one kernel; the struct of the same name in `cuda/linear.cuh`.
+/// Arguments of one kernel; mirrors the struct of the same name in `cuda/linear_epilogues.cuh`.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct LinearArguments {

@@ -1,25 +1,25 @@
-//! Where in a step a tensor comes from, for exports: its role in its layer and the part of the step as stack frames, epochs and
-//! steps as annotations.
+//! The origin of a tensor within a step, for exports: its role in its layer and the phase of the step as stack frames,
+//! epochs and steps as annotations.
 //!
 //! Every tensor that an operation produces is allocated right before that operation (`mlp.rs`), so the first work that is queued
-//! after an allocation writes it, and the ranges around that work say where it is.
+//! after an allocation writes it, and the ranges around that work identify its origin.
 
 use super::CallLine;
 use std::collections::BTreeMap;
 use vramlab::budget::{Budget, OverBudget};
 use vramlab::histories::formats::{Annotation, Event, Frame, Origin, Origins};
 
-/// What is known of where tensors come from.
+/// Known origins of tensors.
 #[derive(Debug)]
 pub(super) struct Roles {
     pub(super) origins: Origins,
-    /// Blocks that are held.
+    /// Live blocks.
     held: BTreeMap<u64, Origin>,
     /// Epoch and step that are open.
     open: Vec<String>,
 }
 
-/// Whether a call queues work that writes memory.
+/// Returns true for a call that queues work that writes memory.
 pub(super) fn is_work(call: &CallLine) -> bool {
     call.kernel.is_some() || call.call.starts_with("copy") || call.call.starts_with("memset")
 }
@@ -29,7 +29,7 @@ impl Roles {
         Self { origins: Origins::new(&Budget::default()), held: BTreeMap::new(), open: Vec::new() }
     }
 
-    /// Where a block comes from that `work` writes.
+    /// Origin of the block that `work` writes.
     pub(super) fn allocated(&mut self, event: &Event, work: Option<&CallLine>) -> Result<Origin, OverBudget> {
         let Some(work) = work else { return Ok(Origin::default()) };
         self.reach(&work.path, event.time_ns)?;
@@ -71,7 +71,7 @@ impl Roles {
         self.origins.annotate(Annotation { name, device: Some(0), start: false, time_ns })
     }
 
-    /// Ends what is open, and says where blocks come from that are still held.
+    /// Ends open epochs and steps, and returns the origins of blocks that are still live.
     pub(super) fn finish(&mut self, time_ns: u64) -> Result<(), OverBudget> {
         while !self.open.is_empty() {
             self.end(time_ns)?;
@@ -83,7 +83,7 @@ impl Roles {
     }
 }
 
-/// Whether a range is an epoch or a step.
+/// Returns true for an epoch or a step.
 fn is_counted(range: &str) -> bool {
     ["epoch ", "step ", "steps "].iter().any(|start| range.starts_with(start))
 }
@@ -109,7 +109,7 @@ fn places(path: &str, kernel: Option<&str>) -> Vec<(String, String)> {
     }
 }
 
-/// What an operation writes; the kernel's name for one that has no name of its own here, nothing for a copy.
+/// Role of the tensor that an operation writes; the kernel's name if there is no specific one, `None` for a copy.
 fn role(kernel: Option<&str>) -> Option<&str> {
     let kernel = kernel?;
     let roles = [
