@@ -1,4 +1,4 @@
-//! How the network computes: types of values, products, and what is fused into one launch.
+//! Arithmetic of the network: types of values, matrix products, and fusion into one launch.
 
 use crate::error::{Result, TrainError};
 use clap::ValueEnum;
@@ -22,7 +22,7 @@ pub enum Dtype {
     F16,
 }
 
-/// Which weights are stepped.
+/// The weights that an update changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightsMode {
@@ -56,12 +56,12 @@ pub enum FuseMode {
     Update,
 }
 
-/// How a network computes, each part in effect and all of them possible together.
+/// Arithmetic of a network, every setting in effect and the combination valid.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Arithmetic {
     /// Type of the values.
     pub dtype: Dtype,
-    /// Which weights are stepped.
+    /// The weights that an update changes.
     pub weights: WeightsMode,
     /// Factor of the logits' gradient, and so of every gradient until the update divides by it. Small gradients are thus
     /// kept from vanishing in f16.
@@ -118,7 +118,7 @@ impl Arithmetic {
         Err(TrainError::Input(problem))
     }
 
-    /// How the kernels compute products.
+    /// Precision of the kernels' matrix products.
     #[must_use]
     pub fn precision(&self) -> Precision {
         match self.dtype {
@@ -129,7 +129,7 @@ impl Arithmetic {
         }
     }
 
-    /// How activations and the weights that products read are stored.
+    /// Element type of activations and of the weights that matrix products read.
     #[must_use]
     pub fn element(&self) -> Element {
         self.precision().element()
@@ -141,14 +141,14 @@ impl Arithmetic {
         if self.is_plain() { cols } else { self.element().pitch(cols) }
     }
 
-    /// Whether products are launches of their own: f32 with nothing fused. All others are launches of linear
+    /// Returns true if matrix products are separate launches: f32 with nothing fused. All others are launches of linear
     /// layers.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         (self.dtype, self.fuse) == (Dtype::F32, FuseMode::None)
     }
 
-    /// Whether f32 weights are kept beside those that products read.
+    /// Returns true if f32 weights are kept in addition to the weights that matrix products read.
     #[must_use]
     pub fn has_master(&self) -> bool {
         self.weights == WeightsMode::Master && self.element() != Element::F32

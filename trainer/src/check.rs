@@ -65,7 +65,7 @@ pub(crate) fn network(settings: &Settings, dataset: &Dataset) -> Result<Vec<u32>
     Ok(widths)
 }
 
-/// Whether a simulated run finds the memory that it needs; asked before it takes any.
+/// Checks the host memory of a simulated run before it allocates any.
 pub(crate) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
     let Some(room) = room.filter(|room| room.bytes < least) else { return Ok(()) };
     Err(TrainError::Input(format!(
@@ -75,7 +75,7 @@ pub(crate) fn host_memory(least: u64, room: Option<HostRoom>) -> Result<()> {
     )))
 }
 
-/// Whether a step can be launched as it is to be.
+/// Checks the settings of a step's launch.
 fn launch(settings: &Settings) -> Result<()> {
     let Settings { launch, loader, sync, graph_steps, .. } = *settings;
     graph_steps_of(graph_steps, launch, sync)?;

@@ -96,7 +96,7 @@ impl Device {
         self.driver.clock()
     }
 
-    /// What the device is.
+    /// Description of the device.
     #[must_use]
     pub fn describe(&self) -> DeviceDescription {
         self.driver.describe()
@@ -135,7 +135,7 @@ impl Device {
         &self.reason
     }
 
-    /// How `blocked_ns` of driver calls came about: `exact`, or `beyond_idle_cost` (time beyond what the same call
+    /// Derivation of `blocked_ns` of driver calls: `exact`, or `beyond_idle_cost` (time beyond what the same call
     /// takes on the idle device).
     #[must_use]
     pub fn blocked_method(&self) -> &'static str {
@@ -193,13 +193,13 @@ impl Device {
     /// Waits for the stream of the work that is under way.
     ///
     /// # Errors
-    /// Those of the driver, which may stem from earlier work.
+    /// Errors of the driver, which may stem from earlier work.
     pub fn synchronize(&self) -> Result<()> {
         let _range = self.range(format_args!("synchronize"));
         Ok(self.driver.stream_synchronize(self.stream())?)
     }
 
-    /// Says what is what on a profiler's timeline.
+    /// Names objects on a profiler's timeline.
     fn name_in_profiler(&self) {
         self.ranges.name_thread("trainer");
         for (stream, name) in self.streams.names() {
@@ -260,12 +260,12 @@ trait Executor: fmt::Debug + Send + Sync {
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///
     /// # Errors
-    /// Those of loading them.
+    /// Errors of loading them.
     fn prepare(&self, _arithmetic: &Arithmetic) -> Result<()> {
         Ok(())
     }
 
-    /// What is launched from now on belongs to a graph, and does not run. A driver that captures does this itself.
+    /// Adds later launches to a graph without running them. A driver that captures does this itself.
     fn begin_graph(&self) {}
 
     /// Ends that; what a launch of the graph has to compute on the host.
@@ -276,7 +276,7 @@ trait Executor: fmt::Debug + Send + Sync {
     /// Computes what [`end_graph`](Self::end_graph) gave: call it after each launch of that graph.
     ///
     /// # Errors
-    /// Those of the operations.
+    /// Errors of the operations.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch), of every operation.
@@ -308,7 +308,7 @@ trait Executor: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 struct Parts {
     executor: Arc<dyn Executor>,
-    /// What allocators and copies call.
+    /// Driver called by allocators and copies.
     driver: Arc<dyn Driver>,
     /// The meter of that driver's calls; launches are counted by it too.
     meter: Arc<MeteredDriver>,
@@ -322,7 +322,7 @@ struct Parts {
 #[derive(Debug)]
 pub struct StepGraphs {
     graph: Graph,
-    /// What a launch of each computes, where the host does.
+    /// Operations of each graph, for devices whose launches the host computes.
     operations: Vec<Vec<Box<dyn Operation>>>,
 }
 
@@ -330,7 +330,7 @@ impl StepGraphs {
     /// Waits for the last launch and gives up the memory.
     ///
     /// # Errors
-    /// Those of the driver and of the allocator.
+    /// Errors of the driver and of the allocator.
     pub fn release(self) -> Result<()> {
         Ok(self.graph.release()?)
     }
@@ -342,7 +342,7 @@ impl Device {
     /// after another, can share their memory.
     ///
     /// # Errors
-    /// Those of the driver and of the allocator, and of `queue`.
+    /// Errors of the driver, of the allocator and of `queue`.
     pub fn capture(
         &self,
         memory: &Arc<Memory>,
@@ -367,7 +367,7 @@ impl Device {
     /// Queues the graph of this number on the stream that is under way.
     ///
     /// # Errors
-    /// Those of the driver, and on the simulated device of the operations.
+    /// Errors of the driver and, on the simulated device, of the operations.
     pub fn launch(&self, graphs: &mut StepGraphs, number: usize) -> Result<()> {
         graphs.graph.launch_nth(number, self.stream())?;
         // SAFETY: the memory is pinned as long as the graphs live; buffers from outside are live by the contract of the
@@ -378,7 +378,7 @@ impl Device {
     /// Has the kernels of linear layers ready, which cannot be loaded while a stream is captured.
     ///
     /// # Errors
-    /// Those of loading them.
+    /// Errors of loading them.
     pub(crate) fn prepare(&self, arithmetic: &Arithmetic) -> Result<()> {
         self.executor.prepare(arithmetic)
     }

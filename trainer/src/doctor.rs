@@ -1,4 +1,4 @@
-//! What is there on this machine, and what to do about what is not.
+//! Checks of this machine, with a fix for each missing item.
 
 use crate::data::{self, DataRequest, DatasetName};
 use serde::Serialize;
@@ -8,10 +8,10 @@ use vramlab::backends::{self, Needs};
 use vramlab::instruments::nvtx;
 use vramlab::{Bytes, CudaDriver, Driver, Profile, SimDriver, SimMemory};
 
-/// Names of what is looked for are no longer than this.
+/// Maximum length of the name of a check.
 const WHAT: usize = 22;
 
-/// How a finding is.
+/// State of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
@@ -23,21 +23,21 @@ pub enum State {
     Broken,
 }
 
-/// One thing that was looked for.
+/// Result of one check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// What was looked for.
+    /// Name of the check.
     pub what: String,
-    /// How it is.
+    /// State.
     pub state: State,
-    /// What was found.
+    /// Observation.
     pub found: String,
-    /// What to do about it; empty when there is nothing to do.
+    /// Fix; empty if none is needed.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub advice: String,
 }
 
-/// Everything that was looked for.
+/// Results of all checks.
 #[derive(Clone, Debug, Serialize)]
 pub struct Diagnosis {
     /// Findings in the order in which they matter.
@@ -121,7 +121,7 @@ fn cuda(findings: &mut Vec<Finding>) {
     }
 }
 
-/// What some backends need of a device.
+/// Device capabilities that some backends need.
 fn capabilities(findings: &mut Vec<Finding>, pools: bool, vmm: bool) {
     for (what, there, need) in [("  stream-ordered pools", pools, Needs::Pools), ("  virtual memory", vmm, Needs::Vmm)]
     {
@@ -134,7 +134,7 @@ fn capabilities(findings: &mut Vec<Finding>, pools: bool, vmm: bool) {
     }
 }
 
-/// Which backends do not run on a device that lacks something.
+/// The backends that do not run on a device without a capability.
 fn without(need: Needs) -> String {
     let all = backends::all().into_iter();
     let names: Vec<&str> = all.filter(|one| one.capabilities.needs == need).map(|one| one.name).collect();

@@ -42,7 +42,7 @@ pub enum TrainError {
     /// A start file could not be written to its end.
     #[error("{0}; no start file was written")]
     Start(OutputError),
-    /// The loss is no longer a number.
+    /// The loss is not finite.
     #[error("the loss became {loss} in epoch {epoch}, step {step}: {advice}")]
     Diverged {
         /// Epoch, from 1.

@@ -50,7 +50,7 @@ struct Range {
 /// Longest line of a driver call, in bytes; longer ones are cut, and are no calls.
 const LONGEST_CALL: u64 = 1 << 16;
 
-/// So many calls are looked at to find the work that comes next.
+/// Maximum number of calls searched for the next work.
 const MOST_AHEAD: usize = 256;
 
 /// The calls in order, those that come next ahead.

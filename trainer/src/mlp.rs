@@ -103,7 +103,7 @@ pub struct Batch {
     pub labels: DeviceBuffer,
 }
 
-/// Where the mean loss of a batch goes: an f32.
+/// Destination of a batch's mean loss: an f32.
 #[derive(Clone, Copy, Debug)]
 pub struct LossSlot {
     /// Address of the f32, or of that of step 0.
@@ -121,7 +121,7 @@ impl LossSlot {
     }
 }
 
-/// What the forward pass leaves for the backward pass: the input of each layer, and the logits.
+/// Tensors that the forward pass keeps for the backward pass: the input of each layer, and the logits.
 #[derive(Debug)]
 struct Activations {
     inputs: Vec<Matrix>,
@@ -132,7 +132,7 @@ impl Mlp {
     /// A network with fresh weights, for batches of these numbers of rows.
     ///
     /// # Errors
-    /// Those of the allocator and of copies.
+    /// Errors of the allocator and of copies.
     pub fn new(
         context: &Context,
         widths: &[u32],
@@ -166,7 +166,7 @@ impl Mlp {
         Ok(Self { layers, arithmetic, tickets })
     }
 
-    /// How it computes.
+    /// Arithmetic of the network.
     #[must_use]
     pub fn arithmetic(&self) -> &Arithmetic {
         &self.arithmetic
@@ -219,7 +219,7 @@ impl Mlp {
         let _range = context.device.range(format_args!("backward"));
         let device = &context.device;
         let apart = device.stream_of(Role::Update) != device.stream();
-        // What updates on another stream read, until that is waited for.
+        // Tensors that updates on another stream read, kept until the streams are synchronized.
         let mut used = Vec::new();
         let mut dy = dlogits;
         for (number, layer) in self.layers.iter().enumerate().rev() {
@@ -247,7 +247,7 @@ impl Mlp {
     /// Forward and backward pass of one batch; the mean loss goes to `loss_slot`.
     ///
     /// # Errors
-    /// Those of the allocator and of launches.
+    /// Errors of the allocator and of launches.
     pub fn gradients(&self, context: &Context, batch: Batch, loss_slot: LossSlot) -> Result<Vec<LinearGradient>> {
         let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
         self.backward(context, inputs, dlogits)
@@ -256,7 +256,7 @@ impl Mlp {
     /// One step of gradient descent with gradients that were taken before; they are freed.
     ///
     /// # Errors
-    /// Those of launches.
+    /// Errors of launches.
     pub fn update(&self, context: &Context, gradients: Vec<LinearGradient>, learning_rate: f32) -> Result<()> {
         let _range = context.device.range(format_args!("update"));
         for (layer, gradient) in self.layers.iter().zip(gradients) {
@@ -269,7 +269,7 @@ impl Mlp {
     /// `loss_slot`.
     ///
     /// # Errors
-    /// Those of the allocator and of launches.
+    /// Errors of the allocator and of launches.
     pub fn step(&self, context: &Context, batch: Batch, loss_slot: LossSlot, learning_rate: f32) -> Result<()> {
         if self.arithmetic.fuse == FuseMode::Update {
             let (inputs, dlogits) = self.forward_and_loss(context, batch, loss_slot)?;
@@ -283,10 +283,10 @@ impl Mlp {
     /// is their label to `correct_slot` (one u32).
     ///
     /// # Errors
-    /// Those of the allocator and of launches.
+    /// Errors of the allocator and of launches.
     pub fn evaluate(&self, context: &Context, batch: Batch, loss_slot: u64, correct_slot: u64) -> Result<()> {
         let Batch { inputs, labels } = batch;
-        // What the backward pass would need goes right away.
+        // Tensors for a backward pass are freed immediately.
         let Activations { logits, .. } = self.forward(context, inputs)?;
         self.judge(context, &logits, &labels, loss_slot, correct_slot)
     }

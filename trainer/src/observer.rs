@@ -1,4 +1,4 @@
-//! Who hears of a run's progress.
+//! Observers of a run's progress.
 
 use crate::data::{Dataset, Progress};
 use crate::device::Device;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vramlab::device::CallObserver;
 use vramlab::{CallEvent, CallKind, DeviceAddr};
 
-/// Hears of progress; every method may be left out.
+/// Is notified of progress; every method is optional.
 pub trait Observer: Progress + Send + Sync + std::fmt::Debug {
     /// A device was opened.
     fn device(&self, _device: &Device) {}
@@ -27,7 +27,7 @@ pub trait Observer: Progress + Send + Sync + std::fmt::Debug {
     fn memory_call(&self, _event: &CallEvent) {}
 }
 
-/// Hears nothing.
+/// Ignores all notifications.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
 

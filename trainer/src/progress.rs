@@ -196,7 +196,7 @@ impl CallLog {
         Self { phase: Phase::SetUp, held: Vec::new(), steps: None, counted: BTreeMap::new() }
     }
 
-    /// Every call is printed immediately.
+    /// Returns true in phases whose calls are printed immediately.
     fn prints_each(&self) -> bool {
         matches!(self.phase, Phase::SetUp | Phase::Step(1, 1))
     }

@@ -202,7 +202,7 @@ fn end(outcome: &Outcome, settings: &Settings, page: &mut Page) {
     }
 }
 
-/// How often memory was asked for, and until when.
+/// Number of memory requests to the driver, and the step of the last one.
 fn asked(summary: &Summary, last: Option<LastAllocation>) -> String {
     let name = &summary.settings.allocator;
     let count = summary.driver_calls.driver_allocations();

@@ -26,7 +26,7 @@ pub enum SyncMode {
     Op,
 }
 
-/// How batches reach the device.
+/// Path of batches to the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoaderMode {
@@ -39,7 +39,7 @@ pub enum LoaderMode {
     Resident,
 }
 
-/// How a training step is launched.
+/// Launch mode of a training step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LaunchMode {
@@ -69,7 +69,7 @@ pub enum InitMode {
     Kaiming,
 }
 
-/// Which device to train on.
+/// Device to train on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// A GPU if there is one, else the simulated one.
@@ -308,10 +308,10 @@ impl Settings {
         DataRequest { name: dataset, data_dir: self.data_dir.clone(), seed, offline }
     }
 
-    /// How the network computes, with what was not said filled in.
+    /// Arithmetic of the network, with defaults filled in.
     ///
     /// # Errors
-    /// Those of [`Arithmetic::checked`].
+    /// Errors of [`Arithmetic::checked`].
     pub fn arithmetic(&self) -> Result<Arithmetic> {
         let usual = Arithmetic::of(self.dtype);
         Arithmetic {
@@ -326,7 +326,7 @@ impl Settings {
 }
 
 impl Default for Settings {
-    /// What the command line gives when it says nothing.
+    /// Settings of an empty command line.
     fn default() -> Self {
         #[derive(Parser)]
         struct Alone {

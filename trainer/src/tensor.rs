@@ -10,7 +10,7 @@ use vramlab::{DeviceBuffer, Memory};
 /// Device memory and the means to use it, for one run.
 #[derive(Debug)]
 pub struct Context {
-    /// The allocator under study. Declared first, so that it goes before the device it allocates from.
+    /// The allocator under study. Declared first, so that it is dropped before the device it allocates from.
     pub memory: Arc<Memory>,
     /// The device; everything below uses its compute stream.
     pub device: Device,
@@ -20,7 +20,7 @@ impl Context {
     /// Memory for `count` values of four or one bytes each, whose contents are undefined.
     ///
     /// # Errors
-    /// Those of the allocator.
+    /// Errors of the allocator.
     pub fn allocate<T: Pod>(&self, count: usize) -> Result<DeviceBuffer> {
         let bytes = count.checked_mul(size_of::<T>()).and_then(|bytes| u64::try_from(bytes).ok());
         let bytes = bytes.ok_or_else(|| TrainError::Input(format!("a tensor of {count} values is too large")))?;
@@ -30,7 +30,7 @@ impl Context {
     /// A matrix of f32 without padding, whose contents are undefined.
     ///
     /// # Errors
-    /// Those of the allocator.
+    /// Errors of the allocator.
     pub fn matrix(&self, rows: u32, cols: u32) -> Result<Matrix> {
         self.pitched(Element::F32, rows, cols, cols)
     }
@@ -38,7 +38,7 @@ impl Context {
     /// A matrix with `pitch` elements from one row to the next, whose contents are undefined.
     ///
     /// # Errors
-    /// Those of the allocator.
+    /// Errors of the allocator.
     ///
     /// # Panics
     /// When a row is longer than the pitch.
@@ -55,7 +55,7 @@ impl Context {
     /// Writes the values of a whole matrix, row by row, rounded to its elements.
     ///
     /// # Errors
-    /// Those of the copy.
+    /// Errors of the copy.
     ///
     /// # Panics
     /// When there are not as many values as the matrix has.
@@ -70,7 +70,7 @@ impl Context {
     /// Waits for the compute stream and reads the values of a matrix, row by row, without padding.
     ///
     /// # Errors
-    /// Those of the copy, and of earlier work.
+    /// Errors of the copy, and of earlier work.
     pub fn read_values(&self, matrix: &Matrix) -> Result<Vec<f32>> {
         // CAST: a matrix lies in memory, so its bytes fit.
         let bytes = self.read::<u8>(&matrix.buffer, (matrix.elements() * matrix.element.bytes()) as usize)?;
@@ -80,7 +80,7 @@ impl Context {
     /// A buffer that holds `values`.
     ///
     /// # Errors
-    /// Those of the allocator and of the copy.
+    /// Errors of the allocator and of the copy.
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<DeviceBuffer> {
         let buffer = self.allocate::<T>(values.len())?;
         self.write(&buffer, values)?;
@@ -90,7 +90,7 @@ impl Context {
     /// Copies `values` to the start of a buffer; they may be reused on return.
     ///
     /// # Errors
-    /// Those of the copy.
+    /// Errors of the copy.
     ///
     /// # Panics
     /// When the buffer is smaller than the values.
@@ -105,7 +105,7 @@ impl Context {
     /// Waits for the compute stream and reads the first `count` values of a buffer.
     ///
     /// # Errors
-    /// Those of the copy, and of earlier work.
+    /// Errors of the copy, and of earlier work.
     ///
     /// # Panics
     /// When the buffer is smaller than that.
@@ -132,7 +132,7 @@ pub struct Matrix {
     pub cols: u32,
     /// Elements from one row to the next. What lies between the columns and the pitch is undefined.
     pub pitch: u32,
-    /// How values are stored.
+    /// Element type.
     pub element: Element,
 }
 

@@ -41,17 +41,17 @@ pub use crate::record::LastAllocation;
 pub struct Outcome {
     /// The record, as written.
     pub summary: Summary,
-    /// Where it was written.
+    /// Directory of the record.
     pub directory: std::path::PathBuf,
     /// Why the run ended early, if it did.
     pub error: Option<TrainError>,
-    /// Where the allocator asked the driver for memory for the last time; `None` where that was before the first step.
+    /// Position of the allocator's last request to the driver; `None` if it was before the first step.
     pub last_allocation: Option<LastAllocation>,
 }
 
 /// Trains as the settings say.
 ///
-/// `started` is when the process started; `stop` is looked at between steps; `observer` hears of progress.
+/// `started` is the start of the process; `stop` is checked between steps; `observer` is notified of progress.
 ///
 /// # Errors
 /// What goes wrong before there is a record. Later errors are in the [`Outcome`], beside the record of what was
@@ -96,7 +96,7 @@ pub fn run(
     run.finish(ended)
 }
 
-/// Who hears of driver calls.
+/// Listeners for driver calls.
 fn listeners(settings: &Settings, observer: &Arc<dyn Observer>, calls: Option<&Arc<CallLog>>) -> Option<CallObserver> {
     let printed = settings.log_driver_calls.then(|| driver_call_log(Arc::clone(observer)));
     let Some(calls) = calls.cloned() else { return printed };
@@ -117,7 +117,7 @@ struct Run {
     /// Driver calls for the exports.
     calls: Option<Arc<CallLog>>,
     last_allocation: Option<LastAllocation>,
-    /// Declared before `context`: the allocator goes before the device that it allocates from.
+    /// Declared before `context`: the allocator is dropped before the device that it allocates from.
     stack: Stack,
     context: Context,
 }
@@ -265,7 +265,7 @@ impl Run {
                 }
             }
             self.record.write_summary(&self.summary)?;
-            // What is announced is in the record already, whatever happens next.
+            // The epoch is in the record before the observer is notified, whatever happens next.
             if let Some(epoch) = self.summary.epochs.last() {
                 observer.epoch(epoch);
             }
@@ -280,7 +280,7 @@ impl Run {
         Ok(self.context.memory.check()?)
     }
 
-    /// Moves what the trace and the call log hold from memory to the record.
+    /// Moves the contents of the trace and the call log from memory to the record.
     fn append_history(&self) -> Result<()> {
         if let Some(trace) = &self.stack.trace {
             self.record.append_trace(&trace.take())?;

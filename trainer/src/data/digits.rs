@@ -155,7 +155,7 @@ fn draw(digit: usize, image: &mut [u8], dice: &mut Dice) {
 
 /// The triangle's half width, as a share of full ink.
 const NOISE: f32 = 0.14;
-/// How far a control point strays, in the unit square.
+/// Maximum displacement of a control point, in the unit square.
 const JITTER: f32 = 0.03;
 
 fn jitter(hundredths: i8, dice: &mut Dice) -> f32 {
@@ -206,7 +206,7 @@ impl Affine {
     }
 }
 
-/// What draws the strokes of one image.
+/// Pen that draws the strokes of one image.
 struct Pen {
     /// Half the stroke's width, in pixels.
     radius: f32,

@@ -19,9 +19,9 @@ use ureq::{Agent, Body};
 use super::error::{shown, url_without_password, without_passwords};
 use super::{Candidate, DataError, DataRequest, DatasetName, Hashed, Progress, Sources, StandardFile, hex, unpacked};
 
-/// How long a mirror may take to answer when one has answered before, so that the network is known to be there.
+/// Timeout for a mirror's answer once any mirror has answered, so that the network is known to work.
 const ANSWER_WITHIN: Duration = Duration::from_secs(15);
-/// A connection that broke after it gave something is opened again so many times.
+/// Maximum number of retries of a connection that broke after it sent data.
 const ATTEMPTS: u32 = 4;
 /// Incompressible data grows by a few bytes in every 64 KiB block when it is compressed.
 const SLACK: u64 = 64 << 10;
@@ -64,7 +64,7 @@ impl Failure {
     }
 }
 
-/// What was learned about the mirrors while fetching several files.
+/// State of the mirrors, shared while fetching several files.
 struct Session<'a> {
     sources: &'a Sources,
     /// Until then some mirror must have answered; none once one has.
@@ -135,7 +135,7 @@ impl Session<'_> {
                 Err(failure) => {
                     drop(target);
                     fs::remove_file(part).or_else(gone_is_fine).map_err(Failure::Cache)?;
-                    // What an earlier run left may be what is wrong: without it, once more.
+                    // The data of an earlier run may be damaged: retry without it.
                     if start == 0 || attempt >= ATTEMPTS {
                         return Err(failure);
                     }
@@ -311,7 +311,7 @@ fn host(url: &str) -> String {
     visible(rest.split_once('/').map_or(rest, |(host, _)| host)).into_owned()
 }
 
-/// Checks both sums of a downloaded file, and says whether it is compressed.
+/// Checks both sums of a downloaded file, and returns whether it is compressed.
 fn verify(target: &mut File, file: &StandardFile) -> Result<bool, Failure> {
     let mut start = [0; 2];
     target.rewind().map_err(Failure::Cache)?;

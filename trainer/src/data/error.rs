@@ -42,7 +42,7 @@ pub enum DataError {
     Unusable {
         /// The file.
         file: String,
-        /// Where in it, what is wrong, and what to do about it.
+        /// Position in the file, fault and fix.
         problem: String,
     },
     /// Files that do not belong together.
@@ -51,7 +51,7 @@ pub enum DataError {
     /// MNIST is not on this machine, and may not be downloaded.
     #[error("MNIST is not on this machine ({searched}) and was not downloaded because {reason}: {mend}")]
     Unavailable {
-        /// Where it was looked for.
+        /// Searched locations.
         searched: String,
         /// Why there was no download.
         reason: &'static str,
@@ -67,7 +67,7 @@ pub enum DataError {
         file: &'static str,
         /// Each mirror's answer.
         problems: String,
-        /// What they answered in few words, without their names.
+        /// Summary of their answers, without their names.
         brief: String,
     },
     /// The cache cannot be written.

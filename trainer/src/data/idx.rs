@@ -12,12 +12,12 @@ use std::io::{self, Read};
 
 use super::error::DataError;
 
-/// How many bytes are read at a time: few enough to stay in the cache for a reader that hashes them.
+/// Bytes per read: few enough to stay in the cache for a reader that hashes them.
 const STEP: usize = 256 << 10;
-/// Memory is set aside at once up to here; beyond, only as bytes arrive.
+/// Limit of immediate allocation in bytes; beyond it, memory is allocated only as bytes arrive.
 const TRUSTED: u64 = 64 << 20;
 
-/// What an IDX file holds. Others than these two do not occur in MNIST and its relatives.
+/// Contents of an IDX file. MNIST and its relatives use only these two kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IdxKind {
     /// Three dimensions of bytes.
@@ -43,10 +43,10 @@ impl IdxKind {
     }
 }
 
-/// What [`parse_idx`] accepts.
+/// Limits of [`parse_idx`].
 #[derive(Debug, Clone, Copy)]
 pub struct IdxLimits {
-    /// What the file must hold.
+    /// Required contents of the file.
     pub kind: IdxKind,
     /// The most values that one item may have.
     pub max_features: u64,
@@ -71,12 +71,12 @@ pub struct Idx {
 }
 
 impl Idx {
-    /// How many items there are.
+    /// Number of items.
     pub fn items(&self) -> usize {
         self.shape[0]
     }
 
-    /// How many values an item has.
+    /// Number of values in an item.
     pub fn features(&self) -> usize {
         self.shape[1..].iter().product()
     }
@@ -180,7 +180,7 @@ struct Counted<'a, R> {
 }
 
 impl<R: Read> Counted<'_, R> {
-    /// Reads until `buffer` is full or the end is reached, and says how much was read.
+    /// Reads until `buffer` is full or the end is reached, and returns the number of bytes read.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, DataError> {
         let mut filled = 0;
         while filled < buffer.len() {

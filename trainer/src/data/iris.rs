@@ -11,7 +11,7 @@ const TABLE: &str = include_str!("iris.csv");
 const FILE: &str = "iris.csv";
 const SPECIES: [&str; 3] = ["setosa", "versicolor", "virginica"];
 const FEATURES: usize = 4;
-/// Of the 50 flowers of a species, so many are kept for validation.
+/// Number of the 50 flowers of a species that are reserved for validation.
 const HELD_BACK: usize = 10;
 
 /// A flower's lengths, and its place in [`SPECIES`].

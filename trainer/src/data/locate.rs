@@ -1,4 +1,4 @@
-//! Where MNIST's four files may lie: what was named, what the environment says, what is there.
+//! Locations of MNIST's four files: the named directory, the environment, the default directories.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -23,20 +23,20 @@ pub struct StandardFile {
     pub gz_sha256: Option<String>,
 }
 
-/// Where MNIST is looked for, and what it should be: all that is read from the environment, read once.
+/// Search locations and expected contents of MNIST: everything read from the environment, read once.
 #[derive(Debug, Clone)]
 pub struct Sources {
     /// The directory that `MNIST_DIR` names.
     pub env_dir: Option<PathBuf>,
-    /// Where downloads are kept; none if the user has no home.
+    /// Download directory; none if the user has no home.
     pub cache_dir: Option<PathBuf>,
     /// Base URLs to download from, tried in order.
     pub mirrors: Vec<String>,
     /// The four files: train images, train labels, test images, test labels.
     pub files: [StandardFile; 4],
-    /// How long `auto` may look for a mirror that answers, over all mirrors; `mnist` by name waits four times as long.
+    /// Total time in which `auto` searches all mirrors for one that answers; `mnist` by name waits four times as long.
     pub connect_within: Duration,
-    /// A download that stands still for so long has failed.
+    /// A download that receives nothing for this long has failed.
     pub stalled_after: Duration,
     /// A file may take as long as it would at this rate, and four times `stalled_after` beyond, for each of four attempts;
     /// then another mirror is asked.
@@ -75,7 +75,7 @@ impl Sources {
         }
     }
 
-    /// Whether the user said where MNIST lies, so that nothing may stand in for it.
+    /// Returns true if the user named MNIST's location, so that nothing may replace it.
     pub(super) fn user_points_at_mnist(&self, request: &DataRequest) -> bool {
         request.data_dir.is_some() || self.env_dir.is_some()
     }
@@ -140,7 +140,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A directory in which MNIST was looked for.
+/// A directory that was searched for MNIST.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Candidate {
     /// Who named the directory.
@@ -153,7 +153,7 @@ pub struct Candidate {
     pub missing: Vec<&'static str>,
 }
 
-/// Whether MNIST could be downloaded.
+/// Availability of a download of MNIST.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Download {
@@ -169,13 +169,13 @@ pub enum Download {
     Possible(Vec<String>),
 }
 
-/// Where MNIST was looked for and what is there. Contents have not been read.
+/// Searched locations of MNIST and the files found. Contents have not been read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MnistLocation {
     /// The one directory that counts: the one that the user named, else the cache; none if the user
     /// has no cache.
     pub candidate: Option<Candidate>,
-    /// Whether a download would be tried if files are missing.
+    /// Availability of a download if files are missing.
     pub download: Download,
 }
 
@@ -185,7 +185,7 @@ impl MnistLocation {
         self.candidate.as_ref().filter(|candidate| candidate.missing.is_empty())
     }
 
-    /// What is there, in words for a message.
+    /// Description of the files found, for a message.
     pub(super) fn searched(&self) -> String {
         let Some(Candidate { origin, directory, missing, .. }) = &self.candidate else {
             return "there is no cache directory".to_owned();
@@ -217,7 +217,7 @@ impl fmt::Display for MnistLocation {
     }
 }
 
-/// Says where MNIST is, without reading it.
+/// Finds MNIST without reading it.
 pub fn locate_mnist(request: &DataRequest) -> MnistLocation {
     locate_mnist_with(request, &Sources::from_environment())
 }
@@ -251,7 +251,7 @@ pub fn locate_mnist_with(request: &DataRequest, sources: &Sources) -> MnistLocat
     MnistLocation { candidate, download }
 }
 
-/// Finds the four files in `directory` or in the folder that torchvision makes there, whichever has more of them.
+/// Finds the four files in `directory` or in torchvision's subdirectory, whichever has more of them.
 fn find(directory: &Path) -> [Option<PathBuf>; 4] {
     let found = |directory: &Path| {
         STANDARD

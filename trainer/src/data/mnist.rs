@@ -44,7 +44,7 @@ fn unavailable(location: &MnistLocation, reason: &'static str, mend: &'static st
     DataError::Unavailable { searched: location.searched(), reason, mend }
 }
 
-/// Downloads what the cache lacks.
+/// Downloads the files missing from the cache.
 #[cfg_attr(not(feature = "download"), expect(unused_variables))]
 fn fetch(
     request: &DataRequest,

@@ -37,7 +37,7 @@ pub use error::DataError;
 pub use idx::{Idx, IdxKind, IdxLimits, parse_idx};
 pub use locate::{Candidate, Download, MnistLocation, Origin, Sources, StandardFile, locate_mnist, locate_mnist_with};
 
-/// Which data set to train on.
+/// Data set to train on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum DatasetName {
@@ -58,12 +58,12 @@ impl fmt::Display for DatasetName {
     }
 }
 
-/// What [`load`] is asked for.
+/// Request to [`load`].
 #[derive(Debug, Clone, Default)]
 pub struct DataRequest {
     /// The data set.
     pub name: DatasetName,
-    /// Where MNIST lies; when given, it is looked for nowhere else.
+    /// Directory of MNIST; if given, no other directory is searched.
     pub data_dir: Option<PathBuf>,
     /// Decides the generated digits, and how iris is split.
     pub seed: u64,
@@ -71,10 +71,10 @@ pub struct DataRequest {
     pub offline: bool,
 }
 
-/// A file that was read or written, and what it holds.
+/// A file that was read or written, with the hash of its contents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct FileChecksum {
-    /// Where the file lies, or its name if it is built in.
+    /// Path of the file, or its name if it is built in.
     pub path: String,
     /// SHA-256 of the uncompressed contents, in lowercase hex.
     pub sha256: String,
@@ -85,7 +85,7 @@ pub struct FileChecksum {
 pub struct Dataset {
     /// `mnist`, `iris` or `digits`: never `auto`.
     pub name: DatasetName,
-    /// Where the data came from, for a person to read.
+    /// Human-readable source of the data.
     pub source: String,
     /// One sentence that a person must see, such as why `auto` did not take MNIST.
     pub notice: Option<String>,
@@ -107,7 +107,7 @@ pub struct Dataset {
 /// One part of a data set: row `i` of `features` has the label `labels[i]`.
 #[derive(Debug, Clone)]
 pub struct Split {
-    /// How many rows there are.
+    /// Number of rows.
     pub rows: usize,
     /// The rows' values.
     pub features: Features,
@@ -172,11 +172,11 @@ impl Rows<'_> {
     }
 }
 
-/// Told how a download gets on; every method may be left out. The command line shows it as a bar.
+/// Is notified of a download's progress; every method is optional. The command line shows a bar.
 pub trait Progress {
     /// The download of `what` begins; its size, if it is known.
     fn download_begin(&self, _what: &str, _total_bytes: Option<u64>) {}
-    /// So many more bytes are there.
+    /// This many more bytes have arrived.
     fn download_advance(&self, _bytes: u64) {}
     /// The download that [`download_begin`](Self::download_begin) announced has ended, well or badly.
     fn download_finish(&self) {}
@@ -208,7 +208,7 @@ pub fn load_with(request: &DataRequest, sources: &Sources, progress: &dyn Progre
         DatasetName::Digits => Ok(unused_dir(digits::generate(request.seed))),
         DatasetName::Mnist => mnist::load(request, sources, progress),
         DatasetName::Auto => match mnist::load(request, sources, progress) {
-            // What the user pointed at is used or refused, never replaced by something else.
+            // Data that the user named is used or refused, never replaced.
             Err(error) if !sources.user_points_at_mnist(request) => {
                 let mut digits = digits::generate(request.seed);
                 digits.notice = Some(match error {

@@ -20,7 +20,7 @@ struct CudaExecutor {
 /// Opens the GPU of this number and measures what calls cost on it while it is idle.
 ///
 /// # Errors
-/// Those of the driver and of loading the kernels.
+/// Errors of the driver and of loading the kernels.
 pub(super) fn open(number: usize, observer: Option<CallObserver>) -> Result<Parts> {
     let driver = Arc::new(CudaDriver::new(number)?);
     driver.bind_to_thread()?;

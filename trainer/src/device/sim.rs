@@ -19,7 +19,7 @@ struct SimExecutor {
 /// Opens a simulated GPU.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the driver.
 pub(super) fn open(profile: Profile, observer: Option<CallObserver>) -> Result<Parts> {
     let driver = Arc::new(SimDriver::new(profile, SimMemory::Host));
     let stream = driver.stream_create()?;

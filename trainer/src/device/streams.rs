@@ -26,7 +26,7 @@ pub(super) struct Streams {
     /// By role; roles beyond the number of streams share the first.
     of: [StreamId; Role::ALL.len()],
     count: usize,
-    /// What is under way: the id of its stream.
+    /// Id of the current stream.
     current: AtomicU64,
     /// Recorded where one stream has to wait for another; by the stream that is waited for.
     events: Vec<OwnedEvent>,
@@ -70,7 +70,7 @@ impl OwnedEvent {
     /// A new one; `timed` if it notes the time.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn new(driver: &Arc<dyn Driver>, timed: bool) -> Result<Self> {
         Ok(Self { id: driver.event_create(timed)?, driver: Arc::clone(driver) })
     }
@@ -101,7 +101,7 @@ impl Device {
     /// Gives the first roles a stream each, `count` in all; the others share the first.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn open_streams(&mut self, count: u32) -> Result<()> {
         // CAST: the command line allows four.
         for place in 1..(count as usize).min(Role::ALL.len()) {
@@ -131,7 +131,7 @@ impl Device {
     /// Lets later work of one role wait for what another has queued so far; nothing where they share a stream.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn order(&self, first: Role, then: Role) -> Result<()> {
         self.order_streams(self.stream_of(first), self.stream_of(then))
     }
@@ -139,7 +139,7 @@ impl Device {
     /// Lets later work of one of the device's streams wait for what another has queued so far; nothing if they are one.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(crate) fn order_streams(&self, first: StreamId, then: StreamId) -> Result<()> {
         if first == then {
             return Ok(());

@@ -71,7 +71,7 @@ impl Roles {
         self.origins.annotate(Annotation { name, device: Some(0), start: false, time_ns })
     }
 
-    /// Ends open epochs and steps, and returns the origins of blocks that are still live.
+    /// Ends open epochs and steps, and stores the origins of blocks that are still live.
     pub(super) fn finish(&mut self, time_ns: u64) -> Result<(), OverBudget> {
         while !self.open.is_empty() {
             self.end(time_ns)?;

@@ -102,7 +102,7 @@ impl Mlp {
         if self.fused() {
             return self.forward_product(context, layer, x, Output::Hidden);
         }
-        // The backward pass of ReLU needs its output only, so its input goes right away.
+        // The backward pass of ReLU needs only its output, so its input is freed immediately.
         let linear = self.linear(context, layer, x, Output::Hidden)?;
         let out = self.activation(context, linear.rows, linear.cols)?;
         let relu = Relu { element: linear.element, len: linear.elements(), x: linear.addr(), y: out.addr() };
@@ -275,7 +275,7 @@ impl Mlp {
     }
 }
 
-/// Where a layer's output goes.
+/// Destination of a layer's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Output {
     Hidden,

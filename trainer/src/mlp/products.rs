@@ -1,4 +1,4 @@
-//! Which kernels a layer's products are, for the record: they depend on shapes and on the GPU.
+//! The kernels of a layer's GEMMs, for the record: they depend on shapes and on the GPU.
 
 use super::Mlp;
 use crate::arithmetic::{Arithmetic, FuseMode};

@@ -46,7 +46,7 @@ impl Capture {
     /// Call before the first epoch.
     ///
     /// # Errors
-    /// Those of waiting for the device.
+    /// Errors of waiting for the device.
     pub(super) fn training_begins(&mut self, device: &Device) -> Result<()> {
         match self.steps {
             None => self.start(device),
@@ -68,7 +68,7 @@ impl Capture {
     /// began, so it is opened anew.
     ///
     /// # Errors
-    /// Those of waiting for the device.
+    /// Errors of waiting for the device.
     pub(super) fn steps_begin(&mut self, device: &Device, epoch: u32, range: &mut Option<DeviceRange>) -> Result<()> {
         self.begun += 1;
         if self.steps.is_some_and(|steps| steps.first == self.begun) {
@@ -82,7 +82,7 @@ impl Capture {
     /// Call after each step, or after `count` that were queued together.
     ///
     /// # Errors
-    /// Those of waiting for the device.
+    /// Errors of waiting for the device.
     pub(super) fn steps_ended(
         &mut self,
         device: &Device,
@@ -107,7 +107,7 @@ impl Capture {
     /// Call after the last epoch.
     ///
     /// # Errors
-    /// Those of waiting for the device.
+    /// Errors of waiting for the device.
     pub(super) fn training_ends(&mut self, device: &Device) -> Result<()> {
         if self.open {
             device.synchronize()?;

@@ -101,7 +101,7 @@ impl Pass<'_> {
                 });
                 allocations = so_far;
             }
-            // What the first step costs, its batch and the weights before it: the cold start.
+            // The cold start: the initial weights, the first batch and the first step.
             if self.epoch == 1 && step == 0 {
                 run.close_latency();
             }

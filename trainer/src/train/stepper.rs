@@ -1,4 +1,4 @@
-//! How training steps are queued: operation by operation, or as a graph.
+//! Queues training steps, operation by operation or as a graph.
 
 use crate::data::Split;
 use crate::device::StepGraphs;
@@ -10,7 +10,7 @@ use crate::tensor::Context;
 use std::ops::Range;
 use vramlab::DeviceBuffer;
 
-/// What a step works on, besides its batch.
+/// Inputs of a step other than its batch.
 pub(super) struct StepOf<'a> {
     pub(super) model: &'a Mlp,
     pub(super) split: &'a Split,
@@ -23,7 +23,7 @@ pub(super) struct StepOf<'a> {
 pub(super) struct Stepper {
     /// As graphs, if they are launched so.
     graphs: Option<GraphStepper>,
-    /// Where the losses of an epoch's steps lie: of the longest epoch for graphs, else of the one under way.
+    /// Losses of an epoch's steps: sized for the longest epoch for graphs, else for the current epoch.
     losses: Option<DeviceBuffer>,
 }
 
@@ -31,7 +31,7 @@ impl Stepper {
     /// For a run with so many steps in all, on so many rows; `loader` is told to follow the device.
     ///
     /// # Errors
-    /// Those of the allocator.
+    /// Errors of the allocator.
     pub(super) fn new(
         context: &Context,
         settings: &Settings,
@@ -53,7 +53,7 @@ impl Stepper {
     /// Before the first step of an epoch of so many.
     ///
     /// # Errors
-    /// Those of the allocator and of the copy.
+    /// Errors of the allocator and of the copy.
     pub(super) fn begin_epoch(&mut self, context: &Context, steps: usize) -> Result<()> {
         match &self.graphs {
             None => self.losses = Some(context.allocate::<f32>(steps)?),
@@ -69,7 +69,7 @@ impl Stepper {
         }
     }
 
-    /// Where the losses of the epoch's steps lie.
+    /// Losses of the epoch's steps.
     pub(super) fn losses(&self) -> &DeviceBuffer {
         self.losses.as_ref().expect("an epoch should have begun")
     }
@@ -83,7 +83,7 @@ impl Stepper {
     /// [`at_once`](Self::at_once) says.
     ///
     /// # Errors
-    /// Those of the allocator, of copies, captures and launches.
+    /// Errors of the allocator, of copies, captures and launches.
     pub(super) fn step(
         &mut self,
         context: &Context,
@@ -103,7 +103,7 @@ impl Stepper {
     /// Gives up the graphs and their memory.
     ///
     /// # Errors
-    /// Those of the driver and of the allocator.
+    /// Errors of the driver and of the allocator.
     pub(super) fn release(self) -> Result<()> {
         self.graphs.map_or(Ok(()), GraphStepper::release)
     }
@@ -111,7 +111,7 @@ impl Stepper {
 
 // Steps as CUDA graphs: one graph for several steps, one for a single step, one for an epoch's last, smaller batch.
 
-/// What tells graphs apart: rows in each batch, and steps one after the other.
+/// Key of a graph: rows in each batch, and number of consecutive steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Kind {
     rows: usize,
@@ -150,7 +150,7 @@ impl GraphStepper {
     /// Launches the graph of so many steps with so many rows each; captures it if it is the first.
     ///
     /// # Errors
-    /// Those of the allocator, of captures and launches.
+    /// Errors of the allocator, of captures and launches.
     pub(super) fn step(
         &mut self,
         context: &Context,
@@ -195,7 +195,7 @@ impl GraphStepper {
     /// Gives up the graphs and their memory.
     ///
     /// # Errors
-    /// Those of the driver and of the allocator.
+    /// Errors of the driver and of the allocator.
     pub(super) fn release(self) -> Result<()> {
         self.captured.into_iter().try_for_each(|(_, graphs)| graphs.release())
     }
@@ -225,7 +225,7 @@ fn kinds(rows: usize, batch: usize, steps: u64, full: u64, profiled: bool) -> Ve
 mod tests {
     use super::*;
 
-    /// What the loop over an epoch's steps asks for, step by step.
+    /// Kinds that the loop over an epoch's steps requests, step by step.
     fn walked(rows: usize, batch: usize, steps: u64, full: u64) -> Vec<Kind> {
         let (mut out, mut left) = (Vec::new(), steps);
         while left > 0 {
