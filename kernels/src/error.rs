@@ -79,7 +79,7 @@ pub enum KernelError {
         operation: &'static str,
         /// `"label"` or `"index"`.
         what: &'static str,
-        /// Where it stands in its buffer, counted from 0.
+        /// Its position in its buffer, counted from 0.
         position: u64,
         /// The value.
         value: u32,

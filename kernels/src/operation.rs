@@ -70,7 +70,7 @@ pub(crate) trait Definition: Clone + std::fmt::Debug + Send + Sync + 'static {
     /// As [`Operation::name`].
     fn name(&self) -> &'static str;
 
-    /// Whether there can be a launch of this shape.
+    /// Checks that a launch of this shape is possible.
     ///
     /// # Errors
     ///

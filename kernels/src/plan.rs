@@ -1,4 +1,4 @@
-//! Which kernel makes a linear layer's product on a GPU, and its grid.
+//! Selection of the kernel and grid for a linear layer's matrix product on a GPU.
 //!
 //! A product is cut into tiles, and blocks may share out a tile's k as well. What is fastest depends on the shape in a way
 //! that no rule of thumb gets right, so it is looked up: `plan/*.csv` hold what was measured (`examples/tune_linear.rs`
@@ -147,7 +147,7 @@ impl Tile {
         }
     }
 
-    /// Whether it takes warpgroups and the copy engine, which compute capability 9.0 has.
+    /// Returns true if it uses warpgroups and the copy engine of compute capability 9.0.
     #[must_use]
     pub const fn needs_warpgroups(self) -> bool {
         matches!(self, Tile::Warpgroup | Tile::WarpgroupThin | Tile::Streamed)
@@ -181,7 +181,7 @@ impl FromStr for Tile {
     }
 }
 
-/// How a product is computed: the tile, and how many blocks share out k.
+/// The tile of a matrix product, and the number of blocks that share k.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Choice {
     /// Tile of a block.
@@ -196,7 +196,7 @@ impl fmt::Display for Choice {
     }
 }
 
-/// How one product is launched.
+/// Launch of one matrix product.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) product: Product,

@@ -1,4 +1,4 @@
-//! How the host reads and writes the element types. Arithmetic is in f32; storing rounds to nearest, ties to even.
+//! Reads and writes the element types on the host. Arithmetic is in f32; storing rounds to nearest, ties to even.
 
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
@@ -127,7 +127,7 @@ impl Element {
     ///
     /// # Panics
     ///
-    /// If `out` is not as long as so many elements, or not aligned to them.
+    /// If the length of `out` does not match the number of elements, or `out` is not aligned to them.
     pub fn write(self, values: &[f32], out: &mut [u8]) {
         with_stored!(self, T => T::store_all(values, bytemuck::cast_slice_mut(out)));
     }
@@ -137,7 +137,7 @@ impl Element {
     ///
     /// # Panics
     ///
-    /// If `cols` is zero or above `pitch`, or the bytes are too few for so many rows.
+    /// If `cols` is zero or above `pitch`, or the bytes are too few for this many rows.
     #[must_use]
     pub fn unpack(self, bytes: &[u8], rows: u32, cols: u32, pitch: u32) -> Vec<f32> {
         let (rows, cols, pitch) = (rows as usize, cols as usize, pitch as usize);
@@ -174,7 +174,7 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
-    /// Where it lies if the product takes it as it is stored, otherwise a dense copy.
+    /// The stored operand if the matrix product uses it unchanged, otherwise a dense copy.
     pub(crate) fn of<T: Stored>(matrix: &'a [T], cols: u32, pitch: u32, precision: Precision) -> Self {
         let (cols, pitch) = (cols as usize, pitch as usize);
         if let (Precision::F32, Some(values)) = (precision, T::as_f32(matrix)) {
@@ -193,7 +193,7 @@ impl<'a> Operand<'a> {
 
 // Element types, and how products are computed.
 
-/// How a matrix is stored.
+/// Storage of a matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
     /// IEEE 754 binary32.
@@ -224,7 +224,7 @@ impl Element {
     }
 }
 
-/// How a product is computed.
+/// Precision of a matrix product.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
     /// f32 storage, f32 multiply-adds: each product and sum rounded once.
@@ -242,7 +242,7 @@ impl Precision {
     /// Every precision.
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Tf32, Precision::Bf16, Precision::F16];
 
-    /// How the operands are stored.
+    /// Element type of the operands.
     #[must_use]
     pub const fn element(self) -> Element {
         match self {

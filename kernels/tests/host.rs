@@ -92,7 +92,7 @@ fn an_operation_names_the_buffers_that_it_works_on() {
         // SAFETY: the arena is this test's own and outlives the call.
         unsafe { operation.run_on_host(&noted) }.unwrap();
         let mut used = noted.1.into_inner();
-        // What is picked depends on data: such a buffer is not among those that are known beforehand.
+        // The gathered rows depend on data, so the source buffer is not among the buffers known beforehand.
         used.retain(|(addr, _)| {
             let begin = |buffer: &usize| BASE + offsets[*buffer] as u64;
             let end = |buffer: &usize| begin(buffer) + case.buffers[*buffer].before.len() as u64;
@@ -306,7 +306,7 @@ fn halves_halve_the_traffic() {
     assert_eq!((relu(Element::F32).bytes, relu(Element::F16).bytes), (8000, 4000));
     // 250 and 125 threads of 16 bytes.
     assert_eq!((relu(Element::F32).blocks, relu(Element::F16).blocks), (1, 1));
-    // Weights, bias, input and output of four by four; the pitch is no traffic.
+    // Weights, bias, input and output of four by four; the pitch is not traffic.
     assert_eq!(layer(Precision::Tf32).work().bytes, 3 * 64 + 16);
     assert_eq!(layer(Precision::F16).work().bytes, 3 * 32 + 16);
     assert_eq!(layer(Precision::F32).work().flops, 2 * 64 + 2 * 16);

@@ -117,7 +117,8 @@ fn fusion_changes_the_losses_by_roundings_only() {
     }
 }
 
-/// How far the types are from f32: the first loss has seen no update, so only the roundings of one forward pass.
+/// Maximum difference of the types from f32: the first loss precedes any update, so it has only the roundings of one
+/// forward pass.
 #[test]
 fn the_first_loss_is_that_of_f32_to_rounding() {
     let base = Settings { steps: Some(1), ..digits() };
@@ -273,7 +274,7 @@ fn the_record_says_which_kernels_multiply() {
     }
 }
 
-/// What a step allocates, counted by hand, from the record.
+/// Allocations of a step, counted by hand, from the record.
 #[test]
 fn fusion_takes_fewer_tensors() {
     let with = |layers, base| {

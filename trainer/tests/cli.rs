@@ -40,7 +40,7 @@ impl Place {
     }
 
     fn settle(&self, command: &mut std::process::Command) {
-        // What is said stays on one line, however long.
+        // The message stays on one line, however long.
         command.current_dir(self.0.path()).env("VRAMLAB_CACHE", self.at("cache")).env("COLUMNS", "1000");
         for variable in ["MNIST_DIR", "MNIST_MIRROR", "NVTX_INJECTION64_PATH", "NVTX_INJECTION32_PATH"] {
             command.env_remove(variable);
@@ -60,7 +60,7 @@ impl Place {
     /// [`run`](Self::run) on the simulated device with iris and few, small layers.
     fn iris(&self, arguments: &[&str]) -> Ran {
         let base = ["--device", "sim", "--dataset", "iris", "--hidden", "16", "--epochs", "2"];
-        // What is given twice is refused, so the defaults make way.
+        // Options given twice are refused, so the defaults are left out.
         let kept = base.chunks(2).filter(|pair| !arguments.contains(&pair[0])).flatten();
         self.run(&kept.chain(arguments).copied().collect::<Vec<_>>())
     }
@@ -75,7 +75,7 @@ impl Place {
     }
 }
 
-/// What a run left.
+/// Output of a run.
 #[derive(Debug)]
 struct Ran {
     code: Option<i32>,
@@ -107,7 +107,7 @@ impl Ran {
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
     }
 
-    /// The one line that says what went wrong. It comes last and `code` is the exit code.
+    /// The error line. It is the last line, and `code` is the exit code.
     fn error(&self, code: i32) -> &str {
         assert_eq!(self.code, Some(code), "{self:#?}");
         let errors: Vec<&str> = self.stderr.lines().filter(|line| line.starts_with("error:")).collect();
@@ -230,7 +230,7 @@ fn json_is_the_record_and_nothing_else() {
             );
             assert!(row["count"].as_u64().unwrap() > 0);
             let order = ["min_ns", "p50_ns", "p90_ns", "p99_ns", "p999_ns", "max_ns"];
-            // What the simulated device has no cost for is absent, never 0.
+            // Times that the simulated device does not model are absent, never 0.
             let order: Vec<u64> = order.iter().filter_map(|key| row.get(*key)).map(|ns| ns.as_u64().unwrap()).collect();
             assert!(order.is_sorted() && !order.contains(&0), "{row}");
             assert_eq!(

@@ -1,4 +1,4 @@
-//! What `--export` writes: the run's own history, in every format, for every allocator.
+//! Output of `--export`: the run's own trace, in every format, for every allocator.
 
 use crate::common::{self, Done, arms, digits, iris, train};
 use std::collections::BTreeMap;

@@ -86,7 +86,7 @@ impl Setup {
         for (layer, seed) in model.layers.iter().zip(100..) {
             context.write_values(&layer.bias, &normal(seed, layer.bias.cols as usize)).unwrap();
         }
-        // What the type cannot hold is no input.
+        // Inputs are rounded to the element type.
         let inputs: Vec<f32> = normal(7, ROWS * widths[0] as usize);
         let inputs = inputs.into_iter().map(|value| arithmetic.element().round(value)).collect();
         // Classes that occur twice, once and never.
@@ -139,7 +139,7 @@ fn worst(found: &[f32], expected: &[f64]) -> f64 {
     found.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max) / norm
 }
 
-/// What may be off: the loss relative to itself, and each element of a gradient in norms of its tensor.
+/// Maximum errors: of the loss relative to itself, and of each element of a gradient in norms of its tensor.
 #[derive(Clone, Copy)]
 struct Bounds {
     loss: f64,

@@ -149,7 +149,7 @@ fn many() -> Settings {
     Settings { batch: 7, learning_rate: 0.02, ..iris() }
 }
 
-/// Graphs of so many steps.
+/// Graphs of this many steps.
 fn several(settings: &Settings, steps: u32) -> Settings {
     Settings { graph_steps: Some(steps), ..graph(settings) }
 }
@@ -197,7 +197,7 @@ fn steps_in_one_graph_change_no_loss_of_any_type() {
     }
 }
 
-/// Counts what it hears of.
+/// Counts its notifications.
 #[derive(Debug, Default)]
 struct Heard(Mutex<Vec<(u32, u64)>>);
 
@@ -247,7 +247,7 @@ fn steps_of_one_graph_were_queued_at_one_time() {
     }
     let together: Vec<usize> = steps.values().map(Vec::len).collect();
     assert_eq!(together, [8, 8, 1, 1, 8, 8, 1, 1]);
-    // What is captured is allocated once, before the first launch.
+    // Captured memory is allocated once, before the first launch.
     let reserved = done.column("reserved_bytes");
     assert!(reserved.windows(2).all(|pair| pair[0] == pair[1]), "{reserved:?}");
 }
@@ -325,7 +325,7 @@ fn steps_that_cannot_be_in_a_graph_are_refused() {
         (several(&iris(), 0), "between 1 and 64, found 0"),
         (several(&iris(), 65), "between 1 and 64, found 65"),
         (Settings { sync: SyncMode::Step, ..several(&iris(), 2) }, "use --graph-steps 1 instead of 2"),
-        // What the host copies for each step cannot be in a graph at all.
+        // Copies that the host makes for each step cannot be in a graph.
         (Settings { loader: LoaderMode::Pinned, ..several(&iris(), 8) }, "--loader resident"),
     ] {
         let (outcome, directory) = attempt(&settings, &AtomicBool::new(false), Arc::new(Silent));

@@ -214,7 +214,7 @@ fn naive_asks_the_driver_for_each_tensor() {
     }
 }
 
-/// What an epoch's steps allocate, counted by hand for a network of three layers.
+/// Allocations of an epoch's steps, counted by hand for a network of three layers.
 #[test]
 fn naive_allocates_what_a_step_needs() {
     let base = Settings { allocator: (&naive::BACKEND).into(), loader: LoaderMode::Copy, ..iris() };

@@ -1,4 +1,4 @@
-//! What runs write is as `analysis/schema.md` describes it: every key, its type, whether it is always there, and nothing else.
+//! The files of runs match `analysis/schema.md`: every key, its type, whether it is always present, and no other keys.
 
 use crate::common::{Done, arms, digits, iris, train};
 use serde_json::Value;
@@ -12,7 +12,7 @@ use vramlab::histories::formats::Export;
 
 const DOCUMENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../analysis/schema.md");
 
-/// What the document says of one key.
+/// The document's description of one key.
 #[derive(Clone, Debug)]
 struct Described {
     types: Vec<String>,
@@ -100,7 +100,7 @@ fn describe(under: &str, before: &str, out: &mut BTreeMap<String, Described>) {
                 out.insert(format!("{path}[]"), Described { types: vec!["integer".to_owned()], optional: true });
                 types[0] = "array".to_owned();
             }
-            // What holds the elements of an array or the entries of a map.
+            // Containers: arrays and maps.
             for (end, kind) in [("[]", "array"), (".<call>", "object")] {
                 if let Some(holder) = path.strip_suffix(end) {
                     out.insert(holder.to_owned(), Described { types: vec![kind.to_owned()], optional });
@@ -117,7 +117,7 @@ fn described(under: &str) -> BTreeMap<String, Described> {
     out
 }
 
-/// What was found at one path: JSON types, how often, and how many objects could have held it.
+/// Values observed at one path: JSON types, their number, and the number of objects that could contain it.
 #[derive(Clone, Debug, Default)]
 struct Found {
     types: BTreeSet<&'static str>,
@@ -273,7 +273,7 @@ fn record_keys_and_their_descriptions_match() {
     }
     let listed = rows("Allocator statistics", "name");
     let explained = listed.iter().map(|row| unquoted(row[0].trim_end_matches(" *")).to_owned());
-    // What these runs have no reason to count.
+    // Counters that stay absent in these runs.
     statistics.extend(["num_planned", "num_unplanned", "stranded_bytes"].map(str::to_owned));
     assert_eq!(statistics, explained.collect(), "names of statistics");
     compare("summary.json", &summaries);

@@ -1,4 +1,4 @@
-//! What a person sees in a terminal: the program's screens at 80 columns, and what holds at any width.
+//! The program's screens in a terminal: their text at 80 columns, and their properties at any width.
 
 #![cfg(unix)]
 
@@ -18,7 +18,7 @@ fn trainer(place: &TempDir, arguments: &[&str]) -> Command {
     command
 }
 
-/// What differs from machine to machine and from run to run.
+/// Patterns of text that differs between machines and runs.
 const CHANGES: [(&str, &str); 3] = [
     (r"costs -?\d+ ns each time", "costs [host time] each time"),
     (r"--release -p", "-p"),

@@ -77,7 +77,7 @@ impl CudaKernels {
         self.linear(precision).map(|_| ())
     }
 
-    /// Whether launches with such a tile take it; where it is false, they take another that the GPU has.
+    /// True if launches with this tile use it; otherwise they use another that the GPU has.
     #[must_use]
     pub fn has(&self, tile: Tile) -> bool {
         self.warpgroups.is_some() || !tile.needs_warpgroups()
@@ -111,7 +111,7 @@ impl CudaKernels {
         Ok(slot.get().expect("a slot that was set holds a value"))
     }
 
-    /// What a launch on this GPU makes of a plan.
+    /// The launch of a plan on this GPU.
     fn taken(&self, kernels: &LinearKernels, plan: &Plan, shape: [u32; 3]) -> Plan {
         let has_warpgroups = kernels.warpgroup.is_some();
         let plan = if has_warpgroups { *plan } else { plan.portable(shape) };

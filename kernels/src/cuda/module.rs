@@ -60,7 +60,7 @@ pub(super) struct Module {
 }
 
 impl Module {
-    /// Loads kernels by their names; each may have so many bytes of dynamic shared memory.
+    /// Loads kernels by their names; each may have this many bytes of dynamic shared memory.
     pub(super) fn load(ptx: &Ptx, kernels: &[(&'static str, u32)]) -> Result<Self, KernelError> {
         let mut loaded = Self { module: ptx.load(kernels[0].0)?, functions: Vec::with_capacity(kernels.len()) };
         for &(kernel, shared_bytes) in kernels {

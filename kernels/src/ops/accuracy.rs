@@ -11,7 +11,7 @@ use crate::operation::{Definition, Work};
 /// `out[0]` = number of rows whose label is the first class with the greatest logit. NaN is never the greatest; a row of
 /// nothing but NaN and −∞ is class 0.
 ///
-/// A label that is no class is an error on the host; on a GPU the row counts as wrong.
+/// A label that is not a class is an error on the host; on a GPU the row counts as wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CountCorrect {
     /// Rows: examples.

@@ -26,7 +26,7 @@ pub struct ConvertElements {
     pub y: u64,
 }
 
-/// What a conversion that there is none of calls itself in errors.
+/// Name of an unsupported conversion in errors.
 const NO_CONVERSION: &str = "convert";
 
 impl ConvertElements {

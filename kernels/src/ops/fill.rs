@@ -13,7 +13,7 @@ use crate::operation::{Definition, Work};
 pub struct Fill {
     /// Number of elements.
     pub len: u64,
-    /// What each becomes.
+    /// The value written.
     pub value: f32,
     /// Address of the output, `f32[len]`, written.
     pub out: u64,

@@ -46,7 +46,7 @@ pub struct GatherRows {
     pub source: u64,
     /// Rows of the data set.
     pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
+    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, the row numbers of step 0.
     pub indices: u64,
     /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
     pub cursor: Option<u64>,
@@ -189,7 +189,7 @@ fn indices_or_cursor(indices: u64, rows: u32, cursor: Option<u64>) -> (u64, u64)
 
 /// `out[r] = source[indices[r]]`, bytes widened to `u32`.
 ///
-/// An index outside the source is an error on the host; on a GPU it gives the label `u32::MAX`, which is no class.
+/// An index outside the source is an error on the host; on a GPU it gives the label `u32::MAX`, which is not a class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GatherLabels {
     /// Labels to gather: the batch.
@@ -200,7 +200,7 @@ pub struct GatherLabels {
     pub source: u64,
     /// Labels in the data set.
     pub source_rows: u32,
-    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, those of step 0.
+    /// Address of the row numbers, `u32[rows]`, each below `source_rows`; with a cursor, the row numbers of step 0.
     pub indices: u64,
     /// Address of the number of the step, `u32[1]`, if the batch is to be found by it.
     pub cursor: Option<u64>,

@@ -8,7 +8,7 @@ use crate::error::KernelError;
 use crate::host::HostBuffers;
 use crate::operation::{Definition, Work};
 
-/// Which operand lies transposed in memory.
+/// The operand that is stored transposed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GemmLayout {
     /// A is `[m,k]`, B is `[k,n]`: the gradient of a layer's input, `dX = dY·W`.
@@ -25,7 +25,7 @@ pub enum GemmLayout {
 /// `gemm_{nn,nt,tn}_sliced` otherwise. The shape alone decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gemm {
-    /// Which operand lies transposed.
+    /// The operand that is stored transposed.
     pub layout: GemmLayout,
     /// Rows of C; below 2³¹, as are all three.
     pub m: u32,
@@ -60,7 +60,7 @@ impl Gemm {
         u64::from(self.m).div_ceil(TILE) * u64::from(self.n).div_ceil(TILE)
     }
 
-    /// Whether 64×64 tiles would fill a GPU.
+    /// Returns true if 64×64 tiles would fill a GPU.
     fn is_tiled(&self) -> bool {
         // A side of no more than half a tile would waste half of each block.
         u64::from(self.m.min(self.n)) > TILE / 2 && self.tiles() >= TILES_TO_FILL_A_GPU

@@ -29,7 +29,7 @@ const LARGEST: u32 = i32::MAX as u32;
 macro_rules! linear {
     ($operation:ident, $product:expr, |$self:ident| ($m:expr, $n:expr, $k:expr)) => {
         impl $operation {
-            /// How the kernel is launched.
+            /// Launch configuration of the kernel.
             fn plan(&$self) -> Plan {
                 Plan::of($product, $self.precision, $m, $n, $k)
             }
@@ -126,7 +126,7 @@ macro_rules! linear {
 
 use linear;
 
-/// What the kernels read and write at once, in bytes.
+/// Bytes that the kernels read and write per access.
 const AT_ONCE: u64 = 16;
 
 /// Matrices begin on 16 bytes, and rows of operands, and of what is read back or stepped, are a multiple of them long.

@@ -241,7 +241,7 @@ pub(super) fn mean(losses: impl ExactSizeIterator<Item = f32>) -> f32 {
     (sum / rows as f64) as f32
 }
 
-/// What a row's loss and gradient need, on the host.
+/// Values from which the host computes a row's loss and gradient.
 pub(super) struct Row {
     max: f32,
     /// Of e^(x − max); in `f64`, which costs nothing here and leaves only the exponentials' rounding.

@@ -43,7 +43,7 @@ fn elementwise_blocks(len: u64) -> u64 {
     len.div_ceil(ELEMENTWISE_THREADS.into())
 }
 
-/// What a thread takes at a time in those kernels whose matrices have a type, in bytes.
+/// Bytes that a thread processes per access in kernels whose matrices have an element type.
 const GROUP_BYTES: u64 = 16;
 
 /// Groups of 16 bytes in `rows` rows of `cols` elements; no group crosses the end of a row.

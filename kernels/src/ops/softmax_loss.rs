@@ -42,7 +42,7 @@ pub struct SoftmaxLoss {
     pub correct: Option<u64>,
     /// Address of the number of the step, `u32[1]`, if each step's mean goes behind that of the one before.
     pub cursor: Option<u64>,
-    /// Whether the cursor, after its use, is advanced by one.
+    /// If true, the cursor is advanced by one after its use.
     pub advance: bool,
     /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for the sums of blocks; any value if that is zero.
     pub workspace: u64,

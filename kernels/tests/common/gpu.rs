@@ -20,7 +20,7 @@ pub(crate) struct Gpu {
     _turn: MutexGuard<'static, ()>,
 }
 
-/// Why there is no GPU to test on, if there is none.
+/// The reason that no GPU can be tested, if any.
 fn no_gpu() -> Option<String> {
     // SAFETY: only tries to open the library. It has to come first: cudarc panics when there is none.
     if !unsafe { sys::is_culib_present() } {
@@ -31,7 +31,7 @@ fn no_gpu() -> Option<String> {
 }
 
 impl Gpu {
-    /// Why tests cannot run here: there is no GPU.
+    /// The reason that tests cannot run: there is no GPU.
     #[allow(dead_code, reason = "for some tests")]
     pub(crate) fn missing() -> Option<String> {
         no_gpu()

@@ -1,4 +1,4 @@
-//! What the tests on the host and on a GPU share: cases with their expected results, and how they lie in memory.
+//! Shared by the tests on the host and on a GPU: cases with their expected results, and their layout in memory.
 
 pub(crate) mod cases;
 
@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use half::{bf16, f16};
 use kernels::{Element, HostMemory, Operation};
 
-/// What a buffer has to hold after the operation.
+/// Expected contents of a buffer after the operation.
 #[derive(Clone, Debug)]
 pub(crate) enum Expected {
     /// Its bytes of before.
@@ -49,7 +49,7 @@ const GUARD: usize = 256;
 pub(crate) const POISON: u8 = 0xff;
 
 impl Case {
-    /// Whether it is a launch of a linear layer's, which reads 16 bytes at a time.
+    /// True for launches of linear layers, which read 16 bytes at a time.
     pub(crate) fn is_linear(&self) -> bool {
         self.label.starts_with("linear_")
     }
@@ -182,7 +182,7 @@ fn agree(one: f32, other: f32, wanted: f64, allowed: f64, label: &str) {
     assert!(same || (allowed > 0.0 && off <= 2.0 * allowed), "{label}: {one} and {other}");
 }
 
-/// Where the arena pretends to lie.
+/// Nominal address of the arena.
 pub(crate) const BASE: u64 = 0x7000_0000_0000;
 
 /// Host memory under made-up device addresses.

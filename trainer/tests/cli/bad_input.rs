@@ -1,4 +1,4 @@
-//! What is refused: one line with the mend, the documented exit code, nothing on stdout.
+//! Refused input: one line with the fix, the documented exit code, nothing on stdout.
 
 use super::*;
 
@@ -54,7 +54,7 @@ fn allocators_that_mean_nothing_are_refused() {
         let first = ran.stderr.lines().next().unwrap_or_default();
         assert!(first.contains(words), "{words}: {first}");
     }
-    // Each is told its own mend, once, and not another's.
+    // Each message has its own fix, once, and no other fix.
     let text = place.write("no-plan", "plain text");
     for (alloc, line) in [
         (
@@ -224,7 +224,7 @@ fn a_gpu_that_is_not_there_is_bad_input() {
     };
     run(&["--device", "cuda", "--dataset", "iris"]).refused(&[]);
     run(&["--device", "cuda:99", "--dataset", "iris"]).refused(&[]);
-    // `auto` says why it takes the simulated one.
+    // `auto` reports the reason for the simulated device.
     let ran = run(&["--dataset", "iris", "--epochs", "1"]).ok();
     let device = ran.stderr.lines().next().unwrap();
     assert!(device.contains("(simulated)") && device.ends_with(')') && device.matches('(').count() > 1, "{device}");

@@ -3,7 +3,7 @@
 use super::*;
 use std::os::unix::fs::symlink;
 
-/// Names in a folder, in order.
+/// Sorted names in a directory.
 fn names(folder: &std::path::Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
     let mut names: Vec<String> = entries.map(|name| name.to_string_lossy().into_owned()).collect();
@@ -122,7 +122,7 @@ fn on_a_disk(size: &str, runs: &[&[&str]]) -> (Place, Vec<Ran>) {
     (place, ran)
 }
 
-/// A record that says that its run failed for want of room: whole lines, no parts.
+/// Asserts that a record reports a full disk and has only complete lines and no `.part` files.
 fn assert_closed(record: &std::path::Path, ran: &Ran, file: &str, said: &str) {
     let line = ran.error(1);
     for words in [file, said, "it needs at least ", "the run record is incomplete"] {

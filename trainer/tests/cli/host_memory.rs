@@ -14,7 +14,7 @@ fn within(place: &Place, kib: u64, arguments: &[&str]) -> Output {
     shell.env("MALLOC_ARENA_MAX", "1").output().unwrap()
 }
 
-/// The last line on stderr, which says why the run ended.
+/// The last line on stderr: the reason that the run ended.
 fn reason(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned()
 }
@@ -52,7 +52,7 @@ fn a_run_for_which_memory_runs_out_closes_its_record() {
         let sizes = words.split_once("needs at least ").and_then(|(_, rest)| rest.split_once("there are "));
         sizes.map(|(needed, room)| (mib(needed), mib(room))).unwrap()
     };
-    // What the process takes by itself is what a run that is refused does not find.
+    // The process's own memory is missing from the available memory that a refused run reports.
     let (_, room) = asked(&within(&place, 1024 * 1024, &["--hidden", "30000", "--layers", "4"]));
     let base = 1024.0 - room;
     // Five matrices of 16 MiB, and without fusion a gradient as large as each.

@@ -1,4 +1,4 @@
-//! What ends a run from outside: a kill, and a reader that goes away.
+//! Runs that are ended from outside: by a kill, or by a reader that closes its end.
 
 use super::*;
 use std::io::{BufRead, BufReader};

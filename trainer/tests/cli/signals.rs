@@ -71,7 +71,7 @@ fn a_second_signal_ends_a_run_that_does_not_end() {
     let (status, _, lines) = run.end();
     assert_eq!(status.code(), Some(143), "{lines:?}");
     assert_eq!(read_json(&place.at("record/summary.json"))["status"], "running");
-    // What the run held for itself on the disk went with it.
+    // The disk space that the run reserved was freed with it.
     let left = std::fs::read_dir(place.at("record")).unwrap();
     assert!(left.map(|entry| entry.unwrap().file_name()).all(|name| !name.to_string_lossy().ends_with(".part")));
 }
@@ -79,7 +79,7 @@ fn a_second_signal_ends_a_run_that_does_not_end() {
 #[test]
 fn without_a_record_the_first_signal_ends_it() {
     let place = Place::new();
-    // A mirror that takes the call and says nothing.
+    // A mirror that accepts the connection and sends nothing.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let mirror = format!("http://{}/", silent.local_addr().unwrap());
     let mut command = place.process(&["--device=sim", "--dataset=mnist", "--out=record"]);

@@ -1,4 +1,4 @@
-//! What the tests share: short runs through the library, and their records.
+//! Shared by the tests: short runs through the library, and their records.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -66,7 +66,7 @@ impl Done {
         column(&self.path().join("steps.csv"), name)
     }
 
-    /// What the run ended with must be success.
+    /// Asserts that the run succeeded.
     pub(crate) fn finished(self) -> Self {
         assert!(self.outcome.error.is_none(), "{:?}", self.outcome.error);
         self
@@ -115,7 +115,7 @@ pub(crate) fn train(settings: &Settings) -> Done {
     train_with(settings, &AtomicBool::new(false), Arc::new(Silent))
 }
 
-/// Sets the flag when it hears of a step.
+/// Sets the flag when notified of a step.
 #[derive(Debug)]
 pub(crate) struct StopAt(pub(crate) u64, pub(crate) Arc<AtomicBool>);
 

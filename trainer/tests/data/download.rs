@@ -10,7 +10,7 @@ use trainer::data::Progress;
 
 use super::*;
 
-/// What a server was asked: the file, and where to start.
+/// A request to a server: the file and the first byte.
 type Asked = (String, Option<usize>);
 
 /// A server in this process.
@@ -19,7 +19,7 @@ struct Server {
     asked: Arc<Mutex<Vec<Asked>>>,
 }
 
-/// How a server answers; the count is of requests for that file so far.
+/// Answer of a server; the count is of earlier requests for that file.
 type Answer = fn(&mut TcpStream, body: &[u8], start: Option<usize>, count: usize) -> std::io::Result<()>;
 
 fn head(stream: &mut TcpStream, status: &str, length: usize, more: &str) -> std::io::Result<()> {

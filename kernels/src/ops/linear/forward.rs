@@ -32,13 +32,13 @@ pub struct LinearForward {
     pub weight_pitch: u32,
     /// Address of the bias, `f32[outputs]`, if it is to be added.
     pub bias: Option<u64>,
-    /// Whether negative results become zero. What is no number stays so.
+    /// If true, negative results become zero. NaN stays NaN.
     pub relu: bool,
     /// Address of y, `[rows, outputs]`, written.
     pub y: u64,
     /// Elements from one row of y to the next.
     pub y_pitch: u32,
-    /// Whether y is f32 whatever the precision: logits.
+    /// If true, y is f32 whatever the precision: logits.
     pub y_f32: bool,
     /// Address of [`workspace_bytes`](Self::workspace_bytes) bytes for sums that blocks share; any value if that is
     /// zero.

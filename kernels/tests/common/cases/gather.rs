@@ -9,7 +9,7 @@ use crate::common::Case;
 const SCALE: f32 = 1.0 / 255.0 / 0.3081;
 const SHIFT: f32 = -0.1307 / 0.3081;
 
-/// What a launch with a cursor works on: full batches of more rows than it takes, and the number of the step.
+/// Inputs of a launch with a cursor: full batches of more rows than it uses, and the number of the step.
 const SPARE: u32 = 3;
 const STEP: u32 = 2;
 

@@ -1,4 +1,4 @@
-//! What a layer is made of, and its update, operation by operation.
+//! The operations of a layer and of its update, one by one.
 
 use kernels::{AddBias, BiasGradient, ConvertElements, Element, Fill, Gemm, GemmLayout, Relu, ReluBackward, Sgd};
 
@@ -71,7 +71,7 @@ pub(crate) fn bias_gradient(element: Element, [rows, cols, pitch]: [u32; 3], see
     })
 }
 
-/// What stands in the way of comparisons with zero.
+/// Values that break comparisons with zero.
 const ODD: [f32; 6] = [-0.0, 0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MIN_POSITIVE, -f32::MIN_POSITIVE];
 
 pub(crate) fn relu(element: Element, len: u64, seed: u64) -> Case {

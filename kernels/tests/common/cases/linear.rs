@@ -103,7 +103,7 @@ pub(super) fn stored(element: Element, (value, allowed): (f64, f64)) -> (f64, f6
 trait Layer: Operation + Copy {
     /// Bytes of workspace, and tickets, for the planned kernel.
     fn needs(&self) -> (u64, u64);
-    /// What a launch with this choice needs.
+    /// Requirements of a launch with this choice.
     fn needs_with(&self, choice: Choice) -> (u64, u64);
     /// The kernel's name with this choice.
     fn name_with(&self, choice: Choice) -> String;

@@ -39,7 +39,7 @@ fn gradient_tolerance(scale: f32) -> f64 {
     2e-6 * f64::from(scale.abs())
 }
 
-/// What storing a value may change: half of its last place, of which a half has 8 or 11; those of f16 end at 2⁻²⁴.
+/// Maximum error of storing a value: half a unit in the last of 8 or 11 significant bits; f16 ends at 2⁻²⁴.
 fn stored_tolerance(element: Element, value: f64) -> f64 {
     match element {
         Element::F32 => 0.0,
@@ -170,13 +170,13 @@ const LARGEST: [u32; 3] = [64, 784, 784];
 const UNEVEN: [u32; 3] = [137, 161, 149];
 const ELEMENTS: [Element; 3] = [Element::F32, Element::Bf16, Element::F16];
 
-/// Every operation on shapes that are no multiple of anything. Made once, since the models take seconds.
+/// Every operation on shapes that are not a multiple of any tile. Built once, since the models take seconds.
 pub(crate) fn all() -> &'static [Case] {
     static CASES: OnceLock<Vec<Case>> = OnceLock::new();
     CASES.get_or_init(|| [whole_matrices(), typed(), losses(), layers()].into_iter().flatten().collect())
 }
 
-/// What knows no element types.
+/// Operations without element types.
 fn whole_matrices() -> Vec<Case> {
     let mut cases = Vec::new();
     for shape in PRODUCTS {

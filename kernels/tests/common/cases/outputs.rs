@@ -62,7 +62,7 @@ pub(crate) fn softmax_cross_entropy(element: Element, [rows, classes, pitch]: [u
     })
 }
 
-/// What a launch is asked for besides the mean of the losses.
+/// Outputs of a launch other than the mean of the losses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub(crate) dlogits: bool,
@@ -76,7 +76,7 @@ pub(crate) const TRAINING: Wanted = Wanted { dlogits: true, correct: false, curs
 pub(crate) const EVALUATION: Wanted = Wanted { dlogits: false, correct: true, cursor: false, advance: false };
 pub(crate) const ALL_BUT_ADVANCE: Wanted = Wanted { dlogits: true, correct: true, cursor: true, advance: false };
 
-/// The slot of a step among others, where a cursor says which it is.
+/// The slot of a step among others, selected by a cursor.
 const STEP: u32 = 2;
 const SLOTS: usize = 4;
 
