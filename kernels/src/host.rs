@@ -34,8 +34,8 @@ impl<'m> HostBuffers<'m> {
     ///
     /// # Safety
     ///
-    /// What `memory` translates to is valid for `'m`, and nothing else writes it meanwhile, nor reads what is written through
-    /// this.
+    /// Ranges that `memory` translates to are valid for `'m`; meanwhile nothing else writes them, nor reads the bytes
+    /// written through this value.
     pub(crate) unsafe fn new(memory: &'m dyn HostMemory, operation: &'static str) -> Self {
         Self { memory, operation, claimed: Vec::new() }
     }

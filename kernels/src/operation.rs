@@ -133,9 +133,9 @@ impl<T: Definition> Operation for T {
 pub struct Work {
     /// Thread blocks of the launch.
     pub blocks: u64,
-    /// Trips of the serial main loop that the busiest block makes, 1 if there is no such loop.
+    /// Iterations of the busiest block's serial main loop, 1 if it has none.
     pub iterations: u64,
-    /// The fewest bytes that have to be read and written: each input and each output once.
+    /// Minimum number of bytes read and written: each input and each output once.
     pub bytes: u64,
     /// Floating-point operations; a fused multiply-add counts two, an exponential one.
     pub flops: u64,

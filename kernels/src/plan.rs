@@ -39,7 +39,7 @@ impl Product {
         }
     }
 
-    /// Whether the elements of a row of each operand that are multiplied with each other lie side by side in memory.
+    /// Returns whether each operand is contiguous along k, the dimension that is summed over.
     pub(crate) const fn contiguous(self) -> (bool, bool) {
         match self {
             Product::Forward => (true, true),
@@ -214,7 +214,7 @@ pub(crate) struct Plan {
     pub(crate) workspace_bytes: u64,
     /// Counters of blocks that are done, u32 each.
     pub(crate) tickets: u64,
-    /// What to do on a GPU without warpgroups, where this takes them. Workspace and tickets suffice for it, too.
+    /// Replacement on a GPU without warpgroups, if this choice uses them. Workspace and tickets suffice for it, too.
     pub(crate) otherwise: Option<Choice>,
 }
 
@@ -359,8 +359,8 @@ const PREPARED: u64 = 3;
 /// Shared memory of a streamed update's stages: three with 64 examples, four with 32.
 const STREAMED_ROOM: u64 = 3 * 65_536;
 
-/// Whether an update of this shape can stream: its examples fit into one stage, and its rows end on 16 bytes, because the
-/// copy engine does not stop between.
+/// Returns true if an update of this shape can stream: its examples fit into one stage, and its rows end on 16 bytes,
+/// because the copy engine does not stop between.
 pub(crate) fn streams([_, n, k]: [u32; 3]) -> bool {
     k <= 64 && n.is_multiple_of(8)
 }
@@ -428,7 +428,7 @@ fn tables() -> &'static Tables {
     })
 }
 
-/// What was measured as fastest for this shape, and, if that takes warpgroups, what is without them.
+/// The choice measured as fastest for this shape, and, if it uses warpgroups, the fastest choice without them.
 fn nearest(product: Product, precision: Precision, shape: [u32; 3]) -> (Choice, Option<Choice>) {
     let at = logarithms(shape);
     let distance = |measured: &Measured| measured.at.iter().zip(at).map(|(a, b)| (a - b).abs()).sum::<f32>();

@@ -151,7 +151,8 @@ impl Element {
 }
 
 impl Precision {
-    /// What a stored operand is to the product: itself, or for [`Precision::Tf32`] its rounding to 11 bits of
+    /// The value of a stored operand in the matrix product: itself, or for [`Precision::Tf32`] its rounding to 11 bits
+    /// of
     /// significand (nearest, ties away from zero, as `cvt.rna.tf32.f32` does).
     #[must_use]
     pub fn operand(self, value: f32) -> f32 {

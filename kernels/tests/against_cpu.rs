@@ -173,7 +173,7 @@ fn large_batches_are_gathered_as_small_ones_are() {
     }
 }
 
-/// Where reads depend on no branch: the second of three rows is none of the source.
+/// Here reads do not depend on a branch: the second of three rows is outside the source.
 fn a_bad_index_gives_a_row_of_nan_among_whole_groups() {
     let gpu = Gpu::new();
     let mut image = vec![0_u8; 1024];

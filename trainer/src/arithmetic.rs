@@ -86,7 +86,7 @@ impl Default for Arithmetic {
 }
 
 impl Arithmetic {
-    /// What a type is used with where nothing else is said: tiles in shared memory for f32, tensor cores for the others,
+    /// Default arithmetic of a type: tiles in shared memory for f32, tensor cores for the others,
     /// and a loss scale of 1,024 for f16.
     #[must_use]
     pub fn of(dtype: Dtype) -> Self {

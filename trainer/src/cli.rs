@@ -146,7 +146,7 @@ pub fn command() -> clap::Command {
     <Cli as clap::CommandFactory>::command()
 }
 
-/// Whether a run could begin with these options (without the program's name), as far as they alone tell.
+/// Checks that a run can begin with these options (without the program's name), from the options only.
 ///
 /// # Errors
 /// The line that the program would print.

@@ -159,7 +159,7 @@ impl Device {
         self.executor.kernels()
     }
 
-    /// Tells `log` the names of the kernels that are launched; it hears of the launches themselves as of every call.
+    /// Reports the names of launched kernels to `log`, which is notified of the launches as of every call.
     pub fn name_launches(&mut self, log: Arc<CallLog>) {
         self.log = Some(log);
     }

@@ -47,7 +47,7 @@ struct Range {
     end_ns: u64,
 }
 
-/// Longest line of a driver call, in bytes; longer ones are cut, and are no calls.
+/// Maximum length of a driver call's line, in bytes; longer lines are truncated and are not calls.
 const LONGEST_CALL: u64 = 1 << 16;
 
 /// Maximum number of calls searched for the next work.
@@ -165,7 +165,7 @@ impl Merge<'_> {
         Ok(())
     }
 
-    /// Writes the innermost ranges, until so many are left.
+    /// Writes the innermost ranges, until this many remain.
     fn close(&mut self, left: usize) -> std::result::Result<(), Fault> {
         for range in self.ranges.drain(left..).rev() {
             for writer in self.writers.iter_mut() {
@@ -175,7 +175,8 @@ impl Merge<'_> {
         Ok(())
     }
 
-    /// Says in which range a block was asked for: that of the driver call that comes next, which is mostly its first use.
+    /// Writes the range in which a block was requested: the range of the next driver call, which is mostly its first
+    /// use.
     fn say_where(&mut self) {
         let path = self.calls.ahead.front().map_or("", |call| call.path.as_str());
         let of = |kind: &str| path.split('/').find(|name| name.starts_with(kind));

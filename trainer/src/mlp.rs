@@ -108,8 +108,8 @@ pub struct Batch {
 pub struct LossSlot {
     /// Address of the f32, or of that of step 0.
     pub addr: u64,
-    /// Address of the number of the step, if the device keeps it: the loss then goes so many f32 further on, and the step
-    /// adds one to the number.
+    /// Address of the step's number, if the device keeps it: the loss is then written that many f32 after `addr`, and
+    /// the step adds one to the number.
     pub cursor: Option<u64>,
 }
 

@@ -85,7 +85,7 @@ pub struct EpochRecord {
     pub device_busy_s: Option<f64>,
     /// Driver calls made in it.
     pub driver_calls: CallCounts,
-    /// Those of its training alone: made in the time of `train_s`.
+    /// Driver calls of its training only: made in the time of `train_s`.
     pub train_driver_calls: CallCounts,
 }
 

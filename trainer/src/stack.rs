@@ -25,7 +25,7 @@ pub(crate) struct Stack {
     pub(crate) trace: Option<Arc<EventTrace>>,
     /// Checker.
     pub(crate) checker: Option<Arc<Checker>>,
-    /// Whether a memory checker is notified of blocks.
+    /// True if a memory checker is notified of blocks.
     pub(crate) told: bool,
     /// The cost of the enabled instruments.
     pub(crate) costs: Vec<InstrumentCost>,

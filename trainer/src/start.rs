@@ -98,7 +98,7 @@ pub fn begin(path: &Path) -> Result<OutputFile> {
 ///
 /// # Errors
 /// [`TrainError::Input`] when another program writes it too, [`TrainError::Start`] when it cannot be written to its end; a
-/// disk without room for all of it is told before the first byte.
+/// disk without room for all of it is reported before the first byte.
 pub fn write(mut file: OutputFile, settings: &Settings, dataset: &Dataset) -> Result<FileChecksum> {
     let path = file.path().to_owned();
     let tensors = tensors(settings, dataset)?;

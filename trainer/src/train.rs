@@ -54,8 +54,8 @@ pub struct Outcome {
 /// `started` is the start of the process; `stop` is checked between steps; `observer` is notified of progress.
 ///
 /// # Errors
-/// What goes wrong before there is a record. Later errors are in the [`Outcome`], beside the record of what was
-/// done.
+/// Errors before the record exists. Later errors are in the [`Outcome`], together with the record of the completed
+/// work.
 pub fn run(
     settings: &Settings,
     command: Vec<String>,
@@ -79,7 +79,7 @@ pub fn run(
     let dataset = data::load(&settings.data(), observer.as_ref())?;
     observer.dataset(&dataset);
     let steps = steps_in_all(settings, &dataset);
-    // Before there is a record, because both can be told from the command line.
+    // Before the record exists, because both depend only on the command line.
     let capture = Capture::new(settings.profile_steps, steps)?;
     let mut run = Run::new(settings, command, started, device, &dataset, calls)?;
     run.record.write_summary(&run.summary)?;

@@ -95,7 +95,7 @@ fn the_checker_finds_nothing_and_changes_nothing() {
     }
 }
 
-/// What fusion may change: a rounding to the type after the product, and the order of f32 sums. A rounding is 2⁻²⁴ of a
+/// Fusion may change a rounding to the type after the product, and the order of f32 sums. A rounding is 2⁻²⁴ of a
 /// value in f32, 2⁻⁹ in bf16, 2⁻¹² in f16; tf32 rounds operands only, which are the same. The bounds are relative, over 20
 /// steps of a rate at which differences do not grow.
 #[test]

@@ -245,7 +245,7 @@ fn a_directory_that_the_user_names_is_used_or_refused() {
         fs::write(dir.path().join(NAMES[3]), b"broken").unwrap();
         message(load_with(&request(name, None), &by_variable, &Silent));
         fs::remove_file(dir.path().join(NAMES[3])).unwrap();
-        // Without being told otherwise, the cache serves.
+        // By default, the cache is used.
         assert_small(&load_with(&request(name, None), &sources, &Silent).unwrap());
     }
 }

@@ -81,8 +81,8 @@ fn loaders_do_not_change_the_losses() {
     }
 }
 
-/// The data sets here have a shift of zero, where a product that is rounded before the addition cannot be told from
-/// one that is not. This one has another.
+/// The other data sets have a shift of zero, where rounding a product before the addition changes nothing. This data
+/// set has a nonzero shift.
 #[test]
 fn loaders_give_the_same_bits_whatever_the_scale_and_shift() {
     let labels: Vec<u8> = (0..16).map(|row| row % 3).collect();

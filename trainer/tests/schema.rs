@@ -240,7 +240,7 @@ fn runs() -> Vec<Done> {
     runs
 }
 
-/// What an allocator's settings mean stands in the list of backends, so the document does not name them again.
+/// The list of backends documents an allocator's settings, so the document does not repeat them.
 fn lists_every_setting(summary: &Value) {
     let settings = &summary["settings"];
     let backend = backends::find(settings["allocator"].as_str().unwrap()).unwrap();

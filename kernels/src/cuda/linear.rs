@@ -115,7 +115,8 @@ impl CudaKernels {
     fn taken(&self, kernels: &LinearKernels, plan: &Plan, shape: [u32; 3]) -> Plan {
         let has_warpgroups = kernels.warpgroup.is_some();
         let plan = if has_warpgroups { *plan } else { plan.portable(shape) };
-        // Where the planned tile does not fit a multiprocessor, or is not there, a smaller one does the work alone.
+        // If the planned tile does not fit a multiprocessor or is unavailable, a smaller tile without split k replaces
+        // it.
         let smaller = || {
             let gradient = matches!(plan.product, Product::Gradient | Product::Update);
             let tile = if gradient { Tile::Fine } else { Tile::Thin16 };
@@ -136,8 +137,8 @@ impl CudaKernels {
     ///
     /// # Safety
     ///
-    /// What [`Operation::launch`](crate::Operation::launch) asks holds for the addresses among the arguments, each matrix
-    /// may be read up to the pitch of its last row, and the arguments are those of the plan's product and shape.
+    /// The addresses among the arguments meet the requirements of [`Operation::launch`](crate::Operation::launch), each
+    /// matrix is readable up to the pitch of its last row, and the arguments belong to the plan's product and shape.
     pub(crate) unsafe fn launch_linear(
         &self,
         plan: &Plan,

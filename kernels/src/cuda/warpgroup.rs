@@ -78,7 +78,7 @@ pub(super) struct WarpgroupKernels {
 }
 
 impl WarpgroupKernels {
-    /// Those of a precision, if there are any.
+    /// Loads the kernels of a precision, if it has any.
     pub(super) fn load(precision: Precision, multiprocessors: u32) -> Result<Option<Self>, KernelError> {
         let Some(index) = index(precision) else { return Ok(None) };
         let planned = places(precision).iter().map(|&(product, tile)| {

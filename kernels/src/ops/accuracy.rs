@@ -1,4 +1,4 @@
-//! How often a classifier is right; kernel in `cuda/accuracy.cu`.
+//! Number of rows that a classifier gets right; kernel in `cuda/accuracy.cu`.
 
 use cudarc::driver::sys::CUstream;
 

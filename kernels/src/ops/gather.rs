@@ -61,10 +61,11 @@ pub struct GatherRows {
 /// Groups of 16 bytes that a thread takes in a launch of many, as `gather.cu` has it: it asks for all of them at once, so
 /// that more is on its way than the threads of a GPU alone could ask for.
 const MOST_GROUPS: u64 = 4;
-/// From so many blocks of one group a thread on: then as many fill a large GPU as it holds at a time, about a thousand.
+/// Minimum number of blocks (at one group a thread) for several groups a thread: about a thousand blocks remain, as
+/// many as a large GPU runs simultaneously.
 const MANY_BLOCKS: u64 = 4096;
 
-/// Groups that each thread takes.
+/// Number of groups that each thread processes.
 fn groups_each(groups: u64) -> u64 {
     if elementwise_blocks(groups) >= MANY_BLOCKS { MOST_GROUPS } else { 1 }
 }
@@ -182,7 +183,7 @@ fn batch_indices<'m>(
     buffers.read::<u32>(first, rows.into())
 }
 
-/// What a launch reads at a place known beforehand: which indices it takes depends on the cursor.
+/// Address and bytes of a launch's read at a known address: with a cursor, the cursor, on which the indices depend.
 fn indices_or_cursor(indices: u64, rows: u32, cursor: Option<u64>) -> (u64, u64) {
     cursor.map_or((indices, total([(rows.into(), U32)])), |cursor| (cursor, U32))
 }

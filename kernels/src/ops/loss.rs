@@ -17,8 +17,8 @@ const LANES: u64 = 32;
 
 /// `losses[r] = ln Σ_c e^x[r,c] − x[r,label[r]]` and `dlogits = (softmax(x) − onehot(label)) · scale`.
 ///
-/// The row's maximum is subtracted first, so nothing overflows. A label that is no class is an error on the host; on a
-/// GPU it gives NaN for the row's loss and for its gradient.
+/// The row's maximum is subtracted first, so nothing overflows. A label that is not a class is an error on the host; on
+/// a GPU it gives NaN for the row's loss and for its gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SoftmaxCrossEntropy {
     /// Rows: examples.

@@ -16,8 +16,8 @@ use crate::storage::{Element, Stored, with_stored};
 /// [`CountCorrect`](crate::CountCorrect) and [`AdvanceCursor`](crate::AdvanceCursor) without the losses of the rows in
 /// memory.
 ///
-/// A label that is no class is an error on the host; on a GPU it gives NaN for the mean and for the row's gradient, and
-/// the row counts as wrong.
+/// A label that is not a class is an error on the host; on a GPU it gives NaN for the mean and for the row's gradient,
+/// and the row counts as wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SoftmaxLoss {
     /// Type of the gradient; without one any.

@@ -221,7 +221,7 @@ impl Session<'_> {
     }
 }
 
-/// Opens a `.part`, or makes it. What is no regular file is none of ours: a link would lead to a file that nobody named.
+/// Opens or creates a `.part`. Refuses anything but a regular file: a link would lead to a file that nobody named.
 fn open_part(part: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);
@@ -268,7 +268,7 @@ fn answer(url: &str, start: u64, patience: Duration, stalled_after: Duration) ->
     }
 }
 
-/// What kept a request from an answer. The usual reasons come from several layers, each with words of its own.
+/// Reason that a request failed. The usual reasons come from several layers, each with its own wording.
 fn in_few_words(error: &ureq::Error) -> String {
     match error {
         ureq::Error::HostNotFound => "name not found".to_owned(),
@@ -286,7 +286,7 @@ fn in_few_words(error: &ureq::Error) -> String {
     }
 }
 
-/// What all mirrors answered: those that answered alike together.
+/// Error from the answers of all mirrors, with equal answers grouped.
 fn unavailable(file: &StandardFile, problems: &[(String, String)]) -> DataError {
     let mut alike: Vec<(Vec<&str>, &str)> = Vec::new();
     for (host, problem) in problems {

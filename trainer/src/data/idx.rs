@@ -174,7 +174,7 @@ fn advice(kind: IdxKind, found: u32) -> &'static str {
 struct Counted<'a, R> {
     inner: R,
     count: u64,
-    /// Whether the input of a decompressor ended in the middle.
+    /// True if the input of a decompressor was truncated.
     cut: bool,
     name: &'a str,
 }

@@ -106,7 +106,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-    /// What passes between two calls is the program's own time, with a listener or without; and it is in no call.
+    /// Time between two calls is the program's own, with or without a listener, and is not in any call.
     #[test]
     fn the_program_takes_its_time_between_calls_and_in_none_of_them() {
         let ended = |listens: bool| {

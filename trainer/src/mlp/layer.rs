@@ -32,7 +32,7 @@ impl Mlp {
         context.pitched(self.arithmetic.element(), rows, cols, self.arithmetic.pitch(cols))
     }
 
-    /// A layer's launches for so many rows, without addresses.
+    /// A layer's launches for this many rows, without addresses.
     fn launches(&self, layer: &Linear, rows: u32) -> LayerLaunches {
         LayerLaunches::new(&self.arithmetic, rows, [layer.weight.cols, layer.weight.rows])
     }

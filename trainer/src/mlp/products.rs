@@ -23,8 +23,8 @@ pub struct LayerProducts {
     pub weight: &'static str,
 }
 
-/// The kernels of all layers' products of a network with these widths, for batches of so many rows on this GPU; without one,
-/// those that are simulated.
+/// The kernels of all layers' GEMMs of a network with these widths, for batches of this many rows on this GPU; without
+/// a GPU, the simulated kernels.
 ///
 /// # Errors
 /// As for [`CudaKernels::prepare`].
@@ -71,7 +71,7 @@ pub struct LayerLaunches {
 }
 
 impl LayerLaunches {
-    /// For so many rows, and a layer with these inputs and outputs.
+    /// The launches for this many rows, and a layer with these inputs and outputs.
     #[must_use]
     pub fn new(arithmetic: &Arithmetic, rows: u32, [inputs, outputs]: [u32; 2]) -> Self {
         let precision = arithmetic.precision();
@@ -135,7 +135,7 @@ impl Mlp {
         self.tickets.as_ref().map_or(0, |tickets| tickets.addr().get() + tickets.bytes() / 2)
     }
 
-    /// Memory for one launch with so many tickets, and its address; none, and an address that means nothing, where none is
+    /// Memory for one launch with this many tickets, and its address; no memory and a meaningless address if none is
     /// needed.
     ///
     /// # Panics

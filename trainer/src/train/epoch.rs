@@ -25,7 +25,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    /// How the epoch went; `rows` are those of the steps that were done, losses included, whatever ends it.
+    /// Runs the epoch; `rows` receives the rows of completed steps, losses included, whatever ends it.
     pub(super) fn run(
         &self,
         run: &mut Run,

@@ -28,7 +28,7 @@ pub(super) struct Stepper {
 }
 
 impl Stepper {
-    /// For a run with so many steps in all, on so many rows; `loader` is told to follow the device.
+    /// A stepper for a run with this many steps in total, on this many rows; sets `loader` to follow the device.
     ///
     /// # Errors
     /// Errors of the allocator.
@@ -50,7 +50,7 @@ impl Stepper {
         Ok(Self { graphs: Some(graphs), losses: Some(losses) })
     }
 
-    /// Before the first step of an epoch of so many.
+    /// Begins an epoch of this many steps.
     ///
     /// # Errors
     /// Errors of the allocator and of the copy.
@@ -74,7 +74,7 @@ impl Stepper {
         self.losses.as_ref().expect("an epoch should have begun")
     }
 
-    /// Steps that are queued together, when so many with the same number of rows come next.
+    /// Number of steps to queue together, if the next `alike` steps have the same number of rows.
     pub(super) fn at_once(&self, alike: u64) -> u64 {
         self.graphs.as_ref().map_or(1, |graphs| graphs.at_once(alike))
     }
@@ -135,19 +135,19 @@ pub(super) struct GraphStepper {
 }
 
 impl GraphStepper {
-    /// For a run with so many steps in all, on so many rows.
+    /// A stepper for a run with this many steps in total, on this many rows.
     pub(super) fn new(settings: &Settings, (rows, steps): (usize, u64), cursor: DeviceBuffer, losses: u64) -> Self {
         let full = settings.steps_in_graph().unwrap_or(1).into();
         let planned = kinds(rows, settings.batch as usize, steps, full, settings.profile_steps.is_some());
         Self { cursor, losses, full, planned, captured: Vec::new() }
     }
 
-    /// Steps of the next graph, when so many with the same number of rows come next.
+    /// Number of steps of the next graph, if the next `alike` steps have the same number of rows.
     pub(super) fn at_once(&self, alike: u64) -> u64 {
         if alike >= self.full { self.full } else { 1 }
     }
 
-    /// Launches the graph of so many steps with so many rows each; captures it if it is the first.
+    /// Launches the graph of this many steps with this many rows each; captures it if it is the first.
     ///
     /// # Errors
     /// Errors of the allocator, of captures and launches.
@@ -201,8 +201,8 @@ impl GraphStepper {
     }
 }
 
-/// The kinds of graphs that a run of so many steps needs, the one with the most work first, so that the others find memory
-/// of its. With a profiled range of steps, which graphs may not cross, single steps are there in any case.
+/// The kinds of graphs that a run of this many steps needs, the largest first, so that the others can reuse its memory.
+/// With a profiled range of steps, which graphs must not cross, single steps are always included.
 fn kinds(rows: usize, batch: usize, steps: u64, full: u64, profiled: bool) -> Vec<Kind> {
     // CAST: rows are those of a data set in memory.
     let (whole, left) = ((rows / batch) as u64, rows % batch);

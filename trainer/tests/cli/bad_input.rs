@@ -216,7 +216,7 @@ fn profiles_that_cannot_work_are_refused() {
 #[test]
 fn a_gpu_that_is_not_there_is_bad_input() {
     let place = Place::new();
-    // Where there is one, the driver is told to hide it.
+    // The driver hides any GPU.
     let run = |arguments: &[&str]| {
         let mut command = place.process(arguments);
         command.env("CUDA_VISIBLE_DEVICES", "-1");

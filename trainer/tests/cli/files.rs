@@ -95,7 +95,7 @@ fn a_record_goes_into_an_empty_directory() {
     place.iris(&["--out", "record"]).refused(&["record exists already and holds a run that finished"]);
 }
 
-/// Runs that are stopped by room, each in the folder `disk` of a place, which goes to `left` afterwards.
+/// Runs in the directory `disk` of a place, a file system of this size, whose files are copied to `left` afterwards.
 fn on_a_disk(size: &str, runs: &[&[&str]]) -> (Place, Vec<Ran>) {
     let place = Place::new();
     std::fs::create_dir(place.at("disk")).unwrap();

@@ -9,7 +9,7 @@ fn recorded(place: &Place) -> Background {
     Background::start(place, &[&LONG[..], &["--out", "record", "--json"]].concat())
 }
 
-/// Whether the parent of these tests had SIGHUP ignored, as `nohup` does. Runs inherit that, and leave it so.
+/// Returns true if the parent of these tests ignores SIGHUP, as `nohup` does. Runs inherit that and do not change it.
 fn hang_up_is_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap_or("0");

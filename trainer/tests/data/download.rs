@@ -98,7 +98,7 @@ fn sources(cache: &Path, mirrors: &[&str]) -> Sources {
     Sources { mirrors: mirrors.iter().map(|&url| url.to_owned()).collect(), ..expecting(nowhere(cache), &small()) }
 }
 
-/// Keeps the sums of what it was told.
+/// Sums of the reported progress.
 #[derive(Default)]
 struct Told {
     totals: Cell<u64>,

@@ -23,7 +23,7 @@ pub(crate) use outputs::{
 
 use super::{Buffer, Build, Case, Expected, POISON, encode};
 
-/// How far a sum of `count` products may be from the exact one, given the sum of their magnitudes. Rounding errors of
+/// Maximum error of a sum of `count` products, given the sum of their magnitudes. Rounding errors of
 /// random sign grow as the square root; the factor leaves room for bad luck.
 fn sum_tolerance(count: u32, magnitude: f64) -> f64 {
     4.0 * f64::from(count).sqrt() * f64::from(f32::EPSILON) * magnitude
