@@ -18,7 +18,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDERS = ("allocators", "app/build", "app/cli", "app/terminal")
+FOLDERS = ("allocators", "app/build", "app/cli", "app/inject", "app/nsight", "app/terminal")
 # Workspaces of their own.
 LEFT_OUT = ("allocators/fuzz/",)
 
