@@ -349,7 +349,8 @@ fn what_was_predicted_stands_beside_what_was_measured() {
     assert!(ran.stderr.contains("vramlab: remap cannot be put under PyTorch"), "{ran:#?}");
     let command = process(&place, &["try", "--output", "again", "--", "python3", "script.py"]);
     let ran = Ran::of(torch(&place, command, script).output().unwrap()).ok();
-    for words in ["predicted and measured", "as it is", "expandable_segments", "300 MiB", "remap", "step: median time"] {
+    for words in ["predicted and measured", "as it is", "expandable_segments", "300 MiB", "remap", "step: median time"]
+    {
         assert!(ran.stdout.contains(words), "{words}: {ran:#?}");
     }
     let command = process(&place, &["try", "--", "true"]);
