@@ -190,18 +190,22 @@ fn outlook(setting: &Setting, saving: Option<f64>) -> String {
 }
 
 fn cost<T>(outcome: &Outcome<T>) -> String {
+    driver_time(outcome, " (simulated H200)")
+}
+
+/// The device is that of the setting above, which names it.
+fn current_cost<T>(outcome: &Outcome<T>) -> String {
+    driver_time(outcome, "")
+}
+
+fn driver_time<T>(outcome: &Outcome<T>, device: &str) -> String {
     // CAST: seconds back to nanoseconds, for display.
     let time = duration((outcome.simulated_s.unwrap_or(0.0) * 1e9).round() as u64);
-    let out = format!("{time} in {} (simulated H200)", counted(outcome.calls(), "driver call"));
+    let out = format!("{time} in {}{device}", counted(outcome.calls(), "driver call"));
     match outcome.num_alloc_retries {
         0 => out,
         retries => out + &format!(" and {}", cache_flushes(retries)),
     }
-}
-
-/// Without the device, which the setting above names.
-fn current_cost<T>(outcome: &Outcome<T>) -> String {
-    cost(outcome).replace(" (simulated H200)", "")
 }
 
 fn cache_flushes(count: u64) -> String {
