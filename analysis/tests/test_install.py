@@ -237,6 +237,10 @@ def test_the_wheel_is_the_program_the_library_and_the_package(tmp_path: Path) ->
     }
     # What the shim is compiled from, where PyTorch is.
     assert {Path("vramlab/shim/shim.cpp"), Path("vramlab/include/vramlab.h")} <= set(files)
+    # What goes under PyTorch, and between any CUDA program and the driver.
+    libraries = {file.name for file in files if file.suffix == ".so" and file.parent.name == "vramlab"}
+    if sys.platform == "linux":
+        assert libraries == {"libvramlab.so", "libvramlab_inject.so"}
     # For any Python, on any Linux of the tag that the name says.
     if sys.platform == "linux":
         new.run("python", "-m", "pip", "install", "auditwheel")

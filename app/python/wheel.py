@@ -1,6 +1,7 @@
-"""Builds what the wheel has from Cargo: the program `vramlab` and libvramlab. Neither is for one Python alone.
+"""Builds the Cargo parts of the wheel: the program `vramlab`, libvramlab and, on Linux, libvramlab_inject.
 
-VRAMLAB_CARGO has other arguments for `cargo build` than those that optimise the two. Tests name what they have built.
+They fit every Python. VRAMLAB_CARGO replaces the arguments of `cargo build`, which optimise. Tests name those of their
+own build.
 VRAMLAB_GLIBC=2.28 links against that glibc instead of the machine's, with Zig, so that the wheel runs on older systems.
 """
 
@@ -40,21 +41,22 @@ class CargoHook(BuildHookInterface):  # type: ignore[type-arg]
         if not workspace.is_dir():
             # Not a source distribution, but a checkout.
             workspace = root.parents[1]
-        program, library = built(workspace)
+        program, libraries = built(workspace)
         shims = sorted((root / "src" / "vramlab" / "prebuilt").glob("*.so"))
         build_data["shared_scripts"] = {str(program): program.name}
-        build_data["force_include"][str(library)] = f"vramlab/{library.name}"
+        build_data["force_include"] |= {str(library): f"vramlab/{library.name}" for library in libraries}
         header = workspace / "allocators" / "capi" / "include" / "vramlab.h"
         build_data["force_include"][str(header)] = "vramlab/include/vramlab.h"
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_of([program, library], shims)}"
+        build_data["tag"] = f"py3-none-{platform_of([program, *libraries], shims)}"
 
 
-def built(workspace: Path) -> tuple[Path, Path]:
-    """The program and the library, as Cargo says where they are."""
+def built(workspace: Path) -> tuple[Path, list[Path]]:
+    """The program and the libraries, from Cargo's messages."""
     if shutil.which("cargo") is None:
         sys.exit("vramlab is built with Rust, and there is no cargo here: https://rustup.rs")
-    what = os.environ.get("VRAMLAB_CARGO", "--release -p vramlab-cli -p vramlab-capi").split()
+    crates = ["vramlab-cli", "vramlab-capi", *(["vramlab-inject"] if sys.platform == "linux" else [])]
+    what = os.environ.get("VRAMLAB_CARGO", f"--release -p {' -p '.join(crates)}").split()
     build = ["build"]
     oldest = os.environ.get("VRAMLAB_GLIBC")
     if oldest:
@@ -66,9 +68,9 @@ def built(workspace: Path) -> tuple[Path, Path]:
     messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
     artifacts = [message for message in messages if message.get("reason") == "compiler-artifact"]
     program = next(one["executable"] for one in artifacts if one["target"]["name"] == "vramlab" and one["executable"])
-    libraries = [one["filenames"] for one in artifacts if "cdylib" in one["target"]["kind"]]
-    library = next(file for files in libraries for file in files if file.endswith((".so", ".dylib", ".dll")))
-    return Path(program), Path(library)
+    files = [file for one in artifacts if "cdylib" in one["target"]["kind"] for file in one["filenames"]]
+    libraries = [Path(file) for file in files if file.endswith((".so", ".dylib", ".dll"))]
+    return Path(program), [file for file in libraries if sys.platform == "linux" or "inject" not in file.name]
 
 
 def platform_of(files: list[Path], shims: list[Path]) -> str:
