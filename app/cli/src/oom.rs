@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::io::{IsTerminal, Read};
 use std::path::Path;
 use terminal::Page;
-use text::{Facts, Source};
+use text::{Facts, Reporter};
 use verdict::{Finding, findings};
 
 /// More than any log that a person would copy; the message is at its end.
@@ -28,11 +28,11 @@ pub(crate) struct OomArgs {
     json: bool,
 }
 
-/// The answer; the keys are described in the schema of `vramlab`'s output.
+/// The answer; the keys are described in `schema.md`.
 #[derive(Debug, Serialize)]
 struct Answer {
     schema_version: u32,
-    source: Source,
+    source: Reporter,
     #[serde(flatten)]
     facts: Facts,
     /// The cause first, then those who hold memory.

@@ -20,13 +20,14 @@ use syn::{
 const DOCUMENTS: [&str; 2] = ["analysis/schema.md", "app/cli/schema.md"];
 
 /// Directories with the serialised types.
-const FOLDERS: [&str; 7] = [
+const FOLDERS: [&str; 8] = [
     "allocators/device",
     "allocators/policies",
     "allocators/histories",
     "trainer",
     "app/terminal",
     "app/cli",
+    "app/nsight",
     "experiments/runner",
 ];
 

@@ -18,7 +18,7 @@ pub(crate) struct Summary {
     pub(crate) processes: usize,
     /// What the capture lacks.
     pub(crate) notes: Vec<String>,
-    pub(crate) memory: Memory,
+    pub(crate) memory: MemoryCalls,
     /// Time in which a device worked.
     pub(crate) busy_ns: i64,
     pub(crate) tables: Tables,
@@ -26,7 +26,7 @@ pub(crate) struct Summary {
 
 /// All calls that manage memory, together.
 #[derive(Debug, Default, Serialize)]
-pub(crate) struct Memory {
+pub(crate) struct MemoryCalls {
     pub(crate) calls: u64,
     pub(crate) total_ns: i64,
     /// Host time lost waiting for the device.
@@ -53,16 +53,25 @@ pub(crate) struct Tables {
 #[derive(Debug, Serialize)]
 pub(crate) struct CallRow {
     pub(crate) call: String,
+    /// As in a run's `driver_calls`, or the name.
     pub(crate) kind: String,
     pub(crate) count: u64,
     pub(crate) total_ns: i64,
+    /// Calls that waited.
     pub(crate) waited: u64,
+    /// Until the work was over, by timestamps.
     pub(crate) waited_ns: i64,
+    /// Host time lost: with the return beyond the idle cost.
     pub(crate) blocked_ns: i64,
+    /// Median of the calls that had nothing to wait for.
     pub(crate) idle_cost_ns: Option<i64>,
+    /// Calls that began with work outstanding that they could wait for.
     pub(crate) outstanding: u64,
+    /// Of those: returned while that work still ran.
     pub(crate) returned_before: u64,
+    /// `device`, `stream`, `event`, `own` (the copy itself), `room` (in the queue of launches) or `nothing`.
     pub(crate) waits_for: String,
+    /// `seen` in this capture, or `documented`.
     pub(crate) grounds: &'static str,
 }
 
@@ -136,12 +145,14 @@ pub(crate) struct LaunchRow {
     pub(crate) count: u64,
     pub(crate) total_ns: i64,
     pub(crate) median_ns: i64,
+    /// From the end of the work before on the stream.
     pub(crate) median_gap_ns: Option<i64>,
+    /// From the start of the launching call.
     pub(crate) median_latency_ns: Option<i64>,
     pub(crate) queued_behind: u64,
 }
 
-/// Memory calls in one place of the run.
+/// MemoryCalls calls in one place of the run.
 #[derive(Debug, Serialize)]
 pub(crate) struct PlaceRow {
     pub(crate) place: String,
@@ -217,8 +228,8 @@ fn named(path: String) -> String {
     if path.is_empty() { NO_RANGE.to_owned() } else { path }
 }
 
-fn memory(capture: &Capture, attribution: &Attribution) -> Memory {
-    let mut memory = Memory::default();
+fn memory(capture: &Capture, attribution: &Attribution) -> MemoryCalls {
+    let mut memory = MemoryCalls::default();
     let mut overhead: HashMap<i64, Vec<(i64, i64)>> = HashMap::new();
     for one in &capture.overhead {
         overhead.entry(one.thread).or_default().push((one.start, one.end));

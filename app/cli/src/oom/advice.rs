@@ -1,6 +1,6 @@
 //! The sentences of an answer: the message, its cause, who holds memory, what to change, and the next command.
 
-use super::text::{Facts, Source};
+use super::text::{Facts, Reporter};
 use super::verdict::Finding;
 use terminal::command;
 use vramlab::Bytes;
@@ -18,7 +18,7 @@ pub(crate) struct Advice {
 }
 
 impl Advice {
-    pub(crate) fn new(source: Source, facts: &Facts, findings: &[Finding]) -> Self {
+    pub(crate) fn new(source: Reporter, facts: &Facts, findings: &[Finding]) -> Self {
         let mut lines = vec![message(source, facts)];
         let causes = findings.iter().filter(|finding| finding.is_cause());
         lines.extend(causes.map(|finding| cause(source, facts, *finding)));
@@ -34,33 +34,33 @@ impl Advice {
 }
 
 /// Who failed, with the numbers of the text.
-fn message(source: Source, facts: &Facts) -> String {
+fn message(source: Reporter, facts: &Facts) -> String {
     let size = |bytes: u64| Bytes(bytes).to_string();
     let name = match source {
-        Source::Pytorch => "PyTorch's allocator",
-        Source::PytorchMallocAsync => "PyTorch over cudaMallocAsync",
-        Source::PytorchMps => "PyTorch on an Apple GPU",
-        Source::PytorchCpu => "PyTorch's allocator of host memory",
-        Source::PytorchNvml => "PyTorch",
-        Source::PytorchSummary => "PyTorch's memory summary",
-        Source::VllmStart | Source::VllmCache => "vLLM",
-        Source::Tensorflow => "TensorFlow's allocator",
-        Source::Xla => "XLA (JAX or TensorFlow)",
-        Source::Rmm => "RMM",
-        Source::Cupy => "CuPy's pool",
-        Source::Ggml => "ggml (llama.cpp)",
-        Source::Nccl => "NCCL",
-        Source::CudaLibrary => "A CUDA library",
-        Source::NvidiaSmi => "nvidia-smi",
-        Source::Cuda => "CUDA",
+        Reporter::Pytorch => "PyTorch's allocator",
+        Reporter::PytorchMallocAsync => "PyTorch over cudaMallocAsync",
+        Reporter::PytorchMps => "PyTorch on an Apple GPU",
+        Reporter::PytorchCpu => "PyTorch's allocator of host memory",
+        Reporter::PytorchNvml => "PyTorch",
+        Reporter::PytorchSummary => "PyTorch's memory summary",
+        Reporter::VllmStart | Reporter::VllmCache => "vLLM",
+        Reporter::Tensorflow => "TensorFlow's allocator",
+        Reporter::Xla => "XLA (JAX or TensorFlow)",
+        Reporter::Rmm => "RMM",
+        Reporter::Cupy => "CuPy's pool",
+        Reporter::Ggml => "ggml (llama.cpp)",
+        Reporter::Nccl => "NCCL",
+        Reporter::CudaLibrary => "A CUDA library",
+        Reporter::NvidiaSmi => "nvidia-smi",
+        Reporter::Cuda => "CUDA",
     };
     let gpu = facts.gpu.map_or(String::new(), |gpu| format!(" on GPU {gpu}"));
     let mut parts = Vec::new();
     if let Some(requested) = facts.requested_bytes {
         // PyTorch asks the driver for segments of 2 MiB and 20 MiB for smaller tensors.
         let segment = match requested {
-            0x20_0000 if source == Source::Pytorch => " (a segment; the tensor has at most 1 MiB)",
-            0x140_0000 if source == Source::Pytorch => " (a segment; the tensor has at most 10 MiB)",
+            0x20_0000 if source == Reporter::Pytorch => " (a segment; the tensor has at most 1 MiB)",
+            0x140_0000 if source == Reporter::Pytorch => " (a segment; the tensor has at most 10 MiB)",
             _ => "",
         };
         parts.push(format!("{} requested{segment}", size(requested)));
@@ -85,14 +85,14 @@ fn message(source: Source, facts: &Facts) -> String {
     format!("{name}{gpu}{times}: {numbers}.")
 }
 
-fn cause(source: Source, facts: &Facts, finding: Finding) -> String {
+fn cause(source: Reporter, facts: &Facts, finding: Finding) -> String {
     let size = |bytes: u64| Bytes(bytes).to_string();
     match finding {
         Finding::Limit(limit) => {
             let owner = match source {
-                Source::Tensorflow => "TensorFlow's share of the GPU",
-                Source::Rmm | Source::Cupy => "the pool's maximum size",
-                Source::PytorchMps => "the limit that PyTorch sets on this machine",
+                Reporter::Tensorflow => "TensorFlow's share of the GPU",
+                Reporter::Rmm | Reporter::Cupy => "the pool's maximum size",
+                Reporter::PytorchMps => "the limit that PyTorch sets on this machine",
                 _ => "the limit of this process",
             };
             format!("Cause: {owner}, {}. The GPU itself did not refuse the request.", size(limit))
@@ -136,28 +136,28 @@ fn cause(source: Source, facts: &Facts, finding: Finding) -> String {
 }
 
 /// Where the numbers do not decide: what the text leaves open.
-fn undecided(source: Source, facts: &Facts) -> String {
+fn undecided(source: Reporter, facts: &Facts) -> String {
     match source {
-        Source::PytorchNvml => {
+        Reporter::PytorchNvml => {
             "Cause: a request ran out of memory, and PyTorch's query of NVML for the message failed (some containers and Jetson \
              have no NVML). The text does not say how much was missing."
         }
-        Source::PytorchCpu => "Cause: host memory (RAM), not GPU memory.",
-        Source::Nccl => {
+        Reporter::PytorchCpu => "Cause: host memory (RAM), not GPU memory.",
+        Reporter::Nccl => {
             "Cause: NCCL allocates its buffers outside of the framework's allocator, which had left too little memory on the GPU. \
              The text does not say who holds it."
         }
-        Source::CudaLibrary => {
+        Reporter::CudaLibrary => {
             "Cause: most likely out of memory. These libraries allocate a workspace with each handle, outside of the framework's \
              allocator, and report a failure in this way."
         }
-        Source::PytorchSummary if facts.failures == 0 => "Memory did not run out: the summary counts no failed request.",
-        Source::PytorchSummary => "The summary does not say what was requested, or what other processes hold.",
-        Source::VllmCache => "Cause: the cache of keys and values for one request does not fit into what vLLM has left for it.",
-        Source::VllmStart => "Cause: less memory is free at the start than vLLM was told to take.",
-        Source::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
-        Source::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
-        Source::Xla => "The text does not say how much memory the GPU has, or who holds it.",
+        Reporter::PytorchSummary if facts.failures == 0 => "Memory did not run out: the summary counts no failed request.",
+        Reporter::PytorchSummary => "The summary does not say what was requested, or what other processes hold.",
+        Reporter::VllmCache => "Cause: the cache of keys and values for one request does not fit into what vLLM has left for it.",
+        Reporter::VllmStart => "Cause: less memory is free at the start than vLLM was told to take.",
+        Reporter::NvidiaSmi => "The table shows who holds memory, not why a request failed.",
+        Reporter::Ggml => "Cause: one buffer does not fit. The text does not say how much is free.",
+        Reporter::Xla => "The text does not say how much memory the GPU has, or who holds it.",
         _ => "The text does not say how much was free, or who holds the memory.",
     }
     .to_owned()
@@ -197,44 +197,44 @@ fn holder(facts: &Facts, finding: Finding) -> Option<String> {
 }
 
 /// What to change, and a setting for it.
-fn remedy(source: Source, findings: &[Finding]) -> (String, Option<&'static str>) {
+fn remedy(source: Reporter, findings: &[Finding]) -> (String, Option<&'static str>) {
     let cause = findings.iter().find(|finding| finding.is_cause()).copied().unwrap_or(Finding::Undecided);
     let others = findings.iter().any(is_elsewhere);
     match (source, cause) {
-        (Source::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
+        (Reporter::Pytorch, Finding::Fragmentation(_) | Finding::FragmentationInTwoPlaces(_)) => (
             format!("Try: {EXPANDABLE} (before Python starts; not on Windows, not under cudaMallocAsync)."),
             Some(EXPANDABLE),
         ),
-        (Source::PytorchMallocAsync, _) => (
+        (Reporter::PytorchMallocAsync, _) => (
             "Try PyTorch's own allocator with expandable segments: PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True.".into(),
             Some("PYTORCH_CUDA_ALLOC_CONF=backend:native,expandable_segments:True"),
         ),
-        (Source::Tensorflow, _) => (
+        (Reporter::Tensorflow, _) => (
             "Try: TF_GPU_ALLOCATOR=cuda_malloc_async, which fragments less; a smaller batch where the pool is full.".into(),
             Some("TF_GPU_ALLOCATOR=cuda_malloc_async"),
         ),
-        (Source::Xla, _) => (
+        (Reporter::Xla, _) => (
             "Try: XLA_PYTHON_CLIENT_MEM_FRACTION=.95 where this process has the GPU for itself; XLA_PYTHON_CLIENT_PREALLOCATE=false \
              where it shares it; else a smaller batch."
                 .into(),
             Some("XLA_PYTHON_CLIENT_MEM_FRACTION=.95"),
         ),
-        (Source::PytorchMps, Finding::Limit(_)) => (
+        (Reporter::PytorchMps, Finding::Limit(_)) => (
             "Close what holds the rest of the memory, or use a smaller batch; PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 lifts the limit \
              and may stop the machine."
                 .into(),
             None,
         ),
-        (Source::VllmStart, _) => ("Lower --gpu-memory-utilization to what is free, or end the processes that hold the rest.".into(), None),
-        (Source::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
-        (Source::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
-        (Source::Rmm | Source::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
-        (Source::Nccl, _) => (
+        (Reporter::VllmStart, _) => ("Lower --gpu-memory-utilization to what is free, or end the processes that hold the rest.".into(), None),
+        (Reporter::VllmCache, _) => ("Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.".into(), None),
+        (Reporter::Ggml, _) => ("Put fewer layers on the GPU (-ngl), use a shorter context (-c), or a smaller quantization.".into(), None),
+        (Reporter::Rmm | Reporter::Cupy, Finding::Limit(_)) => ("Raise the pool's maximum size.".into(), None),
+        (Reporter::Nccl, _) => (
             "Leave memory for NCCL: a smaller batch, or torch.cuda.set_per_process_memory_fraction(0.9) in each rank.".into(),
             None,
         ),
-        (Source::CudaLibrary, _) => ("Leave memory for the library: a smaller batch, or handles that are created early.".into(), None),
-        (Source::PytorchCpu, _) => ("Use fewer loader workers, a smaller batch, or a machine with more RAM.".into(), None),
+        (Reporter::CudaLibrary, _) => ("Leave memory for the library: a smaller batch, or handles that are created early.".into(), None),
+        (Reporter::PytorchCpu, _) => ("Use fewer loader workers, a smaller batch, or a machine with more RAM.".into(), None),
         (_, Finding::Limit(_)) => (
             "Raise the limit (torch.cuda.set_per_process_memory_fraction, per_process_memory_fraction), or use less memory.".into(),
             None,
@@ -263,16 +263,16 @@ fn is_elsewhere(finding: &Finding) -> bool {
 }
 
 /// The command that goes on from here.
-fn next(source: Source, findings: &[Finding]) -> String {
+fn next(source: Reporter, findings: &[Finding]) -> String {
     let pytorch = matches!(
         source,
-        Source::Pytorch
-            | Source::PytorchNvml
-            | Source::PytorchSummary
-            | Source::VllmStart
-            | Source::VllmCache
-            | Source::Nccl
-            | Source::CudaLibrary
+        Reporter::Pytorch
+            | Reporter::PytorchNvml
+            | Reporter::PytorchSummary
+            | Reporter::VllmStart
+            | Reporter::VllmCache
+            | Reporter::Nccl
+            | Reporter::CudaLibrary
     );
     // A cause that lies in the program is looked for in the program, whoever else holds memory.
     let own = findings.iter().any(|finding| {
@@ -286,9 +286,9 @@ fn next(source: Source, findings: &[Finding]) -> String {
     });
     let elsewhere = !own && findings.iter().any(is_elsewhere);
     match source {
-        _ if elsewhere && source != Source::NvidiaSmi => "nvidia-smi".into(),
+        _ if elsewhere && source != Reporter::NvidiaSmi => "nvidia-smi".into(),
         _ if pytorch => command("vramlab", "run -- python YOUR_PROGRAM.py"),
-        Source::PytorchCpu => "free -h".into(),
+        Reporter::PytorchCpu => "free -h".into(),
         _ => "nvidia-smi".into(),
     }
 }

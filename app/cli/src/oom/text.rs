@@ -5,7 +5,7 @@ use serde::Serialize;
 /// The library whose message it is.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Source {
+pub(crate) enum Reporter {
     /// PyTorch's caching allocator, on CUDA, ROCm or XPU.
     Pytorch,
     /// PyTorch over `cudaMallocAsync`.
@@ -44,7 +44,7 @@ pub(crate) enum Source {
 
 /// A process on the GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Process {
+pub(crate) struct Holder {
     pub(crate) pid: u64,
     pub(crate) bytes: u64,
 }
@@ -70,7 +70,7 @@ pub(crate) struct Facts {
     /// In use by this process, with everything outside of the library's allocator.
     pub(crate) process_bytes: Option<u64>,
     /// Other processes that the text names.
-    pub(crate) other_processes: Vec<Process>,
+    pub(crate) other_processes: Vec<Holder>,
     /// In use by others, where the text gives only a sum.
     pub(crate) others_bytes: Option<u64>,
     /// Failed requests in the text.
@@ -91,7 +91,7 @@ impl Facts {
 }
 
 /// Whose text it is, and its numbers: of several messages the last. `None` where it is no message about memory.
-pub(crate) fn read(text: &str) -> Option<(Source, Facts)> {
+pub(crate) fn read(text: &str) -> Option<(Reporter, Facts)> {
     let text = &plain(text);
     let found = vllm(text)
         .or_else(|| mps(text))
@@ -127,7 +127,7 @@ fn plain(text: &str) -> String {
 }
 
 /// PyTorch's message from 1.0 on.
-fn pytorch(text: &str) -> Option<(Source, Facts)> {
+fn pytorch(text: &str) -> Option<(Reporter, Facts)> {
     let text = &joined(text);
     let all = text.matches("Tried to allocate ").count() as u64;
     let message = &text[text.rfind("Tried to allocate ")?..];
@@ -146,7 +146,7 @@ fn pytorch(text: &str) -> Option<(Source, Facts)> {
             (Some(reserved), Some(allocated)) => Some(reserved.saturating_sub(allocated)),
             _ => cached,
         };
-        return Some((Source::Pytorch, facts));
+        return Some((Reporter::Pytorch, facts));
     }
     facts.total_bytes = ["total capacity of ", "total capacty of "].iter().find_map(|front| size_after(message, front));
     facts.free_bytes = size_after(message, "of which ");
@@ -158,13 +158,13 @@ fn pytorch(text: &str) -> Option<(Source, Facts)> {
     for part in message.split("Process ").skip(1) {
         let pid = part.split(' ').next().and_then(|pid| pid.parse().ok());
         if let (Some(pid), Some(bytes)) = (pid, size_after(part, " has ")) {
-            facts.other_processes.push(Process { pid, bytes });
+            facts.other_processes.push(Holder { pid, bytes });
         }
     }
-    Some((Source::Pytorch, facts))
+    Some((Reporter::Pytorch, facts))
 }
 
-fn malloc_async(text: &str) -> Option<(Source, Facts)> {
+fn malloc_async(text: &str) -> Option<(Reporter, Facts)> {
     let at = text.rfind("would exceed allowed memory")?;
     let message = &text[at..];
     let value = |key: &str| {
@@ -184,10 +184,10 @@ fn malloc_async(text: &str) -> Option<(Source, Facts)> {
         limit_bytes: limit.filter(|limit| *limit < 1 << 62),
         ..Facts::default()
     };
-    Some((Source::PytorchMallocAsync, facts))
+    Some((Reporter::PytorchMallocAsync, facts))
 }
 
-fn mps(text: &str) -> Option<(Source, Facts)> {
+fn mps(text: &str) -> Option<(Reporter, Facts)> {
     let message = joined(&text[text.rfind("MPS backend out of memory")?..]);
     let facts = Facts {
         failures: text.matches("MPS backend out of memory").count() as u64,
@@ -197,17 +197,17 @@ fn mps(text: &str) -> Option<(Source, Facts)> {
         limit_bytes: size_after(&message, "max allowed: "),
         ..Facts::default()
     };
-    Some((Source::PytorchMps, facts))
+    Some((Reporter::PytorchMps, facts))
 }
 
-fn host(text: &str) -> Option<(Source, Facts)> {
+fn host(text: &str) -> Option<(Reporter, Facts)> {
     let message = joined(&text[text.rfind("DefaultCPUAllocator")?..]);
     let requested_bytes = size_after(&message, "tried to allocate ");
-    Some((Source::PytorchCpu, Facts { failures: 1, requested_bytes, ..Facts::default() }))
+    Some((Reporter::PytorchCpu, Facts { failures: 1, requested_bytes, ..Facts::default() }))
 }
 
 /// The table of `torch.cuda.memory_summary()`, with the columns of current and peak usage.
-fn summary(text: &str) -> Option<(Source, Facts)> {
+fn summary(text: &str) -> Option<(Reporter, Facts)> {
     let table = &text[text.find("PyTorch CUDA memory summary")?..];
     let row = |name: &str| {
         let line = table.lines().find(|line| line.trim_start_matches(['|', ' ']).starts_with(name))?;
@@ -222,10 +222,10 @@ fn summary(text: &str) -> Option<(Source, Facts)> {
         unallocated_bytes: reserved.zip(allocated).map(|(reserved, allocated)| reserved.saturating_sub(allocated)),
         ..Facts::default()
     };
-    Some((Source::PytorchSummary, facts))
+    Some((Reporter::PytorchSummary, facts))
 }
 
-fn vllm(text: &str) -> Option<(Source, Facts)> {
+fn vllm(text: &str) -> Option<(Reporter, Facts)> {
     let message = joined(text);
     if let Some((_, rest)) = message.rsplit_once("Free memory on device") {
         let (free, total) = rest.split_once('(')?.1.split_once('/')?;
@@ -237,7 +237,7 @@ fn vllm(text: &str) -> Option<(Source, Facts)> {
             requested_bytes: rest.split_once("utilization (").and_then(|(_, rest)| size(rest.split_once(", ")?.1)),
             ..Facts::default()
         };
-        return Some((Source::VllmStart, facts));
+        return Some((Reporter::VllmStart, facts));
     }
     let (front, rest) = message.split_once("KV cache is needed")?;
     let facts = Facts {
@@ -246,10 +246,10 @@ fn vllm(text: &str) -> Option<(Source, Facts)> {
         free_bytes: size_after(rest, "available KV cache memory ("),
         ..Facts::default()
     };
-    Some((Source::VllmCache, facts))
+    Some((Reporter::VllmCache, facts))
 }
 
-fn tensorflow(text: &str) -> Option<(Source, Facts)> {
+fn tensorflow(text: &str) -> Option<(Reporter, Facts)> {
     let at = text.rfind("ran out of memory trying to allocate ")?;
     let message = joined(window(text, at, 300));
     let value = |key: &str| {
@@ -267,10 +267,10 @@ fn tensorflow(text: &str) -> Option<(Source, Facts)> {
         unallocated_bytes: limit.zip(in_use).map(|(limit, in_use)| limit.saturating_sub(in_use)),
         ..Facts::default()
     };
-    Some((Source::Tensorflow, facts))
+    Some((Reporter::Tensorflow, facts))
 }
 
-fn xla(text: &str) -> Option<(Source, Facts)> {
+fn xla(text: &str) -> Option<(Reporter, Facts)> {
     let at = text.rfind("Out of memory while trying to allocate ").or_else(|| text.rfind("RESOURCE_EXHAUSTED"))?;
     let message = &text[at..];
     let facts = Facts {
@@ -281,10 +281,10 @@ fn xla(text: &str) -> Option<(Source, Facts)> {
         unallocated_bytes: message.split_once("total fragmentation:").and_then(|(_, rest)| size(rest)),
         ..Facts::default()
     };
-    Some((Source::Xla, facts))
+    Some((Reporter::Xla, facts))
 }
 
-fn rmm(text: &str) -> Option<(Source, Facts)> {
+fn rmm(text: &str) -> Option<(Reporter, Facts)> {
     let pool = text.rfind("Maximum pool size exceeded").or_else(|| text.rfind("Exceeded memory limit"));
     let at = pool.or_else(|| text.rfind("std::bad_alloc: out_of_memory"))?;
     let message = joined(window(text, at, 600));
@@ -295,10 +295,10 @@ fn rmm(text: &str) -> Option<(Source, Facts)> {
             .and_then(|_| size_after(&message, "max=").or_else(|| size_after(&message, "maximum pool size "))),
         ..Facts::default()
     };
-    Some((Source::Rmm, facts))
+    Some((Reporter::Rmm, facts))
 }
 
-fn cupy(text: &str) -> Option<(Source, Facts)> {
+fn cupy(text: &str) -> Option<(Reporter, Facts)> {
     let message =
         joined(&text[text.rfind("Out of memory allocating ").or_else(|| text.rfind("out of memory to allocate "))?..]);
     let asked = size_after(&message, "allocating ").or_else(|| size_after(&message, "to allocate "));
@@ -309,10 +309,10 @@ fn cupy(text: &str) -> Option<(Source, Facts)> {
         limit_bytes: size_after(&message, "limit set to: "),
         ..Facts::default()
     };
-    Some((Source::Cupy, facts))
+    Some((Reporter::Cupy, facts))
 }
 
-fn ggml(text: &str) -> Option<(Source, Facts)> {
+fn ggml(text: &str) -> Option<(Reporter, Facts)> {
     if !["ggml_", "llama_", "llama.cpp", "buffer of size"].iter().any(|word| text.contains(word)) {
         return None;
     }
@@ -322,11 +322,11 @@ fn ggml(text: &str) -> Option<(Source, Facts)> {
         return None;
     }
     let gpu = text.rsplit_once("on device ").and_then(|(_, rest)| leading_number(rest));
-    Some((Source::Ggml, Facts { failures: 1, gpu, requested_bytes: exact.or(asked), ..Facts::default() }))
+    Some((Reporter::Ggml, Facts { failures: 1, gpu, requested_bytes: exact.or(asked), ..Facts::default() }))
 }
 
 /// The tables of `nvidia-smi`, and lines of `--query-compute-apps`.
-fn nvidia_smi(text: &str) -> Option<(Source, Facts)> {
+fn nvidia_smi(text: &str) -> Option<(Reporter, Facts)> {
     if !text.contains("MiB")
         || !(text.contains("NVIDIA-SMI") || text.contains("used_gpu_memory") || text.contains("Memory-Usage"))
     {
@@ -350,22 +350,22 @@ fn nvidia_smi(text: &str) -> Option<(Source, Facts)> {
         // Of the table `GPU GI CI PID Type name`; of a query the process comes first.
         let pid = words.iter().take(5).filter_map(|word| word.parse::<u64>().ok()).max();
         if let Some(pid) = pid.filter(|pid| *pid > 15) {
-            facts.other_processes.push(Process { pid, bytes });
+            facts.other_processes.push(Holder { pid, bytes });
         }
     }
-    Some((Source::NvidiaSmi, facts))
+    Some((Reporter::NvidiaSmi, facts))
 }
 
 /// Failures whose text does not say that memory ran out, or not how much was wanted.
-fn disguised(text: &str) -> Option<(Source, Facts)> {
+fn disguised(text: &str) -> Option<(Reporter, Facts)> {
     let mut facts = Facts { failures: 1, ..Facts::default() };
     let has = |word: &str| text.contains(word);
     if has("Failed to CUDA calloc") || has("NCCL WARN Cuda failure") && has("out of memory") {
         facts.requested_bytes = size_after(&joined(text), "Failed to CUDA calloc ");
-        return Some((Source::Nccl, facts));
+        return Some((Reporter::Nccl, facts));
     }
     if has("NVML_SUCCESS == r") {
-        return Some((Source::PytorchNvml, facts));
+        return Some((Reporter::PytorchNvml, facts));
     }
     let libraries = [
         "CUBLAS_STATUS_ALLOC_FAILED",
@@ -375,7 +375,7 @@ fn disguised(text: &str) -> Option<(Source, Facts)> {
         "CUFFT_ALLOC_FAILED",
     ];
     if libraries.iter().any(|word| has(word)) {
-        return Some((Source::CudaLibrary, facts));
+        return Some((Reporter::CudaLibrary, facts));
     }
     let cuda = [
         "cudaErrorMemoryAllocation",
@@ -384,7 +384,7 @@ fn disguised(text: &str) -> Option<(Source, Facts)> {
         "CUDA out of memory",
         "out of memory",
     ];
-    cuda.iter().any(|word| has(word)).then_some((Source::Cuda, facts))
+    cuda.iter().any(|word| has(word)).then_some((Reporter::Cuda, facts))
 }
 
 /// This many bytes of a text, or a few less where a character would be cut.

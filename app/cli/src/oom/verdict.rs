@@ -12,7 +12,7 @@
 //!
 //! Beside the cause stand holders that matter: other processes, this process outside of its allocator, free memory in private pools.
 
-use super::text::{Facts, Source};
+use super::text::{Facts, Reporter};
 use serde::Serialize;
 
 /// What a text shows.
@@ -56,7 +56,7 @@ impl Finding {
 }
 
 /// The cause first, then the largest holders.
-pub(crate) fn findings(source: Source, facts: &Facts) -> Vec<Finding> {
+pub(crate) fn findings(source: Reporter, facts: &Facts) -> Vec<Finding> {
     let mut out = Vec::new();
     out.extend(cause(source, facts));
     let mut holders = holders(source, facts);
@@ -68,22 +68,22 @@ pub(crate) fn findings(source: Source, facts: &Facts) -> Vec<Finding> {
     out
 }
 
-fn cause(source: Source, facts: &Facts) -> Option<Finding> {
-    if source == Source::NvidiaSmi {
+fn cause(source: Reporter, facts: &Facts) -> Option<Finding> {
+    if source == Reporter::NvidiaSmi {
         return None;
     }
     let requested = facts.requested_bytes?;
     let reserved = facts.reserved().or(facts.allocated_bytes);
     if let Some(limit) = facts.limit_bytes {
         let held = match source {
-            Source::PytorchMps => reserved.unwrap_or(0).saturating_add(facts.others()),
+            Reporter::PytorchMps => reserved.unwrap_or(0).saturating_add(facts.others()),
             // Of TensorFlow the limit is the pool itself.
-            Source::Tensorflow => facts.allocated_bytes.unwrap_or(0),
+            Reporter::Tensorflow => facts.allocated_bytes.unwrap_or(0),
             _ => reserved.unwrap_or(0),
         };
         // Numbers of a message are rounded to a hundredth of their unit.
         let exceeds = held.saturating_add(requested).saturating_add(rounding(limit)) >= limit;
-        if exceeds && (reserved.is_some() || source == Source::Rmm) {
+        if exceeds && (reserved.is_some() || source == Reporter::Rmm) {
             return Some(Finding::Limit(limit));
         }
     }
@@ -98,11 +98,11 @@ fn cause(source: Source, facts: &Facts) -> Option<Finding> {
     if let Some(free) = facts.free_bytes.filter(|free| *free >= requested) {
         return Some(Finding::NotDeviceMemory(free));
     }
-    if matches!(source, Source::Xla | Source::PytorchMps) {
+    if matches!(source, Reporter::Xla | Reporter::PytorchMps) {
         return None;
     }
     let pools = facts.pools_bytes.unwrap_or(0);
-    let unallocated = facts.unallocated_bytes?.saturating_sub(if source == Source::Pytorch { 0 } else { pools });
+    let unallocated = facts.unallocated_bytes?.saturating_sub(if source == Reporter::Pytorch { 0 } else { pools });
     let free = facts.free_bytes.unwrap_or(0);
     if unallocated >= requested {
         return Some(Finding::Fragmentation(unallocated));
@@ -115,7 +115,7 @@ fn cause(source: Source, facts: &Facts) -> Option<Finding> {
 }
 
 /// Holders that matter: each with a tenth of the device, a GiB, or as much as the request.
-fn holders(source: Source, facts: &Facts) -> Vec<(u64, Finding)> {
+fn holders(source: Reporter, facts: &Facts) -> Vec<(u64, Finding)> {
     let total = facts.total_bytes.or(facts.limit_bytes);
     let notable = |bytes: u64| bytes >= GIB || total.is_some_and(|total| bytes >= total / 10);
     let mut out = Vec::new();
@@ -129,10 +129,10 @@ fn holders(source: Source, facts: &Facts) -> Vec<(u64, Finding)> {
     }
     // vLLM looks before it allocates. An older PyTorch says what it reserved, and not what its process holds: the rest has the context.
     let own = match source {
-        Source::VllmStart => Some(0),
+        Reporter::VllmStart => Some(0),
         _ => facts.process_bytes.or(facts.reserved().filter(|_| facts.other_processes.is_empty())),
     };
-    let context = facts.process_bytes.is_none() && source != Source::VllmStart;
+    let context = facts.process_bytes.is_none() && source != Reporter::VllmStart;
     if let (Some(total), Some(free), Some(own)) = (facts.total_bytes, facts.free_bytes, own) {
         let unseen = total.saturating_sub(free).saturating_sub(own).saturating_sub(others);
         if unseen >= total / 10 || unseen >= if context { 2 * GIB } else { GIB } {
