@@ -152,6 +152,7 @@ fn explain_recording(file: &Path, recording: &Recording, how: &How) -> Result<Ex
     let mut explanation = Explanation {
         trace: file.display().to_string(),
         format: recording.summary.format.name(),
+        of_pytorch: recording.summary.format.is_snapshot(),
         gpus: recording.gpus.clone(),
         events: recording.events.len() as u64,
         frames: recording.origins.has_frames(),

@@ -304,3 +304,13 @@ fn retries_are_in_the_headline_and_on_the_page() {
     let page = std::fs::read_to_string(dir.at("page.html")).unwrap();
     assert!(page.contains(r#"["retries","1"]"#) || page.contains(r#"["retries","2"]"#), "{page:.2000}");
 }
+
+#[test]
+fn logs_of_other_programs_are_explained_without_pytorch() {
+    let dir = Place::new();
+    let log = "Thread,Time,Action,Pointer,Size,Stream\n\
+               1,12:00:00:000001,allocate,0x100000,4096,0x0\n\
+               1,12:00:00:000002,free,0x100000,4096,0x0\n";
+    let screen = explain(&dir, &[&dir.write("rmm.csv", log)]).ok().stdout;
+    assert!(screen.contains("so lines are unknown") && !screen.contains("torch"), "{screen}");
+}

@@ -12,6 +12,9 @@ pub(crate) struct Explanation {
     pub(crate) trace: String,
     /// The format in which it was read.
     pub(crate) format: &'static str,
+    /// Whether that is a snapshot of PyTorch.
+    #[serde(skip)]
+    pub(crate) of_pytorch: bool,
     #[serde(flatten)]
     pub(crate) gpus: Gpus,
     pub(crate) events: u64,

@@ -193,10 +193,13 @@ fn holders(explanation: &Explanation, who: &Holders, args: &ExplainArgs, first: 
         table(page, columns, rows);
         if first {
             optimizer_state(who, page);
-            page.note(
+            // Other programs' logs have no frames, and their authors have no use for PyTorch's functions.
+            page.note(if explanation.of_pytorch {
                 "the recording has no stack frames; to see lines, record with \
-                 torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")",
-            );
+                 torch.cuda.memory._record_memory_history(context=\"alloc\", stacks=\"python\")"
+            } else {
+                "the recording has no stack frames, so lines are unknown"
+            });
         }
         return;
     }
