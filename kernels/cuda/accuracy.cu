@@ -1,9 +1,10 @@
-// How often a classifier is right.
+// Number of correct predictions.
 //
-//   count_correct  out[0] = number of rows whose first class with the greatest logit is the label; one block, one thread for
-//                  each row
+//   count_correct  out[0] = number of rows whose argmax (the first class with the largest logit) is the label. One
+//                  block; thread i processes rows i, i + 1024, ...
 //
-// NaN is never the greatest. A row of nothing but NaN and -infinity is class 0. A label that is no class is never right.
+// NaN is never the maximum. A row with only NaN and -infinity is predicted as class 0. A label that is not a class
+// counts as wrong.
 #include "common.cuh"
 
 enum : u32 { COUNT_THREADS = 1024 };

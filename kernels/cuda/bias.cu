@@ -1,8 +1,8 @@
 // Bias of a layer.
 //
 //   add_bias       y[r,c] = x[r,c] + bias[c]; one thread for 16 bytes of a row
-//   bias_gradient  db[c] = sum over r of dy[r,c]; a block takes 32 columns, its eight warps share out the rows, and the
-//                  eight partial sums are added in the order of the warps: no atomics, always the same bits
+//   bias_gradient  db[c] = sum over r of dy[r,c]. A block processes 32 columns. Its eight warps divide the rows, and
+//                  their partial sums are added in warp order without atomics, so the result always has the same bits
 #include "element.cuh"
 
 template <typename T>
@@ -40,7 +40,7 @@ __device__ __forceinline__ void sum_columns(const T* __restrict__ dy, float* __r
     __shared__ float partial[PARTITIONS][WARP];
     const u32 lane = threadIdx.x % WARP;
     const u32 partition = threadIdx.x / WARP;
-    // Neighbouring lanes read neighbouring columns of one row.
+    // Neighbouring lanes read neighbouring columns of one row (coalesced).
     const u64 col = static_cast<u64>(blockIdx.x) * WARP + lane;
     float sum = 0.0f;
     if (col < cols) {

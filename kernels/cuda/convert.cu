@@ -1,4 +1,5 @@
-// From one element type to another, one thread for eight elements: y = x. To a half this rounds to nearest, ties to even.
+// Conversion between element types: y = x, one thread for eight elements. A conversion to bf16 or f16 rounds to
+// nearest, ties to even.
 #include "element.cuh"
 
 enum : u32 { COUNT = 8 };

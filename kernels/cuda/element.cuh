@@ -1,7 +1,7 @@
-// Element types: how matrices are stored. Arithmetic is in f32; storing rounds to nearest, ties to even.
+// Element types of stored matrices. Arithmetic is in f32; a store rounds to nearest, ties to even.
 //
-// NVRTC has no <cuda_fp16.h> here: f16 is converted by PTX instructions (sm_53 on), bf16 below sm_80,
-// which brought its instructions, by integer arithmetic.
+// <cuda_fp16.h> is not available here. PTX instructions convert f16 (sm_53 and newer). f32 is converted to bf16 by a
+// PTX instruction on sm_80 and newer, and by integer arithmetic on older GPUs.
 #pragma once
 
 #include "common.cuh"
@@ -43,7 +43,8 @@ struct Stored<bf16> {
         return narrow;
 #else
         const u32 bits = __float_as_uint(value);
-        // Half of the last kept place, less a little if that place is even; a carry into the exponent is right too.
+        // Rounds to nearest, ties to even: adds half a unit in bf16's last place, or one less if bf16's last bit is
+        // zero. A carry into the exponent gives the correct result, too.
         const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
         return {static_cast<unsigned short>(nan ? (bits >> 16) | 0x40u : rounded)};
@@ -60,13 +61,13 @@ struct Stored<f16> {
     }
 };
 
-// 16 bytes as they are moved, and the elements in them.
+// The elements of one 16-byte load or store.
 template <typename T>
 struct alignas(16) Pack {
     T at[16 / sizeof(T)];
 };
 
-// Elements that a thread of the elementwise kernels takes at a time: 16 bytes.
+// Elements per thread in the elementwise kernels: 16 bytes.
 template <typename T>
 constexpr __device__ __forceinline__ u32 per_thread() {
     return 16 / sizeof(T);
@@ -77,8 +78,8 @@ __device__ __forceinline__ bool aligned(const T* address, u32 bytes) {
     return reinterpret_cast<u64>(address) % bytes == 0;
 }
 
-// Reads `COUNT` neighbouring elements as f32, of which the first `valid` exist; the others become zero. 16 bytes at a time
-// if all exist and the address allows it.
+// Reads the first `valid` of `COUNT` neighbouring elements as f32, and sets the others to zero. Uses 16-byte loads if
+// all are valid and the address is aligned.
 template <u32 COUNT, typename T>
 __device__ __forceinline__ void read_elements(const T* __restrict__ from, u32 valid, float (&to)[COUNT]) {
     constexpr u32 PACKED = 16 / sizeof(T);
@@ -105,8 +106,8 @@ __device__ __forceinline__ void write_pack(T* __restrict__ to, const float* from
     *reinterpret_cast<Pack<T>*>(to) = pack;
 }
 
-// Stores the first `valid` of `COUNT` values in neighbouring elements, 16 bytes at a time if that is all of them and the
-// address allows it.
+// Stores the first `valid` of `COUNT` values in neighbouring elements. Uses 16-byte stores if all are valid and the
+// address is aligned.
 template <u32 COUNT, typename T>
 __device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, const float (&from)[COUNT]) {
     constexpr u32 PACKED = 16 / sizeof(T);
@@ -121,13 +122,14 @@ __device__ __forceinline__ void write_elements(T* __restrict__ to, u32 valid, co
     }
 }
 
-// Share number `number` of all rows, if each has `shares`: its row, and its number there. In 32 bits wherever they
-// suffice, because a division in 64 takes several times as long.
+// A share is the part of a row that one thread processes. This is a share's row, and its number in that row.
 struct PlaceOfShare {
     u64 row;
     u32 number;
 };
 
+// Locates share `number` of a matrix with `shares` shares in each row. Divides in 32 bits where they suffice,
+// because a 64-bit division takes several times as long.
 __device__ __forceinline__ PlaceOfShare place_of_share(u64 number, u32 shares) {
     if (number <= 0xffffffffu) {
         const u32 low = static_cast<u32>(number);
@@ -138,19 +140,20 @@ __device__ __forceinline__ PlaceOfShare place_of_share(u64 number, u32 shares) {
     return {row, static_cast<u32>(number - row * shares)};
 }
 
-// Shares of `COUNT` neighbours in a row.
+// Number of shares of `COUNT` elements in a row of `cols` elements.
 template <u32 COUNT>
 __device__ __forceinline__ u32 shares_in_row(u32 cols) {
     return cols / COUNT + (cols % COUNT != 0 ? 1 : 0);
 }
 
-// The elements of a thread, when each takes `COUNT` neighbours of one row of `cols`: the first of them, and how many.
+// The elements that one thread processes: the position of the first, and the number of elements.
 struct Share {
     u64 row;
     u64 col;
-    u32 valid;  // zero: nothing to do
+    u32 valid;  // zero: the thread has no elements
 };
 
+// The share at `place` of a matrix of `rows` x `cols` elements.
 template <u32 COUNT>
 __device__ __forceinline__ Share share_of_row(PlaceOfShare place, u32 rows, u32 cols) {
     if (place.row >= rows) return {0, 0, 0};
@@ -159,7 +162,7 @@ __device__ __forceinline__ Share share_of_row(PlaceOfShare place, u32 rows, u32 
     return {place.row, col, left < COUNT ? static_cast<u32>(left) : COUNT};
 }
 
-// As above, for `len` elements in a row.
+// The share of this thread in a buffer of `len` elements.
 template <u32 COUNT>
 __device__ __forceinline__ Share share_of(u64 len) {
     const u64 col = global_thread() * COUNT;

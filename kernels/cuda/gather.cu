@@ -1,15 +1,16 @@
-// A batch picked out of a data set that lies on the device.
+// Gathers a batch from a data set in device memory.
 //
 //   gather_rows_u8   out[r,c] = source[indices[r],c] * scale + shift, from bytes (images)
 //   gather_rows_f32  the same from f32
 //   gather_labels    out[r] = source[indices[r]], bytes widened to u32
 //
-// One thread for 16 bytes of a row of the output, or in a large launch for four such groups (`each`), all of which it asks
-// for before it needs the first. The multiply-add is fused, as in the CPU reference. An index outside the source reads
-// nothing: it gives a row of NaN, or the label 2^32-1, which is no class.
+// A thread computes 16 bytes of an output row, or in a large launch four such groups (`each`). If the groups are
+// aligned, it issues all its loads before it uses the first value. The multiply-add is fused, as in the CPU reference.
+// For an index outside the source nothing is read, and the output is a row of NaN, or the label 2^32-1, which is not a
+// class.
 //
-// With a cursor, which may be null, `indices` is the order of the whole data set, and the batch of step number cursor[0]
-// begins at batch * cursor[0].
+// `cursor` may be null. With a cursor, `indices` holds the order of the whole data set, and the batch of step cursor[0]
+// starts at indices[batch * cursor[0]].
 #include "element.cuh"
 
 __device__ __forceinline__ const u32* batch_indices(const u32* __restrict__ indices, const u32* __restrict__ cursor,
@@ -19,7 +20,7 @@ __device__ __forceinline__ const u32* batch_indices(const u32* __restrict__ indi
 
 __device__ __forceinline__ float load_float(u8 value) { return static_cast<float>(value); }
 
-// `COUNT` neighbours of the source as they are moved: as many bytes at once as there are, up to 16.
+// `COUNT` neighbouring elements of the source, aligned so that loads are as wide as possible: up to 16 bytes.
 template <typename S, u32 COUNT>
 struct alignas(COUNT * sizeof(S) < 16 ? COUNT * sizeof(S) : 16) SourceGroup {
     u32 words[COUNT * sizeof(S) / 4];
@@ -30,8 +31,8 @@ __device__ __forceinline__ float element_of(const u32* words, u32 i, u8) {
 }
 __device__ __forceinline__ float element_of(const u32* words, u32 i, float) { return __uint_as_float(words[i]); }
 
-// Read if `inside`, else zeros: predicates instead of branches, and `volatile`, so that reads follow each other without a
-// stop and none waits until its value is needed.
+// These load if `inside`, and otherwise give zeros. A predicate replaces the branch, so consecutive loads are issued
+// without waiting for each other. `volatile` keeps the compiler from moving a load down to the use of its value.
 __device__ __forceinline__ u32 read_word_if(bool inside, const void* from) {
     u32 word = 0;
     asm volatile(
@@ -77,7 +78,7 @@ __device__ __forceinline__ void read_if(bool inside, const void* from, u32 (&wor
     for (u32 i = 0; i < WORDS; i += 4) read_four_if(inside, static_cast<const u32*>(from) + i, words + i);
 }
 
-// All bytes at once where the address allows it: rows of a data set need not be aligned.
+// Reads all bytes with one load if the address is aligned; rows of a data set need not be aligned.
 template <u32 COUNT>
 __device__ __forceinline__ void read_source(const u8* __restrict__ from, u32 valid, float (&to)[COUNT]) {
     using Bytes = SourceGroup<u8, COUNT>;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void scale_or_nan(bool inside, float scale, float shi
 
 enum : u32 { GATHER_THREADS = 256, MOST_GROUPS = 4 };
 
-// One thread's groups of 16 bytes of the output; the threads of a block take neighbours, `EACH` times.
+// Computes one thread's `EACH` groups of 16 bytes of the output. Neighbouring threads compute neighbouring groups.
 template <u32 EACH, typename S, typename T>
 __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ source, const u32* __restrict__ indices,
                                             const u32* __restrict__ cursor, T* __restrict__ out, u32 rows, u32 cols,
@@ -116,7 +117,7 @@ __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ sou
     if (first.row >= rows) return;
     const u32* order = batch_indices(indices, cursor, batch);
 
-    // From one of a thread's groups to the next.
+    // Distance between two successive groups of a thread, in rows and in shares.
     const u32 rows_apart = EACH == 1 ? 0 : GATHER_THREADS / shares;
     const u32 shares_apart = EACH == 1 ? 0 : GATHER_THREADS - rows_apart * shares;
     const auto next = [&](PlaceOfShare place) -> PlaceOfShare {
@@ -125,7 +126,7 @@ __device__ __forceinline__ void gather_rows(u32 block, const S* __restrict__ sou
         return {place.row + rows_apart + (wraps ? 1 : 0), wraps ? number - shares : number};
     };
 
-    // If each group is whole and begins where it can be moved at once, all reads are on their way together.
+    // If all groups are complete and aligned, the loads of all of them are in flight simultaneously.
     if (cols % COUNT == 0 && pitch % COUNT == 0 && aligned(source, sizeof(Group) < 16 ? sizeof(Group) : 16) &&
         aligned(out, 16)) {
         PlaceOfShare places[EACH] = {first};

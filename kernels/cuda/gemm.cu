@@ -1,20 +1,21 @@
-// Matrix product: C[m,n] = op(A) * op(B), true f32, no atomics, so the same inputs always give the same bits.
+// GEMM: C[m,n] = op(A) * op(B) in f32 (not tf32). There are no atomics, so the same inputs always give the same bits.
 //
 //   nn: A[m,k], B[k,n]   dX = dY * W
 //   nt: A[m,k], B[n,k]   Y  = X * W^T
 //   tn: A[k,m], B[k,n]   dW = dY^T * X
 //
 // Kernels, for each of the three layouts:
-//   tiled   64x64 tile of C for each block; for products with tiles enough to fill a GPU
-//   sliced  16x32 tile of C for each block, whose eight warps share out k and add up at the end; for thin products, where
-//           64x64 tiles would leave most of the GPU idle (64x784: 13 tiles of 64x64, but 100 of 16x32)
+//   tiled   a block computes a 64x64 tile of C; for shapes with enough tiles to fill a GPU
+//   sliced  a block computes a 16x32 tile of C; its eight warps divide k and add their sums at the end. For thin
+//           shapes, where 64x64 tiles would leave most of the GPU idle (64x784: 13 tiles of 64x64, but 100 of 16x32)
 //
-// Both kernels are made of the same two parts. `Panel` carries a strip of an operand from memory through registers
-// to shared memory, always k-major there, whichever way it lies in memory. `multiply_panels` lets one warp accumulate a
-// 16x32 patch of C, 4x4 elements in each lane: two 16-byte reads of shared memory feed sixteen fused multiply-adds.
+// Both kernels have the same two components. `Panel` copies a strip of an operand from global memory through registers
+// to shared memory, where each step of k is one row, whatever the operand's layout. With `multiply_panels` one warp
+// accumulates a 16x32 patch of C, 4x4 elements in each lane: two 16-byte loads from shared memory feed sixteen fused
+// multiply-adds.
 #include "common.cuh"
 
-// ---- the parts of both ----
+// ---- components of both kernels ----
 
 enum : u32 {
     DEPTH = 16,       // steps of k in a panel
@@ -24,9 +25,10 @@ enum : u32 {
     LANES_ACROSS = PATCH_COLS / MICRO,
 };
 
-// Reads `*from` if `inside`, otherwise gives zero without touching memory. Spelled out in PTX: a predicate, where the
-// compiler would make a branch, lets the loads of a panel follow each other without a stop. `volatile` keeps them before
-// the multiplications that hide their latency; otherwise the compiler moves them down to where the values are used.
+// Reads `*from` if `inside`, otherwise returns zero without a memory access. It is PTX with a predicate, because the
+// compiler would generate a branch; with a predicate the loads of a panel are issued back to back. `volatile` keeps the
+// loads before the multiplications that hide their latency; otherwise the compiler moves them down to the uses of the
+// values.
 __device__ __forceinline__ float read_if(bool inside, const float* from) {
     float value;
     asm volatile(
@@ -41,17 +43,17 @@ __device__ __forceinline__ float read_if(bool inside, const float* from) {
     return value;
 }
 
-// A strip of EXTENT rows (of A) or columns (of B) and DEPTH steps of k, carried by THREADS threads. "Line" is a row of A
-// or a column of B. Elements outside the matrix are zeros, which add nothing to a product: the inner loops need no bounds.
+// A strip of EXTENT lines and DEPTH steps of k, copied by THREADS threads. A "line" is a row of op(A) or a column of
+// op(B). Elements outside the matrix are stored as zeros, so the inner loops need no bounds checks.
 template <u32 EXTENT, u32 THREADS, bool K_CONTIGUOUS>
 struct Panel {
     enum : u32 {
         COUNT = EXTENT * DEPTH / THREADS,
-        // Four more than EXTENT: keeps 16-byte alignment, and halves the bank conflicts of the transposing store.
+        // The padding of four floats keeps 16-byte alignment, and halves the bank conflicts of the transposing store.
         PITCH = EXTENT + 4,
         SIZE = DEPTH * PITCH,
-        // Neighbouring threads take neighbouring addresses, so the direction in which they are laid out, and that in
-        // which a thread goes from one of its elements to the next, follow the operand's layout.
+        // Neighbouring threads read neighbouring addresses. Therefore the operand's layout determines which line and
+        // step a thread starts at, and whether its further elements are on other lines or at other steps.
         LINE_STRIDE = K_CONTIGUOUS ? THREADS / DEPTH : 0,
         STEP_STRIDE = K_CONTIGUOUS ? 0 : THREADS / EXTENT,
     };
@@ -83,8 +85,9 @@ struct Panel {
     }
 };
 
-// Reads 16 aligned bytes of shared memory at once. Spelled out in PTX, because NVRTC splits a plain float4 read in one of
-// several ways, by the addresses its own data structures happen to have: the PTX would differ from run to run.
+// Reads 16 aligned bytes of shared memory with one load. It is PTX, because NVRTC splits a plain float4 read
+// differently from one compilation to the next (its choice depends on addresses of its own data structures), and the
+// PTX must be reproducible.
 __device__ __forceinline__ void read_shared(const float* from, float (&to)[MICRO]) {
     const u32 address = static_cast<u32>(__cvta_generic_to_shared(from));
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -123,7 +126,8 @@ __device__ __forceinline__ void gemm_tiled(const float* __restrict__ a, const fl
                                            float* __restrict__ c, u32 m, u32 n, u32 k) {
     using PanelA = Panel<TILE, TILED_THREADS, A_K_CONTIGUOUS>;
     using PanelB = Panel<TILE, TILED_THREADS, B_K_CONTIGUOUS>;
-    // Two of each: while one pair is multiplied the next is stored, and a trip needs a single barrier.
+    // Double buffering: while one pair of panels is multiplied, the next pair is stored, so an iteration needs only one
+    // barrier.
     __shared__ __align__(16) float a_panels[2][PanelA::SIZE];
     __shared__ __align__(16) float b_panels[2][PanelB::SIZE];
 
@@ -147,8 +151,8 @@ __device__ __forceinline__ void gemm_tiled(const float* __restrict__ a, const fl
     __syncthreads();
     u32 current = 0;
     for (u32 step = 0; step < k; step += DEPTH) {
-        // The next panels' loads are in flight while these are multiplied. The last trip fetches and stores zeros: cheaper
-        // than a branch in every trip.
+        // The next panels' loads are in flight while these are multiplied. The last iteration fetches and stores zeros,
+        // which is cheaper than a branch in every iteration.
         panel_a.fetch(a, m, k, first_row, step + DEPTH, thread);
         panel_b.fetch(b, n, k, first_col, step + DEPTH, thread);
         multiply_panels<PanelA::PITCH, PanelB::PITCH>(a_panels[current] + lane_row, b_panels[current] + lane_col, sums);
@@ -166,7 +170,8 @@ __device__ __forceinline__ void gemm_tiled(const float* __restrict__ a, const fl
         if (row >= m) break;
         float* out = c + static_cast<u64>(row) * n + col;
         if (wide_stores) {
-            // With n a multiple of four a group of four columns is inside as a whole or not at all.
+            // n is a multiple of four, so a group of four columns is completely inside the matrix or completely
+            // outside.
             if (col < n) {
                 *reinterpret_cast<float4*>(out) = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
             }
@@ -208,7 +213,8 @@ __device__ __forceinline__ void gemm_sliced(const float* __restrict__ a, const f
     PanelB panel_b;
     float sums[MICRO][MICRO] = {};
 
-    // Warp w takes panels w, w + SLICES, ... of k. Its panels are its own, so it waits for no other warp until the end.
+    // Warp w processes panels w, w + SLICES, ... of k. Each warp has its own panels in shared memory, so it does not
+    // wait for other warps before the end.
     float* a_panel = shared + warp * WARP_SHARE;
     float* b_panel = a_panel + PanelA::SIZE;
     panel_a.fetch(a, m, k, first_row, warp * DEPTH, lane);
@@ -223,7 +229,7 @@ __device__ __forceinline__ void gemm_sliced(const float* __restrict__ a, const f
         __syncwarp();
     }
 
-    // The warps' sums meet in shared memory and are added in the order of the warps.
+    // The warps' sums are written to shared memory, and added in warp order.
     __syncthreads();
     float* partial = shared + warp * PATCH;
 #pragma unroll
@@ -245,7 +251,7 @@ __device__ __forceinline__ void gemm_sliced(const float* __restrict__ a, const f
 
 // ---- entry points ----
 
-// Two blocks on a multiprocessor are enough; told so, the assembler does not spill registers to make room for more.
+// With a launch bound of two blocks per multiprocessor, ptxas does not spill registers to fit more blocks.
 #define GEMM(layout, algorithm, threads, a_k_contiguous, b_k_contiguous)                                     \
     extern "C" __global__ void __launch_bounds__(threads, 2)                                                 \
         gemm_##layout##_##algorithm(const float* __restrict__ a, const float* __restrict__ b,                \

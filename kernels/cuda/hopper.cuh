@@ -1,31 +1,32 @@
-// What compute capability 9.0 has for products: barriers in shared memory that count bytes, the engine that copies tiles
-// of a matrix, and products of a warpgroup (four warps) whose operands lie in shared memory. The last need the target sm_90a.
+// Instructions of compute capability 9.0 for GEMMs: mbarriers, which count arrivals and copied bytes; the Tensor Memory
+// Accelerator (TMA), which copies tiles of a matrix; and wgmma, the matrix multiplication of a warpgroup (four warps)
+// with operands in shared memory. wgmma and setmaxnreg need the target sm_90a.
 //
 // PTX ISA: "mbarrier", "cp.async.bulk.tensor", "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
 #include "tensor.cuh"
 
-// A matrix as the copy engine sees it; the driver fills it in (cuTensorMapEncodeTiled).
+// TMA descriptor of a matrix, written by the driver (cuTensorMapEncodeTiled).
 struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// ---- barriers ----
+// ---- mbarriers ----
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Barriers initialised before are there for the copy engine, too.
+// Makes the initialised mbarriers visible to TMA.
 __device__ __forceinline__ void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives, and has the barrier wait for that many bytes besides.
+// Arrives, and makes the current phase wait for `bytes` bytes of TMA copies as well.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits for the end of the phase of this parity.
+// Waits until the phase with this parity has completed.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n\t"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "r"(parity)
         : "memory");
 }
-// Whether the phase of this parity has ended.
+// Returns whether the phase with this parity has completed.
 __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
     u32 passed;
     asm volatile(
@@ -53,52 +54,55 @@ __device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
         : "memory");
     return passed != 0;
 }
-// Meets the other threads of `threads` that come here with the same number, which is not 0.
+// Named barrier: waits until `threads` threads have called this with the same `number`. Number 0 is the barrier of
+// __syncthreads(), so callers use others.
 __device__ __forceinline__ void meet(u32 number, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// ---- the copy engine ----
+// ---- Tensor Memory Accelerator (TMA) ----
 
-// Copies the map's box at (x, y) to shared memory; the barrier counts its bytes. What lies outside of the matrix arrives as
-// zeros, and counts as well.
+// Copies the map's box at (x, y) to shared memory; the mbarrier counts its bytes. Elements outside the matrix are
+// filled with zeros, and their bytes are counted, too.
 __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 x, u32 y, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
                  "l"(&map), "r"(x), "r"(y), "r"(barrier)
                  : "memory");
 }
-// Copies the map's box from shared memory to (x, y). What lies outside of the matrix is not written.
+// Copies a box from shared memory to (x, y) of the map's matrix. Elements outside the matrix are not written.
 __device__ __forceinline__ void store_tile(const TensorMap& map, u32 x, u32 y, u32 from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(x), "r"(y), "r"(from)
                  : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last GROUPS of this thread's groups have been read from shared memory.
+// Waits until all but the last GROUPS of this thread's store groups have been read from shared memory.
 template <u32 GROUPS>
 __device__ __forceinline__ void wait_until_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
 }
-// What this thread has written to shared memory is there for the copy engine and the tensor cores.
+// Makes this thread's writes to shared memory visible to TMA and wgmma (the async proxy).
 __device__ __forceinline__ void show_to_engines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tiles in shared memory ----
 
-// The engine lays rows of 128 bytes below each other, and exchanges their 16-byte pieces so that neither reading along nor
-// across meets a bank twice: piece c of row r lies at c ^ (r % 8). A tile begins on 1,024 bytes.
+// TMA writes tiles with the 128-byte swizzle: rows of 128 bytes follow each other, and 16-byte chunk c of row r is
+// stored as chunk c ^ (r % 8). Then reads along rows and reads across rows have no bank conflicts. A tile is aligned to
+// 1,024 bytes.
 enum : u32 { SWIZZLED_ROW = 128, SWIZZLED_ROWS = 8 * SWIZZLED_ROW };
 
 __device__ __forceinline__ u32 align_to_swizzle(u32 address) { return (address + SWIZZLED_ROWS - 1) & ~(SWIZZLED_ROWS - 1); }
 
 __device__ __forceinline__ u32 swizzled(u32 row, u32 byte) { return row * SWIZZLED_ROW + (byte ^ (row % 8 * 16)); }
 
-// An operand of a product. With k along the rows, `stride` is from 8 lines to the next 8. With lines along the rows,
-// `stride` is from 8 steps of k to the next 8, and `leading` from 64 lines to the next 64.
+// Shared memory descriptor of a wgmma operand with the 128-byte swizzle; `stride` and `leading` are in bytes. If k is
+// contiguous (K-major), `stride` is the distance between groups of 8 lines. If lines are contiguous (MN-major),
+// `stride` is the distance between groups of 8 steps of k, and `leading` the distance between groups of 64 lines.
 __device__ __forceinline__ u64 operand_at(u32 address, u32 leading, u32 stride) {
     return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(leading >> 4) << 16 |
            static_cast<u64>(stride >> 4) << 32 | static_cast<u64>(1) << 62;
 }
 
-// Words of shared memory, one by one and by twos and fours.
+// Loads and stores of one, two and four 32-bit words of shared memory.
 __device__ __forceinline__ u32 read_one(u32 address) {
     u32 word;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
@@ -123,7 +127,8 @@ __device__ __forceinline__ void write_four(u32 address, const u32 (&from)[4]) {
 
 // ---- warpgroups ----
 
-// For all threads of a warpgroup: takes registers that others have given up, and gives them up.
+// setmaxnreg: changes the number of registers per thread. All threads of a warpgroup execute it. `registers_up` waits
+// until other warps have released enough registers.
 template <u32 REGISTERS>
 __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -133,11 +138,11 @@ __device__ __forceinline__ void registers_down() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// ---- products ----
+// ---- wgmma ----
 
 enum : u32 { GROUP_THREADS = 4 * WARP };
 
-// Which stage of a ring is next, and the parity of its phase.
+// The next stage of a pipeline's ring buffer, and the parity of its mbarrier phase.
 template <u32 STAGES>
 struct Ring {
     u32 stage = 0;
@@ -150,7 +155,7 @@ struct Ring {
     }
 };
 
-// Before the first product of a batch: registers written before are there.
+// Before the first wgmma of a group: orders earlier register accesses before it.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <u32 BATCHES>
@@ -158,8 +163,9 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BATCHES) : "memory");
 }
 
-// Sums of a warpgroup's 64 x N patch: warp w of the four has rows 16w to 16w+15, in the layout of mma.m16n8 for each eight
-// columns. `multiply` adds 16 steps of k; LINES_A and LINES_B say that an operand has its lines along the rows.
+// Accumulators of a warpgroup's 64 x N patch. Warp w of the four has rows 16w to 16w+15; each eight columns have the
+// fragment layout of mma.m16n8. `multiply` accumulates 16 steps of k. LINES_A and LINES_B: the operand's lines are
+// contiguous in shared memory (MN-major), instead of k.
 template <class T, u32 N>
 struct SumsF32 {
     float sums[N / 2];
@@ -167,7 +173,8 @@ struct SumsF32 {
 #pragma unroll
         for (u32 i = 0; i < N / 2; ++i) sums[i] = 0.0f;
     }
-    // The two neighbours of eight columns `piece`, of row lane / 4 or the one 8 below.
+    // The lane's two neighbouring columns in columns 8 * piece to 8 * piece + 7; in row lane / 4, or 8 rows below it
+    // (`below` = 1).
     __device__ __forceinline__ float2 pair(u32 piece, u32 below) const {
         return make_float2(sums[4 * piece + 2 * below], sums[4 * piece + 2 * below + 1]);
     }
@@ -202,15 +209,16 @@ MULTIPLY(SumsF32, bf16, 32, "f32.bf16.bf16", 16, "+f")
 MULTIPLY(SumsF32, bf16, 64, "f32.bf16.bf16", 32, "+f")
 MULTIPLY(SumsF32, bf16, 128, "f32.bf16.bf16", 64, "+f")
 
-// Adds 8 steps of k in tf32. A comes from registers: each warp's 16 rows in the layout of
-// mma.m16n8k8. They and the sums must be left alone until `products_wait`; `keep` sees to it. B has k along its rows.
+// Accumulates 8 steps of k in tf32. A is in registers: each warp's 16 rows in the fragment layout of mma.m16n8k8. B is
+// K-major. The registers of A and of the accumulators must not be accessed before `products_wait`; `keep` ensures this
+// for A.
 __device__ __forceinline__ void multiply(SumsF32<float, 128>& c, const u32 (&a)[4], u64 b) {
     asm volatile("{\n\t.reg .pred adds;\n\tsetp.eq.u32 adds, 0, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 " LIST_64 "{%64, %65, %66, %67}, %68, adds, 1, 1;\n\t}"
                  : SUMS_64("+f", c.sums, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// The compiler has no other use for these registers before this point.
+// Keeps the compiler from reusing these registers before this point.
 template <u32 STEPS>
 __device__ __forceinline__ void keep(u32 (&a)[STEPS][4]) {
 #pragma unroll

@@ -1,23 +1,25 @@
-// Linear layers, a module a precision; see linear.cuh.
+// Linear layers, one module for each precision; see linear.cuh.
 //
 // module linear_bf16: compute_80, LINEAR_KERNELS(bf16, PrecisionBf16)
 // module linear_f16: compute_80, LINEAR_KERNELS(f16, PrecisionF16)
 // module linear_f32: compute_80, LINEAR_KERNELS(f32, PrecisionF32)
 // module linear_tf32: compute_80, LINEAR_KERNELS(tf32, PrecisionTf32)
 //
-// The entry points of one precision: tile shapes, by product. `LINEAR_KERNELS(name, precision)` defines them all.
+// `LINEAR_KERNELS(name, precision)` defines all entry points of one precision. The tile shapes of each GEMM:
 //
-//   thin16, thin32, thin64   32 examples and that many columns; eight warps share out k
-//   thin128                  32 x 128, so that the examples are read less often; two warps across, four share out k
-//   wide                     128 x 128; the warps tile it
-//   fine, flat               gradient of few examples, 32 x 64 and 64 x 128: the warps tile it
-//   slim                     gradient of few outputs, 16 x 128, over many examples
+//   thin16, thin32, thin64   32 examples x 16, 32 or 64 columns; eight warps divide k
+//   thin128                  32 x 128, which reads the examples less often; two warps divide the columns, and four
+//                            divide k
+//   wide                     128 x 128; eight warps tile it
+//   fine, flat               gradient of few examples, 32 x 64 and 64 x 128; eight warps tile it
+//   slim                     gradient of few outputs, 16 x 128, over many examples; two warps divide the columns, four
+//                            divide k
 #include "linear.cuh"
 
-// Steps of k for one warp and stage: 32 bytes where warps share out k, so that a stage is 256 bytes of a row.
+// Steps of k per warp and stage: 32 bytes where eight warps divide k, so a stage is 256 bytes of a row.
 template <class P>
 constexpr u32 thin_depth = 32 / sizeof(typename P::T);
-// 64 bytes where each warp goes through all of k.
+// 64 bytes where each warp processes all of k.
 template <class P>
 constexpr u32 wide_depth = 64 / sizeof(typename P::T);
 
@@ -42,7 +44,7 @@ using GradientWide = Gradient<P, 32, 64, 4, 2, 1, wide_depth<P>, 4>;
 
 extern __shared__ __align__(16) unsigned char linear_shared[];
 
-// `at_once`: how many blocks on a multiprocessor the registers have to suffice for.
+// `at_once`: minimum number of resident blocks per multiprocessor, which limits the registers per thread.
 #define LINEAR_KERNEL(name, at_once, ...)                                                                    \
     extern "C" __global__ void __launch_bounds__(__VA_ARGS__::THREADS, at_once)                              \
         name(const __grid_constant__ LinearArguments p) {                                                    \

@@ -1,34 +1,37 @@
-// A linear layer's products with what comes before and after them, for six precisions. C[m,n] = op(A) * op(B):
+// GEMMs of a linear layer, fused with the layer's other operations, for four precisions. C[m,n] = op(A) * op(B):
 //
-//   forward   Y  = X * W^T       m examples, n outputs, k inputs;    then bias, ReLU
-//   input     dX = dY * W        m examples, n inputs,  k outputs;   then zero where the layer's input was not positive
-//   gradient  dW = dY^T * X      m outputs,  n inputs,  k examples;  and the sum of dY's rows; written, or taken off the
-//                                weights at once
+//   forward   Y  = X * W^T       m examples, n outputs, k inputs. Then bias and ReLU
+//   input     dX = dY * W        m examples, n inputs,  k outputs. Then the gradient of ReLU: zero where the layer's
+//             input was not positive
+//   gradient  dW = dY^T * X      m outputs,  n inputs,  k examples. Also the sum of dY's rows, the gradient of the
+//             bias. Both are written, or subtracted from weights and bias (an SGD step)
 //
-// One block computes a tile of C in four parts:
+// One block computes a tile of C. The components:
 //
-//   Strip      carries a strip of an operand from memory to shared memory, 16 bytes at a time and asynchronously, several
-//              stages ahead. What lies outside of the matrix arrives as zeros, which add nothing: the inner loops need no
-//              bounds, and any size is right.
-//   Product    one warp's patch of the tile: multiply-adds (f32) or tensor cores (the others). The warps of a block tile C
-//              (WM x WN of them) and share out k (WK of them).
-//   reduction  the patches meet in shared memory and are added in the order of the warps; if blocks share out k as well
-//              (`splits`), they meet in a workspace and the last block to arrive adds them in the order of the blocks. So
-//              the same launch always gives the same bits.
-//   Epilogue   takes the sums 16 bytes of a row at a time, in the order of memory: all its accesses are coalesced. Where one
-//              warp has all of a sum and its lanes hold whole groups, they come straight from the registers.
+//   Strip      copies a strip of an operand from global to shared memory with cp.async, several stages ahead, 16 bytes
+//              at a time (4 if DEALT). Elements outside the matrix become zeros, so the inner loops need no bounds
+//              checks, and any size is correct.
+//   Product    computes one warp's patch of the tile, by multiply-adds (f32) or on tensor cores (the other precisions).
+//              The warps of a block tile C (WM x WN of them) and divide k (WK of them).
+//   TileSums   reduction: the patches are written to shared memory and added in warp order. If blocks divide k as well
+//              (split-k, `splits`), the blocks write their sums to a workspace, and the last block to arrive adds them
+//              in block order. So the same launch always gives the same bits.
+//   Epilogue   processes the sums in groups of 16 bytes of a row, in the order of memory, so all its accesses are
+//              coalesced. If one warp computes complete sums and its lanes hold complete groups, the groups come
+//              directly from registers.
 //
-// Rows are 16-byte aligned (a matrix' pitch sees to it). What lies between the width and the pitch may be read, but is never
-// used, and is not written.
+// Operand rows are 16-byte aligned; their pitch guarantees it. The padding between width and pitch may be read, but its
+// values are not used, and it is not written.
 #pragma once
 
 #include "tile_sums.cuh"
 
 // ---- a strip of an operand ----
 
-// LINES rows of A or columns of B, DEPTH steps of k. Shared memory keeps the operand's orientation. With DEALT, lines lie
-// there in another order, dealt out by twos: 8t + 2j of 32 at 8j + 2t. The tensor cores then leave each lane eight
-// neighbouring columns of C instead of four twos far apart.
+// LINES lines (rows of op(A) or columns of op(B)) and DEPTH steps of k. Shared memory keeps the operand's layout. With
+// DEALT, lines are interleaved by pairs: of each 32 lines, 8t + 2j and the next are stored at 8j + 2t and the next. The
+// fragment layout of the tensor cores then gives each lane eight neighbouring columns of C instead of four separate
+// pairs.
 template <class T, u32 LINES, u32 DEPTH, bool K_CONTIGUOUS, u32 THREADS, u32 PAD_BYTES, bool DEALT>
 struct Strip {
     enum : u32 {
@@ -44,7 +47,7 @@ struct Strip {
     };
     static_assert(ROW % PER_CHUNK == 0, "a row is made of chunks");
     static_assert(!DEALT || (!K_CONTIGUOUS && LINES % 32 == 0 && sizeof(T) == 2), "lines are dealt by 32");
-    // Then a thread's chunks lie in one column, and each STEP rows below the one before.
+    // A thread's chunks are then in one column, STEP rows apart.
     static_assert(THREADS % CHUNKS_PER_ROW == 0, "a pass of all threads takes whole rows");
     enum : u32 { STEP = THREADS / CHUNKS_PER_ROW };
 
@@ -52,7 +55,8 @@ struct Strip {
     u32 pitch;
     u32 lines;
     u32 end_k;
-    // This thread's first chunk of the next strip: its place in the operand, and in shared memory.
+    // This thread's first chunk of the next strip: its line and step of k, its byte offset in shared memory, and its
+    // address in global memory.
     u32 line;
     u32 k;
     u32 place;
@@ -69,7 +73,8 @@ struct Strip {
         from = this->operand + static_cast<u64>(K_CONTIGUOUS ? line : k) * pitch + (K_CONTIGUOUS ? k : line);
     }
 
-    // Queues the copies of the next strip. `whole` says, for all threads alike, that it lies inside the matrix.
+    // Issues the asynchronous copies of the next strip. `whole`: the strip is completely inside the matrix; the same
+    // for all threads.
     __device__ __forceinline__ void load(u32 to, u32 thread, bool whole) {
         const T* at = from;
         const u64 step = static_cast<u64>(STEP) * pitch;
@@ -110,18 +115,19 @@ struct LinearTile {
         BN = FN * WN,
         DEPTH = WK * WARP_DEPTH,
     };
-    // Whether a lane's sums make whole groups of a row, so that the epilogue can take them from its registers.
+    // Whether a lane's sums form complete groups of a row, so that the epilogue can take them from registers.
     enum : bool { DIRECT = !A_K && !B_K && WK == 1 && FN % 32 == 0 };
     using A = Strip<T, BM, DEPTH, A_K, THREADS, P::pad_bytes(A_K, false), false>;
     using B = Strip<T, BN, DEPTH, B_K, THREADS, P::pad_bytes(B_K, DIRECT), DIRECT && sizeof(T) == 2>;
     using Product = typename P::template Product<FM, FN, A_K, B_K, A::STRIDE, B::STRIDE, DIRECT>;
-    // The padding spreads the rows of a patch over the banks.
+    // The padding spreads the rows of a patch over the banks of shared memory.
     using Sums = TileSums<Epilogue, BM, BN, WK, THREADS, BN + 8>;
     enum : u32 {
         STAGE_BYTES = A::BYTES + B::BYTES,
         SHARED_BYTES = STAGES * STAGE_BYTES > Sums::SUM_BYTES ? STAGES * STAGE_BYTES : Sums::SUM_BYTES,
         GROUP = Epilogue::GROUP,
-        // A lane's groups, where it takes them from its registers; and what is fetched early has to be held in registers.
+        // Groups of a thread. The operands that an epilogue loads early stay in registers, so it loads early only for
+        // up to eight.
         OWN_GROUPS = DIRECT ? Product::GROUPS : Sums::GROUPS_EACH,
         MAY_HOLD = OWN_GROUPS <= 8,
     };
@@ -138,7 +144,8 @@ struct LinearTile {
         const u32 patch_row = warp % WM * FM;
         const u32 patch_col = warp / WM % WN * FN;
 
-        // Blocks next to each other share their columns, so that they read the larger operand at about the same time.
+        // Neighbouring blocks compute tiles in the same columns of C, so they read the same lines of B, usually the
+        // larger operand, at about the same time.
         const u32 tiles_down = (p.m + BM - 1) / BM;
         const u32 all_tiles = tiles(p);
         const u32 tile = block % all_tiles;

@@ -1,18 +1,19 @@
-// What a launch of a linear layer's kernels is given, and what it does with its sums; linear.cuh says what is computed.
+// Arguments of the linear layers' kernels, and the epilogues that process their sums. linear.cuh describes the
+// computation.
 #pragma once
 
 #include "tensor.cuh"
 
-// What a launch is given; the Rust struct of the same name matches it.
+// Kernel arguments; the Rust struct of the same name has the same layout.
 struct LinearArguments {
     const void* a;
     const void* b;
     void* out;          // y, dx, dweight, or the weights
-    const void* mask;   // input: the layer's input, with dx's pitch; may be null
-    float* master;      // gradient: f32 weights beside the half ones; may be null
-    float* bias;        // forward: added; gradient: receives the sum of dY's rows, or is stepped; may be null
+    const void* mask;   // input: the layer's input, with the pitch of dx; may be null
+    float* master;      // gradient: f32 master weights of 16-bit weights; may be null
+    float* bias;        // forward: added; gradient: set to the sum of dY's rows, or updated; may be null
     float* workspace;   // splits > 1: SPLIT_SIZE floats for each split of each tile
-    u32* tickets;       // splits > 1: one for each tile; zero, and zero again at the end
+    u32* tickets;       // splits > 1: counters of arrived blocks; zero before and after a launch
     u32 m;
     u32 n;
     u32 k;
@@ -21,16 +22,16 @@ struct LinearArguments {
     u32 out_pitch;
     u32 splits;
     u32 flags;
-    float scale;  // gradient: factor of what is written, or the rate of the step
+    float scale;  // gradient: factor of the written gradient, or the learning rate
 };
 
 enum LinearFlags : u32 {
     RELU = 1,       // forward: negative sums become zero
-    OUT_F32 = 2,    // forward: y is f32 whatever the precision
-    STEP = 4,       // gradient: steps weights and bias instead of writing the gradient
+    OUT_F32 = 2,    // forward: y is f32, whatever the precision
+    STEP = 4,       // gradient: updates weights and bias instead of writing gradients
 };
 
-// Whether the group of GROUP columns from `col` on lies inside of what is written, with all rows aligned.
+// Whether the group of GROUP columns from `col` is completely inside the output, and the output's rows are aligned.
 template <u32 GROUP>
 __device__ __forceinline__ bool group_is_whole(const LinearArguments& p, u32 col) {
     return col + GROUP <= p.n && p.out_pitch % GROUP == 0;
@@ -38,9 +39,9 @@ __device__ __forceinline__ bool group_is_whole(const LinearArguments& p, u32 col
 
 // ---- epilogues ----
 
-// Each takes a group of a row's columns at a time: 16 bytes of the storage type. `WHOLE` says that the group lies inside of
-// the matrix and is aligned; otherwise `count` says how many columns do.
-// ReLU is not fmaxf, which would make zero of NaN.
+// An epilogue processes one group at a time: neighbouring columns of a row, 16 bytes of the storage type. `WHOLE`: the
+// group is completely inside the matrix and aligned; otherwise only its first `count` columns are processed. ReLU does
+// not use fmaxf, which would turn NaN into zero.
 template <class T>
 struct ForwardEpilogue {
     enum : u32 { GROUP = 16 / sizeof(T) };
@@ -95,7 +96,7 @@ template <class T>
 struct GradientEpilogue {
     enum : u32 { GROUP = 16 / sizeof(T) };
     enum : bool { SUMS_ROWS = true };
-    // Weights as they lie in memory, asked for before the product began, so that their way is hidden behind it.
+    // Weights as stored, loaded before the GEMM starts so that the GEMM hides their latency.
     struct Held {
         uint4 bits[GROUP / 4];
     };
@@ -138,7 +139,7 @@ struct GradientEpilogue {
         }
     }
 
-    // The sum over the examples of dY's column `row`.
+    // `total` is the sum over the examples of dY's column `row`: writes the bias gradient, or updates the bias.
     static __device__ __forceinline__ void sum(const LinearArguments& p, u32 row, float total) {
         if (p.bias == nullptr) return;
         p.bias[row] = p.flags & STEP ? __fmaf_rn(-p.scale, total, p.bias[row]) : total * p.scale;
@@ -146,9 +147,8 @@ struct GradientEpilogue {
 };
 
 
-// The epilogues above in two halves, for f32: what one needs of memory is read for several groups before any
-// is written, where sums come from registers.
-// What an epilogue needs of memory for a group, read some time before.
+// The f32 epilogues above in two steps, for sums that come from registers. First `read` loads an epilogue's operands of
+// several groups from global memory; then `apply` computes and writes the groups.
 template <class Epilogue>
 struct Early;
 

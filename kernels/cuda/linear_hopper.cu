@@ -1,13 +1,13 @@
-// Linear layers in 16 bits on compute capability 9.0, a module a type; see linear_hopper.cuh.
+// Linear layers in bf16 and f16 on compute capability 9.0, one module for each type; see linear_hopper.cuh.
 //
 // module linear_hopper_bf16: compute_90a, LINEAR_HOPPER_KERNELS(bf16, bf16)
 // module linear_hopper_f16: compute_90a, LINEAR_HOPPER_KERNELS(f16, f16)
 //
-// The entry points of one 16-bit type on compute capability 9.0: `LINEAR_HOPPER_KERNELS(name, type)`.
+// `LINEAR_HOPPER_KERNELS(name, type)` defines the entry points of one type:
 //
-//   warpgroup       128 x 128
-//   warpgroup_thin  32 examples x 64
-//   streamed        updates of 128 x 128 by up to 64 examples
+//   warpgroup       tiles of 128 x 128
+//   warpgroup_thin  tiles of 32 examples x 64
+//   streamed        SGD update in tiles of 128 x 128 weights, for up to 64 examples
 #include "linear_hopper.cuh"
 
 extern __shared__ __align__(1024) unsigned char hopper_shared[];

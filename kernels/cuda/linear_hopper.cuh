@@ -1,30 +1,31 @@
-// The products of linear.cuh in 16-bit types on compute capability 9.0: the copy engine fetches tiles, several stages
-// ahead, and warpgroups multiply them where they lie.
+// The GEMMs of linear.cuh in bf16 and f16 on compute capability 9.0. TMA loads tiles several pipeline stages ahead, and
+// warpgroups multiply them (wgmma) directly from shared memory.
 //
-//   WarpgroupTile   128 x 128 for many examples; and for few of them 64 outputs (or inputs) x 32 examples, computed transposed,
-//                   so that the long side of a warpgroup's product, which has 64 rows, runs along the weights
-//   StreamedUpdate  an update by few examples, where all that takes time is to read and to write the weights: blocks that stay
-//                   fetch the next tiles of weights while they step one
+//   WarpgroupTile   128 x 128 for many examples. For few examples, 64 outputs (or inputs) x 32 examples, computed
+//                   transposed: wgmma has 64 rows, which the weights fill and the examples would not
+//   StreamedUpdate  SGD update for few examples, whose duration is that of reading and writing the weights: persistent
+//                   blocks load the next tiles of weights while they update one
 //
-// One warp asks for copies; one or two warpgroups multiply. Two barriers for each stage say that it is full, and that it is free.
+// One producer warp issues the TMA copies; one or two consumer warpgroups multiply. Each stage has two mbarriers:
+// `full` (its copies have completed) and `free` (the consumers have read it).
 #pragma once
 
 #include "hopper.cuh"
 #include "tile_sums.cuh"
 
-// A product's operand, tile by tile. LINES_FIRST: lines lie along the rows of the matrix, else k does.
+// Tiles of a GEMM operand. LINES_FIRST: lines are contiguous (MN-major); otherwise k is contiguous (K-major).
 template <u32 LINES, bool LINES_FIRST>
 struct TiledOperand {
     enum : u32 {
-        // Steps of k in a stage: a row of 128 bytes.
+        // Steps of k in a stage: 128 bytes of elements.
         DEPTH = 64,
-        // A box: 64 steps of k of all lines; or 64 lines, of which there are several.
+        // A TMA box has 64 steps of k, and all lines; with LINES_FIRST it has 64 lines, and a tile has several boxes.
         BOXES = LINES_FIRST ? LINES / 64 : 1,
         BOX_BYTES = (LINES_FIRST ? 64 : LINES) * SWIZZLED_ROW,
         BYTES = LINES * DEPTH * 2,
-        // For 16 steps of k further.
+        // Byte offset of the next 16 steps of k.
         STEP_BYTES = LINES_FIRST ? 2 * SWIZZLED_ROWS : 32,
-        // For 64 lines further.
+        // Byte offset of the next 64 lines.
         LINES_BYTES = LINES_FIRST ? BOX_BYTES : 64 * SWIZZLED_ROW,
     };
     static_assert(!LINES_FIRST || LINES % 64 == 0, "boxes of 64 lines");
@@ -38,8 +39,8 @@ struct TiledOperand {
     static __device__ __forceinline__ u64 at(u32 address) { return operand_at(address, BOX_BYTES, SWIZZLED_ROWS); }
 };
 
-// For all threads of a block: a stage is full when its copies have been asked for and have arrived, and free when so many
-// consumers have said so.
+// Initialises the mbarriers; all threads of the block call this. A phase of `full` completes when the producer has
+// arrived and its copies have completed, a phase of `free` when `consumers` consumers have arrived.
 template <u32 STAGES>
 __device__ __forceinline__ void prepare_barriers(u32 full, u32 free, u32 consumers) {
     if (threadIdx.x == 0) {
@@ -52,8 +53,8 @@ __device__ __forceinline__ void prepare_barriers(u32 full, u32 free, u32 consume
     __syncthreads();
 }
 
-// 64 lines of one operand for each of GROUPS warpgroups, by ACROSS of the other. TRANSPOSED: the lines of the warpgroups are
-// columns of C (B's), else rows (A's).
+// Each of GROUPS warpgroups multiplies 64 lines of the left operand with ACROSS lines of the right one. TRANSPOSED: the
+// left operand is B, and its lines are columns of C; otherwise it is A, and its lines are rows of C.
 template <class T, class Epilogue, bool A_K, bool B_K, u32 GROUPS, u32 ACROSS, bool TRANSPOSED,
           u32 STAGES>
 struct WarpgroupTile {
@@ -69,7 +70,7 @@ struct WarpgroupTile {
     using Left = TiledOperand<DOWN, LEFT_LINES>;
     using Right = TiledOperand<ACROSS, RIGHT_LINES>;
     using Product = SumsF32<T, ACROSS>;
-    // Transposed, lanes write columns: 4 more than a multiple of the banks keeps them apart.
+    // If TRANSPOSED, lanes write columns: a pitch of 4 floats more than a multiple of the banks avoids bank conflicts.
     using Sums = TileSums<Epilogue, BM, BN, 1, CONSUMERS, BN + (TRANSPOSED ? 4 : 8)>;
     enum : u32 {
         STAGE_BYTES = Left::BYTES + Right::BYTES,
@@ -143,14 +144,14 @@ struct WarpgroupTile {
                     row_sum += load_float(*reinterpret_cast<const T*>(lines + swizzled(k, thread % 64 * 2)));
                 }
             }
-            // The batch before is done, so its stage is free.
+            // The previous wgmma group has completed, so its stage is free.
             products_wait<1>();
             if (trip > 0 && thread % WARP == 0) barrier_arrive(free + 8 * before);
             before = ring.stage;
             ring.advance();
         }
         products_wait<0>();
-        // Both warpgroups have read the last stage before sums overwrite it.
+        // All consumers must have read the last stage before the sums overwrite it.
         meet(1, CONSUMERS);
 
         float* sums = reinterpret_cast<float*>(shared);
@@ -177,14 +178,15 @@ struct WarpgroupTile {
     }
 };
 
-// Sends stored tiles of a trip on their way. Those of the trip before have left their stage by then: `free` is told.
+// Commits the TMA stores of iteration `trip`, and waits until those of the previous iteration have been read from
+// shared memory. Then the previous stage is free.
 __device__ __forceinline__ void send_off(u32 trip, u32 free) {
     commit_stores();
     wait_until_read<1>();
     if (trip > 0) barrier_arrive(free);
 }
 
-// Steps the two weights that lie at `at`.
+// Applies the SGD step to the two weights at `at`.
 template <class T>
 __device__ __forceinline__ void step_pair(unsigned char* at, float scale, float2 slope) {
     u32* pair = reinterpret_cast<u32*>(at);
@@ -194,7 +196,8 @@ __device__ __forceinline__ void step_pair(unsigned char* at, float scale, float2
     *pair = Stored<T>::of(low).bits | static_cast<u32>(Stored<T>::of(high).bits) << 16;
 }
 
-// Steps the bias of output `row + line` by the sum of dY's column `line`, of the 64 that lie at `lines`.
+// Applies the SGD step to the bias of output `row + line`. Its gradient is the sum of column `line` of dY, of the 64
+// columns at `lines`.
 template <class T, u32 EXAMPLES>
 __device__ __forceinline__ void step_bias(const LinearArguments& p, const unsigned char* lines, u32 row, u32 line) {
     float sum = 0.0f;
@@ -205,8 +208,8 @@ __device__ __forceinline__ void step_bias(const LinearArguments& p, const unsign
     p.bias[row + line] = __fmaf_rn(-p.scale, sum, p.bias[row + line]);
 }
 
-// W -= scale * dY^T X for at most 64 examples, and the bias with it; the weights in T, without others beside them. Tiles of
-// 128 x 128 go through shared memory and back.
+// W -= scale * dY^T X for at most 64 examples, and likewise the bias. The weights have type T, without f32 master
+// weights. Tiles of 128 x 128 weights are loaded into shared memory, updated there, and stored.
 template <class T>
 struct StreamedUpdate {
     enum : u32 {
@@ -216,7 +219,7 @@ struct StreamedUpdate {
         // Four boxes of 64 x 64.
         BOX_BYTES = 64 * SWIZZLED_ROW,
         WEIGHT_BYTES = 4 * BOX_BYTES,
-        // With 32 examples a stage is smaller, and there are four.
+        // With 32 examples a stage is smaller, and there are four stages instead of three.
         MOST_STAGES = 4,
         ROOM = 196608,
         SHARED_BYTES = ROOM + 2 * 8 * MOST_STAGES + SWIZZLED_ROWS,
@@ -226,7 +229,7 @@ struct StreamedUpdate {
     static __device__ __forceinline__ void run(const LinearArguments& p, const TensorMap& a_map, const TensorMap& b_map,
                                                const TensorMap& out_map, unsigned char* dynamic) {
         enum : u32 {
-            // 64 lines of an operand.
+            // Bytes of 64 lines of an operand.
             LINES_BYTES = EXAMPLES * SWIZZLED_ROW,
             OPERAND_BYTES = 2 * LINES_BYTES,
             STAGE_BYTES = WEIGHT_BYTES + 2 * OPERAND_BYTES,
@@ -242,7 +245,8 @@ struct StreamedUpdate {
 
         const u32 tiles_down = (p.m + SIDE - 1) / SIDE;
         const u32 tiles_across = (p.n + SIDE - 1) / SIDE;
-        // Blocks at work at the same time have tiles beside each other: rows of memory are read from end to end.
+        // Concurrent blocks process neighbouring tiles, along the rows of the weights, so that complete rows of memory
+        // are read.
         const u32 all_tiles = tiles_down * tiles_across;
         Ring<STAGES> ring;
 
@@ -322,7 +326,7 @@ struct StreamedUpdate {
             before = ring.stage;
             ring.advance();
         }
-        // Shared memory stays until the last tile has been read from it.
+        // The block must not exit before TMA has read the last tile from its shared memory.
         if (in_group == 0) wait_until_read<0>();
     }
 };

@@ -2,7 +2,8 @@
 //
 // module linear_hopper_tf32: compute_90a, LINEAR_HOPPER_TF32_KERNELS
 //
-// The entry points, in tiles of 128 x 128. The gradient of the input has none: no recorded cell launched it.
+// The entry points, with tiles of 128 x 128. The gradient of the input has none, because no recorded experiment
+// launched it.
 #include "linear_hopper_tf32.cuh"
 
 extern __shared__ __align__(1024) unsigned char hopper_shared[];

@@ -1,43 +1,45 @@
-// The products of linear.cuh in tf32 on compute capability 9.0, in tiles of 128 x 128.
+// The GEMMs of linear.cuh in tf32 on compute capability 9.0, in tiles of 128 x 128.
 //
-// A warpgroup's product takes one operand from registers and the other from shared memory, where tf32 has to have k along its
-// rows. So a block's four warpgroups go different ways about the tiles that the copy engine fetches:
+// wgmma takes the left operand from registers here, and the right one from shared memory, where tf32 has to be K-major.
+// So the four warpgroups of a block process the tiles that TMA loads in two ways:
 //
-//   two multiply   each has 64 lines of the left operand: a thread reads the elements of its own fragments where they came
-//                  to lie, and rounds each of them once, in registers
-//   two prepare    in turns, they write the right operand anew, rounded and with k along the rows; they ask for the copies
+//   two consumers  multiply 64 lines of the left operand each: a thread reads the elements of its fragments from the
+//                  tile as loaded, and rounds each of them once, in registers
+//   two preparers  rewrite the right operand in turns, rounded to tf32 and K-major; they are also the producers, which
+//                  issue the TMA copies
 //
-// The left operand is A, or, for a gradient, whose inputs are many and whose outputs few, B: then the tile is computed
-// transposed. Blocks stay and take tile after tile, so that copies for the next are under way while one is written.
+// The left operand is A in a forward GEMM. In a gradient, which has many inputs and few outputs, it is B, and the tile
+// is computed transposed. Blocks are persistent: the copies for the next tile are in flight while a block writes one.
 #pragma once
 
 #include "linear_epilogues.cuh"
 #include "hopper.cuh"
 
-// TRANSPOSED: the left operand is B, and both have their lines along the rows of the matrix: a gradient. Else the left one is A,
-// and both have k there: forward.
+// TRANSPOSED, for gradients: the left operand is B, and lines are contiguous in both operands. Otherwise, for forward:
+// the left operand is A, and k is contiguous in both.
 template <class Epilogue, bool TRANSPOSED>
 struct WarpgroupTileTf32 {
     enum : u32 {
         SIDE = 128,
-        // Steps of k in a stage: a row of 128 bytes.
+        // Steps of k in a stage: 128 bytes of elements.
         DEPTH = 32,
         STEPS = DEPTH / 8,
         CONSUMERS = 2 * GROUP_THREADS,
         PREPARERS = 2,
         THREADS = CONSUMERS + PREPARERS * GROUP_THREADS,
-        // Registers of a thread that multiplies, and of one that prepares, of the 128 each that a block starts with.
+        // Registers of a thread of a consumer and of a preparer, after setmaxnreg; a block starts with 128 for each
+        // thread.
         CONSUMER_REGISTERS = 176,
         PREPARER_REGISTERS = 80,
         GROUP = 4,
-        // A thread's groups of four neighbours in a row of C.
+        // Number of a consumer thread's groups; a group is four neighbouring columns in a row of C.
         GROUPS = SIDE * SIDE / CONSUMERS / GROUP,
         SPLIT_SIZE = SIDE * SIDE + SIDE,
 
         TILE_BYTES = SIDE * DEPTH * 4,
-        // With lines along the rows a tile is boxes of 32 lines.
+        // If lines are contiguous, a tile consists of TMA boxes of 32 lines.
         BOX_BYTES = 32 * SWIZZLED_ROW,
-        // Tiles as they came; and the right operand, prepared.
+        // Stages hold the tiles as loaded; slots hold the prepared right operand.
         STAGES = 4,
         STAGE_BYTES = 2 * TILE_BYTES,
         SLOTS = 3,
@@ -50,13 +52,13 @@ struct WarpgroupTileTf32 {
         USED_AT = READY_AT + 8 * SLOTS,
         LAST_AT = USED_AT + 8 * SLOTS,
         SHARED_BYTES = LAST_AT + 8 + SWIZZLED_ROWS,
-        // Numbers of `meet`.
+        // Numbers of the named barriers (`meet`).
         CONSUMERS_MEET = 1,
         SUMS_MEET = 2,
     };
     static_assert(Epilogue::GROUP == GROUP, "f32");
 
-    // What a block computes at a time: a tile, or its share of one tile's k.
+    // A block's unit of work: a tile, or with split-k one split of a tile.
     struct Item {
         u32 tile;
         u32 split;
@@ -114,9 +116,10 @@ struct WarpgroupTileTf32 {
     }
 
 private:
-    // ---- the threads that ask for copies ----
+    // ---- producers ----
 
-    // One for each warpgroup that prepares, for its own trips: while one prepares the other asks.
+    // The producer of one preparing warpgroup, which issues the copies for its own iterations. While one warpgroup
+    // prepares, the other's producer issues copies.
     struct Courier {
         const LinearArguments& p;
         const TensorMap& left;
@@ -125,12 +128,12 @@ private:
         u32 items;
         u32 turn;
         u32 number;
-        // Of the present item: trips to come, and where they are.
+        // Remaining iterations of the current item, and the position of the next one.
         u32 trips = 0;
         u32 left_line = 0;
         u32 right_line = 0;
         u32 k = 0;
-        // Trips that have been asked for, or that others ask for.
+        // Number of iterations whose copies this producer has issued or left to the other.
         u32 asked = 0;
         Ring<STAGES> ring;
 
@@ -138,7 +141,8 @@ private:
                                            u32 items, u32 turn)
             : p(p), left(left), right(right), base(base), items(items), turn(turn), number(blockIdx.x) {}
 
-        // Asks for the copies of one trip, if there are any and their stage is free.
+        // Advances by one iteration. If it is this producer's turn, issues its copies; returns without advancing if the
+        // stage is not free.
         __device__ __forceinline__ void ask() {
             while (trips == 0) {
                 if (number >= items) return;
@@ -162,7 +166,7 @@ private:
             --trips;
             ++asked;
         }
-        // Asks until the phase of this parity has ended.
+        // Issues copies until the phase with this parity has completed.
         __device__ __forceinline__ void ask_until(u32 barrier, u32 parity) {
             while (!barrier_passed(barrier, parity)) ask();
         }
@@ -177,10 +181,10 @@ private:
         }
     }
 
-    // ---- the warpgroups that prepare ----
+    // ---- preparing warpgroups ----
 
-    // Which row of the prepared tile has a line of the right operand. A lane's columns in two pieces of eight beside each other
-    // are then four neighbours of C.
+    // Row of the prepared tile for `line` of the right operand. A lane's columns in two neighbouring pieces of eight
+    // are then four neighbouring columns of C.
     static __device__ __forceinline__ u32 row_of_line(u32 line) {
         return TRANSPOSED ? line : line / 16 * 16 + line % 4 / 2 * 8 + line % 16 / 4 * 2 + line % 2;
     }
@@ -197,7 +201,7 @@ private:
         u32 done = 0;
         for (u32 number = blockIdx.x; number < items; number += gridDim.x) {
             const Item item = item_at(p, number);
-            // Of this lane's steps of k, for the 32 lines of the warp.
+            // Sums over this lane's steps of k, for each of the warp's 32 lines.
             float row_sums[32] = {};
             for (u32 trip = 0; trip < item.trips; ++trip) {
                 if (done % PREPARERS == turn) {
@@ -227,19 +231,20 @@ private:
                     const float sum = warp_sum(row_sums[i]);
                     if (lane == i) write_one(base + ROW_SUMS_AT + 4 * (SIDE * turn + 32 * warp + i), __float_as_uint(sum));
                 }
-                // The others read them between the two.
+                // The consumers read the sums between these two barriers.
                 meet(SUMS_MEET, THREADS);
                 meet(SUMS_MEET, THREADS);
             }
         }
     }
 
-    // A warp's 32 lines of a tile of the right operand.
+    // Prepares a warp's 32 lines of a tile of the right operand.
     static __device__ __forceinline__ void prepare_tile(u32 from, u32 to, u32 warp, u32 lane, float (&row_sums)[32]) {
-        // A lane has one step of k, and takes four lines at a time; or four steps of k, and every fourth line.
+        // If TRANSPOSED, a lane has one step of k, and reads four lines at a time; `column` permutes k as `read_left`
+        // does. Otherwise a lane has four steps of k, and reads every fourth line.
         const u32 column = TRANSPOSED ? lane / 8 * 8 + lane % 8 / 2 + lane % 2 * 4 : lane;
         const u32 line = 32 * warp + lane / 8;
-        // So many reads go before the first write, as there are registers for.
+        // Number of loads before the first store, limited by registers.
         enum : u32 { AT_ONCE = Epilogue::SUMS_ROWS ? 2 : 4 };
 #pragma unroll
         for (u32 first = 0; first < 8; first += AT_ONCE) {
@@ -274,16 +279,16 @@ private:
         }
     }
 
-    // Here and not later: what is added would be kept in registers.
+    // `volatile` makes the compiler add here: a later addition would keep the value in a register.
     static __device__ __forceinline__ void add_now(float& sum, u32 bits) {
         asm volatile("add.f32 %0, %0, %1;" : "+f"(sum) : "f"(__uint_as_float(bits)));
     }
 
-    // ---- the warpgroups that multiply ----
+    // ---- consuming warpgroups ----
 
-    // This thread's elements of the left operand, as they came: for each 8 steps of k a fragment. With lines along the rows, two
-    // lines of C beside each other take the fragment's rows lane / 4 and lane / 4 + 8, and two steps of k its columns
-    // lane % 4 and lane % 4 + 4, so that no bank is met twice.
+    // Reads this thread's elements of the left operand, not yet rounded: one fragment for each 8 steps of k. If
+    // TRANSPOSED, two neighbouring lines are the fragment's rows lane / 4 and lane / 4 + 8, and two neighbouring steps
+    // of k are its columns lane % 4 and lane % 4 + 4, which avoids bank conflicts.
     static __device__ __forceinline__ void read_left(u32 from, u32 first, u32 lane, u32 (&bits)[STEPS][4]) {
         const u32 g = lane / 4;
         const u32 t = lane % 4;
@@ -308,10 +313,12 @@ private:
         return operand_at(address + 32 * step, SWIZZLED_ROWS, SWIZZLED_ROWS);
     }
 
-    // This thread's group, of the two that it shares with the lane of another row or column.
+    // Group `i` of this thread. If TRANSPOSED, the values of two groups are distributed over two lanes, which exchange
+    // them.
     static __device__ __forceinline__ void group(const float (&sums)[SIDE / 2], u32 lane, u32 i, float (&v)[GROUP]) {
         if (TRANSPOSED) {
-            // Two lanes have two neighbours each, in the same two rows: each takes all four of one row.
+            // Each of two lanes has two neighbouring columns in the same two rows; after the exchange each has four
+            // columns of one row.
             const bool odd = (lane / 4) % 2 != 0;
             const float low = odd ? sums[4 * i] : sums[4 * i + 1];
             const float high = odd ? sums[4 * i + 2] : sums[4 * i + 3];
@@ -333,7 +340,7 @@ private:
     static __device__ __forceinline__ void consume(const LinearArguments& p, u32 base, u32 items) {
         const u32 thread = threadIdx.x;
         const u32 lane = thread % WARP;
-        // First of this warp's lines of the left operand.
+        // This warp's first line of the left operand.
         const u32 first = thread / WARP * 16;
         Ring<STAGES> ring;
         Ring<SLOTS> slot;
@@ -342,7 +349,7 @@ private:
             SumsF32<float, SIDE> product;
             product.clear();
             u32 rounded[STEPS][4], bits[STEPS][4];
-            // Reads the next elements.
+            // Waits for the next stage, reads this thread's fragments from it, and frees it.
             const auto take = [&] {
                 barrier_wait(base + FULL_AT + 8 * ring.stage, ring.parity);
                 read_left(base + ring.stage * STAGE_BYTES, first, lane, bits);
@@ -393,7 +400,8 @@ private:
 #pragma unroll
         for (u32 i = 0; i < GROUPS; ++i) group(sums, lane, i, v[i]);
         if (p.splits > 1) {
-            // Blocks meet twice: of a tile's splits some at a time, then those that were last to come.
+            // Split-k reduction in two levels. First, the last block to arrive of each `at_once` splits adds their
+            // sums; then the last of these blocks adds those sums.
             u32 at_once = 2;
             while (at_once * at_once < p.splits) ++at_once;
             const u32 gatherings = (p.splits + at_once - 1) / at_once;
@@ -422,11 +430,11 @@ private:
         const u32 first = thread / WARP * 16;
         const u32 g = lane / 4;
         const u32 t = lane % 4;
-        // Where this thread's first group is, and from one to the next.
+        // Position of this thread's first group.
         const u32 row = item.first_row + (TRANSPOSED ? 2 * t + g % 2 : first + g);
         const u32 col = item.first_col + (TRANSPOSED ? first + g / 2 * 4 : 4 * t);
         const bool whole = item.first_row + SIDE <= p.m && item.first_col + SIDE <= p.n && p.out_pitch % GROUP == 0;
-        // Several groups' are read before any is written: else each read would be waited for.
+        // Loads the operands of several groups before it writes any, so that the loads are in flight simultaneously.
         enum : u32 { AT_ONCE = 8 };
 #pragma unroll
         for (u32 next = 0; next < GROUPS; next += AT_ONCE) {
@@ -452,7 +460,7 @@ private:
         if (has_row_sum && item.first_row + thread < p.m) Epilogue::sum(p, item.first_row + thread, row_sum);
     }
 
-    // The sums of `count` splits, `apart` floats from one to the next, in their order.
+    // Adds the sums of `count` splits in their order; there are `apart` floats from one to the next.
     static __device__ __forceinline__ void add_up(const float* first, u64 apart, u32 count, float (&v)[GROUPS][GROUP]) {
         const float* from = first + threadIdx.x * GROUP;
         float more[GROUPS][GROUP];
@@ -462,8 +470,8 @@ private:
         from += apart;
 #pragma unroll
         for (u32 i = 0; i < GROUPS; ++i) load_four_fresh(from + i * CONSUMERS * GROUP, more[i]);
-        // Each register is asked for anew as soon as it has been added: reads never stop. The last time around they read again
-        // what they have read before.
+        // Each register is loaded again as soon as its value has been added, so loads are always in flight. The last
+        // iteration repeats the previous loads, and their values are not used.
         for (u32 s = 2; s <= count; ++s) {
             if (s < count) from += apart;
 #pragma unroll
@@ -475,8 +483,8 @@ private:
         }
     }
 
-    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The ticket
-    // is left at zero.
+    // Returns whether this block is the last of `all` to arrive. The other blocks' earlier writes are then visible to
+    // it, and the ticket is zero again.
     static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all, u32 base) {
         __threadfence();
         meet(CONSUMERS_MEET, CONSUMERS);

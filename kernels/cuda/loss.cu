@@ -1,12 +1,12 @@
 // Softmax cross-entropy.
 //
 //   softmax_cross_entropy  losses[r] = ln(sum_c e^x[r,c]) - x[r,label]; dlogits = (softmax(x) - onehot(label)) * scale
-//   cross_entropy_loss     the losses alone, for evaluation
-//   mean_loss              out[0] = mean of the losses, in one block; out[cursor[0]] if there is a cursor
+//   cross_entropy_loss     only the losses, for evaluation
+//   mean_loss              out[0] = mean of the losses, by one block; out[cursor[0]] if there is a cursor
 //
-// One warp for each row, or half a one for the gradient of up to 16 classes: the other half would only add zeros, so the
-// bits are the same. The row's maximum is subtracted first, so no exponential overflows. A label that is no class
-// gives NaN for the loss and for the row's gradient.
+// One warp processes a row; softmax_cross_entropy uses half a warp for up to 16 classes. The other half would only add
+// zeros, so the bits are the same. The row's maximum is subtracted first, so no exponential overflows. A label that is
+// not a class gives NaN for the loss and for the row's gradient.
 #include "softmax.cuh"
 
 enum : u32 { ROWS_PER_BLOCK = 4, HALF = WARP / 2 };
@@ -16,7 +16,7 @@ __device__ __forceinline__ void loss_and_gradient(const float* __restrict__ logi
                                                   float* __restrict__ losses, T* __restrict__ dlogits, u32 rows,
                                                   u32 classes, u32 dlogits_pitch, float scale) {
     const u64 own = static_cast<u64>(blockIdx.x) * (WARP / LANES * ROWS_PER_BLOCK) + threadIdx.x / LANES;
-    // The lanes of a warp meet, so those without a row stay, with the last one.
+    // All lanes of a warp take part in its shuffles, so lanes without a row process the last row and write nothing.
     const u64 row = own < rows ? own : rows - 1;
     const u32 lane = threadIdx.x % LANES;
     const float* x = logits + row * classes;
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(WARP * ROWS_PER_BLOCK)
     if (lane == 0) losses[row] = row_loss(x, classes, labels[row], statistics);
 }
 
-// Losses that a thread has asked for before it adds the first of them: one block reads as many as are on their way to it.
+// MEAN_AHEAD: number of losses that a thread loads before it adds the first. There is only one block, and the number of
+// loads in flight limits its bandwidth.
 enum : u32 { MEAN_THREADS = 256, MEAN_AHEAD = 32 };
 
 extern "C" __global__ void __launch_bounds__(MEAN_THREADS)

@@ -1,7 +1,7 @@
-// Rectifier, one thread for 16 bytes.
+// ReLU, one thread for 16 bytes.
 //
-//   relu           y = x <= 0 ? 0 : x   (written so that NaN stays NaN: a diverged run must show)
-//   relu_backward  dx = y > 0 ? dy : 0  (y is the *output* of relu, so the input need not be kept)
+//   relu           y = x <= 0 ? 0 : x   (NaN stays NaN, so that a diverged run is visible)
+//   relu_backward  dx = y > 0 ? dy : 0  (y is the *output* of relu, so the input need not be stored)
 #include "element.cuh"
 
 template <typename T>

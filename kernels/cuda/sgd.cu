@@ -1,7 +1,8 @@
-// Stochastic gradient descent, in place: weights -= learning_rate * gradient; one thread for 16 bytes of weights.
-// The multiply-add is fused here and in the CPU reference, so the two agree to the last bit.
+// Stochastic gradient descent, in place: weights -= learning_rate * gradient; one thread for 16 bytes of weights. The
+// multiply-add is fused here and in the CPU reference, so the two agree to the last bit.
 //
-// Halves step in f32 and are rounded. With master weights it is these, in f32, that step; the weights become their rounding.
+// 16-bit weights are updated in f32, and rounded. With f32 master weights, the step updates these, and the weights are
+// set to their rounded values.
 #include "element.cuh"
 
 template <typename T>

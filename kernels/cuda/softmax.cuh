@@ -1,4 +1,5 @@
-// Loss and softmax of a row of logits, by one warp, or half a warp of 16 `LANES`. The row's maximum is subtracted first, so no exponential overflows.
+// Loss and softmax of a row of logits, by `LANES` lanes: one warp or half a warp. The row's maximum is subtracted
+// first, so no exponential overflows.
 #pragma once
 
 #include "element.cuh"
@@ -19,11 +20,11 @@ __device__ __forceinline__ RowStatistics row_statistics(const float* __restrict_
 }
 
 __device__ __forceinline__ float row_loss(const float* __restrict__ x, u32 classes, u32 label, RowStatistics row) {
-    // Two small numbers are subtracted, not two large ones that differ by little.
+    // Subtracts two small numbers; ln(sum of e^x) - x[label] would subtract two large numbers that are nearly equal.
     return label < classes ? logf(row.sum) - (x[label] - row.max) : not_a_number();
 }
 
-// dlogits = (softmax(x) - onehot(label)) * scale; a label that is no class gives a row of NaN.
+// dlogits = (softmax(x) - onehot(label)) * scale; a label that is not a class gives a row of NaN.
 template <u32 LANES = WARP, typename T>
 __device__ __forceinline__ void write_gradient(const float* __restrict__ x, T* __restrict__ gradient, u32 classes,
                                                u32 label, float scale, u32 lane, RowStatistics row) {

@@ -1,18 +1,20 @@
-// All that a step does with its logits, in one launch: mean cross-entropy, gradient of the logits, number of right answers.
+// Fused loss of a training step, in one launch: mean cross-entropy, gradient of the logits, number of correct
+// predictions.
 //
 //   loss[0]     mean over the rows of ln(sum_c e^x[r,c]) - x[r,label]; loss[cursor[0]] if there is a cursor
 //   dlogits     (softmax(x) - onehot(label)) * scale, unless null
 //   correct[0]  number of rows whose argmax is the label, unless null
-//   cursor[0]   one more than before if `advance`
+//   cursor[0]   incremented if `advance`
 //
-// One warp for each row, 32 warps a block, up to four rows a warp. Sums are added in a fixed order: those of a warp's rows,
-// of a block's warps, and, by the block that finishes last, of the blocks. `workspace` holds the sums and then the counts of
-// the blocks; the one atomic is the count of finished blocks, in `tickets`, which is zero before and after. With one block
-// neither is touched. A label that is no class gives NaN for the mean and for its row's gradient, and counts as wrong.
+// A warp processes one row at a time; a block has 32 warps with up to four rows each. Sums are added in a fixed order:
+// over a warp's rows, over a block's warps, and over the blocks, by the block that finishes last. `workspace` holds the
+// sums and then the counts of the blocks. The only atomic counts the finished blocks in `tickets`, which is zero before
+// and after a launch. With one block, neither is accessed. A label that is not a class gives NaN for the mean and for
+// its row's gradient, and counts as wrong.
 #include "softmax.cuh"
 
-// The first class with the greatest logit of a row, by one warp; every lane ends with it. NaN is never the greatest; a row
-// of nothing but NaN and -infinity is class 0.
+// Argmax of a row, by one warp: the first class with the largest logit, returned in every lane. NaN is never the
+// maximum; a row with only NaN and -infinity gives class 0.
 __device__ __forceinline__ u32 first_greatest(const float* __restrict__ x, u32 classes, u32 lane) {
     float best = minus_infinity();
     u32 best_class = 0;
@@ -39,10 +41,11 @@ enum : u32 { WARPS = 32, BLOCK_ROWS = 128 };
 
 struct RowsOfWarp {
     float sum;  // of the rows' losses
-    u32 count;  // of right answers, if they are counted
+    u32 count;  // of correct predictions, if `counts`
 };
 
-// Rows `first`, `first + WARPS` and so on below `end`: their losses, and unless `dlogits` is null their gradients.
+// Computes rows `first`, `first + WARPS` and so on below `end`: their losses, and unless `dlogits` is null their
+// gradients.
 template <typename T>
 __device__ __forceinline__ RowsOfWarp rows_of_warp(const float* __restrict__ logits, const u32* __restrict__ labels,
                                                    T* __restrict__ dlogits, u64 first, u64 end, u32 classes,
@@ -96,13 +99,13 @@ __device__ __forceinline__ void whole_loss(const float* __restrict__ logits, con
         if (lane == 0) {
             workspace[blockIdx.x] = __float_as_uint(sum);
             workspace[gridDim.x + blockIdx.x] = count;
-            // The sums are seen before the ticket.
+            // Makes the sums visible to other blocks before the ticket.
             __threadfence();
             finished = atomicAdd(tickets, 1);
         }
         if (__shfl_sync(ALL_LANES, finished, 0) != gridDim.x - 1) return;
         __threadfence();
-        // Volatile: what other blocks wrote is not in this one's cache.
+        // `volatile`, because this multiprocessor's L1 cache does not see the writes of other blocks.
         const volatile u32* others = workspace;
         sum = 0.0f;
         count = 0;

@@ -1,8 +1,8 @@
-// What the linear layers' kernels are made of: element types, asynchronous copies, and one warp's product by multiply-adds
-// or on tensor cores. Needs compute capability 8.0.
+// Building blocks of the linear layers' kernels: element types, asynchronous copies, and one warp's GEMM by
+// multiply-adds or on tensor cores. Needs compute capability 8.0.
 //
-// Spelled out in PTX, because NVRTC compiles without the toolkit's headers. Fragment layouts: PTX ISA, "Warp-level matrix
-// instructions", mma.m16n8k16 and mma.m16n8k8; g = lane / 4, t = lane % 4.
+// Instructions are written in PTX, because NVRTC compiles without the toolkit's headers. Fragment layouts: PTX ISA,
+// "Warp-level matrix instructions", mma.m16n8k16 and mma.m16n8k8; g = lane / 4, t = lane % 4.
 #pragma once
 
 #include "element.cuh"
@@ -11,7 +11,7 @@ using u16 = unsigned short;
 
 // ---- elements ----
 
-// The elements in 16 bytes of memory: four of 32 bits, eight of 16.
+// Converts 16 bytes to f32: four elements of 32 bits, or eight of 16 bits.
 __device__ __forceinline__ void group_values(float, uint4 bits, float (&v)[4]) {
     v[0] = __int_as_float(static_cast<int>(bits.x));
     v[1] = __int_as_float(static_cast<int>(bits.y));
@@ -28,7 +28,7 @@ __device__ __forceinline__ void group_values(T, uint4 bits, float (&v)[8]) {
     }
 }
 
-// Writes N neighbours, aligned to 16 bytes, or the first `count` of them one by one.
+// Writes N neighbouring elements with 16-byte stores to an aligned address (`WHOLE`), or the first `count` one by one.
 template <bool WHOLE, u32 N>
 __device__ __forceinline__ void write_floats(float* to, u32 count, const float (&v)[N]) {
     if (WHOLE) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_halves(T* to, u32 count, const float (&v)[
         }
     }
 }
-// A group: 16 bytes of the storage type.
+// Writes a group: 16 bytes of the storage type.
 template <bool WHOLE>
 __device__ __forceinline__ void write_group(float* to, u32 count, const float (&v)[4]) {
     write_floats<WHOLE>(to, count, v);
@@ -72,8 +72,8 @@ __device__ __forceinline__ void write_group(f16* to, u32 count, const float (&v)
     write_halves<WHOLE>(to, count, v);
 }
 
-// Reads if `inside`, else gives nothing of use. A predicate, where the compiler would make a branch, lets reads follow
-// each other without a stop; `volatile` keeps them before the work that hides their latency.
+// Loads 16 bytes if `inside`, otherwise returns zeros. A predicate replaces the compiler's branch, so consecutive loads
+// are issued back to back; `volatile` keeps the loads before the work that hides their latency.
 __device__ __forceinline__ uint4 read_16_if(bool inside, const void* from) {
     uint4 v = make_uint4(0, 0, 0, 0);
     asm volatile(
@@ -86,7 +86,7 @@ __device__ __forceinline__ uint4 read_16_if(bool inside, const void* from) {
         : "l"(from), "r"(static_cast<u32>(inside)));
     return v;
 }
-// From the L2 cache: what another block has written in this launch.
+// Loads from the L2 cache, because another block has written the values in this launch.
 __device__ __forceinline__ void load_four_fresh(const float* from, float (&v)[4]) {
     const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
     v[0] = four.x;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void read_shared(const float* from, float (&to)[2]) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(shared_address(from)) : "memory");
 }
 
-// Queues a copy of `bytes` of SIZE, 16 or 4, to shared memory; the rest becomes zero. 16 bytes go past the L1 cache: nothing
-// is read twice.
+// Issues an asynchronous copy of SIZE (16 or 4) bytes to shared memory, of which it reads the first `bytes`; the
+// remainder becomes zero. 16-byte copies bypass the L1 cache, because no value is read twice.
 template <u32 SIZE>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, u32 bytes) {
     if (SIZE == 16) {
@@ -127,7 +127,8 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS_LEFT) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit): lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit): lane l passes the address of row l % 8 of matrix l /
+// 8.
 __device__ __forceinline__ void load_matrices(u32 address, u32 (&to)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -143,11 +144,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 address, u32 (&to)[
 
 // ---- f32: multiply-adds ----
 
-// A warp's FM x FN patch: lanes stand 4 down and 8 across, each with FM/4 x FN/8 sums. Which rows and columns those are
-// follows the operands' orientation, so that shared memory is read 16 bytes at a time without bank conflicts.
+// A warp's FM x FN patch: lanes form 4 rows and 8 columns, and each lane has FM/4 x FN/8 sums. The operands' layout
+// determines which rows and columns these are, so that loads from shared memory are 8 or 16 bytes wide and have no bank
+// conflicts.
 struct PrecisionF32 {
     using T = float;
-    // Blocks on a multiprocessor with the widest tile, and with the gradient's `flat`: registers are shared out accordingly.
+    // Resident blocks per multiprocessor with the tile `wide`, and with the gradient's tile `flat`; they limit the
+    // registers per thread.
     enum : u32 { WIDE_AT_ONCE = 2, FLAT_AT_ONCE = 2 };
     static constexpr __device__ u32 pad_bytes(bool, bool) { return 16; }
 
@@ -156,14 +159,15 @@ struct PrecisionF32 {
         enum : u32 { DOWN = 4, ACROSS = 8, RM = FM / DOWN, RN = FN / ACROSS, STEP = 2 };
         float sums[RM][RN] = {};
 
-        // The i-th of a lane's LINES lines; LANES lanes share the patch's lines, and this is the one at `place`.
+        // The i-th of the LINES lines of a lane, which is number `place` of the LANES lanes that divide the patch's
+        // lines.
         template <bool K_CONTIGUOUS, u32 LINES, u32 LANES>
         static __device__ __forceinline__ u32 line_of(u32 place, u32 i) {
             enum : u32 { WIDTH = LINES < 4 ? LINES : 4 };
             return K_CONTIGUOUS ? place + LANES * i : (i / WIDTH * LANES + place) * WIDTH + i % WIDTH;
         }
 
-        // Groups of four neighbouring columns among a lane's sums, where neither operand is k-contiguous.
+        // Number of a lane's groups of four neighbouring columns, if neither operand is k-contiguous.
         enum : u32 { GROUPS = RM * (RN / 4) };
         static __device__ __forceinline__ u32 row_of(u32 lane, u32 i) {
             return line_of<false, RM, DOWN>(lane / ACROSS, i / (RN / 4));
@@ -174,7 +178,7 @@ struct PrecisionF32 {
             for (u32 e = 0; e < 4; ++e) v[e] = sums[i / (RN / 4)][i % (RN / 4) * 4 + e];
         }
 
-        // STEP steps of k of a lane's lines.
+        // Reads STEP steps of k of a lane's lines.
         template <bool K_CONTIGUOUS, u32 LINES, u32 LANES, u32 STRIDE>
         static __device__ __forceinline__ void read(const float* from, u32 k, u32 place, float (&to)[LINES][STEP]) {
             enum : u32 { WIDTH = LINES < 4 ? LINES : 4 };
@@ -195,7 +199,7 @@ struct PrecisionF32 {
             }
         }
 
-        // The next step's operands are on their way while these are multiplied.
+        // The next step's loads are in flight while the current step is multiplied.
         template <u32 DEPTH>
         __device__ __forceinline__ void accumulate(const float* a, const float* b, u32 lane) {
             const u32 down = lane / ACROSS;
@@ -238,13 +242,14 @@ struct PrecisionF32 {
 
 // ---- tensor cores ----
 
-// Sums of an FM x FN patch in 16x8 pieces, in the layout of the instructions' results. If columns were dealt (`Strip`), pieces
-// 4q to 4q+3 hold columns 32q + 8t and its seven neighbours in lane t: a group of eight, or two of four.
+// Positions of a lane's sums in an FM x FN patch of 16x8 pieces, which have the layout of mma accumulators. If columns
+// are interleaved (DEALT of `Strip`), the lane with t = lane % 4 has columns 32q + 8t to 32q + 8t + 7 in pieces 4q to
+// 4q+3: one group of eight, or two groups of four.
 template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
 struct Patch {
     enum : u32 { MT = FM / 16, NT = FN / 8, PER_GROUP = GROUP / 2, GROUPS = MT * 2 * (NT / PER_GROUP) };
 
-    // Column of the first of a lane's two in piece j.
+    // First of a lane's two columns in piece j.
     static __device__ __forceinline__ u32 col_of_piece(u32 t, u32 j) {
         return DEALT ? 32 * (j / 4) + 8 * t + 2 * (j % 4) : 8 * j + 2 * t;
     }
@@ -257,7 +262,7 @@ struct Patch {
     }
 };
 
-// f32 sums.
+// Accumulators in f32.
 template <u32 FM, u32 FN, u32 GROUP, bool DEALT>
 struct PatchF32 : Patch<FM, FN, GROUP, DEALT> {
     using Base = Patch<FM, FN, GROUP, DEALT>;
@@ -308,7 +313,7 @@ __device__ __forceinline__ void multiply(float, const u32 (&a)[4], u32 b0, u32 b
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Operands of 16 bits: an instruction takes 16 steps of k, and matrices are transposed on their way from shared memory.
+// 16-bit operands: an mma has 16 steps of k, and ldmatrix transposes operands that are not k-contiguous.
 template <class Element>
 struct PrecisionHalf {
     using T = Element;
@@ -323,8 +328,9 @@ struct PrecisionHalf {
 
         template <u32 DEPTH>
         __device__ __forceinline__ void accumulate(const T* a, const T* b, u32 lane) {
-            // Which row of which of the four matrices this lane points at: by halves of 8 lines and of 8 steps of k. A's
-            // come as lines low, lines high (k low), then k high; B's as k low, k high (lines low), then lines high.
+            // ldmatrix: offset of the row whose address this lane passes. Each of the four matrices has 8 lines and 8
+            // steps of k. Order for A: lines 0-7, lines 8-15 (both k 0-7), then the same for k 8-15. Order for B: k
+            // 0-7, k 8-15 (both lines 0-7), then the same for lines 8-15.
             const u32 row = lane % 8;
             const u32 second = lane / 8 % 2 * 8;
             const u32 fourth = lane / 16 * 8;
@@ -365,21 +371,21 @@ struct PrecisionHalf {
 using PrecisionBf16 = PrecisionHalf<bf16>;
 using PrecisionF16 = PrecisionHalf<f16>;
 
-// ---- f32 in memory, tf32 to the tensor cores ----
+// ---- f32 in memory, rounded to tf32 for the tensor cores ----
 
-// To 11 bits of significand: nearest, ties away from zero. What is infinite or no number stays so.
+// Rounds to 11 bits of significand: to nearest, ties away from zero. Infinity and NaN stay as they are.
 __device__ __forceinline__ u32 rounded_to_tf32(u32 bits) {
     u32 out;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(out) : "f"(__int_as_float(static_cast<int>(bits))));
     return out;
 }
 
-// One product, of rounded operands. An instruction takes 8 steps of k.
+// Operands are rounded to tf32. An mma has 8 steps of k.
 struct PrecisionTf32 {
     using T = float;
     enum : u32 { WIDE_AT_ONCE = 1, FLAT_AT_ONCE = 2 };
-    // Rows of k are read element by element, lane t from row t: 8 words apart they do not meet in a bank. Dealt columns meet
-    // least 4 words apart.
+    // An operand that is not k-contiguous is read element by element, lane t from row t of k. With a padding of 8 words
+    // these reads have no bank conflicts. Interleaved columns have the fewest conflicts with a padding of 4 words.
     static constexpr __device__ u32 pad_bytes(bool k_contiguous, bool dealt) { return k_contiguous || dealt ? 16 : 32; }
 
     static __device__ __forceinline__ u32 bits_of(float value) { return static_cast<u32>(__float_as_int(value)); }
@@ -426,7 +432,7 @@ struct PrecisionTf32 {
                     if (B_K) {
                         load_matrices(b_at + (16 * j * B_STRIDE + k) * 4, y[j]);
                     } else {
-                        // Columns may be dealt here, where they are read one by one anyway.
+                        // Columns are interleaved here if DIRECT, because they are read one by one anyway.
                         enum : u32 { NEXT = DIRECT ? 2 : 8 };
                         const u32 col = DIRECT ? 32 * (j / 2) + 8 * (g / 2) + 4 * (j % 2) + g % 2 : 16 * j + g;
                         const float* at = b + (k + t) * B_STRIDE + col;

@@ -1,5 +1,5 @@
-// What comes after the products: the patches of a block's warps lie in shared memory, WK for each place of the tile, and are
-// added up, over blocks as well where they share out k, and handed to the epilogue.
+// Reduction and epilogue of a GEMM. The patches of a block's warps are in shared memory, WK of them for each position
+// of the tile. They are added, with split-k also over blocks, and the epilogue processes the sums.
 #pragma once
 
 #include "linear_epilogues.cuh"
@@ -7,16 +7,16 @@
 template <class Epilogue, u32 BM, u32 BN, u32 WK, u32 THREADS, u32 PITCH>
 struct TileSums {
     enum : u32 {
-        // From a row of a patch in shared memory to the next, and from a patch to the next.
+        // Floats from one row of a patch in shared memory to the next, and from one patch to the next.
         SUM_PITCH = PITCH,
         SUM_SIZE = BM * SUM_PITCH,
         SUM_BYTES = WK * SUM_SIZE * 4,
-        // The epilogue's share of work: a group of columns.
+        // Columns that one call of the epilogue processes.
         GROUP = Epilogue::GROUP,
         GROUPS_ACROSS = BN / GROUP,
         GROUPS = BM * GROUPS_ACROSS,
         GROUPS_EACH = (GROUPS + THREADS - 1) / THREADS,
-        // From one of a thread's groups to the next.
+        // Rows from one group of a thread to the next.
         ROWS_APART = THREADS / GROUPS_ACROSS,
         // Floats in the workspace for one split of one tile.
         SPLIT_SIZE = BM * BN + BM,
@@ -24,8 +24,9 @@ struct TileSums {
     static_assert(THREADS % GROUPS_ACROSS == 0, "a thread's groups lie below each other");
     static_assert(THREADS >= BM, "each row has a thread that adds it up");
 
-    // For each of the block's THREADS threads, after their patches have been written to `sums`. `whole`: the tile lies
-    // inside of the matrix and its rows are aligned. `sums_rows`: thread i has the sum of row i of op(A) in `row_sum`.
+    // Called by THREADS threads of a block, after all patches have been written to `sums` and a barrier. `whole`: the
+    // tile is completely inside the matrix, and its rows are aligned. `sums_rows`: thread i has the sum of row i of
+    // op(A) in `row_sum`.
     static __device__ __forceinline__ void finish(const LinearArguments& p, const float* sums, u32 tile, u32 split,
                                                   u32 first_row, u32 first_col, bool whole, bool sums_rows, float row_sum) {
         const u32 thread = threadIdx.x;
@@ -68,7 +69,7 @@ struct TileSums {
                 }
             }
         } else if (has_group && col < p.n) {
-            // At the matrix' edge most groups are whole all the same.
+            // At the matrix's edge most groups are complete, too.
             const bool inside = group_is_whole<GROUP>(p, col);
 #pragma unroll
             for (u32 i = 0; i < GROUPS_EACH; ++i) {
@@ -130,8 +131,8 @@ private:
         }
     }
 
-    // Whether this block is the last of `all` to come here; what the others wrote before is then visible to it. The
-    // ticket is left at zero.
+    // Returns whether this block is the last of `all` to arrive. The other blocks' earlier writes are then visible to
+    // it, and the ticket is zero again.
     static __device__ __forceinline__ bool arrived_last(u32* ticket, u32 all) {
         __shared__ bool last;
         __threadfence();
